@@ -20,7 +20,7 @@ VARIABLES = {
     "find-links": ("UV_FIND_LINKS", ","),
     "trusted-host": ("UV_INSECURE_HOST", " "),
 }
-"""uv's variable, and what stands between the values of one that takes several."""
+"""uv's variable, and what is between the values of one that takes several."""
 
 
 def uv_variables(listed: str) -> Iterator[str]:

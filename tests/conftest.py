@@ -46,9 +46,9 @@ hypothesis.settings.load_profile("millrace")
 
 @pytest.fixture(autouse=True, scope="module")
 def no_wait_is_left_behind() -> Iterator[None]:
-    """What stops must take its registered waits along, or `millrace run why` shows ghosts and other tests trip.
+    """Yield what stops must take its registered waits along, or `millrace run why` shows ghosts and other tests trip.
 
-    Looked at behind a module, when its servers have been stopped: while they run they may wait for what they like.
+    Looked at after a module, when its servers have been stopped: while they run they may wait for what they like.
     """
     before = {wait.reason for wait in waits.snapshot("test")}
     yield
@@ -60,7 +60,7 @@ def no_wait_is_left_behind() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_process_group_is_left_behind() -> Iterator[None]:
-    """A process has one default process group: what one test leaves would be the failure of another."""
+    """Yield a process has one default process group: what one test leaves would be the failure of another."""
     yield
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
@@ -70,7 +70,7 @@ def no_process_group_is_left_behind() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A real Redis-compatible server for the session. Tests share it: each uses its own run uid or prefix.
+    """Yield a real Redis-compatible server for the session. Tests share it: each uses its own run uid or prefix.
 
     MILLRACE_TEST_REDIS_URL names another one, as tests/compose/test_containers.py does.
     """
@@ -83,13 +83,15 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def local_store(tmp_path: Path) -> LocalStore:
-    """An empty object store in a directory of its own."""
+    """Return an empty object store in a directory of its own."""
     return LocalStore(tmp_path / "store")
 
 
 @pytest.fixture(scope="session")
 def s3_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """moto's S3 server in a process of its own: speaks the protocol, keeps objects in memory, checks no secrets."""
+    """Yield moto's S3 server in a process of its own: speaks the protocol, keeps objects in memory, checks no
+    secrets.
+    """
     port = free_port()
     log_path = tmp_path_factory.mktemp("moto") / "moto.log"
     with log_path.open("wb") as log:
@@ -121,7 +123,7 @@ def s3_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def s3_store(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> ObjectStore:
-    """An empty prefix in a bucket of moto's server."""
+    """Return an empty prefix in a bucket of moto's server."""
     from millrace.storage.s3 import S3Store
 
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
@@ -181,7 +183,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def public_environments() -> Path:
-    """The directory of public task packages."""
+    """Return the directory of public task packages."""
     if not (_PUBLIC_ENVIRONMENTS / ".millrace-setup").exists():
         pytest.skip("no public task packages: run scripts/setup_environments.sh")
     return _PUBLIC_ENVIRONMENTS
@@ -189,7 +191,7 @@ def public_environments() -> Path:
 
 @pytest.fixture(scope="session")
 def agents_python() -> Path:
-    """The interpreter that has public agents."""
+    """Return the interpreter that has public agents."""
     if not (_AGENTS / ".millrace-setup").exists():
         pytest.skip("no public agents: run scripts/setup_environments.sh")
     return _AGENTS / "bin" / "python"
@@ -197,7 +199,7 @@ def agents_python() -> Path:
 
 @pytest.fixture(scope="session")
 def template_packages() -> Path:
-    """The directory of public packages with chat templates."""
+    """Return the directory of public packages with chat templates."""
     if not (_TEMPLATE_PACKAGES / ".millrace-setup").exists():
         pytest.skip("no public chat templates: run scripts/setup_templates.sh")
     return _TEMPLATE_PACKAGES
@@ -205,7 +207,7 @@ def template_packages() -> Path:
 
 @pytest.fixture(scope="session")
 def transformers_4() -> Path:
-    """The directory of the last release of transformers 4."""
+    """Return the directory of the last release of transformers 4."""
     if not (_TRANSFORMERS_4 / ".millrace-setup").exists():
         pytest.skip("no transformers 4: run scripts/setup_transformers_4.sh")
     return _TRANSFORMERS_4
@@ -213,7 +215,7 @@ def transformers_4() -> Path:
 
 @pytest.fixture(scope="session")
 def pinned_pythons() -> dict[str, str]:
-    """Interpreters with other releases of verifiers than ours, by release."""
+    """Return Interpreters with other releases of verifiers than ours, by release."""
     places = {release: _REPOSITORY / f".venv-verifiers-{release}" for release in ("0.1", "0.3", "0.4")}
     if not all((place / ".millrace-setup").exists() for place in places.values()):
         pytest.skip("no other releases of verifiers: run scripts/setup_environments.sh")
@@ -222,7 +224,7 @@ def pinned_pythons() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def nemo_gym_python() -> str:
-    """An interpreter with `nemo-gym`, which needs Python 3.12 or later and other pins than ours."""
+    """Return an interpreter with `nemo-gym`, which needs Python 3.12 or later and other pins than ours."""
     if not (_VENV_NEMO_GYM / ".millrace-setup").exists():
         pytest.skip("no nemo-gym: run scripts/setup_environments.sh where there is a Python 3.12")
     return str(_VENV_NEMO_GYM / "bin" / "python")
@@ -238,7 +240,7 @@ def openenv_python() -> str:
 
 @pytest.fixture(scope="session")
 def vllm_python() -> str:
-    """The interpreter of an environment with real vLLM and Millrace."""
+    """Return the interpreter of an environment with real vLLM and Millrace."""
     try:
         return engine_python(
             "vllm", {"MILLRACE_VLLM_PYTHON": os.environ.get("MILLRACE_VLLM_PYTHON") or str(_VENV_VLLM)}
@@ -249,7 +251,7 @@ def vllm_python() -> str:
 
 @pytest.fixture(scope="session")
 def vllm_wheels() -> Path:
-    """The directory with the sources of vLLM's releases."""
+    """Return the directory with the sources of vLLM's releases."""
     if not _VLLM_WHEELS.is_dir():
         pytest.skip("no wheels of vLLM: run scripts/setup_vllm_wheels.sh")
     return _VLLM_WHEELS
@@ -292,6 +294,9 @@ def warm(make_warm):
 
 
 def _shared_by_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The temporary directory of the whole test run; with pytest-xdist, each of its processes has one below that."""
+    """Return the temporary directory of the whole test run.
+
+    With pytest-xdist, each of its processes has one below that.
+    """
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own

@@ -23,5 +23,5 @@ class Backoff:
         return self.limited(self.first_s * self.factor ** min(max(num_failures - 1, 0), _MAX_EXPONENT))
 
     def limited(self, delay_s: float) -> float:
-        """Return a delay that somebody else asks for, limited and spread like ours."""
+        """Return the delay that another party asks for, limited and spread like the delays here."""
         return min(delay_s, self.longest_s) * random.uniform(*self.spread)

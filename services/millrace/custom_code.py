@@ -29,15 +29,15 @@ class CustomCode:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From `my_losses, team.rl`, or `*`."""
+        """Parse `my_losses, team.rl`, or `*`."""
         return cls(tuple(name.strip() for name in text.split(",") if name.strip()))
 
     def allows(self, module: str) -> bool:
-        """Whether a module may be loaded."""
+        """Return whether a module may be loaded."""
         return any(each == ANY or f"{module}.".startswith(f"{each}.") for each in self.modules)
 
     def require(self, import_path: str, *, field: str, service: str = "this service") -> None:
-        """InvalidSpecError if `service`, which may load these modules, may not load the one of `my.module:fn`."""
+        """Raise InvalidSpecError unless `service`, which may load these modules, may load the one of `my.module:fn`."""
         name = import_path.partition(":")[0]
         if self.allows(name):
             return
@@ -80,11 +80,11 @@ EVERYTHING = CustomCode((ANY,))
 def bad_code(
     field: str, import_path: str, problem: str, *, reason: str = "CUSTOM_CODE_INVALID", remedy: str = ""
 ) -> InvalidSpecError:
-    """The error of a function that cannot be used."""
+    """Return the error of a function that cannot be used."""
     return InvalidSpecError(
         [Violation(field=field, value=import_path, message=problem)],
         reason=reason,
-        remedy=remedy or "mend the module, or install it where the service can import it (PYTHONPATH)",
+        remedy=remedy or "fix the module, or install it where the service can import it (PYTHONPATH)",
     )
 
 

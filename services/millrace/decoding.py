@@ -73,7 +73,7 @@ def decode_json(
     max_bytes: int = MAX_JSON_BYTES,
     allows_infinity: bool = False,
 ) -> Any:
-    """The value of a JSON document in UTF-8; `what` names it in the error ("event 1-7", "s3://…/manifest.json").
+    """Return the value of a JSON document in UTF-8; `what` names it in the error ("event 1-7", "s3://…/manifest.json").
 
     `CorruptObjectError` with `reason` if it is none, too large, nested too deeply, or holds what no JSON may hold: NaN,
     infinities, a key twice in one object, half of a surrogate pair (which could not be encoded again).
@@ -102,7 +102,7 @@ def decode_object(
     max_bytes: int = MAX_JSON_BYTES,
     allows_infinity: bool = False,
 ) -> dict[str, Any]:
-    """As `decode_json`, for a document that must be an object."""
+    """Decode as `decode_json` does a document that must be an object."""
     value = decode_json(
         data, what=what, reason=reason, remedy=remedy, max_bytes=max_bytes, allows_infinity=allows_infinity
     )
@@ -120,7 +120,7 @@ def decode_message(
     remedy: str | None = None,
     max_bytes: int = MAX_MESSAGE_BYTES,
 ) -> M:
-    """The protobuf message that `data` holds.
+    """Return the protobuf message that `data` holds.
 
     `CorruptObjectError` with `reason` if it holds none, is too large, or holds so many others that these would be.
     """
@@ -137,7 +137,7 @@ def decode_message(
 
 
 def decode_request(parse: Callable[[bytes], Any], data: bytes) -> Any:
-    """The message of a call as `parse`, the deserializer of its generated code, makes it.
+    """Return the message of a call as `parse`, the deserializer of its generated code, makes it.
 
     InvalidSpecError if the bytes are none, or hold so many messages that these would be too large.
     """
@@ -165,9 +165,11 @@ def unpack(detail: "AnyMessage", message: "Message") -> bool:
 
 
 def decompress(data: bytes | memoryview, *, what: str, reason: str, max_bytes: int, remedy: str | None = None) -> bytes:
-    """What a zstd frame holds; `CorruptObjectError` with `reason` if it is damaged or holds more than `max_bytes`.
+    """Return the content of a zstd frame.
 
-    The frame must say how much it holds, as all of ours do: nothing is allocated before that is known. Bytes behind
+    `CorruptObjectError` with `reason` if it is damaged or holds more than `max_bytes`.
+
+    The frame must say how much it holds, as all of ours do: nothing is allocated before that is known. Bytes after
     the frame are damage, too.
     """
     import zstandard  # not installed with the command line alone
@@ -185,7 +187,7 @@ def decompress(data: bytes | memoryview, *, what: str, reason: str, max_bytes: i
 
 
 def unpacked(file: BinaryIO, *, what: str, reason: str, remedy: str | None = None) -> Iterator[bytes]:
-    """What a file holds, in pieces; one that begins like gzip or zstd is decompressed, all its members or frames.
+    """Yield what a file holds, in pieces; one that begins like gzip or zstd is decompressed, all its members or frames.
 
     `CorruptObjectError` with `reason` if it is damaged, or ends within a member; the pieces before that are given.
     """
@@ -205,7 +207,7 @@ def unpacked(file: BinaryIO, *, what: str, reason: str, remedy: str | None = Non
 
 
 def _decompressed(file: BinaryIO, begin: Callable[[], Any]) -> Iterator[bytes]:
-    """What the members of a packed file hold, or ValueError; `begin` gives the decompressor of one."""
+    """Yield what the members of a packed file hold, or ValueError; `begin` gives the decompressor of one."""
     member, is_within = begin(), False
     while packed := file.read(_PACKED_PIECE):
         while packed:
@@ -222,7 +224,10 @@ def _decompressed(file: BinaryIO, begin: Callable[[], Any]) -> Iterator[bytes]:
 
 
 def _decompress_nothing(data: bytes | memoryview) -> bytes:
-    """Of a frame that says that it holds nothing; `decompress` of the library believes it, whatever follows."""
+    """Return the content of a frame that claims to be empty.
+
+    The library's `decompress` believes the claim, whatever follows.
+    """
     import zstandard
 
     frame = zstandard.ZstdDecompressor(max_window_size=1 << 10).decompressobj()
@@ -232,14 +237,14 @@ def _decompress_nothing(data: bytes | memoryview) -> bytes:
 
 
 def _decode_errors() -> tuple[type[Exception], ...]:
-    """What protobuf raises for bytes that are no message; none is a subclass of another."""
+    """Return the exceptions that protobuf raises for malformed bytes; none is a subclass of another."""
     from google.protobuf.message import DecodeError
 
     return DecodeError, ValueError, RecursionError
 
 
 def _check_nested(kind: Any, data: memoryview, *, most: int = MAX_NESTED_BYTES) -> None:
-    """ValueError if the messages within one take more than `most` bytes; one pass over those that hold others.
+    """Raise ValueError if the messages within one take more than `most` bytes; one pass over those that hold others.
 
     Looked at is what a parser would make messages of; where the bytes are malformed it says so itself.
     """
@@ -268,7 +273,7 @@ def _check_nested(kind: Any, data: memoryview, *, most: int = MAX_NESTED_BYTES) 
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    """The number at a place and the place behind it; `IndexError` if it ends before."""
+    """Return the number at a place and the place after it; `IndexError` if the bytes end before."""
     value = shift = 0
     while (byte := data[at]) & 0x80:
         value |= (byte & 0x7F) << shift
@@ -303,7 +308,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_depth(text: str) -> None:
-    """ValueError if arrays and objects nest deeper than `MAX_DEPTH`; one pass, what strings hold does not count."""
+    """Raise ValueError if arrays and objects nest deeper than `MAX_DEPTH`; one pass, which skips the content of
+    strings.
+    """
     if text.count("[") + text.count("{") <= MAX_DEPTH:
         return
     depth = 0
@@ -326,19 +333,19 @@ class Fields:
         self._what = what
 
     def integer(self, name: str, *, least: int = 0, most: int = MAX_INTEGER) -> int:
-        """A whole number from `least` to `most`."""
+        """Return a whole number from `least` to `most`."""
         return require_integer(self._get(name, int), what=self._name(name), least=least, most=most)
 
     def number(self, name: str) -> float:
-        """A finite number."""
+        """Return a finite number."""
         return require_number(self._get(name, int, float), what=self._name(name))
 
     def flag(self, name: str) -> bool:
-        """True or false."""
+        """Return a boolean field."""
         return self._get(name, bool)
 
     def text(self, name: str, *, most: int = MAX_TEXT) -> str:
-        """A string of at most `most` characters."""
+        """Return a string of at most `most` characters."""
         return require_text(self._get(name, str), what=self._name(name), most=most)
 
     def key(self, name: str) -> str:
@@ -346,36 +353,36 @@ class Fields:
         return require_key(self.text(name), what=self._name(name))
 
     def hexadecimal(self, name: str, *, num_bytes: int) -> str:
-        """So many bytes in lower-case hexadecimal."""
+        """Decode lower-case hexadecimal of exactly so many bytes."""
         text = self.text(name, most=2 * num_bytes)
         if len(text) != 2 * num_bytes or _HEX.fullmatch(text) is None:
             raise ValueError(f"{self._name(name)} is not {num_bytes} bytes in lower-case hexadecimal")
         return text
 
     def items(self, name: str, *, most: int = MAX_ITEMS) -> list[Any]:
-        """An array of at most `most` items."""
+        """Return an array of at most `most` items."""
         found: list[Any] = self._get(name, list)
         if len(found) > most:
             raise ValueError(f"{self._name(name)} has {len(found)} items, and at most {most} are read")
         return found
 
     def objects(self, name: str, *, most: int = MAX_ITEMS) -> "list[Fields]":
-        """An array of at most `most` objects."""
+        """Return an array of at most `most` objects."""
         what = self._name(name)
         return [Fields(value, what=f"{what}[{place}]") for place, value in enumerate(self.items(name, most=most))]
 
     def texts(self, name: str, *, most: int = MAX_ITEMS) -> tuple[str, ...]:
-        """An array of at most `most` strings."""
+        """Return an array of at most `most` strings."""
         what = self._name(name)
         return tuple(require_text(value, what=what) for value in self.items(name, most=most))
 
     def integers(self, name: str, *, most: int = MAX_ITEMS, largest: int = MAX_INTEGER) -> tuple[int, ...]:
-        """An array of at most `most` whole numbers from 0 to `largest`."""
+        """Return an array of at most `most` whole numbers from 0 to `largest`."""
         what = self._name(name)
         return tuple(require_integer(value, what=what, most=largest) for value in self.items(name, most=most))
 
     def table(self, name: str, *, most: int = MAX_ITEMS) -> dict[str, str]:
-        """An object of at most `most` strings by name."""
+        """Return an object of at most `most` strings by name."""
         return {
             key: require_text(value, what=f"{self._name(name)}.{key}")
             for key, value in self.entries(name, most=most).items()
@@ -389,12 +396,12 @@ class Fields:
         return found
 
     def inner(self, name: str) -> "Fields | None":
-        """An object, or None where it is null."""
+        """Return an object, or None where it is null."""
         value = self._get(name, dict, type(None))
         return None if value is None else Fields(value, what=self._name(name))
 
     def has(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Return whether the field is there and not null."""
         return self._value.get(name) is not None
 
     def _get(self, name: str, *types: type) -> Any:
@@ -410,7 +417,7 @@ class Fields:
 
 
 def require_integer(value: object, *, what: str, least: int = 0, most: int = MAX_INTEGER) -> int:
-    """`value`, if it is a whole number from `least` to `most`; ValueError naming `what` if not."""
+    """Return `value` if it is a whole number from `least` to `most`, else raise ValueError naming `what`."""
     if type(value) is not int or not least <= value <= most:
         shown = value if type(value) is int and abs(value) < 1 << 64 else f"a JSON {type(value).__name__}"
         raise ValueError(f"{what} is {shown}, and must be a whole number from {least} to {most}")
@@ -418,7 +425,7 @@ def require_integer(value: object, *, what: str, least: int = 0, most: int = MAX
 
 
 def require_number(value: object, *, what: str) -> float:
-    """`value`, if it is a finite number; ValueError naming `what` if not."""
+    """Return `value` if it is a finite number, else raise ValueError naming `what`."""
     if type(value) not in (int, float):
         raise ValueError(f"{what} is a JSON {type(value).__name__} instead of a number")
     try:
@@ -431,7 +438,7 @@ def require_number(value: object, *, what: str) -> float:
 
 
 def require_text(value: object, *, what: str, most: int = MAX_TEXT) -> str:
-    """`value`, if it is a string of at most `most` characters; ValueError naming `what` if not."""
+    """Return `value` if it is a string of at most `most` characters, else raise ValueError naming `what`."""
     if not isinstance(value, str) or len(value) > most:
         shown = f"{len(value)} characters" if isinstance(value, str) else f"a JSON {type(value).__name__}"
         raise ValueError(f"{what} is {shown} instead of a string of at most {most}")

@@ -1,4 +1,4 @@
-"""Digests of tensors where they lie: those of `policies.digest`, computed by torch on the tensors' own device.
+"""Digests of tensors where they are: those of `policies.digest`, computed by torch on the tensors' own device.
 
 A GPU digests at the speed of its memory what the host would first have to copy, and then needs a processor minute for;
 for tensors on a CPU numpy is faster, and is what is used for them.
@@ -15,7 +15,7 @@ _WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def device_digest(tensor: torch.Tensor, *, start: int = 0, positions: torch.Tensor | None = None) -> int:
-    """The digest of a tensor's elements in row-major order, of which the first has index `start` in the whole.
+    """Return the digest of a tensor's elements in row-major order, of which the first has index `start` in the whole.
 
     With `positions` int64 [N], on the same device, these are the indices instead. Waits for the device.
     """
@@ -30,7 +30,7 @@ def device_digest(tensor: torch.Tensor, *, start: int = 0, positions: torch.Tens
 
 
 def torch_digest(bits: torch.Tensor, *, start: int = 0, positions: torch.Tensor | None = None) -> int:
-    """The same of flat element bits as signed integers, on whatever device they are."""
+    """Return the same of flat element bits as signed integers, on whatever device they are."""
     sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
     unsigned = -1 if bits.element_size() == 8 else (1 << 8 * bits.element_size()) - 1
     for begin in range(0, bits.numel(), _BLOCK_ELEMENTS):
@@ -48,12 +48,12 @@ def torch_digest(bits: torch.Tensor, *, start: int = 0, positions: torch.Tensor 
 
 
 def mixed(numbers: torch.Tensor, *, salt: int) -> torch.Tensor:
-    """int64 bits that look random, of numbers int64 and a salt; for what has to come out the same again."""
+    """Return int64 bits that look random, from numbers int64 and a salt: the same for the same input."""
     return _mix((numbers + 1) * _signed(PLACE_KEY) + _signed(salt * BITS_KEY % _LANE))
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's finaliser in place, modulo 2**64; shifts fill with zeros."""
+    """Return SplitMix64's finaliser in place, modulo 2**64; shifts fill with zeros."""
     for shift, factor in MIX:
         x ^= (x >> shift) & ((1 << 64 - shift) - 1)
         x *= _signed(factor)
@@ -62,5 +62,5 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _signed(number: int) -> int:
-    """The same 64 bits as a signed number."""
+    """Return the same 64 bits as a signed number."""
     return number - _LANE if number >= _LANE // 2 else number

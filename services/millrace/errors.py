@@ -240,14 +240,14 @@ class CorruptObjectError(InternalError):
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The first error inside an exception group, however deep; the error itself if it is no group."""
+    """Return the first error inside an exception group, however deep; the error itself if it is no group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 def all_errors(error: BaseException) -> Iterator[BaseException]:
-    """Every error inside an exception group, in order; the error itself if it is no group."""
+    """Yield every error inside an exception group, in order; the error itself if it is no group."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             yield from all_errors(inner)
@@ -256,7 +256,7 @@ def all_errors(error: BaseException) -> Iterator[BaseException]:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return whether something has answered and refused, so that no more than time may not mend it.
+    """Return whether the other side has answered and refused, so that waiting alone may not help.
 
     What does not answer is an outage, and what is damaged has to be repaired.
     """
@@ -264,7 +264,10 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def error_classes() -> Iterator[type[MillraceError]]:
-    """Every class of this tree, parents before children; subclasses that rooms add for themselves are not shared."""
+    """Yield every class of this tree, parents before children.
+
+    Subclasses that rooms add for themselves are not shared.
+    """
     pending: list[type[MillraceError]] = [MillraceError]
     while pending:
         cls = pending.pop(0)
@@ -275,9 +278,9 @@ def error_classes() -> Iterator[type[MillraceError]]:
 
 
 def of_system(error: BaseException) -> MillraceError | None:
-    """Return what the operating system refused to do with a path, as our error; None for anything else.
+    """Return the operating system's error about a path as a Millrace error; None for anything else.
 
-    A directory that cannot be written into, say, is the user's to mend, and no defect.
+    A directory that cannot be written into, say, is the user's to fix, and no defect.
     """
     if not isinstance(error, OSError) or error.errno not in (*_FULL, *_REFUSED):
         return None

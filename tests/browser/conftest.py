@@ -17,7 +17,7 @@ WAIT_MS = 60_000
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator:
-    """Chromium, driven by Playwright."""
+    """Yield chromium, driven by Playwright."""
     sync_api = pytest.importorskip(
         "playwright.sync_api", reason="Playwright is missing: `make test-browser` installs it"
     )
@@ -45,20 +45,20 @@ def serve(writer: RunWriter, index: Path) -> ServedInThread:
 
 @pytest.fixture
 def run_writer(tmp_path: Path) -> RunWriter:
-    """A run with hostile completions, of which the first steps are written."""
+    """Return a run with hostile completions, of which the first steps are written."""
     return write_run(tmp_path / "store")
 
 
 @pytest.fixture
 def served(run_writer: RunWriter, tmp_path: Path) -> Iterator[Served]:
-    """A dashboard over a live run and one that has ended."""
+    """Yield a dashboard over a live run and one that has ended."""
     with serve(run_writer, tmp_path / "index") as found:
         yield found
 
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The same dashboard for all tests that only look at it."""
+    """Yield the same dashboard for all tests that only look at it."""
     directory = tmp_path_factory.mktemp("shared")
     writer = write_run(directory / "store")
     with serve(writer, directory / "index") as found:
@@ -67,7 +67,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture
 def page(browser, request: pytest.FixtureRequest) -> Iterator:
-    """A page that fails the test for whatever the browser complains of.
+    """Yield a page that fails the test for whatever the browser complains of.
 
     It is of a dashboard of the test's own only where the test asks for `served` or `run_writer`, to change them.
     """

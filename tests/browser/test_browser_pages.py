@@ -69,7 +69,7 @@ def test_what_models_wrote_is_text(page):
 
 
 def ticks_of(page, points: list[list[float]]) -> list[str]:
-    """The texts beside the axes of a curve."""
+    """Return the texts beside the axes of a curve."""
     return page.evaluate(
         """async (points) => {
           const { chart } = await import("/static/charts.js");
@@ -244,14 +244,14 @@ def test_evaluations_are_called_by_the_whole_name_of_their_environment(page, run
 
 
 def archive_batches(run_writer, *metrics):
-    """What batches behind those of the run say of their rollouts, one after the other."""
+    """What batches after those of the run say of their rollouts, one after the other."""
     for step, values in enumerate(metrics, start=STEPS):
         done = event_pb2.BatchCommitted(step=step, num_trained=1, metrics=values)
         run_writer.archive((run_writer.clock, event_pb2.Event(batch_committed=done)))
 
 
 def chart_of(page, title):
-    """The chart with that title, as texts: its legend, what else stands above it, and beside its axes."""
+    """The chart with that title, as texts: its legend, what else is above it, and beside its axes."""
     figure = page.locator("figure.chart", has=page.locator(f"strong:text-is('{title}')"))
     figure.locator("text.tick").first.wait_for()
     ticks = figure.locator("text.tick").all_text_contents()

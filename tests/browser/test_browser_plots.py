@@ -275,7 +275,7 @@ def test_evaluations_are_compared_and_a_run_keeps_its_colour(page, run_writer):
 
 
 def test_a_name_of_a_run_is_not_broken_on_a_phone(page, run_writer, served: Served):
-    """Neither in a table nor in a legend, however little room there is: a browser breaks behind a hyphen."""
+    """Neither in a table nor in a legend, however little room there is: a browser breaks after a hyphen."""
     names = ["walk-with-other-rewards-a", "b-b"]
     served.source.runs[:] = [
         known_run(name, uid=run["uid"]) for name, run in zip(names, served.source.runs, strict=True)

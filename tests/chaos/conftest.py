@@ -14,7 +14,7 @@ TIMEOUT_S = 900
 
 @pytest.fixture(scope="session")
 def warm(make_warm: Callable[[int], Workplace]) -> Workplace:
-    """The warmed-up model in a workplace of the chaos tests' own: other tests count what runs in theirs."""
+    """Return the warmed-up model in a workplace of the chaos tests' own: other tests count what runs in theirs."""
     return make_warm(0)
 
 
@@ -23,14 +23,14 @@ _OF_SESSION = pytest.StashKey[ChaosStack]()
 
 @pytest.fixture(scope="session")
 def chaos_session(warm, pytestconfig: pytest.Config) -> Iterator[ChaosStack]:
-    """One stack for all chaos tests; tests use `chaos`."""
+    """Yield one stack for all chaos tests; tests use `chaos`."""
     with ChaosStack(warm, "chaos") as stack:
         pytestconfig.stash[_OF_SESSION] = stack
         yield stack
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Behind a row of chaos tests all ends, not with the session: others want the machine, and no stranger's waits."""
+    """After a row of chaos tests all ends, not with the session: others want the machine, and no stranger's waits."""
     if nextitem is None or nextitem.path.parent != Path(__file__).parent:
         chaos_loop.end_all()
         if (stack := item.config.stash.get(_OF_SESSION, None)) is not None:
@@ -39,7 +39,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.fixture
 def chaos(chaos_session: ChaosStack) -> Iterator[ChaosStack]:
-    """The session's stack with every process serving and no fault armed."""
+    """Yield the session's stack with every process serving and no fault armed."""
     if not chaos_session.is_up:  # tests of another folder came between: see `pytest_runtest_teardown`
         chaos_session.start()
     chaos_session.disarm()
@@ -51,7 +51,7 @@ def chaos(chaos_session: ChaosStack) -> Iterator[ChaosStack]:
 
 @pytest.fixture
 def make_chaos(warm, request: pytest.FixtureRequest) -> Iterator:
-    """Makes stacks of a test's own: `make_chaos("--no-liveness", env={...})`. They are stopped after the test."""
+    """Yield makes stacks of a test's own: `make_chaos("--no-liveness", env={...})`. They are stopped after the test."""
     made: list[ChaosStack] = []
 
     def make(*options: str, **more) -> ChaosStack:

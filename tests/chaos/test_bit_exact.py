@@ -73,7 +73,7 @@ def test_a_run_whose_trainer_dies_everywhere_equals_an_unbroken_one(chaos: Chaos
 
 
 def _killed_and_replaced_by_another(make_chaos, tmp_path: Path, determinism: str) -> tuple[ChaosStack, ChaosRun]:
-    """A run whose trainer dies at step 3 behind checkpoint 2, and whose next trainer computes something else."""
+    """Return a run whose trainer dies at step 3 after checkpoint 2, and whose next trainer computes something else."""
     marker = tmp_path / "differ"
     (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(SITE.format(marker=str(marker))))
     stack = make_chaos(env={"PYTHONPATH": str(tmp_path), preloads.VARIABLE: "0"})

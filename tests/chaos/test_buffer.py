@@ -46,14 +46,14 @@ SAMPLED = {"orchestrator.buffer.sampler": "sorted_env:in_turn"}
 
 
 def resolved(stack: ChaosStack, run: ChaosRun, *, first: int = 0) -> list[batch_pb2.Resolution]:
-    """What became of every ordinal that the batches from step `first` on resolve."""
+    """Return what became of every ordinal that the batches from step `first` on resolve."""
     store, names = stack.store(), Names(PREFIX, run.uid)
     headers = [decode_header(store.get(names.batch_header(step))) for step in range(first, STEPS)]
     return [item for header in headers for item in header.resolutions]
 
 
 def drawn(stack: ChaosStack, run: ChaosRun, *, first: int = 0) -> dict[int, str]:
-    """The task of each of them."""
+    """Return the task of each of them."""
     return {item.ordinal: item.task_id for item in resolved(stack, run, first=first)}
 
 
@@ -73,7 +73,7 @@ def test_a_killed_orchestrator_and_a_fork_draw_what_an_undisturbed_run_draws(
     times = Counter(item.task_id for item in resolved(stack, undisturbed) if item.reason == "hard")
     assert draws is SAMPLED or max(times.values()) > 1, "a hard task is played again"
 
-    # One dies with groups in flight, one behind a header that Redis has not seen, one before a header.
+    # One dies with groups in flight, one after a header that Redis has not seen, one before a header.
     armed = [
         stack.arm(Point.ORCHESTRATOR_AFTER_DISPATCH, when={"step": 2}),
         stack.arm(Point.ORCHESTRATOR_AFTER_HEADER, when={"step": 4}),

@@ -56,7 +56,7 @@ def test_a_run_with_skewed_clocks_survives_kills(make_chaos) -> None:
 
 @pytest.fixture(scope="module")
 def jumpy(warm) -> Iterator[tuple[ChaosStack, Clocks]]:
-    """A stack under libfaketime, and its clocks."""
+    """Yield a stack under libfaketime, and its clocks."""
     if library() is None:
         pytest.skip("no libfaketime: apt-get install faketime")
     clocks = Clocks(warm.path / "outputs" / "clocks")
@@ -112,7 +112,7 @@ def offsets_seen(stack: ChaosStack, clocks: Clocks, whose: str) -> list[float]:
 
 
 def below_zero(message: Message | Event, path: str = "") -> list[str]:
-    """The lengths, ages and shares of an event that are negative or no number."""
+    """Return the lengths, ages and shares of an event that are negative or no number."""
     found: list[str] = []
     for field, value in message.ListFields():
         where = f"{path}.{field.name}"

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.long
 
 
 def newest_policy(store: ObjectStore, run: ChaosRun) -> PolicyManifest:
-    """The version that a replica that has nothing is told to serve."""
+    """Return the version that a replica that has nothing is told to serve."""
     names = Names(PREFIX, run.uid)
     found = (prefix for prefix in store.list_prefixes(names.policies) if store.head(f"{prefix}manifest.json"))
     versions = [int(prefix.rstrip("/").rpartition("-")[2]) for prefix in found]
@@ -24,7 +24,7 @@ def newest_policy(store: ObjectStore, run: ChaosRun) -> PolicyManifest:
 
 
 def wait_let_go(store: ObjectStore, run: ChaosRun) -> PolicyManifest:
-    """The newest version once the trainer has let go of the paused run: then it saves its only checkpoint."""
+    """Return the newest version once the trainer has let go of the paused run: then it saves its only checkpoint."""
     ends = time.monotonic() + WAITS_S
     names = Names(PREFIX, run.uid)
     while store.head(names.checkpoint_manifest((newest := newest_policy(store, run)).version)) is None:
@@ -34,7 +34,7 @@ def wait_let_go(store: ObjectStore, run: ChaosRun) -> PolicyManifest:
 
 
 def flip(store: ObjectStore, key: str) -> bytes:
-    """Change one bit of an object; returns what is there now."""
+    """Return change one bit of an object; returns what is there now."""
     data = bytearray(store.get(key))
     data[len(data) // 2] ^= 1
     store.put(key, bytes(data))

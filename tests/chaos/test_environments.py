@@ -50,7 +50,7 @@ def test_an_environment_that_ends_every_worker_ends_its_run(make_chaos) -> None:
 
 
 class Passable(Workplace):
-    """Its commands find Python where others may read it, although it lies below somebody's home (as with pyenv)."""
+    """Its commands find Python where others may read it, although it is below somebody's home (as with pyenv)."""
 
     def program(self) -> list[str]:
         closed = [parent for parent in Path(sys.base_prefix).parents if not parent.stat().st_mode & stat.S_IXOTH]
@@ -83,7 +83,9 @@ def isolated(warm: Workplace, level: str, **env: str) -> Iterator[ChaosStack]:
 
 
 def submit_forbidden(chaos: ChaosStack, *names: str) -> ChaosRun:
-    """A run whose environment must not read these paths, connect to Redis or the orchestrator, or signal anybody."""
+    """Return a run whose environment must not read these paths, connect to Redis or the orchestrator, or signal
+    anybody.
+    """
     paths = [chaos.directory / name for name in names]
     ports = [chaos.redis().connection_pool.connection_kwargs["port"], int(chaos.address.rpartition(":")[2])]
     for path in paths:

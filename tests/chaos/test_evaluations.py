@@ -42,7 +42,7 @@ def stack(warm, store_url: str) -> Iterator[ChaosStack]:
 
 
 def submitted(stack: ChaosStack, *, pin: str) -> ChaosRun:
-    """A run that is evaluated every second version."""
+    """Return a run that is evaluated every second version."""
     keys = {f"orchestrator.eval.{name}": value for name, value in GREEDY.items()}
     keys |= {"orchestrator.eval.interval": 2, "orchestrator.eval.skip-first-step": "true", "orchestrator.eval.pin": pin}
     return stack.submit(f"pin-{pin}", "--orchestrator.env", ENVS, max_steps=6, **keys)
@@ -69,7 +69,7 @@ def reports(run: ChaosRun) -> list[event_pb2.EvalCompleted]:
 
 
 def played_alone(stack: ChaosStack, run: ChaosRun, step: int, store_url: str) -> dict[str, Any]:
-    """What `millrace eval` finds of one of the run's policies."""
+    """Return what `millrace eval` finds of one of the run's policies."""
     name, flags = f"alone-{run.name.removeprefix('runs/')}", [f"--{key}={value}" for key, value in GREEDY.items()]
     stack.workplace.millrace(
         *("eval", "--run", run.name.removeprefix("runs/"), "--steps", str(step), "--no-eval-base"),
@@ -81,7 +81,9 @@ def played_alone(stack: ChaosStack, run: ChaosRun, step: int, store_url: str) ->
 
 
 def versions_by_evaluation(stack: ChaosStack, run: ChaosRun, store_url: str) -> dict[int, set[tuple[int, int]]]:
-    """Oldest and newest version of the rollouts that `millrace run samples` shows of each evaluation, by its step."""
+    """Return oldest and newest version of the rollouts that `millrace run samples` shows of each evaluation, by its
+    step.
+    """
     said = stack.workplace.millrace(
         *("run", "samples", run.uid, "--store", store_url, "--purpose", "eval", "-o", "json", "--limit", "100000")
     )

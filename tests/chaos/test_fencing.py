@@ -78,7 +78,7 @@ def _headers(traces: Traces) -> list[batch_pb2.BatchHeader]:
 
 @pytest.fixture
 def spare_trainer(first: ChaosStack) -> Iterator[Path]:
-    """A second trainer process of the first stack; the path of its log."""
+    """Yield a second trainer process of the first stack; the path of its log."""
     environ = Path(f"/proc/{first.pid('trainer')}/environ").read_bytes().split(b"\0")
     env = dict(pair.decode().split("=", 1) for pair in environ if b"=" in pair)
     env["MILLRACE_LISTEN"] = f"127.0.0.1:{free_port()}"
@@ -147,12 +147,12 @@ def test_a_trainer_that_wakes_up_creates_no_version(first: ChaosStack, spare_tra
     assert manifests and not any(key in manifest for key in uploaded for manifest in manifests)
 
 
-# Behind the tests of the trainers, so that no other orchestrator and its trainer take part in these.
+# After the tests of the trainers, so that no other orchestrator and its trainer take part in these.
 
 
 @pytest.fixture(scope="module")
 def second_stack(warm, first_stack: ChaosStack) -> Iterator[ChaosStack]:
-    """A whole stack on the Redis and the object store of the first."""
+    """Yield a whole stack on the Redis and the object store of the first."""
     place = json.loads((first_stack.directory / "stack.json").read_text())
     env = {"MILLRACE_REDIS_URL": first_stack.redis_url, "MILLRACE_STORE_URL": place["store"]}
     with ChaosStack(warm, "second", options=("--no-liveness",), env=env) as stack:

@@ -36,12 +36,12 @@ class Told:
         self.news()
 
     def news(self) -> list[str]:
-        """What was told since the last call, each as `REASON message` or as the words of a wait."""
+        """Return what was told since the last call, each as `REASON message` or as the words of a wait."""
         found, self._cursor = asyncio.run(self._read())
         return [text for event in found if (text := _accusation(event))]
 
     def wait(self, what: str) -> list[str]:
-        """Everything that was told until something contains `what`."""
+        """Return everything that was told until something contains `what`."""
         ends = time.monotonic() + NAMED_WITHIN_S
         said: list[str] = []
         while not any(what in text for text in said):
@@ -85,7 +85,7 @@ def explain(chaos: ChaosStack, run: ChaosRun) -> run_service_pb2.ExplainRunRespo
 
 
 def wait_why(chaos: ChaosStack, run: ChaosRun, matches: Callable[[str], bool]) -> str:
-    """The summary of `millrace run why` once it matches; every answer comes within 5 s."""
+    """Return the summary of `millrace run why` once it matches; every answer comes within 5 s."""
     ends = time.monotonic() + NAMED_WITHIN_S
     while True:
         asked = time.monotonic()
@@ -98,7 +98,7 @@ def wait_why(chaos: ChaosStack, run: ChaosRun, matches: Callable[[str], bool]) -
 
 
 def env_worker_of(pid: int) -> int:
-    """The process that hosts the environment of an env-server."""
+    """Return the process that hosts the environment of an env-server."""
     found = env_workers_of(pid)
     assert found, f"env-server {pid} has no environment worker"
     return found[0]
@@ -106,7 +106,7 @@ def env_worker_of(pid: int) -> int:
 
 @pytest.fixture(scope="module")
 def stack(warm) -> Iterator[ChaosStack]:
-    """A stack that leaves what is frozen to us."""
+    """Yield a stack that leaves what is frozen to us."""
     with ChaosStack(warm, "frozen", options=("--no-liveness",)) as started:
         yield started
 

@@ -31,22 +31,22 @@ class Place:
     stack: LocalStack
 
     async def millrace(self, *argv: str) -> str:
-        """What a command prints."""
+        """Return what a command prints."""
         return await asyncio.to_thread(self.work.millrace, *argv, "--server", self.stack.address)
 
     async def why(self) -> str:
-        """What `millrace run why` prints."""
+        """Return what `millrace run why` prints."""
         return await self.millrace("run", "why", NAME)
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """The processes of the gang, by rank."""
+        """Return the processes of the gang, by rank."""
         torchrun = psutil.Process(self.stack.supervisor.children["trainer"].pid)
         return {int(child.environ()["RANK"]): child for child in torchrun.children()}
 
 
 @pytest.fixture
 async def place(make_workplace, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
-    """A run that has taken its first step with four ranks."""
+    """Yield a run that has taken its first step with four ranks."""
     work: Workplace = make_workplace("named-rank")
     await asyncio.to_thread(work.run, str(EXAMPLES / "make_model.py"))
     options = StackOptions(directory=work.path / "outputs" / "stack", has_liveness=False)

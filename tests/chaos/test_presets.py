@@ -20,7 +20,7 @@ from millrace_testing.chaos.stack import PREFIX, ChaosStack
 IN_THE_LONG_SUITE = ("dapo", "gspo")
 STEPS = 5
 KILLS = {Point.ORCHESTRATOR_AFTER_HEADER: {"step": 2}, Point.TRAINER_AFTER_STEP: {"step": 3}}
-"""The trainer dies behind checkpoint 2, so that its successor computes version 3 again."""
+"""The trainer dies after checkpoint 2, so that its successor computes version 3 again."""
 SAMPLING = ("--orchestrator.sampling.temperature=0.8", "--orchestrator.sampling.top-p=0.9")
 """What is trained is the distribution that was sampled from. Refused for opd and opsd, whose teachers score alike."""
 

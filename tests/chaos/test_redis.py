@@ -30,7 +30,7 @@ SHOWN_WITHIN_S = 90.0
 
 @pytest.fixture(scope="module")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
-    """A Redis of the tests' own, as the stack would start it, which only they start and stop."""
+    """Yield a Redis of the tests' own, as the stack would start it, which only they start and stop."""
     with EmbeddedRedis(tmp_path_factory.mktemp("chaos-redis"), append_only="everysec") as server:
         yield server
 

@@ -20,7 +20,10 @@ POINTS = [Point.ORCHESTRATOR_REOPEN_INTENT, Point.ORCHESTRATOR_REOPENED, Point.O
 
 
 def damage(chaos: ChaosStack, run: ChaosRun) -> int:
-    """Damage every checkpoint in one bit, and the first batch, so that the start model is no way out; says how many."""
+    """Return damage every checkpoint in one bit, and the first batch, so that the start model is no way out.
+
+    Says how many.
+    """
     store, names = chaos.store(), Names(PREFIX, run.uid)
     listed = [info.key for info in store.list(names.checkpoints)]
     whole = [key.rpartition("manifest")[0] for key in listed if "/manifest" in key]

@@ -16,7 +16,7 @@ from millrace_testing.chaos.stack import PREFIX, ChaosStack
 
 ANCHOR_INTERVAL = 12
 BOUND = 1
-"""`async_level` of the runs: a replica that is further behind gets nothing new."""
+"""`async_level` of the runs: a replica that is further after gets nothing new."""
 HANGS_S = 8.0
 """How long an update hangs, on a machine on which five steps take less than a quarter of it."""
 
@@ -110,7 +110,7 @@ def is_alone(chaos: ChaosStack, run: ChaosRun, second: ExtraReplica) -> None:
 
 
 def served_by(run: ChaosRun) -> set[str]:
-    """Every replica that has ever told that it serves a version."""
+    """Return every replica that has ever told that it serves a version."""
     return {event.policy_served.replica for event in run.of("policy_served")}
 
 
@@ -143,7 +143,7 @@ def test_a_replica_outlives_torn_policies_and_another_dies_in_a_download(chaos: 
 
 
 def tear_what_is_served(chaos: ChaosStack, run: ChaosRun, *, behind: int) -> int:
-    """Cut every object of the versions behind `behind` in half, where they lie, up to one that the stack's own replica
+    """Cut every object of the versions behind `behind` in half, where they are, up to one that the stack's own replica
     serves and that is not followed by an anchor soon; returns it."""
     store, names = chaos.store(), Names(PREFIX, run.uid)
     while True:
@@ -161,7 +161,7 @@ def tear_what_is_served(chaos: ChaosStack, run: ChaosRun, *, behind: int) -> int
 
 
 def explain(run: ChaosRun) -> list[str]:
-    """Every wait that `millrace run why` knows of."""
+    """Return every wait that `millrace run why` knows of."""
 
     async def ask(client: Client) -> run_service_pb2.ExplainRunResponse:
         return await client.runs.explain(run.name)

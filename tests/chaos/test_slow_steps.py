@@ -34,7 +34,7 @@ def proxy(s3_endpoint: str) -> Iterator[FaultProxy]:
 
 @pytest.fixture(scope="module")
 def stack(warm, proxy: FaultProxy, s3_endpoint: str) -> Iterator[ChaosStack]:
-    """A stack whose every request to the object store passes the proxy."""
+    """Yield a stack whose every request to the object store passes the proxy."""
     with pytest.MonkeyPatch.context() as environ:
         environ.setenv("AWS_ACCESS_KEY_ID", "test")
         environ.setenv("AWS_SECRET_ACCESS_KEY", "testsecret")
@@ -46,13 +46,13 @@ def stack(warm, proxy: FaultProxy, s3_endpoint: str) -> Iterator[ChaosStack]:
 
 
 def submit(stack: ChaosStack, seconds: float = 0.0) -> ChaosRun:
-    """A run whose rewards take `seconds`."""
+    """Return a run whose rewards take `seconds`."""
     env = [{"id": "sorted-env", "args": {"num_tasks": 240, "seconds": seconds}}]
     return stack.submit(None, "--orchestrator.env", json.dumps(env), max_steps=STEPS)
 
 
 def explained(stack: ChaosStack, run: ChaosRun) -> tuple[str, dict[str, float]]:
-    """The first sentence of the run's timeline, and the shares."""
+    """Return the first sentence of the run's timeline, and the shares."""
     url = f"{stack.where['dashboard']}/api/runs/{run.name.removeprefix('runs/')}/timeline?steps={SHOWN}"
     ends = time.monotonic() + WAITS_S
     found: dict[str, Any] = {"steps": 0}

@@ -72,7 +72,7 @@ def _close(stack: ChaosStack, run: ChaosRun) -> None:
 
 
 def _figures(stack: ChaosStack, runs: Sequence[ChaosRun], kills: Sequence[Kill]) -> str:
-    """The report: who was killed, how soon there was progress again, and what the audits say in sum."""
+    """Return the report: who was killed, how soon there was progress again, and what the audits say in sum."""
     reports = [stack.audit(run) for run in runs]
     times = sorted(at for run in runs for at in run.progress_times())
     next_kills = [*(at for _, at in kills[1:]), times[-1]]
@@ -100,6 +100,6 @@ def _figures(stack: ChaosStack, runs: Sequence[ChaosRun], kills: Sequence[Kill])
 
 
 def _spread(seconds: Sequence[float]) -> str:
-    """Median, 95th percentile and maximum of sorted seconds."""
+    """Return median, 95th percentile and maximum of sorted seconds."""
     rank95 = seconds[min(len(seconds) - 1, int(0.95 * len(seconds)))]
     return f"median {statistics.median(seconds):.1f} s, p95 {rank95:.1f} s, max {seconds[-1]:.1f} s"

@@ -39,7 +39,7 @@ def shared_stack(warm, proxy: FaultProxy, s3_endpoint: str) -> Iterator[ChaosSta
 
 @pytest.fixture
 def stack(shared_stack: ChaosStack, proxy: FaultProxy) -> Iterator[ChaosStack]:
-    """A stack whose every request to the object store passes the proxy, without faults yet."""
+    """Yield a stack whose every request to the object store passes the proxy, without faults yet."""
     proxy.clear()
     shared_stack.wait_ready()
     yield shared_stack

@@ -112,7 +112,7 @@ def _heal(open_ones: list[Injury], now: float) -> None:
 
 
 def _close(stack: ChaosStack, run: ChaosRun) -> Any:
-    """The audit's report of a run that ended by itself, which is clean."""
+    """Return the audit's report of a run that ended by itself, which is clean."""
     stack.wait_ready()
     report = stack.finish(run)
     print(f"{run.name}: {len(set(run.steps()))} steps, audit clean", flush=True)
@@ -120,7 +120,7 @@ def _close(stack: ChaosStack, run: ChaosRun) -> Any:
 
 
 def _figures(stack: ChaosStack, runs: Sequence[ChaosRun], reports: Sequence[Any], done: Sequence[Injury]) -> str:
-    """One figure a line; times are those at which events came here, because clocks jumped."""
+    """Return one figure a line; times are those at which events came here, because clocks jumped."""
     pairs = [pair for run in runs for pair in zip(run.events, run.heard, strict=False)]
     times = sorted(at for event, at in pairs if event.WhichOneof("body") in PROGRESS)
     next_ones = [*(injury.at for injury in done[1:]), times[-1]]

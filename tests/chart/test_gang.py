@@ -14,7 +14,7 @@ CASES = {"multi-node": (4, 8), "external-stores": (2, 2)}
 
 
 def _nodes(rendered) -> list[list[str]]:
-    """The arguments of torchrun at the leader and at the first worker, with the names of their hosts."""
+    """Return the arguments of torchrun at the leader and at the first worker, with the names of their hosts."""
     found = []
     for component in ("trainer", "trainer-worker"):
         container = rendered.pod(component).spec["containers"][0]

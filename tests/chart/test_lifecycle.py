@@ -34,7 +34,7 @@ class Cluster:
 
 @pytest.fixture
 def cluster(helm, tmp_path, monkeypatch):
-    """An empty one."""
+    """Yield an empty one."""
     for name in ("HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
     for name in list(os.environ):

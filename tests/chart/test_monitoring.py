@@ -43,7 +43,7 @@ def _engine_status() -> EngineStatus:
 
 
 def _registries() -> dict[str, CollectorRegistry]:
-    """What each service's own code makes, over parts that hold nothing."""
+    """Return what each service's own code makes, over parts that hold nothing."""
     spool = SimpleNamespace(num_rollouts=0, num_bytes=0, limit_bytes=1)
     service = SimpleNamespace(pools=[], num_rollouts=0, capacity=1)
     catalog, manager = SimpleNamespace(views=[]), SimpleNamespace(driven=list)
@@ -76,7 +76,7 @@ def _metrics(expression: str) -> set[str]:
 
 
 def _matchers(expression: str) -> list[tuple[str, set[str]]]:
-    """Each of our metrics with the labels that it is selected by, those of the target left out."""
+    """Return each of our metrics with the labels that it is selected by, those of the target left out."""
     found = re.findall(r"(millrace_\w+)\{([^}]*)\}", expression)
     of_target = {"namespace", "service", "pod"}
     return [
@@ -95,7 +95,7 @@ def _dashboard(made) -> dict:
 
 
 def _panels(render) -> list[tuple[str, str]]:
-    """Title and query of everything that the dashboard draws."""
+    """Return title and query of everything that the dashboard draws."""
     panels = _dashboard(render("multi-node"))["panels"]
     return [(panel["title"], target["expr"]) for panel in panels for target in panel["targets"]]
 

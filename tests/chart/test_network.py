@@ -86,7 +86,7 @@ def test_the_addresses_that_pods_tell_are_names_of_a_headless_service(render):
 
 
 def _as_env_server(component: str) -> str:
-    """Pools call, and are called, as the other env-servers are."""
+    """Return pools call, and are called, as the other env-servers are."""
     return component.removesuffix("-pool")
 
 

@@ -15,7 +15,7 @@ CHART = Path(__file__).parents[2] / "charts" / "millrace"
 
 
 def _wheel(folder: Path) -> Path:
-    """The smallest wheel there is: one module."""
+    """Return the smallest wheel there is: one module."""
     path = folder / "tiny_env-1.0-py3-none-any.whl"
     info = "tiny_env-1.0.dist-info"
     with zipfile.ZipFile(path, "w") as wheel:
@@ -66,7 +66,7 @@ def test_environment_images_are_copied_by_path_and_never_as_code(render):
 
 
 def test_the_bundled_redis_starts_with_its_configuration(render, tmp_path):
-    """Under a real server (Valkey); the password is asked for and stands in no argument."""
+    """Under a real server (Valkey); the password is asked for and is in no argument."""
     from millrace.local.redis import find_server, free_port
 
     binary = find_server()

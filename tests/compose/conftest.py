@@ -52,14 +52,14 @@ def images(base_images: None) -> None:
 
 @pytest.fixture(scope="module")
 def deployment(images: None) -> Iterator[Deployment]:
-    """The stack of docker-compose.yml, up and healthy."""
+    """Yield the stack of docker-compose.yml, up and healthy."""
     with started(Deployment(project="millracetest", port=free_ports(1)[0])) as stack:
         yield stack
 
 
 @pytest.fixture(scope="session")
 def thin_client(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bin directory of a fresh environment with `millrace[client]` from a wheel, and nothing else."""
+    """Return the bin directory of a fresh environment with `millrace[client]` from a wheel, and nothing else."""
     place = tmp_path_factory.mktemp("client")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     run([*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(place), str(ROOT)], timeout_s=600)
@@ -71,7 +71,7 @@ def thin_client(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _attempt(command: list[str], *, timeout_s: float = 60.0) -> tuple[int, str]:
-    """The command's exit code, and all that it said about it."""
+    """Return the command's exit code, and all that it said about it."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -44,7 +44,7 @@ class Submitted:
             self.error = error
 
     def step(self) -> int:
-        """Steps done, as the API says; -1 before it knows the run."""
+        """Return steps done, as the API says; -1 before it knows the run."""
         try:
             return int(shown(self.stack, self.name).progress.step)
         except MillraceError:  # the run is not there yet, or the orchestrator is dead
@@ -60,7 +60,7 @@ class Submitted:
         until(is_there, what=f"step {step} of {self.name}", timeout_s=FINISH_S)
 
     def finish(self) -> str:
-        """The run succeeded and its audit is clean; returns what the command line said."""
+        """Return the run succeeded and its audit is clean; returns what the command line said."""
         self._thread.join(FINISH_S)
         assert not self._thread.is_alive(), f"{self.name} is not over after {FINISH_S:g} s"
         assert self.error is None, self.error
@@ -75,7 +75,7 @@ def outside(stack: Deployment, *argv: str) -> str:
 
 
 def shown(stack: Deployment, name: str) -> run_pb2.Run:
-    """The run as the API tells it; asked without the command, whose start costs as much as a training step."""
+    """Return the run as the API tells it; asked without the command, whose start costs as much as a training step."""
     with SyncClient(f"127.0.0.1:{stack.port}") as client:
         return client.runs.get(f"runs/{name}")
 

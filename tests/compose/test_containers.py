@@ -21,7 +21,7 @@ STORE = ["tests/integration/storage/test_storage_conformance.py", "-k", "real"]
 
 
 def passed(*arguments: str, **environ: str) -> int:
-    """How many tests passed; AssertionError if one failed or was skipped."""
+    """Return how many tests passed; AssertionError if one failed or was skipped."""
     said = run([sys.executable, "-m", "pytest", *arguments], timeout_s=900, env={**os.environ, **environ})
     counts = {what: int(number) for number, what in re.findall(r"(\d+) (\w+)", said.splitlines()[-1])}
     assert not counts.keys() & {"failed", "error", "errors", "skipped"}, said[-4000:]

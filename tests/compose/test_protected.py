@@ -59,7 +59,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory that docker/secrets.sh makes."""
+    """Return the directory that docker/secrets.sh makes."""
     place = tmp_path_factory.mktemp("protected") / "secrets"
     run(["sh", "docker/secrets.sh", str(place)])
     return place
@@ -67,7 +67,7 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def protected(images: None, secrets: Path) -> Iterator[Deployment]:
-    """The protected stack, up and healthy."""
+    """Yield the protected stack, up and healthy."""
     stack = Deployment(
         project="millraceprotected",
         port=free_ports(1)[0],
@@ -87,7 +87,7 @@ class Caller:
     def attempt(
         self, *argv: str, ca: bool = True, certificate: bool = True, token: str = "client.token"
     ) -> tuple[int, str]:
-        """Exit code and output of `millrace run …`, called without what is False or empty."""
+        """Return exit code and output of `millrace run …`, called without what is False or empty."""
         env = {name: value for name, value in os.environ.items() if not name.startswith("MILLRACE_")}
         if certificate:
             env["MILLRACE_TLS_CERT"] = str(self._secrets / "client.crt")
@@ -172,7 +172,7 @@ def test_no_secret_of_the_files_shows(protected: Deployment, secrets: Path) -> N
 
 
 def _secret_texts(secrets: Path) -> dict[str, str]:
-    """Every secret by where it stands."""
+    """Return every secret by where it is."""
     store: Sequence[str] = (secrets / "aws_credentials").read_text().split()
     keys = {name: (secrets / name).read_text().splitlines()[1] for name in ("tls.key", "client.key")}
     tokens = {name: (secrets / name).read_text().strip() for name in ("client.token", "workers.token")}

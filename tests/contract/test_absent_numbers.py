@@ -19,7 +19,9 @@ NUMBERS = ("float", "int")
 
 @functools.cache
 def optional_numbers(room: str) -> frozenset[str]:
-    """Names of fields and of what is called that are a number or None, in a room and in what all of them read."""
+    """Return names of fields and of what is called that are a number or None, in a room and in what all of them
+    read.
+    """
     files = [path for path in FILES if path.relative_to(ROOT).parts[0] in (room, "rollouts")]
     return frozenset(name for path in files for name in declared(syntax.parse(path.read_text())))
 
@@ -35,7 +37,7 @@ def declared(tree: ast.Module) -> Iterator[str]:
 
 
 def own_names(tree: ast.Module) -> set[str]:
-    """Names of variables and arguments of one module that are a number or None."""
+    """Return names of variables and arguments of one module that are a number or None."""
     found: set[str] = set()
     for node in syntax.walk(tree):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and is_optional(node.annotation):
@@ -53,7 +55,7 @@ def is_optional(annotation: ast.expr) -> bool:
 
 
 def truths(tree: ast.Module) -> Iterator[ast.expr]:
-    """Every expression of which only the truth counts, or that another one stands in for where it is false."""
+    """Yield every expression of which only the truth counts, or that another one replaces where it is false."""
     for node in syntax.walk(tree):
         if isinstance(node, ast.If | ast.While | ast.IfExp | ast.Assert):
             yield node.test
@@ -68,7 +70,7 @@ def truths(tree: ast.Module) -> Iterator[ast.expr]:
 
 
 def name_of(node: ast.expr) -> str:
-    """What an expression reads: a field, or what a function or a method returns."""
+    """Return what an expression reads: a field, or what a function or a method returns."""
     if isinstance(node, ast.Call):
         node = node.func
         return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
@@ -76,7 +78,7 @@ def name_of(node: ast.expr) -> str:
 
 
 def mistaken(source: str, names: Collection[str]) -> list[str]:
-    """What of a module takes 0 for absent: an optional number's truth, and a number that stands in for one."""
+    """Return what of a module takes 0 for absent: an optional number's truth, and a number that replaces one."""
     tree = syntax.parse(source)
     own = own_names(tree)
     found = [

@@ -63,6 +63,6 @@ def test_a_link_leads_to_a_file_and_to_a_heading_of_it(path: Path) -> None:
 
 
 def _headings(page: Path) -> set[str]:
-    """The names under which headings can be linked."""
+    """Return the names under which headings can be linked."""
     found = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found}

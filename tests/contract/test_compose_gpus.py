@@ -20,13 +20,13 @@ SHOW = 'echo "rank $RANK of $WORLD_SIZE sees $CUDA_VISIBLE_DEVICES"'
 
 
 def environment(service: str, **given: str) -> dict[str, str]:
-    """What a service gets from these variables, as compose fills them in."""
+    """Return what a service gets from these variables, as compose fills them in."""
     values: dict[str, Any] = SERVICES[service]["environment"]
     return {key: VARIABLE.sub(lambda m: given.get(m[1]) or m[2], str(value)) for key, value in values.items()}
 
 
 def table() -> list[tuple[str, dict[str, str]]]:
-    """The rows of docs/gpus.md: a machine, and the variables that it needs."""
+    """Return the rows of docs/gpus.md: a machine, and the variables that it needs."""
     names = ("MILLRACE_INFERENCE_GPUS", "MILLRACE_TRAINER_GPUS", "MILLRACE_VLLM_FLAGS")
     text = (ROOT / "docs" / "gpus.md").read_text()
     _, rows = text.split("| GPUs | `" + "` | `".join(names) + "` |\n|---|---|---|---|\n")

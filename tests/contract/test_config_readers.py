@@ -40,7 +40,7 @@ USES = ("from millrace.config", "prepared.config", "context.record", "loaded.con
 
 @functools.cache
 def _read_names() -> set[str]:
-    """Attributes that modules read which import the schema, or are handed a part of it."""
+    """Return attributes that modules read which import the schema, or are handed a part of it."""
     names: set[str] = set()
     for path in SERVICES.rglob("*.py"):
         if path.name.endswith(("_pb2.py", "_pb2_grpc.py")) or "generated" in path.parts:

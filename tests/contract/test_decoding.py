@@ -1,7 +1,7 @@
 """Bytes of others are decoded in `millrace/decoding.py` and nowhere else, and nobody catches protobuf's errors.
 
 A decoder of a library raises what its caller does not expect (protobuf's `DecodeError` is no `ValueError`, deep JSON is
-a `RecursionError`), and takes whatever memory the bytes ask for. Read from the source; what is exempt stands in a list
+a `RecursionError`), and takes whatever memory the bytes ask for. Read from the source; what is exempt is in a list
 with its reason, and an entry that matches nothing fails as well.
 """
 
@@ -78,7 +78,7 @@ def sources() -> tuple[tuple[str, ast.Module], ...]:
 
 
 def _found(node: ast.AST, function: str) -> Iterator[tuple[str, str]]:
-    """Decoders below a node with the outermost function or method around each."""
+    """Yield decoders below a node with the outermost function or method around each."""
     for child in ast.iter_child_nodes(node):
         inner = function
         if function == "<module>" and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -92,7 +92,7 @@ def _found(node: ast.AST, function: str) -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def decoders() -> tuple[tuple[str, str], ...]:
-    """Where a decoder of a library is called or named: `file:function`, and what."""
+    """Return where a decoder of a library is called or named: `file:function`, and what."""
     return tuple(
         (f"{name}:{function}", what) for name, tree in sources() for function, what in _found(tree, "<module>")
     )

@@ -22,13 +22,13 @@ Modules = list[tuple[str, ast.Module]]
 
 @pytest.fixture(scope="module")
 def modules() -> Modules:
-    """Every module of the services with its tree, which takes seconds to parse and much memory to keep."""
+    """Return every module of the services with its tree, which takes seconds to parse and much memory to keep."""
     paths = [path for path in sorted(SERVICES.rglob("*.py")) if not path.stem.endswith(("_pb2", "_pb2_grpc"))]
     return [(str(path.relative_to(SERVICES)), syntax.parse(path.read_text())) for path in paths]
 
 
 def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and docstring of every function."""
+    """Yield line and docstring of every function."""
     for node in syntax.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(node)):
             yield node.lineno, text
@@ -39,7 +39,7 @@ def _first_word(text: str) -> str:
 
 
 def _imperative(verb: str) -> set[str]:
-    """What the imperative of a verb in the third person may be: `Carries` → Carry, Carrie; `Has` → Have."""
+    """Return what the imperative of a verb in the third person may be: `Carries` → Carry, Carrie; `Has` → Have."""
     irregular = {"Has": "Have", "Is": "Be", "Does": "Do", "Goes": "Go"}
     if verb in irregular:
         return {irregular[verb]}
@@ -120,7 +120,7 @@ FOREIGN = {
 
 
 def _private(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and name of what is private and not of the class that takes it."""
+    """Yield line and name of what is private and not of the class that takes it."""
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(value=ast.Name(id="self" | "cls")):

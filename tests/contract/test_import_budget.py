@@ -60,7 +60,7 @@ MOST_MODULES = {
 
 @functools.cache
 def imported(modules: str) -> frozenset[str]:
-    """The names of all modules that a process has after importing these."""
+    """Return the names of all modules that a process has after importing these."""
     code = f"import sys, {modules}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=True)
     return frozenset(done.stdout.split())

@@ -15,7 +15,7 @@ SERVICES = Path(millrace.__file__).parent
 
 
 def _classes() -> dict[str, list[str]]:
-    """Where the public classes of the services are defined, by name; a private one stays in its module."""
+    """Return where the public classes of the services are defined, by name; a private one stays in its module."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     for path in SERVICES.rglob("*.py"):
         if "_pb2" not in path.name:
@@ -30,7 +30,7 @@ def test_a_class_name_stands_for_one_class() -> None:
 
 
 def _terms(table: str) -> list[str]:
-    """The words that the left column explains."""
+    """Return the words that the left column explains."""
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| ")][1:]
     return [term.strip(" `") for cell in cells for term in re.split(r"[,/](?![^()]*\))", cell)]
 
@@ -64,7 +64,7 @@ def test_a_retired_word_is_seen(text: str) -> None:
 
 
 def _files_named(text: str) -> Iterator[str]:
-    """What stands between backticks and looks like a file or folder of this repository."""
+    """Yield what is between backticks and looks like a file or folder of this repository."""
     for words in re.findall(r"`([^`\n]+)`", text):
         for word in words.split():
             if re.fullmatch(r"[\w./-]+(/|\.py|\.md|\.toml|\.proto|\.sh)", word):

@@ -16,7 +16,7 @@ CALLS = {"Unpickler", "broadcast_object_list", "all_gather_object", "gather_obje
 
 
 def problems(source: str) -> list[str]:
-    """What a module may not do, with the line."""
+    """Return what a module may not do, with the line."""
     found = []
     for node in syntax.walk(syntax.parse(source)):
         names: list[str] = []

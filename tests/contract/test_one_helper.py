@@ -20,7 +20,9 @@ def _has(node: ast.AST, *operators: type[ast.operator]) -> bool:
 
 
 def _is_growing_delay(node: ast.AST) -> bool:
-    """Whether it is "some seconds times a power" or "that many seconds times something, but no more than those"."""
+    """Return whether it is "some seconds times a power" or "that many seconds times something, but no more than
+    those".
+    """
     is_power = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and _has(node, ast.Pow)
     is_minimum = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "min"
     is_limited = is_minimum and _has(node, ast.Mult)
@@ -37,7 +39,7 @@ def _is_race(node: ast.AST) -> bool:
 
 @pytest.fixture(scope="module")
 def trees() -> dict[str, ast.Module]:
-    """Every module of the services, parsed once."""
+    """Return every module of the services, parsed once."""
     return {path.relative_to(ROOT).as_posix(): syntax.parse(path.read_text()) for path in ROOT.rglob("*.py")}
 
 

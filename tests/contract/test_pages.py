@@ -53,7 +53,7 @@ def test_every_key_of_prime_rl_that_we_lack_is_on_its_page(keys: Mapping[str, Me
 
 
 def reasons() -> set[str]:
-    """Warnings, and reasons of failed runs, of the page of events, which has all that the code reports."""
+    """Return warnings, and reasons of failed runs, of the page of events, which has all that the code reports."""
     text = (ROOT / "docs/events.md").read_text()
     return set(re.findall(r"^\| `([A-Z][A-Z0-9_]+)` \|", text, re.M))
 

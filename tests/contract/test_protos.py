@@ -52,7 +52,7 @@ def test_protos_pass_the_linter() -> None:
 
 
 def before(tmp_path: Path) -> Path:
-    """The protos of the commit before the one that last changed them, or of HEAD where they are changed now."""
+    """Return the protos of the commit before the one that last changed them, or of HEAD where they are changed now."""
     if shutil.which("git") is None or run("git", "rev-parse", "--git-dir").returncode != 0:
         pytest.skip("no git history here: nothing to compare with")
     touched = run("git", "log", "-n", "2", "--format=%H", "--", "proto").stdout.split()

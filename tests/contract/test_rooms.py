@@ -28,7 +28,9 @@ PACKAGES = sorted(name for name, path in MODULES.items() if path.name == "__init
 
 
 def _imports(name: str) -> set[str]:
-    """Modules that a module names in any import, also in one that waits inside a function or is for types alone."""
+    """Return modules that a module names in any import, also in one that waits inside a function or is for types
+    alone.
+    """
     found: set[str] = set()
     for node in syntax.walk(syntax.parse(MODULES[name].read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -47,7 +49,7 @@ def _graph() -> Graph:
 
 
 def _circles(graph: Graph) -> list[list[str]]:
-    """Groups of nodes that reach each other (Tarjan's strongly connected components), each sorted."""
+    """Return groups of nodes that reach each other (Tarjan's strongly connected components), each sorted."""
     order: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -75,7 +77,7 @@ def _circles(graph: Graph) -> list[list[str]]:
 
 
 def _room(package: str, module: str) -> str:
-    """What of a package holds a module: a sub-package, or the module itself."""
+    """Return what of a package holds a module: a sub-package, or the module itself."""
     return ".".join(module.split(".")[: package.count(".") + 2])
 
 
@@ -84,7 +86,7 @@ def _inside(package: str) -> Iterator[str]:
 
 
 def _rooms(package: str) -> Graph:
-    """Which rooms of a package import which; the package's own face is none of them."""
+    """Return which rooms of a package import which; the package's own face is none of them."""
     graph: defaultdict[str, set[str]] = defaultdict(set)
     for name in _inside(package):
         ours = _room(package, name)

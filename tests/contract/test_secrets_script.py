@@ -36,7 +36,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def secrets(made: Path, tmp_path: Path) -> Path:
-    """A directory as the first run leaves it."""
+    """Return a directory as the first run leaves it."""
     return shutil.copytree(made, tmp_path / "secrets")
 
 
@@ -48,7 +48,7 @@ def verify(directory: Path, name: str) -> None:
 
 
 def refused(directory: Path) -> str:
-    """What the script says when it gives up; it has changed nothing and left nothing behind."""
+    """Return what the script says when it gives up; it has changed nothing and left nothing behind."""
     before = contents(directory)
     done = call(directory)
     assert done.returncode == 1
@@ -57,7 +57,7 @@ def refused(directory: Path) -> str:
 
 
 def remade(directory: Path) -> set[str]:
-    """Names of the files that a successful run has changed or made."""
+    """Return names of the files that a successful run has changed or made."""
     before = contents(directory)
     done = call(directory)
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def _path_changes(path: Path) -> Iterator[str]:
-    """Calls of `sys.path.insert` and the like, modules loaded by their path, imports of test modules."""
+    """Yield calls of `sys.path.insert` and the like, modules loaded by their path, imports of test modules."""
     for node in ast.walk(ast.parse(path.read_text())):
         match node:
             case ast.Call(func=ast.Attribute(value=ast.Attribute(value=ast.Name("sys"), attr="path"))):

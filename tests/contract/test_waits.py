@@ -1,9 +1,9 @@
 """No silent wait: whatever waits for another process is registered, so that `millrace run why` shows it.
 
 Read from the source, in three rules. What is exempt says so in the line above it, `# unregistered wait: REASON`. The
-comment moves with the code; one that stands above nothing of the kind fails as well.
+comment moves with the code; one that is above nothing of the kind fails as well.
 
-1. A loop that sleeps stands in a registered wait: inside `with ...waiting(...)` or `...shared(...)`, or in a function
+1. A loop that sleeps is in a registered wait: inside `with ...waiting(...)` or `...shared(...)`, or in a function
    that keeps a `LastingWait`.
 2. A method of a gRPC stub is called through `rpc.channel.call` or `stream`, which give it a deadline and a wait.
 3. A Redis command is awaited inside `runlog.connection.call`, which gives it a deadline and a wait.
@@ -45,7 +45,7 @@ class Source:
 
     @cached_property
     def exempt(self) -> dict[int, int]:
-        """Every line that is exempt, the next line of code below a comment, with the line of that comment."""
+        """Return every line that is exempt, the next line of code below a comment, with the line of that comment."""
         lines = self.text.splitlines()
         found = {}
         for above, line in enumerate(lines, start=1):
@@ -69,7 +69,7 @@ def functions(tree: ast.Module) -> tuple[ast.FunctionDef | ast.AsyncFunctionDef,
 
 @cache
 def own_nodes(function: ast.AST) -> tuple[ast.AST, ...]:
-    """The nodes of a function without those of functions inside it."""
+    """Return the nodes of a function without those of functions inside it."""
     found: list[ast.AST] = []
     left = [function]
     while left:
@@ -97,12 +97,14 @@ def called(node: ast.AST) -> str:
 
 
 def registers(statement: ast.With | ast.AsyncWith) -> bool:
-    """Whether a `with` registers a wait: by a call, or by a name that was bound to one (`with downloading as wait`)."""
+    """Return whether a `with` registers a wait: by a call, or by a name that was bound to one (`with downloading as
+    wait`).
+    """
     return any(called(item.context_expr).split(".")[-1] in REGISTERS for item in statement.items)
 
 
 def unregistered_loops(function: ast.AST) -> Iterator[ast.AST]:
-    """Loops of a function that sleep outside of every registered wait."""
+    """Yield loops of a function that sleep outside of every registered wait."""
     if any(called(node).endswith((".on", "LastingWait")) for node in own_nodes(function)):
         return
 
@@ -122,7 +124,7 @@ def unregistered_loops(function: ast.AST) -> Iterator[ast.AST]:
 
 
 def sleeps(loop: ast.AST) -> bool:
-    """Whether a loop sleeps in a body that registers nothing."""
+    """Return whether a loop sleeps in a body that registers nothing."""
     for child in ast.iter_child_nodes(loop):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
@@ -134,7 +136,7 @@ def sleeps(loop: ast.AST) -> bool:
 
 
 def found_loops(tree: ast.Module) -> dict[int, str]:
-    """The line of every loop that sleeps unregistered, with the name of its function."""
+    """Return the line of every loop that sleeps unregistered, with the name of its function."""
     return {
         loop.lineno: function.name  # type: ignore[attr-defined]
         for function in functions(tree)
@@ -143,7 +145,7 @@ def found_loops(tree: ast.Module) -> dict[int, str]:
 
 
 def found_calls(tree: ast.Module) -> dict[int, str]:
-    """Awaited calls of a stub's method: `await stub.PlayGroup(...)`."""
+    """Return awaited calls of a stub's method: `await stub.PlayGroup(...)`."""
     return {
         node.lineno: function.name
         for function in functions(tree)
@@ -156,7 +158,7 @@ def found_calls(tree: ast.Module) -> dict[int, str]:
 
 
 def found_commands(tree: ast.Module) -> dict[int, str]:
-    """Awaited commands of a Redis client, outside of the functions that are handed to `call`."""
+    """Return awaited commands of a Redis client, outside of the functions that are handed to `call`."""
     handed = {
         argument.id
         for node in syntax.walk(tree)
@@ -174,13 +176,13 @@ def found_commands(tree: ast.Module) -> dict[int, str]:
 
 
 def is_command(call: ast.Call) -> bool:
-    """Whether a call is of a method of what is called a Redis client."""
+    """Return whether a call is of a method of what is called a Redis client."""
     *owner, method = dotted(call.func).split(".")
     return method != "aclose" and any(part in ("redis", "_redis", "client") for part in owner[-1:])
 
 
 def named(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Every literal `waits_on`, with its line."""
+    """Yield every literal `waits_on`, with its line."""
     for node in syntax.walk(tree):
         for keyword in node.keywords if isinstance(node, ast.Call) else ():
             if keyword.arg == "waits_on" and isinstance(keyword.value, ast.Constant):

@@ -74,7 +74,7 @@ _PACKAGE = re.compile(r"millrace\.((?:internal\.)?v1)(?:\.(\w+_pb2))?")
 
 
 def _sources() -> dict[str, str]:
-    """The text of every module that was not generated."""
+    """Return the text of every module that was not generated."""
     paths = [path for path in ROOT.rglob("*.py") if "_pb2" not in path.name]
     return {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
 
@@ -84,7 +84,7 @@ def _importers() -> set[str]:
 
 
 def messages_imported(source: str) -> set[str]:
-    """The modules of our messages that a module imports, such as `v1.event_pb2`."""
+    """Return the modules of our messages that a module imports, such as `v1.event_pb2`."""
     found = set[str]()
     for node in syntax.walk(syntax.parse(source)):
         if isinstance(node, ast.ImportFrom) and (match := _PACKAGE.fullmatch(node.module or "")):

@@ -17,7 +17,7 @@ MODEL = "outputs/reverse-text/base"
 
 
 def found_in(directory: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The summary, and the lines of the metrics; W&B has the same ones."""
+    """Return the summary, and the lines of the metrics; W&B has the same ones."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     sent = [{name: value for name, value in row.items() if name[0] != "_"} for row in wandb_files.history(directory)]
     assert sent == [{name: pytest.approx(value) for name, value in row.items()} for row in rows]

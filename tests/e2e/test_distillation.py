@@ -54,13 +54,13 @@ args = {{ num_train = 512, num_eval = 8 }}
 
 @pytest.fixture(scope="module")
 def teacher(warm: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The base URL of an engine that serves the warmed-up model to every client that shows the key."""
+    """Yield the base URL of an engine that serves the warmed-up model to every client that shows the key."""
     with teachers.serving(warm, tmp_path_factory.mktemp("teacher"), key=KEY) as url:
         yield url
 
 
 def student_place(warm: Workplace, path: Path) -> Workplace:
-    """A workplace whose model `start` has weights half-way between the untrained and the warmed-up one."""
+    """Return a workplace whose model `start` has weights half-way between the untrained and the warmed-up one."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     place = warm.twin(path)

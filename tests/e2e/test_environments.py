@@ -23,7 +23,7 @@ MIN_OK = STEPS * BATCH
 
 
 def archived(workplace, summary: dict) -> list:
-    """Every rollout that the run's headers resolved."""
+    """Return every rollout that the run's headers resolved."""
     run = (workplace.path / summary["checkpoint_path"]).parents[1]
     store = LocalStore(run.parents[2])
     keys = [info.key for info in store.list(f"millrace/runs/{run.name}/rollouts/")]
@@ -55,13 +55,13 @@ def roles_of(rollout) -> list[str]:
 
 
 def num_sampled_parts(sample) -> int:
-    """How many stretches of a sample's tokens were sampled: its turns."""
+    """Return how many stretches of a sample's tokens were sampled: its turns."""
     before = np.concatenate([[0], sample.loss_mask[:-1]])
     return int(((sample.loss_mask == 1) & (before == 0)).sum())
 
 
 def check_common(summary: dict, rollouts: list) -> list:
-    """What holds for every kind of environment; returns the OK rollouts."""
+    """Return what holds for every kind of environment; returns the OK rollouts."""
     assert summary["steps"] == STEPS
     assert summary["mismatch_kl"] <= 1e-4, "the trainer sees the very tokens that the engine sampled"
     good = [rollout for rollout in rollouts if rollout.status == RolloutStatus.OK]
@@ -104,7 +104,7 @@ def test_a_v1_taskset_trains(warm) -> None:
 
 @pytest.fixture(scope="module")
 def caller(make_workplace: Callable[[str], Workplace]) -> Workplace:
-    """The tiny model has learned by heart how to call: nothing here is told what to say."""
+    """Return the tiny model has learned by heart how to call: nothing here is told what to say."""
     workplace = make_workplace("caller")
     tool_callers.warm_up(workplace)
     return workplace

@@ -1,4 +1,4 @@
-"""`millrace eval` against a second server: our own engine with a fixed model, behind a door that checks an API key."""
+"""`millrace eval` against a second server: our own engine with a fixed model, after a door that checks an API key."""
 
 import asyncio
 import itertools
@@ -49,7 +49,7 @@ args = {{ num_train = 50, num_eval = {NUM_TASKS} }}
 
 
 class Door:
-    """A gateway as endpoints have one: a key, a limit of requests, now and then a bad gateway."""
+    """A gateway as endpoints have one: a key, a limit of requests, sometimes a bad gateway."""
 
     def __init__(self, behind: str) -> None:
         self.behind = behind
@@ -110,7 +110,7 @@ class Door:
 
 @pytest.fixture
 def fixed_engine(warm: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The base URL of an engine that serves the warmed-up model by itself, without an orchestrator."""
+    """Yield the base URL of an engine that serves the warmed-up model by itself, without an orchestrator."""
     port, http_port = free_ports(2)
     log = tmp_path_factory.mktemp("engine") / "engine.log"
     with log.open("w") as output:
@@ -199,7 +199,7 @@ def audit(store_url: str, uid: str, num_rollouts: int) -> None:
 
 @pytest.fixture
 def transformers_server(warm: Workplace, tmp_path: Path) -> Iterator[tuple[str, str]]:
-    """The base URL of `transformers serve`, and the name of the warmed-up model that it serves."""
+    """Yield the base URL of `transformers serve`, and the name of the warmed-up model that it serves."""
     model = warm.path / "outputs" / "reverse-text" / "sft" / "model"
     (port,) = free_ports(1)
     program = "from transformers.cli.transformers import main; main()"
@@ -264,7 +264,7 @@ def test_a_model_is_trained_on_rollouts_of_the_server_of_transformers(
 
 
 def check_tokens(rows: list[dict], model: str) -> None:
-    """Trained are the reply's tokens and the end, behind exactly the prompt that the server was sent."""
+    """Trained are the reply's tokens and the end, after exactly the prompt that the server was sent."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     encoder = ConversationEncoder(tokenizer, LossMaskConfig())
     for row in rows:
@@ -277,7 +277,7 @@ def check_tokens(rows: list[dict], model: str) -> None:
 
 
 def is_whole(record: dict) -> bool:
-    """Whether the model has ended its reply by itself."""
+    """Return whether the model has ended its reply by itself."""
     return record["status"].lower() == "ok" and not record["truncated"] and bool(record["messages"][-1]["content"])
 
 
@@ -295,7 +295,7 @@ SMALL = [
 
 
 def interrupt(process: subprocess.Popen) -> str:
-    """What the command says after a Ctrl-C; it has to end in time and as interrupted."""
+    """Return what the command says after a Ctrl-C; it has to end in time and as interrupted."""
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 130, said

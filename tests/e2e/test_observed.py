@@ -26,7 +26,10 @@ VARIABLES = {"$namespace": "test", "$run": ".*", "$__rate_interval": "1m"}
 
 
 def queries() -> dict[str, str]:
-    """The dashboard's expressions by panel and expression; those of vLLM need a GPU, or `make test-vllm`'s engine."""
+    """Return the dashboard's expressions by panel and expression.
+
+    Those of vLLM need a GPU, or `make test-vllm`'s engine.
+    """
     found = {}
     for panel in json.loads(DASHBOARD.read_text())["panels"]:
         for target in panel["targets"]:

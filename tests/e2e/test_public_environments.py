@@ -27,7 +27,7 @@ ENVIRONMENTS = [
 
 @pytest.fixture(scope="module")
 def nltk_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What NLTK would download: a list of words, and a tagger that knows them as nouns."""
+    """Return what NLTK would download: a list of words, and a tagger that knows them as nouns."""
     root = tmp_path_factory.mktemp("nltk")
     words, tagger = root / "corpora" / "words", root / "taggers" / "averaged_perceptron_tagger_eng"
     for directory in (words, tagger):

@@ -1,6 +1,6 @@
 """A public package with several turns and tools, unmodified, through the integration of `verifiers`, to a trained step.
 
-`nemo-gym` keeps a counter for each rollout behind HTTP; the library's own v1 taskset offers it to the policy as an MCP
+`nemo-gym` keeps a counter for each rollout after HTTP; the library's own v1 taskset offers it to the policy as an MCP
 tool server. The package needs Python 3.12 and other pins than ours, so its server runs in an environment of its own, as
 the library's `resources_url` foresees.
 """
@@ -31,14 +31,14 @@ START_S = 180.0
 
 @pytest.fixture(scope="module")
 def dataset(nemo_gym_python: str) -> Path:
-    """The package's own tasks: `add 1 then add 2 then get the count`."""
+    """Return the package's own tasks: `add 1 then add 2 then get the count`."""
     [site] = Path(nemo_gym_python).parents[1].glob("lib/python*/site-packages")
     return site / "resources_servers" / NAME / "data" / "example.jsonl"
 
 
 @pytest.fixture(scope="module")
 def resources_url(nemo_gym_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The package's server, started by the library's own program for it."""
+    """Yield the package's server, started by the library's own program for it."""
     spec = util.find_spec("verifiers.v1")
     assert spec is not None and spec.submodule_search_locations
     program = Path(spec.submodule_search_locations[0]) / "tasksets" / "nemo_gym" / "server.py"
@@ -70,7 +70,7 @@ def resources_url(nemo_gym_python: str, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="module")
 def caller(make_workplace: Callable[[str], Workplace], dataset: Path) -> Workplace:
-    """The tiny model with the format of a Qwen3, which has learned by heart what a good player says."""
+    """Return the tiny model with the format of a Qwen3, which has learned by heart what a good player says."""
     workplace = make_workplace("counter")
     played = [_played(json.loads(line)) for line in dataset.read_text().splitlines()]
     offered = [json.dumps(tool) for tool in played[0]["tools"]]
@@ -89,7 +89,7 @@ def caller(make_workplace: Callable[[str], Workplace], dataset: Path) -> Workpla
 
 
 def _played(row: dict) -> tool_callers.Conversation:
-    """The conversation that solves a task."""
+    """Return the conversation that solves a task."""
     params = row["responses_create_params"]
     question, count = params["input"][0]["content"], row["expected_count"]
 

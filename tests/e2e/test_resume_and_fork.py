@@ -13,7 +13,7 @@ SMALL = ("--ckpt.interval", "2", "--orchestrator.batch_size", "64", "--orchestra
 
 
 def headers(workplace: Workplace) -> dict[Path, bytes]:
-    """Every object of every run's log."""
+    """Return every object of every run's log."""
     return {
         path: path.read_bytes() for path in workplace.path.glob("outputs/*/store/**/batches/**/*") if path.is_file()
     }

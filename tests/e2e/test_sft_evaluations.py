@@ -1,4 +1,4 @@
-"""`millrace sft` with `[eval]`, as a user runs it: figures of the weights behind a due step, and nothing left over."""
+"""`millrace sft` with `[eval]`, as a user runs it: figures of the weights after a due step, and nothing left over."""
 
 import json
 from collections.abc import Callable

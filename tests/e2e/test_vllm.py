@@ -17,7 +17,7 @@ STEPS = 30
 
 @pytest.fixture(scope="module")
 def warm_for_vllm(make_workplace) -> Workplace:
-    """The warmed-up model with heads that vLLM's attention on a CPU takes."""
+    """Return the warmed-up model with heads that vLLM's attention on a CPU takes."""
     workplace: Workplace = make_workplace("vllm")
     workplace.run(str(EXAMPLES / "make_model.py"), "--output", PLACE, "--heads", "2")
     data = ("--model.name", f"{PLACE}/base", "--data.name", f"{PLACE}/sft.jsonl")

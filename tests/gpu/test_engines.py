@@ -70,7 +70,7 @@ CASES: dict[str, tuple[Callable[[], PretrainedConfig], dict[str, Any], int]] = {
 async def test_deltas_on_captured_graphs_are_a_fresh_load(
     gpu: torch.device, cuda_vllm: str, tmp_path: Path, case: str
 ) -> None:
-    """8 and 9 of the list: behind two deltas a server with graphs says what it says behind a whole load of their sum.
+    """8 and 9 of the list: after two deltas a server with graphs says what it says after a whole load of their sum.
 
     The same server, because another one compiles graphs of its own, which round otherwise: that alone changes what a
     model of experts finds most likely (one that is computed twice on a CPU, by sdpa and by hand, within 26 tokens).

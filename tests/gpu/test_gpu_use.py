@@ -1,4 +1,4 @@
-"""What is told of a GPU's use is what the GPU does: memory, utilization and power, through the driver's library."""
+"""What learns of a GPU's use is what the GPU does: memory, utilization and power, through the driver's library."""
 
 import os
 import threading

@@ -31,7 +31,7 @@ UPLOADS = (
 
 
 def processes_of(place: Workplace, module: str) -> dict[int, dict[str, str]]:
-    """What each process that runs a module there was started with, by its id: ranks of a gang, not torchrun.
+    """Return what each process that runs a module there was started with, by its id: ranks of a gang, not torchrun.
 
     A process that was forked shows the environment of the one that it is a copy of.
     """
@@ -46,7 +46,7 @@ def processes_of(place: Workplace, module: str) -> dict[int, dict[str, str]]:
 
 
 def used(device: int) -> int:
-    """Bytes of a GPU that anybody has taken."""
+    """Return bytes of a GPU that anybody has taken."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free
 

@@ -36,7 +36,7 @@ def _whole(tensor: Any) -> torch.Tensor:
 
 
 def _learned(directory: Path, device: torch.device) -> dict[str, torch.Tensor]:
-    """The weights from which a trainer on that device begins."""
+    """Return the weights from which a trainer on that device begins."""
     keys = {
         "trainer": {"model": {"name": str(directory), "seq_len": 32, "dtype": "float32"}},
         "data": {"batch_size": 4, "seq_len": 32},
@@ -116,7 +116,7 @@ def test_samples_on_both_sides_of_a_border_are_their_own(gpu: torch.device, kind
 
 
 def test_a_border_is_kept_by_the_kernel_for_varying_lengths(gpu: torch.device) -> None:
-    """Packed rows of bfloat16, in which short samples stand behind long ones."""
+    """Packed rows of bfloat16, in which short samples are behind long ones."""
     torch.manual_seed(0)
     config = scaled_positions.config_of("longrope")
     model = AutoModelForCausalLM.from_config(config).eval().to(gpu).bfloat16()

@@ -74,7 +74,7 @@ def used_at_most(device: torch.device) -> Iterator[Callable[[], int]]:
 
 
 def run_of(place: Workplace, size: str, *more: str) -> tuple[str, ...]:
-    """Keys of a short run of a model of this size on vLLM, in which random rewards do not matter."""
+    """Return keys of a short run of a model of this size on vLLM, in which random rewards do not matter."""
     model = write_model(size, place.path / size)
     keys = ("--model.name", str(model), "--inference.engine", "vllm", "--trainer.scheduler.warmup-steps", "0")
     loop = ("--orchestrator.batch-size", "32", "--orchestrator.rollouts-per-example", "4")

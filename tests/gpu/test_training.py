@@ -83,7 +83,7 @@ def _bench(directory: Path, **keys: Any) -> TrainerBench:
 
 
 def measured(bench: TrainerBench, device: torch.device) -> list[BenchStep]:
-    """The steps of one process."""
+    """Return the steps of one process."""
     gang = Gang(device=device)
     try:
         return measure(bench, gang=gang, on_step=lambda step: None)

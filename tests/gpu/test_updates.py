@@ -1,4 +1,4 @@
-"""What an update does to a vLLM whose graphs are captured: where weights lie, how long it stands still, adapters."""
+"""What an update does to a vLLM whose graphs are captured: where weights are, how long it stands still, adapters."""
 
 import asyncio
 import json
@@ -65,7 +65,7 @@ def test_weights_stay_where_graphs_were_captured(gpu: torch.device, cuda_vllm: s
 
 
 def orders_of(directory: Path, model: torch.nn.Module, count: int) -> list[dict[str, Any]]:
-    """What a replica tells its workers of version 0, whole, and of so many deltas, each as its copy was then."""
+    """Return what a replica tells its workers of version 0, whole, and of so many deltas, each as its copy was then."""
     publisher = published.Publisher(LocalStore(directory / "store"), directory, "run1")
     place = directory / "copy"
     place.mkdir()
@@ -114,7 +114,7 @@ async def test_a_small_delta_stands_still_shorter_than_a_whole_version(
 
 
 async def applied(server: vllm_server.Server, version: int) -> dict[str, float]:
-    """The replica's own account of an update, which its launcher passes on a little later."""
+    """Return the replica's own account of an update, which its launcher passes on a little later."""
     log, wanted = server.directory / "replica.log", f"{APPLIED} run=run1 version={version} "
     async with asyncio.timeout(30):
         while not (lines := [line for line in log.read_text().splitlines() if wanted in line]):
@@ -150,7 +150,7 @@ async def test_adapters_on_captured_graphs_are_the_merged_model(
 
 
 async def started_by(python: str, directory: Path, desired: DesiredPolicy, registry: str) -> vllm_server.Server:
-    """A replica that begins without a model: with the files of the policy that it is asked for first."""
+    """Return a replica that begins without a model: with the files of the policy that it is asked for first."""
     loop = asyncio.get_running_loop()
     began = loop.create_future()
     starting = asyncio.create_task(
@@ -193,5 +193,5 @@ def entry_of(desired: DesiredPolicy) -> PolicyEntry:
 
 
 def begin(said: list[tuple[list[int], list[float]]]) -> list[float]:
-    """The log-prob of the first token behind each prompt."""
+    """Return the log-prob of the first token after each prompt."""
     return [logprobs[0] for _, logprobs in said]

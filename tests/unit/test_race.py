@@ -1,4 +1,4 @@
-"""`first_of`: what is told of those that came first, and what becomes of the others."""
+"""`first_of`: what learns of those that came first, and what becomes of the others."""
 
 import asyncio
 

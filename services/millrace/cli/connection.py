@@ -1,4 +1,4 @@
-"""How commands reach a protected server: `--token-file`, `--tls-ca` and `--insecure`, which may stand anywhere.
+"""How commands reach a protected server: `--token-file`, `--tls-ca` and `--insecure`, which may be anywhere.
 
 They are the variables MILLRACE_TOKEN_FILE, MILLRACE_TLS_CA and MILLRACE_INSECURE for one command. A token itself is no
 option: process lists show command lines.
@@ -63,12 +63,12 @@ def take_options(arguments: Sequence[str]) -> list[str]:
 
 
 def environ(base: Mapping[str, str] | None = None) -> Mapping[str, str]:
-    """The environment (or `base`) with what this command line says."""
+    """Return the environment (or `base`) with what this command line says."""
     return {**(os.environ if base is None else base), **_given}
 
 
 def token_given() -> str:
-    """Say, without the token, where that comes from which a server does not accept."""
+    """Return where the token came from that a server does not accept, without the token itself."""
     given = environ()
     if path := given.get("MILLRACE_TOKEN_FILE"):
         return f"it does not accept the one in {path}"
@@ -76,7 +76,7 @@ def token_given() -> str:
 
 
 def open_client(address: str) -> "Client":
-    """A client of the server at `address`, as this command line and the environment say."""
+    """Return a client of the server at `address`, as this command line and the environment say."""
     # gRPC writes one line of its own to stderr for every handshake that fails; ours says it better. Read at its import.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from millrace.client import Client, ClientAccess
@@ -85,7 +85,7 @@ def open_client(address: str) -> "Client":
 
 
 def ask_server(server: str | None, work: "Callable[[Client], Coroutine[Any, Any, T]]", *, run: str = "") -> T:
-    """What the work answers, with a client of the orchestrator that `--server` or the environment names.
+    """Return the result of `work`, called with a client of the orchestrator that `--server` or the environment names.
 
     Else of a stack that runs here: that of `run`, as the user calls it, where there are several.
     The first signal cancels the work; UnavailableError says where the address came from if nobody answers at it.
@@ -113,7 +113,7 @@ SILENT_REMEDY = "it listens but does not answer; a stack kills and restarts what
 
 
 def check_address(text: str, *, option: str) -> str:
-    """The address; InvalidSpecError naming the option if it is no host:port."""
+    """Return the address; InvalidSpecError naming the option if it is no host:port."""
     try:
         parse_address(text)
     except ValueError as error:
@@ -144,17 +144,23 @@ class RunningStack:
 
     @property
     def is_shared(self) -> bool:
-        """Whether it stays for the runs of all (`millrace up`); else it ends with the run that it was started for."""
+        """Return whether the stack serves everybody's runs (`millrace up`).
+
+        Else it ends with the run that it was started for.
+        """
         return self.says.get("is_durable") is True
 
     def text(self, name: str) -> str | None:
-        """Return what it says under this name, if that is a text."""
+        """Return the text under this name; empty if it is no text."""
         found = self.says.get(name)
         return found if isinstance(found, str) else None
 
 
 def read_stack(directory: Path) -> RunningStack | None:
-    """The stack of a directory; None if none runs there: no file, a damaged one, or one whose supervisor is gone."""
+    """Return the stack of a directory.
+
+    None if none runs there: no file, a damaged one, or one whose supervisor is gone.
+    """
     path = directory / "stack.json"
     try:
         says = decode_object(path.read_bytes(), what=str(path), reason="STACK_FILE_CORRUPT")
@@ -199,13 +205,15 @@ def choose_stack(run: str = "", *, root: Path = OUTPUTS, option: str = "--server
 
 
 def shared_address(root: Path = OUTPUTS) -> str:
-    """Where a run is submitted that names no server: the only shared stack here, or where `millrace up` listens."""
+    """Return where a run is submitted that names no server: the only shared stack here, or where `millrace up`
+    listens.
+    """
     shared = [stack for stack in running_stacks(root) if stack.is_shared]
     return shared[0].address if len(shared) == 1 else DEFAULT_LISTEN
 
 
 def say_environments_beside(config: "RLConfig", stack: RunningStack | None, *, server: str) -> None:
-    """Note the environments whose file is here and nowhere else that this stack is known to look in."""
+    """Note the environments whose file is in this directory and in no other that the stack is known to search."""
     evaluation = config.orchestrator.eval
     ids = [env.id for env in (*config.orchestrator.env, *(evaluation.env if evaluation else ()))]
     looks_in = _looks_in(stack)
@@ -234,7 +242,10 @@ def _describe(stack: RunningStack) -> str:
 
 
 def _is_alive(pid: int, ticks: int) -> bool:
-    """Whether the process that started then lives; without psutil (the client alone) no stack was started from here."""
+    """Return whether the process that started then lives.
+
+    Without psutil (the client alone) no stack was started from here.
+    """
     try:
         from millrace.processes import table
     except ModuleNotFoundError:
@@ -254,7 +265,8 @@ def _looks_in(stack: RunningStack | None) -> list[str] | None:
 def server_address(
     option: str | None, *, run: str = "", environ: Mapping[str, str] = os.environ, root: Path = OUTPUTS
 ) -> tuple[str, str]:
-    """host:port and where it comes from: the option, MILLRACE_SERVER, a stack here, or the default of `millrace up`.
+    """Return host:port and where it comes from: the option, MILLRACE_SERVER, a stack here, or the default of
+    `millrace up`.
 
     CliError if several stacks run here and neither of them is that of `run` alone.
     """
@@ -269,7 +281,9 @@ def server_address(
 
 @contextlib.contextmanager
 def explain_unreachable(origin: str, address: str, *, directory: Path | None = None, token: str = "") -> Iterator[None]:
-    """Say where the address came from and what to do, when none answers at it, or the one there refuses the token."""
+    """Explain where the address came from and what to do, when no server answers at it or the server refuses the
+    token.
+    """
     try:
         yield
     except UnavailableError as error:
@@ -291,7 +305,7 @@ def explain_unreachable(origin: str, address: str, *, directory: Path | None = N
 
 
 def is_listening(address: str) -> bool:
-    """Whether the port takes connections; a frozen process's does, because the kernel answers for it."""
+    """Return whether the port takes connections; a frozen process's does, because the kernel answers for it."""
     host, port = parse_address(address)
     try:
         with socket.create_connection((own_host(host), port), timeout=CONNECT_TIMEOUT_S):

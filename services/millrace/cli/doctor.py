@@ -30,7 +30,7 @@ class CheckResult:
 async def examine(
     server: str, origin: str, *, directory: Path | None = None, environ: Mapping[str, str] = os.environ
 ) -> list[CheckResult]:
-    """API, Redis, object store and GPUs, in that order; nothing raises but broken settings (InvalidSpecError).
+    """Return API, Redis, object store and GPUs, in that order; nothing raises but broken settings (InvalidSpecError).
 
     What the environment does not name is that of the stack in `directory` (or below `outputs`) that is the server.
     """
@@ -53,7 +53,10 @@ async def examine(
 
 
 async def _gpus() -> str:
-    """GPUs, driver and wheel of this machine; InvalidStateError for a GPU that the driver or the wheel cannot use."""
+    """Return GPUs, driver and wheel of this machine.
+
+    InvalidStateError for a GPU that the driver or the wheel cannot use.
+    """
     from millrace.local.gpus import CUDA_13_DRIVER, DEVICE, driver_version, is_too_old, machine_gpus, wheel_version
 
     found = await asyncio.to_thread(machine_gpus)
@@ -65,7 +68,7 @@ async def _gpus() -> str:
         raise InvalidStateError(
             f"the kernel shows a GPU (driver {driver or 'unknown'}), and nvidia-smi lists none",
             reason="GPU_UNUSABLE",
-            remedy=f"mend the driver; {needs}",
+            remedy=f"fix the driver; {needs}",
         )
     if is_too_old(driver, wheel) and os.environ.get("MILLRACE_TRAINER_DEVICE") != "cpu":
         raise InvalidStateError(
@@ -80,7 +83,7 @@ async def _gpus() -> str:
 
 
 def _redis_of(stack: Mapping[str, Any]) -> str | None:
-    """The URL of a stack's Redis, whose password only a file has."""
+    """Return the URL of a stack's Redis, whose password only a file has."""
     try:
         return Path(str(stack["redis_url_file"])).read_text().strip()
     except (KeyError, OSError):

@@ -8,7 +8,7 @@ remembered: list[signal.Signals] = []
 
 
 def listen_early() -> None:
-    """From now on a Ctrl-C during imports is remembered as well as raised.
+    """Remember Ctrl-C during imports from now on, in addition to raising it.
 
     Python swallows a KeyboardInterrupt that meets a callback of its own (of a weak reference, of an import lock): it
     prints "Exception ignored in …", and the command would go on as if nobody had asked it to end.

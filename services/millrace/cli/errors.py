@@ -20,7 +20,7 @@ class CliError(Exception):
     def __init__(
         self, message: str, *, hint: str | None = None, exit_code: int = EXIT_USAGE, place: str | None = None
     ) -> None:
-        """`hint` is the remedy."""
+        """Create the error; `hint` is the remedy."""
         super().__init__(message)
         self.message = message
         self.place = place
@@ -32,7 +32,7 @@ class Interrupted(Exception):
     """The user or the system asked the command to end."""
 
     def __init__(self, number: signal.Signals) -> None:
-        """`number` is the signal that asked."""
+        """Create the error; `number` is the signal that asked the command to end."""
         super().__init__(number.name)
         self.exit_code = 128 + number
 

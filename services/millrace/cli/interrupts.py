@@ -25,7 +25,7 @@ class Interrupts:
         self._hurry.append(callback)
 
     def receive(self, number: signal.Signals, task: "asyncio.Task[Any]") -> None:
-        """Handle a signal: cancel `task` at the first, hurry at each further one."""
+        """Handle a signal: cancel `task` at the first, and shorten the clean-up at each further one."""
         if self.received is None:
             self.received = number
             task.cancel()
@@ -62,5 +62,5 @@ async def _run(work: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T:
 
 
 def _is_to_be_ignored(number: signal.Signals) -> bool:
-    """Whether who started this process wants it to outlive the terminal, as `nohup` does."""
+    """Return whether who started this process wants it to outlive the terminal, as `nohup` does."""
     return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN

@@ -1,4 +1,4 @@
-"""The logs of a local stack's processes: where they lie, which lines are a run's, and what is added to them."""
+"""The logs of a local stack's processes: where they are, which lines are a run's, and what is added to them."""
 
 import asyncio
 import itertools
@@ -41,18 +41,20 @@ def process_logs(address: str, run_name: str, *, component: str | None = None, r
 
 
 def stack_logs(address: str, *, root: Path | None = None) -> list[Path]:
-    """The directories of logs of the stacks below `root` that listen on `address`."""
+    """Return the directories of logs of the stacks below `root` that listen on `address`."""
     found = [stack.text("logs") for stack in running_stacks(root or OUTPUTS) if stack.address == address]
     return [Path(logs) for logs in found if logs is not None]
 
 
 def files_of(directory: Path, component: str) -> list[Path]:
-    """The logs of one component, of each of its replicas or ranks."""
+    """Return the logs of one component, of each of its replicas or ranks."""
     return sorted(path for path in directory.glob("*.log") if is_of(path, component))
 
 
 def is_of(path: Path, component: str) -> bool:
-    """Whether the file is `component.log`, or that of one of its replicas or ranks, such as `trainer-rank-1.log`."""
+    """Return whether the file is `component.log`, or that of one of its replicas or ranks, such as
+    `trainer-rank-1.log`.
+    """
     return path.stem == component or path.stem.startswith(f"{component}-")
 
 
@@ -64,7 +66,7 @@ class RunLines:
         self._is_own = False
 
     def has(self, line: str) -> bool:
-        """Whether the line names the run, or belongs to the last one that does, as a traceback."""
+        """Return whether the line names the run, or belongs to the last one that does, as a traceback."""
         if line.startswith("{"):
             self._is_own = _json_run(line) in self._names
         elif _OURS.match(line):
@@ -76,7 +78,7 @@ class LevelLines:
     """Tells the lines of a level and of worse ones, in one file, from the others."""
 
     def __init__(self, level: str) -> None:
-        """`level` is one of `LEVELS`."""
+        """Create the handler; `level` is one of `LEVELS`."""
         self._levels = frozenset(name.upper() for name in LEVELS[LEVELS.index(level) :])
         self._is_shown = False
 
@@ -113,7 +115,7 @@ class LogTail:
         self._num_emptied = 0
 
     def read(self) -> Iterator[str]:
-        """The whole lines that were added since the last call, without the control characters of a terminal."""
+        """Yield the whole lines that were added since the last call, without the control characters of a terminal."""
         found = self._identity()
         if not self._is_begun or found != self._old_seen:  # the file that was read so far is the old one now
             self._old_seen = found
@@ -131,7 +133,7 @@ class LogTail:
         yield from self._lines(self.path, self._at)
 
     def finish(self) -> Iterator[str]:
-        """What is left when nothing is added any more: a line without its end."""
+        """Yield the rest once nothing is added any more: a line without its end."""
         rest, self._rest = self._rest, b""
         if rest:
             yield _text(rest)
@@ -188,11 +190,11 @@ class LogQuery:
 
 
 def require_component(name: str, directories: Iterable[Path]) -> None:
-    """CliError with what there is, if neither a service nor a log is called so."""
+    """Raise CliError with the known names if neither a service nor a log has this name."""
     there = {path.stem for directory in directories for path in directory.glob("*.log")}
     if name not in COMPONENTS and not any(stem == name or stem.startswith(f"{name}-") for stem in there):
         others = sorted(there - set(COMPONENTS))
-        more = f"; beside them lie {', '.join(others)}" if others else ""
+        more = f"; beside them are {', '.join(others)}" if others else ""
         raise CliError(
             f"no component is called {name!r}; there are {', '.join(COMPONENTS)}{more}",
             hint="leave --component out for the events of the run",
@@ -200,7 +202,8 @@ def require_component(name: str, directories: Iterable[Path]) -> None:
 
 
 def own_logs(text: str) -> Path | None:
-    """The directory of logs of the run that is meant, if it had a stack (or a trainer) of its own: no server is asked.
+    """Return the directory of logs of the run that is meant, if it had a stack (or a trainer) of its own: no server
+    is asked.
 
     By its path, the run's name or the beginning of one; `-` is the newest, unless a `millrace up` works here.
     """
@@ -251,11 +254,11 @@ async def show_shared(client: "Client", query: LogQuery, *, uid: str, name: str)
 
 
 def elsewhere(component: str, uid: str, *, is_follow: bool) -> str:
-    """How to see the logs of services that run on other machines, or in containers."""
+    """Return how to see the logs of services that run on other machines, or in containers."""
     follow = " --follow" if is_follow else ""
     pods = f"--namespace millrace logs --selector app.kubernetes.io/component={component} --prefix --tail=-1"
     return (
-        f"the process logs of {component} are not on this machine; what follows is what it told the run's log.\n"
+        f"the process logs of {component} are not on this machine; what follows is what it wrote to the run's log.\n"
         f"  compose:     docker compose logs{follow} {component} | grep {uid}\n"
         f"  Kubernetes:  kubectl {pods}{follow} | grep {uid}"
     )
@@ -267,7 +270,7 @@ async def _until_end(client: "Client", name: str) -> None:
 
 
 def _is_running(directory: Path) -> bool:
-    """Whether a stack, or a `millrace sft`, works in the directory."""
+    """Return whether a stack, or a `millrace sft`, works in the directory."""
     from millrace.local.directory import StackId
 
     try:

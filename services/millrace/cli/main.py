@@ -57,12 +57,12 @@ class LazyGroup(click.Group):
     """A group over a table `name -> (module:attribute, one line of help)`."""
 
     def __init__(self, *args: object, lazy: Mapping[str, tuple[str, str]] | None = None, **options: object) -> None:
-        """`lazy` is the table; everything else goes to click."""
+        """Create the group; `lazy` is the table of commands, everything else goes to click."""
         super().__init__(*args, **options)  # type: ignore[arg-type]
         self._lazy = dict(lazy or {})
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names, in the order of the table."""
+        """Return the names, in the order of the table."""
         return [*self._lazy, *super().list_commands(ctx)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -73,14 +73,14 @@ class LazyGroup(click.Group):
         return getattr(importlib.import_module(module), attribute)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The list of commands with their lines of help, from the table alone."""
+        """Write the list of commands with their lines of help, from the table alone."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in self._lazy.items()])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As in click, with a did-you-mean."""
+        """Resolve a command as click does, with suggestions for a misspelt name."""
         if args and args[0] not in self.list_commands(ctx) and not args[0].startswith("-"):
             close = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
             hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(self.list_commands(ctx))}"
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     is_debug = "--debug" in arguments
     try:
-        # `--debug` may stand anywhere, because one adds it after something went wrong.
+        # `--debug` may be anywhere, because one adds it after something went wrong.
         words = take_options([word for word in arguments if word != "--debug"])
         code = cli.main(words, prog_name="millrace", standalone_mode=False)
     except click.exceptions.Abort:

@@ -37,7 +37,7 @@ SERVER = click.option(
 
 
 def options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
-    """The decorators as one, in the order of a help text."""
+    """Return the decorators as one, in the order of a help text."""
 
     def decorate(function: F) -> F:
         for each in reversed(decorators):
@@ -70,7 +70,7 @@ STORE = options(
 
 
 async def resolve(runs: "RunsClient", text: str) -> "run_pb2.Run":
-    """The run that is meant; NotFoundError with a did-you-mean, InvalidSpecError if several begin like this."""
+    """Return the run that is meant; NotFoundError with a did-you-mean, InvalidSpecError if several begin like this."""
     if text == "-":
         return choose(text, await runs.list(limit=1))
     try:
@@ -80,7 +80,7 @@ async def resolve(runs: "RunsClient", text: str) -> "run_pb2.Run":
 
 
 def choose(text: str, known: "Sequence[run_pb2.Run]") -> "run_pb2.Run":
-    """The run that is meant, of those that are known."""
+    """Return the run that is meant, of those that are known."""
     by_name = {run.name.removeprefix("runs/"): run for run in known}
     return by_name[names.resolve(text, {name: run.uid for name, run in by_name.items()})]
 
@@ -99,7 +99,7 @@ class RawCommand(click.Command):
         return []
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        """What stands behind the command's name in its usage line."""
+        """Return the text after the command's name in its usage line."""
         return ["@ FILE [@ FILE ...]", "[--KEY VALUE ...]", "[OPTIONS]"]
 
 

@@ -17,7 +17,9 @@ class Client:
     """Talks to the RunService at `host:port`. Use it as an asynchronous context manager, or call `close`."""
 
     def __init__(self, address: str, *, access: ClientAccess | None = None) -> None:
-        """InvalidSpecError if the address or a file of the access is wrong. It connects at the first call.
+        """Raise InvalidSpecError if the address or a file of the access is wrong.
+
+        The client connects at the first call.
 
         `access` says whom to trust and which token to show; by default by MILLRACE_TLS_CA, MILLRACE_TOKEN_FILE,
         MILLRACE_TOKEN and the other variables of this process.
@@ -69,7 +71,7 @@ class SyncRuns:
         self._runs = client.runs
 
     def create(self, config: RunConfigLike, **options: Any) -> run_pb2.Run:
-        """Queue a run."""
+        """Return queue a run."""
         return self._runner.run(self._runs.create(config, **options))
 
     def wait(self, name: str, **options: Any) -> run_pb2.Run:
@@ -81,7 +83,7 @@ class SyncRuns:
         return self._runner.run(self._runs.get(name))
 
     def list(self, *, states: Sequence[RunStateLike] = (), limit: int = 0) -> Sequence[run_pb2.Run]:
-        """Runs, newest first."""
+        """Return runs, newest first."""
         return self._runner.run(self._runs.list(states=states, limit=limit))
 
     def cancel(self, name: str, *, reason: str = "") -> run_pb2.Run:
@@ -97,35 +99,35 @@ class SyncRuns:
         return self._runner.run(self._runs.resume(name))
 
     def fork(self, name: str, *, step: int, **options: Any) -> run_pb2.Run:
-        """A new run that goes on from a step of this one."""
+        """Return a new run that goes on from a step of this one."""
         return self._runner.run(self._runs.fork(name, step=step, **options))
 
     def audit(self, name: str) -> audit_pb2.AuditReport:
-        """What an audit of the run's log finds."""
+        """Return the findings of an audit of the run's log."""
         return self._runner.run(self._runs.audit(name))
 
     def explain(self, name: str) -> rs.ExplainRunResponse:
-        """What every service of the run waits for."""
+        """Return the waits of every service of the run."""
         return self._runner.run(self._runs.explain(name))
 
     def checkpoints(self, name: str) -> Sequence[checkpoint_pb2.Checkpoint]:
-        """All checkpoints of a run, oldest first."""
+        """Return all checkpoints of a run, oldest first."""
         return self._runner.run(self._runs.checkpoints(name))
 
     def metrics(self, name: str, **options: Any) -> Columns:
-        """Metrics by step as columns, for `pandas.DataFrame`."""
+        """Return metrics by step as columns, for `pandas.DataFrame`."""
         return self._runner.run(self._runs.metrics(name, **options))
 
     def rollouts(self, name: str, **options: Any) -> Columns:
-        """Rollouts as columns, for `pandas.DataFrame`."""
+        """Return rollouts as columns, for `pandas.DataFrame`."""
         return self._runner.run(self._runs.rollouts(name, **options))
 
     def lineage(self, name: str, **options: Any) -> rs.GetLineageResponse:
-        """From a rollout or a policy version back to what made it, and forward."""
+        """Return what made a rollout or a policy version, and what came of it."""
         return self._runner.run(self._runs.lineage(name, **options))
 
     def watch(self, name: str, *, after: str = "", **options: Any) -> Iterator[event_pb2.Event]:
-        """Every event behind `after`, then new ones as they come; ends after the terminal state."""
+        """Yield every event after `after`, then new ones as they come; ends after the terminal state."""
         events = self._runs.watch(name, after=after, **options)
 
         async def step() -> event_pb2.Event:

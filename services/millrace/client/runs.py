@@ -46,14 +46,14 @@ Columns = dict[str, list[Any]]
 
 
 def metric_columns(steps: Sequence[metric_pb2.StepMetrics]) -> Columns:
-    """A row for each step: `step`, then the metrics by name."""
+    """Return a row for each step: `step`, then the metrics by name."""
     names = sorted({name for each in steps for name in each.values})
     values = [dict(each.values) for each in steps]
     return {"step": [each.step for each in steps]} | {name: [row.get(name) for row in values] for name in names}
 
 
 def rollout_columns(rollouts: Sequence[rollout_pb2.Rollout]) -> Columns:
-    """A row for each rollout: `id`, then the fields of the message."""
+    """Return a row for each rollout: `id`, then the fields of the message."""
     columns: Columns = {"id": [each.name.rpartition("/")[2] for each in rollouts]}
     for field in rollout_pb2.Rollout.DESCRIPTOR.fields:
         if field.name != "name":
@@ -69,7 +69,7 @@ RunConfigLike = str | Mapping[str, Any] | Path | Sequence[Path]
 
 
 def config_json(config: RunConfigLike, *, kind: run_pb2.RunKind) -> str:
-    """The JSON text that the server is sent; InvalidSpecError names every mistake in a file with its line.
+    """Return the JSON text that the server is sent; InvalidSpecError names every mistake in a file with its line.
 
     Text and dicts are checked by the server alone. No variable of this process is read: what was given is sent.
     """
@@ -87,7 +87,7 @@ class RunsClient:
     """The RPCs of RunService as methods. `name` is `runs/{run}` or a uid everywhere."""
 
     def __init__(self, stub: RunServiceStub, *, to: str) -> None:
-        """`to` says in words who is called, for messages."""
+        """Create the client; `to` names the callee in messages."""
         self._stub = stub
         self._to = to
 
@@ -102,7 +102,9 @@ class RunsClient:
         check_environments: bool = False,
         labels: Mapping[str, str] | None = None,
     ) -> run_pb2.Run:
-        """Queue a run. The same `request_id` (a UUID; made up if None) with the same config returns the first answer.
+        """Return queue a run.
+
+        The same `request_id` (a UUID; made up if None) with the same config returns the first answer.
 
         With `check_environments` they are loaded first, which may take minutes: InvalidStateError names one that fails.
         Raises InvalidSpecError with every violation, AlreadyExistsError if `run_id` is taken.
@@ -126,7 +128,7 @@ class RunsClient:
         return response.run
 
     async def list(self, *, states: Sequence[RunStateLike] = (), limit: int = 0) -> Sequence[run_pb2.Run]:
-        """Runs, newest first; `limit` 0 is all, over as many pages as it takes."""
+        """Return runs, newest first; `limit` 0 is all, over as many pages as it takes."""
         wanted: list[run_pb2.RunState | str] = [f"RUN_STATE_{s}" if isinstance(s, str) else s for s in states]
         runs: list[run_pb2.Run] = []
         token = ""
@@ -173,7 +175,7 @@ class RunsClient:
         request_id: str | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> run_pb2.Run:
-        """A new run that goes on from a step of this one, with the same config if none is given.
+        """Return a new run that goes on from a step of this one, with the same config if none is given.
 
         InvalidStateError names the steps that are kept if this one is not. A repeated `request_id` completes a copy
         that was interrupted.
@@ -190,18 +192,18 @@ class RunsClient:
         return response.run
 
     async def audit(self, name: str, *, timeout_s: float = AUDIT_TIMEOUT_S) -> audit_pb2.AuditReport:
-        """What an audit of the run's log finds; takes as long as reading everything that the run has written."""
+        """Return the findings of an audit of the run's log, which reads everything that the run has written."""
         request = rs.AuditRunRequest(name=name)
         response = await call(self._stub.AuditRun, request, timeout_s=timeout_s, to=self._to)
         return response.report
 
     async def explain(self, name: str) -> rs.ExplainRunResponse:
-        """What every service of the run waits for, longest first, and the chain in words."""
+        """Return the waits of every service of the run, longest first, and the chain in words."""
         request = rs.ExplainRunRequest(name=name)
         return await call(self._stub.ExplainRun, request, timeout_s=CALL_TIMEOUT_S, to=self._to)
 
     async def checkpoints(self, name: str) -> Sequence[checkpoint_pb2.Checkpoint]:
-        """All checkpoints of a run, oldest first."""
+        """Return all checkpoints of a run, oldest first."""
         found: list[checkpoint_pb2.Checkpoint] = []
         token = ""
         while True:
@@ -215,9 +217,9 @@ class RunsClient:
     async def metrics(
         self, name: str, *, names: Sequence[str] = (), on_note: Callable[[str], None] | None = None
     ) -> Columns:
-        """Metrics by step as columns, for `pandas.DataFrame`; `names` leaves all others out.
+        """Return metrics by step as columns, for `pandas.DataFrame`; `names` leaves all others out.
 
-        `on_note` is told how far the server is with reading a log that nobody has looked at yet.
+        `on_note` gets how far the server is with reading a log that nobody has looked at yet.
         """
         steps: list[metric_pb2.StepMetrics] = []
         request = rs.ListMetricsRequest(parent=name, page_size=_LIST_PAGE_SIZE, names=names)
@@ -237,10 +239,10 @@ class RunsClient:
         on_note: Callable[[str], None] | None = None,
         **filters: str | float,
     ) -> Columns:
-        """Rollouts as columns, for `pandas.DataFrame`; `limit` 0 is all, over as many pages as it takes.
+        """Return rollouts as columns, for `pandas.DataFrame`; `limit` 0 is all, over as many pages as it takes.
 
         Filters are those of `ListRolloutsRequest`, such as `env="letters", min_reward=0.5`; `order_by="reward desc"`.
-        `on_note` is told of batches that cannot be read, and how far the server is with reading the log.
+        `on_note` gets batches that cannot be read, and how far the server is with reading the log.
         """
         found: list[rollout_pb2.Rollout] = []
         texts = {key: str(value) for key, value in filters.items()}
@@ -265,7 +267,7 @@ class RunsClient:
         version: int | None = None,
         on_note: Callable[[str], None] | None = None,
     ) -> rs.GetLineageResponse:
-        """From a rollout (its id, such as `12-3`) or a policy version back to what made it, and forward.
+        """Return what made a rollout (its id, such as `12-3`) or a policy version, and what came of it.
 
         NotFoundError says why there is none; give exactly one of the two.
         """
@@ -276,7 +278,10 @@ class RunsClient:
         return await self._read_log(self._stub.GetLineage, request, on_note)
 
     async def _read_log(self, method: Any, request: Any, on_note: Callable[[str], None] | None) -> Any:
-        """The answer of a method that reads the log; asked again while the server reads it for the first time."""
+        """Return the answer of a method that reads the log.
+
+        Asked again while the server reads it for the first time.
+        """
         begun, num_asked = time.monotonic(), 0
         # unregistered wait: tells its caller how far the server is (`on_note`), and gives up after READ_LOG_S
         while True:
@@ -299,12 +304,12 @@ class RunsClient:
         give_up_s: float = GIVE_UP_S,
         silence_s: float = SILENCE_S,
     ) -> AsyncGenerator[event_pb2.Event, None]:
-        """Every event behind the cursor `after`, then new ones as they come; ends after the terminal state.
+        """Yield every event after the cursor `after`, then new ones as they come; ends after the terminal state.
 
         FAILED does not end it where the run was reopened since.
 
         A lost server is called again with the last cursor, so nothing is missed and nothing comes twice; `on_reconnect`
-        is told of it (the error, and the seconds until the next try). UnavailableError after `give_up_s` without a word
+        learns of it (the error, and the seconds until the next try). UnavailableError after `give_up_s` without a word
         from any server; a connection that is silent for `silence_s` counts as lost. RefusedError with the reason
         RUN_HELD_UP once the run has got nowhere for a minute because what it needs answers and refuses.
         """
@@ -343,7 +348,7 @@ class RunsClient:
     async def wait(
         self, name: str, *, on_note: Callable[[str], None] | None = None, timeout_s: float | None = None
     ) -> run_pb2.Run:
-        """Follow a run to its end and return it; `on_note` is told of states, and of what a queued run waits for.
+        """Follow a run to its end and return it; `on_note` gets states, and what a queued run waits for.
 
         InvalidStateError with the run's own reason if it does not end as SUCCEEDED, TimeoutError after `timeout_s`,
         RefusedError as `watch` does.
@@ -369,7 +374,7 @@ class RunsClient:
     async def telling_queued(
         self, name: str, note: Callable[[str], None], *, is_queued: Callable[[], bool]
     ) -> AsyncGenerator[None, None]:
-        """While the block runs and the run is queued, say why: at once, and again when the reason changes.
+        """Report why the run is queued while the block runs: at once, and again when the reason changes.
 
         The server is asked only while `is_queued` holds of what the caller has heard.
         """
@@ -391,7 +396,10 @@ class RunsClient:
             await asyncio.sleep(WHY_QUEUED_PERIOD_S)
 
     async def _why_queued(self, name: str) -> str:
-        """The server's reason; empty if the run is not queued, or nobody answers, which the follower of events says."""
+        """Return the server's reason.
+
+        Empty if the run is not queued, or nobody answers, which the follower of events says.
+        """
         try:
             # The events may only have been replayed up to where it was queued: the server knows what it is now.
             if (await self.get(name)).state != run_pb2.RUN_STATE_QUEUED:
@@ -430,14 +438,14 @@ class RunsClient:
                     return found
 
     async def _is_end(self, name: str, event: event_pb2.Event) -> bool:
-        """Whether nothing comes behind the event. A run that has FAILED may have been reopened."""
+        """Return whether no event can follow this one. A FAILED run may have been reopened."""
         if not event.HasField("state_changed") or not is_terminal(event.state_changed.new_state):
             return False
         is_failed = event.state_changed.new_state == run_pb2.RUN_STATE_FAILED
         return not is_failed or is_terminal((await self.get(name)).state)
 
     async def _watch_once(self, name: str, after: str, silence_s: float) -> AsyncGenerator[rs.WatchRunResponse, None]:
-        """One call of WatchRun; UnavailableError when it says nothing for `silence_s`."""
+        """Yield one call of WatchRun; UnavailableError when it says nothing for `silence_s`."""
         request = rs.WatchRunRequest(name=name, after=after)
         async with contextlib.aclosing(stream(self._stub.WatchRun, request, to=self._to)) as responses:  # type: ignore[type-var]
             while True:

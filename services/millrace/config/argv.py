@@ -89,7 +89,7 @@ class Key:
         self.node: SchemaKey | None = schema
         """None where there is no such key."""
         self.is_free = False
-        """Whether it lies in a free table, whose node it has."""
+        """Whether it is in a free table, whose node it has."""
         self.is_in_list = False
         for part in parts:
             self.is_in_list |= self.node is not None and self.node.kind is Kind.SECTION_LIST
@@ -101,7 +101,7 @@ class Key:
             self.path = (*self.path, part)
 
     def value(self, text: str) -> Any:
-        """The value that the text means here. Raises NotJsonError for tables and lists."""
+        """Return the value that the text means here. Raises NotJsonError for tables and lists."""
         if self.node is None or self.is_free:
             try:
                 return _decoded(text)
@@ -123,17 +123,17 @@ class Key:
 
 
 def is_boolean(text: str) -> bool:
-    """Whether the text is a truth value."""
+    """Return whether the text is a truth value."""
     return text.lower() in _BOOLEANS
 
 
 def is_none(text: str) -> bool:
-    """Whether the text stands for an absent value."""
+    """Return whether the text means an absent value."""
     return text.lower() in _NONE
 
 
 def read_environment(env: Mapping[str, str], schema: SchemaKey, *, section: str = "") -> tuple[Layer, list[Violation]]:
-    """The values of all `MILLRACE_CONFIG__*` and `PRIME_*` variables, and what is wrong with them.
+    """Return the values of all `MILLRACE_CONFIG__*` and `PRIME_*` variables, and what is wrong with them.
 
     Keys may be in upper case. `PRIME_*` variables may leave out the name of `section`.
     """
@@ -168,7 +168,7 @@ def read_environment(env: Mapping[str, str], schema: SchemaKey, *, section: str 
 
 
 def _prime_variables(env: Mapping[str, str], schema: SchemaKey, section: str) -> dict[str, list[str]]:
-    """The keys of prime-rl's variables, by name: `PRIME_MODEL__NAME`, or `PRIME_MAX_STEPS` for a key at the top.
+    """Return the keys of prime-rl's variables, by name: `PRIME_MODEL__NAME`, or `PRIME_MAX_STEPS` for a key at the top.
 
     Others that begin alike (`PRIME_API_KEY`) belong to other programs.
     """
@@ -208,7 +208,7 @@ class _Reader:
         self._cwd = cwd
         self._result = CommandLine()
         self._table: tuple[str, SchemaKey] | None = None
-        """The flag just read, if it is a section's that stands alone."""
+        """The flag just read, if it is a section's that is alone."""
 
     def read(self) -> CommandLine:
         """Read all arguments."""
@@ -226,7 +226,7 @@ class _Reader:
         return self._result
 
     def _stray(self, argument: str) -> str:
-        """What is wrong with an argument that no flag takes."""
+        """Return the error of an argument that belongs to no flag."""
         if self._table is None:
             return "belongs to no flag; write `--key value`, or `@ file.toml` for a file"
         name, node = self._table
@@ -236,7 +236,7 @@ class _Reader:
         )
 
     def _peek(self) -> str | None:
-        """The next argument if it can be a value: not a flag and not a file."""
+        """Return the next argument if it can be a value: not a flag and not a file."""
         argument = self._arguments[-1] if self._arguments else "@"
         is_flag = argument.startswith("--") and len(argument) > 2
         return None if is_flag or argument == "@" else argument
@@ -252,7 +252,7 @@ class _Reader:
         """Read `@file` or `@ file` for a place in the config."""
         name = argument[1:] or (self._arguments.pop() if self._arguments else "")
         if not name:
-            self._wrong("@", "needs the name of a file behind it")
+            self._wrong("@", "needs the name of a file after it")
             return
         try:
             self._result.files.append(read_file(name, prefix=prefix, cwd=self._cwd))
@@ -260,7 +260,7 @@ class _Reader:
             self._result.violations.append(error.violation)
 
     def _flag(self, name: str, value: str | None) -> None:
-        """Read one flag and the value behind it."""
+        """Read one flag and its value."""
         self._table = None
         kebab = name.replace("_", "-")
         key = Key(name.split("."), self._schema)
@@ -295,15 +295,18 @@ class _Reader:
         elif value := self._take() if value is None else value:
             self._result.flags[name] = value
         else:
-            self._wrong(f"--{name}", "needs a value behind it")
+            self._wrong(f"--{name}", "needs a value after it")
 
     def _file_follows(self, node: SchemaKey | None) -> bool:
-        """Whether `--section @ file` is what follows; the value of any other key may begin with `@`."""
+        """Return whether `--section @ file` is what follows; the value of any other key may begin with `@`."""
         is_table = node is not None and node.kind in (Kind.SECTION, Kind.FREE_TABLE)
         return is_table and bool(self._arguments) and self._arguments[-1].startswith("@")
 
     def _bare(self, node: SchemaKey | None) -> Any:
-        """The value of a flag with nothing behind it: an empty section, or true. None if a value has to follow."""
+        """Return the value of a flag without a value: an empty section, or true.
+
+        None if a value has to follow.
+        """
         following = self._peek()
         if node is None:
             return None
@@ -314,7 +317,7 @@ class _Reader:
         return None if node.is_optional and following is not None and is_none(following) else True
 
     def _switched_off(self, name: str) -> Key | None:
-        """The key that `--no-a.b` or `--a.no-b` switches off; None if the name is neither."""
+        """Return the key that `--no-a.b` or `--a.no-b` switches off; None if the name is neither."""
         parts = name.split(".")
         for index in (0, len(parts) - 1):
             if parts[index].startswith(("no-", "no_")):
@@ -333,7 +336,7 @@ class _Reader:
     def _valued_flag(self, name: str, key: Key, value: str | None) -> None:
         value = self._take() if value is None else value
         if value is None and key.node is not None:
-            self._wrong(f"--{name}", "needs a value behind it")
+            self._wrong(f"--{name}", "needs a value after it")
             return
         if key.is_in_list:
             self._wrong(dotted(key.path), WHOLE_LISTS)

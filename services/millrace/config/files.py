@@ -25,7 +25,7 @@ class UnreadableFileError(ValueError):
 
 
 def read_file(name: str, *, prefix: tuple[str, ...] = (), cwd: FilePath | None = None) -> Layer:
-    """Read a file whose content stands at ``prefix`` of the config.
+    """Read a file whose content belongs at ``prefix`` of the config.
 
     Raises UnreadableFileError if it is missing, not UTF-8, malformed, or not a table.
     """
@@ -40,7 +40,7 @@ def read_file(name: str, *, prefix: tuple[str, ...] = (), cwd: FilePath | None =
 
 
 def _read_text(name: str, directory: FilePath) -> str:
-    """The text of a file; what is wrong with it, if it cannot be read, as an UnreadableFileError."""
+    """Return the text of a file; what is wrong with it, if it cannot be read, as an UnreadableFileError."""
     path = directory / name
     try:
         with path.open("rb") as file:
@@ -102,7 +102,7 @@ _STRING_END = {'"""': re.compile(r'(?:\\.|[^\\])*?"{3}'), "'''": re.compile(r".*
 
 
 def toml_lines(text: str) -> dict[Path, int]:
-    """The line (from 1) of every table and key of a TOML document that parses.
+    """Return the line (from 1) of every table and key of a TOML document that parses.
 
     A scan and not a parser: keys of inline tables are found under the key that holds the table.
     """
@@ -125,12 +125,12 @@ def toml_lines(text: str) -> dict[Path, int]:
 
 
 def _split(keys: str) -> Path:
-    """The parts of a dotted key, quotes removed."""
+    """Return the parts of a dotted key, quotes removed."""
     return tuple(part.strip("\"'") for part in re.findall(_KEY, keys))
 
 
 def _resolve(keys: Path, counts: dict[Path, int], *, is_list: bool) -> Path:
-    """The path of a table header, with an index after every list of tables on the way."""
+    """Return the path of a table header, with an index after every list of tables on the way."""
     path: Path = ()
     for position, key in enumerate(keys):
         path = (*path, key)
@@ -142,7 +142,10 @@ def _resolve(keys: Path, counts: dict[Path, int], *, is_list: bool) -> Path:
 
 
 def _read_on(text: str, quote: str, depth: int) -> tuple[str, int]:
-    """The multi-line string and the depth of brackets that a value is in at the end of a line; "" and 0 at its end."""
+    """Return the multi-line string and the depth of brackets that a value is in at the end of a line.
+
+    "" and 0 at its end.
+    """
     position = 0
     while position < len(text):
         found = _STRING_END[quote].match(text, position) if quote else _TOKEN.search(text, position)

@@ -29,7 +29,7 @@ class SharedKey:
 
     @property
     def places(self) -> tuple[Path, ...]:
-        """All of them, the top first."""
+        """Return all places of the shared key, the top first."""
         return (self.top, *self.targets)
 
 
@@ -41,12 +41,12 @@ class Conflict:
     values: tuple[tuple[Path, Any, str | None], ...]
 
     def describe(self) -> str:
-        """The conflict in one line, with the remedy."""
+        """Return the conflict in one line, with the remedy."""
         places = " and ".join(f"`{dotted(path)}` is {value!r}" for path, value, _ in self.values)
         return f"{places}, but they have to be equal; set one of them only"
 
     def others(self) -> str:
-        """All places but the first, for a message about the first."""
+        """Return all places but the first, for a message about the first."""
         return "; ".join(
             f"`{dotted(path)}` is {shown(path, value)} ({where})" for path, value, where in self.values[1:]
         )
@@ -54,7 +54,7 @@ class Conflict:
 
 @cache
 def shared_keys(model: type[BaseModel]) -> tuple[SharedKey, ...]:
-    """The keys that a document shares among its services."""
+    """Return the keys that a document shares among its services."""
     targets: dict[str, list[Path]] = {}
     for node in _declaring(model, "shared"):
         targets.setdefault(node.facts.shared or "", []).append(node.path)
@@ -68,12 +68,12 @@ def shared_keys(model: type[BaseModel]) -> tuple[SharedKey, ...]:
 
 @cache
 def _declaring(model: type[BaseModel], fact: Literal["shared", "follows", "limit", "needs"]) -> tuple[SchemaKey, ...]:
-    """The keys whose fields declare this fact."""
+    """Return the keys whose fields declare this fact."""
     return tuple(node for node in schema_tree(model).walk() if getattr(node.facts, fact))
 
 
 def fill_document(model: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
-    """A filled copy of a raw document; ValueError if it contradicts itself."""
+    """Return a filled copy of a raw document; ValueError if it contradicts itself."""
     tree = Tree(schema_tree(model), as_tree(values))
     if conflicts := fill(tree):
         raise ValueError("; ".join(conflict.describe() for conflict in conflicts))
@@ -145,7 +145,7 @@ def _summarise(tree: Tree, shared: SharedKey) -> None:
 
 
 def _settle(tree: Tree, shared: SharedKey, written: dict[Path, Any]) -> list[Conflict]:
-    """The conflict of the values that are left, if they differ; all but the first are taken out."""
+    """Return the conflict of the values that are left, if they differ; all but the first are taken out."""
     first = next(iter(written), None)
     clashes = [path for path in written if first and path != first and written[path] != written[first]]
     if not first or not clashes:
@@ -192,7 +192,7 @@ def _clamp(tree: Tree, node: SchemaKey) -> None:
 
 
 def _places(tree: Tree, path: Path) -> Iterator[Path]:
-    """Return where a key of the schema stands: the path itself, or one in each table of the lists that it is below."""
+    """Return the places of a schema's key: the path itself, or one in each table of the lists that contain it."""
     for at in range(1, len(path)):
         if isinstance(path[at], str) and isinstance(items := tree.get(path[:at]), list):
             for index in range(len(items)):
@@ -232,12 +232,12 @@ PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "opd": ({"type": "opd"}, {"type": "importance_sampling"}),
     "opsd": ({"type": "opsd"}, {"type": "importance_sampling"}),
 }
-"""Of each preset, the keys of `[orchestrator.algo]` and of `[trainer.loss]`; a path stands for the value there."""
+"""Of each preset, the keys of `[orchestrator.algo]` and of `[trainer.loss]`; a path represents the value there."""
 _MORE: dict[str, dict[Path, Any]] = {"dapo": {("orchestrator", "filter_zero_advantages"): "refill"}}
 
 
 def apply_preset(tree: Tree) -> None:
-    """Fill what the preset of a document says, if it has one."""
+    """Fill the keys of the preset that a document names, if it names one."""
     preset = tree.get(KEY)
     if not isinstance(preset, str) or preset not in PRESETS:
         return  # none, or one that does not exist, which is reported when the config is built

@@ -41,7 +41,7 @@ class Provenance:
     strength: Strength = Strength.FILE
 
     def locate(self, path: Path) -> str:
-        """The place of the value at a path: `rl.toml:12`, `command line (--max-steps)`, or the label alone."""
+        """Return the place of the value at a path: `rl.toml:12`, `command line (--max-steps)`, or the label alone."""
         above = (path[:length] for length in range(len(path), -1, -1))
         return next((self.places[known] for known in above if known in self.places), self.label)
 
@@ -55,7 +55,10 @@ class Layer:
 
 
 def as_tree(value: Any) -> Any:
-    """A deep copy of plain tables and lists; sections that are already built become tables of what they were given."""
+    """Return a deep copy of plain tables and lists.
+
+    Sections that are already built become tables of what they were given.
+    """
     match value:
         case BaseModel():
             return as_tree({name: getattr(value, name) for name in value.model_fields_set})
@@ -108,7 +111,7 @@ class Tree:
         self._num_unknown = 0
 
     def get(self, path: Path) -> Any:
-        """The value at a path, or ABSENT."""
+        """Return the value at a path, or ABSENT."""
         here: Any = self.values
         for part in path:
             match here, part:
@@ -132,7 +135,7 @@ class Tree:
         self._forget(path)
 
     def source(self, path: Path) -> Path:
-        """The key that a value was written at: the path itself unless it was filled."""
+        """Return the key that a value was written at: the path itself unless it was filled."""
         seen: set[Path] = set()
         while path not in seen:  # keys that were filled from each other end where they began
             seen.add(path)
@@ -142,17 +145,17 @@ class Tree:
         return path
 
     def is_written(self, path: Path) -> bool:
-        """Whether there is a value at a path that was not filled from elsewhere."""
+        """Return whether there is a value at a path that was not filled from elsewhere."""
         return self.get(path) is not ABSENT and self.source(path) == path
 
     def strength(self, path: Path) -> Strength:
-        """The strength of the layer that wrote a value; of a table, that of its strongest key."""
+        """Return the strength of the layer that wrote a value; of a table, that of its strongest key."""
         inside = [origin.strength for known, origin in self.origins.items() if known[: len(path)] == path]
         origin = self._origin(path)
         return max(inside, default=origin.strength if origin else Strength.ENVIRONMENT)
 
     def locate(self, path: Path) -> str | None:
-        """Where the value at a path is written; None for a default."""
+        """Return the place where the value at a path is written; None for a default."""
         source = self.source(path)
         origin = self._origin(source)
         return origin.locate(source) if origin else None
@@ -180,6 +183,7 @@ class Tree:
     ) -> None:
         """Lay a table over the one at `path`, in place; without a node it is a free one."""
         clean = over if node is None else self._normalised(over, node, path, origin)
+        # Another `type` gives the other keys of the table another meaning, so what was written before is dropped.
         if node and node.is_variant and "type" in base and clean.get("type", base["type"]) != base["type"]:
             base.clear()
             self._forget(path)
@@ -190,6 +194,7 @@ class Tree:
                     self._forget(here)
                     base[key] = {}
                 self._lay(base[key], value, child if child and child.kind is Kind.SECTION else None, here, origin)
+                # An empty table has no key that could say where it was written.
                 if not value or not base[key]:
                     self.origins.setdefault(here, origin)
             else:
@@ -198,7 +203,7 @@ class Tree:
                 self.origins[here] = origin
 
     def _normalised(self, table: dict[str, Any], node: SchemaKey, path: Path, origin: Provenance) -> dict[str, Any]:
-        """A table with aliases renamed and unknown keys left out and reported, also in lists of tables."""
+        """Return a table with aliases renamed and unknown keys left out and reported, also in lists of tables."""
         clean: dict[str, Any] = {}
         for key, value in table.items():
             child = node.child(key)
@@ -206,6 +211,7 @@ class Tree:
                 self._unknown(key, value, node, path, origin)
                 continue
             here, written = (*path, child.name), (*path, key)
+            # A key and its alias in one table: equal values are harmless, different ones have no answer.
             if child.name in clean and clean[child.name] != value:
                 other = next(name for name in (child.name, *child.aliases) if name != key and name in table)
                 message = f"means the same as `{other}`, which has another value; keep `{child.name}` only"
@@ -253,7 +259,7 @@ class Tree:
         self.violations.append(Violation(field=dotted(path), value=text, message=message, source=where))
 
     def _origin(self, path: Path) -> Provenance | None:
-        """The origin of the value at a path, or of the nearest value that contains it or that it contains."""
+        """Return the origin of the value at a path, or of the nearest value that contains it or that it contains."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.origins:
                 return self.origins[path[:length]]

@@ -118,7 +118,10 @@ def _report_and_repair(error: ValidationError, tree: Tree) -> set[Path]:
 
 
 def _path(detail: ErrorDetails, schema: SchemaKey) -> Path:
-    """The path of the key that an error is about; inside free tables and lists of values that is the whole of them."""
+    """Return the path of the key that an error is about.
+
+    Inside free tables and lists of values that is the whole of them.
+    """
     node: SchemaKey | None = schema
     path: Path = ()
     for part in detail["loc"]:
@@ -130,7 +133,7 @@ def _path(detail: ErrorDetails, schema: SchemaKey) -> Path:
 
 
 def _is_written(path: Path, detail: ErrorDetails, tree: Tree) -> bool:
-    """Whether an error is about what the user wrote or left out, and not about a value filled from elsewhere."""
+    """Return whether an error is about what the user wrote or left out, and not about a value filled from elsewhere."""
     if detail["type"] != "missing":
         return tree.is_written(path)
     indices = [position for position, part in enumerate(path) if isinstance(part, int)]
@@ -151,7 +154,7 @@ def _repair(tree: Tree, path: Path) -> None:
 
 
 def _placeholder(node: SchemaKey, *, index: int) -> Any:
-    """The least value of a required key."""
+    """Return the least value of a required key."""
     match node.kind:
         case Kind.SECTION:
             return _least(node, index=index)
@@ -166,17 +169,17 @@ def _placeholder(node: SchemaKey, *, index: int) -> Any:
 
 
 def _least(node: SchemaKey, *, index: int) -> dict[str, Any]:
-    """The least section: its required keys only."""
+    """Return the least section: its required keys only."""
     return {key: _placeholder(child, index=index) for key, child in node.children.items() if child.is_required}
 
 
 def _touches(path: Path, others: set[Path]) -> bool:
-    """Whether a key, or a section that contains it or lies in it, is among others."""
+    """Return whether a key, or a section that contains it or is part of it, is among others."""
     return any(path[: len(other)] == other or other[: len(path)] == path for other in others)
 
 
 def _message(detail: ErrorDetails, node: SchemaKey | None) -> str:
-    """What is wrong and what would be right, for one pydantic error."""
+    """Return one pydantic error as a message: what is wrong, and what would be right."""
     kind, context, said = detail["type"], detail.get("ctx", {}), ""
     if kind == "missing":
         return f"is required; {_how_to_write(node)}"
@@ -194,8 +197,10 @@ def _message(detail: ErrorDetails, node: SchemaKey | None) -> str:
     elif kind == "finite_number":
         wrong = "must be a finite number"
     elif kind == "value_error":
+        # A validator of ours has raised: its text is a whole message already.
         wrong = str(context.get("error", detail["msg"]))
     elif node is not None and kind.endswith(("_type", "_parsing", "_from_float", "_overflow")):
+        # pydantic has a kind per type and reason (`int_parsing`, `float_type`, …), all with the same remedy.
         given = _TYPES.get(type(detail["input"]), type(detail["input"]).__name__)
         wrong = f"must be {_article(type_text(node))}, not {_article(given)}"
     else:
@@ -205,7 +210,7 @@ def _message(detail: ErrorDetails, node: SchemaKey | None) -> str:
 
 
 def _how_to_write(node: SchemaKey | None) -> str:
-    """How a required key is written, as the end of a message."""
+    """Return how a required key is written, as the end of a message."""
     table = {Kind.SECTION: "[{}]", Kind.SECTION_LIST: "[[{}]]"}.get(node.kind) if node else None
     what = f"a table {table.format(dotted(node.path))}" if node and table else "it"
     inner = next((child for child in node.children.values() if child.is_required), node) if node else None
@@ -302,14 +307,14 @@ def validate_document(
 
 
 def _unbuilt(notes: Sequence[Note], layer: Layer) -> Iterator[Violation]:
-    """Errors about keys without effect: a document has nobody to be warned."""
+    """Yield errors about keys without effect: a document has no user to be warned."""
     for note in notes:
         if note.effect in (Effect.LATER, Effect.BLOCKS):
             yield Violation(field=dotted(note.path), message=note.text, source=layer.origin.label)
 
 
 def from_resolved(document: Mapping[str, Any], model: type[ConfigT]) -> ConfigT:
-    """The config that a run's record holds; ValueError if it is of another release.
+    """Return the config that a run's record holds; ValueError if it is of another release.
 
     A document is checked once per process: what `validate_document` took, or this has read, is not read again.
     """

@@ -20,14 +20,14 @@ _LONGEST = 80
 
 
 def close(word: str, words: Iterable[str], *, most: int = 3) -> list[str]:
-    """The words that are most like a word, best first."""
+    """Return the words that are most like a word, best first."""
     return difflib.get_close_matches(word, list(words), n=most, cutoff=_CUTOFF)
 
 
 def unknown_key_message(
     key: str, value: Any, node: SchemaKey, path: Path, *, schema: SchemaKey
 ) -> tuple[str, set[Path]]:
-    """What to say about a key that a section does not have, and which keys it may have been meant to be."""
+    """Return the message about an unknown key of a section, with similar keys."""
     spelled = key.replace("-", "_")
     if (of_trl := trl.meant(spelled, schema, below=path)) is not None:
         return of_trl, set()
@@ -44,7 +44,7 @@ def unknown_key_message(
 
 
 def _elsewhere(key: str, value: Any, schema: SchemaKey) -> list[str]:
-    """Full paths of other sections that end in the key, or nearly so."""
+    """Return full paths of other sections that end in the key, or nearly so."""
     everywhere = {dotted(other.path): other for other in schema.walk() if _fits(value, other)}
     exact = [name for name, other in everywhere.items() if key == other.name or key in other.aliases]
     if exact:
@@ -54,7 +54,7 @@ def _elsewhere(key: str, value: Any, schema: SchemaKey) -> list[str]:
 
 
 def _fits(value: Any, node: SchemaKey) -> bool:
-    """Whether a value of this form can stand at a key; text on a command line may stand for anything."""
+    """Return whether a value of this form suits a key; text on a command line may mean anything."""
     match value:
         case dict():
             return node.kind in (Kind.SECTION, Kind.FREE_TABLE)
@@ -71,7 +71,7 @@ def _or(names: Iterable[str]) -> str:
 
 
 def shown(path: Path, value: Any) -> str | None:
-    """A value as JSON-like text, cut to 80 characters; None for what looks like a secret."""
+    """Return a value as JSON-like text, cut to 80 characters; None if it looks like a secret."""
     if _is_secret(path, value):
         return None
     try:
@@ -82,7 +82,7 @@ def shown(path: Path, value: Any) -> str | None:
 
 
 def _is_secret(path: Path, value: Any) -> bool:
-    """Whether the key's name or the value's form, here or below, says that the value is a secret."""
+    """Return whether the key's name or the value's form, here or below, says that the value is a secret."""
     match value:
         case dict():
             return any(_is_secret((*path, key), item) for key, item in value.items())
@@ -128,9 +128,9 @@ class Note:
 
     @property
     def where(self) -> str:
-        """`slurm (rl.toml:12; job_name, partition)`."""
+        """Return the place of the keys, such as `slurm (rl.toml:12; job_name, partition)`."""
         return f"{dotted(self.path)} ({'; '.join((self.source, *filter(None, [', '.join(self.inner)])))})"
 
     def __str__(self) -> str:
-        """`trainer.model.ac (rl.toml:12): …`."""
+        """Return the note as a line: `trainer.model.ac (rl.toml:12): …`."""
         return f"{self.where}: {self.text}" if self.text else self.where

@@ -81,12 +81,12 @@ class BrokenRule:
 
 
 def broken(message: str, *keys: str) -> BrokenRule:
-    """A broken rule about keys that are written with dots."""
+    """Return a broken rule about keys that are written with dots."""
     return BrokenRule(paths=tuple(tuple(key.split(".")) for key in keys), message=message)
 
 
 def declared_rules(config: BaseModel) -> Iterator[BrokenRule]:
-    """The declared rules that do not hold, in every item of a list as well."""
+    """Yield the declared rules that do not hold, in every item of a list as well."""
     for node in schema_tree(type(config)).walk():
         if node.facts.limit or node.facts.only_for:
             for path in _places(config, node.path):
@@ -109,7 +109,7 @@ def _declared_of(config: BaseModel, node: SchemaKey, path: Path) -> Iterator[Bro
 
 
 def _places(config: BaseModel, path: Path) -> Iterator[Path]:
-    """Where the key of a schema's path stands: the path itself, or, within lists, one of each item."""
+    """Yield the places of the key of a schema's path: the path itself, or within lists one of each item."""
     for at in range(1, len(path)):
         items = value_at(config, path[:at])
         if isinstance(items, list):
@@ -120,7 +120,7 @@ def _places(config: BaseModel, path: Path) -> Iterator[Path]:
 
 
 def value_at(config: BaseModel, path: Path) -> Any:
-    """The value at a path; None where a table on the way is off."""
+    """Return the value at a path; None where a table on the way is off."""
     here: Any = config
     for part in path:
         here = None if here is None else here[part] if isinstance(part, int) else getattr(here, part, None)
@@ -144,21 +144,21 @@ class Document(ConfigSection):
         return self
 
     def broken_rules(self) -> list[BrokenRule]:
-        """Rules over several keys that do not hold; a document adds its own to those that fields declare."""
+        """Return rules over several keys that do not hold; a document adds its own to those that fields declare."""
         return list(declared_rules(self))
 
     def remarks(self) -> list[BrokenRule]:
-        """Return what is allowed and may not be meant: it is told, with the keys that it is about."""
+        """Return notes about settings that are allowed but may be unintended, with their keys."""
         return []
 
     def resolved_json(self) -> str:
-        """Every field with its value as one canonical JSON document; loading it gives the same config."""
+        """Return every field with its value as one canonical JSON document; loading it gives the same config."""
         tree = self.model_dump(mode="json")
         return json.dumps(tree, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def run_hash(resolved_json: str) -> str:
-    """sha256, in hex, of a resolved config."""
+    """Return sha256, in hex, of a resolved config."""
     return hashlib.sha256(resolved_json.encode()).hexdigest()
 
 
@@ -181,17 +181,17 @@ FreeTable = Annotated[dict[str, JsonValue], AfterValidator(_finite)]
 
 
 def option(default: Any, description: str, *, facts: Facts | None = None, **constraints: Any) -> Any:
-    """A field with a default; bounds are `constraints`, and are not part of the description."""
+    """Return a field with a default; bounds are `constraints`, and are not part of the description."""
     return Field(default, description=description, json_schema_extra=_extra(facts), **constraints)
 
 
 def required(description: str, **constraints: Any) -> Any:
-    """A field that has to be set."""
+    """Return a field that has to be set."""
     return Field(..., description=description, **constraints)
 
 
 def table(factory: Any, description: str, *, facts: Facts | None = None) -> Any:
-    """A sub-section, list or free table that exists with its defaults when nothing is written."""
+    """Return a sub-section, list or free table that exists with its defaults when nothing is written."""
     return Field(default_factory=factory, description=description, json_schema_extra=_extra(facts))
 
 

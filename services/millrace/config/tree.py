@@ -16,7 +16,7 @@ Path = tuple[str | int, ...]
 
 
 def dotted(path: Path) -> str:
-    """A path as text: ``orchestrator.env[0].id``."""
+    """Return a path as text: ``orchestrator.env[0].id``."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -24,7 +24,7 @@ def dotted(path: Path) -> str:
 
 
 class Kind(StrEnum):
-    """What stands behind a key."""
+    """What is behind a key."""
 
     LEAF = "leaf"
     SECTION = "section"
@@ -96,31 +96,31 @@ class SchemaKey:
 
     @property
     def name(self) -> str:
-        """The last part of the path; empty for the root."""
+        """Return the last part of the path; empty for the root."""
         return self.path[-1] if self.path else ""
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        """Other names of the key."""
+        """Return other names of the key."""
         return self.facts.aliases
 
     @property
     def is_switch(self) -> bool:
-        """Whether true and false are values of the key, alone or among others."""
+        """Return whether true and false are values of the key, alone or among others."""
         return self.annotation is bool or (get_origin(self.annotation) is Literal and True in get_args(self.annotation))
 
     def is_value_of_switch(self, text: str) -> bool:
-        """Whether the text is a value of a key that is a switch."""
+        """Return whether the text is a value of a key that is a switch."""
         choices = get_args(self.annotation) if get_origin(self.annotation) is Literal else (True, False)
         return text.lower() in (str(choice).lower() for choice in choices)
 
     @property
     def is_variant(self) -> bool:
-        """Whether a `type` key decides what the other keys of the section mean."""
+        """Return whether a `type` key decides what the other keys of the section mean."""
         return self.kind is Kind.SECTION and "type" in self.children
 
     def about(self, *, said: str = "") -> str:
-        """The description with the bounds, and the shared key; without the bound that was said already."""
+        """Return the description with the bounds, except the bound `said`, and with the shared key."""
         limit = self.facts.limit
         limits = [f"{limit.words} `{dotted(self.other(limit.key))}`"] if limit else []
         bounds = [bound for bound in (*self.bounds, *limits) if bound != said]
@@ -128,23 +128,29 @@ class SchemaKey:
         return f"{text} Shared: `{self.facts.shared}`." if self.facts.shared else text
 
     def other(self, key: str, *, at: Path | None = None) -> Path:
-        """The path of a key that this key's facts name; `at` is where this one stands, if that is within a list."""
+        """Return the path of a key that this key's facts name.
+
+        `at` is where this one is, if that is within a list.
+        """
         return (*(at or self.path)[:-1], key[1:]) if key.startswith(".") else tuple(key.split("."))
 
     def child(self, key: str) -> "SchemaKey | None":
-        """The child of that name or alias."""
+        """Return the child of that name or alias."""
         if key in self.children:
             return self.children[key]
         return next((node for node in self.children.values() if key in node.aliases), None)
 
     def walk(self) -> Iterator["SchemaKey"]:
-        """Every key below, parents first."""
+        """Yield every key below, parents first."""
         for node in self.children.values():
             yield node
             yield from node.walk()
 
     def find(self, path: Path) -> "SchemaKey | None":
-        """The key at a path; list indices and aliases may be part of it. None below free tables and where none is."""
+        """Return the key at a path; list indices and aliases may be part of it.
+
+        None below free tables and where none is.
+        """
         node: SchemaKey | None = self
         for part in path:
             if not isinstance(part, int):
@@ -154,13 +160,13 @@ class SchemaKey:
 
 @cache
 def schema_tree(model: type[BaseModel]) -> SchemaKey:
-    """The tree of a config class; the root has an empty path."""
+    """Return the tree of a config class; the root has an empty path."""
     about = (model.__doc__ or "").strip()
     return SchemaKey(path=(), kind=Kind.SECTION, annotation=model, description=about, children=_children(model, ()))
 
 
 def facts_of(info: FieldInfo) -> Facts:
-    """What a field declares."""
+    """Return the facts that a field declares."""
     extra: Any = info.json_schema_extra
     return extra["facts"] if isinstance(extra, dict) else _NO_FACTS
 
@@ -170,7 +176,7 @@ def _children(model: type[BaseModel], path: tuple[str, ...]) -> dict[str, Schema
 
 
 def _node(info: FieldInfo, path: tuple[str, ...]) -> SchemaKey:
-    """The node of one pydantic field."""
+    """Return the node of one pydantic field."""
     annotation, is_optional = _without_none(info.annotation)
     kind, section = _kind(annotation)
     default = info.get_default(call_default_factory=True, validated_data={}) if kind is Kind.LEAF else info.default
@@ -189,7 +195,7 @@ def _node(info: FieldInfo, path: tuple[str, ...]) -> SchemaKey:
 
 
 def _bounds(info: FieldInfo) -> tuple[str, ...]:
-    """The field's bounds in words."""
+    """Return the field's bounds in words."""
     words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
     found = [(text, getattr(bound, name, None)) for bound in info.metadata for name, text in words.items()]
     return tuple(f"{text} {value:g}" for text, value in found if value is not None)
@@ -206,7 +212,7 @@ def _without_none(annotation: Any) -> tuple[Any, bool]:
 
 
 def _kind(annotation: Any) -> tuple[Kind, type[BaseModel] | None]:
-    """The kind of a type, and the section behind it."""
+    """Return the kind of a type, and the section that it contains."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return Kind.SECTION, annotation
     origin, arguments = get_origin(annotation), get_args(annotation)
@@ -218,7 +224,7 @@ def _kind(annotation: Any) -> tuple[Kind, type[BaseModel] | None]:
 
 
 def type_text(node: SchemaKey) -> str:
-    """The type of a key for people."""
+    """Return the type of a key for people."""
     if node.kind is not Kind.LEAF:
         return {Kind.SECTION: "table", Kind.SECTION_LIST: "list of tables", Kind.FREE_TABLE: "free table"}[node.kind]
     if get_origin(node.annotation) is Literal:
@@ -244,7 +250,7 @@ class ConfigValue:
 
 
 def differences(document: Mapping[str, Any], model: type[BaseModel]) -> list[ConfigValue]:
-    """Every value of a document, in its order, with the default of its key; what has none differs from it."""
+    """Return every value of a document, in its order, with the default of its key; what has none differs from it."""
     return list(_values(document, (), schema_tree(model)))
 
 

@@ -27,7 +27,7 @@ RL_DEFAULTS: Mapping[str, Any] = {
 }  # fmt: skip
 SFT_DEFAULTS: Mapping[str, Any] = {**_COMMON, "learning_rate": 2e-5, "max_length": 1024, "packing": False}
 ENVIRONMENT = "your-environment"
-"""What stands for the environment, which TRL has in pieces: a data set and functions in Python."""
+"""What represents the environment, which TRL has in pieces: a data set and functions in Python."""
 _PROMPT = 512
 """Tokens that are assumed for a prompt where the file has no limit."""
 _AGGREGATION = {"dapo": "token", "bnpo": "token", "grpo": "sequence", "dr_grpo": "constant", "cispo": "token"}
@@ -51,7 +51,7 @@ NOTHING = (
 
 
 @dataclass(slots=True)
-class OfTrl:
+class TrlTranslation:
     """What a file of TRL is in our schema; with `violations` it means nothing here."""
 
     kind: str
@@ -76,7 +76,7 @@ _OF_SFT |= {"dataset_text_field", "padding_free"}
 
 @dataclass(slots=True)
 class Arguments:
-    """What a file says: values by TRL's name, where each stands, and what is computed there."""
+    """What a file says: values by TRL's name, where each is, and what is computed there."""
 
     values: dict[str, Any]
     kind: str | None
@@ -169,9 +169,9 @@ def _take(found: Arguments, called: str, keyword: ast.keyword, name: str) -> Non
         found.computed[key] = ast.unparse(keyword.value)
 
 
-def translate(arguments: Arguments, kind: str, *, source: str) -> OfTrl:
+def translate(arguments: Arguments, kind: str, *, source: str) -> TrlTranslation:
     """Translate the arguments of a GRPO (`rl`) or SFT (`sft`) trainer."""
-    reading = _Reading(arguments, OfTrl(kind), source, RL_DEFAULTS if kind == "rl" else SFT_DEFAULTS)
+    reading = _Reading(arguments, TrlTranslation(kind), source, RL_DEFAULTS if kind == "rl" else SFT_DEFAULTS)
     (_rl if kind == "rl" else _sft)(reading)
     reading.finish()
     return reading.out
@@ -180,7 +180,7 @@ def translate(arguments: Arguments, kind: str, *, source: str) -> OfTrl:
 class _Reading:
     """Takes the arguments one by one, and says of those that are left that nobody knows them."""
 
-    def __init__(self, arguments: Arguments, out: OfTrl, source: str, defaults: Mapping[str, Any]) -> None:
+    def __init__(self, arguments: Arguments, out: TrlTranslation, source: str, defaults: Mapping[str, Any]) -> None:
         self._left = dict(arguments.values)
         self._given = arguments
         self._defaults = defaults
@@ -192,7 +192,7 @@ class _Reading:
             self.refuse(name, text, "is computed in the script: write its value there")
 
     def has(self, name: str) -> bool:
-        """Return whether the file says something of it."""
+        """Return whether the file sets the argument."""
         return name in self._given.values
 
     def given(self, name: str) -> Any:
@@ -200,7 +200,7 @@ class _Reading:
         return self._given.values.get(name)
 
     def drop(self, name: str) -> None:
-        """Leave an argument out that something else has told of."""
+        """Drop an argument that another message covers."""
         self._left.pop(name, None)
 
     def take(self, name: str) -> Any:
@@ -221,7 +221,7 @@ class _Reading:
         return int(self.number(name, least=least, is_whole=True))
 
     def put(self, path: str, value: Any) -> None:
-        """Write a key of ours."""
+        """Write a key of the target schema."""
         *tables, last = path.split(".")
         table = self.out.tree
         for name in tables:
@@ -234,13 +234,13 @@ class _Reading:
         self.out.notes.append(Note(path=(name,), source=place, effect=effect, text=text))
 
     def refuse(self, name: str, value: Any, message: str) -> None:
-        """Say that it cannot be had here, and what to write instead."""
+        """Report that the argument is unsupported, and what to write instead."""
         place = self._given.places.get(name, self._source)
         shown = None if value is None else str(value)[:80]
         self.out.violations.append(Violation(field=name, value=shown, message=message, source=place))
 
     def move(self, name: str, path: str, *, convert: Callable[[Any], Any] | None = None, text: str = "") -> None:
-        """Write an argument under a key of ours: the value of the file, or else TRL's default."""
+        """Write an argument under a key of the target schema: the value of the file, else TRL's default."""
         if name not in self._left and name not in self._defaults:
             return
         value = self.take(name)
@@ -270,7 +270,7 @@ def _number(value: Any) -> float | None:
 
 
 def _shared(reading: _Reading, prefix: str) -> None:
-    """Model, optimizer, adapters, checkpoints, names; `prefix` is what stands before the trainer's keys."""
+    """Translate model, optimizer, adapters, checkpoints and names; `prefix` precedes the trainer's keys."""
     reading.move("model_name_or_path", "model.name")
     lr = reading.number("learning_rate")
     reading.put(f"{prefix}optim.lr", lr)
@@ -335,7 +335,7 @@ def _checkpoints(reading: _Reading) -> None:
 
 
 def _schedule(reading: _Reading, prefix: str, *, steps_in_batch: int, needs: str) -> None:
-    """Number of steps, warm-up and decay, in steps of ours: batches."""
+    """Translate the number of steps, warm-up and decay into steps of Millrace, which are batches."""
     max_steps = reading.take("max_steps")
     epochs = reading.take("num_train_epochs")
     kind = str(reading.take("lr_scheduler_type"))

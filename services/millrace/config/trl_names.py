@@ -27,7 +27,7 @@ RL: Mapping[str, tuple[tuple[str, ...], str]] = MappingProxyType({
     "num_train_epochs": (("max_steps",), "in steps: a run has no epochs"),
     "save_steps": (("ckpt.interval",), ""),
     "save_total_limit": (("ckpt.keep_last",), ""),
-    "logging_steps": (("log.level",), "every step is told and kept"),
+    "logging_steps": (("log.level",), "every step is logged and kept"),
     "loss_type": (("trainer.loss.type",), ""),
     "report_to": (("wandb.project",), "W&B; other tools read `millrace run export`"),
     "run_name": (("run.name",), ""),
@@ -54,7 +54,7 @@ def is_trl(names: Mapping[str, object]) -> bool:
 
 
 def meant(name: str, schema: SchemaKey, *, below: Path = ()) -> str | None:
-    """Return what a key of TRL is here, such as `orchestrator.batch_size` and what it counts; None if it is not known.
+    """Return the counterpart of a TRL key, such as `orchestrator.batch_size` and what it counts; None if there is none.
 
     In a section (`below`) only its own keys are meant.
     """

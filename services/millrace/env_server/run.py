@@ -38,7 +38,7 @@ from millrace.runlog.records.revisions import has_ended
 from millrace.runlog.redis.connection import open_redis
 from millrace.runlog.redis.log import FORMAT_MAJOR, RunLog
 from millrace.storage.opening import open_store
-from millrace.telemetry.metrics import Family, Sheet, StateCollector, make_registry
+from millrace.telemetry.metrics import Family, MetricSheet, StateCollector, make_registry
 from millrace.telemetry.settings import Settings
 
 SERVICE_NAME = env_service_pb2.DESCRIPTOR.services_by_name["EnvService"].full_name
@@ -262,7 +262,7 @@ FAMILIES = (
 def registry_of(service: EnvService, sink: RolloutSink) -> CollectorRegistry:
     """Return the series that this env-server exports."""
 
-    def read(sheet: Sheet) -> None:
+    def read(sheet: MetricSheet) -> None:
         unappended, playing = sink.num_pending, sum(pool.num_playing for pool in service.pools)
         states = {"playing": playing, "unappended": unappended}
         states["queued"] = max(0, service.num_rollouts - playing - unappended)

@@ -103,7 +103,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether logits change with what has been sampled."""
+        """Return whether logits change with what has been sampled."""
         penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty, self.min_tokens)
         return any(penalties)
 
@@ -121,8 +121,8 @@ class GenerateRequest:
     call_id: str = ""
 
     @property
-    def turn(self) -> str:
-        """With whose requests it shares its turns."""
+    def fairness_key(self) -> str:
+        """Return the key of requests that share scheduling turns with this one."""
         return self.call_id or self.request_id
 
 
@@ -181,7 +181,7 @@ class EngineStatus:
 
     @property
     def num_requests(self) -> int:
-        """Requests that run or wait."""
+        """Return requests that run or wait."""
         return self.num_running + self.num_waiting
 
 
@@ -198,7 +198,7 @@ class PolicyEngine(Protocol):
 
     @property
     def kind(self) -> str:
-        """Which engine it is, as `PolicyStatus.engine` says it."""
+        """Return the name of the engine, as in `PolicyStatus.engine`."""
         ...
 
     async def load(self, model_dir: Path, staged: StagedPolicy | None, *, identity: PolicyIdentity) -> None:
@@ -251,11 +251,11 @@ class PolicyEngine(Protocol):
         ...
 
     async def resume(self, holder: str) -> None:
-        """End this holder's pause."""
+        """End this holder's pause of generation."""
         ...
 
     def status(self) -> EngineStatus:
-        """What the engine does; cheap, from any thread."""
+        """Return the engine's status; cheap, from any thread."""
         ...
 
     async def close(self) -> None:
@@ -274,7 +274,10 @@ class Engine(PolicyEngine, Protocol):
         ...
 
     async def score(self, token_ids: tuple[int, ...]) -> PromptScores:
-        """Log-probs of given tokens under the held policy, by a plain forward pass. Raises as `generate` does."""
+        """Return log-probs of given tokens under the held policy, by a plain forward pass.
+
+        Raises as `generate` does.
+        """
         ...
 
     async def abort(self, request_id: str) -> None:
@@ -297,7 +300,7 @@ def require_fit(problems: Sequence[str], *, what: str, reason: str, remedy: str)
 
 
 def spec_of(entry: AdapterEntry) -> AdapterSpec:
-    """What a manifest says of its adapter."""
+    """Return the description of the adapter in a manifest."""
     return AdapterSpec(
         rank=entry.rank, alpha=entry.alpha, target_modules=entry.target_modules, modules_to_save=entry.modules_to_save
     )
@@ -334,7 +337,7 @@ _TOLERANCES = {"float32": (1e-4, 1e-5), "float16": (1e-2, 2e-3), "bfloat16": (5e
 
 
 def probe_problem(expected: Sequence[float], found: Sequence[float], *, dtypes: Sequence[str]) -> str | None:
-    """What is wrong with log-probs [T] of an engine against the trainer's; None if nothing is.
+    """Return how log-probs [T] of an engine differ from the trainer's; None if they do not.
 
     `dtypes` are the names of the number formats on the way (published, computed); the coarsest one decides.
     """

@@ -41,7 +41,7 @@ class PolicyModel:
 
     @property
     def directory(self) -> Path:
-        """Where the files are."""
+        """Return where the files are."""
         return Path(self.owner.name)
 
 
@@ -59,11 +59,11 @@ class Front(policy_service_pb2_grpc.PolicyServiceServicer):
         self._board.add(SERVICE_NAME, reason="vLLM is not up")
 
     def say(self, state: pb.PolicyState, *, error: str = "") -> None:
-        """What the status shows from now on."""
+        """Set what the status shows from now on."""
         self._state, self._error = state, error
 
     async def wanted(self) -> pb.UpdatePolicyRequest:
-        """The next policy that is asked for; older requests that nobody took are forgotten."""
+        """Return the newest requested policy; older requests that nobody took are dropped."""
         return await self._wanted.get()
 
     async def run(self, settings: Settings, worker_id: str, http_url: Callable[[str], str]) -> None:
@@ -81,7 +81,7 @@ class Front(policy_service_pb2_grpc.PolicyServiceServicer):
             self._gone.set()
 
     async def close(self) -> None:
-        """Give the address up; returns when it is free."""
+        """Release the address; returns when the address is free."""
         self._closing.set()
         await self._gone.wait()
 
@@ -106,23 +106,23 @@ class Front(policy_service_pb2_grpc.PolicyServiceServicer):
     async def GetPolicyStatus(
         self, request: pb.GetPolicyStatusRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetPolicyStatusResponse:
-        """What there is so far."""
+        """Return the status so far."""
         return pb.GetPolicyStatusResponse(status=self.status())
 
     async def PauseGeneration(
         self, request: pb.PauseGenerationRequest, context: grpc.aio.ServicerContext
     ) -> pb.PauseGenerationResponse:
-        """Refused: nothing generates."""
+        """Refuse: nothing generates."""
         raise _nothing_generates()
 
     async def ResumeGeneration(
         self, request: pb.ResumeGenerationRequest, context: grpc.aio.ServicerContext
     ) -> pb.ResumeGenerationResponse:
-        """Refused: nothing generates."""
+        """Refuse: nothing generates."""
         raise _nothing_generates()
 
     def status(self) -> pb.PolicyStatus:
-        """An empty replica's status."""
+        """Return an empty replica's status."""
         return pb.PolicyStatus(
             run_uid=self._run_uid, state=self._state, error=self._error, model_name=POLICY_NAME, engine="vllm"
         )
@@ -166,7 +166,7 @@ def _fetch_model(store: ObjectStore, request: pb.UpdatePolicyRequest) -> PolicyM
 
 
 def describe(error: BaseException) -> str:
-    """An error for the status."""
+    """Return an error for the status."""
     return str(error) if isinstance(error, MillraceError) else f"{type(error).__name__}: {error}"
 
 

@@ -37,13 +37,15 @@ TYPED_FLAGS: Mapping[str, str] = {
 
 
 def is_given(flag: str, flags: Mapping[str, Any]) -> bool:
-    """Whether keys of the config say something about a flag of vLLM (`max_num_seqs`), with dashes or underscores."""
+    """Return whether keys of the config say something about a flag of vLLM (`max_num_seqs`), with dashes or
+    underscores.
+    """
     names = (TYPED_FLAGS.get(key) or key.rpartition(".")[2].replace("-", "_") for key, value in flags.items() if value)
     return flag in names
 
 
 def vllm_flags(config: InferenceConfig, *, max_model_len: int | None = None) -> dict[str, Any]:
-    """What the config says to vLLM, by key of the config. A key that has its default is left out: vLLM's counts.
+    """Return vLLM's flags by key of the config. A key with its default is left out: vLLM's default counts.
 
     `max_model_len` is for a config that does not say it.
     """
@@ -75,7 +77,8 @@ def vllm_flags(config: InferenceConfig, *, max_model_len: int | None = None) -> 
 
 
 def engine_environ(config: InferenceConfig, *, max_model_len: int | None = None) -> dict[str, str]:
-    """The variables that give `[inference]` to the process of the engine, but for where it listens and its model.
+    """Return the variables that give `[inference]` to the process of the engine, but for where it listens and its
+    model.
 
     `max_model_len` is for a config that does not say it.
     """
@@ -95,7 +98,7 @@ def engine_environ(config: InferenceConfig, *, max_model_len: int | None = None)
 
 
 def with_engine(config: InferenceConfig, environ: Mapping[str, str]) -> InferenceConfig:
-    """The config with the engine that `auto` means on this machine."""
+    """Return the config with the engine that `auto` means on this machine."""
     if config.engine != "auto":
         return config
     is_vllm = config.needs_vllm
@@ -106,7 +109,7 @@ def with_engine(config: InferenceConfig, environ: Mapping[str, str]) -> Inferenc
 
 
 def engine_python(engine: str, environ: Mapping[str, str]) -> str:
-    """The interpreter that runs the engine's process; NotFoundError says how to get one for vLLM."""
+    """Return the interpreter that runs the engine's process; NotFoundError says how to get one for vLLM."""
     if engine != "vllm":
         return sys.executable
     named = environ.get(PYTHON_VARIABLE, "")
@@ -132,7 +135,7 @@ def engine_python(engine: str, environ: Mapping[str, str]) -> str:
 
 
 def vllm_environ(environ: Mapping[str, str], *, is_on_one_machine: bool = True) -> dict[str, str]:
-    """What vLLM's own processes need in their environment; asked in the interpreter that has vLLM."""
+    """Return the variables that vLLM's own processes need; called in the interpreter that has vLLM."""
     plugins = [name for name in environ.get("VLLM_PLUGINS", "").split(",") if name]
     own = {
         "VLLM_PLUGINS": ",".join(dict.fromkeys([*plugins, PLUGIN_NAME])),

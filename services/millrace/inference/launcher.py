@@ -43,7 +43,7 @@ from millrace.storage.base import ObjectStore
 from millrace.storage.opening import open_store
 from millrace.storage.scratch import owned_directory
 from millrace.telemetry import progress, waits
-from millrace.telemetry.progress import Doing
+from millrace.telemetry.progress import Activity
 from millrace.telemetry.settings import Settings, join_address, parse_address
 
 # A look at a fixed model before vLLM loads it, by a process with torch that ends behind it: the launcher has none.
@@ -53,7 +53,7 @@ _SILENT_S = 300.0  # its imports: seconds, on a machine that stands still minute
 _LINKS = "model"
 
 
-class ModelLook:
+class ModelCheck:
     """A started process, which imports what it needs while vLLM does so, too. `close` ends it."""
 
     def __init__(self, helper: HelperProcess) -> None:
@@ -61,16 +61,16 @@ class ModelLook:
 
     @classmethod
     async def start(cls, environ: Mapping[str, str]) -> Self:
-        """Start it with this environment."""
+        """Start the process with this environment."""
         return cls(await asyncio.to_thread(HelperProcess.start, MODULE, env=environ))
 
     async def look(
         self, directory: Path, *, scratch: Path, flags: Mapping[str, Any], needs_template: bool, deadline_s: float
     ) -> Path:
-        """Look at a model that is to be served with these flags of vLLM; the directory that vLLM shall load.
+        """Validate a model that is to be served with these flags of vLLM; returns the directory that vLLM is to load.
 
-        That is one of links in `scratch`, where files lie beside the model's that vLLM would read. Raises as
-        `millrace.models.served.look_at_served`, and InternalError if the look fails.
+        That is one of links in `scratch`, where files are beside the model's that vLLM would read. Raises as
+        `millrace.models.served.validate_served`, and InternalError if the look fails.
         """
         question = {
             "directory": str(directory),
@@ -78,7 +78,7 @@ class ModelLook:
             "needs_tokenizer": not is_given("skip_tokenizer_init", flags),
             "needs_template": needs_template and not is_given("chat_template", flags),
         }
-        looking = progress.work(Doing.LOAD, f"model {directory.name}", waits_on="", deadline_s=deadline_s)
+        looking = progress.work(Activity.LOAD, f"model {directory.name}", waits_on="", deadline_s=deadline_s)
         try:
             with looking as work:
                 async with asyncio.timeout(deadline_s):
@@ -94,7 +94,7 @@ class ModelLook:
         return Path(answer["directory"])
 
     async def close(self) -> None:
-        """End it; who waits for its answer hears that it died."""
+        """End the process; a pending request gets the error that the process died."""
         await asyncio.to_thread(self._helper.end)
 
     def _ask(self, question: Message, work: progress.LongWork) -> Message:
@@ -134,7 +134,7 @@ class Node:
 
     @classmethod
     def of(cls, flags: Mapping[str, Any]) -> "Node":
-        """From vLLM's flags; InvalidSpecError if they contradict each other. Numbers may be text."""
+        """Parse vLLM's flags, whose numbers may be text; InvalidSpecError if they contradict each other."""
         named = {TYPED_FLAGS.get(key) or key.rpartition(".")[2].replace("-", "_"): key for key in flags}
         violations: list[Violation] = []
 
@@ -156,21 +156,21 @@ class Node:
 
     @property
     def is_head(self) -> bool:
-        """Whether it serves."""
+        """Return whether this node serves."""
         return self.rank == 0
 
     @property
     def is_alone(self) -> bool:
-        """Whether it is all of its replica."""
+        """Return whether this node is the whole replica."""
         return self.count == 1
 
     @property
     def is_on_one_machine(self) -> bool:
-        """Whether the nodes meet on loopback."""
+        """Return whether the nodes meet on loopback."""
         return self.is_alone or self.master[0] in _LOOPBACK
 
     def require_model(self, model: str | None, store_url: str | None) -> None:
-        """InvalidSpecError if a replica over several nodes lacks what each of them has to know from the start."""
+        """Raise InvalidSpecError if a replica over several nodes lacks what each node has to know from the start."""
         if self.is_alone:
             return
         given = {"MILLRACE_MODEL": model, "MILLRACE_STORE_URL": store_url}
@@ -184,7 +184,9 @@ class Node:
             raise InvalidSpecError(violations, reason="SETTINGS_INVALID", remedy="set it on every node of the replica")
 
     async def until_head_ends(self) -> None:
-        """Never return; UnavailableError when the workers' meeting point, which the head holds open, is closed.
+        """Wait, without ever returning.
+
+        Raises UnavailableError when the workers' meeting point, which the head holds open, is closed.
 
         Workers that wait for the head's next step would not notice its end.
         """
@@ -262,7 +264,7 @@ class Launcher:
             self._forget_model()
 
     async def _life(self) -> None:
-        """One vLLM from start to end."""
+        """Run one vLLM from start to end."""
         is_head = self._node.is_head
         # Both outlive all processes of vLLM, which does not remove its sockets where it is killed.
         sockets = owned_directory("ipc", parent=Path(tempfile.gettempdir()))
@@ -289,7 +291,7 @@ class Launcher:
             await asyncio.gather(work, return_exceptions=True)
 
     async def _follow(self, vllm: VllmProcess, *, scratch: Path) -> None:
-        """On a node that does not serve: workers for the head, for as long as it lives."""
+        """Run workers for the head on a node that does not serve, for as long as the head lives."""
         model = await self._check(vllm, scratch)
         vllm.send({"argv": [f"--model={model}", *self._own_argv()], "is_headless": True})
         head, _ = await first_of(self._node.until_head_ends(), vllm.exited)
@@ -298,12 +300,15 @@ class Launcher:
         raise await vllm.death()
 
     async def _check(self, vllm: VllmProcess, scratch: Path) -> str | None:
-        """Have vLLM check the flags, and look at the fixed model if it is a directory: what vLLM shall load."""
+        """Have vLLM check the flags, and validate the fixed model if it is a directory.
+
+        Returns what vLLM is to load.
+        """
         model, flags = self._own.vllm_model, self._own.vllm_flags
         if model is None or not self._is_directory:
             await vllm.check(flags)
             return model
-        looking = await ModelLook.start(os.environ)
+        looking = await ModelCheck.start(os.environ)
         try:
             await vllm.check(flags)
             found = await looking.look(
@@ -331,11 +336,11 @@ class Launcher:
             if not serving.done():
                 await front.close()
             await asyncio.gather(serving, return_exceptions=True)
-        vllm.send({"event": "yours"})
+        vllm.send({"event": "take_address"})
         await self._watch(vllm)
 
     async def _start_engine(self, vllm: VllmProcess, front: Front, scratch: Path) -> None:
-        """From the flags to a server that wants the replica's address."""
+        """Start the engine: from the flags to a server that wants the replica's address."""
         fixed = await self._check(vllm, scratch)
         front.say(pb.POLICY_STATE_EMPTY)
         model_argv = await self._policy_argv(vllm, front) if fixed is None else [f"--model={fixed}"]
@@ -343,7 +348,7 @@ class Launcher:
         began = time.monotonic()
         front.say(pb.POLICY_STATE_APPLYING)
         bound_s = self._own.vllm_start_s
-        loading = progress.work(Doing.LOAD, "the model in vLLM", waits_on="inference", deadline_s=bound_s)
+        loading = progress.work(Activity.LOAD, "the model in vLLM", waits_on="inference", deadline_s=bound_s)
         saying = asyncio.create_task(_say_stages(vllm, loading), name="progress of vLLM")
         try:
             with loading:
@@ -379,7 +384,7 @@ class Launcher:
             return
 
     async def _policy_argv(self, vllm: VllmProcess, front: Front) -> list[str]:
-        """Return which model to load: that of the policy that is asked for."""
+        """Return the argument that names the model of the requested policy."""
         self._forget_model()
         store = self._store
         if store is None:
@@ -392,7 +397,7 @@ class Launcher:
                     raise await vllm.death()
             front.say(pb.POLICY_STATE_FETCHING)
             try:
-                with progress.work(Doing.DOWNLOAD, "the files of a policy", waits_on="object store"):
+                with progress.work(Activity.DOWNLOAD, "the files of a policy", waits_on="object store"):
                     self._model = await fetch_model(store, wanted.result())
             except Exception as error:  # whatever a bad policy causes: the replica stays, says why, and is asked again
                 is_ours = isinstance(error, MillraceError)
@@ -416,7 +421,7 @@ class Launcher:
         logger.warning("vLLM is started again", extra={"reason": message.result().get("reason", "")})
 
     async def _let_drain(self, vllm: VllmProcess) -> None:
-        """SIGTERM, and the time that calls under way may take."""
+        """Send SIGTERM, and give calls under way their time to end."""
         bound_s = self._settings.drain_s + self._settings.grace_s + _LEAVE_S
         vllm.ask_to_end()
         with waits.waiting("vLLM to end", waits_on="inference", deadline_s=bound_s):
@@ -446,7 +451,7 @@ class Launcher:
         ]
 
     def _environ(self) -> Mapping[str, str]:
-        """The server's environment: ours, with the ports that were taken."""
+        """Return the server's environment: this process's, with the ports that were taken."""
         environ = dict(os.environ)
         is_offline = self._own.vllm_model is None or self._is_directory
         offline = {"HF_HUB_OFFLINE": "1"} if is_offline else {}
@@ -481,7 +486,7 @@ class Launcher:
 
 
 async def _say_stages(vllm: VllmProcess, loading: progress.LongWork) -> None:
-    """Never silent for long: weights, compilation and CUDA graphs take minutes."""
+    """Report the stages of the start regularly: weights, compilation and CUDA graphs take minutes."""
     # unregistered wait: a periodic look; what it awaits is registered where it is awaited
     while True:
         await asyncio.sleep(_LOOK_S)
@@ -489,7 +494,7 @@ async def _say_stages(vllm: VllmProcess, loading: progress.LongWork) -> None:
 
 
 def _with_port(address: str) -> str:
-    """The address with a free port instead of port 0: two processes listen there, one after the other."""
+    """Return the address with a free port instead of port 0: two processes listen there, one after the other."""
     host, port = parse_address(address)
     if port:
         return address

@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 
 from millrace.errors import InternalError, MillraceError
-from millrace.models.served import look_at_served
+from millrace.models.served import validate_served
 from millrace.processes import channel
 from millrace.processes.channel import Message
 from millrace.processes.lifeline import run_service
@@ -22,16 +22,16 @@ from millrace.telemetry.settings import Settings
 logger = logging.getLogger(__name__)
 
 
-class Looker:
+class ModelChecker:
     """Answers one question after the other; `beat` says how far it is with the one of now."""
 
     def __init__(self) -> None:
         self._how_far = ""
 
     def answer(self, question: Message, files: list[int]) -> Message:
-        """Return the directory to serve and what is to be told, or the error that the model is refused with."""
+        """Return the directory to serve and the settings, or the error with which the model is refused."""
         try:
-            found = look_at_served(
+            found = validate_served(
                 Path(question["directory"]),
                 place=Path(question["place"]),
                 needs_tokenizer=question["needs_tokenizer"],
@@ -47,7 +47,7 @@ class Looker:
         return {"directory": str(found.directory), "notes": list(found.notes)}
 
     def beat(self) -> Message:
-        """Return how far it is, in words."""
+        """Return the progress in words."""
         return {"how_far": self._how_far}
 
     def _tell(self, how_far: str) -> None:
@@ -58,7 +58,7 @@ def _serve() -> NoReturn:
     settings = Settings.from_env(os.environ)
     setup("inference", level=settings.log_level, json_lines=settings.log_json)
     torch.set_num_threads(1)  # each tensor is looked at by one of several threads
-    looker = Looker()
+    looker = ModelChecker()
     channel.serve(looker.answer, beat=looker.beat)
 
 

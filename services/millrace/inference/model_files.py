@@ -53,7 +53,7 @@ def write_files(files: Mapping[str, bytes]) -> TemporaryDirectory:
 
 
 def load_config(model_dir: Path) -> Any:
-    """The model's config; InvalidStateError if there is none."""
+    """Return the model's config; InvalidStateError if there is none."""
     if not (model_dir / "config.json").is_file():
         found = ", ".join(sorted(path.name for path in model_dir.iterdir())) if model_dir.is_dir() else "no directory"
         raise InvalidStateError(
@@ -70,7 +70,7 @@ def has_tokenizer(model_dir: Path) -> bool:
 
 
 def load_tokenizer(model_dir: Path) -> "PreTrainedTokenizerBase | None":
-    """The tokenizer, or None if the directory has none (tokens in, tokens out still works)."""
+    """Return the tokenizer, or None if the directory has none (tokens in, tokens out still works)."""
     if not has_tokenizer(model_dir):
         return None
     return read_tokenizer(model_dir)

@@ -62,7 +62,7 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
     async def GetPolicyStatus(
         self, request: pb.GetPolicyStatusRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetPolicyStatusResponse:
-        """What the replica serves."""
+        """Return the replica's status."""
         return pb.GetPolicyStatusResponse(status=self.status())
 
     async def PauseGeneration(
@@ -92,7 +92,7 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
         return pb.ResumeGenerationResponse(status=self.status())
 
     def status(self) -> pb.PolicyStatus:
-        """What the replica serves, also for heartbeats."""
+        """Return the replica's status, also for heartbeats."""
         status, engine = self._updater.status(), self._engine.status()
         message = pb.PolicyStatus(
             state=f"POLICY_STATE_{status.state}",
@@ -119,7 +119,9 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
         return message
 
     def _require_rest(self) -> None:
-        """UnavailableError while a version is fetched or applied, for which the engine reads and writes its memory."""
+        """Raise UnavailableError while a version is fetched or applied, for which the engine reads and writes its
+        memory.
+        """
         if not self._updater.is_idle:
             raise UnavailableError(
                 f"this replica cannot sleep now: it takes another policy (it is {self._updater.status().state})",
@@ -139,7 +141,7 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
 
 
 def _desired(request: pb.UpdatePolicyRequest) -> DesiredPolicy:
-    """The version that the request names; InvalidSpecError lists what is missing."""
+    """Return the version that the request names; InvalidSpecError lists what is missing."""
     entry = request.policy
     violations = [
         Violation(field=field, message=message)
@@ -195,11 +197,11 @@ class CallerPause:
 
     @property
     def is_on(self) -> bool:
-        """Whether it lasts, or is about to begin or to end."""
+        """Return whether the state lasts, or is about to begin or to end."""
         return not self._over.is_set()
 
     def is_by(self, run_uid: str) -> bool:
-        """Whether the pause that lasts is this run's."""
+        """Return whether the pause that lasts is this run's."""
         return self._ending is not None and bool(run_uid) and self._run_uid == run_uid
 
     async def pause(self, run_uid: str) -> None:
@@ -218,7 +220,7 @@ class CallerPause:
         await self._whole(self._resume())
 
     async def over(self, *, timeout_s: float) -> bool:
-        """Wait for its end, so long at most; whether it is over."""
+        """Wait at most so long for the end, and return whether it was reached."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._over.wait()
@@ -283,7 +285,7 @@ _STALL_SHOWN_S = 10.0  # one forward pass takes less: from here on a stall is a 
 class ReplicaParts:
     """Wires the parts around one engine; `run` lives until `stopping` is set (or a signal, if it handles them).
 
-    `policy_dir` is where the host copy of the policy lies as a file, for engines in other processes; None keeps it in
+    `policy_dir` is where the host copy of the policy is as a file, for engines in other processes; None keeps it in
     memory.
     """
 
@@ -324,7 +326,7 @@ class ReplicaParts:
         """
 
         async def leave() -> None:
-            """After load balancers looked away: open requests get the grace period, everything new goes elsewhere."""
+            """Drain once load balancers stop sending: open requests get the grace period, new ones are refused."""
             self.updater.leave()
             await drain(self._settings.grace_s)
 
@@ -373,7 +375,7 @@ class ReplicaParts:
         return HeartbeatRequest(policy=self.servicer.status(), is_leaving=self._stopping.is_set())
 
     async def watch_health(self) -> None:
-        """Tell the health board of the engine's thread until cancelled."""
+        """Report the engine thread's health to the health board until cancelled."""
         wait = waits.LastingWait()
         while True:
             status = self.servicer.status()

@@ -95,7 +95,7 @@ def _wrong(variable: str, value: str, message: str) -> Violation:
 
 
 def _parsers(environ: Mapping[str, str], violations: list[Violation], *, engine: str) -> dict[str, Any]:
-    """The parsers of what the model writes; what is wrong with them goes to `violations`."""
+    """Return the parsers of what the model writes; what is wrong with them goes to `violations`."""
     found: dict[str, Any] = {}
     for name, known in EMBEDDED_PARSERS.items():
         variable = f"MILLRACE_{name.upper()}"
@@ -108,7 +108,7 @@ def _parsers(environ: Mapping[str, str], violations: list[Violation], *, engine:
 
 
 def _switches(environ: Mapping[str, str], violations: list[Violation]) -> dict[str, Any]:
-    """Return what is on or off; what is neither goes to `violations`."""
+    """Return the switches that are on or off; other values go to `violations`."""
     found: dict[str, Any] = {}
     for name in ("enable_auto_tool_choice", "needs_chat_template"):
         variable = f"MILLRACE_{name.upper()}"
@@ -120,7 +120,7 @@ def _switches(environ: Mapping[str, str], violations: list[Violation]) -> dict[s
 
 
 def _json_table(text: str, violations: list[Violation]) -> dict[str, Any]:
-    """The object that a variable holds; what is wrong with it goes to `violations`."""
+    """Return the object that a variable holds; what is wrong with it goes to `violations`."""
     if not text:
         return {}
     try:
@@ -135,7 +135,7 @@ def _json_table(text: str, violations: list[Violation]) -> dict[str, Any]:
 
 
 def _with_shared(flags: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags, and what is a variable of both engines where no flag says otherwise."""
+    """Return the flags, and what is a variable of both engines where no flag says otherwise."""
     names = {key.rpartition(".")[2].replace("-", "_") for key in flags}
     shared = ("max_num_seqs", "max_model_len", *EMBEDDED_PARSERS, "enable_auto_tool_choice")
     return {name: values[name] for name in shared if name in values and name not in names} | dict(flags)
@@ -145,7 +145,7 @@ def _with_shared(flags: Mapping[str, Any], values: Mapping[str, Any]) -> dict[st
 
 
 def inference_worker(worker_id: str) -> Worker:
-    """What a replica registers as, but for where it is."""
+    """Return a replica's registration, without its address."""
     return Worker(
         worker_id=worker_id,
         kind=WORKER_KIND_INFERENCE,

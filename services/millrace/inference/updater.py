@@ -41,8 +41,8 @@ from millrace.policies.proof import mismatch
 from millrace.policies.pull import pull_files
 from millrace.storage.base import ObjectStore
 from millrace.telemetry import progress, waits
-from millrace.telemetry.metrics import SHORT_SECONDS, Family, Sheet, StateCollector
-from millrace.telemetry.progress import Doing
+from millrace.telemetry.metrics import SHORT_SECONDS, Family, MetricSheet, StateCollector
+from millrace.telemetry.progress import Activity
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class DesiredPolicy:
 
     @property
     def identity(self) -> PolicyIdentity:
-        """What the engine calls it."""
+        """Return the engine's name for it."""
         return PolicyIdentity(run_uid=self.run_uid, lineage=self.lineage, version=self.version)
 
 
@@ -141,7 +141,7 @@ class PolicyUpdater:
         self._wake, self._change = asyncio.Event(), asyncio.Event()
 
     def status(self) -> UpdateStatus:
-        """Where the update is."""
+        """Return the state of the update."""
         engine = self._engine.status()
         serves = engine.state is EngineState.READY and self._slot.current is not None
         proved = self._proved if serves else None
@@ -165,12 +165,12 @@ class PolicyUpdater:
 
     @property
     def desired(self) -> DesiredPolicy | None:
-        """The version that shall be served."""
+        """Return the version that shall be served."""
         return self._desired
 
     @property
     def is_lost(self) -> bool:
-        """Whether the engine failed with a fixed model: unlike a run's policy, nobody asks for that again."""
+        """Return whether the engine failed with a fixed model: unlike a run's policy, nobody requests that again."""
         return self._is_fixed and self._desired is None and self._engine.status().state is EngineState.FAILED
 
     def desire(self, policy: DesiredPolicy, *, mode: InflightMode, epoch: int) -> None:
@@ -184,7 +184,7 @@ class PolicyUpdater:
             self._wake.set()
 
     def fence(self, run_uid: str, epoch: int) -> None:
-        """FencedError if a newer orchestrator than that of this epoch has spoken for the run."""
+        """Raise FencedError if an orchestrator of a newer epoch has called for the run."""
         seen = self._epochs.get(run_uid, 0)
         if epoch < seen:
             raise FencedError(
@@ -199,11 +199,11 @@ class PolicyUpdater:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is fetched or applied, nor about to be: what was desired serves, or failed."""
+        """Return whether nothing is fetched or applied, nor about to be: what was desired serves, or failed."""
         return self._settled == self._desired
 
     def serves(self, policy: DesiredPolicy) -> bool:
-        """Whether this very version serves."""
+        """Return whether this very version serves."""
         status = self.status()
         return self._served == policy and status.identity == policy.identity
 
@@ -248,7 +248,7 @@ class PolicyUpdater:
         self._set(UpdateState.FETCHING)
         fields = {"run": desired.run_uid, "lineage": desired.lineage, "version": desired.version}
         what = f"policy {desired.version}"
-        downloading = progress.work(Doing.DOWNLOAD, what, waits_on="object store", deadline_s=_FETCH_DEADLINE_S)
+        downloading = progress.work(Activity.DOWNLOAD, what, waits_on="object store", deadline_s=_FETCH_DEADLINE_S)
         try:
             with waits.of_run(desired.run_uid), downloading as work:
                 await self._update(desired, work)
@@ -277,12 +277,12 @@ class PolicyUpdater:
         is_same_run = self._served is not None and self._served.run_uid == desired.run_uid
         is_same_model = is_same_run and self._slot.current is not None  # a base whose adapter failed is not announced
         if is_same_model and files == self._held_files and self._engine.status().state is EngineState.READY:
-            work.turn_to(Doing.APPLY, f"policy {desired.version}", waits_on="")
+            work.turn_to(Activity.APPLY, f"policy {desired.version}", waits_on="")
             staged = self._against_held(staged)
             await self._engine.check(staged)
             await self._apply(desired, staged)
         else:
-            work.turn_to(Doing.LOAD, f"policy {desired.version}")
+            work.turn_to(Activity.LOAD, f"policy {desired.version}")
             await self._load(desired, staged)
             self._held_files = files
         self._fetched_bytes, self._full_bytes = self._base_bytes + staged.fetched_bytes, staged.full_bytes
@@ -291,7 +291,7 @@ class PolicyUpdater:
             await asyncio.to_thread(self._stager.drop)
 
     async def _stage(self, desired: DesiredPolicy) -> StagedPolicy:
-        """The version in host memory; raises if it is not the one that was announced."""
+        """Return the version in host memory; raises if it is not the one that was announced."""
         if self._stager is None:
             raise _no_store()
         staged = await asyncio.to_thread(self._stager.stage, desired.manifest_key, desired.manifest_sha256)
@@ -307,7 +307,7 @@ class PolicyUpdater:
         return staged
 
     async def _stage_base(self, adapter: AdapterEntry) -> StagedPolicy:
-        """What an adapter is put on, in host memory, where it takes the place of the adapter."""
+        """Return the base of an adapter, in host memory, where the base takes the adapter's place."""
         if self._stager is None:
             raise _no_store()
         base = await asyncio.to_thread(self._stager.stage, adapter.base_key)
@@ -463,7 +463,7 @@ for _result in ("ok", "failed"):
 
 
 def policy_updated(*, update_s: float, pause_s: float, fetched_bytes: int) -> None:
-    """Another version serves."""
+    """Count an update: another version serves."""
     UPDATES.labels("ok").inc()
     UPDATE_SECONDS.observe(update_s)
     PAUSE_SECONDS.observe(pause_s)
@@ -471,14 +471,14 @@ def policy_updated(*, update_s: float, pause_s: float, fetched_bytes: int) -> No
 
 
 def update_failed() -> None:
-    """An attempt failed; it is made again."""
+    """Count a failed attempt; it is made again."""
     UPDATES.labels("failed").inc()
 
 
 def collectors(status_of: Callable[[], EngineStatus]) -> list[Collector]:
-    """What a replica exports about itself."""
+    """Return the collectors of a replica's metrics."""
 
-    def read(sheet: Sheet) -> None:
+    def read(sheet: MetricSheet) -> None:
         status = status_of()
         held = status.identity
         sheet.put(RUNNING, status.num_running)

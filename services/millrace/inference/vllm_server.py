@@ -69,17 +69,17 @@ class VllmProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the API server, and id of the group of all its processes."""
+        """Return process id of the API server, and id of the group of all its processes."""
         return self._process.pid
 
     @property
     def last_line(self) -> str:
-        """The newest line of its output."""
+        """Return the newest line of its output."""
         return self._lines[-1] if self._lines else "(no output yet)"
 
     @property
     def stage(self) -> str:
-        """What it does while it starts: "compiling"; its newest line while that is unknown."""
+        """Return the stage of the start, such as "compiling"; the newest line of output while that is unknown."""
         return self._stage or redact(self.last_line)[:160]
 
     async def check(self, flags: Mapping[str, Any]) -> None:
@@ -92,12 +92,12 @@ class VllmProcess:
             raise InvalidSpecError(violations, reason="VLLM_FLAGS_INVALID", remedy="see `vllm serve --help=all`")
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Tell it something; that it is gone is for `exited` to say."""
+        """Send a message; `exited` reports a process that is gone."""
         with contextlib.suppress(OSError):
             self._channel.send(message)
 
     async def hear(self, *, deadline_s: float, purpose: str) -> dict[str, Any]:
-        """The next message; InternalError if it dies before, or says nothing for `deadline_s`."""
+        """Return the next message; InternalError if it dies before, or says nothing for `deadline_s`."""
         message, exited = await first_of(self.messages.get(), self.exited, timeout_s=deadline_s)
         if message is not None:
             return message.result()
@@ -110,7 +110,7 @@ class VllmProcess:
         )
 
     async def death(self) -> InternalError:
-        """What to say about its end that nobody asked for."""
+        """Return the description of an unexpected end."""
         code = await self.exited
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KILL_WAIT_S):
@@ -126,7 +126,7 @@ class VllmProcess:
         )
 
     def ask_to_end(self) -> None:
-        """SIGTERM to the API server: it drains, and ends its engine cores itself."""
+        """Send SIGTERM to the API server, which drains and ends its engine cores."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
@@ -149,7 +149,7 @@ class VllmProcess:
         return "\n".join(f"  | {line}" for line in lines) or "  | (it wrote nothing)"
 
     async def _copy_output(self) -> None:
-        """Pass its output on as ours, and remember the end of it."""
+        """Copy the process's output to this process's, and remember the end of it."""
         stream = self._process.stdout
         if stream is None:
             raise RuntimeError("vLLM was started without a pipe")
@@ -188,7 +188,10 @@ _STAGES = (
 
 
 def stage_of(line: str) -> str:
-    """What a line says that is done, in words; empty if it says nothing of it. The last state of a bar counts."""
+    """Return the stage that a line of output reports, in words; empty if it reports none.
+
+    The last state of a bar counts.
+    """
     shown = line.rstrip("\r").rpartition("\r")[2]
     for pattern, words in _STAGES:
         if match := pattern.search(shown):

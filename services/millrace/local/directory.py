@@ -41,7 +41,7 @@ _POLL_S = 0.1
 
 # The id of a stack, which every process of it bears: who supervises it, and whose directory it works in.
 #
-# It stands in the environment of foreign code as well, so it names the directory by a digest only.
+# It is in the environment of foreign code as well, so it names the directory by a digest only.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +58,13 @@ class StackId:
 
     @classmethod
     def new(cls, directory: Path) -> Self:
-        """The id of a stack that this process supervises."""
+        """Return the id of a stack that this process supervises."""
         ticks = table.start_ticks(os.getpid())
         return cls(supervisor=os.getpid(), start_ticks=ticks, place=place_of(directory), random=secrets.token_hex(8))
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """None for what is no such id."""
+        """Return none for what is no such id."""
         match text.split("-"):
             case [pid, ticks, place, random] if pid.isdecimal() and ticks.isdecimal():
                 return cls(supervisor=int(pid), start_ticks=int(ticks), place=place, random=random)
@@ -75,19 +75,19 @@ class StackId:
 
     @property
     def is_supervised(self) -> bool:
-        """Whether its supervisor lives."""
+        """Return whether its supervisor lives."""
         return table.is_running(self.supervisor) and table.start_ticks(self.supervisor) == self.start_ticks
 
 
 def place_of(directory: Path) -> str:
-    """What ids say of a directory."""
+    """Return the identity of a directory, from its ids."""
     return hashlib.sha256(os.fsencode(directory.resolve())).hexdigest()[:16]
 
 
 async def hold_directory(directory: Path, stack: StackId, *, note: Callable[[str], None]) -> IO[str]:
     """Lock the directory for a stack of this process; InvalidStateError (STACK_RUNNING) if another one lives there.
 
-    `note` is told which process is waited for and which is ended.
+    `note` gets which process is waited for and which is ended.
     """
     file = (directory / ".lock").open("a+")
     try:
@@ -159,7 +159,9 @@ def _read(file: IO[str]) -> str:
 
 
 def holders(file: IO[str]) -> set[int]:
-    """The processes, of those that this one may look into, that hold the lock of the file (not only have it open)."""
+    """Return the processes, of those that this one may look into, that hold the lock of the file (not only have it
+    open).
+    """
     wanted = os.fstat(file.fileno())
     found: set[int] = set()
     for entry in Path("/proc").glob("[0-9]*"):
@@ -185,7 +187,7 @@ def _holds(process: Path, wanted: os.stat_result) -> bool:
 
 
 def _marked(directory: Path) -> dict[int, StackId]:
-    """The running processes whose environment names a stack of this directory."""
+    """Return the running processes whose environment names a stack of this directory."""
     place, found = place_of(directory), {}
     for pid in psutil.pids():
         stack = StackId.parse(table.mark_of(pid, table.STACK_MARK))
@@ -209,7 +211,7 @@ def _taken(directory: Path, stack: StackId | None, left: set[int]) -> InvalidSta
 
 
 def _named(pids: set[int]) -> str:
-    """`pid 4711 (valkey-server), …`."""
+    """Return the processes as `pid 4711 (valkey-server), …`."""
     if not pids:
         return "processes that cannot be seen from here (of another user, container or machine)"
     return ", ".join(f"pid {pid} ({_command(pid)})" for pid in sorted(pids))
@@ -235,7 +237,7 @@ _LOCK_S, _LOCK_AGAIN_S = 1.0, 0.01
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now."""
+    """Return whether a server could listen there now."""
     try:
         bound_socket(host, port).close()
     except OSError:
@@ -244,7 +246,7 @@ def is_free(host: str, port: int) -> bool:
 
 
 def free_ports(count: int, *, host: str = "127.0.0.1", but: Collection[int] = ()) -> list[int]:
-    """Distinct ports that are free now, and that no other process of this user was given a short time ago.
+    """Return distinct ports that are free now, and that no other process of this user was given a short time ago.
 
     None of `but`: those are promised to somebody who has not bound them yet.
     A foreign program may still take one before it is bound: say so then.
@@ -267,7 +269,7 @@ def free_ports(count: int, *, host: str = "127.0.0.1", but: Collection[int] = ()
 
 @contextlib.contextmanager
 def _given_out() -> Iterator[int | None]:
-    """The locked file with the time at which each port of the range was given out; None if there can be none.
+    """Provide the locked file with the time at which each port of the range was given out; None if there can be none.
 
     Two stacks that start at once choose a dozen ports each, seconds before they bind them.
     """
@@ -313,12 +315,12 @@ def _hold(times: int | None, ports: list[int]) -> None:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """One port that was free a moment ago."""
+    """Return one port that was free a moment ago."""
     return free_ports(1, host=host)[0]
 
 
 def require_free(host: str, port: int, *, purpose: str, option: str) -> None:
-    """UnavailableError naming the port, what it is for and the option that changes it, if it is taken."""
+    """Raise UnavailableError naming the port, its purpose and the option that changes it, if the port is taken."""
     if is_free(host, port):
         return
     raise UnavailableError(

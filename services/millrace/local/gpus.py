@@ -24,7 +24,7 @@ _TIMEOUT_S = 20.0
 
 
 def machine_gpus(environ: Mapping[str, str] = os.environ) -> tuple[int, ...]:
-    """Numbers of the GPUs that the driver shows, as far as CUDA_VISIBLE_DEVICES allows; none without a driver.
+    """Return numbers of the GPUs that the driver shows, as far as CUDA_VISIBLE_DEVICES allows; none without a driver.
 
     The variable may name them by number or by (the beginning of) their UUID; of parts of a GPU (MIG) there are none.
     """
@@ -41,7 +41,7 @@ def machine_gpus(environ: Mapping[str, str] = os.environ) -> tuple[int, ...]:
 
 
 def memory_gib(gpus: Sequence[int], environ: Mapping[str, str] = os.environ) -> float | None:
-    """The memory of the smallest of these GPUs, as far as the driver says."""
+    """Return the memory of the smallest of these GPUs, as far as the driver says."""
     found = _asked("memory.total", environ, "nounits")
     sizes = [found.get(index, "") for index in gpus]
     if not sizes or not all(size.isdecimal() for size in sizes):
@@ -50,7 +50,7 @@ def memory_gib(gpus: Sequence[int], environ: Mapping[str, str] = os.environ) -> 
 
 
 def _asked(field: str, environ: Mapping[str, str], *form: str) -> dict[int, str]:
-    """A field of each GPU, by its number, as nvidia-smi says it; nothing without a driver that answers."""
+    """Return a field of each GPU, by its number, as nvidia-smi says it; nothing without a driver that answers."""
     program = shutil.which("nvidia-smi", path=environ.get("PATH"))
     if program is None:
         return {}
@@ -65,7 +65,7 @@ def _asked(field: str, environ: Mapping[str, str], *form: str) -> dict[int, str]
 
 
 def training_gpus(environ: Mapping[str, str] = os.environ, *, torch_version: str | None = None) -> tuple[int, ...]:
-    """The GPUs that a trainer gets of which nothing is written: none for a wheel of torch that is made for CPUs.
+    """Return the GPUs that a trainer gets of which nothing is written: none for a wheel of torch that is made for CPUs.
 
     None either where MILLRACE_TRAINER_DEVICE is cpu. Without a trainer's GPUs, the engine's are left as they are, too.
     """
@@ -74,12 +74,12 @@ def training_gpus(environ: Mapping[str, str] = os.environ, *, torch_version: str
 
 
 def driver_version() -> str:
-    """The version of NVIDIA's driver that the kernel has loaded; empty without one."""
+    """Return the version of NVIDIA's driver that the kernel has loaded; empty without one."""
     return DRIVER.read_text().strip() if DRIVER.exists() else ""
 
 
 def wheel_version() -> str:
-    """The version of torch here, with what its wheel is made for where that is said; empty without torch."""
+    """Return the version of torch here, with what its wheel is made for where that is said; empty without torch."""
     try:
         return version("torch")
     except PackageNotFoundError:  # a machine from which runs are only submitted
@@ -87,7 +87,7 @@ def wheel_version() -> str:
 
 
 def is_too_old(driver: str, wheel: str) -> bool:
-    """Whether a wheel of torch cannot work on this driver, as far as both say enough."""
+    """Return whether a wheel of torch cannot work on this driver, as far as both say enough."""
     release, _, made_for = wheel.partition("+")
     numbers = [int(part) if part.isdecimal() else 0 for part in (*release.split(".")[:2], driver.split(".")[0])]
     if len(numbers) < 3 or not numbers[2]:
@@ -103,7 +103,7 @@ def assign(
     inference: Sequence[int] | None = None,
     trainer: Sequence[int] | None = None,
 ) -> dict[str, tuple[int, ...]]:
-    """The GPUs of each service. What is written counts; nothing is said of a service where there are none.
+    """Return the GPUs of each service. Configured GPUs count; a service without GPUs is left out.
 
     `engine_size` is how many the engine uses, 0 for one that uses none. It gets the first ones and the trainer all
     others; on a machine with too few they share.
@@ -118,12 +118,12 @@ def assign(
 
 
 def are_shared(assigned: Mapping[str, Sequence[int]]) -> bool:
-    """Whether engine and trainer have a GPU in common."""
+    """Return whether engine and trainer have a GPU in common."""
     return bool({*assigned.get("inference", ())} & {*assigned.get("trainer", ())})
 
 
 def require(assigned: Mapping[str, Sequence[int]], gpus: Sequence[int]) -> None:
-    """InvalidStateError (GPU_UNUSABLE) if a service was given a GPU that is not there: all of them are named."""
+    """Raise InvalidStateError (GPU_UNUSABLE) naming every GPU that a service was given and that does not exist."""
     missing = {name: [index for index in ids if index not in gpus] for name, ids in assigned.items()}
     told = [f"{name} {', '.join(map(str, ids))}" for name, ids in missing.items() if ids]
     if told:
@@ -131,6 +131,6 @@ def require(assigned: Mapping[str, Sequence[int]], gpus: Sequence[int]) -> None:
         raise InvalidStateError(
             f"GPUs are asked for that this machine does not show: {'; '.join(told)} (nvidia-smi shows: {seen})",
             reason="GPU_UNUSABLE",
-            remedy="mend the driver (`nvidia-smi` has to list them; CUDA 13 needs 580 or newer), or name others in "
+            remedy="fix the driver (`nvidia-smi` has to list them; CUDA 13 needs 580 or newer), or name others in "
             "inference_gpu_ids and trainer_gpu_ids; [] trains on the CPU",
         )

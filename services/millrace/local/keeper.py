@@ -71,7 +71,7 @@ Probe = Callable[[], Awaitable[Answer]]
 
 
 def probe_service(address: str, access: ClientAccess | None = None) -> Probe:
-    """A health check of the process behind a gRPC address, on a new connection: an old one may be backing off.
+    """Return a health check of the process behind a gRPC address, on a new connection: an old one may be backing off.
 
     `access` says how to call it; by default as on loopback, in plain text.
     """
@@ -90,7 +90,7 @@ def probe_service(address: str, access: ClientAccess | None = None) -> Probe:
 
 
 def probe_redis(redis: EmbeddedRedis) -> Probe:
-    """PING."""
+    """Return PING."""
 
     async def ask() -> Answer:
         is_ready = await asyncio.to_thread(redis.is_ready, timeout_s=CHECK_TIMEOUT_S)
@@ -103,7 +103,7 @@ class AnswerHistory:
     """The answers of one life of one process. Times are monotonic seconds."""
 
     def __init__(self, now: float) -> None:
-        """It serves now."""
+        """Begin with a service that serves."""
         self.failures = 0
         self.answer = Answer.SERVING
         self._well_at = now
@@ -111,7 +111,7 @@ class AnswerHistory:
         self._is_named = False
 
     def silent_s(self, now: float) -> float:
-        """Seconds since it was last well."""
+        """Return seconds since it was last well."""
         return now - self._well_at
 
     def hear(self, answer: Answer, now: float, *, is_certain: bool) -> LivenessAction:
@@ -146,11 +146,11 @@ class Keeper:
         has_liveness: bool = True,
         settled_after_s: Mapping[str, float] | None = None,
     ) -> None:
-        """`probes` by the names of the children, which all serve now.
+        """Create the keeper; `probes` are by the names of the children, which all serve now.
 
         `settled_after_s`, by name, is for those that need longer than others to show that a life is a good one.
 
-        `note` is told in words what happens, `on_change` that the pids are others. A process that was started again and
+        `note` gets in words what happens, `on_change` that the pids are others. A process that was started again and
         does not serve within `ready_deadline_s` is killed, which counts as a death.
         """
         self._supervisor = supervisor
@@ -160,14 +160,14 @@ class Keeper:
         self._ready_deadline_s = ready_deadline_s
         self._has_liveness = has_liveness
         settled = settled_after_s or {}
-        self.lives = {name: Lives(settled_after_s=settled.get(name, SETTLED_AFTER_S)) for name in probes}
+        self.lives = {name: RestartHistory(settled_after_s=settled.get(name, SETTLED_AFTER_S)) for name in probes}
         self._is_restarting = is_restarting
         self._heard_at: dict[str, float] = {}
         self.logs: Path | None = None
         """A directory whose logs are kept bounded meanwhile."""
 
     def restarts(self) -> dict[str, int]:
-        """How often each process was started again."""
+        """Return the number of restarts of each process."""
         return {name: lives.restarts for name, lives in self.lives.items()}
 
     async def run(self) -> NoReturn:
@@ -295,7 +295,7 @@ class ExitKind(Enum):
 
     @classmethod
     def of(cls, returncode: int) -> "ExitKind":
-        """What a return code says; minus a signal's number for a signal."""
+        """Return the description of a return code, which is minus the number of a signal."""
         return {0: cls.ORDERLY, -9: cls.KILLED}.get(returncode, cls.CRASHED)
 
 
@@ -311,11 +311,11 @@ class RestartDecision:
     """Deaths in a row before it had settled, this one included."""
 
 
-class Lives:
+class RestartHistory:
     """The lives of one process, one after the other. Times are monotonic seconds."""
 
     def __init__(self, *, settled_after_s: float = SETTLED_AFTER_S) -> None:
-        """`settled_after_s` is longer for what answers long before it is at work."""
+        """Create the record; `settled_after_s` is longer for a process that answers long before it works."""
         self._settled_after_s = settled_after_s
         self.restarts = 0
         """How often it was started again."""
@@ -325,17 +325,17 @@ class Lives:
         self._weight = 0.0
 
     def begin(self) -> None:
-        """It was started again."""
+        """Record that the child was started again."""
         self.restarts += 1
         self.ready_at = None
 
     def ready(self, now: float) -> None:
-        """It serves."""
+        """Record that the child serves."""
         if self.ready_at is None:
             self.ready_at = now
 
     def end(self, now: float, exit_kind: ExitKind) -> RestartDecision:
-        """It died."""
+        """Record that the child died."""
         lived_s = None if self.ready_at is None else now - self.ready_at
         self.ready_at = None
         if exit_kind is ExitKind.ORDERLY:
@@ -364,7 +364,7 @@ _LOOKS, _LOOK_AGAIN_S = 10, 0.001
 
 
 def old_of(path: Path) -> Path:
-    """Where the lines before those of a log are."""
+    """Return the file with the older lines of a log."""
     return path.with_name(f"{path.name}.1")
 
 
@@ -403,7 +403,7 @@ def _copy_lines(source: BinaryIO, target: BinaryIO) -> None:
 async def keep_bounded(
     directory: Path, *, note: Callable[[str], None], max_bytes: int = MAX_BYTES, period_s: float = ROTATION_PERIOD_S
 ) -> NoReturn:
-    """Rotate the logs of a directory as they grow, until cancelled. `note` is told once of what cannot be rotated."""
+    """Rotate the logs of a directory as they grow, until cancelled. `note` gets each that cannot be rotated, once."""
     told: set[str] = set()
     # unregistered wait: a periodic look at files of this machine
     while True:

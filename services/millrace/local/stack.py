@@ -4,7 +4,7 @@
         await stack.start()
         await stack.guard(work(stack.address))     # ends with ProcessDiedError when a process cannot be kept alive
 
-Everything lies in one directory: `logs/<process>.log` (bounded, see `millrace.local.keeper`), `store/` (the object
+Everything is in one directory: `logs/<process>.log` (bounded, see `millrace.local.keeper`), `store/` (the object
 store), `redis/`, `spool/` (finished rollouts of the env-server), `scratch/` (checkpoints on their way),
 `logs/stack.log` (what died, was started again or does not answer), and `stack.json`: where the stack listens, which
 file holds the URL of its Redis, the pids. Services start at the same time, because each spends seconds on imports. Once
@@ -98,7 +98,7 @@ class StackOptions:
     """Certificates and tokens of the stack, as `Settings.of_stack` gives them; by default none."""
 
     def with_settings(self, settings: Settings) -> Self:
-        """These options with Redis, store, prefix and access from the `MILLRACE_*` environment."""
+        """Return these options with Redis, store, prefix and access from the `MILLRACE_*` environment."""
         return replace(
             self,
             redis_url=settings.redis_url,
@@ -121,7 +121,10 @@ class LocalStack:
         modules: Mapping[str, str] = SERVICES,
         ready_deadline_s: float = READY_DEADLINE_S,
     ) -> None:
-        """`note` is told of long waits, in words. `modules` names the service processes by their main modules."""
+        """Create the stack.
+
+        `note` gets messages about long waits, and `modules` names the service processes by their main modules.
+        """
         self.options = options
         self.directory = options.directory.resolve()
         self._id = StackId.new(self.directory)
@@ -144,22 +147,22 @@ class LocalStack:
 
     @property
     def logs(self) -> Path:
-        """Directory of the process logs."""
+        """Return directory of the process logs."""
         return self.directory / "logs"
 
     @property
     def access(self) -> ClientAccess:
-        """How to call the stack's public API."""
+        """Return the access to the stack's public API."""
         return ClientAccess.public(self.options.access)
 
     @property
     def http_url(self) -> str:
-        """The engine's HTTP API, once started."""
+        """Return the engine's HTTP API, once started."""
         return str(self._where["http"])
 
     @property
     def dashboard_url(self) -> str:
-        """The dashboard, once started."""
+        """Return the dashboard, once started."""
         return str(self._where["dashboard"])
 
     async def __aenter__(self) -> Self:
@@ -242,7 +245,7 @@ class LocalStack:
         self._keep({**probes, **{name: probe_service(address, access) for name, address in addresses.items()}})
 
     async def _open_store(self) -> str:
-        """The URL of the store: one that others run, which is checked, or a directory of the stack."""
+        """Return the URL of the store: one that others run, which is checked, or a directory of the stack."""
         if store_url := self.options.store_url:
             from millrace.local.preflight import check_store
 
@@ -253,7 +256,7 @@ class LocalStack:
         return directory.as_uri()
 
     def _settings(self) -> dict[str, Any]:
-        """Keys of a config that the running stack has decided."""
+        """Return keys of a config that the running stack has decided."""
         return {
             "inference.engine": self.options.engine,
             "inference.server.port": self.options.http_port,
@@ -271,7 +274,7 @@ class LocalStack:
         raise death.result()
 
     def _keep(self, probes: Mapping[str, Probe]) -> None:
-        """From now on processes that die are started again."""
+        """Restart processes that die, from now on."""
         self.keeper = Keeper(
             self.supervisor,
             probes,
@@ -288,7 +291,9 @@ class LocalStack:
         self._keeping = asyncio.create_task(self.keeper.run(), name="keeper of the stack")
 
     async def _wait_failure(self) -> BaseException:
-        """What ends the stack: any death before it was ready, later what the keeper gives up on."""
+        """Return the error that ends the stack: any death before it was ready, later one that the keeper does not
+        restart.
+        """
         if self._keeping is None:
             return await self.supervisor.wait_death()
         await asyncio.wait({self._keeping})
@@ -303,7 +308,7 @@ class LocalStack:
             self._note(text)
 
     def _write_json(self) -> None:
-        """`stack.json`: where it listens, the pids of now, and how often each process was started again."""
+        """Write `stack.json`: addresses, current pids, and how often each process was started again."""
         pids = {name: child.pid for name, child in self.supervisor.children.items()}
         again = self.keeper.restarts() if self.keeper else {}
         fresh = self.directory / "stack.json.new"
@@ -359,7 +364,7 @@ class LocalStack:
         redis_url: str,
         store_url: str,
     ) -> ProcessSpec:
-        """How a service is started, and with which variables."""
+        """Return a service's command and variables."""
         settings = replace(
             self.options.access,
             token=None,  # the clients' own
@@ -394,13 +399,13 @@ class LocalStack:
         )
 
     def _defaults(self) -> dict[str, str]:
-        """Of every service, unless the environment says otherwise."""
+        """Return the defaults of every service, which the environment overrides."""
         # More threads than cores collapse throughput, and there are four services on this machine.
         defaults = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
         return {**defaults, SCRATCH_VARIABLE: str(self.directory / "scratch")}  # /tmp is memory on many machines
 
     def _start_fork_server(self) -> None:
-        """From now on services are forked from a process that has imported what they need, where that can be."""
+        """Start the fork server: from now on services are forked from a process with their imports, where possible."""
         is_vllm = self.options.engine == "vllm"
         modules = [module for name, module in self._modules.items() if not (is_vllm and name == "inference")]
         if preloaded := needs(modules, self._environ):
@@ -408,11 +413,11 @@ class LocalStack:
             self.supervisor.start_fork_server(server, env={**self._defaults(), **self._environ})
 
     def _peers(self) -> ClientAccess:
-        """How the stack's processes call each other."""
+        """Return the variables by which the stack's processes reach each other."""
         return ClientAccess.internal(self.options.access)
 
     def _own(self, name: str) -> dict[str, str]:
-        """The variables that only this service reads."""
+        """Return the variables that only this service reads."""
         ids = self.options.gpus.get(name)
         visible = {} if ids is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ids))}
         if name == "trainer" and ids:
@@ -420,7 +425,7 @@ class LocalStack:
         return {**visible, **self._settings_of(name)}
 
     def _ranks(self, name: str) -> list[str]:
-        """What starts a gang of the trainer, one rank per GPU; nothing for one process."""
+        """Return the command prefix of a gang of the trainer, one rank per GPU; empty for one process."""
         count = len(self.options.gpus.get(name, ()))
         if name != "trainer" or count < 2:
             return []
@@ -492,7 +497,7 @@ def _of(wait: waits.Wait) -> str:
 
 
 async def _wait_redis(redis: EmbeddedRedis) -> None:
-    """Return when the server answers. That it died is the caller's to see: here another object runs the process."""
+    """Wait until the server answers. The caller watches for its death, because another object runs the process."""
     with waits.waiting("redis to be ready", waits_on="redis", deadline_s=REDIS_DEADLINE_S):
         try:
             async with asyncio.timeout(REDIS_DEADLINE_S):
@@ -529,7 +534,7 @@ GPUS = ("/dev/nvidiactl", "/dev/kfd")
 
 
 def needs(modules: Iterable[str], environ: Mapping[str, str]) -> dict[str, Sequence[str]]:
-    """What to import for those of these main modules that may be forked.
+    """Return the modules to import for those of these main modules that may be forked.
 
     None of them elsewhere than on Linux, or where `VARIABLE` says 0. What uses a GPU is started afresh: what a driver
     did in a process does not survive a fork.

@@ -62,7 +62,7 @@ def _with_known_formats(said: Mapping[str, Any]) -> dict[str, Any]:
 #
 # Readers of transformers 4 look for `rope_theta` and `rope_scaling` in `config.json`, know nothing of
 # `rope_parameters`, and take the class's default where they find neither: other logits, without a word. Of a
-# tokenizer that transformers 5 saved they know neither the class nor where its special tokens stand.
+# tokenizer that transformers 5 saved they know neither the class nor where its special tokens are.
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _OLDER_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
@@ -80,7 +80,10 @@ class _Names:
     local_theta: str | None = None
 
     def spelled(self, config: Any, rope: Mapping[str, Any]) -> dict[str, Any]:
-        """Values by these keys for a model of this config; `rope` as transformers 5 has it, maybe by kind of layer."""
+        """Return values by these keys for a model of this config.
+
+        `rope` as transformers 5 has it, maybe by kind of layer.
+        """
         scaling = dict(rope.get(_FULL, rope))
         found: dict[str, Any] = {self.theta: scaling.pop("rope_theta")}
         if "partial_rotary_factor" in scaling:
@@ -104,7 +107,7 @@ _SPELLINGS = (
 
 
 def with_older_names(config: Any, said: Mapping[str, Any]) -> dict[str, Any]:
-    """`said`, which is what a config of transformers says of itself as JSON, with the words of transformers 4 as well.
+    """Return `said`, a config of transformers as JSON, with the words of transformers 4 in addition.
 
     Which words these are for a class is what the class itself reads. What they cannot say is left out.
     """
@@ -121,7 +124,7 @@ def with_older_names(config: Any, said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_older_tokenizer_names(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a `tokenizer_config.json` says, in words that transformers 4 and 5 have in common."""
+    """Return a `tokenizer_config.json` in words that transformers 4 and 5 have in common."""
     found = dict(said)
     if found.get("tokenizer_class") == "TokenizersBackend":
         found["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -132,7 +135,7 @@ def with_older_tokenizer_names(said: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def mend_older_rope(config: Any, raw: Mapping[str, Any]) -> None:
+def restore_older_rope(config: Any, raw: Mapping[str, Any]) -> None:
     """Give every kind of OLMo 3's layers the base that its `config.json` names in the words of transformers 4.
 
     transformers 5 gives it to one kind, and its own default to the other.
@@ -196,7 +199,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _plain(rope: Any) -> dict[str, Any]:
-    """Without the older word for `rope_type`, which stays where transformers 5 has read it."""
+    """Return the config without the older word for `rope_type`, which stays where transformers 5 has read it."""
     return dict(_plain_items(rope)) if isinstance(rope, dict) else {}
 
 

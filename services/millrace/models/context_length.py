@@ -28,7 +28,7 @@ _FIXED = WeakKeyDictionary[nn.Module, Contexts]()
 def fix_context_length(model: nn.Module, length: int) -> None:
     """Let every embedding that looks at a call's longest position see one of a sequence of `length` tokens, in place.
 
-    `length` is that of the longest sequence, at least 2. What stands behind it can only be padding, and gets the last
+    `length` is that of the longest sequence, at least 2. What is behind it can only be padding, and gets the last
     position. Call it once, before the model computes anything: some embeddings remember the longest call.
     """
     alike: list[tuple[int, int]] = []
@@ -42,12 +42,14 @@ def fix_context_length(model: nn.Module, length: int) -> None:
 
 
 def contexts_like(model: nn.Module) -> Contexts:
-    """The contexts in which a fixed model computes the same; nothing if its embeddings follow no length."""
+    """Return the contexts in which a fixed model computes the same; nothing if its embeddings follow no length."""
     return _FIXED.get(model, ())
 
 
 def _following(model: nn.Module) -> list[tuple[nn.Module, list[str | None]]]:
-    """The embeddings that transformers updates in a call, each with the types of layers that have one of their own."""
+    """Return the embeddings that transformers updates in a call, each with the types of layers that have one of
+    their own.
+    """
     found = []
     for module in model.modules():
         types = getattr(module, "rope_type", None)
@@ -63,7 +65,7 @@ def _follows(name: str) -> bool:
 
 
 def _alike(module: nn.Module, kind: str | None, length: int) -> tuple[int, int]:
-    """The least and the most tokens of sequences for which the embedding is that for `length`, by asking it."""
+    """Return the least and the most tokens of sequences for which the embedding is that for `length`, by asking it."""
     wanted = _first_two(module, kind, length)
 
     def is_alike(other: int) -> bool:
@@ -74,7 +76,7 @@ def _alike(module: nn.Module, kind: str | None, length: int) -> tuple[int, int]:
 
 
 def _border(is_alike: Callable[[int], bool], inside: int, outside: int) -> int:
-    """The last length from `inside`, where it is alike, towards `outside`, where it is not."""
+    """Return the last length from `inside`, where both agree, towards `outside`, where they differ."""
     while abs(outside - inside) > 1:
         middle = (inside + outside) // 2
         inside, outside = (middle, outside) if is_alike(middle) else (inside, middle)
@@ -82,7 +84,9 @@ def _border(is_alike: Callable[[int], bool], inside: int, outside: int) -> int:
 
 
 def _first_two(module: nn.Module, kind: str | None, length: int) -> torch.Tensor:
-    """What the first two positions of a sequence of `length` tokens get of an embedding that has seen no other one."""
+    """Return what the first two positions of a sequence of `length` tokens get of an embedding that has seen no
+    other one.
+    """
     fresh = copy.deepcopy(module, {id(config): config for config in [getattr(module, "config", None)]})
     positions_1L = torch.tensor([[0, 1, length - 1]], device=next(fresh.buffers()).device)
     arguments = {} if kind is None else {"layer_type": kind}
@@ -93,7 +97,7 @@ def _first_two(module: nn.Module, kind: str | None, length: int) -> torch.Tensor
 def _with_last_position(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, length: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of an embedding (x, position_ids, …) with one more position, the last one of the context."""
+    """Return the arguments of an embedding (x, position_ids, …) with one more position, the last one of the context."""
     positions_L = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
     last = positions_L.new_full((*positions_L.shape[:-1], 1), length - 1)
     longer = torch.cat([positions_L.clamp(max=length - 1), last], dim=-1)

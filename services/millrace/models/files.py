@@ -37,7 +37,7 @@ MAX_SMALL_BYTES = 256 << 20
 
 
 def small_files(directory: Path, patterns: Iterable[str]) -> dict[str, bytes]:
-    """The contents of the plain files that fit a pattern, by name, with `/` where one lies in a directory.
+    """Return the contents of the plain files that match a pattern, by name, with `/` for one in a directory.
 
     Directories of such names are not files, and what is hidden is nobody's. CorruptObjectError (MODEL_FILE_UNUSABLE)
     for what cannot be read, is a broken link, is too large, or has a name that some filesystem does not take.
@@ -54,7 +54,7 @@ def _name_of(path: Path, directory: Path) -> str:
 
 
 def read_small(path: Path, *, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
-    """The bytes of one file; CorruptObjectError (MODEL_FILE_UNUSABLE) if they cannot be had."""
+    """Return the bytes of one file; CorruptObjectError (MODEL_FILE_UNUSABLE) if they cannot be had."""
     try:
         if not path.is_file():
             raise model_file_unusable(path, "it is a link to nothing" if path.is_symlink() else "it is no plain file")
@@ -66,7 +66,10 @@ def read_small(path: Path, *, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
 
 
 def read_object(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in a file, infinities included; CorruptObjectError (MODEL_FILE_UNUSABLE) if it holds none."""
+    """Return the JSON object in a file, infinities included.
+
+    CorruptObjectError (MODEL_FILE_UNUSABLE) if it holds none.
+    """
     data = read_small(path, max_bytes=max_bytes)
     try:
         return decode_object(
@@ -85,18 +88,18 @@ ADAPTER_PICKLE = "adapter_model.bin"
 
 
 def adapter_files(directory: Path) -> tuple[str, ...]:
-    """The names of the files of an adapter that are in a directory; empty if it is none."""
+    """Return the names of the files of an adapter that are in a directory; empty if it is none."""
     names = (ADAPTER_CONFIG, ADAPTER_WEIGHTS, ADAPTER_PICKLE)
     return tuple(name for name in names if (directory / name).is_file())
 
 
 def adapter_small_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Of the small files of a whole model those that stand beside an adapter: all but what makes it a model."""
+    """Return the small files of a whole model that belong to an adapter, too: all but those that make it a model."""
     return {name: data for name, data in files.items() if name not in ("config.json", ADAPTER_CONFIG)}
 
 
 def why_no_model(directory: Path) -> str | None:
-    """Why a directory is not taken as a model; None if it has no adapter.
+    """Return why a directory is not taken as a model; None if it has no adapter.
 
     Programs read a model that has an adapter beside it with or without that, by whether PEFT is installed.
     """
@@ -105,7 +108,7 @@ def why_no_model(directory: Path) -> str | None:
 
 
 def require_no_adapter(directory: Path) -> None:
-    """InvalidStateError (MODEL_IS_ADAPTER) if a directory that is to be a model holds an adapter."""
+    """Raise InvalidStateError (MODEL_IS_ADAPTER) if a directory that is to be a model holds an adapter."""
     if (problem := why_no_model(directory)) is not None:
         raise InvalidStateError(
             f"model {str(directory)!r} {problem}",
@@ -117,7 +120,7 @@ def require_no_adapter(directory: Path) -> None:
 
 # Which *.safetensors of a directory hold the weights, and which of them holds each tensor.
 #
-# The index decides, or the one file `model.safetensors`. Whatever else lies beside is not read, and is told.
+# The index decides, or the one file `model.safetensors`. Whatever else is beside is not read, and is told.
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +172,7 @@ class WeightFiles:
             if absent:
                 raise model_corrupt(directory, f"{name} promises what is not in the files: {first_names(absent)}")
             tensors = {tensor: headers[file][tensor] for tensor, file in promised.items()}
+            # An index decides which file holds a tensor; another copy of it elsewhere is ignored, and reported.
             unlisted = [each for file, found in headers.items() for each in found if promised.get(each) != file]
         if not tensors:
             raise model_corrupt(directory, f"{', '.join(files)} holds no tensor")
@@ -183,7 +187,7 @@ class WeightFiles:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files that are read."""
+        """Return the files that are read."""
         return tuple(self.directory / name for name in sorted({each.file for each in self.tensors.values()}))
 
     def tell_beside(self) -> None:
@@ -197,7 +201,7 @@ class WeightFiles:
 
     @contextmanager
     def open(self, framework: str = "pt") -> Iterator[dict[str, Any]]:
-        """The tensors as safetensors' slices, by name, while the block lasts."""
+        """Provide the tensors as safetensors' slices, by name, while the block runs."""
         from safetensors import safe_open
 
         with ExitStack() as opened:
@@ -206,14 +210,14 @@ class WeightFiles:
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What config.json says of how its weights are stored; None where it says nothing."""
+    """Return the quantization that config.json describes; None if it describes none."""
     text = config.get("text_config")
     found = config.get(QUANTIZATION) or (text.get(QUANTIZATION) if isinstance(text, dict) else None)
     return found or config.get("compression_config") or None
 
 
 def _chosen(directory: Path, configured: object) -> str:
-    """The name of the one file, or of the index."""
+    """Return the name of the one file, or of the index."""
     if configured is not None:
         if not isinstance(configured, str) or not configured.endswith((".safetensors", ".safetensors.index.json")):
             raise model_corrupt(directory, f"its config.json names {configured!r} as {CONFIGURED}")
@@ -236,7 +240,7 @@ def _chosen(directory: Path, configured: object) -> str:
 
 
 def _read_index(directory: Path, name: str) -> dict[str, str]:
-    """The file of each tensor, by the index."""
+    """Return the file of each tensor, by the index."""
     named = read_object(directory / name).get("weight_map")
     if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()) or not named:
         raise model_corrupt(directory, f"{name} has no weight_map from tensors to files")
@@ -249,7 +253,7 @@ def _read_index(directory: Path, name: str) -> dict[str, str]:
 
 
 def _read_header(directory: Path, name: str) -> dict[str, StoredTensor]:
-    """What a file holds; safetensors checks that its bytes are as many as its header says."""
+    """Return the header of a file; safetensors checks that its size matches."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -271,7 +275,7 @@ _MOST_CHARACTERS = 2000
 
 
 def model_corrupt(directory: Path, problem: object) -> CorruptObjectError:
-    """The error of weights that are not those of their config."""
+    """Return the error of weights that are not those of their config."""
     return CorruptObjectError(
         f"model {str(directory)!r} cannot be loaded: its *.safetensors are damaged or do not fit its config.json: "
         f"{_one_line(problem)}",
@@ -282,7 +286,7 @@ def model_corrupt(directory: Path, problem: object) -> CorruptObjectError:
 
 
 def model_not_found(name: str, problem: object) -> NotFoundError:
-    """The error of a model that is not there, or that nothing here can load."""
+    """Return the error of a model that is not there, or that nothing here can load."""
     return NotFoundError(
         f"model {name!r} cannot be loaded: {_one_line(problem)}",
         reason="MODEL_NOT_FOUND",
@@ -293,7 +297,7 @@ def model_not_found(name: str, problem: object) -> NotFoundError:
 
 
 def model_file_unusable(path: Path, problem: object, *, remedy: str | None = None) -> CorruptObjectError:
-    """The error of a small file of a model that cannot be read as what it must be."""
+    """Return the error of a small file of a model that cannot be read as what it must be."""
     return CorruptObjectError(
         f"{path} cannot be used: {_one_line(problem)}",
         reason="MODEL_FILE_UNUSABLE",
@@ -303,7 +307,9 @@ def model_file_unusable(path: Path, problem: object, *, remedy: str | None = Non
 
 
 def model_quantized(directory: Path, problem: str) -> InvalidStateError:
-    """The error of weights that are stored in a format from which they are not known to come back as they were."""
+    """Return the error of weights that are stored in a format from which they are not known to come back as they
+    were.
+    """
     return InvalidStateError(
         f"model {str(directory)!r} is quantized: {problem}",
         reason="MODEL_QUANTIZED",
@@ -314,13 +320,13 @@ def model_quantized(directory: Path, problem: str) -> InvalidStateError:
 
 
 def first_names(names: Collection[str]) -> str:
-    """The first names in order, and how many more there are."""
+    """Return the first names in order, and how many more there are."""
     shown = sorted(names)[:MOST_NAMES]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
 def _one_line(problem: object) -> str:
-    """What is said, on one line and not at length: libraries write whole reports."""
+    """Return the text on one short line: libraries write whole reports."""
     text = " ".join(str(problem).split())
     return text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + " …"

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from millrace.errors import InvalidStateError, NotFoundError
-from millrace.models.configs import mend_older_rope, read_config
+from millrace.models.configs import read_config, restore_older_rope
 from millrace.models.files import (
     QUANTIZATION,
     StoredTensor,
@@ -34,7 +34,7 @@ from millrace.models.files import (
 )
 from millrace.models.torch_support import is_shortage
 from millrace.telemetry import progress
-from millrace.telemetry.progress import Doing, loading_counts
+from millrace.telemetry.progress import Activity, loading_counts
 
 _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -52,15 +52,15 @@ class _Noted:
     shapes_alone: bool
 
     def get_shape(self) -> list[int]:
-        """The shape of the tensor."""
+        """Return the shape of the tensor."""
         return self.slice.get_shape()
 
     def get_dtype(self) -> str:
-        """Its format, as safetensors names it."""
+        """Return Its format, as safetensors names it."""
         return self.slice.get_dtype()
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """The numbers at an index of the whole."""
+        """Return the numbers at an index of the whole."""
         self.read[self.name] = dtype = self.slice.get_dtype()
         if self.shapes_alone:
             return torch.empty(self.slice.get_shape(), dtype=_PLAIN.get(dtype, torch.uint8), device="meta")[index]
@@ -68,7 +68,7 @@ class _Noted:
 
 
 def load_config(directory: Path) -> Any:
-    """The Hugging Face config in a directory, without what it says of how its weights are stored.
+    """Return the Hugging Face config in a directory, without what it says of how its weights are stored.
 
     NotFoundError (MODEL_NOT_FOUND) if there is none or transformers does not know it; CorruptObjectError
     (MODEL_FILE_UNUSABLE) if it is no JSON object; InvalidStateError (MODEL_QUANTIZED).
@@ -81,7 +81,7 @@ def load_config(directory: Path) -> Any:
         config = read_config(directory)
     except Exception as error:  # foreign code on a foreign file: each class of configs checks it with errors of its own
         raise model_not_found(str(directory), f"its config.json does not load: {error}") from error
-    mend_older_rope(config, raw)
+    restore_older_rope(config, raw)
     for each in (config, config.get_text_config(decoder=True)):
         if hasattr(each, QUANTIZATION):
             delattr(each, QUANTIZATION)
@@ -89,7 +89,7 @@ def load_config(directory: Path) -> Any:
 
 
 def empty_model(directory: Path, *, dtype: torch.dtype = torch.float32) -> Any:
-    """The causal language model in `directory` in eval mode, its parameters in `dtype` and on the meta device.
+    """Return the causal language model in `directory` in eval mode, its parameters in `dtype` and on the meta device.
 
     Raises as `load_config`. Buffers have their values.
     """
@@ -97,7 +97,7 @@ def empty_model(directory: Path, *, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def _empty(directory: Path, config: Any, dtype: torch.dtype, *, own: Any = None) -> Any:
-    """As `empty_model`; of the class `own`, if that is given."""
+    """Create an empty model as `empty_model` does, of the class `own` if that is given."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -122,7 +122,7 @@ def check_weights(directory: Path) -> None:
 
 
 def check_stored(directory: Path) -> str:
-    """As `check_weights`, with the class that config.json names, for files that another program reads as they are.
+    """Check as `check_weights` does, with the class that config.json names, files that another program reads unchanged.
 
     Why they were not compared, where that class or the format of the files is not known here; else empty. Raises as
     `fill_model`.
@@ -171,7 +171,7 @@ def fill_model(model: Any, directory: Path, *, device: torch.device) -> None:
     )
     try:
         with contextlib.ExitStack() as opened:
-            work = opened.enter_context(progress.work(Doing.LOAD, f"model {directory.name}", unit="tensors"))
+            work = opened.enter_context(progress.work(Activity.LOAD, f"model {directory.name}", unit="tensors"))
             opened.enter_context(loading_counts(work))
             slices = dequantized(directory, raw, weights.tensors, opened.enter_context(weights.open()))
             noted = {name: _Noted(name, each, read, shapes_alone=is_trial) for name, each in slices.items()}
@@ -188,7 +188,9 @@ def fill_model(model: Any, directory: Path, *, device: torch.device) -> None:
 
 
 def _require_plain(model: Any, directory: Path, read: Mapping[str, str]) -> None:
-    """InvalidStateError (MODEL_QUANTIZED) if a weight was read of a format that only its quantization explains."""
+    """Raise InvalidStateError (MODEL_QUANTIZED) if a weight was read in a format that only its quantization
+    explains.
+    """
     held = model.state_dict()
     odd = {
         f"{name} ({dtype})"
@@ -200,7 +202,7 @@ def _require_plain(model: Any, directory: Path, read: Mapping[str, str]) -> None
 
 
 def _faults(model: Any, info: Any, *, nothing: set[str], is_trial: bool) -> list[str]:
-    """What is wrong with the weights that a model has now, a line for each kind; ties what the class ties."""
+    """Return the faults of the weights that a model has now, a line for each kind; ties what the class ties."""
     found: list[str] = []
 
     def note(what: str, names: Collection[str]) -> None:
@@ -232,13 +234,13 @@ def _faults(model: Any, info: Any, *, nothing: set[str], is_trial: bool) -> list
 
 
 def _is_same(model: Any, name: str, other: str) -> bool:
-    """Whether what this rank holds of two parameters is the same."""
+    """Return whether what this rank holds of two parameters is the same."""
     first, second = _local(model.get_parameter(name)), _local(model.get_parameter(other))
     return first is second or first.is_meta or second.is_meta or torch.equal(first, second)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no number of a tensor is infinite or none; without memory for a copy of it."""
+    """Return whether no number of a tensor is infinite or none; without memory for a copy of it."""
     if tensor.is_meta or not tensor.numel() or not tensor.is_floating_point():
         return True
     least, most = torch.aminmax(tensor)
@@ -246,7 +248,10 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def stored_dtype(directory: Path, config: Any) -> torch.dtype:
-    """The format of the weights, as config.json says it or else the first tensor of one; float32 if neither does."""
+    """Return the format of the weights, as config.json says it or else the first tensor of one.
+
+    Float32 if neither does.
+    """
     said = getattr(config, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
     if isinstance(said, torch.dtype):
         return said
@@ -255,7 +260,7 @@ def stored_dtype(directory: Path, config: Any) -> torch.dtype:
 
 
 def _conversions(model: Any) -> Any:
-    """How names and shapes in files become the model's; some go by the name of a class, which FSDP changes."""
+    """Return how names and shapes in files become the model's; some go by the name of a class, which FSDP changes."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     sharded = type(model)
@@ -280,7 +285,7 @@ def _fill_nothing(model: nn.Module, *, device: torch.device) -> set[str]:
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """In this block every new parameter moves to the meta device as soon as a module has it; buffers stay."""
+    """Move every new parameter to the meta device as soon as a module has it, while the block runs; buffers stay."""
     register = nn.Module.register_parameter
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -299,7 +304,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-# Weights that are stored in FP8 or MXFP4, as the numbers that they stand for: the same on every device and rank.
+# Weights that are stored in FP8 or MXFP4, as the numbers that they represent: the same on every device and rank.
 #
 # Only what is written here is read, each format as its own files define it; every other one is refused by name. The
 # numbers are float32: of FP8 each is a product that is rounded once, and of MXFP4 each is exact.
@@ -322,15 +327,15 @@ class Fp8Weight:
     block: tuple[int, int] | None
 
     def get_shape(self) -> list[int]:
-        """The shape of the weight."""
+        """Return the shape of the weight."""
         return self.weight.get_shape()
 
     def get_dtype(self) -> str:
-        """The format of what is given, as safetensors names it."""
+        """Return the format of what is given, as safetensors names it."""
         return "F32"
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """The numbers at an index of the whole."""
+        """Return the numbers at an index of the whole."""
         numbers, factors = self.weight[...].float(), self.scale[...].float()
         if self.block is None:
             return (numbers * factors)[index]
@@ -348,23 +353,25 @@ class Mxfp4Weight:
     scales: Any
 
     def get_shape(self) -> list[int]:
-        """The shape of the parameter."""
+        """Return the shape of the parameter."""
         experts, rows, blocks, width = self.blocks.get_shape()
         return [experts, blocks * width * 2, rows]
 
     def get_dtype(self) -> str:
-        """The format of what is given, as safetensors names it."""
+        """Return the format of what is given, as safetensors names it."""
         return "F32"
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """The numbers at an index of the whole."""
+        """Return the numbers at an index of the whole."""
         from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
         return convert_moe_packed_tensors(self.blocks[...], self.scales[...], dtype=torch.float32)[index]
 
 
 def require_known(directory: Path, config: Mapping[str, Any]) -> None:
-    """InvalidStateError (MODEL_QUANTIZED) if config.json names a format that is not read here, or a kind of it."""
+    """Raise InvalidStateError (MODEL_QUANTIZED) if config.json names a format, or a kind of it, that is not
+    supported.
+    """
     said = quantization_of(config)
     if said is None:
         return
@@ -380,7 +387,7 @@ def require_known(directory: Path, config: Mapping[str, Any]) -> None:
 def dequantized(
     directory: Path, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], slices: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The slices under the names of the parameters, those of quantized tensors as what they stand for.
+    """Return the slices by the names of the parameters; quantized tensors are decoded.
 
     InvalidStateError (MODEL_QUANTIZED) for what `require_known` refuses, and for tensors that do not fit together.
     """
@@ -427,11 +434,12 @@ def _fp8(
 
 
 def _fits(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int] | None) -> bool:
-    """Whether a weight's factors are one for each block; without blocks one for all of it."""
+    """Return whether a weight's factors are one for each block; without blocks one for all of it."""
     if block is None:
         return scale in ((), (1,), (1, 1)) or (len(scale) == len(shape) == 3 and scale == (shape[0], 1, 1))
     if len(shape) < 2:
         return False
+    # Each block begins at a multiple of its size; the last one of a row or column may be cut, hence the ceiling.
     return scale == (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
 
 
@@ -442,6 +450,7 @@ def _mxfp4(directory: Path, tensors: Mapping[str, StoredTensor], slices: Mapping
             continue
         whole = name.removesuffix(_MXFP4_BLOCKS)
         scales = tensors.get(whole + _MXFP4_SCALES)
+        # 16 bytes hold the 32 numbers of 4 bits that share one scale.
         is_packed = stored.dtype == "U8" and len(stored.shape) == 4 and stored.shape[-1] == 16
         if scales is None or scales.dtype != "U8" or not is_packed or scales.shape != stored.shape[:-1]:
             wrong.append(name)

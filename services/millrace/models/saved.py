@@ -39,7 +39,7 @@ class SavedTensor:
 
     @property
     def end(self) -> int:
-        """The element of `source` behind the last one."""
+        """Return the element of `source` after the last one."""
         return self.start + prod(self.shape)
 
 
@@ -50,7 +50,8 @@ _KEPT = WeakKeyDictionary[nn.Module, dict[torch.dtype, frozenset[str]]]()
 def saved_tensors(
     model: nn.Module, shapes: Mapping[str, Sequence[int]], *, own: Collection[str] = ()
 ) -> dict[str, tuple[SavedTensor, ...]]:
-    """What each of the model's own tensors (`shapes` by name, tied ones once) is saved as, in order of `start`.
+    """Return the saved tensor of each of the model's own tensors (`shapes` by name, tied ones once), in order of
+    `start`.
 
     The model was loaded by transformers, or `recall_conversions` has said from which names. Tensors in `own` keep
     their names, and so do those of which the saved form is no range (interleaved or transposed ones): transformers
@@ -77,7 +78,7 @@ def recall_conversions(model: Any, names: Iterable[str]) -> None:
 
 
 def kept_in_float32(model: nn.Module, *, dtype: torch.dtype) -> frozenset[str]:
-    """The model's own tensors that stay float32 where its weights are saved in `dtype`.
+    """Return the model's own tensors that stay float32 where its weights are saved in `dtype`.
 
     These are what the class names so (`_keep_in_fp32_modules`, `_keep_in_fp32_modules_strict`), such as the biases of
     routers, and what it makes in float32 whatever the model's format is.
@@ -93,7 +94,8 @@ def kept_in_float32(model: nn.Module, *, dtype: torch.dtype) -> frozenset[str]:
 
 
 def saved_config(model: Any, *, dtype: torch.dtype) -> bytes:
-    """`config.json` of the model that is held, weights in `dtype`; of the text part alone where only that is held.
+    """Return `config.json` of the model that is held, weights in `dtype`; of the text part alone where only that is
+    held.
 
     It says what transformers 4 and 5 call otherwise in the words of both.
     """
@@ -109,7 +111,7 @@ def saved_config(model: Any, *, dtype: torch.dtype) -> bytes:
 
 
 def own_class(model: nn.Module) -> type[Any]:
-    """The class that transformers has for a model; sharding makes a subclass of it."""
+    """Return the class that transformers has for a model; sharding makes a subclass of it."""
     return next(each for each in type(model).__mro__ if not each.__name__.startswith("FSDP"))
 
 
@@ -131,7 +133,9 @@ def _saved(
 
 
 def _ranges(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[SavedTensor]]:
-    """Saved tensors that are ranges, by the model's own ones: found by watching transformers at work on no data."""
+    """Return saved tensors that are ranges of the model's own ones: found by watching transformers at work on no
+    data.
+    """
     from transformers import PreTrainedModel
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -175,7 +179,7 @@ def _kept(model: Any, dtype: torch.dtype) -> Iterator[str]:
 
 
 def _levels(config: Any) -> Iterator[Any]:
-    """A config and the configs in it."""
+    """Yield a config and the configs in it."""
     yield config
     for name in config.sub_configs:
         if (inner := getattr(config, name, None)) is not None and hasattr(inner, "sub_configs"):

@@ -1,7 +1,7 @@
 """A model's directory before another program serves it as it is: what a run would refuse of it, but for its classes.
 
 vLLM reads whole files: all that its index names, or every `*.safetensors` where there is no index; and those of
-Mistral instead as soon as one `consolidated*.safetensors` lies beside them. It is given a directory without what does
+Mistral instead as soon as one `consolidated*.safetensors` is beside them. It is given a directory without what does
 not count.
 """
 
@@ -36,17 +36,17 @@ _CODES = {torch.float8_e4m3fn: 0xFE, torch.float8_e5m2: 0xF8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LookedAt:
+class CheckedModel:
     """The directory to be served, and what is to be told about it."""
 
     directory: Path
     notes: tuple[str, ...]
 
 
-def look_at_served(
+def validate_served(
     directory: Path, *, place: Path, needs_tokenizer: bool, needs_template: bool, tell: Callable[[str], None]
-) -> LookedAt:
-    """Look at all of a model: its files, its names and shapes, its tokenizer, and every number.
+) -> CheckedModel:
+    """Validate all of a model: its files, names, shapes, tokenizer, and every number.
 
     What does not count is left out of `place`, which becomes a directory of links, where it would be read. `tell` is
     told how far it is. Raises as `millrace.models.served.look_at`, and CorruptObjectError (MODEL_CORRUPT) for numbers
@@ -61,14 +61,14 @@ def look_at_served(
     require_finite(weights, tell=tell)
     if weights.beside:
         notes.append(f"{first_names(weights.beside)} beside the model's own weight files: not read")
-    return LookedAt(directory=_cleared(weights, place), notes=tuple(notes))
+    return CheckedModel(directory=_cleared(weights, place), notes=tuple(notes))
 
 
-def look_at_other_weights(directory: Path, *, model: Path, place: Path) -> Path:
-    """Look at weights that take the place of those of a model that is served: the directory to load.
+def validate_other_weights(directory: Path, *, model: Path, place: Path) -> Path:
+    """Validate weights that replace those of a served model; returns the directory to load.
 
-    CorruptObjectError (MODEL_CORRUPT) as `look_at_served`, and where they are not of the same names, formats and shapes
-    as those of `model`, if that is a directory here.
+    CorruptObjectError (MODEL_CORRUPT) as `validate_served`, and where they are not of the same names, formats and
+    shapes as those of `model`, if that is a directory here.
     """
     weights = _listed(directory, {})
     if (model / "config.json").is_file():
@@ -93,7 +93,7 @@ def _listed(directory: Path, config: Mapping[str, Any]) -> WeightFiles:
 
 
 def require_finite(weights: WeightFiles, *, tell: Callable[[str], None] = lambda how_far: None) -> None:
-    """CorruptObjectError (MODEL_CORRUPT) naming the tensors in which a number is infinite or none.
+    """Raise CorruptObjectError (MODEL_CORRUPT) naming the tensors that have a number which is infinite or NaN.
 
     Whole numbers are not looked at. One thread reads and looks at some gigabytes a second, so that a disk is slower.
     """

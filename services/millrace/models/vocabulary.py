@@ -22,7 +22,9 @@ _MOST_SHOWN = 3
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """The tokenizer in a directory; NotFoundError (TOKENIZER_MISSING) if there is none that has any text's tokens.
+    """Return the tokenizer in a directory.
+
+    NotFoundError (TOKENIZER_MISSING) if there is none that has any text's tokens.
 
     transformers makes one of a few special tokens where a directory has no files of it.
     """
@@ -39,7 +41,10 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def check_tokenizer(directory: Path, *, model: Path, needs_template: bool) -> None:
-    """As `require_tokenizer`, for a tokenizer that engines load; one with code of its own is left to them."""
+    """Check as `require_tokenizer` does a tokenizer that engines load.
+
+    One with code of its own is left to the engines.
+    """
     try:
         require_tokenizer(directory, model=model, needs_template=needs_template)
     except NotFoundError as error:
@@ -49,7 +54,9 @@ def check_tokenizer(directory: Path, *, model: Path, needs_template: bool) -> No
 
 
 def require_tokenizer(directory: Path, *, model: Path, needs_template: bool) -> Any:
-    """The tokenizer in `directory` for the model in `model`, of which config.json is read; refused if it does not fit.
+    """Return the tokenizer in `directory` for the model in `model`, of which config.json is read.
+
+    Refused if it does not fit.
 
     Raises as `load_tokenizer`, `check_tokens` and, where a template is needed, `require_template`.
     """
@@ -63,7 +70,8 @@ def require_tokenizer(directory: Path, *, model: Path, needs_template: bool) -> 
 
 
 def check_tokens(tokenizer: Any, directory: Path, *, num_rows: int) -> None:
-    """InvalidStateError (VOCABULARY_TOO_SMALL) if a token of the tokenizer or configs has no row in the embedding.
+    """Raise InvalidStateError (VOCABULARY_TOO_SMALL) if a token of the tokenizer or configs has no row in the
+    embedding.
 
     Tokens that the tokenizer names as those of images, sounds or the like are left out: a model of text has no rows for
     them, and no text becomes them. `directory` has the configs of the model.
@@ -88,7 +96,7 @@ def check_tokens(tokenizer: Any, directory: Path, *, num_rows: int) -> None:
 
 
 def require_template(tokenizer: Any, directory: Path) -> None:
-    """InvalidStateError (CHAT_TEMPLATE_MISSING) if the tokenizer in `directory` cannot write a conversation."""
+    """Raise InvalidStateError (CHAT_TEMPLATE_MISSING) if the tokenizer in `directory` cannot write a conversation."""
     if (problem := why_no_template(tokenizer)) is None:
         return
     raise InvalidStateError(
@@ -102,7 +110,7 @@ def require_template(tokenizer: Any, directory: Path) -> None:
 
 
 def _num_rows_of(config: Mapping[str, Any]) -> int | None:
-    """The rows of the embedding as config.json says them; None if it does not."""
+    """Return the rows of the embedding as config.json says them; None if it does not."""
     text = config.get("text_config")
     found = text.get("vocab_size") if isinstance(text, dict) else None
     found = config.get("vocab_size") if found is None else found
@@ -110,12 +118,12 @@ def _num_rows_of(config: Mapping[str, Any]) -> int | None:
 
 
 def _named_specials(tokenizer: Any) -> dict[str, str]:
-    """Special tokens by the name of what they are for."""
+    """Return special tokens by the name of what they are for."""
     return {name: str(text) for name, text in tokenizer.special_tokens_map.items() if not isinstance(text, list)}
 
 
 def _configured(directory: Path) -> Iterator[tuple[str, str, int]]:
-    """File, key and id of the special tokens that the model's configs name; none is -1 in old ones.
+    """Yield file, key and id of the special tokens that the model's configs name; none is -1 in old ones.
 
     CorruptObjectError (MODEL_FILE_UNUSABLE) for what is no id: engines and trainers read it in different ways.
     """
@@ -164,7 +172,7 @@ _DEFAULT = "default"
 
 
 def why_no_template(tokenizer: Any) -> str | None:
-    """What a tokenizer has instead of a chat template for any conversation; None if it has one.
+    """Return what a tokenizer has instead of a chat template for any conversation; None if it has one.
 
     What a template refuses of a conversation is its own affair; one that is no Jinja refuses all of them.
     """

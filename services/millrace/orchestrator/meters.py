@@ -19,7 +19,7 @@ from millrace.orchestrator.play.play import PlayState, num_rollouts
 from millrace.orchestrator.run_meters import COUNTED, seconds_since, seen
 from millrace.orchestrator.workers import QUIET_S, WorkerKind, WorkerRecord, WorkerRegistry
 from millrace.runlog.records.run_record import EVAL
-from millrace.telemetry.metrics import Family, Sheet, StateCollector, make_registry
+from millrace.telemetry.metrics import Family, MetricSheet, StateCollector, make_registry
 from millrace.v1 import run_pb2
 
 RUNS = Family("millrace_runs", "Runs of the deployment by state.", ("state",))
@@ -117,7 +117,7 @@ for _kind in WorkerKind:
 def registry_of(manager: RunManager, catalog: RunCatalog, workers: WorkerRegistry) -> CollectorRegistry:
     """Make the registry of metrics that this orchestrator exports."""
 
-    def read(sheet: Sheet) -> None:
+    def read(sheet: MetricSheet) -> None:
         _read_runs(sheet, catalog)
         _read_workers(sheet, workers)
         driven = manager.driven()
@@ -131,14 +131,14 @@ def registry_of(manager: RunManager, catalog: RunCatalog, workers: WorkerRegistr
     return make_registry("orchestrator", [StateCollector(FAMILIES, read), *COUNTED, LOST])
 
 
-def _read_runs(sheet: Sheet, catalog: RunCatalog) -> None:
+def _read_runs(sheet: MetricSheet, catalog: RunCatalog) -> None:
     states = Count(int(view.run.state) for view in catalog.views)
     for name, state in run_pb2.RunState.items():
         if state != run_pb2.RUN_STATE_UNSPECIFIED:
             sheet.put(RUNS, states[state], name.removeprefix("RUN_STATE_").lower())
 
 
-def _read_open(sheet: Sheet, catalog: RunCatalog, *, driven: Collection[str]) -> None:
+def _read_open(sheet: MetricSheet, catalog: RunCatalog, *, driven: Collection[str]) -> None:
     """Update the series of every run that has not ended, also while nobody drives the run."""
     for view in catalog.views:
         run, moved = view.record.name, view.status.batches.moved
@@ -148,7 +148,7 @@ def _read_open(sheet: Sheet, catalog: RunCatalog, *, driven: Collection[str]) ->
                 sheet.put(SINCE_BATCH, seconds_since(moved), run)
 
 
-def _read_workers(sheet: Sheet, workers: WorkerRegistry) -> None:
+def _read_workers(sheet: MetricSheet, workers: WorkerRegistry) -> None:
     now = time.monotonic()
     found = Count(
         (
@@ -174,7 +174,7 @@ def _read_workers(sheet: Sheet, workers: WorkerRegistry) -> None:
     sheet.put(STOOD_STILL, workers.stood_still_s)
 
 
-def _read_training(sheet: Sheet, parts: RunParts, settings: OrchestratorConfig) -> None:
+def _read_training(sheet: MetricSheet, parts: RunParts, settings: OrchestratorConfig) -> None:
     run, book = parts.context.record.name, parts.book
     sheet.put(STEP, book.step, run)
     sheet.put(EVENT_QUEUE, parts.context.events.num_queued, run)
@@ -199,7 +199,7 @@ def _read_training(sheet: Sheet, parts: RunParts, settings: OrchestratorConfig) 
     _read_replicas(sheet, parts)
 
 
-def _read_replicas(sheet: Sheet, parts: RunParts) -> None:
+def _read_replicas(sheet: MetricSheet, parts: RunParts) -> None:
     run, desired = parts.context.record.name, parts.policies.desired
     versions = [replica.version for replica in parts.policies.ready()]
     newest = desired.version if desired is not None else max(versions, default=0)

@@ -77,6 +77,7 @@ def encode_piece(base: Bits, new: Bits, *, start: int = 0, base_digest: int | No
             remedy="only flat arrays of one dtype and size have a delta; publish a full copy instead",
         )
     share = _changed_share(base, new)
+    # The share is an estimate from a sample of elements: 0 says only that no change was met.
     if share == 0.0 and np.array_equal(base, new):
         return None
     if base_digest is None:
@@ -85,6 +86,7 @@ def encode_piece(base: Bits, new: Bits, *, start: int = 0, base_digest: int | No
         return _encode_sparse(base, new, start, base_digest, gap_width=2 if share < _WIDE_GAPS_BELOW else 1)
     changed, sections = encode_dense(base, new)
     kind = DENSE
+    # Where nearly everything changed, the difference may compress worse than the new values.
     if sum(len(section.stored) for section in sections) > _PLAIN_ABOVE * new.nbytes:
         plain = encode_plain(new)
         if sum(len(section.stored) for section in plain) < sum(len(section.stored) for section in sections):
@@ -106,7 +108,8 @@ def encode_piece(base: Bits, new: Bits, *, start: int = 0, base_digest: int | No
 def decode_piece(
     frame: bytes | memoryview, current: Bits, *, start: int = 0, current_digest: int | None = None
 ) -> TensorChange:
-    """What a frame changes in the piece `current`, flat bits held now, whose first element has row-major index `start`.
+    """Return a frame's changes of the piece `current`, flat bits held now, whose first element has row-major index
+    `start`.
 
     The change counts positions in the whole tensor. It is proved: the digest of `current` with the change applied is
     the one in the frame. `current_digest` is `bits_digest(current, start=start)`; give it where it is known. Raises
@@ -143,7 +146,7 @@ def decode_piece(
 
 
 def _changed_share(base: Bits, new: Bits) -> float:
-    """The share of changed elements, exact for a small piece, else of slices spread over it."""
+    """Return the share of changed elements, exact for a small piece, else of slices spread over it."""
     if base.size <= _SAMPLE_SLICES * _SAMPLE_ELEMENTS:
         return np.count_nonzero(base != new) / max(1, base.size)
     step = base.size // _SAMPLE_SLICES
@@ -174,7 +177,7 @@ def _encode_sparse(base: Bits, new: Bits, start: int, base_digest: int, *, gap_w
 
 
 def _changed_positions(base: Bits, new: Bits) -> Iterator[NDArray[np.int64]]:
-    """Where the arrays differ, in order, in batches that are large enough to be worth numpy's calls."""
+    """Yield where the arrays differ, in order, in batches that are large enough to be worth numpy's calls."""
     batch: list[NDArray[np.int64]] = []
     size = 0
     for begin in range(0, new.size, BLOCK_ELEMENTS):
@@ -202,7 +205,7 @@ def _encoded(header: PieceHeader, sections: list[FrameSection]) -> EncodedPiece:
 
 
 def _proved_whole(header: PieceHeader, bits: Bits) -> TensorChange:
-    """A change of the whole piece, which must be what was encoded."""
+    """Return a change of the whole piece, which must be what was encoded."""
     _check_result(header, bits_digest(bits, start=header.start))
     return TensorChange(bits=bits, start=header.start)
 

@@ -59,7 +59,10 @@ class FrameSection:
     compressed: bool
 
     def expand(self, *, raw_bytes: int, what: str) -> NDArray[np.uint8]:
-        """The stream, which must be `raw_bytes` long; what the frame claims is checked before memory is taken."""
+        """Return the stream, which must be `raw_bytes` long.
+
+        What the frame claims is checked before memory is taken.
+        """
         if self.raw_bytes != raw_bytes:
             raise corrupt(f"its {what} have {self.raw_bytes} bytes, not {raw_bytes}")
         data: bytes | memoryview = self.stored
@@ -74,7 +77,7 @@ class FrameSection:
 
 
 def pack_frame(header: PieceHeader, sections: Sequence[FrameSection]) -> bytes:
-    """One frame; the checksum is computed here."""
+    """Return one frame with its checksum."""
     head = _HEAD.pack(
         _FORMAT,
         header.kind,
@@ -98,18 +101,19 @@ def pack_frame(header: PieceHeader, sections: Sequence[FrameSection]) -> bytes:
 
 
 def read_header(frame: bytes | memoryview) -> PieceHeader:
-    """The header of a frame; raises CorruptObjectError if it is none, or not what was written."""
+    """Return the header of a frame; raises CorruptObjectError if it is none, or not what was written."""
     return read_frame(frame)[0]
 
 
 def read_frame(frame: bytes | memoryview) -> tuple[PieceHeader, list[FrameSection]]:
-    """The header and the sections, which are views; nothing is decompressed yet."""
+    """Return the header and the sections, which are views; nothing is decompressed yet."""
     view = memoryview(frame).cast("B")
     if view.nbytes < _LEAD.size + _HEAD.size:
         raise corrupt(f"it has {view.nbytes} bytes, fewer than a header")
     magic, checksum = _LEAD.unpack_from(view)
     if magic != _MAGIC:
         raise corrupt(f"it begins with {magic!r}, not with {_MAGIC!r}")
+    # The checksum covers the header, so nothing in it is trusted before.
     if zlib.crc32(view[_LEAD.size :]) != checksum:
         raise corrupt("its checksum does not match")
     (version, kind, width, gap_width, num_sections, compressed, start, count, changed, exceptions, base, result) = (
@@ -119,6 +123,7 @@ def read_frame(frame: bytes | memoryview) -> tuple[PieceHeader, list[FrameSectio
         raise corrupt(f"format {version}, kind {kind} is unknown to this release (it reads format {_FORMAT})")
     if width not in _WIDTHS or gap_width not in (0, 1, 2) or num_sections > _MAX_SECTIONS:
         raise corrupt(f"width {width}, gap width {gap_width}, {num_sections} sections are not possible")
+    # These counts size the arrays that decoding allocates.
     if not exceptions <= changed <= count:
         raise corrupt(f"{exceptions} exceptions of {changed} changes of {count} elements are not possible")
     header = PieceHeader(
@@ -153,13 +158,14 @@ def _sections(view: memoryview, num_sections: int, compressed: int) -> list[Fram
             )
         )
         position += stored
+    # Bytes after the last section would be a second content that no digest covers.
     if position != view.nbytes:
         raise corrupt(f"{view.nbytes - position} bytes follow its last section")
     return sections
 
 
 def compress_section(data: NDArray[np.uint8]) -> FrameSection:
-    """A section of these bytes, compressed where that makes it smaller."""
+    """Return a section of these bytes, compressed where that makes it smaller."""
     stored = zstandard.ZstdCompressor(level=COMPRESSION_LEVEL).compress(data.data)
     if len(stored) < data.size:
         return FrameSection(raw_bytes=data.size, stored=stored, compressed=True)
@@ -176,7 +182,7 @@ Bits = NDArray[np.unsignedinteger]
 def ulp_map(bits: Bits) -> Bits:
     """Map float bits to integers, as unsigned bits, in which neighbours in value are neighbours; its own inverse.
 
-    On the signed view it is `s if s >= 0 else -(s & max) - 1`, which is bijective: -0 maps to -1, and NaNs lie beyond
+    On the signed view it is `s if s >= 0 else -(s & max) - 1`, which is bijective: -0 maps to -1, and NaNs are beyond
     the infinities. A step of one unit in the last place is a difference of one, modulo 2**bits.
     """
     width = bits.dtype.itemsize
@@ -196,19 +202,23 @@ def zigzag(difference: Bits) -> Bits:
 
 
 def unzigzag(folded: Bits) -> Bits:
-    """The inverse of `zigzag`."""
+    """Return the inverse of `zigzag`."""
     sign_mask = np.negative((folded & 1).view(f"i{folded.dtype.itemsize}")).view(folded.dtype)
     sign_mask ^= folded >> 1
     return sign_mask
 
 
 def differing(old: Bits, new: Bits) -> NDArray[np.int64]:
-    """The indices at which two contiguous arrays differ: first the words of eight bytes, then the elements in those."""
+    """Return the indices at which two contiguous arrays differ: first the words of eight bytes, then the elements in
+    those.
+    """
     shift = (8 // new.dtype.itemsize).bit_length() - 1
     whole = new.size >> shift << shift
     old_words, new_words = old[:whole].view(np.uint64), new[:whole].view(np.uint64)
+    # About 1 % of the elements change per step: comparing eight bytes at once skips most of the rest.
     words = np.flatnonzero(old_words != new_words)
     inside = np.flatnonzero(old_words[words].view(new.dtype) != new_words[words].view(new.dtype))
+    # `inside` counts within the differing words: its high bits name the word, its low bits the element in it.
     positions = words[inside >> shift]
     positions <<= shift
     inside &= (1 << shift) - 1
@@ -219,7 +229,7 @@ def differing(old: Bits, new: Bits) -> NDArray[np.int64]:
 
 
 def encode_gaps(positions: NDArray[np.int64], *, previous: int, width: int) -> Bits:
-    """Gaps between increasing positions as units of `width` bytes; `previous` is the position before the first.
+    """Return gaps between increasing positions as units of `width` bytes; `previous` is the position before the first.
 
     A unit below the largest says how many elements are skipped before the next position; the largest skips that many
     elements and names none, so that a gap of any length is some of those and one other unit.
@@ -233,12 +243,15 @@ def encode_gaps(positions: NDArray[np.int64], *, previous: int, width: int) -> B
     long = np.flatnonzero(skipped >= escape)
     if not long.size:
         return units
+    # A long gap is `escapes` units of the largest value, each standing for that many skipped elements, and the rest.
     escapes, units[long] = np.divmod(skipped[long], escape)
     return np.insert(units, np.repeat(long, escapes), escape)
 
 
 def decode_gaps(units: Bits, *, num_positions: int, limit: int, what: str) -> NDArray[np.int64]:
-    """The positions, all below `limit`; raises CorruptObjectError unless the units say exactly `num_positions`."""
+    """Return the positions, all below `limit`; raises CorruptObjectError unless the units say exactly
+    `num_positions`.
+    """
     named = units != np.iinfo(units.dtype).max
     if np.count_nonzero(named) != num_positions or (units.size and not named[-1]):
         raise corrupt(f"its {what} do not name {num_positions} elements")
@@ -252,13 +265,13 @@ def decode_gaps(units: Bits, *, num_positions: int, limit: int, what: str) -> ND
 
 
 def to_planes(values: Bits) -> list[NDArray[np.uint8]]:
-    """The values' bytes by significance, the lowest first, each plane contiguous."""
+    """Return the values' bytes by significance, the lowest first, each plane contiguous."""
     planes = values.view(np.uint8).reshape(values.size, values.dtype.itemsize)
     return [np.ascontiguousarray(planes[:, byte]) for byte in range(values.dtype.itemsize)]
 
 
 def from_planes(planes: list[NDArray[np.uint8]]) -> Bits:
-    """The inverse of `to_planes`."""
+    """Return the inverse of `to_planes`."""
     width = len(planes)
     values = np.empty((planes[0].size, width), np.uint8)
     for byte, plane in enumerate(planes):
@@ -267,7 +280,7 @@ def from_planes(planes: list[NDArray[np.uint8]]) -> Bits:
 
 
 def corrupt(what: str) -> CorruptObjectError:
-    """The error of a frame that breaks its format."""
+    """Return the error of a frame that breaks its format."""
     return CorruptObjectError(
         f"a policy delta is damaged: {what}",
         reason="DELTA_CORRUPT",
@@ -320,7 +333,7 @@ class SparseEncoder:
         self._last = int(positions[-1])
 
     def sections(self) -> list[FrameSection]:
-        """The streams; call it once, after at least one change."""
+        """Return the streams; call it once, after at least one change."""
         exceptions = np.concatenate(self._exceptions)
         planes = [
             *to_planes(np.concatenate(self._gaps)),
@@ -334,7 +347,7 @@ class SparseEncoder:
 def decode_sparse(
     header: PieceHeader, sections: list[FrameSection], current: Bits
 ) -> tuple[NDArray[np.int64], Bits, Bits]:
-    """The changed positions, counted from the piece's start, and the bits there, before and after."""
+    """Return the changed positions, counted from the piece's start, and the bits there, before and after."""
     if header.gap_width == 0 or len(sections) != header.gap_width + 1 + _EXCEPTION_GAP_WIDTH + header.width:
         raise corrupt(f"a sparse frame of gap width {header.gap_width} has {len(sections)} sections")
     gaps, rest = sections[: header.gap_width], sections[header.gap_width :]
@@ -352,7 +365,7 @@ def decode_sparse(
     steps = np.zeros(header.num_changed, current.dtype)
     steps[single] = up
     steps *= 2
-    steps -= 1  # modulo 2**bits; what stands at the exceptions is overwritten
+    steps -= 1  # modulo 2**bits; what is at the exceptions is overwritten
     old = current[positions]
     steps += ulp_map(old)
     new = ulp_map(steps)
@@ -361,7 +374,7 @@ def decode_sparse(
 
 
 def _expand_gaps(sections: list[FrameSection], *, num_positions: int, limit: int, what: str) -> NDArray[np.int64]:
-    """Positions from the byte planes of their gaps, whose number is bounded before anything is expanded."""
+    """Return positions from the byte planes of their gaps, whose number is bounded before anything is expanded."""
     units = sections[0].raw_bytes
     most = num_positions + limit // ((1 << (8 * len(sections))) - 1)
     if units > most:
@@ -371,7 +384,7 @@ def _expand_gaps(sections: list[FrameSection], *, num_positions: int, limit: int
 
 
 def encode_dense(base: Bits, new: Bits) -> tuple[int, list[FrameSection]]:
-    """The number of changed elements, and the planes of the differences."""
+    """Return the number of changed elements, and the planes of the differences."""
     changed = 0
     planes = _PlaneCompressor(new)
     for begin in range(0, new.size, BLOCK_ELEMENTS):
@@ -383,7 +396,7 @@ def encode_dense(base: Bits, new: Bits) -> tuple[int, list[FrameSection]]:
 
 
 def encode_plain(new: Bits) -> list[FrameSection]:
-    """The planes of the values."""
+    """Return the planes of the values."""
     planes = _PlaneCompressor(new)
     for begin in range(0, new.size, BLOCK_ELEMENTS):
         planes.add(new[begin : begin + BLOCK_ELEMENTS])
@@ -391,7 +404,7 @@ def encode_plain(new: Bits) -> list[FrameSection]:
 
 
 def decode_dense(header: PieceHeader, sections: list[FrameSection], current: Bits) -> Bits:
-    """The new bits of all elements."""
+    """Return the new bits of all elements."""
     new = decode_plain(header, sections)
     for begin in range(0, new.size, BLOCK_ELEMENTS):
         block = new[begin : begin + BLOCK_ELEMENTS]
@@ -402,14 +415,14 @@ def decode_dense(header: PieceHeader, sections: list[FrameSection], current: Bit
 
 
 def decode_plain(header: PieceHeader, sections: list[FrameSection]) -> Bits:
-    """The values of all elements."""
+    """Return the values of all elements."""
     if len(sections) != header.width:
         raise corrupt(f"a frame of {header.width} planes has {len(sections)} sections")
     return from_planes([section.expand(raw_bytes=header.count, what="planes") for section in sections])
 
 
 class _PlaneCompressor:
-    """Compresses the byte planes of a piece block by block; they never lie in memory as a whole."""
+    """Compresses the byte planes of a piece block by block; they never are in memory as a whole."""
 
     def __init__(self, like: Bits) -> None:
         self._raw_bytes = like.size

@@ -30,12 +30,14 @@ LAST_SHIFT = 31
 
 
 def tensor_digest(tensor: TensorBytes, *, start: int = 0) -> int:
-    """The digest of a tensor, or of the contiguous shard whose first element has row-major index `start`, as an int."""
+    """Return the digest of a tensor, or of the contiguous shard whose first element has row-major index `start`, as
+    an int.
+    """
     return bits_digest(tensor.bits(), start=start)
 
 
 def bits_digest(bits: NDArray[np.unsignedinteger], *, start: int = 0) -> int:
-    """The digest of flat element bits whose first element has row-major index `start`."""
+    """Return the digest of flat element bits whose first element has row-major index `start`."""
     lanes = _Lanes(min(bits.size, BLOCK_ELEMENTS))
     for begin in range(0, bits.size, BLOCK_ELEMENTS):
         block = bits[begin : begin + BLOCK_ELEMENTS]
@@ -45,7 +47,7 @@ def bits_digest(bits: NDArray[np.unsignedinteger], *, start: int = 0) -> int:
 
 
 def placed_digest(bits: NDArray[np.unsignedinteger], positions: NDArray[np.int64]) -> int:
-    """The digest of element bits [N] that lie at the row-major indices `positions` [N] of their tensor."""
+    """Return the digest of element bits [N] at the row-major indices `positions` [N] of their tensor."""
     lanes = _Lanes(min(bits.size, BLOCK_ELEMENTS))
     for begin in range(0, bits.size, BLOCK_ELEMENTS):
         lanes.place_at(positions[begin : begin + BLOCK_ELEMENTS])
@@ -54,7 +56,7 @@ def placed_digest(bits: NDArray[np.unsignedinteger], positions: NDArray[np.int64
 
 
 def tensor_digests(tensors: Mapping[str, NDArray[np.unsignedinteger]]) -> dict[str, int]:
-    """The digests of whole tensors, from their flat bits, by as many threads as `decode_threads` says."""
+    """Return the digests of whole tensors, from their flat bits, by as many threads as `decode_threads` says."""
     shares = [(name, first) for name, bits in tensors.items() for first in range(0, bits.size, _SHARE_ELEMENTS)]
 
     def digest(share: tuple[str, int]) -> int:
@@ -69,12 +71,12 @@ def tensor_digests(tensors: Mapping[str, NDArray[np.unsignedinteger]]) -> dict[s
 
 
 def decode_threads() -> int:
-    """Threads that decode and digest: numpy and zstd work without the interpreter's lock."""
+    """Return threads that decode and digest: numpy and zstd work without the interpreter's lock."""
     return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0))))
 
 
 def change_digest(digest: int, change: TensorChange, old: NDArray[np.unsignedinteger]) -> int:
-    """The digest of a tensor after a change, from its digest before, in O(changed).
+    """Return the digest of a tensor after a change, from its digest before, in O(changed).
 
     `old` [N] are the bits before the change of the elements that it sets (`change.old_bits`).
     """
@@ -90,7 +92,7 @@ def change_digest(digest: int, change: TensorChange, old: NDArray[np.unsignedint
 
 
 def add_digests(digests: Iterable[int]) -> int:
-    """The digest of a whole tensor from those of its disjoint shards: the sum, lane by lane."""
+    """Return the digest of a whole tensor from those of its disjoint shards: the sum, lane by lane."""
     high = low = 0
     for digest in digests:
         high = (high + (digest >> 64)) & _MASK
@@ -99,12 +101,12 @@ def add_digests(digests: Iterable[int]) -> int:
 
 
 def digest_hex(digest: int) -> str:
-    """The digest as 32 hex digits, the form in manifests."""
+    """Return the digest as 32 hex digits, the form in manifests."""
     return f"{digest:032x}"
 
 
 def policy_digest(tensors: Mapping[str, tuple[str, tuple[int, ...], str]]) -> str:
-    """The digest of a whole policy as hex: sha256 over (name, dtype, shape, tensor digest), sorted by name."""
+    """Return the digest of a whole policy as hex: sha256 over (name, dtype, shape, tensor digest), sorted by name."""
     whole = hashlib.sha256()
     for name in sorted(tensors):
         dtype, shape, digest = tensors[name]
@@ -122,11 +124,11 @@ class _Lanes:
         self._places, self._mixed, self._before, self._scratch = np.empty((4, size), np.uint64)
 
     def place_range(self, first: int, count: int) -> None:
-        """What is added next lies at the elements `first` .. `first + count`."""
+        """Place what is added next at the elements `first` .. `first + count`."""
         np.add(self._ramp[:count], np.uint64(2 * first * PLACE_KEY & _MASK), out=self._places[:count])
 
     def place_at(self, positions: NDArray[np.int64]) -> None:
-        """What is added next lies at the elements `positions`."""
+        """Place what is added next at the elements `positions`."""
         places = self._places[: positions.size]
         np.multiply(positions.view(np.uint64), np.uint64(2 * PLACE_KEY & _MASK), out=places)
         places += np.uint64(PLACE_KEY)
@@ -143,11 +145,11 @@ class _Lanes:
         self._sums[1] += int(np.dot(mixed, places))
 
     def digest(self) -> int:
-        """The lanes as one integer."""
+        """Return the lanes as one integer."""
         return (self._sums[0] & _MASK) << 64 | (self._sums[1] & _MASK)
 
     def _mix(self, bits: NDArray[np.unsignedinteger], *, out: NDArray[np.uint64]) -> None:
-        """SplitMix64's finaliser of places and bits; arithmetic wraps modulo 2**64."""
+        """Mix places and bits by SplitMix64's finaliser, in place; arithmetic wraps modulo 2**64."""
         shifted = self._scratch[: bits.size]
         out[:] = bits  # widening in one go is faster than inside an operation
         out *= np.uint64(BITS_KEY)

@@ -43,7 +43,7 @@ def read_manifest(
     the digest proves it, which who knows the announced one compares. Without `is_newest` no successor is looked for,
     which saves a request.
 
-    Raises NotFoundError if it does not exist and CorruptObjectError if it is damaged or lies under another's name.
+    Raises NotFoundError if it does not exist and CorruptObjectError if it is damaged or is under another's name.
     """
     first_key = revision_key(key, 0)
     key = newest_revision(store, key) if is_newest else key
@@ -65,7 +65,7 @@ def read_manifest(
 
 
 def pull_files(store: ObjectStore, manifest: PolicyManifest) -> dict[str, bytes]:
-    """The small files of the version (`config.json`, tokenizer, …) by name, verified."""
+    """Return the small files of the version (`config.json`, tokenizer, …) by name, verified."""
     files: dict[str, bytes] = {}
     for entry in manifest.files:
         _require_size(store, entry)
@@ -121,7 +121,7 @@ def read_objects(
 
 
 def require_sizes(store: ObjectStore, objects: Sequence[ObjectEntry]) -> None:
-    """Raise CorruptObjectError or NotFoundError unless the objects have the sizes that memory is taken for.
+    """Raise CorruptObjectError or NotFoundError unless the objects have the sizes for which memory is allocated.
 
     Those of one range are not asked for: reading them finds out, and takes no more than that.
     """
@@ -148,7 +148,7 @@ def _require_size(store: ObjectStore, entry: ObjectEntry | FileEntry) -> None:
 
 
 def hash_mismatch(store: ObjectStore, key: str, found: str, expected: str) -> CorruptObjectError:
-    """The error of an object whose bytes are not those that its manifest names."""
+    """Return the error of an object whose bytes are not those that its manifest names."""
     return CorruptObjectError(
         f"object {store.uri(key)} has sha256 {found}, its manifest says {expected}",
         reason="POLICY_OBJECT_HASH_MISMATCH",
@@ -192,31 +192,31 @@ Chain = tuple[Link, ...]
 class Manifests:
     """The manifests that were read last, by key; only a damaged version's changes, by a successor.
 
-    Successors are looked for while `is_wary`, with one more request for each manifest: at the start and where damage
-    was met, until `relax`.
+    Successors are looked for while `rereads`, with one more request for each manifest: at the start and where damage
+    was met, until `trust_cache`.
     """
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
-        self.is_wary = True
+        self.rereads = True
         self._held: OrderedDict[str, PolicyManifest] = OrderedDict()
         self._num_entries = 0
 
     def forget(self) -> None:
-        """What was damaged may have been published anew: everything is read again."""
+        """Forget what was read: everything is read again, since a damaged version may have been published anew."""
         self._held.clear()
         self._num_entries = 0
-        self.is_wary = True
+        self.rereads = True
 
-    def relax(self) -> None:
-        """What was read so far is whole."""
-        self.is_wary = False
+    def trust_cache(self) -> None:
+        """Trust what was read so far."""
+        self.rereads = False
 
     def read(self, key: str, sha256: bytes | None = None) -> PolicyManifest:
-        """Read a manifest as `read_manifest` does; one whose hash is told is read anew."""
+        """Read a manifest as `read_manifest` does; one whose expected hash is given is read anew."""
         manifest = None if sha256 else self._held.get(key)
         if manifest is None:
-            manifest = read_manifest(self._store, key, sha256, is_newest=self.is_wary)
+            manifest = read_manifest(self._store, key, sha256, is_newest=self.rereads)
             if key in self._held:
                 self._num_entries -= _num_entries(self._held[key])
             self._held[key] = manifest
@@ -234,7 +234,7 @@ def find_chain(
     held: PolicyManifest | None,
     avoid: Set[tuple[str, int | None]] = frozenset(),
 ) -> Chain:
-    """The links to read, in order, to get from `held` (or from nothing) to `target`; () if that is held.
+    """Return the links to read, in order, to get from `held` (or from nothing) to `target`; () if that is held.
 
     `avoid` names links that were found to be damaged. CorruptObjectError saying what is in the way, if there is none.
     """
@@ -246,6 +246,7 @@ def find_chain(
         direct = search.down(target, goal=held)
         if direct is not None and _cost(direct) <= target.full_bytes:
             return direct
+    # A chain of large deltas may cost more than starting from an anchor.
     anchored = search.down(target, goal=None)
     found = [chain for chain in (direct, anchored) if chain is not None]
     if not found:
@@ -254,12 +255,12 @@ def find_chain(
 
 
 def _num_entries(manifest: PolicyManifest) -> int:
-    """What a manifest's memory grows with; a rank adds a piece per tensor and encoding."""
+    """Return the number of entries that determine a manifest's memory: a rank adds a piece per tensor and encoding."""
     return len(manifest.tensors) + sum(len(encoding.pieces) for encoding in manifest.encodings)
 
 
 def _identity(manifest: PolicyManifest) -> tuple[str, str]:
-    """Which weights a manifest is of; it may have been published anew."""
+    """Return the identity of a manifest's weights; a version may have been published anew."""
     return revision_key(manifest.key, 0), manifest.digest
 
 
@@ -275,7 +276,7 @@ class _Search:
     first_error: MillraceError | None = None
 
     def down(self, target: PolicyManifest, *, goal: PolicyManifest | None) -> Chain | None:
-        """A chain from `goal`, or from a full encoding, to `target`."""
+        """Return a chain from `goal`, or from a full encoding, to `target`."""
         path: list[Link] = []
         dead: set[int] = set()
         links = [iter(self._links(target, goal))]
@@ -303,10 +304,13 @@ class _Search:
         return None
 
     def _links(self, manifest: PolicyManifest, goal: PolicyManifest | None) -> list[Link]:
-        """What may be read for a version, the best first; what is damaged or of an unknown codec is noted."""
+        """Return the encodings that may be read for a version, the best first.
+
+        Damaged ones and unknown codecs are noted.
+        """
         least = manifest.anchor if goal is None else goal.version
         deltas = [encoding for encoding in manifest.deltas if (encoding.base or 0) >= least]
-        if goal is None:  # behind a damaged anchor there may be an older one
+        if goal is None:  # after a damaged anchor there may be an older one
             deltas += [encoding for encoding in reversed(manifest.deltas) if encoding not in deltas]
             deltas = [encoding for encoding in manifest.encodings if encoding.codec == CODEC_FULL] + deltas
         for encoding in manifest.encodings:
@@ -321,7 +325,10 @@ class _Search:
         return [link for link in links if link.name not in self.avoid]
 
     def _base_of(self, link: Link) -> PolicyManifest | None:
-        """The manifest that a delta is against; None, and a note, if it is missing, damaged or of other weights."""
+        """Return the manifest that a delta is against.
+
+        None, and a note, if it is missing, damaged or of other weights.
+        """
         base = link.encoding.base or 0
         try:
             manifest = self.manifests.read(link.manifest.sibling_key(base))
@@ -337,7 +344,7 @@ class _Search:
         return manifest
 
     def error(self, target: PolicyManifest) -> MillraceError:
-        """Why there is no chain."""
+        """Return why there is no chain."""
         unknown = {encoding.codec for encoding in target.encodings} - {CODEC_FULL, CODEC_DELTA}
         if unknown and not (target.full or target.deltas):
             return CorruptObjectError(
@@ -379,7 +386,7 @@ Weights = dict[str, NDArray[np.unsignedinteger]]
 
 
 def damage_of(store: ObjectStore, key: str, *, digest: str, sha256: bytes = b"") -> str | None:
-    """What keeps the version whose manifest is `key` from being read; None if every byte is as it was written.
+    """Return the damage that makes the version with the manifest `key` unreadable; None if every byte is intact.
 
     `digest` and `sha256` (of the manifest's bytes) are those that were announced; empty ones are not compared.
     Reads every object of the cheapest chain that leads to the version (blocking), and holds little of it.
@@ -414,6 +421,7 @@ def prove_policies(
         except (CorruptObjectError, NotFoundError) as error:
             yield error.message
     manifests.sort(key=lambda manifest: (manifest.lineage, manifest.version))
+    # Weights are held no longer than the last delta against them needs, so two versions are in memory, not all.
     last_use = {
         (manifest.lineage, delta.base): place for place, manifest in enumerate(manifests) for delta in manifest.deltas
     }
@@ -440,11 +448,12 @@ def prove_policies(
             on_weights(manifest.lineage, manifest.version, {n: (dtypes[n], bits) for n, bits in weights.items()})
         if weights is not None:
             held[manifest.lineage, manifest.version] = weights
+        # Drop every version against which no later delta is left.
         held = {name: kept for name, kept in held.items() if last_use.get(name, -1) > place}
 
 
 def _decode(store: ObjectStore, manifest: PolicyManifest, encoding: Encoding, base: Weights | None) -> Weights:
-    """What an encoding gives; `CorruptObjectError` unless it is what the manifest's digests name."""
+    """Decode an encoding; `CorruptObjectError` unless the result is what the manifest's digests name."""
     if encoding.codec not in (CODEC_FULL, CODEC_DELTA):
         raise CorruptObjectError(f"its codec {encoding.codec!r} is unknown", reason="POLICY_CODEC_UNKNOWN")
     require_sizes(store, encoding.objects)  # before memory is taken for what a manifest says

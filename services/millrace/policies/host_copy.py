@@ -55,12 +55,12 @@ class _Buffer:
         self.data[: len(head)] = np.frombuffer(head, np.uint8)
 
     def bits(self, name: str) -> Bits:
-        """A tensor's flat bits, writable."""
+        """Return a tensor's flat bits, writable."""
         place = self.places[name]
         return self.data[place.offset : place.offset + place.length_bytes].view(bits_type(place.dtype))
 
     def tensors(self) -> dict[str, TensorBytes]:
-        """Every tensor as a view."""
+        """Return every tensor as a view."""
         return {
             name: TensorBytes(
                 dtype=place.dtype,
@@ -88,7 +88,7 @@ class _Held:
 class HostCopy:
     """One policy's copy on this host. Not for several threads at once.
 
-    `directory`: where the file `policy.safetensors` lies, for engines in other processes; None is memory. What an
+    `directory`: where the file `policy.safetensors` is, for engines in other processes; None is memory. What an
     earlier process left there is not trusted.
     """
 
@@ -101,7 +101,7 @@ class HostCopy:
 
     @property
     def held(self) -> PolicyManifest | None:
-        """The version that the copy holds."""
+        """Return the version that the copy holds."""
         return None if self._held is None else self._held.manifest
 
     def stage(self, manifest_key: str, sha256: bytes | None = None) -> StagedPolicy:
@@ -111,19 +111,19 @@ class HostCopy:
         NotFoundError naming what is in the way; UnavailableError if the store is.
         """
         while True:
-            was_wary = self._manifests.is_wary
+            reread_before = self._manifests.rereads
             try:
                 staged = self.stage_manifest(self._manifests.read(manifest_key, sha256))
             except (CorruptObjectError, NotFoundError):
                 self._manifests.forget()  # the next attempt finds what is published anew
-                if was_wary:
+                if reread_before:
                     raise
             else:
-                self._manifests.relax()
+                self._manifests.trust_cache()
                 return staged
 
     def stage_manifest(self, manifest: PolicyManifest) -> StagedPolicy:
-        """`stage` for a manifest that was read and compared already."""
+        """Stage as `stage` does a manifest that was read and compared already."""
         if self._held is not None and (
             self._held.manifest.run_uid != manifest.run_uid or self._held.buffer.layout != layout_of(manifest.tensors)
         ):
@@ -150,7 +150,7 @@ class HostCopy:
             self._spare, self._held = self._held.buffer, None
 
     def drop(self) -> None:
-        """`forget`, and its memory or file is given back; views of it, and processes that map it, keep it meanwhile."""
+        """Forget the policy and free its memory or file; views of it, and processes that map it, keep it meanwhile."""
         self.forget()
         self._spare = None
         if self._path is not None:
@@ -223,6 +223,7 @@ class HostCopy:
             faults.reach(Point.INFERENCE_MID_DOWNLOAD, version=target.version)
             for piece in sorted(link.encoding.pieces, key=lambda piece: (piece.tensor, piece.start)):
                 view = objects[piece.object][piece.offset : piece.offset + piece.length_bytes]
+                # The deltas of a chain are collected by tensor, so that tensors can be rebuilt in parallel.
                 frames.setdefault(piece.tensor, []).append((link, piece, view))
         fetched.is_read = True
         changes: Changes = {}
@@ -236,6 +237,7 @@ class HostCopy:
             }
             for name, future in rebuilding.items():
                 changes[name], digests[name], parts[name] = future.result()
+        # All proofs come before the first write: a bad delta leaves the held version whole.
         for entry in target.tensors:
             if digest_hex(digests[entry.name]) != entry.digest:
                 raise _digest_mismatch(entry, digest_hex(digests[entry.name]), source=self._store.uri(target.key))
@@ -244,6 +246,7 @@ class HostCopy:
             for change in found:
                 change.apply(held.buffer.bits(name))
         self._held = _Held(manifest=target, buffer=held.buffer, digests=digests, parts=parts)
+        # Tensors without any changed element need no write in an engine.
         return {name: found for name, found in changes.items() if any(change.num_elements for change in found)}
 
 
@@ -260,7 +263,7 @@ class _Fetched:
 
 
 def layout_of(tensors: tuple[TensorEntry, ...]) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-    """What two versions must share for a delta between them, or for one buffer."""
+    """Return what two versions must share for a delta between them, or for one buffer."""
     return tuple((entry.name, entry.dtype, entry.shape) for entry in tensors)
 
 
@@ -271,7 +274,7 @@ def _rebuild(
     items: list[tuple[Link, Piece, memoryview]],
     fetched: _Fetched,
 ) -> tuple[tuple[TensorChange, ...], int, Parts]:
-    """What deltas, one after the other, change in a tensor, and the digests after them; writes nothing."""
+    """Return the changes of consecutive deltas in a tensor, and the digests after them; writes nothing."""
     is_chain = len({link.name for link, _, _ in items}) > 1
     now = bits.copy() if is_chain else bits
     changes: list[TensorChange] = []
@@ -302,7 +305,7 @@ def _rebuild(
 
 
 def _note_part(parts: Parts, part: tuple[int, int], digest: int) -> None:
-    """Take note of a part's digest; what is known of others that share elements with it holds no more."""
+    """Record a part's digest, and forget those of parts that share elements with it."""
     if part not in parts:  # it was cut otherwise before: other ranks, or a rank that held all
         start, end = part[0], part[0] + part[1]
         for other in [other for other in parts if other[0] < end and start < other[0] + other[1]]:
@@ -320,6 +323,7 @@ def _read_full(store: ObjectStore, link: Link, buffer: _Buffer, fetched: _Fetche
         fetched.num_bytes += len(data)
         source = np.frombuffer(data, np.uint8)
         for piece in pieces.get(entry.key, []):
+            # A download's piece may cut across tensors, and a tensor across pieces: copy what they have in common.
             begin, end = max(offset, piece.offset), min(offset + len(data), piece.offset + piece.length_bytes)
             if begin < end:
                 place = buffer.places[piece.tensor]
@@ -331,7 +335,7 @@ def _read_full(store: ObjectStore, link: Link, buffer: _Buffer, fetched: _Fetche
 
 
 def _read_whole(store: ObjectStore, link: Link, fetched: _Fetched) -> dict[str, memoryview]:
-    """A delta's objects by key."""
+    """Return a delta's objects by key."""
     require_sizes(store, link.encoding.objects)
     buffers = {entry.key: bytearray(entry.size_bytes) for entry in link.encoding.objects}
 
@@ -344,7 +348,7 @@ def _read_whole(store: ObjectStore, link: Link, fetched: _Fetched) -> dict[str, 
 
 
 def _prove(manifest: PolicyManifest, bits: Callable[[str], Bits], *, source: str) -> dict[str, int]:
-    """The digests of all tensors; CorruptObjectError if one is not the manifest's."""
+    """Return the digests of all tensors; CorruptObjectError if one is not the manifest's."""
     digests = tensor_digests({entry.name: bits(entry.name) for entry in manifest.tensors})
     for entry in manifest.tensors:
         if digest_hex(digests[entry.name]) != entry.digest:
@@ -361,7 +365,10 @@ def _digest_mismatch(entry: TensorEntry, found: str, *, source: str) -> CorruptO
 
 
 def _map_file(path: Path, size: int) -> NDArray[np.uint8]:
-    """A new file of `size` bytes, mapped; CapacityError if the disk has no room (found now, not by a later fault)."""
+    """Return a new file of `size` bytes, mapped.
+
+    CapacityError if the disk has no room (found now, not by a later fault).
+    """
     make_parent(path, setting=SCRATCH_VARIABLE)
     with io_errors(path, "write", needed_bytes=size, setting=SCRATCH_VARIABLE):
         path.unlink(missing_ok=True)  # processes that still map an older one keep it

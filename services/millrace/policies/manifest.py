@@ -40,7 +40,7 @@ CODEC_DELTA = "delta"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyPlace:
-    """Which version of which run a policy is, and with that where it lies in the store."""
+    """Which version of which run a policy is, and with that where it is in the store."""
 
     prefix: str
     uid: str
@@ -49,12 +49,12 @@ class PolicyPlace:
 
     @property
     def objects_prefix(self) -> str:
-        """Prefix of every object of the version, ending in `/`."""
+        """Return the prefix of every object of the version, ending in `/`."""
         return f"{self.prefix}/runs/{self.uid}/policies/{self.lineage:04d}-{self.version:08d}/"
 
     @property
     def manifest_key(self) -> str:
-        """Object key of the version's manifest."""
+        """Return object key of the version's manifest."""
         return f"{self.objects_prefix}manifest.json"
 
 
@@ -69,12 +69,12 @@ class TensorEntry:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the tensor."""
+        """Return elements of the tensor."""
         return math.prod(self.shape)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensor."""
+        """Return bytes of the tensor."""
         return self.num_elements * element_bytes(self.dtype)
 
 
@@ -89,7 +89,7 @@ class ObjectEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A range of a tensor's elements (`start`, `count`, row-major) and where its bytes lie in an object."""
+    """A range of a tensor's elements (`start`, `count`, row-major) and where its bytes are in an object."""
 
     tensor: str
     start: int
@@ -116,11 +116,14 @@ class Encoding:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its objects: what reading it costs."""
+        """Return bytes of its objects: what reading it costs."""
         return sum(entry.size_bytes for entry in self.objects)
 
     def to_json(self, tensors: Mapping[str, int]) -> dict[str, Any]:
-        """Plain data; a piece is a row of numbers, since there are many: `tensors` are the places of the names."""
+        """Return plain data.
+
+        A piece is a row of numbers, since there are many: `tensors` are the places of the names.
+        """
         places = {entry.key: place for place, entry in enumerate(self.objects)}
         return {
             "codec": self.codec,
@@ -212,7 +215,7 @@ class Probe:
 
     @classmethod
     def of(cls, fields: Fields) -> Self:
-        """The probe that an object of a manifest says; ValueError if it is none."""
+        """Return the probe that an object of a manifest says; ValueError if it is none."""
         contexts = fields.integers("contexts", most=2)
         if tuple(sorted(contexts)) != contexts:
             raise ValueError(f"the probe's contexts are from {contexts[0]} to {contexts[1]} tokens")
@@ -220,7 +223,9 @@ class Probe:
         return cls(token_ids=fields.integers("token_ids", most=_MOST), logprobs=tuple(logprobs), contexts=contexts)
 
     def require_context(self, length: int) -> None:
-        """InvalidStateError (CONTEXT_DIFFERS) if an engine of sequences up to `length` computes other positions."""
+        """Raise InvalidStateError (CONTEXT_DIFFERS) if an engine of sequences up to `length` computes other
+        positions.
+        """
         least, most = (*self.contexts, None, None)[:2]
         if (least is None or least <= length) and (most is None or length <= most):
             return
@@ -259,40 +264,40 @@ class PolicyManifest:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all data objects, of every encoding; the files are shared by versions and not counted."""
+        """Return bytes of all data objects, of every encoding; the files are shared by versions and not counted."""
         return sum(encoding.size_bytes for encoding in self.encodings)
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of all tensors, with those of the base of an adapter: what a full copy has."""
+        """Return bytes of all tensors, with those of the base of an adapter: what a full copy has."""
         base_bytes = 0 if self.adapter is None else self.adapter.base_bytes
         return base_bytes + sum(entry.size_bytes for entry in self.tensors)
 
     def sibling_key(self, version: int) -> str:
-        """Key of the manifest of another version of the same run and lineage."""
+        """Return key of the manifest of another version of the same run and lineage."""
         root = revision_key(self.key, 0).removesuffix(f"{self.lineage:04d}-{self.version:08d}/manifest.json")
         return f"{root}{self.lineage:04d}-{version:08d}/manifest.json"
 
     @property
     def codecs(self) -> str:
-        """The codecs of its encodings in words: `full`, `delta`, `full+delta`; `adapter` for one."""
+        """Return the codecs of its encodings in words: `full`, `delta`, `full+delta`; `adapter` for one."""
         if self.adapter is not None:
             return "adapter"
         return "+".join(sorted({encoding.codec for encoding in self.encodings}, key=lambda c: c != CODEC_FULL))
 
     @property
     def full(self) -> Encoding | None:
-        """The full encoding, if the version has one."""
+        """Return the full encoding, if the version has one."""
         return next((encoding for encoding in self.encodings if encoding.codec == CODEC_FULL), None)
 
     @property
     def deltas(self) -> tuple[Encoding, ...]:
-        """The delta encodings, the one against the oldest version first."""
+        """Return the delta encodings, the one against the oldest version first."""
         found = [encoding for encoding in self.encodings if encoding.codec == CODEC_DELTA]
         return tuple(sorted(found, key=lambda encoding: encoding.base or 0))
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON: sorted keys, no spaces, no NaN, so that equal manifests have equal bytes."""
+        """Return canonical JSON: sorted keys, no spaces, no NaN, so that equal manifests have equal bytes."""
         places = {entry.name: place for place, entry in enumerate(self.tensors)}
         raw = {
             "format": self.format,
@@ -332,7 +337,7 @@ class PolicyManifest:
         if len(names) != len(self.files):
             raise ValueError("a file is named twice")
         if inside := next((name for name in sorted(names) for each in _directories(name) if each in names), None):
-            raise ValueError(f"file name {inside!r} lies in what is a file itself")
+            raise ValueError(f"file name {inside!r} is in what is a file itself")
         if self.probe is not None and not all(map(math.isfinite, self.probe.logprobs)):
             raise ValueError("the probe has log-probs that are not finite")
         tensors = {entry.name: entry for entry in self.tensors}
@@ -351,7 +356,7 @@ def _directories(name: str) -> list[str]:
 
 
 def whole_digest(tensors: Iterable[TensorEntry]) -> str:
-    """The digest of a version from its entries, hex."""
+    """Return the digest of a version from its entries, hex."""
     return policy_digest({entry.name: (entry.dtype, entry.shape, entry.digest) for entry in tensors})
 
 
@@ -413,21 +418,23 @@ def _adapter_of(fields: Fields) -> AdapterEntry:
 
 
 def _check_encoding(encoding: Encoding, tensors: Mapping[str, TensorEntry], *, version: int) -> None:
-    """Raise ValueError unless the pieces lie in their objects and tensors, disjoint, and cover all if `full`."""
+    """Raise ValueError unless the pieces are in their objects and tensors, disjoint, and cover all if `full`."""
     is_full = encoding.codec == CODEC_FULL
     if is_full != (encoding.base is None) or (encoding.base is not None and not encoding.base < version):
         raise ValueError(f"a {encoding.codec} encoding of version {version} has the base {encoding.base}")
     sizes = {entry.key: entry.size_bytes for entry in encoding.objects}
     covered = dict.fromkeys(tensors, 0)
+    # In row-major order one running end per tensor shows both overlaps and, in a full copy, gaps.
     for piece in sorted(encoding.pieces, key=lambda piece: (piece.tensor, piece.start)):
         entry = tensors[piece.tensor]
         what = f"elements {piece.start} to {piece.start + piece.count} of tensor {piece.tensor}"
         if piece.start + piece.count > entry.num_elements:
             raise ValueError(f"{what} are more than the {entry.num_elements} that it has")
         if piece.offset + piece.length_bytes > sizes[piece.object]:
-            raise ValueError(f"{what} lie outside their object {piece.object}")
+            raise ValueError(f"{what} are outside their object {piece.object}")
         if piece.start < covered[piece.tensor] or (is_full and piece.start != covered[piece.tensor]):
             raise ValueError(f"{what} do not follow the piece before, which ends at {covered[piece.tensor]}")
+        # Only a full copy's size follows from its elements: deltas are compressed.
         if is_full and piece.length_bytes != piece.count * element_bytes(entry.dtype):
             raise ValueError(f"{what} have {piece.length_bytes} bytes")
         covered[piece.tensor] = piece.start + piece.count
@@ -437,13 +444,13 @@ def _check_encoding(encoding: Encoding, tensors: Mapping[str, TensorEntry], *, v
 
 
 def sha256_hex(data: bytes | memoryview) -> str:
-    """sha256 of an object's bytes, hex."""
+    """Return sha256 of an object's bytes, hex."""
     return hashlib.sha256(data).hexdigest()
 
 
 # A policy version that is fetched, decoded and proved, ready to be put into an engine.
 #
-# It lies between the puller (`host_copy.py`), which reads objects, and an engine, which holds weights in a layout of
+# It is between the puller (`host_copy.py`), which reads objects, and an engine, which holds weights in a layout of
 # its own. A staged policy holds the whole version, and says which elements changed since the version that the engine
 # holds, so that an engine can choose between loading everything and writing only what is new.
 
@@ -473,7 +480,7 @@ class Stager(Protocol):
     """Fetches and proves a policy in host memory; `HostCopy` is one. All methods block."""
 
     def stage(self, manifest_key: str, sha256: bytes | None = None) -> StagedPolicy:
-        """The version, whole and proved; a failure leaves what was staged before, or nothing."""
+        """Return the version, whole and proved; a failure leaves what was staged before, or nothing."""
         ...
 
     def forget(self) -> None:
@@ -481,5 +488,5 @@ class Stager(Protocol):
         ...
 
     def drop(self) -> None:
-        """`forget`, and gives the memory back; never raises."""
+        """Forget the policy and free its memory; never raises."""
         ...

@@ -43,39 +43,39 @@ class HeldPart(Protocol):
 
     @property
     def tensor(self) -> str:
-        """The tensor's name."""
+        """Return the tensor's name."""
         ...
 
     @property
     def key(self) -> str:
-        """The part's name among those of its tensor, which is the same in all workers that hold it."""
+        """Return the part's name among those of its tensor, which is the same in all workers that hold it."""
         ...
 
     @property
     def num_elements(self) -> int:
-        """Elements of the part."""
+        """Return elements of the part."""
         ...
 
     @property
     def source_offset(self) -> int:
-        """The tensor's element that is the part's first."""
+        """Return the tensor's element that is the part's first."""
         ...
 
     @property
     def end(self) -> int:
-        """The tensor's element behind the part's last one."""
+        """Return the tensor's element after the part's last one."""
         ...
 
     def places(self, first: int, last: int) -> tuple[int, int]:
-        """Which of the part's elements [begin, end) are among the tensor's elements [first, last)."""
+        """Return which of the part's elements [begin, end) are among the tensor's elements [first, last)."""
         ...
 
     def places_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Which of the part's elements are the tensor's at `positions` [N], all of which are in the part."""
+        """Return which of the part's elements are the tensor's at `positions` [N], all of which are in the part."""
         ...
 
     def digest(self, bits: Bits, begin: int) -> int:
-        """The digest of elements of the part, the first of which is the part's element `begin`."""
+        """Return the digest of elements of the part, the first of which is the part's element `begin`."""
         ...
 
 
@@ -84,7 +84,7 @@ P_read = TypeVar("P_read", bound=HeldPart, contravariant=True)
 
 
 class HeldMemory(Protocol[P_read]):
-    """Reads the memory in which the parts lie. What is returned is a copy, in this process's own memory."""
+    """Reads the memory in which the parts are. What is returned is a copy, in this process's own memory."""
 
     def read(self, part: P_read, begin: int, end: int) -> Bits:
         """Return the part's elements [begin, end)."""
@@ -95,7 +95,7 @@ class HeldMemory(Protocol[P_read]):
         ...
 
     def digest(self, part: P_read, begin: int, end: int) -> int:
-        """Return the digest of the part's elements [begin, end), computed where they lie."""
+        """Return the digest of the part's elements [begin, end), computed where they are."""
         ...
 
 
@@ -108,7 +108,7 @@ class Readback:
 
 
 def held_digest(tensors: Mapping[str, TensorBytes]) -> str:
-    """The digest (hex) of the policy that these tensors are, read whole."""
+    """Return the digest (hex) of the policy that these tensors are, read whole."""
     found = tensor_digests({name: tensor.bits() for name, tensor in tensors.items()})
     return policy_digest({name: (t.dtype, t.shape, digest_hex(found[name])) for name, t in tensors.items()})
 
@@ -118,11 +118,13 @@ def combine(ranks: Iterable[Iterable[Row]], manifest: PolicyManifest) -> Readbac
     parts: dict[str, dict[str, tuple[int, str]]] = {}
     for rows in ranks:
         for name, key, count, digest in rows:
+            # Ranks with a copy of the same part must agree; the part counts once.
             if parts.setdefault(name, {}).setdefault(key, (count, digest)) != (count, digest):
                 raise mismatch(f"two ranks hold different bits of {name}")
     names: list[str] = []
     for entry in manifest.tensors:
         found = list(parts.get(entry.name, {}).values())
+        # Not all parts are here, as in a pipeline of which one stage was read: nothing can be said of this tensor.
         if not found or sum(count for count, _ in found) != entry.num_elements:
             continue
         held = digest_hex(add_digests(int(digest, 16) for _, digest in found))
@@ -133,7 +135,7 @@ def combine(ranks: Iterable[Iterable[Row]], manifest: PolicyManifest) -> Readbac
 
 
 def mismatch(problem: str) -> InternalError:
-    """The error of an engine that holds other bits than it should."""
+    """Return the error of an engine that holds other bits than it should."""
     return InternalError(problem, reason=MISMATCH, remedy="the policy is loaded anew")
 
 
@@ -149,13 +151,13 @@ class NextDigests(Generic[P]):
         self._found: Future[dict[_Share, int]] | None = None
 
     def add_whole(self, part: P, bits: Bits) -> None:
-        """All of a part is written: `bits`, which stay what they are until the digests are computed."""
+        """Add a part that is written whole: `bits`, which must not change until the digests are computed."""
         for share, first, last in self._current.shares_of(part):
             begin, end = part.places(first, last)
             self._jobs.append((share, partial(_whole, part, bits[begin:end], begin)))
 
     def add_change(self, part: P, change: TensorChange) -> None:
-        """Some elements of a part are written; `change` counts positions in the tensor."""
+        """Add some written elements of a part; `change` counts positions in the tensor."""
         for share, inside, old in self._current.old_bits(part, change):
             self._jobs.append((share, partial(_continued, inside, old)))
 
@@ -166,13 +168,13 @@ class NextDigests(Generic[P]):
             self._jobs = []
 
     def rows(self) -> list[Row] | None:
-        """What every part will be; None while it is being computed."""
+        """Return what every part will be; None while it is being computed."""
         if self._found is None or not self._found.done():
             return None
         return self._current.rows_of(self._found.result())
 
     def result(self) -> dict[_Share, int]:
-        """The computed digests; waits for them."""
+        """Return the computed digests; waits for them."""
         assert self._found is not None
         return self._found.result()
 
@@ -201,11 +203,11 @@ class ContinuedDigests(Generic[P]):
 
     @property
     def is_known(self) -> bool:
-        """Whether every part's digest is known, so that it can be continued."""
+        """Return whether every part's digest is known, so that it can be continued."""
         return all(share in self._proved for part in self._parts for share, _, _ in self.shares_of(part))
 
     def read(self, names: Iterable[str]) -> list[Row]:
-        """Digest the parts of these tensors, from the memory."""
+        """Return digest the parts of these tensors, from the memory."""
         wanted = set(names)
         parts = [part for part in self._parts if part.tensor in wanted]
         for part in parts:
@@ -229,7 +231,7 @@ class ContinuedDigests(Generic[P]):
         self._unverified |= dict.fromkeys(self._proved)
 
     def verify_next(self) -> tuple[int, str, bool]:
-        """(shares that are still to be verified, what is damaged, whether the rest is proved).
+        """Return (shares that are still to be verified, what is damaged, whether the rest is proved).
 
         Copies a share, whose digest the next call has.
         """
@@ -256,13 +258,13 @@ class ContinuedDigests(Generic[P]):
         return len(self._unverified), "", True
 
     def shares_of(self, part: P) -> Iterable[tuple[_Share, int, int]]:
-        """(share, first, last) in elements of the tensor, whose multiples of `SHARE_ELEMENTS` are the cuts."""
+        """Yield (share, first, last) in elements of the tensor, cut at the multiples of `SHARE_ELEMENTS`."""
         number, first = self._numbers.get(part), part.source_offset
         while number is not None and first < part.end:
             yield (number, first), first, (first := _end_of(part, first))
 
     def old_bits(self, part: P, change: TensorChange) -> Iterable[tuple[_Share, TensorChange, Bits]]:
-        """The change share by share, with the bits that the memory has there now."""
+        """Yield the change share by share, with the bits that the memory has there now."""
         if (number := self._numbers.get(part)) is None:
             return
         for first, inside in change.shares(SHARE_ELEMENTS):
@@ -275,7 +277,7 @@ class ContinuedDigests(Generic[P]):
         return self._thread.submit(_continue, dict(self._proved), jobs)
 
     def rows_of(self, digests: Mapping[_Share, int]) -> list[Row]:
-        """Rows of all parts."""
+        """Return rows of all parts."""
         return self._rows(self._parts, digests)
 
     def _rows(self, parts: Iterable[P], digests: Mapping[_Share, int]) -> list[Row]:

@@ -87,7 +87,7 @@ class TensorPart:
     """Elements `start` to `start + count` of a tensor of dtype tag `dtype` and shape `shape` (that of the whole).
 
     `bits` [count] are unsigned integers of the dtype's width; a rank that holds nothing of the tensor has none.
-    `place` is where they lie, if another process can see them.
+    `place` is where they are, if another process can see them.
     """
 
     name: str
@@ -99,30 +99,30 @@ class TensorPart:
 
     @property
     def count(self) -> int:
-        """Elements of this part."""
+        """Return elements of this part."""
         return int(self.bits.size)
 
     @property
     def is_whole(self) -> bool:
-        """Whether the part is the tensor."""
+        """Return whether the part is the tensor."""
         return self.start == 0 and self.count == math.prod(self.shape)
 
     @property
     def held_shape(self) -> tuple[int, ...]:
-        """The shape under which the part lies in a file: the tensor's own, or flat if it is a part only."""
+        """Return the shape of the part in a file: the tensor's own, or flat if it is a part only."""
         return self.shape if self.is_whole else (self.count,)
 
     def data(self) -> memoryview:
-        """The part's little-endian bytes, over the same memory."""
+        """Return the part's little-endian bytes, over the same memory."""
         return self.bits.view(np.uint8).data
 
     def digest(self) -> int:
-        """The part's share of the tensor's digest."""
+        """Return the part's share of the tensor's digest."""
         return bits_digest(self.bits, start=self.start)
 
 
 def whole_parts(tensors: Iterable[tuple[str, TensorBytes]]) -> list[TensorPart]:
-    """The parts of a writer that holds every tensor whole, over the same memory."""
+    """Return the parts of a writer that holds every tensor whole, over the same memory."""
     return [
         TensorPart(name=name, dtype=tensor.dtype, shape=tensor.shape, start=0, bits=tensor.bits())
         for name, tensor in tensors
@@ -130,12 +130,14 @@ def whole_parts(tensors: Iterable[tuple[str, TensorBytes]]) -> list[TensorPart]:
 
 
 def pack_digests(parts: Sequence[TensorPart], digests: Mapping[str, int]) -> list[Any]:
-    """A rank's parts and their digests."""
+    """Return a rank's parts and their digests."""
     return [[part.name, part.dtype, part.shape, part.count, digest_hex(digests[part.name])] for part in parts]
 
 
 def merge_digests(shares: Iterable[list[Any]]) -> tuple[TensorEntry, ...]:
-    """The tensors of the version, in the order of the first rank that has each: digests are sums over the ranks'."""
+    """Return the tensors of the version, in the order of the first rank that has each: digests are sums over the
+    ranks'.
+    """
     found: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
     for share in shares:
         for name, dtype, shape, count, digest in share:
@@ -155,14 +157,16 @@ def merge_digests(shares: Iterable[list[Any]]) -> tuple[TensorEntry, ...]:
 
 
 def pack_encodings(encodings: Sequence[Encoding]) -> dict[str, Any]:
-    """A rank's share of every encoding."""
+    """Return a rank's share of every encoding."""
     names = sorted({piece.tensor for encoding in encodings for piece in encoding.pieces})
     places = {name: place for place, name in enumerate(names)}
     return {"names": names, "encodings": [encoding.to_json(places) for encoding in encodings]}
 
 
 def merge_encodings(shares: Iterable[Mapping[str, Any]]) -> tuple[Encoding, ...]:
-    """The encodings of the version: those of the ranks, which have the same ones in the same order, put together."""
+    """Return the encodings of the version: those of the ranks, which have the same ones in the same order, put
+    together.
+    """
     merged: list[Encoding] = []
     for share in shares:
         names = tuple(share["names"])
@@ -213,7 +217,7 @@ def upload_delta(
     against_digest: str,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> Encoding:
-    """Upload frames against version `against`, one behind the other, as `{base}delta-{against}-00001.bin`, …."""
+    """Upload frames against version `against`, one after the other, as `{base}delta-{against}-00001.bin`, …."""
     objects: list[ObjectEntry] = []
     pieces: list[Piece] = []
     sized = [(frame, len(frame.data)) for frame in frames]
@@ -304,7 +308,7 @@ def publish_policy(
 
 
 def upload_prefix(place: PolicyPlace, *, epoch: int) -> str:
-    """A fresh prefix for the data objects of a version: no name is used twice, whatever died before."""
+    """Return a fresh prefix for the data objects of a version: no name is used twice, whatever died before."""
     return f"{place.objects_prefix}e{epoch}-{secrets.token_hex(6)}/"
 
 
@@ -323,7 +327,7 @@ def commit_policy(store: ObjectStore, key: str, manifest: PolicyManifest) -> Pub
 
 
 def existing_policy(store: ObjectStore, key: str, digest: str) -> PublishedPolicy:
-    """The committed version, if its weights are ours; ConflictError naming both digests if they are not."""
+    """Return the committed version if its weights are the same; ConflictError naming both digests if they are not."""
     data = store.get(key, max_bytes=MAX_JSON_BYTES)
     manifest = PolicyManifest.from_bytes(data, source=store.uri(key))
     if manifest.digest != digest:
@@ -340,7 +344,7 @@ def existing_policy(store: ObjectStore, key: str, digest: str) -> PublishedPolic
 
 
 def digest_conflict(uid: str, lineage: int, version: int, *, published: str, computed: str) -> ConflictError:
-    """The error of a replay that came to other weights."""
+    """Return the error of a replay that came to other weights."""
     return ConflictError(
         f"policy {lineage}-{version} of run {uid} is already published with digest {published}, and this trainer "
         f"computed {computed}",

@@ -20,7 +20,7 @@ __all__ = ["download_hf", "download_merged", "pull_files", "pull_tensors", "read
 
 
 def pull_tensors(store: ObjectStore, manifest: PolicyManifest) -> Mapping[str, TensorBytes]:
-    """Every tensor of the version by name, verified, in memory."""
+    """Return every tensor of the version by name, verified, in memory."""
     return HostCopy(store).stage_manifest(manifest).tensors
 
 
@@ -42,7 +42,7 @@ def download_hf(store: ObjectStore, manifest: PolicyManifest, directory: str | o
 
 
 def download_merged(store: ObjectStore, manifest: PolicyManifest, directory: str | os.PathLike[str]) -> Path:
-    """As `download_hf`; an adapter is merged into its base, which becomes a whole model."""
+    """Download as `download_hf` does; an adapter is merged into its base, which becomes a whole model."""
     if manifest.adapter is None:
         return download_hf(store, manifest, directory)
     config = dict(pull_files(store, manifest))[ADAPTER_CONFIG]

@@ -63,7 +63,7 @@ class Delta:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all frames."""
+        """Return bytes of all frames."""
         return sum(len(frame.data) for frame in self.frames)
 
 
@@ -81,7 +81,7 @@ class Rewind:
 
     @property
     def size_bytes(self) -> int:
-        """Memory that is held."""
+        """Return memory that is held."""
         return self._size_bytes
 
     def note(self, old: Bits, positions: NDArray[np.int64]) -> None:
@@ -98,7 +98,7 @@ class Rewind:
         self._size_bytes += size_bytes
 
     def bits(self, now: Bits) -> Bits:
-        """The part as it was; `now` itself if nothing was noted. Not to be written to."""
+        """Return the part as it was; `now` itself if nothing was noted. Not to be written to."""
         if self._whole is not None:
             return self._whole
         if not self._steps:
@@ -134,11 +134,11 @@ class History:
         self._skips: dict[int, _SkipBase] = {}
 
     def holds(self, parts: Sequence[TensorPart]) -> bool:
-        """Whether these very parts are the last version's."""
+        """Return whether these very parts are the last version's."""
         return bool(parts) and self._parts.get(parts[0].name) is parts[0]
 
     def fits(self, parts: Sequence[TensorPart], version: int) -> bool:
-        """Whether these parts can be published as a delta: the version before is held, in the same shape."""
+        """Return whether these parts can be published as a delta: the version before is held, in the same shape."""
         return (
             self._last is not None
             and self._last.version == version - 1
@@ -147,7 +147,7 @@ class History:
         )
 
     def digests(self, parts: Sequence[TensorPart], version: int) -> Digests:
-        """The digests of parts, in O(changed) beside one comparison where the version before is held."""
+        """Return the digests of parts, in O(changed) beside one comparison where the version before is held."""
         known = self._last.digests if self._last is not None and self.fits(parts, version) else None
 
         def digest(part: TensorPart) -> int:
@@ -158,12 +158,12 @@ class History:
         return dict(zip((part.name for part in parts), self._map(digest, parts), strict=True))
 
     def encode(self, parts: Sequence[TensorPart]) -> tuple[Delta, Digests]:
-        """The delta against the last version, and the parts' digests; only if the parts fit."""
+        """Return the delta against the last version, and the parts' digests; only if the parts fit."""
         assert self._last is not None
         return self._encode(self._last, parts, lambda part: self._parts[part.name].bits)
 
     def encode_skips(self, parts: Sequence[TensorPart], version: int) -> list[Delta]:
-        """The skip deltas that are due at a version."""
+        """Return the skip deltas that are due at a version."""
         found: list[Delta] = []
         for skip, base in sorted(self._skips.items()):
             if base.version != version - skip:
@@ -244,11 +244,11 @@ class ShareWriter(Protocol):
     """Does the work of one rank, for one thread at a time. `parts` are not written to while they are used or held."""
 
     def digests(self, parts: Sequence[TensorPart], version: int) -> Digests:
-        """The digests of parts."""
+        """Return the digests of parts."""
         ...
 
     def encode(self, parts: Sequence[TensorPart], version: int) -> EncodedShare:
-        """Digest a version, and encode its deltas for `upload`, the one against the version before first."""
+        """Return digest a version, and encode its deltas for `upload`, the one against the version before first."""
         ...
 
     def upload(
@@ -262,7 +262,7 @@ class ShareWriter(Protocol):
         ...
 
     def holds(self, parts: Sequence[TensorPart]) -> bool:
-        """Whether these very parts are held."""
+        """Return whether these very parts are held."""
         ...
 
     def close(self) -> None:

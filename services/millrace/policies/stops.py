@@ -1,4 +1,4 @@
-"""The tokens that end a turn of a policy: what engines stop at, and what a fine-tuning trains behind an answer.
+"""The tokens that end a turn of a policy: what engines stop at, and what a fine-tuning trains after an answer.
 
 A tokenizer's `eos_token` alone is not that set. The chat template of a base checkpoint ends turns with another token
 than the tokenizer's, some templates end them with the token that opens the next role's turn, and a model's generation
@@ -25,7 +25,7 @@ _CALL_ID = "qzcall000"  # Mistral's templates take nine letters or digits
 class TurnStops:
     """Tokens that end an assistant's turn.
 
-    `token_ids` are all of them. `answer` and `call` are the ones that a policy samples behind an answer and behind tool
+    `token_ids` are all of them. `answer` and `call` are the ones that a policy samples after an answer and after tool
     calls under its chat template; None where the template shows none, or there is no template.
     """
 
@@ -35,7 +35,7 @@ class TurnStops:
 
 
 def turn_stops(tokenizer: Any, directory: Path | None = None) -> TurnStops:
-    """The stops of a tokenizer with its chat template, and of the configs in a model's directory.
+    """Return the stops of a tokenizer with its chat template, and of the configs in a model's directory.
 
     CorruptObjectError (MODEL_CORRUPT) if a config there cannot be read.
     """
@@ -48,7 +48,7 @@ def turn_stops(tokenizer: Any, directory: Path | None = None) -> TurnStops:
 
 
 def configured_stops(directory: Path) -> tuple[int, ...]:
-    """The stops that a model's `config.json` and `generation_config.json` name, in their order."""
+    """Return the stops that a model's `config.json` and `generation_config.json` name, in their order."""
     found: list[int] = []
     for name in _CONFIGS:
         if (path := directory / name).is_file():
@@ -65,7 +65,9 @@ def configured_stops(directory: Path) -> tuple[int, ...]:
 
 
 def with_stops(files: Mapping[str, bytes], stops: Iterable[int]) -> dict[str, bytes]:
-    """A model's small files with a generation config that names all stops, so that every engine ends turns there."""
+    """Return a model's small files with a generation config that names all stops, so that every engine ends turns
+    there.
+    """
     wanted = sorted(set(stops))
     source = next((name for name in (GENERATION_CONFIG, "config.json") if name in files), None)
     config = {} if source is None else _decoded(files[source], source)
@@ -87,7 +89,7 @@ def _named(config: Mapping[str, Any]) -> list[int]:
 
 
 def _template_stops(tokenizer: Any) -> tuple[int | None, int | None]:
-    """What a template shows behind an answer, and behind tool calls."""
+    """Return the text that a template writes after an answer, and after tool calls."""
     asked = {"role": "user", "content": _ASKED}
     said, result = {"role": "assistant", "content": _SAID}, {"role": "tool", "content": _RESULT, "name": _ASKED}
     more = {"role": "user", "content": _ASKED_MORE}
@@ -110,9 +112,11 @@ def _template_stops(tokenizer: Any) -> tuple[int | None, int | None]:
 def _stop(
     tokenizer: Any, turns: list[dict[str, Any]], following: Any, *, special: set[int], behind: str, before: str
 ) -> int | None:
-    """The token of `special` that ends the last of some turns, also if another message follows; None if there is none.
+    """Return the token of `special` that ends the last of some turns, also if another message follows.
 
-    That is the last one behind the turn's text of those that are there either way. A template that writes none there
+    None if there is none.
+
+    That is the last one after the turn's text of those that are there either way. A template that writes none there
     either ends the conversation otherwise than a turn, or leaves it to the token that opens the next role's turn.
     """
     alone, followed = _text(tokenizer, turns), _text(tokenizer, [*turns, following])
@@ -134,7 +138,7 @@ def _stop(
 
 
 def _openers(tokenizer: Any, turns: list[dict[str, Any]]) -> set[int]:
-    """The tokens with which the assistant's turn is opened."""
+    """Return the tokens with which the assistant's turn is opened."""
     closed, opened = _text(tokenizer, turns), _text(tokenizer, turns, opens_turn=True)
     if closed is None or opened is None:
         return set()
@@ -142,7 +146,7 @@ def _openers(tokenizer: Any, turns: list[dict[str, Any]]) -> set[int]:
 
 
 def _text(tokenizer: Any, messages: list[dict[str, Any]], *, opens_turn: bool = False) -> str | None:
-    """The rendering of a conversation; None if the template does not take it, or not its text.
+    """Return the rendering of a conversation; None if the template does not take it, or not its text.
 
     Templates of models that see images take text as a list of parts only, and drop it otherwise.
     """
@@ -165,7 +169,7 @@ def _tokens(tokenizer: Any, text: str) -> list[int]:
 
 
 def special_tokens(tokenizer: Any) -> set[int]:
-    """Tokens that are no text: those that a tokenizer was given as special."""
+    """Return tokens that are no text: those that a tokenizer was given as special."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {token for token, content in added.items() if content.special} | set(tokenizer.all_special_ids)
 
@@ -175,7 +179,7 @@ def _added(tokenizer: Any) -> set[int]:
 
 
 def common_prefix(left: Sequence[Any], right: Sequence[Any]) -> int:
-    """How many leading elements are equal."""
+    """Return the number of leading elements that are equal."""
     if left == right[: len(left)]:
         return len(left)
     pairs = zip(left, right, strict=False)

@@ -78,22 +78,22 @@ class TensorBytes:
 
     @property
     def size_bytes(self) -> int:
-        """Length of the data in bytes."""
+        """Return length of the data in bytes."""
         return self.data.nbytes
 
     def bits(self) -> np.ndarray:
-        """The elements' bits as a flat unsigned array over the same memory."""
+        """Return the elements' bits as a flat unsigned array over the same memory."""
         return np.frombuffer(self.data, dtype=_DTYPES[self.dtype][1])
 
     def numpy(self) -> np.ndarray:
-        """The tensor as an array over the same memory; bfloat16 comes as uint16 bits."""
+        """Return the tensor as an array over the same memory; bfloat16 comes as uint16 bits."""
         _, bits, native = _DTYPES[self.dtype]
         return np.frombuffer(self.data, dtype=native or bits).reshape(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlace:
-    """Where a tensor lies in a safetensors file: `offset` counts from the first byte of the file."""
+    """Where a tensor is in a safetensors file: `offset` counts from the first byte of the file."""
 
     name: str
     dtype: str
@@ -103,13 +103,16 @@ class TensorPlace:
 
 
 def bits_type(dtype: str) -> np.dtype:
-    """The unsigned numpy type of one element's bits; raises CorruptObjectError for a tag that we do not carry."""
+    """Return the unsigned numpy type of one element's bits.
+
+    Raises CorruptObjectError for a tag that we do not carry.
+    """
     element_bytes(dtype)
     return np.dtype(_DTYPES[dtype][1])
 
 
 def element_bytes(dtype: str) -> int:
-    """Bytes of one element of a dtype tag; raises CorruptObjectError for a tag that we do not carry."""
+    """Return bytes of one element of a dtype tag; raises CorruptObjectError for a tag that we do not carry."""
     if dtype not in _DTYPES:
         raise CorruptObjectError(
             f"tensor dtype {dtype!r} is not supported (known: {', '.join(_DTYPES)})",
@@ -120,7 +123,10 @@ def element_bytes(dtype: str) -> int:
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor that somebody else describes; ValueError for what we do not carry, or of impossible size."""
+    """Return bytes of a tensor that somebody else describes.
+
+    ValueError for what we do not carry, or of impossible size.
+    """
     if dtype not in _DTYPES:
         raise ValueError(f"tensor dtype {dtype!r} is not supported (known: {', '.join(_DTYPES)})")
     if len(shape) > MAX_DIMENSIONS:
@@ -134,9 +140,9 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 def plan_safetensors(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]],
 ) -> tuple[bytes, list[TensorPlace], int]:
-    """The first bytes of a safetensors file with tensors of these (name, dtype, shape), in the given order.
+    """Return the first bytes of a safetensors file with tensors of these (name, dtype, shape), in the given order.
 
-    Returns what stands before the data, each tensor's place, and the size of the whole file.
+    Returns what is before the data, each tensor's place, and the size of the whole file.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     sized = [(name, dtype, shape, math.prod(shape) * element_bytes(dtype)) for name, dtype, shape in tensors]
@@ -172,6 +178,7 @@ def read_places(data: bytes | memoryview, *, source: str) -> list[TensorPlace]:
     remedy = "the object is damaged; publish the policy again"
     length = int.from_bytes(view[:8], "little")
     try:
+        # The length is foreign: it is compared with the file before anything is allocated.
         if view.nbytes < 8 or length > min(view.nbytes - 8, _MAX_HEADER_BYTES):
             raise ValueError(f"it has {view.nbytes} bytes and claims a header of {length}")
         header = decode_object(bytes(view[8 : 8 + length]), what=what, reason=reason, remedy=remedy)
@@ -188,13 +195,13 @@ def read_places(data: bytes | memoryview, *, source: str) -> list[TensorPlace]:
 
 
 def _place(name: str, fields: Fields, *, start: int, size: int) -> TensorPlace:
-    """Where one tensor lies in a file with `size` bytes of data from `start` on; ValueError if it does not."""
+    """Return where one tensor is in a file with `size` bytes of data from `start` on; ValueError if it does not."""
     dtype, shape = fields.text("dtype", most=100), fields.integers("shape", most=MAX_DIMENSIONS)
     offsets = fields.integers("data_offsets", most=2)
     if dtype not in _FROM_SAFETENSORS:
         raise ValueError(f"tensor {name[:200]!r} has the unknown dtype {dtype!r}")
     if len(offsets) != 2 or not offsets[0] <= offsets[1] <= size:
-        raise ValueError(f"tensor {name[:200]!r} lies outside the file")
+        raise ValueError(f"tensor {name[:200]!r} is outside the file")
     begin, end = offsets
     if tensor_bytes(_FROM_SAFETENSORS[dtype], shape) != end - begin:
         raise ValueError(f"tensor {name[:200]!r} of shape {list(shape)} has {end - begin} bytes")
@@ -207,14 +214,14 @@ def _place(name: str, fields: Fields, *, start: int, size: int) -> TensorPlace:
 
 
 def as_float32(tensor: TensorBytes) -> np.ndarray:
-    """The values of a floating-point tensor."""
+    """Return the values of a floating-point tensor."""
     if tensor.dtype == "bfloat16":
         return (tensor.numpy().astype(np.uint32) << 16).view(np.float32)
     return tensor.numpy().astype(np.float32)
 
 
 def from_float32(values: np.ndarray, *, dtype: str) -> TensorBytes:
-    """Finite values in a floating-point format, rounded to nearest, ties to even."""
+    """Return finite values in a floating-point format, rounded to nearest, ties to even."""
     if dtype != "bfloat16":
         return TensorBytes.from_numpy(values.astype(dtype))
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
@@ -226,7 +233,7 @@ def from_float32(values: np.ndarray, *, dtype: str) -> TensorBytes:
 
 
 def read_tensors(path: Path) -> dict[str, TensorBytes]:
-    """The tensors of a file by name; CorruptObjectError (SAFETENSORS_INVALID)."""
+    """Return the tensors of a file by name; CorruptObjectError (SAFETENSORS_INVALID)."""
     with path.open("rb") as file:
         size = path.stat().st_size
         data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if size else memoryview(b"")
@@ -255,11 +262,13 @@ class TensorChange:
 
     @property
     def num_elements(self) -> int:
-        """Elements that are set."""
+        """Return elements that are set."""
         return int(self.bits.size)
 
     def old_bits(self, held: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
-        """The bits that the whole flat tensor `held` has now where this change sets some (a view for a range)."""
+        """Return the bits that the whole flat tensor `held` has now where this change sets some (a view for a
+        range).
+        """
         self._check(held)
         if self.positions is None:
             return held[self.start : self.start + self.bits.size]
@@ -274,22 +283,26 @@ class TensorChange:
             held[self.positions] = self.bits
 
     def shares(self, size: int) -> Iterator[tuple[int, "TensorChange"]]:
-        """This change cut at the multiples of `size` elements: where each part's share begins, and the part."""
+        """Yield this change cut at the multiples of `size` elements: the first element of each share, and the part."""
         if self.num_elements == 0:
             return
         last = self.start + self.num_elements - 1 if self.positions is None else int(self.positions[-1])
+        # The share with the first changed element, counted in elements of the tensor, not of the change.
         first = (self.start if self.positions is None else int(self.positions[0])) // size * size
         for share in range(first, last + 1, size):
             if self.positions is None:
                 begin, end = max(share - self.start, 0), min(share + size - self.start, self.num_elements)
                 yield share, TensorChange(bits=self.bits[begin:end], start=self.start + begin)
             else:
+                # Positions ascend, so a share of a sparse change is a slice of it.
                 begin, end = np.searchsorted(self.positions, (share, share + size))
                 if begin < end:
                     yield share, TensorChange(bits=self.bits[begin:end], positions=self.positions[begin:end])
 
     def _check(self, held: NDArray[np.unsignedinteger]) -> None:
-        """The change must lie inside the tensor and have its width (numpy would wrap, cast or broadcast silently)."""
+        """Require that the change is inside the tensor and has its width (numpy would wrap, cast or broadcast
+        silently).
+        """
         first, last = self.start, self.start + self.bits.size - 1
         if self.positions is not None:
             if self.positions.size != self.bits.size:

@@ -34,14 +34,14 @@ class Channel:
 
     @classmethod
     def inherited(cls, number: int) -> Self:
-        """The end whose number a process was told when it was started; nothing that it starts inherits it."""
+        """Return the channel end whose number a process got when it was started; its own children do not inherit it."""
         end = socket.socket(fileno=number)
         end.set_inheritable(False)
         return cls(end)
 
     @classmethod
     def pair(cls) -> tuple[Self, Self]:
-        """Both ends; OSError where there are no such sockets."""
+        """Return both ends; OSError where there are no such sockets."""
         ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in ends:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_MESSAGE_BYTES)
@@ -64,7 +64,7 @@ class Channel:
             theirs.close()
 
     def fileno(self) -> int:
-        """Of the socket."""
+        """Return the socket's file descriptor."""
         return self._end.fileno()
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class HelperProcess:
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Return process id."""
         return self._process.pid
 
     def ask(
@@ -178,7 +178,10 @@ class HelperProcess:
         silent_s: float,
         on_beat: Callable[[Message], None] = lambda beat: None,
     ) -> Message:
-        """Its answer. HelperDiedError if it ends first, or says nothing for `silent_s` seconds; it is ended then."""
+        """Return Its answer.
+
+        HelperDiedError if it ends first, or says nothing for `silent_s` seconds; it is ended then.
+        """
         try:
             _send(self._channel, question, files)
             while True:
@@ -209,7 +212,7 @@ class HelperProcess:
             self._process.wait(_KILL_WAIT_S)
 
     def close(self) -> None:
-        """`end`, and the channel with it: nobody asks any more. Idempotent."""
+        """Call `end`, and close the channel: nobody asks any more. Idempotent."""
         self.end()
         self._channel.close()
 
@@ -252,7 +255,7 @@ def _send(channel: Channel, content: Mapping[str, Any], files: Sequence[int] = (
 
 
 def _letter(message: Message, files: Sequence[int]) -> Message:
-    """What was sent so; the file is closed."""
+    """Return the received message; the file is closed."""
     with open(files[0], "rb") as letter:
         letter.seek(0)
         return decode_object(

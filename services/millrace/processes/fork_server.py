@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 from millrace.processes.channel import Channel, Message
 
 ROOM = "MILLRACE_FORK_ROOM"
-"""Variable of the server whose value a child writes over with its own marks; stands last in the environment."""
+"""Variable of the server whose value a child writes over with its own marks; is last in the environment."""
 ROOM_BYTES = 2048
 _ARG_START, _ARG_END, _ENV_START, _ENV_END = 47, 48, 49, 50  # places in /proc/self/stat, from 0
 
@@ -44,7 +44,7 @@ class ForkServer:
     """`run` returns in a child, with what the child shall be; it never returns in the server."""
 
     def __init__(self, channel: Channel, needs: Sequence[tuple[str, Sequence[str]]]) -> None:
-        """`needs`: for each main module, in this order, the modules to be imported before it is forked."""
+        """Create the server; `needs` names for each main module, in this order, the modules to import before a fork."""
         self._channel = channel
         self._kept = _open_files() - {channel.fileno()}  # inherited by this server, and by its children
         self._order = [(module, need) for module, needed in needs for need in needed]
@@ -57,7 +57,7 @@ class ForkServer:
         self._poll.register(channel.fileno(), select.POLLIN)
 
     def run(self) -> Message:
-        """Import and answer until the channel ends; in a child, the message that asked for it."""
+        """Import and answer until the channel ends; in a child, return the message that requested it."""
         gc.disable()  # what is imported lives as long as the process: collections find nothing, and cost a quarter
         while True:
             self._hear(wait=not self._order)
@@ -199,10 +199,11 @@ def _leave(code: int) -> NoReturn:
 def _show(argv: Sequence[str], marks: Sequence[str]) -> None:
     """Have `ps` show this command, and the environment these marks, by which the reaper finds processes.
 
-    Both lie in memory of the process that the kernel shows as they are. Where that is not so, `ps` shows the server.
+    Both are in memory of the process that the kernel shows as they are. Where that is not so, `ps` shows the server.
     """
     try:
         stat = Path("/proc/self/stat").read_text()
+        # Field 2 is the command in parentheses, which may contain spaces: fields are counted from the last parenthesis.
         places = [0, 0, 0, *map(int, stat.rpartition(")")[2].split()[1:])]
         arg_start, arg_end, env_start, env_end = (places[at] for at in (_ARG_START, _ARG_END, _ENV_START, _ENV_END))
         environ = ctypes.string_at(env_start, env_end - env_start)
@@ -210,6 +211,7 @@ def _show(argv: Sequence[str], marks: Sequence[str]) -> None:
         return
     room_at, room = environ.find(f"{ROOM}=".encode()), len(ROOM) + 1 + ROOM_BYTES
     shown = b"".join(mark.encode() + b"\0" for mark in marks)
+    # Only within the room that the server reserved: the kernel shows a fixed range of memory.
     if room_at >= 0 and len(shown) <= room:
         ctypes.memmove(env_start + room_at, shown.ljust(room, b"_"), room)
     command = b"".join(os.fsencode(word) + b"\0" for word in argv)
@@ -218,7 +220,7 @@ def _show(argv: Sequence[str], marks: Sequence[str]) -> None:
 
 
 def _open_files() -> set[int]:
-    """The numbers of all open files."""
+    """Return the numbers of all open files."""
     found: set[int] = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # that of the listing itself
@@ -233,7 +235,7 @@ def _close(numbers: Iterable[int]) -> None:
 
 
 def main() -> NoReturn:
-    """Started by `forked.ForkServerClient`."""
+    """Run the fork server that `forked.ForkServerClient` starts."""
     words = (word.partition("=") for word in sys.argv[3:])
     serve(Channel.inherited(int(sys.argv[1])), [(module, needs.split(",")) for module, _, needs in words])
 

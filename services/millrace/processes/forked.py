@@ -45,13 +45,13 @@ class ForkedProcess:
         return self.returncode
 
     def send_signal(self, number: int, /) -> None:
-        """ProcessLookupError if it has ended."""
+        """Send the signal; ProcessLookupError if the process has ended."""
         if self.returncode is not None:
             raise ProcessLookupError(self.pid)
         os.kill(self.pid, number)
 
     def end(self, code: int, *, peak_bytes: int = 0) -> None:
-        """It has ended so."""
+        """Record how the process has ended."""
         if self.returncode is None:
             self.returncode, self.peak_bytes = code, peak_bytes
             self._ended.set()
@@ -81,7 +81,7 @@ class ForkServerClient:
     def __init__(
         self, needs: Mapping[str, Sequence[str]], *, log_path: Path | None = None, module: str | None = None
     ) -> None:
-        """`needs` names the main modules that may be forked, and what is imported for each, in this order.
+        """Create the client; `needs` names the main modules that may be forked, and the imports of each, in this order.
 
         Its output goes to `log_path`, or where ours goes. `module` is what runs instead of `fork_server` itself.
         """
@@ -98,12 +98,12 @@ class ForkServerClient:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the server of now; None if there is none."""
+        """Return process id of the server of now; None if there is none."""
         return None if self._server is None or self._channel is None else self._server.pid
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the server of now has imported everything."""
+        """Return whether the server of now has imported everything."""
         return self._channel is not None and self._loaded.is_set()
 
     async def wait_loaded(self, *, timeout_s: float) -> None:
@@ -118,7 +118,7 @@ class ForkServerClient:
             raise ForkServerError("the fork server has ended")
 
     def can_fork(self, module: str) -> bool:
-        """Whether a process of this module should be asked for: for what has died, only of a server that is ready."""
+        """Return whether to request a process of this module: after a death, only from a server that is ready."""
         return module in self._needs and self._channel is not None and (self._is_first or self._loaded.is_set())
 
     def start(self, env: Mapping[str, str], *, cwd: Path | None = None, pass_fds: Sequence[int] = ()) -> None:
@@ -153,7 +153,7 @@ class ForkServerClient:
     def preload(self, module: str, need: str) -> None:
         """Import this, too, before the next process of `module` is forked. Without a server nothing happens."""
         if self._channel is not None:
-            with contextlib.suppress(OSError):  # it is gone, which `_lose` is told of
+            with contextlib.suppress(OSError):  # it is gone, which `_lose` gets
                 self._channel.send({"id": next(self._numbers), "module": module, "preload": need})
 
     async def fork(
@@ -166,7 +166,7 @@ class ForkServerClient:
         files: Mapping[int, int],
         timeout_s: float,
     ) -> ForkedProcess:
-        """A new process, which is `module` with the arguments behind the third of `argv`; else ForkServerError.
+        """Return a new process, which is `module` with the arguments after the third of `argv`; else ForkServerError.
 
         Of open files it has those of the server, and `files`, by the numbers that they shall have there.
         A server that does not answer in time is killed.

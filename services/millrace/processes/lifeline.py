@@ -40,7 +40,10 @@ def hold(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def _take(environ: MutableMapping[str, str], name: str) -> int | None:
-    """The number of an open file that a variable holds; the variable is removed. None for what is not open here."""
+    """Return the number of an open file that a variable holds; the variable is removed.
+
+    None for what is not open here.
+    """
     text = environ.pop(name, "")
     if not text.isdecimal():
         return None
@@ -52,7 +55,7 @@ def _take(environ: MutableMapping[str, str], name: str) -> int | None:
 
 
 def _watch(pipe: int, mark: str) -> None:
-    """Wait for the end of the pipe, as long as that takes: nobody ever writes."""
+    """Wait for the end of the pipe without a limit: nobody ever writes."""
     os.read(pipe, 1)
     logger.error("the stack's supervisor and its reaper are gone: this process ends")
     reaper = subprocess.Popen(

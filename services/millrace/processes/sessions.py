@@ -21,20 +21,20 @@ class Process(Protocol):
 
     @property
     def pid(self) -> int:
-        """Of it, and of its session and process group."""
+        """Return the pid, which is that of the session and process group, too."""
         ...
 
     @property
     def returncode(self) -> int | None:
-        """None while it lives; negative: the signal that ended it."""
+        """Return none while it lives; negative: the signal that ended it."""
         ...
 
     async def wait(self) -> int:
-        """Until it has ended."""
+        """Wait until the process has ended."""
         ...
 
     def send_signal(self, signal: int, /) -> None:
-        """ProcessLookupError if it has ended."""
+        """Send the signal; ProcessLookupError if the process has ended."""
         ...
 
 
@@ -62,7 +62,7 @@ async def start(
 
 
 def describe_exit(returncode: int | None) -> str:
-    """`exit code 17` or `signal SIGKILL`."""
+    """Return `exit code 17` or `signal SIGKILL`."""
     if returncode is None or returncode >= 0:
         return f"exit code {returncode}"
     try:
@@ -72,7 +72,7 @@ def describe_exit(returncode: int | None) -> str:
 
 
 def kill_group(leader: int) -> None:
-    """SIGKILL the process group; that it is gone is fine."""
+    """Send SIGKILL to the process group; a group that is gone is no error."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 
@@ -103,7 +103,7 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL, *, parent: int | No
 
 
 def main(parent: str, program: str, *arguments: str) -> None:
-    """Does not return."""
+    """Run the process, without returning."""
     die_with_parent(signal.SIGTERM)
     if os.getppid() != int(parent):  # it was gone before the kernel was asked
         sys.exit("the process that started this one has ended")

@@ -20,7 +20,7 @@ class SharedMemory:
     """Grows by what is allocated and never shrinks; it is given up as a whole. Its owner writes, others only read."""
 
     def __init__(self) -> None:
-        """OSError where the kernel gives none."""
+        """Create the memory; OSError where the kernel gives none."""
         self.number = next(_numbers)
         """Tells it from all others of this process."""
         self.size_bytes = 0
@@ -31,11 +31,11 @@ class SharedMemory:
         self._finalize = weakref.finalize(self, os.close, self._file)
 
     def fileno(self) -> int:
-        """Of the open file, to be handed to another process."""
+        """Return the file descriptor, which another process may get."""
         return self._file
 
     def allocate(self, size_bytes: int) -> tuple[int, memoryview]:
-        """New pages: where they lie in the file, and they themselves. OSError if there is no room for them."""
+        """Return new pages: their place in the file, and the pages. OSError if there is no room for them."""
         needed = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if self._segment is None or self._next + needed > self.size_bytes:
             self._begin = self._next = self.size_bytes
@@ -57,14 +57,14 @@ class SharedMemory:
 
 @dataclass(frozen=True, slots=True)
 class SharedPlace:
-    """Where something lies in shared memory: `offset` bytes from its beginning."""
+    """Where something is in shared memory: `offset` bytes from its beginning."""
 
     memory: SharedMemory
     offset: int
 
 
 def map_read_only(file: int, size_bytes: int) -> memoryview:
-    """The memory of another process, whose file came from there; the file is closed."""
+    """Return the memory of another process, whose file came from there; the file is closed."""
     try:
         return memoryview(mmap.mmap(file, size_bytes, access=mmap.ACCESS_READ))
     finally:

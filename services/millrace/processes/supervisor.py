@@ -75,12 +75,12 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id, which is also the id of its process group and session."""
+        """Return process id, which is also the id of its process group and session."""
         return self.process.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has not exited yet."""
+        """Return whether it has not exited yet."""
         return self.process.returncode is None
 
 
@@ -92,7 +92,7 @@ class ProcessDiedError(InternalError):
     def __init__(
         self, name: str, *, how: str, age_s: float, log_path: Path | None, last_lines: Sequence[str], deaths: int = 1
     ) -> None:
-        """`how` is `exit code 1` or `signal SIGKILL`, `age_s` the seconds that it lived.
+        """Create the record; `how` is `exit code 1` or `signal SIGKILL`, `age_s` the seconds that the process lived.
 
         `last_lines` are the end of its log. `deaths` in a row, above 1, are why it is not started again.
         """
@@ -118,14 +118,17 @@ class Supervisor:
         term_grace_s: float = TERM_GRACE_S,
         note: Callable[[str], None] = logger.warning,
     ) -> None:
-        """`term_grace_s`: seconds between TERM and KILL. `note` is told of a reaper that died."""
+        """Create the supervisor.
+
+        `term_grace_s` is the time between TERM and KILL in seconds, `note` gets the death of a reaper.
+        """
         self.stack_id = stack_id or uuid.uuid4().hex
         self.lock: int | None = None
         """An open file that everything that is started keeps open, too: its lock is held until all of it is gone."""
         self.fork_server: ForkServerClient | None = None
         """What starts processes that say their `module`, where it can."""
         self._fork_environ: Mapping[str, str] = {}
-        self.hurry = asyncio.Event()
+        self.skip_grace = asyncio.Event()
         """Set it to skip the rest of the grace (a second Ctrl-C)."""
         self._term_grace_s = term_grace_s
         self._children: dict[str, Child] = {}
@@ -138,7 +141,7 @@ class Supervisor:
 
     @property
     def children(self) -> Mapping[str, Child]:
-        """Every process that was started, by name; of one that was started again, its newest life."""
+        """Return every process that was started, by name; of one that was started again, its newest life."""
         return self._children
 
     async def __aenter__(self) -> Self:
@@ -175,21 +178,26 @@ class Supervisor:
         return child
 
     def start_fork_server(self, server: ForkServerClient, *, env: Mapping[str, str]) -> None:
-        """From now on it starts the processes that say their `module`, where it can; `env` is its own environment."""
+        """Start the fork server, which from now on starts processes with a `module` where possible, in the
+        environment `env`.
+        """
         self.fork_server, self._fork_environ = server, {**env, table.STACK_MARK: self.stack_id}
         self._start_fork_server(server)
 
     def _start_fork_server(self, server: ForkServerClient) -> None:
-        """Start it unless it runs. What its children keep open has the same number there as here."""
+        """Start the fork server unless it runs. A file that its children keep open has the same number there."""
         server.start(self._fork_environ, pass_fds=tuple(self._inherited().values()))
 
     def _inherited(self) -> dict[str, int]:
-        """The open files that every process of the stack keeps open, by the variable that names them to it."""
+        """Return the open files that every process of the stack keeps open, by the variable that names them to it."""
         assert self._lifeline is not None, "the supervisor is not running"
         return {lifeline.PIPE: self._lifeline[0], **({} if self.lock is None else {lifeline.LOCK: self.lock})}
 
     async def _fork(self, spec: ProcessSpec, env: Mapping[str, str], sink: IO[bytes] | None) -> ForkedProcess | None:
-        """The process by the fork server; None if that cannot, which is started for the next one where it is dead."""
+        """Return the process by the fork server.
+
+        None if that cannot, which is started for the next one where it is dead.
+        """
         server = self.fork_server
         if server is None or spec.module is None or spec.cwd is not None or sink is None:
             return None
@@ -215,7 +223,7 @@ class Supervisor:
     async def _execute(
         self, spec: ProcessSpec, env: Mapping[str, str], sink: IO[bytes] | None
     ) -> asyncio.subprocess.Process:
-        """The process as a program of its own; NotFoundError if there is no such program."""
+        """Return the process as a program of its own; NotFoundError if there is no such program."""
         try:
             return await sessions.start(
                 spec.argv,
@@ -233,7 +241,10 @@ class Supervisor:
             ) from error
 
     async def wait_death(self) -> ProcessDiedError:
-        """Return when a process ends unasked, with what to tell the user. May be cancelled: it is told again then."""
+        """Return when a process ends unexpectedly, with a message for the user.
+
+        After a cancellation the death is reported again.
+        """
         child = await self.next_death()
         try:
             return await asyncio.to_thread(describe_death, child)
@@ -268,7 +279,7 @@ class Supervisor:
                 await asyncio.shield(stopping)
             except asyncio.CancelledError:
                 is_cancelled = True
-                self.hurry.set()
+                self.skip_grace.set()
         stopping.result()
         if is_cancelled:
             raise asyncio.CancelledError
@@ -305,7 +316,7 @@ class Supervisor:
         names = ", ".join(child.spec.name for child in alive)
         with waits.waiting(f"{names} to stop", waits_on=names, deadline_s=grace_s):
             gone = asyncio.gather(*(child.exited for child in alive))
-            await first_of(gone, self.hurry.wait(), timeout_s=grace_s)
+            await first_of(gone, self.skip_grace.wait(), timeout_s=grace_s)
         for child in alive:
             if child.is_alive:
                 logger.warning("%s did not stop within %.0f s: killing it", child.spec.name, grace_s)
@@ -320,7 +331,7 @@ class Supervisor:
 
 @contextlib.contextmanager
 def _sink(path: Path | None) -> Iterator[IO[bytes] | None]:
-    """The file that a process writes to, opened to append."""
+    """Provide the file that a process writes to, opened to append."""
     if path is None:
         yield None
         return
@@ -330,7 +341,7 @@ def _sink(path: Path | None) -> Iterator[IO[bytes] | None]:
 
 
 def describe_death(child: Child, *, given_up_after: int | None = None) -> ProcessDiedError:
-    """What to tell the user about a process that ended unasked; `given_up_after` deaths in a row."""
+    """Return a message about a process that ended unexpectedly; `given_up_after` deaths in a row."""
     if child.is_alive:
         raise RuntimeError(f"{child.spec.name} has not exited")
     return ProcessDiedError(
@@ -344,7 +355,7 @@ def describe_death(child: Child, *, given_up_after: int | None = None) -> Proces
 
 
 def tail(path: Path, lines: int = TAIL_LINES, *, after: int = 0) -> list[str]:
-    """The last lines of a file (of its last 64 KiB, behind byte `after`); empty if it does not exist."""
+    """Return the last lines of a file (of its last 64 KiB, after byte `after`); empty if it does not exist."""
     try:
         with path.open("rb") as source:
             source.seek(0, os.SEEK_END)
@@ -372,7 +383,9 @@ class WatchedReaper:
         note: Callable[[str], None],
         kept_open: Sequence[int],
     ) -> None:
-        """`groups` are the leaders to tell a new one, with their start ticks; `note` is told of each that died.
+        """Start the reaper.
+
+        `groups` are the leaders that a new one gets, with their start ticks, `note` gets each death of one.
 
         `kept_open` are files that it keeps open: the directory's lock, and the write end of the lifeline.
         """
@@ -385,16 +398,16 @@ class WatchedReaper:
 
     @property
     def pid(self) -> int | None:
-        """Its process id; None before `start`."""
+        """Return Its process id; None before `start`."""
         return self._process.pid if self._process else None
 
     async def start(self) -> None:
-        """Start it, and look after it until `end`."""
+        """Start the process, and supervise it until `end`."""
         self._process = await self._spawn()
         self._watch = asyncio.create_task(self._replace(), name="watch of the reaper")
 
     def tell(self, line: str) -> None:
-        """Say one line to it. One that has just died is told by what its successor is given."""
+        """Send one line to the process. If it has just died, its successor gets what it needs at its start."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.write(f"{line}\n".encode())
 

@@ -1,7 +1,7 @@
 """The process table: who runs, who belongs to whom, and the end of those.
 
 psutil reads it, with three exceptions: `start_ticks`, because its start times move with the machine's clock; the
-environment, of which it reads only what stands before the first empty entry; and `Table`, a pass over all processes on
+environment, of which it reads only what is before the first empty entry; and `Table`, a pass over all processes on
 an event loop, for which it reads two to three files per process instead of one.
 """
 
@@ -29,12 +29,12 @@ _ROUND_S = 0.002
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
+    """Return whether the process exists and is no zombie."""
     return _status(pid) not in (None, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether the kernel has stopped the process (SIGSTOP, a debugger)."""
+    """Return whether the kernel has stopped the process (SIGSTOP, a debugger)."""
     return _status(pid) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
@@ -46,7 +46,10 @@ def _status(pid: int) -> str | None:
 
 
 def start_ticks(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0 where that is unknown (no /proc, or no such process)."""
+    """Return when a process started, in clock ticks since boot.
+
+    0 where that is unknown (no /proc, or no such process).
+    """
     try:
         return int(_stat(pid)[19])
     except OSError:
@@ -54,19 +57,22 @@ def start_ticks(pid: int) -> int:
 
 
 def mark_of(pid: int, variable: str) -> str:
-    """The value of a variable in the environment of a process; empty for none, and for a process of somebody else."""
+    """Return the value of a variable in the environment of a process.
+
+    Empty for none, and for a process of somebody else.
+    """
     needle = f"{variable}=".encode()
     return next((entry[len(needle) :].decode() for entry in _environ(pid) if entry.startswith(needle)), "")
 
 
 def marked(mark: str, *, variable: str = STACK_MARK) -> set[int]:
-    """The processes (not this one, no zombies) whose environment says so; empty where there is no /proc."""
+    """Return the processes (not this one, no zombies) whose environment says so; empty where there is no /proc."""
     needle = f"{variable}={mark}".encode()
     return {pid for pid in psutil.pids() if pid != os.getpid() and needle in _environ(pid) and is_running(pid)}
 
 
 def members(groups: dict[int, int]) -> set[int]:
-    """The running processes of these process groups (leader to its start ticks), reused leader pids left out."""
+    """Return the running processes of these process groups (leader to its start ticks), reused leader pids left out."""
     own = _leaders(groups)
     found: set[int] = set()
     for pid in psutil.pids():
@@ -91,14 +97,15 @@ def end_all(
     kill_wait_s: float = KILL_WAIT_S,
     variable: str = STACK_MARK,
 ) -> set[int]:
-    """TERM the leaders of the groups, then KILL everything that is marked or grouped, once they are gone or too slow.
+    """Return TERM the leaders of the groups, then KILL everything that is marked or grouped, once they are gone or
+    too slow.
 
     Returns what is left after `term_grace_s + kill_wait_s`. The mark of a stack is its id.
     `term_grace_s` 0 kills at once. Processes that appear meanwhile are found too: each round looks again.
     """
     begun = time.monotonic()
     asked: set[int] = set()
-    # unregistered wait: stands alone, with nothing imported, when everything else is dead
+    # unregistered wait: is alone, with nothing imported, when everything else is dead
     while left := marked(mark, variable=variable) | members(groups):
         age_s = time.monotonic() - begun
         if age_s > term_grace_s + kill_wait_s:
@@ -142,11 +149,11 @@ class Table:
                     self._sessions[session].append(pid)
 
     def children_of(self, pid: int) -> list[int]:
-        """Its own, not theirs."""
+        """Return Its own, not theirs."""
         return self._children.get(pid, [])
 
     def of(self, leader: int) -> list[int]:
-        """The living processes of a session and their descendants, which may have left it.
+        """Return the living processes of a session and their descendants, which may have left it.
 
         A process that left the session and whose parent ended is not found.
         """
@@ -161,7 +168,7 @@ class Table:
 
 
 def kill_session(leader: int) -> None:
-    """SIGKILL a session and its descendants, those that they start meanwhile included (blocking, milliseconds).
+    """Send SIGKILL to a session and its descendants, including new ones (blocking, milliseconds).
 
     They are stopped before: a process that left the session is found by its parent alone, so that none may die that
     still starts others.
@@ -184,17 +191,19 @@ def kill_session(leader: int) -> None:
 
 
 def _leaders(groups: dict[int, int]) -> set[int]:
-    """The leaders whose pid is not somebody else's by now."""
+    """Return the leaders whose pid is not somebody else's by now."""
     return {leader for leader, ticks in groups.items() if start_ticks(leader) in (0, ticks)}
 
 
 def _stat(pid: int) -> list[bytes]:
-    """The fields of /proc/PID/stat behind the command name, which is in parentheses and may hold some itself."""
+    """Return the fields of /proc/PID/stat after the command name, which is in parentheses and may contain some
+    itself.
+    """
     return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
 
 
 def _environ(pid: int) -> list[bytes]:
-    """The environment that a process was started with, as far as it has not written over it."""
+    """Return the environment that a process was started with, as far as it has not written over it."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:  # it ended meanwhile, or is another user's

@@ -35,7 +35,7 @@ class LogLists:
         self._reader = reader
 
     async def metrics(self, request: rs.ListMetricsRequest, record: RunRecord) -> rs.ListMetricsResponse:
-        """A page of metrics by step."""
+        """Return a page of metrics by step."""
         size, at = page_size(request.page_size), numbers_of(request, count=1)
         names = ",".join(request.names)
         if len(names) > MAX_NAMES_CHARS:
@@ -48,7 +48,7 @@ class LogLists:
         return found
 
     async def rollouts(self, request: rs.ListRolloutsRequest, record: RunRecord) -> rs.ListRolloutsResponse:
-        """A page of rollouts; all pages of a list are of the index as it was at the first one."""
+        """Return a page of rollouts; all pages of a list are of the index as it was at the first one."""
         size, at = page_size(request.page_size), numbers_of(request, count=2)
         params = _filters(request.filter) | {"size": str(size), "sort": _sort(request.order_by)}
         params |= {"rows": str(at[0]), "offset": str(at[1])} if at else {}
@@ -60,7 +60,7 @@ class LogLists:
         return found
 
     async def lineage(self, request: rs.GetLineageRequest, record: RunRecord) -> rs.GetLineageResponse:
-        """Where a rollout or a version comes from, and what came of it."""
+        """Return the origin of a rollout or a version, and what came of it."""
         match request.WhichOneof("subject"):
             case "rollout":
                 params = {"sample": request.rollout}
@@ -93,11 +93,11 @@ def _filters(asked: Mapping[str, str]) -> dict[str, str]:
 
 
 def _sort(order_by: str) -> str:
-    """`reward desc` as the reader has it, `-reward`."""
+    """Return the order in the reader's form, `reward desc`, as `-reward`."""
     name, _, direction = order_by.strip().partition(" ")
     if direction.strip() not in ("", "asc", "desc"):
         wrong = Violation(
-            field="order_by", value=order_by[:80], message="must be one name, with ` desc` behind it or not"
+            field="order_by", value=order_by[:80], message="must be one name, optionally followed by ` desc`"
         )
         raise InvalidSpecError([wrong], remedy="such as `reward desc`")
     return f"{'-' if direction.strip() == 'desc' else ''}{name or 'step'}"

@@ -1,4 +1,4 @@
-"""Batches on the wire: samples ↔ chunks of packed columns plus a table of where each sample lies.
+"""Batches on the wire: samples ↔ chunks of packed columns plus a table of where each sample is.
 
 A chunk holds whole samples, about 2 MiB of them (Redis and the network are fastest with 1–4 MiB entries), so a rank
 that needs some samples fetches only the chunks that hold them. Samples are views of a chunk's columns (`index.py`).
@@ -76,7 +76,7 @@ def decode_header(data: bytes) -> batch_pb2.BatchHeader:
 
 
 def closes_run(header: batch_pb2.BatchHeader) -> bool:
-    """Whether it is a closing header, which says how the run ended and trains nothing."""
+    """Return whether the header is a closing header, which records how the run ended and trains nothing."""
     return header.kind == batch_pb2.BATCH_KIND_CLOSE
 
 
@@ -85,6 +85,7 @@ def check_header(header: batch_pb2.BatchHeader) -> None:
     is_known = header.kind != batch_pb2.BATCH_KIND_UNSPECIFIED and header.kind in batch_pb2.BatchKind.values()
     if not is_known or not header.run_uid:
         raise _corrupt("kind, run_uid", (header.kind, header.run_uid), "must be set, to a kind that is known")
+    # Samples must fill each chunk from 0 on, in order: then no token is missing, shared or read twice.
     filled = [0] * len(header.chunks)
     last_chunk = 0
     for index, entry in enumerate(header.samples):
@@ -106,6 +107,7 @@ def check_header(header: batch_pb2.BatchHeader) -> None:
             raise _corrupt(f"{where}.min_policy_version", entry.min_policy_version, "is above the newest version")
         if entry.num_sampled_tokens > entry.length:
             raise _corrupt(f"{where}.num_sampled_tokens", entry.num_sampled_tokens, f"is above {entry.length}")
+        # The mean is optional; without one the oldest version counts, which is always between the bounds.
         mean = entry.mean_policy_version if entry.HasField("mean_policy_version") else entry.min_policy_version
         if not entry.min_policy_version <= mean <= entry.max_policy_version:
             raise _corrupt(f"{where}.mean_policy_version", mean, "is not between the oldest and the newest version")
@@ -134,7 +136,7 @@ def _check_keys(header: batch_pb2.BatchHeader) -> None:
 
 
 def chunks_for(header: batch_pb2.BatchHeader, only: Sequence[int]) -> list[int]:
-    """The chunks that hold the samples with these indices, ascending."""
+    """Return the chunks that hold the samples with these indices, ascending."""
     return sorted({header.samples[index].chunk for index in only})
 
 
@@ -148,7 +150,9 @@ def verify_chunk(header: batch_pb2.BatchHeader, index: int, data: bytes) -> None
 def unpack_batch(
     header: batch_pb2.BatchHeader, chunks: Mapping[int, bytes], *, only: Sequence[int] | None = None
 ) -> list[TrainSample]:
-    """The samples of a batch (or those with the indices `only`, in that order), as read-only views of the chunks."""
+    """Return the samples of a batch (or those with the indices `only`, in that order), as read-only views of the
+    chunks.
+    """
     check_header(header)
     indices = range(len(header.samples)) if only is None else only
     columns: dict[int, _Columns] = {}
@@ -206,7 +210,7 @@ class _Columns:
 
 
 def _split(samples: Sequence[TrainSample], target_bytes: int) -> Iterator[list[TrainSample]]:
-    """Consecutive samples of about `target_bytes`; a larger sample gets a chunk of its own."""
+    """Yield consecutive samples of about `target_bytes`; a larger sample gets a chunk of its own."""
     group: list[TrainSample] = []
     size = 0
     for sample in samples:
@@ -244,11 +248,12 @@ def _entry(sample: TrainSample, *, chunk: int, offset: int, env: int) -> batch_p
 
 
 def _encode_chunk(group: Sequence[TrainSample], *, first: int) -> bytes:
-    """The chunk of these samples, of which the first has the index `first` in the batch."""
+    """Return the chunk of these samples, of which the first has the index `first` in the batch."""
 
     def join(columns: Sequence[np.ndarray] | None) -> np.ndarray | None:
         return None if columns is None else np.concatenate(columns)
 
+    # One sample with weights gives the whole chunk a column; those of the others are what their absence means.
     rl = ce = None
     if any(sample.rl_weights is not None for sample in group):
         rl = [s.loss_mask.astype(np.float32) if s.rl_weights is None else s.rl_weights for s in group]
@@ -265,6 +270,7 @@ def _encode_chunk(group: Sequence[TrainSample], *, first: int) -> bytes:
     try:
         _check_values(columns, where="samples")
     except CorruptObjectError:
+        # The joined columns are checked at once because that is fast. An error is looked for again, to name its sample.
         for index, sample in enumerate(group, first):
             _check_values(sample, where=f"samples[{index}]")
         raise
@@ -306,7 +312,7 @@ def decode_chunk(data: bytes, num_tokens: int | None = None, *, where: str) -> _
 
 
 def _check_sample(sample: TrainSample, *, where: str) -> None:
-    """Shapes and numbers of a sample; what its columns hold is checked where they are joined."""
+    """Check shapes and numbers of a sample; the values of its columns are checked where they are joined."""
     length = sample.num_tokens
     if not 1 <= length <= MAX_SAMPLE_TOKENS:
         raise _corrupt(f"{where}.token_ids", length, f"is not 1 to {MAX_SAMPLE_TOKENS} tokens")
@@ -328,7 +334,7 @@ def _check_sample(sample: TrainSample, *, where: str) -> None:
 
 
 def _check_values(columns: _Columns | TrainSample, *, where: str) -> None:
-    """What the columns hold, of one sample or of many at once: numpy is fast where it is called seldom."""
+    """Check the values of the columns, of one sample or of many at once: numpy is fast where it is called seldom."""
     check_masked(columns.loss_mask, columns.inference_logprobs, where=where)
     if columns.token_ids.size and int(columns.token_ids.min()) < 0:
         raise _corrupt(f"{where}.token_ids", int(columns.token_ids.min()), "is negative")
@@ -356,7 +362,9 @@ _RUN_BYTES, _VALUE_BYTES = 8, 4
 
 
 def ids_to_bytes(token_ids: Int32Array) -> tuple[bytes, bytes]:
-    """The two low bytes of token ids int32 [T], none negative, and the bytes above in as few as the largest needs."""
+    """Return the two low bytes of token ids int32 [T], none negative, and the bytes above in as few as the largest
+    needs.
+    """
     largest = int(token_ids.max()) if token_ids.size else 0
     low = token_ids.astype("<u2")  # keeps the low bytes
     if largest < 1 << 16:
@@ -365,7 +373,7 @@ def ids_to_bytes(token_ids: Int32Array) -> tuple[bytes, bytes]:
 
 
 def ids_from_bytes(low: bytes, high: bytes, num_tokens: int, where: str) -> Int32Array:
-    """Token ids int32 [num_tokens]."""
+    """Return token ids int32 [num_tokens]."""
     if len(low) != 2 * num_tokens or len(high) not in (0, num_tokens, 2 * num_tokens):
         raise _columns_corrupt(where, f"{len(low)} and {len(high)} bytes", f"are not the parts of {num_tokens} ids")
     ids = np.frombuffer(low, "<u2").astype(np.int32)
@@ -375,24 +383,24 @@ def ids_from_bytes(low: bytes, high: bytes, num_tokens: int, where: str) -> Int3
 
 
 def mask_to_bytes(mask: Uint8Array) -> bytes:
-    """A mask of zeros and ones uint8 [T], eight tokens to a byte."""
+    """Return a mask of zeros and ones uint8 [T], eight tokens to a byte."""
     return np.packbits(mask).tobytes()
 
 
 def mask_from_bytes(data: bytes, num_tokens: int, where: str) -> Uint8Array:
-    """A mask uint8 [num_tokens]."""
+    """Return a mask uint8 [num_tokens]."""
     if len(data) != -(-num_tokens // 8):
         raise _columns_corrupt(where, f"{len(data)} bytes", f"are not the bits of {num_tokens} tokens")
     return _fixed(np.unpackbits(np.frombuffer(data, np.uint8), count=num_tokens))
 
 
 def masked_to_bytes(column: Float32Array, mask: Uint8Array) -> bytes:
-    """The values float32 [T] where the mask is 1; the others are 0."""
+    """Return the values float32 [T] where the mask is 1; the others are 0."""
     return column[mask.view(np.bool_)].astype("<f4", copy=False).tobytes()
 
 
 def masked_from_bytes(data: bytes, mask: Uint8Array, where: str) -> Float32Array:
-    """A column float32 [T] with values where the mask is 1."""
+    """Return a column float32 [T] with values where the mask is 1."""
     if len(data) != _VALUE_BYTES * np.count_nonzero(mask):
         raise _columns_corrupt(
             where, f"{len(data)} bytes", f"are not the values of {np.count_nonzero(mask)} sampled tokens"
@@ -403,7 +411,7 @@ def masked_from_bytes(data: bytes, mask: Uint8Array, where: str) -> Float32Array
 
 
 def runs_to_proto(column: Float32Array) -> batch_pb2.RunColumn:
-    """A column float32 [T], bit for bit, as runs of equal values where that is smaller."""
+    """Return a column float32 [T], bit for bit, as runs of equal values where that is smaller."""
     bits = column.view(np.uint32)
     starts = np.flatnonzero(bits[1:] != bits[:-1])
     starts += 1
@@ -415,7 +423,7 @@ def runs_to_proto(column: Float32Array) -> batch_pb2.RunColumn:
 
 
 def runs_from_proto(message: batch_pb2.RunColumn, num_tokens: int, where: str) -> Float32Array:
-    """A column float32 [num_tokens]."""
+    """Return a column float32 [num_tokens]."""
     expected = len(message.lengths) or _VALUE_BYTES * num_tokens
     if len(message.values) != expected or expected % _VALUE_BYTES:
         raise _columns_corrupt(

@@ -17,7 +17,7 @@ _SHOWN_CHARS = 200
 _MAX_VIOLATIONS = 20
 
 
-class Fate(StrEnum):
+class Treatment(StrEnum):
     """What becomes of a parameter."""
 
     ANSWERED = "answered"
@@ -31,7 +31,7 @@ class Fate(StrEnum):
 class Parameter:
     """One of a request's parameters."""
 
-    fate: Fate
+    fate: Treatment
     why: str = ""
     """Why it is refused, or harmless; of an answered one what is particular about it."""
     neutral: Sequence[Any] = ()
@@ -39,19 +39,19 @@ class Parameter:
 
 
 def _answered(why: str = "") -> Parameter:
-    return Parameter(fate=Fate.ANSWERED, why=why)
+    return Parameter(fate=Treatment.ANSWERED, why=why)
 
 
 def _refused(why: str, *neutral: Any) -> Parameter:
-    return Parameter(fate=Fate.REFUSED, why=why, neutral=neutral)
+    return Parameter(fate=Treatment.REFUSED, why=why, neutral=neutral)
 
 
 def _harmless(why: str) -> Parameter:
-    return Parameter(fate=Fate.HARMLESS, why=why)
+    return Parameter(fate=Treatment.HARMLESS, why=why)
 
 
 def _overruled(why: str) -> Parameter:
-    return Parameter(fate=Fate.OVERRULED, why=why)
+    return Parameter(fate=Treatment.OVERRULED, why=why)
 
 
 _FREE = "what is sampled is not constrained"
@@ -278,10 +278,10 @@ def check_parameters(
 
 
 def _problem(value: Any, parameter: Parameter | None, *, answered: bool) -> str:
-    if parameter is None or (parameter.fate is Fate.ANSWERED and not answered):
+    if parameter is None or (parameter.fate is Treatment.ANSWERED and not answered):
         return "is not known here, and what is not known is not ignored; leave it out"
     is_neutral = any(value == each and type(value) is type(each) for each in parameter.neutral)
-    if parameter.fate is not Fate.REFUSED or is_neutral:
+    if parameter.fate is not Treatment.REFUSED or is_neutral:
         return ""
     return f"is not supported: {parameter.why}; leave it out"
 

@@ -10,17 +10,17 @@ from millrace.rollouts.wire import purpose_from_wire, purpose_to_wire
 
 
 def env_from_wire(message: env_service_pb2.EnvSpec) -> EnvSpec:
-    """The environment that a message names."""
+    """Return the environment that a message names."""
     return EnvSpec(**_values(message, EnvSpec))
 
 
 def env_to_wire(env: EnvSpec) -> env_service_pb2.EnvSpec:
-    """The message that names the environment."""
+    """Return the message that names the environment."""
     return env_service_pb2.EnvSpec(**_values(env, EnvSpec))
 
 
 def sampling_from_wire(message: env_service_pb2.Sampling) -> Sampling:
-    """Return how to sample."""
+    """Return the sampling parameters of a message."""
     return Sampling(**_values(message, Sampling))
 
 
@@ -30,7 +30,7 @@ def sampling_to_wire(sampling: Sampling) -> env_service_pb2.Sampling:
 
 
 def play_from_wire(message: env_service_pb2.PlayGroupRequest) -> PlayRequest:
-    """The request of a message; its limits are those that the env-server checks."""
+    """Return the request of a message; its limits are those that the env-server checks."""
     values = _values(message, PlayRequest)
     values["purpose"] = purpose_from_wire(message.purpose)
     values["members"] = tuple(message.members)
@@ -40,7 +40,7 @@ def play_from_wire(message: env_service_pb2.PlayGroupRequest) -> PlayRequest:
 
 
 def play_to_wire(request: PlayRequest) -> env_service_pb2.PlayGroupRequest:
-    """The message of a request."""
+    """Return the message of a request."""
     values = _values(request, PlayRequest)
     values["purpose"] = purpose_to_wire(request.purpose)
     values["env"] = env_to_wire(request.env)
@@ -49,7 +49,7 @@ def play_to_wire(request: PlayRequest) -> env_service_pb2.PlayGroupRequest:
 
 
 def group_from_wire(message: env_service_pb2.PlayingGroup) -> PlayedGroup:
-    """The group that a message names."""
+    """Return the group that a message names."""
     values = _values(message, PlayedGroup)
     values["purpose"] = purpose_from_wire(message.purpose)
     values["members"] = tuple(message.members)
@@ -57,14 +57,14 @@ def group_from_wire(message: env_service_pb2.PlayingGroup) -> PlayedGroup:
 
 
 def group_to_wire(group: PlayedGroup) -> env_service_pb2.PlayingGroup:
-    """The message that names the group."""
+    """Return the message that names the group."""
     values = _values(group, PlayedGroup)
     values["purpose"] = purpose_to_wire(group.purpose)
     return env_service_pb2.PlayingGroup(**values)
 
 
 def _values(source: Any, kind: Any) -> dict[str, Any]:
-    """The fields of `kind`, which have the same names on either side."""
+    """Return the fields of `kind`, which have the same names on either side."""
     return {name: getattr(source, name) for name in _field_names(kind)}
 
 

@@ -43,12 +43,14 @@ class EnvSpec:
 
     @property
     def label(self) -> str:
-        """The name by which people know it."""
+        """Return the name by which people know it."""
         return self.name or self.id
 
     @property
     def loaded_as(self) -> tuple[object, ...]:
-        """What its workers load and keep to, apart from the arguments: not what the run calls it."""
+        """Return the identity of an environment for its workers, apart from the arguments and from the run's name
+        for it.
+        """
         kept = (self.takes_several_traces, self.is_text_only, self.judge_max_concurrent, self.judge_timeout_s)
         return (self.id, self.python, self.select_json, self.demo_key, self.agent_json, *kept)
 
@@ -73,11 +75,11 @@ class Sampling:
 
     @property
     def truncation(self) -> Truncation:
-        """Which tokens may be sampled."""
+        """Return the truncation parameters, which limit the tokens that may be sampled."""
         return Truncation(top_p=_or_neutral(self.top_p), top_k=self.top_k, min_p=self.min_p)
 
     def parameters(self, *, is_external: bool) -> dict[str, Any]:
-        """All parameters of a request to an engine.
+        """Return all parameters of a request to an engine.
 
         Engines of ours are told every one, also those that change nothing: what is left out vLLM takes from the model's
         `generation_config.json`, and says nothing. Other endpoints may refuse what OpenAI's API does not know.
@@ -129,12 +131,12 @@ class PlayRequest:
 
     @property
     def is_training(self) -> bool:
-        """Whether its rollouts are trained on."""
+        """Return whether its rollouts are trained on."""
         return self.purpose is Purpose.TRAIN
 
     @property
     def has_train_task(self) -> bool:
-        """Whether its task is one of the training tasks, and not a held-out one."""
+        """Return whether its task is one of the training tasks, and not a held-out one."""
         return self.use_train_tasks or self.is_training
 
 
@@ -176,9 +178,9 @@ class LoadedEnv:
     """How it has its model calls sampled where its code or args say so, by where that is said."""
 
     def tasks(self, request: PlayRequest) -> TaskSet:
-        """The set of the request's task."""
+        """Return the set of the request's task."""
         return self.train if request.has_train_task else self.eval
 
     def task_id(self, request: PlayRequest) -> str:
-        """Id of the request's task."""
+        """Return Id of the request's task."""
         return self.tasks(request).ids[request.task_index]

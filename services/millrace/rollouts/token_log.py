@@ -49,7 +49,7 @@ class LoggedSample:
 
     @property
     def key(self) -> Member:
-        """Its rollout."""
+        """Return Its rollout."""
         return self.ordinal, self.member, self.attempt
 
 
@@ -67,7 +67,7 @@ class TokenLog:
 
 
 def chosen_rollouts(members: Iterable[Member], share: float) -> frozenset[Member]:
-    """The rollouts of a batch whose tokens are logged: a share of them, at least one, spread by a hash."""
+    """Return the rollouts of a batch whose tokens are logged: a share of them, at least one, spread by a hash."""
     distinct = set(members)
     count = math.ceil(share * len(distinct) - 1e-9)
     return frozenset(sorted(distinct, key=lambda member: (_place(member), member))[:count])
@@ -78,13 +78,13 @@ def _place(member: Member) -> bytes:
 
 
 def merged(parts: Sequence[TokenLog]) -> TokenLog:
-    """The log of a step of which every rank has a part."""
+    """Return the log of a step of which every rank has a part."""
     samples = sorted((each for part in parts for each in part.samples), key=lambda each: each.sample)
     return replace(parts[0], samples=tuple(samples))
 
 
 def encode_token_log(log: TokenLog) -> bytes:
-    """The object: a mark, the sha256 of what follows, a `TokenLog`. CapacityError if it would be too large."""
+    """Return the object: a mark, the sha256 of what follows, a `TokenLog`. CapacityError if it would be too large."""
     body = token_log_pb2.TokenLog(
         run_uid=log.run_uid,
         step=log.step,
@@ -117,7 +117,7 @@ def encode_token_log(log: TokenLog) -> bytes:
 
 
 def decode_token_log(data: bytes, *, where: str) -> TokenLog:
-    """The log in an object; `CorruptObjectError` naming `where` it lies if it is none."""
+    """Return the log in an object; `CorruptObjectError` naming its place `where` if it is none."""
     head, body = data[:_HEAD_BYTES], data[_HEAD_BYTES:]
     if head != _MAGIC + hashlib.sha256(body).digest():
         raise _corrupt(where, f"{len(data)} bytes", "have not the sha256 that they begin with")
@@ -145,7 +145,7 @@ def decode_token_log(data: bytes, *, where: str) -> TokenLog:
 
 
 def _samples(message: token_log_pb2.TokenLog, where: str) -> tuple[LoggedSample, ...]:
-    """The samples, which fill the columns exactly."""
+    """Return the samples, which fill the columns exactly."""
     if len(message.logprobs) != 2 * len(message.entropies) or len(message.entropies) % 2:
         raise _corrupt(where, (len(message.logprobs), len(message.entropies)), "bytes are not columns of one length")
     logprobs = column_from_bytes(message.logprobs, "<f4", where)
@@ -153,11 +153,13 @@ def _samples(message: token_log_pb2.TokenLog, where: str) -> tuple[LoggedSample,
     bits = np.frombuffer(message.mask, np.uint8)
     samples, at, at_byte, last = list[LoggedSample](), 0, 0, -1
     for entry in message.entries:
+        # Each sample's mask begins at a byte of its own.
         num_bytes = -(-entry.length // 8)
         own = bits[at_byte : at_byte + num_bytes]
         if entry.length < 1 or len(own) != num_bytes or entry.sample <= last:
             raise _corrupt(where, entry.length, f"tokens of sample {entry.sample} are not there, or in another place")
         mask = np.unpackbits(own)
+        # Padding bits must be 0: otherwise two different logs would have the same meaning.
         if mask[entry.length :].any():
             raise _corrupt(where, entry.length, f"tokens of sample {entry.sample} are followed by others")
         end = at + int(np.count_nonzero(mask))
@@ -180,7 +182,7 @@ def _samples(message: token_log_pb2.TokenLog, where: str) -> tuple[LoggedSample,
 
 
 def samples_by_part(log: TokenLog, rollout: Rollout) -> list[LoggedSample | None]:
-    """What was logged of each token sequence of a rollout; None of one that the batch has no sample of.
+    """Return the log of each token sequence of a rollout; None for one without a sample in the batch.
 
     A batch has the sequences in their order, each cut, and leaves out those of which nothing sampled is left then.
     """
@@ -208,7 +210,7 @@ def _corrupt(where: str, value: object, problem: str) -> CorruptObjectError:
 
 # A teacher's log-probs of one rollout as stored bytes: what on-policy distillation adds to a rollout of the log.
 #
-# They lie in an object of their own that is named by the digest of what was scored and written before the rollout is
+# They are in an object of their own that is named by the digest of what was scored and written before the rollout is
 # appended. So a reader of the entry has the scores as well, and scores are never those of other tokens. Where the
 # policy is its own teacher, the object says which version of it that was, and which tokens it read before the sample.
 
@@ -222,7 +224,9 @@ _TAUGHT = "how a teacher's scores came about"
 
 
 def scored_digest(rollout: Rollout) -> str:
-    """Hex sha256 over what is scored: ids, masks and log-probs of every sample, each with its length, and the hint."""
+    """Return hex sha256 over what is scored: ids, masks and log-probs of every sample, each with its length, and the
+    hint.
+    """
     whole = hashlib.sha256()
     for sample in rollout.samples:
         whole.update(len(sample.token_ids).to_bytes(8, "little"))
@@ -250,7 +254,7 @@ def encode_scores(
 
 
 def with_scores(rollout: Rollout, data: bytes, *, where: str) -> Rollout:
-    """The rollout with the scores of an object in its samples; CorruptObjectError if they are not its own."""
+    """Return the rollout with the scores of an object in its samples; CorruptObjectError if they are not its own."""
     taught, values = decode_scores(data, where=where)
     if len(taught) != len(rollout.samples):
         raise _scores_corrupt(where, _TAUGHT, f"is no list of {len(rollout.samples)}")

@@ -23,9 +23,12 @@ def kept_tokens(logprobs: Any, *, top_p: Any, top_k: Any, min_p: Any) -> Any:
     last = ordered.gather(-1, (top_k - 1).clamp(0, ordered.shape[-1] - 1).long()[..., None])
     keep &= (ordered >= last) | (top_k[..., None] == 0)
     if (top_p < 1).any():
+        # Integers add up to the same sum in any order: trainer and engine cut at the same token.
         shares = (probs.masked_fill(~keep, 0) * _ONE).long()
+        # A token stays while the tokens before it have not filled top_p, so the one that crosses the bound stays.
         before = shares.cumsum(dim=-1) - shares
         room = top_p[..., None].double() * shares.sum(dim=-1, keepdim=True)
         keep &= (before < room) | (top_p[..., None] >= 1)
+    # Rounding could drop even the likeliest token, and an empty choice cannot be sampled from.
     keep[..., 0] = True
     return keep.new_zeros(keep.shape).scatter_(-1, order, keep)

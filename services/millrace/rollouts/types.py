@@ -95,7 +95,7 @@ class Truncation:
 
     @property
     def is_full(self) -> bool:
-        """Whether every token may be sampled."""
+        """Return whether every token may be sampled."""
         return self.top_p >= 1 and self.top_k == 0 and self.min_p == 0
 
 
@@ -118,7 +118,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleSpan:
-    """Tokens `[start, end)` of a sample are of a message of `role` that the environment added behind a reply."""
+    """Tokens `[start, end)` of a sample are of a message of `role` that the environment added after a reply."""
 
     role: str
     start: int
@@ -126,7 +126,7 @@ class RoleSpan:
 
 
 def _equal_fields(left: object, right: object) -> bool:
-    """Field-wise equality of two dataclass instances of one class, with arrays compared by dtype and content."""
+    """Return field-wise equality of two dataclass instances of one class, with arrays compared by dtype and content."""
     for item in fields(left):  # pyright: ignore[reportArgumentType] - both are dataclass instances
         a, b = getattr(left, item.name), getattr(right, item.name)
         if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
@@ -153,12 +153,12 @@ class _TokenColumns:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the sample, prompts included."""
+        """Return tokens in the sample, prompts included."""
         return len(self.token_ids)
 
     @property
     def num_loss_tokens(self) -> int:
-        """Tokens that the policy sampled."""
+        """Return tokens that the policy sampled."""
         return int(np.count_nonzero(self.loss_mask))
 
 
@@ -188,7 +188,7 @@ class Sample(_TokenColumns):
     policy_spans: tuple[PolicySpan, ...] = ()
     own_sampling: tuple[OwnSampling, ...] = ()
     roles: tuple[RoleSpan, ...] = ()
-    """Ranges behind its first reply that the policy did not sample, where it is known whose message they are of."""
+    """Ranges after its first reply that the policy did not sample, where it is known whose message they are of."""
     turns: tuple[TurnReward, ...] = ()
     """Its model calls, in order, where the environment gave any turn of the rollout a reward of its own."""
     teacher_logprobs: Float32Array | None = None
@@ -198,18 +198,18 @@ class Sample(_TokenColumns):
 
     @property
     def unrewarded_turns(self) -> tuple[TurnReward, ...]:
-        """Its runs of sampled tokens, each as a turn that earned nothing."""
+        """Return Its runs of sampled tokens, each as a turn that earned nothing."""
         ends = np.flatnonzero(np.diff(self.loss_mask.astype(np.int8), append=0) == -1) + 1
         return tuple(TurnReward(end=int(end), reward=0.0) for end in ends)
 
     @property
     def min_version(self) -> int | None:
-        """Oldest policy version among the sampled tokens; None when no span is known."""
+        """Return oldest policy version among the sampled tokens; None when no span is known."""
         return min((span.version for span in self.policy_spans), default=None)
 
     @property
     def max_version(self) -> int | None:
-        """Newest policy version among the sampled tokens; None when no span is known."""
+        """Return newest policy version among the sampled tokens; None when no span is known."""
         return max((span.version for span in self.policy_spans), default=None)
 
     def mean_version(self, num_tokens: int) -> float | None:
@@ -222,7 +222,7 @@ class Sample(_TokenColumns):
 
     @property
     def lineage(self) -> int | None:
-        """Lineage of the oldest version; None when no span is known."""
+        """Return lineage of the oldest version; None when no span is known."""
         oldest = min(self.policy_spans, key=lambda span: span.version, default=None)
         return None if oldest is None else oldest.lineage
 
@@ -279,11 +279,11 @@ class Rollout:
     traces: tuple[Trace, ...] = ()
     """What each of several trained agents did, their samples in this order; empty where one agent did everything."""
     demonstration: str = ""
-    """What only the teacher of opsd is told of the task; empty for other algorithms."""
+    """What only the teacher of opsd learns of the task; empty for other algorithms."""
 
     @property
     def agent_traces(self) -> tuple[Trace, ...]:
-        """Its traces; where one agent did everything, a single one of no name."""
+        """Return Its traces; where one agent did everything, a single one of no name."""
         return self.traces or (Trace(agent="", reward=self.reward, num_samples=len(self.samples)),)
 
     def penalised(self, penalty: float, *, has_turns: bool = False) -> "Rollout":
@@ -304,17 +304,17 @@ class Rollout:
 
     @property
     def trace_of_sample(self) -> list[int]:
-        """Of each sample, the index of its trace."""
+        """Return the index of the trace of each sample."""
         return [index for index, trace in enumerate(self.agent_traces) for _ in range(trace.num_samples)]
 
     @property
     def has_turn_rewards(self) -> bool:
-        """Whether the environment gave any of its turns a reward of its own."""
+        """Return whether the environment gave any of its turns a reward of its own."""
         return any(sample.turns for sample in self.samples)
 
     @property
     def earned_turns(self) -> tuple[tuple[TurnReward, ...], ...] | None:
-        """Of each sample its turns with what they earned; None if that is not the rollout's reward.
+        """Return the turns of each sample with their rewards; None if these do not sum to the rollout's reward.
 
         A turn that nobody gave a reward has earned 0.
         """
@@ -323,7 +323,9 @@ class Rollout:
 
     @property
     def rewritten_turn(self) -> int | None:
-        """The first turn, from 1, whose prompt did not begin with all tokens before it; None if every turn's did.
+        """Return the first turn, from 1, whose prompt did not begin with all tokens before it.
+
+        None if every turn's did.
 
         Turns are counted within a trace.
         """
@@ -336,28 +338,28 @@ class Rollout:
 
     @property
     def is_environment_failure(self) -> bool:
-        """Whether it failed, and not because of what it ran on: engines, workers, stores, restarts."""
+        """Return whether the environment itself failed, and not engines, workers, stores or restarts."""
         is_blameless = self.status in (RolloutStatus.OK, RolloutStatus.CANCELLED, RolloutStatus.ENGINE_LOST)
         return not is_blameless and not (self.error is not None and self.error.is_infrastructure)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all samples, prompts included."""
+        """Return tokens of all samples, prompts included."""
         return sum(sample.num_tokens for sample in self.samples)
 
     @property
     def num_loss_tokens(self) -> int:
-        """Sampled tokens of all samples."""
+        """Return sampled tokens of all samples."""
         return sum(sample.num_loss_tokens for sample in self.samples)
 
     @property
     def min_version(self) -> int | None:
-        """Oldest policy version among all sampled tokens; None when nothing was sampled."""
+        """Return oldest policy version among all sampled tokens; None when nothing was sampled."""
         return min((v for s in self.samples if (v := s.min_version) is not None), default=None)
 
     @property
     def max_version(self) -> int | None:
-        """Newest policy version among all sampled tokens; None when nothing was sampled."""
+        """Return newest policy version among all sampled tokens; None when nothing was sampled."""
         return max((v for s in self.samples if (v := s.max_version) is not None), default=None)
 
 
@@ -407,7 +409,7 @@ _TOLERANCE = 1e-6
 
 
 def are_equal(rewards: Sequence[float] | np.ndarray) -> bool:
-    """Whether all rewards of a group are the same but for rounding, relative to their own scale."""
+    """Return whether all rewards of a group are the same but for rounding, relative to their own scale."""
     values = np.asarray(rewards, dtype=np.float64)
     return not values.size or bool(np.ptp(values) <= EQUALITY * np.abs(values).max())
 
@@ -418,6 +420,8 @@ def reaches(reward: float, threshold: float) -> bool:
 
 
 def add_up(parts: Sequence[float], total: float) -> bool:
-    """Whether parts are those of a whole but for rounding, that of float32 too, relative to the largest of them all."""
+    """Return whether parts are those of a whole but for rounding, that of float32 too, relative to the largest of
+    them all.
+    """
     scale = max([abs(total), *(abs(part) for part in parts)])
     return abs(sum(parts) - total) <= _TOLERANCE * scale

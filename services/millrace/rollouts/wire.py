@@ -61,12 +61,12 @@ _SMALL_ARCHIVE_BYTES, _MAX_EXPANSION = 64 << 20, 256  # log-probs hardly compres
 
 
 def purpose_to_wire(purpose: Purpose) -> rollout_pb2.Purpose:
-    """The protobuf value of a purpose."""
+    """Return the protobuf value of a purpose."""
     return PURPOSE_TO_WIRE[purpose]
 
 
 def purpose_from_wire(value: int) -> Purpose:
-    """The purpose of a protobuf value; `CorruptObjectError` when it is unknown or not set."""
+    """Return the purpose of a protobuf value; `CorruptObjectError` when it is unknown or not set."""
     if value not in _PURPOSE_FROM_WIRE:
         raise _corrupt("purpose", value, "is not a known Purpose")
     return _PURPOSE_FROM_WIRE[value]  # pyright: ignore[reportArgumentType] - checked above
@@ -95,7 +95,7 @@ def decode_rollout(data: bytes) -> Rollout:
 
 
 def encode_archive(rollouts: Iterable[Rollout]) -> bytes:
-    """`RolloutArchive` in order of ordinal, attempt, member, zstd-compressed (level 3), of rollouts that were decoded.
+    """Return a `RolloutArchive` in order of ordinal, attempt, member, zstd-compressed (level 3), of decoded rollouts.
 
     `CorruptObjectError` if it would be larger than what `decode_archive` reads.
     """
@@ -114,7 +114,7 @@ def encode_archive(rollouts: Iterable[Rollout]) -> bytes:
 
 
 def decode_archive(data: bytes) -> list[Rollout]:
-    """The rollouts of an archive object; `CorruptObjectError` when the bytes are damaged or expand too much."""
+    """Return the rollouts of an archive object; `CorruptObjectError` when the bytes are damaged or expand too much."""
     where = {
         "what": f"a rollout archive of {len(data)} bytes",
         "reason": "ROLLOUT_ARCHIVE_CORRUPT",
@@ -126,12 +126,15 @@ def decode_archive(data: bytes) -> list[Rollout]:
 
 
 def _max_archive_bytes(packed: bytes) -> int:
-    """What an archive may hold: a few bytes must not become gigabytes."""
+    """Return the largest size of an archive: a few bytes must not become gigabytes."""
     return min(MAX_ARCHIVE_BYTES, max(_SMALL_ARCHIVE_BYTES, _MAX_EXPANSION * len(packed)))
 
 
 def rollout_to_proto(rollout: Rollout) -> rollout_pb2.Rollout:
-    """The protobuf form of a rollout that was made here; `CorruptObjectError` names the field that is not valid."""
+    """Return the protobuf form of a rollout that was made here.
+
+    `CorruptObjectError` names the field that is not valid.
+    """
     validate_rollout(rollout)
     return _to_proto(rollout)
 
@@ -148,7 +151,7 @@ def _to_proto(rollout: Rollout) -> rollout_pb2.Rollout:
 
 
 def rollout_from_proto(message: rollout_pb2.Rollout) -> Rollout:
-    """The rollout of a protobuf message, validated."""
+    """Return the rollout of a protobuf message, validated."""
     if message.status not in STATUS_FROM_WIRE:
         raise _corrupt("status", message.status, "is not a known RolloutStatus")
     values: dict[str, Any] = {name: getattr(message, name) for name in _SAME}
@@ -169,12 +172,12 @@ def rollout_from_proto(message: rollout_pb2.Rollout) -> Rollout:
 
 
 def truncation_to_wire(truncation: Truncation) -> rollout_pb2.Truncation | None:
-    """The protobuf form; None for the full distribution."""
+    """Return the protobuf form; None for the full distribution."""
     return None if truncation.is_full else rollout_pb2.Truncation(**asdict(truncation))
 
 
 def truncation_from_wire(message: rollout_pb2.Rollout | rollout_pb2.OwnSampling | batch_pb2.SampleEntry) -> Truncation:
-    """The truncation of a message; `CorruptObjectError` if there is no such one."""
+    """Return the truncation of a message; `CorruptObjectError` if there is no such one."""
     if not message.HasField("truncation"):
         return FULL
     found = message.truncation
@@ -184,7 +187,7 @@ def truncation_from_wire(message: rollout_pb2.Rollout | rollout_pb2.OwnSampling 
 
 
 def own_sampling_to_wire(ranges: Sequence[OwnSampling]) -> list[rollout_pb2.OwnSampling]:
-    """The protobuf form of ranges that were sampled in a way of their own."""
+    """Return the protobuf form of ranges that were sampled in a way of their own."""
     return [
         rollout_pb2.OwnSampling(
             start=each.start,
@@ -197,7 +200,7 @@ def own_sampling_to_wire(ranges: Sequence[OwnSampling]) -> list[rollout_pb2.OwnS
 
 
 def own_sampling_from_wire(messages: Iterable[rollout_pb2.OwnSampling]) -> tuple[OwnSampling, ...]:
-    """The ranges of messages; `CorruptObjectError` for a truncation that there is not."""
+    """Return the ranges of messages; `CorruptObjectError` for a truncation that there is not."""
     return tuple(
         OwnSampling(start=each.start, end=each.end, temperature=each.temperature, truncation=truncation_from_wire(each))
         for each in messages
@@ -205,7 +208,7 @@ def own_sampling_from_wire(messages: Iterable[rollout_pb2.OwnSampling]) -> tuple
 
 
 def own_sampling_problem(ranges: Sequence[OwnSampling], num_tokens: int) -> str:
-    """What is wrong with ranges of a sample of so many tokens, or ""."""
+    """Return the problem of ranges of a sample of so many tokens, or ""."""
     end = 0
     for number, each in enumerate(ranges):
         if not end <= each.start < each.end <= num_tokens:
@@ -258,7 +261,7 @@ def _validate_fields(rollout: Rollout) -> None:
 
 
 def _validate_traces(rollout: Rollout) -> None:
-    """Each sample belongs to one trace, and what failed has none."""
+    """Check that each sample belongs to one trace, and that failed rollouts have none."""
     if not rollout.traces:
         return
     if rollout.status is not RolloutStatus.OK:
@@ -293,7 +296,9 @@ def validate_sample(sample: Sample, *, where: str, needs_spans: bool) -> None:
         num_covered += int(np.count_nonzero(sample.loss_mask[span.start : span.end]))
         end = span.end
     has_to_cover = needs_spans or bool(sample.policy_spans)
+    # Spans ascend and are disjoint, so equal counts mean that each sampled token is covered.
     if has_to_cover and num_covered != np.count_nonzero(sample.loss_mask):
+        # The slow way, which is only taken to name the first uncovered token.
         covered = np.zeros(length, dtype=bool)
         for span in sample.policy_spans:
             covered[span.start : span.end] = True
@@ -312,7 +317,9 @@ def validate_sample(sample: Sample, *, where: str, needs_spans: bool) -> None:
 
 
 def _validate_turns(sample: Sample, *, where: str) -> None:
-    """Turns ascend and end behind a sampled token, the last one behind all of them; rewards are finite."""
+    """Check that turns ascend, that each ends after a sampled token and the last one after all, and that rewards are
+    finite.
+    """
     end = 0
     for number, turn in enumerate(sample.turns):
         if not end < turn.end <= sample.num_tokens or not sample.loss_mask[turn.end - 1]:
@@ -342,7 +349,7 @@ def check_masked(loss_mask: np.ndarray, inference_logprobs: np.ndarray, *, where
 
 
 def column_from_bytes(data: bytes, dtype: str, where: str) -> np.ndarray:
-    """A read-only view of little-endian column bytes; `dtype` is `<i4`, `u1` or `<f4`."""
+    """Return a read-only view of little-endian column bytes; `dtype` is `<i4`, `u1` or `<f4`."""
     item_size = np.dtype(dtype).itemsize
     if len(data) % item_size:
         raise _corrupt(where, f"{len(data)} bytes", f"is no multiple of {item_size}")
@@ -350,7 +357,7 @@ def column_from_bytes(data: bytes, dtype: str, where: str) -> np.ndarray:
 
 
 def column_to_bytes(column: np.ndarray, dtype: str) -> bytes:
-    """Little-endian bytes of a column."""
+    """Return little-endian bytes of a column."""
     return np.ascontiguousarray(column, dtype=dtype).tobytes()
 
 
@@ -382,7 +389,7 @@ def _sample_from_proto(message: rollout_pb2.Sample) -> Sample:
 
 
 def spans_to_proto(spans: Sequence[PolicySpan]) -> list[rollout_pb2.PolicySpan]:
-    """The protobuf form of policy spans."""
+    """Return the protobuf form of policy spans."""
     return [rollout_pb2.PolicySpan(lineage=s.lineage, version=s.version, start=s.start, end=s.end) for s in spans]
 
 

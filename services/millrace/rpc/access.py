@@ -72,7 +72,7 @@ Find = Callable[[str], AcceptedToken | None]
 
 
 def denied() -> UnauthenticatedError:
-    """The one answer to callers without the right to call: it says neither why, nor what is here."""
+    """Return the one answer to callers without the right to call, which tells neither the reason nor what exists."""
     return UnauthenticatedError(
         "a valid bearer token is required",
         reason="UNAUTHENTICATED",
@@ -81,7 +81,7 @@ def denied() -> UnauthenticatedError:
 
 
 def read_only() -> PermissionDeniedError:
-    """The answer to a caller whose token is accepted, but for reading."""
+    """Return the answer to a caller whose token is accepted, but for reading."""
     return PermissionDeniedError(
         "this token may only read: its line in the server's tokens file says access=read",
         reason="READ_ONLY_TOKEN",
@@ -90,7 +90,7 @@ def read_only() -> PermissionDeniedError:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens on `host`."""
+    """Return whether only this machine reaches what listens on `host`."""
     name = host.strip("[]")
     if name == "localhost":
         return True
@@ -126,7 +126,7 @@ class ServerAccess:
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        """From the settings; InvalidSpecError names the variable and file that is wrong."""
+        """Create the access from the settings; InvalidSpecError names the variable and file that is wrong."""
         cert, key, client_ca = settings.tls_cert, settings.tls_key, settings.tls_client_ca
         _require_pair(settings)
         if client_ca is not None and cert is None:
@@ -147,11 +147,12 @@ class ServerAccess:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> Self:
-        """From the variables of this process."""
+        """Create the access from the variables of this process."""
         return cls.of(Settings.from_env(os.environ if environ is None else environ))
 
     def require_safe(self, address: str, kinds: Iterable[str], *, field: str = "MILLRACE_LISTEN") -> None:
-        """InvalidSpecError if a server for these kinds of callers must not listen on `address` as it is set up.
+        """Raise InvalidSpecError if a server for these kinds of callers must not listen on `address` with these
+        settings.
 
         `field` is the setting that holds the address, for the message.
         """
@@ -176,7 +177,7 @@ class ServerAccess:
             )
 
     def admit(self, method: str, metadata: Sequence[tuple[str, str | bytes]]) -> Grant:
-        """Let a gRPC call in, or raise `denied()` or `read_only()`; certificates were asked for before, if demanded."""
+        """Admit a gRPC call, or raise `denied()` or `read_only()`; certificates were checked before, if demanded."""
         if method.startswith(_HEALTH):
             return _free()
         if method.startswith(_PUBLIC_PACKAGE):
@@ -195,12 +196,15 @@ class ServerAccess:
         """Let an HTTP request in, or raise `denied()` or `read_only()`."""
         has_mtls = self.tls is not None and self.tls.client_ca is not None
         for_scrapers = self.metrics_tokens if path == METRICS_PATH else None
+        # Without any secret on this server there is nothing to check. Health is open always: load balancers have no
+        # token.
         is_open = self.worker_tokens is None and (has_mtls or self.tokens is None) and for_scrapers is None
         if path == "/health" or is_open:
             return _free()
         ways: list[Find] = [] if for_scrapers is None else [for_scrapers.find]
         if self.worker_tokens is not None:
             ways.append(self.worker_tokens.find)
+        # Env workers run foreign code: their token opens the engine's routes and no others.
         if path in _ENGINE_PATHS:
             ways += [] if self.tokens is None else [self.tokens.find]
             ways += [] if self.worker_tokens is None else [self.worker_tokens.find_engine]
@@ -210,19 +214,22 @@ class ServerAccess:
         return grant
 
     def admit_metrics(self, authorization: str | None) -> Grant:
-        """Let somebody read the metrics of a service that has no HTTP API, or raise `denied()`. Env workers may not."""
+        """Admit a reader of the metrics of a service without an HTTP API, or raise `denied()`.
+
+        Env workers may not read them.
+        """
         ways = [file.find for file in (self.metrics_tokens, self.worker_tokens, self.tokens) if file is not None]
         return _granted(ways, [] if authorization is None else [authorization]) if ways else _free()
 
     def _admit(self, kinds: Sequence[str], authorizations: Sequence[str]) -> Grant:
-        """Each kind that has a file of tokens is a way in; without any there is nothing to show."""
+        """Return each kind that has a file of tokens is a way in; without any there is nothing to show."""
         files = {PUBLIC: self.tokens, WORKER: self.worker_tokens}
         ways = [tokens.find for kind in kinds if (tokens := files[kind]) is not None]
         return _granted(ways, authorizations) if ways else _free()
 
 
 def _granted(ways: Sequence[Find], authorizations: Sequence[str]) -> Grant:
-    """The grant if one of the ways accepts the token; without a way nobody comes in."""
+    """Return the grant if one of the ways accepts the token; without a way nobody is admitted."""
     token = _bearer(authorizations)
 
     def find() -> AcceptedToken | None:
@@ -251,12 +258,15 @@ class ClientAccess:
 
     @classmethod
     def plain(cls) -> Self:
-        """No TLS, no token: for servers of one's own on loopback."""
+        """Return the access without TLS and tokens, for servers of one's own on loopback."""
         return cls()
 
     @classmethod
     def public(cls, settings: Settings) -> Self:
-        """For clients of the public API; InvalidSpecError names the variable and file that is wrong."""
+        """Return the access of clients of the public API.
+
+        InvalidSpecError names the variable and file that is wrong.
+        """
         secret: Callable[[], str] | None = None
         if settings.token_file is not None:
             secret = SecretFile(Path(settings.token_file), field="MILLRACE_TOKEN_FILE").read
@@ -266,30 +276,30 @@ class ClientAccess:
 
     @classmethod
     def internal(cls, settings: Settings) -> Self:
-        """For calls between the services."""
+        """Return the access of calls between the services."""
         path = settings.worker_token_file
         secret = None if path is None else SecretFile(Path(path), field="MILLRACE_WORKER_TOKEN_FILE").read
         return cls(tls=_client_files(settings), secret=secret, is_insecure=settings.insecure)
 
     @classmethod
     def engine(cls, settings: Settings) -> Self:
-        """For env workers, which call the HTTP API of engines and nothing else."""
+        """Return the access of env workers, which call the HTTP API of engines and nothing else."""
         path = settings.engine_token_file
         secret = None if path is None else SecretFile(Path(path), field="MILLRACE_ENGINE_TOKEN_FILE").read
         return cls(tls=_client_files(settings), secret=secret, is_insecure=settings.insecure)
 
     @classmethod
     def public_from_environ(cls, environ: Mapping[str, str] | None = None) -> Self:
-        """`public`, from the variables of this process."""
+        """Return `public`, from the variables of this process."""
         return cls.public(Settings.from_env(os.environ if environ is None else environ))
 
     @classmethod
     def internal_from_environ(cls, environ: Mapping[str, str] | None = None) -> Self:
-        """`internal`, from the variables of this process."""
+        """Return `internal`, from the variables of this process."""
         return cls.internal(Settings.from_env(os.environ if environ is None else environ))
 
     def require_safe(self, address: str) -> None:
-        """InvalidStateError if a token would travel in plain text beyond this machine."""
+        """Raise InvalidStateError if a token would travel in plain text beyond this machine."""
         if self.secret is None or self.tls is not None or self.is_insecure or is_loopback(parse_address(address)[0]):
             return
         raise InvalidStateError(
@@ -300,16 +310,16 @@ class ClientAccess:
         )
 
     def headers(self) -> dict[str, str]:
-        """The HTTP header that shows the token; empty if there is none."""
+        """Return the HTTP header that shows the token; empty if there is none."""
         return {} if self.secret is None else {"Authorization": f"Bearer {self.secret()}"}
 
     def channel_options(self) -> list[tuple[str, Any]]:
-        """Options of gRPC that belong to it."""
+        """Return options of gRPC that belong to it."""
         name = self.tls.server_name if self.tls is not None else None
         return [("grpc.ssl_target_name_override", name)] if name else []
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
-        """Credentials of the files of now; None for plain text."""
+        """Return credentials of the current files; None for plain text."""
         return None if self.tls is None else self.tls.grpc_credentials()
 
 
@@ -334,7 +344,7 @@ def _require_pair(settings: Settings) -> None:
 
 
 def _bearer(authorizations: Sequence[str]) -> str:
-    """The token, or a text that no token equals."""
+    """Return the token, or a text that no token equals."""
     if len(authorizations) != 1 or not authorizations[0].lower().startswith(_SCHEME):
         return ""
     return authorizations[0][len(_SCHEME) :].strip()

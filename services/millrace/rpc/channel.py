@@ -76,7 +76,7 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 def open_channel(
     address: str, *, default_timeout_s: float = DEFAULT_TIMEOUT_S, access: ClientAccess | None = None
 ) -> grpc.aio.Channel:
-    """A channel to `host:port`; it connects at the first call. InvalidSpecError if the address is malformed.
+    """Return a channel to `host:port`; it connects at the first call. InvalidSpecError if the address is malformed.
 
     Unary calls without a deadline get `default_timeout_s`. `access` says how to call; by default as the services of a
     deployment call each other, by the variables of this process. InvalidSpecError if a certificate or token file is
@@ -135,7 +135,7 @@ async def call(
 
 
 def _require_cancelled(to: str) -> None:
-    """UnavailableError unless it is this task that was cancelled, and with it the call.
+    """Raise UnavailableError unless this task itself was cancelled, and with it the call.
 
     gRPC cancels a call also where another task has closed the channel under it. Who took that for a cancellation of
     its own would end without a word.
@@ -178,14 +178,14 @@ async def stream(
 logger = logging.getLogger(__name__)
 
 _MAX_OLD = 2
-"""Channels that are kept open behind the current one, for the streams on them."""
+"""Channels that are kept open after the current one, for the streams on them."""
 
 
 class RotatingChannel(grpc.aio.Channel):
-    """Delegates every call to the channel of the files of now."""
+    """Delegates every call to the channel of the current files."""
 
     def __init__(self, make: Callable[[], grpc.aio.Channel], stamp: Callable[[], Stamp]) -> None:
-        """`make` opens a channel with the files of now; `stamp` differs when they have changed."""
+        """Create the channel; `make` opens one with the current files, and `stamp` differs when they have changed."""
         self._make = make
         self._stamp = stamp
         self._seen = stamp()
@@ -194,7 +194,7 @@ class RotatingChannel(grpc.aio.Channel):
         self._closing: set[asyncio.Task[None]] = set()
 
     def _now(self) -> grpc.aio.Channel:
-        """The channel to call over. Files that are wrong leave it as it is, until they change again."""
+        """Return the channel to call over. Files that are wrong leave it as it is, until they change again."""
         stamp = self._stamp()
         if stamp != self._seen:
             self._seen = stamp
@@ -219,19 +219,19 @@ class RotatingChannel(grpc.aio.Channel):
         return invoke
 
     def unary_unary(self, *args: Any, **options: Any) -> Any:
-        """As in gRPC."""
+        """Return what gRPC's method returns."""
         return self._method("unary_unary", *args, **options)
 
     def unary_stream(self, *args: Any, **options: Any) -> Any:
-        """As in gRPC."""
+        """Return what gRPC's method returns."""
         return self._method("unary_stream", *args, **options)
 
     def stream_unary(self, *args: Any, **options: Any) -> Any:
-        """As in gRPC."""
+        """Return what gRPC's method returns."""
         return self._method("stream_unary", *args, **options)
 
     def stream_stream(self, *args: Any, **options: Any) -> Any:
-        """As in gRPC."""
+        """Return what gRPC's method returns."""
         return self._method("stream_stream", *args, **options)
 
     async def __aenter__(self) -> "RotatingChannel":
@@ -248,13 +248,13 @@ class RotatingChannel(grpc.aio.Channel):
         await asyncio.gather(*self._closing)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """Of the current channel."""
+        """Return the state of the current channel."""
         return self._current.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Of the current channel."""
+        """Wait for another state of the current channel."""
         await self._current.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """Of the current channel."""
+        """Wait until the current channel is ready."""
         await self._current.channel_ready()

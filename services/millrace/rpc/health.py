@@ -55,13 +55,13 @@ class HealthBoard:
         self._entries.setdefault(name, _Entry(False, reason, was_serving=False))
 
     def set_ready(self, name: str) -> None:
-        """The name serves from now on, if it makes the progress that is demanded of it."""
+        """Let the name serve from now on, if it makes the progress that is demanded of it."""
         entry = self._entry(name)
         entry.is_ready, entry.reason = True, ""
         self.is_serving(name)
 
     def set_unready(self, name: str, reason: str) -> None:
-        """The name does not serve; the reason is for the log."""
+        """Let the name stop serving; the reason is for the log."""
         entry = self._entry(name)
         entry.is_ready, entry.reason = False, reason
         self.is_serving(name)
@@ -72,17 +72,17 @@ class HealthBoard:
         entry.touched, entry.within_s = self._clock(), within_s
 
     def touch(self, name: str) -> None:
-        """The name made progress."""
+        """Note that the name made progress."""
         self._entry(name).touched = self._clock()
 
     def drain(self) -> None:
-        """Every name is NOT_SERVING from now on, for good."""
+        """Set every name to NOT_SERVING, for good."""
         self._is_draining = True
         for name in list(self._entries):
             self.is_serving(name)
 
     def reason(self, name: str) -> str:
-        """Why a known name does not serve; empty if it does."""
+        """Return why a known name does not serve; empty if it does."""
         entry = self._entry(name)
         if self._is_draining:
             return "draining"
@@ -94,7 +94,7 @@ class HealthBoard:
         return ""
 
     def is_serving(self, name: str) -> bool | None:
-        """Whether the name serves now; None if nobody knows it. Logs when the answer is another than before."""
+        """Return whether the name serves now; None if it is unknown. Logs a change of the answer."""
         entry = self._entries.get(name)
         if entry is None:
             return None
@@ -138,7 +138,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> health_pb2.HealthCheckResponse:
-        """The health of one name; NOT_FOUND if it is unknown, as the protocol wants it."""
+        """Return the health of one name; NOT_FOUND if it is unknown, as the protocol wants it."""
         status = self._status(request.service)
         if status == _UNKNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r} here")
@@ -147,7 +147,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """The health of one name now and at every change, until the server drains."""
+        """Yield the health of one name now and at every change, until the server drains."""
         last: int | None = None
         is_over = False
         while not is_over:

@@ -149,7 +149,7 @@ class HttpServer:
         return [connection for connection in self._open if not connection.is_busy]
 
     def _note(self, connection: "_Connection", is_open: bool) -> None:
-        """A connection has ended, or waits for its next request from now on: behind the others."""
+        """Note that a connection has ended or waits for its next request, which puts it last."""
         if connection in self._open:
             del self._open[connection]
             if is_open:
@@ -175,7 +175,7 @@ class _Connection(HttpToolsProtocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is being answered."""
+        """Return whether a request is being answered."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def begin(self, link: socket.socket, context: Any) -> None:
@@ -198,7 +198,7 @@ class _Connection(HttpToolsProtocol):
             self._over()
 
     def cut(self) -> None:
-        """End it at once, whatever it waits for."""
+        """Close the connection at once, whatever it waits for."""
         if self.transport is not None:
             self.transport.abort()
         elif self._shaking is not None:
@@ -260,7 +260,7 @@ class _Connection(HttpToolsProtocol):
 
 
 def _report(task: asyncio.Task[None]) -> None:
-    """Without it nothing new would be served, and nobody would say so."""
+    """Report the end of the task, without which nothing new would be served."""
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("an HTTP server has broken down", exc_info=error)
 

@@ -42,12 +42,12 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")  # what a client sends ends
 
 
 def new_request_id() -> str:
-    """A fresh request id."""
+    """Return a fresh request id."""
     return uuid.uuid4().hex
 
 
 def request_id_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """The caller's request id if it sent a well-formed one, else a fresh one."""
+    """Return the caller's request id if it sent a well-formed one, else a fresh one."""
     for key, value in metadata:
         if key == REQUEST_ID_KEY and isinstance(value, str) and _REQUEST_ID.fullmatch(value):
             return value
@@ -144,7 +144,7 @@ def _typed(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | Non
 
 
 def _formed(request: Any) -> Any:
-    """The request; what is wrong with its bytes or values is raised here, where it becomes a status."""
+    """Return the request; malformed bytes or values raise here, where they become a status."""
     if isinstance(request, _Malformed):
         raise request.error
     check_request(request)
@@ -220,7 +220,7 @@ _FLOATS = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
 
 
 def check_request(request: Any) -> None:
-    """InvalidSpecError with the fields of a message that hold what none may; anything else passes."""
+    """Raise InvalidSpecError naming the fields of a message that hold a forbidden value; anything else passes."""
     if not isinstance(request, Message):
         return
     found: list[Violation] = []
@@ -274,7 +274,7 @@ def _of_text(name: str, text: str, where: str) -> Iterator[Violation]:
 
 # Tokens on the way: the interceptor that asks callers for theirs, and those that show ours.
 #
-# The gate stands before everything else. A call that is not let in gets the same answer whether its method exists or
+# The gate is before everything else. A call that is not let in gets the same answer whether its method exists or
 # not, and none of its request is read; one whose token may only read hears so. A stream is asked again before each
 # message, because tokens expire and are revoked.
 

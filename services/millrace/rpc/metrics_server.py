@@ -88,7 +88,7 @@ async def _start(app: "FastAPI", address: str, access: ServerAccess) -> "HttpSer
 
 
 def _app(registry: CollectorRegistry, access: ServerAccess, loop: asyncio.AbstractEventLoop) -> "FastAPI":
-    """The application; `loop` is the service's, on which the registry is read."""
+    """Return the application; `loop` is the service's, on which the registry is read."""
     from fastapi import FastAPI, Request
     from fastapi.responses import PlainTextResponse, Response
 
@@ -133,7 +133,7 @@ def _app(registry: CollectorRegistry, access: ServerAccess, loop: asyncio.Abstra
 
 
 async def _on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
-    """The result of work on the event loop of another thread."""
+    """Return the result of work on the event loop of another thread."""
     try:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
     finally:

@@ -20,7 +20,10 @@ from millrace.telemetry.settings import parse_address
 
 
 def probe(address: str, service: str = "", *, timeout_s: float = 3.0, access: ClientAccess | None = None) -> bool:
-    """Whether the service serves; UnavailableError if nobody answers, NotFoundError if the server does not know it."""
+    """Return whether the service serves.
+
+    UnavailableError if nobody answers, NotFoundError if the server does not know it.
+    """
     with _open(address, ClientAccess.internal_from_environ() if access is None else access) as channel:
         request = health_pb2.HealthCheckRequest(service=service)
         try:
@@ -35,7 +38,7 @@ def probe(address: str, service: str = "", *, timeout_s: float = 3.0, access: Cl
 
 
 def _open(address: str, access: ClientAccess) -> grpc.Channel:
-    """A channel that shows no token: health needs none."""
+    """Return a channel that shows no token: health needs none."""
     credentials = access.channel_credentials()
     if credentials is None:
         return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)

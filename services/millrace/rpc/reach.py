@@ -15,12 +15,12 @@ _ANY_IPV4, _ANY_IPV6 = "0.0.0.0", "::"
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether a server on `host` listens on every interface."""
+    """Return whether a server on `host` listens on every interface."""
     return bare_host(host) in ("", _ANY_IPV4, _ANY_IPV6)
 
 
 def listening_host(host: str) -> str:
-    """Return what a socket that shall listen on `host` is bound to: for a wildcard `::`, where there is IPv6."""
+    """Return the address to bind for `host`: for a wildcard `::`, where there is IPv6."""
     if not is_wildcard(host):
         return bare_host(host)
     return _ANY_IPV6 if _has_ipv6() else _ANY_IPV4
@@ -49,7 +49,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def own_host(host: str) -> str:
-    """Return where this machine itself reaches what listens on `host`, bare."""
+    """Return the address by which this machine itself reaches a listener on `host`, bare."""
     return "127.0.0.1" if is_wildcard(host) else bare_host(host)
 
 
@@ -59,7 +59,7 @@ def reachable_host(host: str) -> str:
 
 
 def advertised(settings: Settings, port: int) -> str:
-    """host:port for the registry: `MILLRACE_ADVERTISE`, or the listening host with the port that was taken."""
+    """Return host:port for the registry: `MILLRACE_ADVERTISE`, or the listening host with the port that was taken."""
     if settings.advertise:
         return settings.advertise
     host, _ = parse_address(settings.require("listen"))
@@ -81,7 +81,8 @@ def _has_ipv6() -> bool:
 
 
 def worker_slot(place: str) -> str:
-    """`host7/127.0.0.1:50052`: this host, and what one process at a time can have there, such as a port or directory.
+    """Return `host7/127.0.0.1:50052`: this host, and what one process at a time can have there, such as a port or
+    directory.
 
     Servers give the address under which others reach them, so containers with one host name do not collide. An empty
     place gives no slot: then a successor is another worker, and its predecessor is missed only when its lease ends.
@@ -117,13 +118,13 @@ SOCKET_OPTIONS: list[tuple[int, int, int]] = [
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Have the kernel look after a connection."""
+    """Let the kernel probe a connection."""
     for level, option, value in SOCKET_OPTIONS:
         connection.setsockopt(level, option, value)
 
 
 def kept_alive_socket(address: tuple[Any, ...]) -> socket.socket:
-    """A socket for an entry of `getaddrinfo`: the `socket_factory` of an aiohttp connector."""
+    """Return a socket for an entry of `getaddrinfo`: the `socket_factory` of an aiohttp connector."""
     family, kind, protocol = address[:3]
     connection = socket.socket(family=family, type=kind, proto=protocol)
     keep_alive(connection)

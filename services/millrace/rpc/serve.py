@@ -169,7 +169,7 @@ def _add_services(
 
 
 async def _start_health(address: str, servicer: HealthServicer) -> grpc.aio.Server:
-    """The server for probes that speak no TLS: it tells the health and nothing else."""
+    """Return the server for probes without TLS: it tells the health and nothing else."""
     server = grpc.aio.server(options=SERVER_OPTIONS)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     _add_port(server, address, None, field="MILLRACE_HEALTH_LISTEN")
@@ -205,7 +205,7 @@ def _add_port(server: grpc.aio.Server, address: str, credentials: grpc.ServerCre
 
 
 def _why_not(host: str, port: int) -> str | None:
-    """What the system says when one binds the address; gRPC tells it only to its own log."""
+    """Return the system's error for binding the address, which gRPC writes to its own log only."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, where = found[0]
@@ -351,13 +351,13 @@ class RegisteredWorker:
             handle_signals=handle_signals,
         )
 
-    def tell_soon(self) -> None:
+    def heartbeat_soon(self) -> None:
         """Send a heartbeat at once, also where the orchestrator holds the answer to the one before."""
         if self._agent is not None:
-            self._agent.tell_soon()
+            self._agent.heartbeat_soon()
 
     async def wait_started(self) -> None:
-        """Return when it listens."""
+        """Wait until the server listens."""
         await self._started.wait()
 
     def _find_address(self, port: int) -> None:
@@ -394,9 +394,9 @@ class RegisteredWorker:
             raise RuntimeError("the worker agent was cancelled, though nobody ended this worker") from None
 
     async def _leave(self, leave: Callable[[], Awaitable[None]]) -> None:
-        """Tell the orchestrator at once, so that it sends nothing new and gives others what is here."""
+        """Report to the orchestrator at once that this worker leaves, so that its work goes to others."""
         await self.stopping.wait()
         await leave()
         if self._agent is not None:
-            await self._agent.tell_now(timeout_s=LAST_HEARTBEAT_S)
+            await self._agent.heartbeat_now(timeout_s=LAST_HEARTBEAT_S)
         self._is_announced.set()

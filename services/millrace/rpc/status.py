@@ -47,16 +47,16 @@ class CallStatus(Protocol):
     """How a call ended: what `AioRpcError` and the synchronous `RpcError` have in common."""
 
     def code(self) -> grpc.StatusCode:
-        """The status code."""
+        """Return the status code."""
         ...
 
     def details(self) -> str | None:
-        """The status message."""
+        """Return the status message."""
         ...
 
 
 def to_status(error: MillraceError, *, request_id: str = "") -> status_pb2.Status:
-    """The error as a `google.rpc.Status`."""
+    """Return the error as a `google.rpc.Status`."""
     entries = list(error.metadata.items())[:MAX_METADATA_ENTRIES]
     metadata = {_cut(key, MAX_VALUE_CHARS): _cut(value, MAX_METADATA_CHARS) for key, value in entries}
     metadata[_CLASS] = type(error).__name__ if type(error).__name__ in _CLASSES else _BY_CODE[error.code].__name__
@@ -99,7 +99,7 @@ def _bad_request(error: InvalidSpecError, metadata: dict[str, str]) -> error_det
 
 
 def from_status(status: status_pb2.Status) -> MillraceError:
-    """The error that a server sent; a foreign status becomes the class of its code."""
+    """Return the error that a server sent; a foreign status becomes the class of its code."""
     info = error_details_pb2.ErrorInfo()
     bad_request = error_details_pb2.BadRequest()
     retry = error_details_pb2.RetryInfo()
@@ -159,7 +159,7 @@ def _ours(
 
 
 def from_rpc_error(error: grpc.RpcError, *, to: str = "", timeout_s: float | None = None) -> MillraceError:
-    """The error behind a failed call, whether a handler raised it or the transport did.
+    """Return the error of a failed call, whether a handler raised it or the transport did.
 
     `to` says in words who was called ("the orchestrator at host:port") and `timeout_s` the call's deadline; both are
     for the message.
@@ -175,7 +175,10 @@ def from_rpc_error(error: grpc.RpcError, *, to: str = "", timeout_s: float | Non
 
 
 def _details(error: CallStatus) -> status_pb2.Status | None:
-    """The status that came beside the code; None for a foreign or broken one: code and message are right without."""
+    """Return the status that came beside the code.
+
+    None for a foreign or broken one: code and message are right without.
+    """
     trailing = getattr(error, "trailing_metadata", tuple)() or ()
     for key, value in trailing:
         if key == _DETAILS and isinstance(value, bytes):
@@ -189,7 +192,7 @@ def _details(error: CallStatus) -> status_pb2.Status | None:
 
 
 def _foreign(code: str, details: str, *, to: str = "", timeout_s: float | None = None) -> MillraceError:
-    """A status that no handler of ours made: from gRPC itself, or from a server that is not ours."""
+    """Return whether no Millrace handler made a status: it is from gRPC itself, or from another server."""
     who = to or "the server"
     match code:
         case "DEADLINE_EXCEEDED":
@@ -273,7 +276,7 @@ _HANDSHAKES: tuple[tuple[str, str, str, str], ...] = (
 
 
 def _handshake_error(who: str, details: str) -> errors.UnavailableError | None:
-    """The error of a connection that failed because of TLS; None for any other."""
+    """Return the error of a connection that failed because of TLS; None for any other."""
     for mark, reason, message, remedy in _HANDSHAKES:
         if mark in details and (reason != "HUNG_UP" or "failed to connect" in details):
             return errors.UnavailableError(f"{message.format(who=who)}: {details}", reason=reason, remedy=remedy)

@@ -33,20 +33,20 @@ class ServerFiles:
     """Callers must show a certificate that one of these signed; None asks for none."""
 
     def stamp(self) -> Stamp:
-        """A value that differs when a file has changed."""
+        """Return a value that differs when a file has changed."""
         return stamp_of(self.cert, self.key, self.client_ca)
 
     def check(self) -> None:
-        """InvalidSpecError naming the variable and the file that is missing, no PEM, or does not fit."""
+        """Raise InvalidSpecError naming the variable and the file that is missing, is no PEM, or does not fit."""
         server_context(self)
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Credentials that look at the files at every handshake; InvalidSpecError if they are wrong now."""
+        """Return credentials that read the files at every handshake; InvalidSpecError if they are wrong now."""
         self.check()
         seen = self.stamp()
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
-            """Called by gRPC's threads at each handshake; None keeps what it has."""
+            """Return new credentials, or None to keep the old ones; gRPC's threads call it at each handshake."""
             nonlocal seen
             now = self.stamp()
             if now == seen:
@@ -86,11 +86,11 @@ class ClientFiles:
     """Name that servers' certificates must bear, instead of the host that is called."""
 
     def stamp(self) -> Stamp:
-        """A value that differs when a file has changed."""
+        """Return a value that differs when a file has changed."""
         return stamp_of(None if self.ca == SYSTEM_CA else self.ca, self.cert, self.key)
 
     def grpc_credentials(self) -> grpc.ChannelCredentials:
-        """Credentials of the files of now; InvalidSpecError if they are wrong."""
+        """Return credentials of the current files; InvalidSpecError if they are wrong."""
         client_context(self)
         chain = self.cert.read_bytes() if self.cert else None
         key = self.key.read_bytes() if self.key else None
@@ -99,7 +99,7 @@ class ClientFiles:
 
 
 def server_context(files: ServerFiles) -> ssl.SSLContext:
-    """The context of an HTTP server; InvalidSpecError naming the variable and the file that is wrong."""
+    """Return the context of an HTTP server; InvalidSpecError naming the variable and the file that is wrong."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     _load_chain(context, files.cert, files.key)
@@ -110,7 +110,7 @@ def server_context(files: ServerFiles) -> ssl.SSLContext:
 
 
 def rotating_server_context(files: ServerFiles) -> ssl.SSLContext:
-    """`server_context`, and at every handshake the context of the files of then."""
+    """Return `server_context`, which at every handshake becomes the context of the current files."""
     current, seen = server_context(files), files.stamp()
 
     def choose(connection: Any, _: str | None, __: ssl.SSLContext) -> None:
@@ -135,14 +135,14 @@ class _NamedContext(ssl.SSLContext):
     expected_name: str | None = None
 
     def wrap_bio(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, *args: Any, **options: Any) -> ssl.SSLObject:
-        """As the base; asyncio and httpx both come through here."""
+        """Wrap as the base class does; asyncio and httpx both come through here."""
         if self.expected_name is not None:
             options["server_hostname"] = self.expected_name
         return super().wrap_bio(incoming, outgoing, *args, **options)
 
 
 def client_context(files: ClientFiles) -> ssl.SSLContext:
-    """The context of an HTTP client; InvalidSpecError naming the variable and the file that is wrong."""
+    """Return the context of an HTTP client; InvalidSpecError naming the variable and the file that is wrong."""
     context = _NamedContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.expected_name = files.server_name
@@ -156,7 +156,7 @@ def client_context(files: ClientFiles) -> ssl.SSLContext:
 
 
 def stamp_of(*paths: Path | None) -> Stamp:
-    """What tells the files of now from others."""
+    """Return a value that differs when the files have changed."""
 
     def one(path: Path | None) -> object:
         try:
@@ -205,6 +205,6 @@ def _reason(error: OSError) -> str:
 
 
 def _system_roots() -> bytes | None:
-    """The system's bundle; None lets gRPC take the one that it brings."""
+    """Return the system's bundle; None lets gRPC take the one that it brings."""
     path = ssl.get_default_verify_paths().cafile
     return None if path is None else Path(path).read_bytes()

@@ -39,7 +39,7 @@ _LINE = re.compile(
     r"sha256:(?P<hash>[0-9a-f]{64})\s+(?P<name>[A-Za-z0-9][A-Za-z0-9._@-]{0,63})"
     r"(?:\s+access=(?P<access>read|write))?(?:\s+expires=(?P<expires>\S+))?"
 )
-_TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")  # what RFC 6750 allows behind "Bearer"
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")  # what RFC 6750 allows after "Bearer"
 _DURATION = re.compile(r"(?P<count>[1-9]\d{0,5})(?P<unit>[smhdw])")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
@@ -61,17 +61,20 @@ class AcceptedToken:
 
 
 def new_token() -> str:
-    """A fresh token of 256 random bits."""
+    """Return a fresh token of 256 random bits."""
     return TOKEN_PREFIX + secrets.token_urlsafe(32)
 
 
 def token_digest(token: str) -> bytes:
-    """What servers keep of a token. A caller may show any bytes, which HTTP headers carry as lone surrogates."""
+    """Return the digest that servers keep of a token.
+
+    A caller may show any bytes, which HTTP headers carry as lone surrogates.
+    """
     return hashlib.sha256(token.encode(errors="surrogateescape")).digest()
 
 
 def engine_token(worker_token: str) -> str:
-    """What env workers show to engines: it follows from the workers' token, but not the other way round.
+    """Return the token that env workers show to engines: it follows from the workers' token, but not the reverse.
 
     Environments are foreign code. This opens the engines' HTTP API to them, and no service of the deployment.
     """
@@ -80,7 +83,7 @@ def engine_token(worker_token: str) -> str:
 
 
 def token_line(token: str, name: str, *, expires: datetime | None = None, may_write: bool = True) -> str:
-    """The line of a tokens file that accepts the token; ValueError if the name is malformed."""
+    """Return the line of a tokens file that accepts the token; ValueError if the name is malformed."""
     text = f"sha256:{token_digest(token).hex()} {name}"
     if not may_write:
         text += " access=read"
@@ -91,7 +94,7 @@ def token_line(token: str, name: str, *, expires: datetime | None = None, may_wr
 
 
 def parse_line(text: str) -> AcceptedToken:
-    """One line of a tokens file; ValueError says what is wrong, without showing the line."""
+    """Return one line of a tokens file; ValueError says what is wrong, without showing the line."""
     match = _LINE.fullmatch(text.strip())
     if match is None:
         raise ValueError(
@@ -119,7 +122,7 @@ def _expiry(text: str | None) -> float | None:
 
 
 def parse_duration(text: str) -> timedelta:
-    """`30d`, `12h`, `90m`, `45s`, `2w`; ValueError for anything else."""
+    """Parse `30d`, `12h`, `90m`, `45s` or `2w`; ValueError for anything else."""
     match = _DURATION.fullmatch(text.strip())
     if match is None:
         raise ValueError("must be a whole number and one of s, m, h, d, w, such as 30d")
@@ -127,7 +130,7 @@ def parse_duration(text: str) -> timedelta:
 
 
 def parse_secret(text: str) -> str:
-    """The token itself; ValueError says what is wrong, without showing it."""
+    """Return the token itself; ValueError says what is wrong, without showing it."""
     if not MIN_TOKEN_CHARS <= len(text) <= MAX_TOKEN_CHARS or not _TOKEN.fullmatch(text):
         raise ValueError(
             f"must be a token of at least {MIN_TOKEN_CHARS} letters, digits or ._~+/=-; `millrace token new` makes one"
@@ -155,7 +158,7 @@ class WatchedFile(Generic[T]):
         self._items = items
 
     def items(self) -> tuple[T, ...]:
-        """What the file says now; nothing while it is missing."""
+        """Return the current lines of the file; none while it is missing."""
         if self._is_settled and self._stamp == _stamp(self.path):
             return self._items
         items, wrong = self._read()
@@ -171,7 +174,7 @@ class WatchedFile(Generic[T]):
         return items
 
     def _read(self) -> tuple[tuple[T, ...], list[str]]:
-        """The good lines, and what is wrong with the others; remembers the stamp of what it read."""
+        """Return the good lines, and what is wrong with the others; remembers the stamp of what it read."""
         self._stamp, self._is_settled = _stamp(self.path), False
         try:
             with self.path.open("rb") as file:
@@ -210,12 +213,12 @@ class TokensFile:
     """The tokens that a server accepts, as hashes."""
 
     def __init__(self, path: Path, *, field: str, clock: Callable[[], float] = time.time) -> None:
-        """InvalidSpecError if the file is not there or has a bad line. `clock` gives seconds since 1970."""
+        """Read the file; InvalidSpecError if it does not exist or has a bad line. `clock` gives seconds since 1970."""
         self._file = WatchedFile(path, parse_line, field=field)
         self._clock = clock
 
     def find(self, token: str) -> AcceptedToken | None:
-        """The accepted token, or None: unknown or expired. Every line is compared, in constant time."""
+        """Return the accepted token, or None: unknown or expired. Every line is compared, in constant time."""
         return _match(token_digest(token), self._file.items(), now=self._clock())
 
 
@@ -223,22 +226,22 @@ class WorkersFile:
     """The workers' shared token: what this process sends to others, and what it accepts from them."""
 
     def __init__(self, path: Path, *, field: str) -> None:
-        """InvalidSpecError if the file is not there or has a bad line."""
+        """Read the file; InvalidSpecError if it does not exist or has a bad line."""
         self._path = path
         self._file = WatchedFile(path, parse_secret, field=field)
 
     def find(self, token: str) -> AcceptedToken | None:
-        """The accepted token, or None."""
+        """Return the accepted token, or None."""
         accepted = [AcceptedToken(digest=token_digest(item), name="worker") for item in self._file.items()]
         return _match(token_digest(token), accepted, now=0.0)
 
     def find_engine(self, token: str) -> AcceptedToken | None:
-        """The accepted token of an env worker, or None."""
+        """Return the accepted token of an env worker, or None."""
         accepted = [AcceptedToken(digest=token_digest(one), name="env worker") for one in self.engine_tokens()]
         return _match(token_digest(token), accepted, now=0.0)
 
     def engine_tokens(self) -> tuple[str, ...]:
-        """`engine_token` of every line."""
+        """Return `engine_token` of every line."""
         return tuple(engine_token(item) for item in self._file.items())
 
 
@@ -246,13 +249,13 @@ class SecretFile:
     """The token that a client sends: the first line of a file."""
 
     def __init__(self, path: Path, *, field: str) -> None:
-        """InvalidSpecError if the file is not there or holds no token."""
+        """Read the file; InvalidSpecError if it does not exist or holds no token."""
         self._path = path
         self._field = field
         self._file = WatchedFile(path, parse_secret, field=field)
 
     def read(self) -> str:
-        """The token of now; UnavailableError while the file is gone or empty."""
+        """Return the current token; UnavailableError while the file is gone or empty."""
         items = self._file.items()
         if not items:
             raise UnavailableError(

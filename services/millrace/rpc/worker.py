@@ -83,7 +83,7 @@ class Silence:
     """What the last attempt met, in words."""
 
     def describe(self) -> str:
-        """For people: who, how long, and what follows from it."""
+        """Describe for people who it is, for how long, and what follows from it."""
         who = f"the orchestrator at {self.orchestrator}"
         if self.is_over:
             return f"{who} answers again after {self.seconds:.0f} s of silence"
@@ -98,7 +98,7 @@ OnSilence = Callable[[Silence], None]
 
 
 def new_worker_id(service: str) -> str:
-    """A worker id that is new at every start and says where it runs, such as `trainer-host7-4127-9f3ac1d2`."""
+    """Return a worker id that is new at every start and says where it runs, such as `trainer-host7-4127-9f3ac1d2`."""
     return f"{service}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
@@ -141,7 +141,7 @@ class WorkerAgent:
 
     @property
     def silence_s(self) -> float:
-        """Seconds since the orchestrator last answered; infinite before the first answer."""
+        """Return seconds since the orchestrator last answered; infinite before the first answer."""
         return float("inf") if self._last_contact is None else time.monotonic() - self._last_contact
 
     async def run(self, stopping: asyncio.Event) -> None:
@@ -156,11 +156,11 @@ class WorkerAgent:
         if life is not None:
             life.result()  # only an error ends it
 
-    def tell_soon(self) -> None:
+    def heartbeat_soon(self) -> None:
         """Send a heartbeat at once, made after this call, and do not wait for its answer."""
         self._wake.set()
 
-    async def tell_now(self, *, timeout_s: float) -> bool:
+    async def heartbeat_now(self, *, timeout_s: float) -> bool:
         """Send a heartbeat at once, made after this call, and wait for its answer; False if none came in time."""
         self._num_asked += 1
         mine = self._num_asked
@@ -211,7 +211,10 @@ class WorkerAgent:
         logger.info("registered", extra=fields)
 
     async def _heartbeat(self, stub: WorkerServiceStub, *, is_urgent: bool) -> HeartbeatResponse | None:
-        """The answer to one heartbeat; None if somebody asked for one at once while the orchestrator held it."""
+        """Return the answer to one heartbeat.
+
+        None if another heartbeat was requested at once while the orchestrator held it.
+        """
         hold_s = min(self._interval_s, self._rpc_timeout_s / 2) if self._is_held and not is_urgent else 0.0
 
         def request() -> HeartbeatRequest:
@@ -262,14 +265,14 @@ class WorkerAgent:
         return answer
 
     def _tell(self, seconds: float, *, is_over: bool, problem: str) -> None:
-        """Tell the worker, and the log in any case."""
+        """Send the message to the worker, and log it in any case."""
         silence = Silence(orchestrator=self._address, seconds=seconds, is_over=is_over, problem=problem)
         logger.warning(silence.describe())
         if self._on_silence is not None:
             self._on_silence(silence)
 
     async def _attempt(self, method: Callable[..., Any], request: Any) -> tuple[Any, MillraceError | None]:
-        """The answer, or the error for which one tries again; raises the others."""
+        """Return the answer, or the error for which one tries again; raises the others."""
         try:
             # `_until_answered` registers the wait, over all attempts.
             answer = await call(method, request, timeout_s=self._rpc_timeout_s, to=self._to, quiet_s=math.inf)
@@ -346,7 +349,10 @@ def gpu_to_proto(gpu: GpuUse) -> worker_service_pb2.GpuUse:
 
 
 def gpus_from_proto(messages: Sequence[worker_service_pb2.GpuUse]) -> list[GpuUse]:
-    """The GPUs that a worker reports, `MAX_GPUS` at most; a number that cannot be is as one that is not there."""
+    """Return the GPUs that a worker reports, `MAX_GPUS` at most.
+
+    A number that cannot be is as one that is not there.
+    """
     return [
         GpuUse(
             index=each.index,

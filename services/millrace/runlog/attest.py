@@ -43,7 +43,7 @@ class SigningKey:
         return f"SigningKey({self.algorithm}, {self.key_id})"
 
     def sign(self, message: bytes) -> str:
-        """The signature, hex; `InvalidSpecError` if the key can only check."""
+        """Return the signature, hex; `InvalidSpecError` if the key can only check."""
         if self.algorithm == HMAC:
             return hmac.new(self._material, message, hashlib.sha256).hexdigest()
         private, _ = self._material
@@ -52,7 +52,7 @@ class SigningKey:
         return private.sign(message).hex()
 
     def verifies(self, message: bytes, signature: str) -> bool:
-        """Whether a signature (hex) is of this key."""
+        """Return whether a signature (hex) is of this key."""
         if self.algorithm == HMAC:
             return hmac.compare_digest(self.sign(message).encode(), signature.encode())
         from cryptography.exceptions import InvalidSignature
@@ -85,18 +85,18 @@ class Attestation:
     signature: str = ""
 
     def message(self) -> bytes:
-        """What is signed."""
+        """Return the bytes that are signed."""
         fields = {name: getattr(self, name) for name in self.__slots__ if name != "signature"}
         return _DOMAIN + json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
     def encode(self) -> bytes:
-        """JSON, for the store or a file."""
+        """Return JSON, for the store or a file."""
         fields = {name: getattr(self, name) for name in self.__slots__}
         return json.dumps({"format": FORMAT, **fields}, sort_keys=True, indent=1).encode() + b"\n"
 
     @classmethod
     def decode(cls, data: bytes, *, where: str) -> "Attestation":
-        """Parse one; `CorruptObjectError` if it is none."""
+        """Parse an attestation; `CorruptObjectError` if the bytes are none."""
         raw = decode_object(data, what=where, reason="ATTESTATION_CORRUPT", max_bytes=1 << 20)
         fields = {name: raw.get(name) for name in cls.__slots__}
         texts = [value for name, value in fields.items() if name not in ("number", "step")]
@@ -111,7 +111,7 @@ class Attestation:
 
 
 def load_key(path: Path) -> SigningKey:
-    """The key in a file; `InvalidSpecError` naming the file if it is none."""
+    """Return the key in a file; `InvalidSpecError` naming the file if it is none."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_KEY_BYTES + 1)
@@ -150,7 +150,7 @@ def write_attestation(store: ObjectStore, names: Names, attestation: Attestation
 
 
 def unsigned(names: Names, *, run: str, step: int, chain: bytes, seal_sha256: str) -> Attestation:
-    """What there is to sign of a run now; `seal_sha256` (hex) is empty if it has not ended."""
+    """Return the current attestation of a run without a signature; `seal_sha256` (hex) is empty if it has not ended."""
     return Attestation(
         number=0,
         run_uid=names.uid,

@@ -42,11 +42,11 @@ class ObjectKind:
     name: str
     """As documents and messages call it."""
     key: str
-    """Behind the run's prefix, as a format string. `{step:08d}` has eight digits or more, `{nonce}` is any text."""
+    """After the run's prefix, as a format string. `{step:08d}` has eight digits or more, `{nonce}` is any text."""
     codec: str = ""
     """`module:function` that reads its bytes and refuses damaged ones; empty if nobody decodes it."""
     message: str = ""
-    """`module:class` of the Protobuf message that its bytes are, behind compression or a checksum."""
+    """`module:class` of the Protobuf message that its bytes are, after compression or a checksum."""
     numbering: str = ""
     """What the numbers of its key count: `DENSE`, "by step", …"""
     has_revisions: bool = False
@@ -77,7 +77,7 @@ class ObjectKind:
         return field is not None and field["digits"] is not None
 
     def path(self, **fields: object) -> str:
-        """Return the key behind the run's prefix for the numbers and texts of `fields`."""
+        """Return the key without the run's prefix for the numbers and texts of `fields`."""
         return self.key.format(**fields)
 
     def decode(self, data: bytes, *, where: str) -> Any:
@@ -87,7 +87,7 @@ class ObjectKind:
         return found(data, **dict.fromkeys(taken, where))
 
     def parse(self, key: str) -> Mapping[str, int | str] | None:
-        """Read the fields of a key behind the run's prefix; None if it is no key of the kind.
+        """Parse the fields of a key without the run's prefix; None if it is no key of the kind.
 
         `revision` is the number of the successor, 0 for the first, where the kind has revisions. A number with more
         zeros in front than its key gives it is none: each object has one key.
@@ -99,6 +99,7 @@ class ObjectKind:
         read = {name: int(text) if widths[name] else text for name, text in match.groupdict().items() if name in widths}
         if self.has_revisions:
             read["revision"] = int(match["revision"] or 0)
+        # Format the key again from what was read: only the canonical spelling comes out equal.
         bare = key if not self.has_revisions else key.replace(f".r{match['revision']}.", ".", 1)
         return read if self.path(**{name: read[name] for name in widths}) == bare else None
 
@@ -314,7 +315,7 @@ KINDS = [
 
 
 def kind_at(key: str) -> ObjectKind | None:
-    """Return the kind of the object under a key behind the run's prefix; None if it is no object of a run."""
+    """Return the kind of the object under a key without the run's prefix; None if it is no object of a run."""
     return next((kind for kind in KINDS if kind.parse(key) is not None), None)
 
 

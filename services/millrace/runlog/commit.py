@@ -74,14 +74,14 @@ async def commit_batch(
 
 
 def fits_redis(header: batch_pb2.BatchHeader) -> bool:
-    """Whether the chunks go into Redis, too; a larger batch is there by its header only."""
+    """Return whether the chunks go into Redis, too; a larger batch is there by its header only."""
     return sum(chunk.size_bytes for chunk in header.chunks) <= MAX_REDIS_BATCH_BYTES
 
 
 async def _upload(
     log: RunLog, epoch: Epoch, header: batch_pb2.BatchHeader, chunks: Sequence[bytes], archive: bytes
 ) -> None:
-    """Upload data under names that nobody shares, and name it in the header."""
+    """Upload data under names of this writer alone, and name it in the header."""
     nonce = secrets.token_hex(8)
     objects: dict[str, bytes] = {}
     data_prefix = log.names.batch_data(header.step, epoch.number, nonce)
@@ -118,13 +118,13 @@ async def _write_header(log: RunLog, header: batch_pb2.BatchHeader) -> bytes:
     raise FencedError(
         f"step {header.step} of run {log.uid} was committed with other content ({log.store.uri(key)})",
         reason="STEP_COMMITTED",
-        remedy="load the committed headers and continue behind them, if this process still holds the newest epoch",
+        remedy="load the committed headers and continue after them, if this process still holds the newest epoch",
         metadata={"uid": log.uid, "step": str(header.step)},
     )
 
 
 def _content(header: batch_pb2.BatchHeader) -> bytes:
-    """The header without what differs between two uploads of one batch by one writer."""
+    """Return the header without what differs between two uploads of one batch by one writer."""
     content = batch_pb2.BatchHeader()
     content.CopyFrom(header)
     content.rollouts_key = ""
@@ -135,7 +135,7 @@ def _content(header: batch_pb2.BatchHeader) -> bytes:
 
 
 async def _all(awaitables: Any) -> None:
-    """Await all, then raise the first error: none is left running behind the caller's back."""
+    """Await all, then raise the first error: none is left running after the return."""
     todo: list[Awaitable[None]] = list(awaitables)
     for result in await asyncio.gather(*todo, return_exceptions=True):
         if isinstance(result, BaseException):

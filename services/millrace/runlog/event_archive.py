@@ -42,7 +42,10 @@ class EventArchive:
     """Writes the events of one run to the store. Of one event loop; several archivers at once do no harm."""
 
     def __init__(self, log: RunLog, *, on_damaged: OnDamaged | None = None) -> None:
-        """`on_damaged` is called for every entry that is left out, again at every look until it is removed."""
+        """Create the archive.
+
+        `on_damaged` is called for every entry that is left out, again at every look until it is removed.
+        """
         self._log = log
         self._on_damaged = on_damaged
         self._last: Entry | None = None
@@ -75,7 +78,7 @@ class EventArchive:
         first = self._last.id if self._last else "-"
         entries = await read_page(self._log, first)
         await self._log.check()
-        entries = await damage.sift(self._log, Stream.EVENTS, entries)
+        entries = await damage.check_entries(self._log, Stream.EVENTS, entries)
         if self._last is None:
             return entries
         if not entries or (entries[0].id, entries[0].h) != (self._last.id, self._last.h):
@@ -104,7 +107,7 @@ class EventArchive:
 
 
 def _readable(page: Iterable[Entry], on_damaged: OnDamaged | None) -> list[Entry]:
-    """The entries that hold events."""
+    """Return the entries that hold events."""
     entries = []
     for entry in map(with_damage, page):
         if not entry.damage:
@@ -115,7 +118,7 @@ def _readable(page: Iterable[Entry], on_damaged: OnDamaged | None) -> list[Entry
 
 
 async def read_page(log: RunLog, first: str) -> list[Entry]:
-    """The entries of the event stream from the id `first` on, at most a page; what is damaged says so.
+    """Return the entries of the event stream from the id `first` on, at most a page; what is damaged says so.
 
     `(` in front of the id leaves it out.
     """
@@ -127,7 +130,7 @@ async def read_page(log: RunLog, first: str) -> list[Entry]:
 
 
 def load_archived_events(store: ObjectStore, names: Names) -> list[Entry]:
-    """Every archived event, in the order of the ids, each id once (blocking)."""
+    """Return every archived event, in the order of the ids, each id once (blocking)."""
     with ThreadPoolExecutor(_PARALLEL_GETS, thread_name_prefix="events") as pool:
         parts = pool.map(lambda key: decode_archive(_get(store, key), store.uri(key)), _objects(store, names))
         found: dict[str, Entry] = {}
@@ -146,7 +149,7 @@ class ArchiveFollower:
         self._ids: set[str] = set()
 
     def read(self) -> list[Entry]:
-        """The entries that were archived since the last call, in the order of the ids, each id once."""
+        """Return the entries that were archived since the last call, in the order of the ids, each id once."""
         new = [key for key in _objects(self._store, self._names) if key not in self._objects]
         with ThreadPoolExecutor(_PARALLEL_GETS, thread_name_prefix="events") as pool:
             parts = list(pool.map(lambda key: decode_archive(_get(self._store, key), self._store.uri(key)), new))
@@ -157,7 +160,7 @@ class ArchiveFollower:
 
 
 def load_newest_archived(store: ObjectStore, names: Names) -> Entry | None:
-    """The archived event with the highest id; None if none is archived (blocking)."""
+    """Return the archived event with the highest id; None if none is archived (blocking)."""
     # A name ends in its last id, padded to sort as text.
     keys = sorted(_objects(store, names), key=lambda key: key.rpartition("_")[2])
     if not keys:
@@ -174,7 +177,10 @@ def _get(store: ObjectStore, key: str) -> bytes:
 
 
 def _objects(store: ObjectStore, names: Names) -> list[str]:
-    """The keys of the archive. What else lies under its prefix is not ours, nor is what came behind the run's seal."""
+    """Return the keys of the archive.
+
+    What else is under its prefix is not ours, nor is what came after the run's seal.
+    """
     keys = [info.key for info in store.list(names.event_archive)]
     ours = [key for key in keys if EVENT_ARCHIVE.parse(key.removeprefix(names.root))]
     seal = load_seal(store, names)
@@ -188,7 +194,7 @@ def _objects(store: ObjectStore, names: Names) -> list[str]:
 
 
 def encode_archive(entries: Sequence[Entry]) -> bytes:
-    """The bytes of an archive object with these entries."""
+    """Return the bytes of an archive object with these entries."""
     return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(b"".join(_fields(entries)))
 
 
@@ -200,7 +206,7 @@ def _fields(entries: Iterable[Entry]) -> Iterator[bytes]:
 
 
 def decode_archive(data: bytes, where: str) -> list[Entry]:
-    """The entries of an archive object; `CorruptObjectError` if it holds none."""
+    """Return the entries of an archive object; `CorruptObjectError` if it holds none."""
     rest = memoryview(
         decompress(data, what=where, reason="EVENT_ARCHIVE_CORRUPT", remedy=_REMEDY, max_bytes=_MAX_OBJECT_BYTES)
     )
@@ -261,9 +267,11 @@ class EventReader:
         self._log = log
 
     async def read(self, *, after: str = "", count: int = 256, block_s: float = 0.0) -> Sequence[event_pb2.Event]:
-        """Events behind the cursor `after` ("" = from the oldest), each with its own cursor; waits up to `block_s` ≤ 5.
+        """Return events after the cursor `after` ("" = from the oldest), each with its own cursor.
 
-        What is damaged is left out. `InvalidStateError` (CURSOR_EXPIRED, metadata `oldest_cursor`) when events behind
+        Waits up to `block_s` ≤ 5.
+
+        What is damaged is left out. `InvalidStateError` (CURSOR_EXPIRED, metadata `oldest_cursor`) when events after
         the cursor were trimmed.
         """
         if after and not (_CURSOR.fullmatch(after) and max(id_order(after)) < 1 << 64):
@@ -271,6 +279,7 @@ class EventReader:
                 [Violation(field="after", value=after[:100], message="is no cursor of this run", source="request")]
             )
         entries = await self._log.read(Stream.EVENTS, after=after or "0", count=count, block_s=block_s)
+        # A gap may be a trimmed or a damaged entry: only the first is an error.
         if after and entries and not _is_next(after, entries[0].id):
             await self._require_untrimmed(after)
         while entries:
@@ -281,11 +290,13 @@ class EventReader:
         return []
 
     async def _require_untrimmed(self, after: str) -> None:
-        """Trimming removes the oldest: what is missing behind an event that is there was damaged, and left out."""
+        """Require that the trim removed only the oldest events: one missing after an existing event was damaged, and
+        left out.
+        """
         oldest = await self._log.read(Stream.EVENTS, after="0", count=1)
         if oldest and id_order(oldest[0].id) > id_order(after):
             raise InvalidStateError(
-                f"events behind the cursor {after} were trimmed; the oldest is {oldest[0].id}",
+                f"events after the cursor {after} were trimmed; the oldest is {oldest[0].id}",
                 reason="CURSOR_EXPIRED",
                 remedy="watch again without a cursor",
                 metadata={"oldest_cursor": oldest[0].id},
@@ -293,9 +304,9 @@ class EventReader:
 
 
 def _is_next(cursor: str, id_: str) -> bool:
-    """Whether no event can lie between two ids: `<generation>-*` is gapless and begins at 0.
+    """Return whether no event can be between two ids: `<generation>-*` is gapless and begins at 0.
 
-    A newer generation begins with what a rebuild left; what the older one had behind the cursor is in it again.
+    A newer generation begins with what a rebuild left; what the older one had after the cursor is in it again.
     """
     generation, number = (int(part) for part in cursor.split("-"))
     next_generation, next_number = (int(part) for part in id_.split("-"))
@@ -305,7 +316,7 @@ def _is_next(cursor: str, id_: str) -> bool:
 
 
 def readable_event(entry: Entry) -> event_pb2.Event | None:
-    """The event of an entry, with its cursor; None if it is damaged."""
+    """Return the event of an entry, with its cursor; None if it is damaged."""
     try:
         return None if entry.damage else decode_event(entry)
     except CorruptObjectError:
@@ -313,7 +324,7 @@ def readable_event(entry: Entry) -> event_pb2.Event | None:
 
 
 def decode_event(entry: Entry) -> event_pb2.Event:
-    """The event that an entry holds, with its cursor; `CorruptObjectError` if it holds none."""
+    """Return the event that an entry holds, with its cursor; `CorruptObjectError` if it holds none."""
     event = decode_message(
         event_pb2.Event,
         entry.d,
@@ -334,7 +345,7 @@ def decode_event(entry: Entry) -> event_pb2.Event:
 
 
 def with_damage(entry: Entry) -> Entry:
-    """The entry, or one that says why no event can be read from it."""
+    """Return the entry, or one that says why no event can be read from it."""
     try:
         if not entry.damage:
             decode_event(entry)

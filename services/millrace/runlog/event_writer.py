@@ -48,11 +48,14 @@ class EventWriter:
 
     @property
     def num_queued(self) -> int:
-        """Events that wait to be appended."""
+        """Return events that wait to be appended."""
         return self._queue.qsize()
 
     async def write(self, event: event_pb2.Event) -> None:
-        """Queue an event; its `time` is now unless set. Raises what ended the writer (such as `NotFoundError`)."""
+        """Queue an event; its `time` is now unless set.
+
+        Raises the error that ended the writer (such as `NotFoundError`).
+        """
         if self._failure is not None:
             raise self._failure
         copy = event_pb2.Event()
@@ -102,7 +105,7 @@ class EventWriter:
                 await asyncio.wait((self._pump,), timeout=timeout_s)
 
     async def _join(self, pump: asyncio.Task[None]) -> bool:
-        """Have Redis looked at behind what is queued; whether that came to its end before the task did."""
+        """Have Redis checked after what is queued; returns whether that ended before the task did."""
         await self._put(None)
         joined, _ = await first_of(self._queue.join(), pump)
         return joined is not None
@@ -140,7 +143,7 @@ class EventWriter:
             self._failure.__cause__ = error
 
     async def _persist(self, event: event_pb2.Event | None) -> None:
-        """Append one event (None: only what Redis lost), for as long as it takes; raises what waiting cannot mend."""
+        """Append one event (None: only what Redis lost), for as long as it takes; raises what waiting cannot fix."""
         conflicts = 0
         while True:
             try:
@@ -163,7 +166,7 @@ class EventWriter:
                 self._sequence = None
 
     async def _look(self) -> None:
-        """Append again what Redis lacks of ours, if it may lack something; then the next number is known."""
+        """Append again the events that Redis has lost, if any; then the next number is known."""
         instance = await self._log.read_instance()
         if self._sequence is not None and instance == self._instance:
             return

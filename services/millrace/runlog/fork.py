@@ -58,7 +58,7 @@ class ForkPlan:
     """What the parent's orchestrator kept at `base_step`, JSON; empty where it draws tasks by nothing of that."""
 
     def to_json(self) -> dict[str, Any]:
-        """The `parent` of the fork's run.json, as `origin` reads it."""
+        """Return the `parent` of the fork's run.json, as `origin` reads it."""
         return {
             "uid": self.uid,
             "name": self.name,
@@ -171,7 +171,7 @@ class _Copy:
         )
 
     def _decode_header(self, step: int, revision: int, data: bytes, chain: bytes) -> batch_pb2.BatchHeader:
-        """A header of the parent; `CorruptObjectError` unless it continues `chain`."""
+        """Return a header of the parent; `CorruptObjectError` unless it continues `chain`."""
         header = decode_header(data)
         if header.previous_chain_hash != chain or (header.step, header.revision) != (step, revision):
             where = self.store.uri(self.source.batch_header(step, revision))
@@ -179,12 +179,12 @@ class _Copy:
         return header
 
     def _verify_follower(self, step: int, chain: bytes) -> None:
-        """The header behind the last copied one proves that one, if it is committed already."""
+        """Verify that the header after the last copied one proves that one, if it is committed already."""
         if self.store.head(self.source.batch_header(step)) is not None:
             self._decode_header(step, 0, read_header(self.store, self.source, step), chain)
 
     def _headers(self, step: int, chain: bytes, own_chain: bytes) -> tuple[bytes, bytes]:
-        """Rewrite a step's headers as the fork's own; returns both chain hashes behind them."""
+        """Rewrite a step's headers as the fork's own; returns both chain hashes after them."""
         found = load_step(self.store, self.source, step)
         if found is None:
             raise NotFoundError(f"{self.store.uri(self.source.batch_header(step))} does not exist")
@@ -200,7 +200,7 @@ class _Copy:
     def _header(
         self, step: int, revision: int, data: bytes, chain: bytes, own_chain: bytes
     ) -> tuple[bytes, bytes, bytes]:
-        """Rewrite one header as the fork's own; returns the chain hashes behind it, and its own bytes."""
+        """Rewrite one header as the fork's own; returns the chain hashes after it, and its own bytes."""
         header = self._decode_header(step, revision, data, chain)
         for chunk in header.chunks:
             chunk.key = self._later(chunk.key, sha256=chunk.sha256.hex(), size_bytes=chunk.size_bytes)
@@ -214,7 +214,10 @@ class _Copy:
         return chain_hash(chain, data), chain_hash(own_chain, own), own
 
     def _checkpoint(self, step: int) -> bytes | None:
-        """The manifest of the copied checkpoint, None for the start model; its objects are noted to be copied."""
+        """Return the manifest of the copied checkpoint, None for the start model.
+
+        Its objects are noted to be copied.
+        """
         try:
             manifest = _load_manifest(self.store, self.source.checkpoint_manifest(step))
         except NotFoundError:
@@ -262,7 +265,7 @@ class _Copy:
 
 
 def _count_steps(store: ObjectStore, names: Names, origin: RunOrigin) -> int:
-    """The number of the step behind the last committed training step."""
+    """Return the number of the step after the last committed training step."""
     steps = [origin.base_step - 1, *(step for step, revision in list_headers(store, names) if not revision)]
     for before, after in pairwise(steps):
         if after != before + 1:
@@ -275,7 +278,9 @@ def _count_steps(store: ObjectStore, names: Names, origin: RunOrigin) -> int:
 
 
 def _kept_checkpoints(store: ObjectStore, names: Names, origin: RunOrigin, num_steps: int) -> list[int]:
-    """Steps that a copy can begin at, ascending: committed checkpoints, and 0 while the batches since are kept."""
+    """Return steps that a copy can begin at, ascending: committed checkpoints, and 0 while the batches since are
+    kept.
+    """
     kept = set(list_checkpoints(store, names))
     if origin.base_step == 0 and (num_steps == 0 or _has_batch(store, names, 0)):
         kept.add(0)  # the start model
@@ -288,7 +293,7 @@ def _has_batch(store: ObjectStore, names: Names, step: int) -> bool:
 
 
 def _state_before(store: ObjectStore, names: Names, origin: RunOrigin, step: int) -> tuple[bytes, Frontier, bytes]:
-    """H(step - 1), the ordinals that are resolved before `step`, and what the orchestrator kept there."""
+    """Return h(step - 1), the ordinals that are resolved before `step`, and what the orchestrator kept there."""
     if step == origin.base_step:
         return origin.chain_hash, origin.frontier, origin.orchestrator_state
     data = _last_header(store, names, step - 1)
@@ -297,15 +302,17 @@ def _state_before(store: ObjectStore, names: Names, origin: RunOrigin, step: int
 
 
 def _drawing_state(state: bytes) -> str:
-    """What of an orchestrator's state says which tasks come next and what rewards are compared with; empty if
-    nothing does. Counts stay the parent's."""
+    """Return the part of an orchestrator's state that determines the next tasks and the rewards compared with.
+
+    Empty if nothing does. Counts stay the parent's.
+    """
     kept = decode_object(state or b"{}", what="the orchestrator's state in a header", reason="HEADER_CORRUPT")
     drawing = {name: kept[name] for name in ("pools", "baselines") if name in kept}
     return json.dumps({"num_duplicates": 0, "read_until": "", **drawing}, sort_keys=True) if drawing else ""
 
 
 def _last_header(store: ObjectStore, names: Names, step: int) -> bytes:
-    """The newest header of a committed step, as stored."""
+    """Return the newest header of a committed step, as stored."""
     found = load_step(store, names, step)
     if found is None:
         raise NotFoundError(f"{store.uri(names.batch_header(step))} does not exist")
@@ -313,7 +320,7 @@ def _last_header(store: ObjectStore, names: Names, step: int) -> bytes:
 
 
 def _load_manifest(store: ObjectStore, first_key: str) -> dict[str, Any]:
-    """A checkpoint's manifest, or its successor's, with its objects checked; NotFoundError if there is none."""
+    """Return a checkpoint's manifest, or its successor's, with its objects checked; NotFoundError if there is none."""
     key, reason = newest_revision(store, first_key), "CHECKPOINT_MANIFEST_INVALID"
     what, remedy = f"checkpoint manifest {store.uri(key)}", "fork at a step before this checkpoint"
     manifest = decode_object(store.get(key, max_bytes=MAX_JSON_BYTES), what=what, reason=reason, remedy=remedy)

@@ -92,12 +92,12 @@ async def create_run(
 
 
 async def find_request(store: ObjectStore, prefix: str, request_id: str) -> str | None:
-    """The uid of the run that a request has created; None if it has not, or not completely (create it again)."""
+    """Return the uid of the run that a request has created; None if it has not, or not completely (create it again)."""
     return await asyncio.to_thread(_find_request, store, prefix, request_id)
 
 
 async def read_index(redis: redis_asyncio.Redis, store: ObjectStore, prefix: str) -> RunIndex:
-    """Every run. Rebuilds the Redis hash from the store when Redis has lost it."""
+    """Return every run. Rebuilds the Redis hash from the store when Redis has lost it."""
     deployment = Deployment(prefix)
     found = await _hash(redis, deployment, "HGETALL")
     runs = {as_text(name): as_text(uid) for name, uid in found.items()}
@@ -144,7 +144,7 @@ def _find_request(store: ObjectStore, prefix: str, request_id: str) -> str | Non
 
 
 def _is_ours(field: str, value: str) -> bool:
-    """Whether a field of the hash may be a run, or a mark of one."""
+    """Return whether a field of the hash may be a run, or a mark of one."""
     if field.startswith(_DAMAGED):
         uid, name = "any", field.removeprefix(_DAMAGED)
         if value != name:
@@ -191,7 +191,7 @@ def _claim(store: ObjectStore, key: str, uid: str) -> str:
 
 
 def read_uid(store: ObjectStore, key: str) -> str | None:
-    """The uid that an object of the index names, or None if there is none."""
+    """Return the uid that an object of the index names, or None if there is none."""
     try:
         data = store.get(key, max_bytes=_MAX_UID_BYTES)
     except NotFoundError:
@@ -207,7 +207,7 @@ def read_uid(store: ObjectStore, key: str) -> str | None:
 
 
 def read_names(store: ObjectStore, deployment: Deployment) -> RunIndex:
-    """Every run, from the store (blocking); what cannot be read is logged and hides nobody."""
+    """Return every run, from the store (blocking); an unreadable one is logged, and hides no other."""
     index = RunIndex()
     for info in store.list(deployment.names_prefix):
         name = info.key.removeprefix(deployment.names_prefix)

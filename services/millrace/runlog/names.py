@@ -33,7 +33,7 @@ class Stream(StrEnum):
 
 
 def new_uid() -> str:
-    """A run uid that is never reused: 48 bits of milliseconds, then 64 random bits, hex; sorts by creation."""
+    """Return a run uid that is never reused: 48 bits of milliseconds, then 64 random bits, hex; sorts by creation."""
     return f"{time.time_ns() // 1_000_000:012x}{secrets.token_hex(8)}"
 
 
@@ -48,7 +48,9 @@ def check_request_id(request_id: str) -> str:
 
 
 def rollout_id(step: int, revision: int, place: int) -> str:
-    """What names a rollout in lists: the step and revision of the header that resolved it, its place in the archive."""
+    """Return the name of a rollout in lists: the step and revision of the header that resolved it, its place in the
+    archive.
+    """
     return f"{step}{f'r{revision}' if revision else ''}-{place}"
 
 
@@ -68,25 +70,25 @@ class Deployment:
 
     @property
     def runs_key(self) -> str:
-        """Redis hash run name → uid; in another slot than the runs, never in one script with their keys."""
+        """Return Redis hash run name → uid; in another slot than the runs, never in one script with their keys."""
         return f"{self.prefix}:runs"
 
     @property
     def names_prefix(self) -> str:
-        """Prefix of the create-only objects that make run names unique."""
+        """Return the prefix of the create-only objects that make run names unique."""
         return f"{self.prefix}/names/"
 
     def name_object(self, name: str) -> str:
-        """Create-only object that holds the uid of the run called `name`."""
+        """Return the key of the create-only object that holds the uid of the run called `name`."""
         return f"{self.names_prefix}{check_run_name(name)}"
 
     @property
     def requests_prefix(self) -> str:
-        """Prefix of the create-only objects that make requests unique."""
+        """Return the prefix of the create-only objects that make requests unique."""
         return f"{self.prefix}/requests/"
 
     def request_object(self, request_id: str) -> str:
-        """Create-only object that holds the uid that a request created."""
+        """Return the key of the create-only object that holds the uid that a request created."""
         return f"{self.requests_prefix}{check_request_id(request_id)}"
 
 
@@ -104,7 +106,7 @@ class Names:
     # Redis keys.
 
     def stream(self, stream: Stream) -> str:
-        """Key of a stream."""
+        """Return key of a stream."""
         return f"{self._key}:{stream.value}"
 
     @property
@@ -113,165 +115,180 @@ class Names:
         return f"{self._key}:meta"
 
     def rebuilt_events(self, generation: int) -> str:
-        """Stream that a rebuild fills and then renames to the events; expires if it does not get to that."""
+        """Return stream that a rebuild fills and then renames to the events; expires if it does not get to that."""
         return f"{self.stream(Stream.EVENTS)}:rebuild:{generation}"
 
     def lease(self, role: str) -> str:
-        """String with the holder of a role; expires."""
+        """Return string with the holder of a role; expires."""
         return f"{self._key}:lease:{role}"
 
     def lease_end(self, role: str) -> str:
-        """String with the last words of the last holder of a role that gave it back; expires."""
+        """Return string with the last words of the last holder of a role that gave it back; expires."""
         return f"{self.lease(role)}:end"
 
     @property
     def all_keys(self) -> tuple[str, ...]:
-        """Every Redis key of the run but the leases and their ends, which expire by themselves."""
+        """Return every Redis key of the run but the leases and their ends, which expire by themselves."""
         return (*(self.stream(stream) for stream in Stream), self.meta)
 
     # Objects.
 
     @property
     def root(self) -> str:
-        """Prefix of every object of the run."""
+        """Return the prefix of every object of the run."""
         return f"{self.prefix}/runs/{self.uid}/"
 
     @property
     def run_json(self) -> str:
-        """Create-only: what the run is (resolved config, hash, kind, request id, ...)."""
+        """Return the key of the create-only record of what the run is (resolved config, hash, kind, request id,
+        ...).
+        """
         return self._object(catalogue.RUN_JSON)
 
     @property
     def tombstone(self) -> str:
-        """Its existence says that the run is being deleted; removed last."""
+        """Return Its existence says that the run is being deleted; removed last."""
         return self._object(catalogue.TOMBSTONE)
 
     @property
     def all_epochs(self) -> str:
-        """Prefix of the epochs of every role."""
+        """Return the prefix of the epochs of every role."""
         return self._folder(catalogue.EPOCH)
 
     def epochs(self, role: str) -> str:
-        """Prefix of a role's epochs."""
+        """Return the prefix of a role's epochs."""
         return f"{self.all_epochs}{role}/"
 
     def epoch(self, role: str, number: int) -> str:
-        """Create-only: who holds this epoch of the role."""
+        """Return the key of the create-only object that says who holds this epoch of the role."""
         return self._object(catalogue.EPOCH, role=role, number=number)
 
     @property
     def generations(self) -> str:
-        """Prefix of the marks of installed generations."""
+        """Return the prefix of the marks of installed generations."""
         return self._folder(catalogue.GENERATION)
 
     def generation(self, number: int) -> str:
-        """Create-only: this generation of the Redis copy was installed."""
+        """Return the key of the create-only mark that this generation of the Redis copy was installed."""
         return self._object(catalogue.GENERATION, number=number)
 
     @property
     def event_archive(self) -> str:
-        """Prefix of the archived events."""
+        """Return the prefix of the archived events."""
         return self._folder(catalogue.EVENT_ARCHIVE)
 
     def archived_events(self, first: str, last: str) -> str:
-        """Create-only: the events with the ids from `first` to `last`, such as `1-0` and `1-17`."""
+        """Return the key of the create-only events with the ids from `first` to `last`, such as `1-0` and `1-17`."""
         (a, b), (c, d) = (map(int, id_.split("-")) for id_ in (first, last))
         return self._object(catalogue.EVENT_ARCHIVE, first=a, first_place=b, last=c, last_place=d)
 
     @property
     def intents(self) -> str:
-        """Prefix of the intents."""
+        """Return the prefix of the intents."""
         return self._folder(catalogue.INTENT)
 
     def intent(self, sequence: int) -> str:
-        """Create-only: one acknowledged intent (pause, resume, cancel, config update)."""
+        """Return the key of one create-only acknowledged intent (pause, resume, cancel, config update)."""
         return self._object(catalogue.INTENT, number=sequence)
 
     @property
     def reopenings(self) -> str:
-        """Prefix of the records that reopened the run."""
+        """Return the prefix of the records that reopened the run."""
         return self._folder(catalogue.REOPENING)
 
     @property
     def seals(self) -> str:
-        """Prefix of the seals."""
+        """Return the prefix of the seals."""
         return self._folder(catalogue.SEAL)
 
     def seal(self, number: int) -> str:
-        """Create-only: what the run consists of at its end, after it was reopened `number` times."""
+        """Return the key of the create-only seal: what the run consists of at its end, after it was reopened
+        `number` times.
+        """
         return self._object(catalogue.SEAL, number=number)
 
     @property
     def attestations(self) -> str:
-        """Prefix of the attestations."""
+        """Return the prefix of the attestations."""
         return self._folder(catalogue.ATTESTATION)
 
     def attestation(self, number: int) -> str:
-        """Create-only: a signed chain hash, numbered from 1."""
+        """Return the key of a create-only signed chain hash, numbered from 1."""
         return self._object(catalogue.ATTESTATION, number=number)
 
     @property
     def batches(self) -> str:
-        """Prefix of headers and batch data."""
+        """Return the prefix of headers and batch data."""
         return self._folder(catalogue.BATCH_HEADER)
 
     def batch_header(self, step: int, revision: int = 0) -> str:
-        """Create-only commit point of a step; from revision 1 on the successor of a failed closing header."""
+        """Return the key of a step's create-only commit point.
+
+        From revision 1 on the successor of a failed closing header.
+        """
         return revision_key(self._object(catalogue.BATCH_HEADER, step=step), revision)
 
     def quarantined(self, key: str, sha256: str) -> str:
-        """Where `run repair` keeps the bytes of a damaged object of the deployment; sha256 in hex."""
+        """Return the key under which `run repair` keeps a damaged object of the deployment; sha256 in hex."""
         own = key.removeprefix(self.root) if key.startswith(self.root) else f"deployment/{key}"
         return self._object(catalogue.QUARANTINED, key=own, sha256=sha256[:16])
 
     def reopened(self, number: int) -> str:
-        """Create-only: the closing header that it names does not end the run; numbered from 1."""
+        """Return the key of a create-only record that the named closing header does not end the run.
+
+        Numbered from 1.
+        """
         return self._object(catalogue.REOPENING, number=number)
 
     def batch_data(self, step: int, epoch: int, nonce: str) -> str:
-        """Prefix of the chunks that one writer uploads for a step."""
+        """Return the prefix of the chunks that one writer uploads for a step."""
         return f"{self.batches}{step:08d}/e{epoch:08d}-{nonce}/"
 
     def rollout_data(self, step: int, epoch: int, nonce: str) -> str:
-        """Prefix of the archive of the rollouts that a step resolves; kept longer than batch data."""
+        """Return the prefix of the archive of the rollouts that a step resolves; kept longer than batch data."""
         return f"{self.root}rollouts/{step:08d}/e{epoch:08d}-{nonce}/"
 
     def scores(self, digest: str) -> str:
-        """A teacher's log-probs of one rollout's tokens, by the digest of those tokens; written before its entry."""
+        """Return a teacher's log-probs of one rollout's tokens, by the digest of those tokens.
+
+        Written before its entry.
+        """
         return self._object(catalogue.SCORES, digest=digest)
 
     def token_logs(self, step: int) -> str:
-        """Prefix of what the trainer computed of a step's tokens."""
+        """Return the prefix of what the trainer computed of a step's tokens."""
         return f"{self.root}token_logs/{step:08d}/"
 
     def token_log(self, step: int, lineage: int) -> str:
-        """Create-only: log-probs and entropies of sampled tokens of a step, by the trainer of a lineage."""
+        """Return the key of create-only log-probs and entropies of sampled tokens of a step, by the trainer of a
+        lineage.
+        """
         return self._object(catalogue.TOKEN_LOG, step=step, lineage=lineage)
 
     @property
     def policies(self) -> str:
-        """Prefix of the published policies."""
+        """Return the prefix of the published policies."""
         return self._folder(catalogue.POLICY_MANIFEST)
 
     def policy(self, lineage: int, version: int) -> str:
-        """Prefix of one policy version."""
+        """Return the prefix of one policy version."""
         return f"{self.policies}{lineage:04d}-{version:08d}/"
 
     def policy_manifest(self, lineage: int, version: int) -> str:
-        """Create-only commit point of a policy version."""
+        """Return the key of a policy version's create-only commit point."""
         return self._object(catalogue.POLICY_MANIFEST, lineage=lineage, version=version)
 
     @property
     def checkpoints(self) -> str:
-        """Prefix of the checkpoints."""
+        """Return the prefix of the checkpoints."""
         return self._folder(catalogue.CHECKPOINT_MANIFEST)
 
     def checkpoint(self, step: int) -> str:
-        """Prefix of the checkpoint that is version `step`."""
+        """Return the prefix of the checkpoint that is version `step`."""
         return f"{self.checkpoints}{step:08d}/"
 
     def checkpoint_manifest(self, step: int) -> str:
-        """Create-only commit point of a checkpoint."""
+        """Return the key of a checkpoint's create-only commit point."""
         return self._object(catalogue.CHECKPOINT_MANIFEST, step=step)
 
     def _folder(self, kind: catalogue.ObjectKind) -> str:
@@ -300,19 +317,22 @@ _LEGAL = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
 def is_legal(name: str) -> bool:
-    """Whether a new run may have this name."""
+    """Return whether a new run may have this name."""
     return _LEGAL.fullmatch(name) is not None
 
 
 def suggest(text: str) -> str:
-    """A legal name made of the text, `forkA` → `fork-a`; empty if it has no letter."""
+    """Return a legal name made of the text, `forkA` → `fork-a`; empty if it has no letter."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", text).lower()
     words = re.sub(r"[^a-z0-9]+", "-", words).lstrip("-0123456789")
     return words[:MAX_NAME].rstrip("-")
 
 
 def make(stem: str, tail: str = "", *, is_taken: Callable[[str], bool] = lambda name: False) -> str:
-    """A legal name, `{stem}-{tail}` with the stem cut where it is too long; where that is taken, with `-2`, `-3`, …."""
+    """Return a legal name, `{stem}-{tail}` with the stem cut where it is too long.
+
+    Where that is taken, with `-2`, `-3`, ….
+    """
     words = stem if is_legal(stem) else re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-") or "run"
     words = words if words[0].isalpha() else f"run-{words}"
     number = 1
@@ -329,7 +349,7 @@ def resolve(
     holder: str = "there is",
     remedy: str = "see what there is with `millrace run list`",
 ) -> str:
-    """The name of the run that is meant, of `runs` (uid by name).
+    """Return the name of the run that is meant, of `runs` (uid by name).
 
     Runs are named by their name, `runs/{name}` or uid and, unless `is_exact`, by the unique beginning of a name or by
     `-`, the newest run. NotFoundError ("{holder} no run …") with a did-you-mean or the `remedy`, InvalidSpecError if

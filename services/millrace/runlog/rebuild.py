@@ -69,7 +69,7 @@ class Restored:
 
 
 def load_restored(store: ObjectStore, names: Names) -> Restored:
-    """What the store has for a rebuild (blocking)."""
+    """Return the contents of the store for a rebuild (blocking)."""
     run_json = store.get(names.run_json, max_bytes=MAX_JSON_BYTES)
     origin = parse_origin(run_json, where=store.uri(names.run_json))
     step = _first_batch(store, names, origin)
@@ -87,7 +87,7 @@ def load_restored(store: ObjectStore, names: Names) -> Restored:
 
 
 async def read_events(log: RunLog) -> list[Entry]:
-    """The events that Redis still has, whatever generation it says it is of; none if the key is no stream."""
+    """Return the events that Redis still has, whatever generation it says it is of; none if the key is no stream."""
     found: list[Entry] = []
     try:
         while page := await read_page(log, f"({found[-1].id}" if found else "-"):
@@ -101,7 +101,7 @@ async def read_events(log: RunLog) -> list[Entry]:
 def merge_events(
     restored: Restored, held: Sequence[Entry], *, generation: int, now_ns: int, why: str = LOST
 ) -> Restored:
-    """Add what only Redis holds, under ids of the new generation, then the event that tells of the rebuild.
+    """Add events that only Redis has, under ids of the new generation, then the event about the rebuild.
 
     What is damaged is left out, and so is what the store has under ids of generations that are still to come. `why`
     says why the log is rebuilt.
@@ -121,6 +121,7 @@ def merge_events(
                 continue
             event.ClearField("cursor")
             known, _ = newest.get(event.writer, (0, ""))
+            # The number is taken by an archived event of a process that died, so this event gets the next free one.
             if event.writer_sequence <= known:
                 event.writer_sequence = known + 1
                 entry = _entry(event)
@@ -142,13 +143,15 @@ def merge_events(
 
 
 def as_sealed(restored: Restored) -> Restored:
-    """Return what a sealed run has: its archived events, and nothing that tells of the rebuild."""
+    """Return the state of a sealed run: its archived events, and no event about the rebuild."""
     events, newest = _readable(restored, before=None)
     return Restored(meta=restored.meta | _sequences(newest), events=events, summary=restored.summary)
 
 
 def _readable(restored: Restored, *, before: int | None) -> tuple[list[Entry], dict[str, tuple[int, str]]]:
-    """The archived events below a generation, and number and hash of the newest of each writer, as meta has them."""
+    """Return the archived events below a generation, and number and hash of the newest of each writer, as meta has
+    them.
+    """
     newest: dict[str, tuple[int, str]] = {}
     events: list[Entry] = []
     for entry in restored.events:
@@ -175,20 +178,20 @@ def _entry(event: event_pb2.Event) -> Entry:
 
 
 def _roles(store: ObjectStore, names: Names) -> list[str]:
-    """Every role that ever had an epoch but the log's own."""
+    """Return every role that ever had an epoch but the log's own."""
     found = (prefix.removeprefix(names.all_epochs).rstrip("/") for prefix in store.list_prefixes(names.all_epochs))
     return [role for role in found if role != GENERATION_ROLE]
 
 
 def _first_batch(store: ObjectStore, names: Names, origin: RunOrigin) -> int:
-    """The step from which batches are wanted in Redis: that of the oldest checkpoint that the headers reach."""
+    """Return the step from which batches are wanted in Redis: that of the oldest checkpoint that the headers reach."""
     step = next((step for step in list_checkpoints(store, names) if step >= origin.base_step), 0)
     is_backed = step > 0 and store.head(names.batch_header(step - 1)) is not None
     return step if is_backed else origin.base_step
 
 
 def _first_policy(store: ObjectStore, names: Names, first: int) -> int:
-    """The lowest version from `first` on from which every published version up to the newest is in the store."""
+    """Return the lowest version from `first` on from which every published version up to the newest is in the store."""
     found = list_policies(store, names)
     lowest = None
     for version in sorted({version for version, _ in found if version >= first}, reverse=True):
@@ -225,7 +228,7 @@ class _Stale:
     """What a rebuild replaces: a copy of the log that is not current, or nothing."""
 
     generation: bytes
-    """What Redis names as its generation, as it stands there; b"" if it holds none."""
+    """What Redis names as its generation, as it is there; b"" if it holds none."""
     why: str
     is_damaged: bool = False
 
@@ -233,7 +236,7 @@ class _Stale:
 async def open_or_rebuild(
     redis: redis_asyncio.Redis, store: ObjectStore, *, prefix: str, uid: str, owner: str
 ) -> RunLog:
-    """The log of an existing run, rebuilt if need be; `owner` is named in the new generation.
+    """Return the log of an existing run, rebuilt if need be; `owner` is named in the new generation.
 
     Only orchestrators call it, for runs of the index. `NotFoundError` if the store has no such run, or is about to
     delete it. The winner of a rebuild leaves a warning event LOG_REBUILT that says what was restored.
@@ -259,7 +262,7 @@ async def open_or_rebuild(
 
 
 async def _is_proven(log: RunLog) -> bool:
-    """Whether Redis holds the log as an instance that was found to be current before."""
+    """Return whether Redis holds the log as an instance that was found to be current before."""
     try:
         await log.reopen(is_checked=False)
         instance = await log.read_instance()
@@ -269,7 +272,7 @@ async def _is_proven(log: RunLog) -> bool:
 
 
 async def _mend(log: RunLog, owner: str) -> bool:
-    """Open the log if it is current, else try once to rebuild it; whether it is open."""
+    """Open the log if it is current, else try once to rebuild it; returns whether it is open."""
     stale = await _find_stale(log)
     proof_of(log).damage = stale.why if stale is not None and stale.is_damaged else ""
     if stale is None:
@@ -281,13 +284,13 @@ async def _mend(log: RunLog, owner: str) -> bool:
 
 
 async def open_reopened(redis: redis_asyncio.Redis, store: ObjectStore, *, prefix: str, uid: str, owner: str) -> RunLog:
-    """As `open_or_rebuild`, of a run that was reopened since Redis' copy was looked at."""
+    """Open the log as `open_or_rebuild` does, of a run that was reopened since Redis' copy was last read."""
     proof_of(RunLog(redis, store, names=Names(prefix, uid), generation=0, run_hash="")).instance = ""
     return await open_or_rebuild(redis, store, prefix=prefix, uid=uid, owner=owner)
 
 
 async def _find_stale(log: RunLog) -> _Stale | None:
-    """Which copy a rebuild has to replace; None if the log is there and current."""
+    """Return the copy that a rebuild has to replace; None if the log exists and is current."""
     proof = proof_of(log)
     try:
         await log.reopen(is_checked=False)
@@ -299,7 +302,7 @@ async def _find_stale(log: RunLog) -> _Stale | None:
                 return _Stale(generation=str(log.generation).encode(), why=why)
             proof.instance = instance
     except LogGoneError as error:
-        # Whatever stands there now is what is replaced, also if it is no generation at all.
+        # Whatever is there now is what is replaced, also if it is no generation at all.
         held = await connection.call(
             log.redis, f"looking at the log of run {log.uid}", lambda: script.HELD.run(log.redis, [log.names.meta], [])
         )
@@ -328,7 +331,7 @@ def _pace(log: RunLog, damage: str) -> None:
 
 
 async def _why_stale(log: RunLog) -> str:
-    """Why the copy that Redis holds cannot stay; empty if it is not behind the store."""
+    """Return why the copy that Redis holds cannot stay; empty if it is as new as the store."""
     installed = await asyncio.to_thread(_newest_installed, log.store, log.names)
     where = {"uid": log.uid, "held": log.generation, "installed": installed}
     if log.generation < installed:

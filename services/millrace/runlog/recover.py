@@ -43,24 +43,25 @@ class Committed:
     headers: list[batch_pb2.BatchHeader]
     """Every header in the order of the chain, the superseded ones included (`revisions`)."""
     chain: bytes
-    """The chain hash behind the last of them, or behind the log's origin."""
+    """The chain hash after the last of them, or after the log's origin."""
     is_reopened: bool
     """The last one is a closing header that does not end the run: its successor comes next."""
 
     @property
     def last(self) -> batch_pb2.BatchHeader | None:
-        """The last header; None if nothing is committed."""
+        """Return the last header; None if nothing is committed."""
         return self.headers[-1] if self.headers else None
 
     @property
     def num_reopened(self) -> int:
-        """How many failed closing headers do not end the run."""
+        """Return the number of failed closing headers that do not end the run."""
         ends = self.last is not None and is_failed_closing(self.last) and not self.is_reopened
         return sum(map(is_failed_closing, self.headers)) - ends
 
 
 async def load_history(log: RunLog) -> Committed:
-    """Every committed header from the log's origin on, chain checked: one that was replaced or lost is found here.
+    """Return every committed header from the log's origin on, chain checked: one that was replaced or lost is found
+    here.
 
     The origin's chain hash is 32 zero bytes but for a fork (`load_origin`).
     """
@@ -84,7 +85,7 @@ async def load_history(log: RunLog) -> Committed:
 
 
 def _next_header(log: RunLog, step: int, revision: int, data: bytes, chain: bytes) -> batch_pb2.BatchHeader:
-    """The header that these bytes hold; `CorruptObjectError` unless it comes next behind `chain`."""
+    """Return the header in these bytes; `CorruptObjectError` unless it comes next after `chain`."""
     header = decode_stored(log.store, log.names, step, revision, data)
     if (header.step, header.revision) != (step, revision) or header.previous_chain_hash != chain:
         where = log.store.uri(log.names.batch_header(step, revision))
@@ -128,7 +129,7 @@ async def reappend_policies(log: RunLog, epoch: Epoch) -> int:
 
 
 def _load_chunks(store: ObjectStore, header: batch_pb2.BatchHeader) -> list[bytes]:
-    """The chunks of a batch, or none when they stay in the store (too large, or retention removed them)."""
+    """Return the chunks of a batch, or none when they stay in the store (too large, or retention removed them)."""
     if sum(chunk.size_bytes for chunk in header.chunks) > MAX_REDIS_BATCH_BYTES:
         return []
     chunks = []
@@ -167,7 +168,7 @@ def _load_policies(log: RunLog, first: int) -> list[policy_pb2.PolicyEntry]:
 
 
 def _require_end(log: RunLog, step: int, rest: Sequence[StepHeaders | None]) -> None:
-    """Headers are written one after the other: one behind a missing one means that an object was lost."""
+    """Require that no header comes after a missing one: headers are written in order, so an object was lost."""
     behind = [step + offset for offset, data in enumerate(rest) if data is not None]
     if behind:
         where = log.store.uri(log.names.batch_header(step))

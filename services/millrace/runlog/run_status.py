@@ -21,13 +21,15 @@ _SHOWN_VERSIONS = 10
 
 
 def is_terminal(state: run_pb2.RunState) -> bool:
-    """Whether a run in this state has ended for good."""
+    """Return whether a run in this state has ended for good."""
     return state in TERMINAL
 
 
 def resumed_words(body: event_pb2.TrainingResumed) -> str:
-    """`training goes on behind step 4 (checkpoint 4), step 5 is trained again: trainer-1 gave the run back: …`."""
-    begins = f"behind step {body.step} ({body.start})" if body.step else f"from {body.start}"
+    """Return `training goes on after step 4 (checkpoint 4), step 5 is trained again: trainer-1 gave the run back:
+    …`.
+    """
+    begins = f"after step {body.step} ({body.start})" if body.step else f"from {body.start}"
     again = ""
     if body.published == body.step + 1:
         again = f", step {body.published} is trained again"
@@ -44,7 +46,7 @@ def version_names(steps: Sequence[int]) -> str:
 
 
 def state_name(state: run_pb2.RunState) -> str:
-    """RUNNING for RUN_STATE_RUNNING."""
+    """Return RUNNING for RUN_STATE_RUNNING."""
     return run_pb2.RunState.Name(state).removeprefix("RUN_STATE_")
 
 
@@ -69,7 +71,7 @@ class BatchAge:
         self._is_due = True
 
     def state_changed(self, state: run_pb2.RunState, at: float) -> None:
-        """The run's state since `at`."""
+        """Set the run's state since `at`."""
         if state == run_pb2.RUN_STATE_RUNNING:
             if self.moved is None and self._is_due:
                 self.moved = at
@@ -77,7 +79,7 @@ class BatchAge:
             self.moved = None  # paused, queued or at its end
 
     def committed(self, at: float, *, is_last: bool = False) -> None:
-        """A batch is in the log."""
+        """Record that a batch is in the log."""
         self._is_due = not is_last
         self.moved = None if is_last else at
 
@@ -85,7 +87,7 @@ class BatchAge:
 # How old the rollouts of each environment were when they were trained on, and how many groups came too late.
 
 MUCH = 0.25
-"""Share of an environment's last groups dropped as stale from which people are told."""
+"""Share of an environment's last groups dropped as stale from which people are informed."""
 _MOST = 1000  # environments of one run, whatever its events name
 
 
@@ -106,12 +108,14 @@ class Staleness:
 
     @property
     def is_much(self) -> bool:
-        """Return whether people are told."""
+        """Return whether people are informed."""
         return self.share is not None and self.share >= MUCH
 
     @property
     def lost(self) -> str:
-        """`12 groups dropped as stale (31% of its last ones, 80% of the slowest quarter)`; empty if there are none."""
+        """Return `12 groups dropped as stale (31% of its last ones, 80% of the slowest quarter)`; empty if there are
+        none.
+        """
         if not self.num_stale:
             return ""
         shares = [(self.share, "of its last ones"), (self.slow_share, "of the slowest quarter")]
@@ -121,7 +125,7 @@ class Staleness:
 
     @property
     def words(self) -> str:
-        """`0.8 steps, at most 2; 12 groups dropped …`."""
+        """Return `0.8 steps, at most 2; 12 groups dropped …`."""
         age = "" if self.mean is None else f"{self.mean:.1f} steps"
         age += f", at most {self.largest:.0f}" if age and self.largest is not None else ""
         return "; ".join(part for part in (age, self.lost) if part)
@@ -149,7 +153,7 @@ def note_step(known: dict[str, Staleness], metrics: Mapping[str, float]) -> None
 
 
 def _of(known: dict[str, Staleness], env: str) -> Staleness:
-    """That of an environment; what lies beyond the most that are kept is forgotten."""
+    """Return the status of an environment; those beyond the most that are kept are forgotten."""
     return known.setdefault(env, Staleness()) if env in known or len(known) < _MOST else Staleness()
 
 
@@ -209,13 +213,13 @@ class RunStatus:
 
     @classmethod
     def begin(cls, run: run_pb2.Run) -> Self:
-        """The status before the first event: a fork has taken its parent's steps."""
+        """Return the status before the first event: a fork has taken its parent's steps."""
         progress = run.progress
         return cls(max_steps=progress.max_steps, num_steps=progress.step, policy_version=progress.policy_version)
 
     @property
     def inference_version(self) -> int | None:
-        """Oldest version that a replica serves."""
+        """Return oldest version that a replica serves."""
         return min(self.served.values()) if self.served else None
 
     def fill(self, run: run_pb2.Run) -> None:
@@ -240,7 +244,7 @@ class RunStatus:
         progress.environments.extend(self.environments[name] for name in sorted(self.environments))
 
     def reopen(self) -> None:
-        """The run that had failed goes on; its state is that of the event that comes next."""
+        """Reopen the run that had failed; its state is that of the next event."""
         self.is_reopened = True
         self._leave_end(run_pb2.RUN_STATE_QUEUED)
 
@@ -317,10 +321,10 @@ class RunStatus:
 
 
 def _copy(time: Timestamp) -> Timestamp:
-    """A copy, which does not keep the whole event in memory."""
+    """Return a copy, which does not keep the whole event in memory."""
     return Timestamp(seconds=time.seconds, nanos=time.nanos)
 
 
 def _counted(number: int) -> int:
-    """A number of an event, bounded: what a foreign event names nobody counted up to."""
+    """Return a number of an event, bounded: a foreign event may name a number that was never counted."""
     return min(number, MAX_INTEGER)

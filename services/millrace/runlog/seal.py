@@ -1,6 +1,6 @@
 """The seal of an ended run: what it consists of at its end, in one create-only object.
 
-The chain covers what headers name. What comes behind the closing header (the last event archives, the last versions and
+The chain covers what headers name. What comes after the closing header (the last event archives, the last versions and
 checkpoints) is named by the seal, so that it cannot be taken away or changed unseen either. It is written when the
 terminal state is archived; a process that dies between the two leaves that to the next orchestrator that looks.
 A run that was reopened after a failure is sealed again, under the next number.
@@ -37,7 +37,7 @@ def write_seal(
     """Seal a run whose terminal state is archived (blocking); False if it is sealed already.
 
     `key` is that of the end that is sealed: the run may have been reopened since. `known` are the objects that its
-    headers name, `chain` is the chain hash behind the closing one.
+    headers name, `chain` is the chain hash after the closing one.
     """
     if store.head(key) is not None:
         return False
@@ -86,7 +86,10 @@ async def seal_late(log: RunLog, *, state: str, by: str) -> bool:
 def _others_by_size(
     store: ObjectStore, names: Names, known: KnownObjects, objects: dict[str, str]
 ) -> dict[str, int] | None:
-    """Everything that neither the headers nor `objects` name, and that is no attestation; None if it is too much."""
+    """Return everything that neither the headers nor `objects` name, and that is no attestation.
+
+    None if it is too much.
+    """
     others: dict[str, int] = {}
     named = objects.keys() | known.named("").keys()
     for prefix in store.list_prefixes(names.root):

@@ -34,7 +34,7 @@ class ObjectStore(Protocol):
     """Bytes by key. Every method retries a bounded time, visibly, then raises `UnavailableError`."""
 
     def put(self, key: str, data: bytes) -> None:
-        """Write an object atomically, replacing what is there. Only for names that nobody else writes."""
+        """Write an object atomically, replacing an existing one. Only for names that have no other writer."""
         ...
 
     def create(self, key: str, data: bytes) -> bool:
@@ -46,26 +46,26 @@ class ObjectStore(Protocol):
         ...
 
     def get(self, key: str, *, max_bytes: int = MAX_GET_BYTES) -> bytes:
-        """The whole object; `NotFoundError` if there is none.
+        """Return the whole object; `NotFoundError` if there is none.
 
         `CorruptObjectError`, before anything is read, if it has more than `max_bytes`.
         """
         ...
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Exactly `length` bytes from `start`; `CorruptObjectError` if the object is shorter than that."""
+        """Return exactly `length` bytes from `start`; `CorruptObjectError` if the object is shorter than that."""
         ...
 
     def head(self, key: str) -> ObjectInfo | None:
-        """Size and time of an object, or None."""
+        """Return size and time of an object, or None."""
         ...
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
-        """Objects whose key starts with `prefix` and sorts after `start_after`, in order of UTF-8 bytes."""
+        """Return objects whose key starts with `prefix` and sorts after `start_after`, in order of UTF-8 bytes."""
         ...
 
     def list_prefixes(self, prefix: str) -> Iterator[str]:
-        """The distinct `prefix + name + "/"` directly under `prefix` ("" or ending in "/"), sorted."""
+        """Return the distinct `prefix + name + "/"` directly under `prefix` ("" or ending in "/"), sorted."""
         ...
 
     def delete(self, key: str) -> None:
@@ -73,19 +73,19 @@ class ObjectStore(Protocol):
         ...
 
     def put_file(self, key: str, path: Path) -> None:
-        """Like `put`, streaming from a file."""
+        """Put as `put` does, streaming from a file."""
         ...
 
     def get_file(self, key: str, path: Path) -> None:
-        """Like `get`, streaming into a file that appears whole or not at all."""
+        """Get as `get` does, streaming into a file that appears whole or not at all."""
         ...
 
     def uri(self, key: str) -> str:
-        """Where the object lies, for people and logs."""
+        """Return the object's URI, for people and logs."""
         ...
 
     def describe(self) -> str:
-        """The store itself, for messages (endpoint and bucket, or directory)."""
+        """Return the store itself, for messages (endpoint and bucket, or directory)."""
         ...
 
 
@@ -103,7 +103,7 @@ def check_key(key: str) -> str:
 
 
 def require_size(size_bytes: int, max_bytes: int, *, key: str, uri: str) -> None:
-    """CorruptObjectError if an object is larger than what its reader takes into memory."""
+    """Raise CorruptObjectError if an object is larger than its reader takes into memory."""
     if size_bytes > max_bytes:
         raise CorruptObjectError(
             f"object {uri} has {size_bytes} bytes, and at most {max_bytes} are read of what has its name",
@@ -114,7 +114,7 @@ def require_size(size_bytes: int, max_bytes: int, *, key: str, uri: str) -> None
 
 
 def require_range(data: bytes, start: int, length: int, *, key: str, uri: str) -> bytes:
-    """The bytes that were read from `start`; CorruptObjectError if the object ends before all of them."""
+    """Return the bytes that were read from `start`; CorruptObjectError if the object ends before all of them."""
     if len(data) != length:
         raise CorruptObjectError(
             f"object {uri} ends before byte {start + length}",
@@ -155,7 +155,7 @@ _NAME = re.compile(r"(?P<stem>[^/]*?)(?:\.r(?P<number>[1-9][0-9]{0,3}))?(?P<endi
 
 
 def revision_key(key: str, number: int) -> str:
-    """The key of a commit point's successor `number`; 0 is the commit point itself. `key` may be any of them."""
+    """Return the key of a commit point's successor `number`; 0 is the commit point itself. `key` may be any of them."""
     directory, slash, name = key.rpartition("/")
     match = _match(name, key)
     middle = f".r{number}" if number else ""
@@ -163,12 +163,12 @@ def revision_key(key: str, number: int) -> str:
 
 
 def revision_of(key: str) -> int:
-    """Which successor a key names; 0 for a commit point itself."""
+    """Return the revision in a key; 0 for a commit point itself."""
     return int(_match(key.rpartition("/")[2], key)["number"] or 0)
 
 
 def newest_revision(store: ObjectStore, key: str) -> str:
-    """The key that counts for a commit point: of its newest successor, or its own if it has none (blocking).
+    """Return the key that counts for a commit point: of its newest successor, or its own if it has none (blocking).
 
     The object need not exist: then the key is its own.
     """
@@ -176,7 +176,10 @@ def newest_revision(store: ObjectStore, key: str) -> str:
 
 
 def find_newest(store: ObjectStore, key: str) -> str | None:
-    """`newest_revision` of what exists; None if neither the commit point nor a successor does. One request."""
+    """Find `newest_revision` of the existing objects in one request.
+
+    None if neither the commit point nor a successor exists.
+    """
     first = revision_key(key, 0)
     directory, slash, name = first.rpartition("/")
     stem = f"{directory}{slash}{_match(name, key)['stem']}."
@@ -190,7 +193,7 @@ def find_newest(store: ObjectStore, key: str) -> str | None:
 
 
 def next_revision(store: ObjectStore, key: str) -> str:
-    """The key of the successor that comes next (blocking); `CorruptObjectError` if there have been too many."""
+    """Return the key of the successor that comes next (blocking); `CorruptObjectError` if there have been too many."""
     newest = newest_revision(store, key)
     if (number := revision_of(newest)) == MAX_REVISIONS:
         raise CorruptObjectError(
@@ -202,13 +205,13 @@ def next_revision(store: ObjectStore, key: str) -> str:
 
 
 def with_checksum(raw: Mapping[str, Any]) -> bytes:
-    """Canonical JSON of an object (sorted keys, no spaces, no NaN) with a checksum over the rest of it."""
+    """Return canonical JSON of an object (sorted keys, no spaces, no NaN) with a checksum over the rest of it."""
     rest = {name: value for name, value in raw.items() if name != _CHECKSUM}
     return _canonical({**rest, _CHECKSUM: hashlib.sha256(_canonical(rest)).hexdigest()})
 
 
 def require_checksum(raw: Mapping[str, Any]) -> None:
-    """`ValueError` unless a decoded object has the checksum that `with_checksum` gave it."""
+    """Raise `ValueError` unless a decoded object has the checksum that `with_checksum` gave it."""
     rest = {name: value for name, value in raw.items() if name != _CHECKSUM}
     if raw.get(_CHECKSUM) != hashlib.sha256(_canonical(rest)).hexdigest():
         raise ValueError("its checksum is not that of its content")

@@ -68,7 +68,7 @@ class TemporaryDirectory:
         self._end = weakref.finalize(self, remove, Path(self.name), what=TEMPORARY)
 
     def cleanup(self) -> None:
-        """Remove it with all that is in it, once."""
+        """Remove the directory with all that is in it, once."""
         self._end()
 
     def __enter__(self) -> str:
@@ -97,7 +97,7 @@ def _remove_tree(path: Path) -> None:
 
 
 def _why(error: OSError, path: Path) -> str:
-    """Return what was answered; of a directory also the first file in it that stays."""
+    """Return the answer as text; of a directory also the first file in it that stays."""
     first = next((Path(at, files[0]) for at, _, files in os.walk(path) if files), None)
     return f"{error.strerror or error}" + (f" ({first} stays)" if first is not None else "")
 
@@ -116,7 +116,7 @@ _BACKOFF = Backoff(0.1, 5.0, spread=(0.5, 1.0))
 
 
 class TransientError(Exception):
-    """An attempt failed in a way that another one may mend: 5xx, throttling, time-out, lost connection, no room."""
+    """An attempt failed in a way that another one may fix: 5xx, throttling, time-out, lost connection, no room."""
 
     def __init__(self, message: str, *, final: MillraceError | None = None, is_answer: bool = False) -> None:
         """Make one; `final` is what to raise when no attempt is left, instead of UnavailableError.
@@ -130,7 +130,7 @@ class TransientError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How long to try: no attempt begins `deadline_s` seconds behind the first failure, or after `max_attempts`.
+    """How long to try: no attempt begins `deadline_s` seconds after the first failure, or after `max_attempts`.
 
     A large object takes longer than that; the failure of its first attempt must not be the last one for it.
     """
@@ -158,6 +158,7 @@ class RetryPolicy:
                         logger.info("object store answers again: %s", what)
                     return result
                 number += 1
+                # The deadline counts from the first failure: a slow attempt that succeeds uses none of it.
                 failing_since = min(failing_since, time.monotonic())
                 if number == 1:
                     logger.warning("object store fails, retrying: %s at %s: %s", what, where, last)
@@ -168,6 +169,7 @@ class RetryPolicy:
                 wait.update(reason=tried, refusal=waits.Refusal.of(last.final))
                 time.sleep(delay_s)
         if last.final is not None:
+            # A refusal (disk full, no right) is named as it is, and not as an outage.
             raise last.final from last
         raise UnavailableError(
             f"the object store {where} failed {number} times in {time.monotonic() - began:.1f} s ({what}): {last}",

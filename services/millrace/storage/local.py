@@ -1,8 +1,8 @@
 """The object store in a directory: the default of the one-machine stack.
 
 Atomic by `link`/`rename` of a synced temporary file on the same filesystem, durable by syncing file and directory.
-A temporary file is locked while its writer lives, so that what a killed writer left is told apart and removed. A full
-disk is waited for like a store that does not answer: a bounded time, visibly.
+A temporary file is locked while its writer lives, so that what a killed writer left is distinguished and removed. A
+full disk is waited for like a store that does not answer: a bounded time, visibly.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class LocalStore:
     """`ObjectStore` under `root`. Any number of processes of one machine may use it at once."""
 
     def __init__(self, root: Path, *, retry: RetryPolicy | None = None, setting: str = STORE) -> None:
-        """`setting` is the variable or key that names the directory, for messages."""
+        """Create the store; `setting` is the variable or key that names the directory, for messages."""
         self._root = root.resolve()
         self._setting = setting
         self._tmp = self._root / _TMP
@@ -246,7 +246,7 @@ class LocalStore:
 
 
 def _entries(directory: Path, base: str) -> list[tuple[str, bool]]:
-    """(name, is_directory) in S3's order of keys: a directory sorts as its name with a slash.
+    """Return (name, is_directory) in S3's order of keys: a directory sorts as its name with a slash.
 
     What has a name that is no text is nobody's object.
     """
@@ -262,7 +262,7 @@ def _entries(directory: Path, base: str) -> list[tuple[str, bool]]:
 
 
 def _lock(file: BinaryIO) -> None:
-    """Say that the writer lives; a filesystem without locks does without."""
+    """Lock the file as a sign that its writer lives; on a filesystem without locks, skip that."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
@@ -271,7 +271,7 @@ def _lock(file: BinaryIO) -> None:
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Whether nobody writes this file any more; False where that cannot be told."""
+    """Return whether no process writes this file any more; False if that is unknown."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -74,7 +74,9 @@ class _Counted(BaseSubscriber):
 
 @functools.cache
 def _descriptions() -> Loader:
-    """What botocore has read about S3 and its endpoints, which takes longer than all else that a client needs."""
+    """Return what botocore has read about S3 and its endpoints, which takes longer than all else that a client
+    needs.
+    """
     return botocore.session.Session().get_component("data_loader")
 
 
@@ -91,7 +93,10 @@ class S3Store:
         addressing: Literal["path", "virtual"] | None = None,
         retry: RetryPolicy | None = None,
     ) -> None:
-        """`addressing` says where requests name the bucket; if left out it is the path, unless the server objects."""
+        """Create the store.
+
+        `addressing` says where requests name the bucket: by default in the path, unless the server objects.
+        """
         self._bucket = bucket
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._endpoint = endpoint
@@ -310,7 +315,10 @@ class S3Store:
         return data.getvalue()
 
     def _receive(self, found: Any) -> Iterator[bytes]:
-        """The body of an answer, exactly as long as was promised, or TransientError; no trickle lasts for ever."""
+        """Yield the body of an answer, exactly as long as was promised, or TransientError.
+
+        No trickle lasts for ever.
+        """
         size_bytes, count = self._said(found, "ContentLength"), 0
         ends = time.monotonic() + ATTEMPT_S + size_bytes / _SLOWEST_BYTES_PER_S
         with contextlib.closing(found["Body"]) as body:
@@ -323,7 +331,7 @@ class S3Store:
             raise TransientError(f"{count} of {size_bytes} bytes came")
 
     def _is_stored(self, name: str, data: bytes) -> bool:
-        """Whether exactly these bytes are stored; TransientError if the object went away just now."""
+        """Return whether exactly these bytes are stored; TransientError if the object went away just now."""
         try:
             return self._read(name) == data
         except ClientError as error:

@@ -93,7 +93,9 @@ def is_unconditional(error: ClientError) -> bool:
 def translate(
     error: BaseException, what: str, *, where: str, bucket: str, uri: str = ""
 ) -> MillraceError | TransientError:
-    """The error to raise for one failed attempt at `what`; `uri` names the object where its absence is an answer."""
+    """Return the error to raise for one failed attempt at `what`; `uri` names the object where its absence is an
+    answer.
+    """
     if isinstance(error, ClientError):
         return _answered(error, what, where=where, bucket=bucket, uri=uri)
     metadata = {"store": where, "operation": what}
@@ -119,12 +121,12 @@ def translate(
 
 
 def error_code(error: ClientError) -> str:
-    """The S3 error code, or the status as text where the answer had no body."""
+    """Return the S3 error code, or the status as text where the answer had no body."""
     return str(error.response.get("Error", {}).get("Code", ""))
 
 
 def http_status(error: ClientError) -> int:
-    """The HTTP status of an answer that is an error."""
+    """Return the HTTP status of an answer that is an error."""
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
@@ -175,7 +177,7 @@ def _answered(error: ClientError, what: str, *, where: str, bucket: str, uri: st
             metadata=metadata,
         )
     if status >= 500 or status in (408, 429) or code in _TRY_AGAIN:
-        # What stands in front of a server that does not run answers for it: then it is not there.
+        # What is in front of a server that does not run answers for it: then it is not there.
         return TransientError(answer, is_answer=status not in (502, 503, 504))
     return InternalError(
         f"{where} refused {what}: {answer}: {error}",

@@ -48,7 +48,7 @@ def scratch_errors(path: Path) -> Iterator[None]:
 
 
 def scratch_parent() -> Path:
-    """MILLRACE_SCRATCH_DIR, or where temporary files go; it exists."""
+    """Return MILLRACE_SCRATCH_DIR, or where temporary files go; it exists."""
     parent = Path(os.environ.get(SCRATCH_VARIABLE) or tempfile.gettempdir())
     with scratch_errors(parent):
         parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,8 @@ def scratch_parent() -> Path:
 
 @contextlib.contextmanager
 def owned_directory(purpose: str, *, parent: Path | None = None) -> Iterator[Path]:
-    """A new directory `millrace-{purpose}-…` in `parent`, by default `scratch_parent`; gone at the end.
+    """Provide a new directory `millrace-{purpose}-…` in `parent`, by default `scratch_parent`; it is removed at the
+    end.
 
     Files in it may have any name but `owner.lock`.
 
@@ -83,7 +84,10 @@ def owned_directory(purpose: str, *, parent: Path | None = None) -> Iterator[Pat
 
 
 def sweep(parent: Path) -> None:
-    """Remove the directories in `parent` whose owners are dead; one without a lock was not made here."""
+    """Remove the directories in `parent` whose owners are dead.
+
+    One without a lock is left, because it was not made here.
+    """
     for path in [*parent.glob(f"{_PREFIX}*/{_LOCK}"), *_forsaken(parent)]:
         with contextlib.suppress(OSError):  # somebody owns it, or removes it
             lock = _open_own(path)
@@ -97,7 +101,7 @@ def sweep(parent: Path) -> None:
 
 
 def _forsaken(parent: Path) -> Iterator[Path]:
-    """Locks in directories whose makers died before they named them."""
+    """Yield locks in directories whose makers died before they named them."""
     for path in parent.glob(f"{_FRESH}*/{_LOCK}"):
         with contextlib.suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > _FRESH_S:
@@ -105,7 +109,9 @@ def _forsaken(parent: Path) -> Iterator[Path]:
 
 
 def _open_own(path: Path) -> IO[str]:
-    """The lock, if it is a file of this user: where everybody may write, it might be a link to something else."""
+    """Return the lock, if it is a file of this user: where everybody may write, it might be a link to something
+    else.
+    """
     file = os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "r+")
     found = os.fstat(file.fileno())
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
@@ -132,10 +138,10 @@ def _remove(directory: Path, lock: IO[str]) -> bool:
 # What the operating system refuses on a filesystem, as our errors: a full disk says how much it lacks.
 
 STORE = "MILLRACE_STORE_URL"
-"""What says where the object store lies."""
+"""What says where the object store is."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
-"""What waiting does not mend: no outage."""
+"""What waiting does not fix: no outage."""
 
 
 @contextlib.contextmanager
@@ -146,7 +152,7 @@ def io_errors(
 
     A full disk or quota is CapacityError with the free space and, where it is known, the space that was needed; what is
     not allowed, or read-only, is PermissionDeniedError; everything else may be an outage, and is UnavailableError.
-    FileExistsError passes: it is how a lost race shows. `setting` says where `path` lies; None if its user named it.
+    FileExistsError passes: it is how a lost race shows. `setting` says where `path` is; None if its user named it.
     """
     try:
         yield
@@ -184,7 +190,7 @@ def make_parent(path: Path, *, setting: str | None = STORE) -> None:
 
 
 def key_is_directory(path: Path) -> ConflictError:
-    """The error for a key that other objects' keys use as a directory."""
+    """Return the error for a key that other objects' keys use as a directory."""
     return ConflictError(
         f"{path} is the directory of other objects",
         reason="KEY_IS_PREFIX",
@@ -204,6 +210,7 @@ def _full(
     metadata = {"path": str(path), "free_bytes": str(free_bytes)}
     name = f"{STORE}, or `output_dir` where the command runs the services" if setting == STORE else setting
     elsewhere = "name a directory elsewhere" if name is None else f"name a directory on another disk ({name})"
+    # Waiting helps a disk that is full, and never one that is too small.
     if needed_bytes is not None and all_bytes is not None and needed_bytes > all_bytes:
         return InvalidStateError(
             f"cannot {action} {path}: {needed_bytes} bytes are needed, and its whole disk has {all_bytes}",
@@ -220,7 +227,7 @@ def _full(
 
 
 def _room(path: Path) -> tuple[int, int | None, int | None]:
-    """Free bytes and files for unprivileged users where `path` would lie, and all bytes of its disk.
+    """Return free bytes and files for unprivileged users on the disk of `path`, and all bytes of that disk.
 
     None for files that are not counted, and for a disk that nobody can look at.
     """

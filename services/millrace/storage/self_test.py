@@ -54,7 +54,7 @@ def self_test(store: ObjectStore, *, prefix: str, passed: Callable[[], None] | N
 
     About 40 requests. Errors of the store itself (no such bucket, wrong credentials) pass through.
     It does not wait for writers whose answers take far longer than the winners': SeaweedFS lets losers that wait for
-    its lock sleep for whole seconds. The future ends behind the last of them, with the error if one has won, too. Then
+    its lock sleep for whole seconds. The future ends after the last of them, with the error if one has won, too. Then
     what was written is deleted, and `passed` is called.
     """
     base = f"{prefix}/self-test/{secrets.token_hex(8)}/"
@@ -98,7 +98,7 @@ def _await_most(races: _Races) -> None:
 
 
 def _judge(store: ObjectStore, key: str, race: dict[bytes, Future[bool]]) -> bool:
-    """Raise unless, as far as answers are there, one writer has won, and its bytes are what lies there.
+    """Raise unless, as far as answers exist, one writer has won, and its bytes are the object's.
 
     Return whether all answers were there, which is looked at once: one that comes meanwhile has not been judged.
     """
@@ -135,7 +135,7 @@ def _list_back(store: ObjectStore, base: str, written: list[str]) -> None:
 
 
 def _conclude(store: ObjectStore, races: _Races, written: list[str], passed: Callable[[], None] | None) -> None:
-    """Judge the races in which somebody was still waiting, then tidy up."""
+    """Judge the races in which some writer was still waiting, then tidy up."""
     try:
         for key, race in races.items():
             wait(race.values())

@@ -45,9 +45,9 @@ class Point(StrEnum):
     ORCHESTRATOR_REOPEN_TOLD = "orchestrator.reopen_told"
     """The event that the reopened run is queued again is in the log (`step`: of its closing header)."""
     TRAINER_MID_BACKWARD = "trainer.mid_backward"
-    """Behind the first micro-batch's backward pass (`step`)."""
+    """After the first micro-batch's backward pass (`step`)."""
     TRAINER_AFTER_STEP = "trainer.after_step"
-    """Behind the optimizer step, before anything is published (`step`)."""
+    """After the optimizer step, before anything is published (`step`)."""
     TRAINER_BEFORE_UPLOAD = "trainer.before_upload"
     """A policy is encoded while training goes on; nothing of it is uploaded (`version`)."""
     TRAINER_MID_UPLOAD = "trainer.mid_upload"
@@ -113,7 +113,7 @@ def arm(directory: Path, fault: Fault) -> Path:
 
 
 def reach(point: Point, **where: int) -> None:
-    """Pass a fault point; `where` are the numbers that a fault's conditions look at."""
+    """Pass a fault point; `where` are the numbers that a fault's conditions compare."""
     if DIRECTORY is not None:
         _strike(Path(DIRECTORY), Point(point), where)
 

@@ -41,7 +41,7 @@ class GpuUse:
 
 
 class GpuReader(Protocol):
-    """Reads GPUs; a second implementation stands in for the driver in tests."""
+    """Reads GPUs; a second implementation replaces the driver in tests."""
 
     def read(self) -> Sequence[GpuUse]:
         """Return the GPUs that this process may use, at this moment. May block as long as the driver does."""
@@ -60,7 +60,10 @@ class Nvml:
     """The driver's library. Each function returns 0, or a code that says what it cannot."""
 
     def __init__(self, library: Any, environ: Mapping[str, str]) -> None:
-        """`library` is initialized; `environ` says which of the machine's GPUs are this process's."""
+        """Create the meter.
+
+        `library` is initialized, and `environ` says which of the machine's GPUs belong to this process.
+        """
         self._library = library
         self._handles = self._allowed(environ.get("CUDA_VISIBLE_DEVICES"))
 
@@ -82,7 +85,7 @@ class Nvml:
         return [self._use(index, handle) for index, handle in self._handles]
 
     def _allowed(self, visible: str | None) -> list[tuple[int, ctypes.c_void_p]]:
-        """Number and handle of each; as for CUDA, what is no device ends the list."""
+        """Return number and handle of each; as for CUDA, what is no device ends the list."""
         count = ctypes.c_uint()
         if self._library.nvmlDeviceGetCount_v2(ctypes.pointer(count)) != _OK:
             return []

@@ -42,7 +42,7 @@ class Leftover:
 
     @property
     def is_to_be_told(self) -> bool:
-        """Whether people hear of it: at its first try, and only of each doubling of their number."""
+        """Return whether to report the failure: at its first try, and then at each doubling of the tries."""
         return self.num_tries == 1 and self.number & (self.number - 1) == 0
 
 
@@ -57,7 +57,7 @@ class Leftovers:
         self._lock = threading.Lock()
 
     def is_paused(self, name: str) -> Leftover | None:
-        """Return what is known of one whose next try is not due; None if it may be tried."""
+        """Return the state of one whose next try is not due; None if it may be tried."""
         with self._lock:
             known = self._known.get(name)
             return known if known is not None and self._clock() < known.retry_at else None
@@ -86,12 +86,12 @@ class Leftovers:
         return known
 
     def removed(self, name: str) -> None:
-        """Note that one is gone."""
+        """Record that a leftover is gone."""
         with self._lock:
             self._known.pop(name, None)
 
     def failures(self) -> Mapping[str, int]:
-        """Tries that failed, by kind."""
+        """Return tries that failed, by kind."""
         with self._lock:
             return dict(self._failed)
 

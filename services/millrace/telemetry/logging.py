@@ -59,7 +59,7 @@ def bind(**fields: Any) -> Iterator[None]:
 
 
 def bound(name: str) -> Any:
-    """The bound field of that name, or None."""
+    """Return the bound field of that name, or None."""
     return _FIELDS.get().get(name)
 
 
@@ -106,7 +106,7 @@ def setup(
 class RateLimit(logging.Filter):
     """Of a warning or an error that comes again and again: the first lines of each minute, then counts.
 
-    Messages that differ in nothing but their numbers are one. A line behind some that were left out says in
+    Messages that differ in nothing but their numbers are one. A line after some that were left out says in
     `left_out` how many these were.
     """
 
@@ -117,7 +117,7 @@ class RateLimit(logging.Filter):
         self._lock = threading.Lock()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the line is written."""
+        """Return whether the line is written."""
         if record.levelno < logging.WARNING:
             return True
         key = record.name, record.levelno, _NUMBER.sub("#", str(record.msg)[:_KEY_CHARS])
@@ -155,19 +155,19 @@ class _Formatter(logging.Formatter):
         self._secrets = secrets
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, with a traceback behind it in plain mode."""
+        """Return one line, followed by a traceback in plain mode."""
         return self.mask(self.line(record))
 
     def line(self, record: logging.LogRecord) -> str:
-        """The line before secrets are masked."""
+        """Return the line before secrets are masked."""
         raise NotImplementedError
 
     def mask(self, text: str) -> str:
-        """The text without secrets."""
+        """Return the text without secrets."""
         return redact(text, secrets=self._secrets)
 
     def time(self, record: logging.LogRecord) -> str:
-        """UTC with milliseconds, RFC 3339."""
+        """Return UTC with milliseconds, RFC 3339."""
         return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z"
 
     def fields(self, record: logging.LogRecord) -> dict[str, Any]:
@@ -176,7 +176,7 @@ class _Formatter(logging.Formatter):
         return {**_FIELDS.get(), **own}
 
     def traceback(self, record: logging.LogRecord) -> str:
-        """The traceback as text, or nothing."""
+        """Return the traceback as text, or nothing."""
         parts = []
         if record.exc_info:
             parts.append(self.formatException(record.exc_info))
@@ -189,7 +189,7 @@ class PlainFormatter(_Formatter):
     """`time level service message key=value …` for people."""
 
     def line(self, record: logging.LogRecord) -> str:
-        """One line, then the traceback."""
+        """Return one line, then the traceback."""
         message = record.getMessage().replace("\n", "\\n")  # one event stays one line
         pairs = "".join(f" {key}={_plain(value)}" for key, value in self.fields(record).items())
         text = f"{self.time(record)} {record.levelname} {self.service} {message}{pairs}"
@@ -201,7 +201,7 @@ class JsonFormatter(_Formatter):
     """One JSON object per line for log collectors."""
 
     def line(self, record: logging.LogRecord) -> str:
-        """The object; own keys never overwrite the standard ones."""
+        """Return the object; own keys never overwrite the standard ones."""
         entry: dict[str, Any] = {
             "ts": self.time(record),
             "level": record.levelname,
@@ -216,7 +216,7 @@ class JsonFormatter(_Formatter):
         return json.dumps(entry, ensure_ascii=False)
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line; masked part by part, because masking the finished object could break its quotes."""
+        """Return the line; masked part by part, because masking the finished object could break its quotes."""
         return self.line(record)
 
     def _masked(self, value: Any) -> Any:
@@ -269,7 +269,7 @@ known_secrets: tuple[str, ...] = ()
 
 
 def keep_secret(value: str) -> None:
-    """From now on `redact` masks this value of a file: of a URL the password, of another text all of it."""
+    """Let `redact` mask this value of a file from now on: of a URL the password, of another text all of it."""
     global known_secrets
     name = "URL" if "://" in value else "SECRET"
     # One tuple for another: log lines of other threads are being masked meanwhile.
@@ -277,7 +277,9 @@ def keep_secret(value: str) -> None:
 
 
 def secrets_of(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Values that must not be shown: those of variables with secret names, and passwords inside URLs; longest first.
+    """Return values that must not be shown: those of variables with secret names, and passwords inside URLs.
+
+    Longest first.
 
     Each value comes with its forms inside a JSON string and inside a Python repr, which is how logs quote it.
     """
@@ -294,12 +296,12 @@ def secrets_of(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def is_secret_name(name: str) -> bool:
-    """Whether what has this name, a variable, a header or a key of a config, must not be shown."""
+    """Return whether what has this name, a variable, a header or a key of a config, must not be shown."""
     return _SECRET_NAME.search(_BETWEEN_WORDS.sub("_", name).upper()) is not None
 
 
 def redact(text: str, *, secrets: tuple[str, ...] | None = None) -> str:
-    """The text with every secret masked.
+    """Return the text with every secret masked.
 
     `secrets` are known values, by default those of this process's environment; those of `keep_secret` come on top.
     """
@@ -319,25 +321,28 @@ def redact(text: str, *, secrets: tuple[str, ...] | None = None) -> str:
 
 
 def redacted_beginning(text: str, limit: int, *, secrets: tuple[str, ...] | None = None) -> str:
-    """At most so many characters of the redacted text, then an ellipsis. Cut before, a secret would lose its end, and
-    what is left of it would not be known for one."""
+    """Return at most so many characters of the redacted text, then an ellipsis.
+
+    Cut before, a secret would lose its end, and what is left of it would not be known for one.
+    """
     if len(text) <= limit:
         return redact(text, secrets=secrets)
     return f"{redact(text[: limit + MAX_SECRET_CHARS], secrets=secrets)[:limit]}…"
 
 
 def redacted_end(text: str, limit: int, *, secrets: tuple[str, ...] | None = None) -> str:
-    """The last characters of the redacted text; see `redacted_beginning`."""
+    """Return the last characters of the redacted text; see `redacted_beginning`."""
     return redact(text[-(limit + MAX_SECRET_CHARS) :], secrets=secrets)[-limit:]
 
 
 def secret_spans(text: str, *, secrets: tuple[str, ...]) -> list[tuple[int, int]]:
-    """Where `redact` would mask something, as begins and ends; they may overlap."""
+    """Return the ranges that `redact` would mask, as begins and ends; they may overlap."""
     found = []
     for secret in {*secrets, *known_secrets}:
         at = text.find(secret)
         while at >= 0:
             found.append((at, at + len(secret)))
+            # A secret may be in the text several times.
             at = text.find(secret, at + len(secret))
     found += [match.span("secret") for match in _URL_PASSWORD.finditer(text)]
     found += [match.span() for match in _TOKEN.finditer(text)]
@@ -346,8 +351,10 @@ def secret_spans(text: str, *, secrets: tuple[str, ...]) -> list[tuple[int, int]
 
 
 def masked(value: Any, secrets: tuple[str, ...]) -> Any:
-    """The plain value without secrets: neither in its texts, nor under names of secrets. Texts have an end, numbers are
-    finite or None."""
+    """Return the plain value without secrets: neither in its texts, nor under names of secrets.
+
+    Texts have an end, numbers are finite or None.
+    """
     match value:
         case str():
             text = redacted_beginning(value, MAX_CHARS, secrets=secrets)

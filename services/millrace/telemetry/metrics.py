@@ -22,7 +22,7 @@ from millrace.telemetry import waits
 from millrace.telemetry.leftovers import LEFTOVERS
 
 MAX_LABEL_VALUES = 64
-"""Values of one label that are told apart; users name environments, and Prometheus keeps every name for ever."""
+"""Values of one label that are distinguished; users name environments, and Prometheus keeps every name for ever."""
 OTHER = "other"
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
@@ -52,7 +52,7 @@ class BoundedLabel:
         self._lock = threading.Lock()
 
     def __call__(self, value: str) -> str:
-        """The value, or `other`."""
+        """Return the value, or `other`."""
         with self._lock:
             if value not in self._known and len(self._known) >= self._limit:
                 return OTHER
@@ -69,43 +69,43 @@ class Family:
     labels: tuple[str, ...] = ()
 
     def empty(self) -> Metric:
-        """The metric without a sample."""
+        """Return the metric without a sample."""
         if self.name.endswith("_total"):
             return CounterMetricFamily(self.name, self.text, labels=self.labels)
         return GaugeMetricFamily(self.name, self.text, labels=self.labels)
 
 
-class Sheet:
+class MetricSheet:
     """Where one look puts its numbers."""
 
     def __init__(self, families: Sequence[Family]) -> None:
         self._metrics = {family: family.empty() for family in families}
 
     def put(self, family: Family, value: float, *labels: str) -> None:
-        """One sample; each combination of labels once."""
+        """Set one sample; each combination of labels may be set once."""
         metric = self._metrics[family]
         assert isinstance(metric, GaugeMetricFamily | CounterMetricFamily)
         metric.add_metric(labels, value)
 
     def metrics(self) -> list[Metric]:
-        """Every metric, also those without a sample."""
+        """Return every metric, also those without a sample."""
         return list(self._metrics.values())
 
 
 class StateCollector(Collector):
     """Asks `read` for the state of a part whenever the metrics are asked for."""
 
-    def __init__(self, families: Sequence[Family], read: Callable[[Sheet], None]) -> None:
+    def __init__(self, families: Sequence[Family], read: Callable[[MetricSheet], None]) -> None:
         self._families = families
         self._read = read
 
     def describe(self) -> Iterable[Metric]:
-        """The names, without a look."""
+        """Return the names of the metrics, without measuring."""
         return [family.empty() for family in self._families]
 
     def collect(self) -> Iterable[Metric]:
-        """One look."""
-        sheet = Sheet(self._families)
+        """Return the current values."""
+        sheet = MetricSheet(self._families)
         self._read(sheet)
         return sheet.metrics()
 
@@ -130,7 +130,9 @@ COMMON = (BUILD, WAITS_OVERDUE, WAIT_OLDEST, REMOVALS_FAILED)
 
 
 def make_registry(service: str, collectors: Iterable[Collector], *, has_process: bool = True) -> CollectorRegistry:
-    """What one server exports: the collectors, the waits, the release, and memory, processor and files if wanted."""
+    """Return the registry of one server: the collectors, the waits, the release, and memory, processor and files if
+    wanted.
+    """
     registry = CollectorRegistry()
     for collector in (common(service), *collectors):
         registry.register(collector)
@@ -140,9 +142,11 @@ def make_registry(service: str, collectors: Iterable[Collector], *, has_process:
 
 
 def common(service: str) -> StateCollector:
-    """What every service exports, `service` being `orchestrator`, `env-server`, `inference` or `trainer`."""
+    """Return the collectors of every service, `service` being `orchestrator`, `env-server`, `inference` or
+    `trainer`.
+    """
 
-    def read(sheet: Sheet) -> None:
+    def read(sheet: MetricSheet) -> None:
         sheet.put(BUILD, 1, service, __version__)
         overdue = dict.fromkeys((*_COMPONENTS, OTHER), 0)
         oldest = dict.fromkeys((*_COMPONENTS, OTHER), 0.0)
@@ -160,7 +164,7 @@ def common(service: str) -> StateCollector:
 
 
 def component_of(waits_on: str) -> str:
-    """The kind of component that a wait names: worker ids and addresses of engines are too many for a label."""
+    """Return the kind of component that a wait names: worker ids and addresses of engines are too many for a label."""
     if waits_on == "store":
         return "object store"
     if waits_on.startswith(("http://", "https://")):

@@ -1,6 +1,6 @@
 """How far long work is: a download, a model that is loaded, an environment, a compilation, a checkpoint.
 
-    with progress.work(Doing.DOWNLOAD, "policy 12", unit=BYTES, waits_on="object store") as work:
+    with progress.work(Activity.DOWNLOAD, "policy 12", unit=BYTES, waits_on="object store") as work:
         work.expect(size_bytes)
         ...
         work.add(len(data))
@@ -33,7 +33,7 @@ BYTES = "bytes"
 _UNITS = ("kB", "MB", "GB", "TB", "PB")
 
 
-class Doing(Enum):
+class Activity(Enum):
     """What is done, as it is said while it is done, and of what waits for it."""
 
     APPLY = ("applying", "to be applied")
@@ -50,7 +50,7 @@ class Doing(Enum):
 class LongWork:
     """A piece of work that is under way while its `with` block runs. Any thread may count."""
 
-    def __init__(self, doing: Doing, what: str, *, unit: str, total: int, wait: waits.Waiting) -> None:
+    def __init__(self, doing: Activity, what: str, *, unit: str, total: int, wait: waits.Waiting) -> None:
         self._doing = doing
         self._what = what
         self._unit = unit
@@ -65,25 +65,25 @@ class LongWork:
         self._token: contextvars.Token[LongWork | None] | None = None
 
     def add(self, count: int) -> None:
-        """So much more is done; a negative count takes back what has to be done again."""
+        """Add to the work done; a negative count takes back what has to be done again."""
         self._change(add=count)
 
     def at(self, done: int, *, total: int | None = None) -> None:
-        """So much is done in all."""
+        """Set how much is done in all."""
         self._change(done=done, total=total)
 
     def expect(self, count: int) -> None:
-        """There is so much more to do than was known."""
+        """Add to the total of work that is known."""
         self._change(expect=count)
 
     def detail(self, text: str) -> None:
-        """Say in words where it is, for work that cannot be counted."""
+        """Set a description of the progress, for work that cannot be counted."""
         with self._lock:
             self._detail = text
         self._wait.update(reason=self._reason())
 
-    def turn_to(self, doing: Doing, what: str, *, waits_on: str | None = None) -> None:
-        """Go on with other work behind the same wait; the count begins anew, without a total."""
+    def turn_to(self, doing: Activity, what: str, *, waits_on: str | None = None) -> None:
+        """Continue with other work in the same wait; the count begins anew, without a total."""
         with self._lock:
             self._doing, self._what, self._detail = doing, what, ""
             self._done = self._total = 0
@@ -91,19 +91,19 @@ class LongWork:
 
     @property
     def title(self) -> str:
-        """What is done: "loading the model"."""
+        """Return the name of the work: "loading the model"."""
         return f"{self._doing.gerund} {self._what}"
 
     @property
     def amount(self) -> str:
-        """How far it is: "3.1 of 8.0 GB (39 %)"; empty while nothing is known."""
+        """Return the progress: "3.1 of 8.0 GB (39 %)"; empty while nothing is known."""
         with self._lock:
             done, total, unit, detail = self._done, self._total, self._unit, self._detail
         return ", ".join(part for part in (_amount(done, total, unit), detail) if part)
 
     @property
     def share(self) -> float | None:
-        """What part of it is done, from 0 to 1; None if that is unknown."""
+        """Return the share that is done, from 0 to 1; None if it is unknown."""
         with self._lock:
             return min(1.0, max(0.0, self._done / self._total)) if self._total > 0 else None
 
@@ -151,7 +151,7 @@ class LongWork:
 
 
 def work(
-    doing: Doing, what: str, *, unit: str = BYTES, total: int = 0, waits_on: str = "", deadline_s: float = 0.0
+    doing: Activity, what: str, *, unit: str = BYTES, total: int = 0, waits_on: str = "", deadline_s: float = 0.0
 ) -> LongWork:
     """Work that is counted in `unit` (a plural) of `total`, 0 if that is unknown, and is a wait while it lasts.
 
@@ -175,7 +175,7 @@ def expect(count: int) -> None:
 
 @contextlib.contextmanager
 def tried() -> Iterator[Callable[[int], None]]:
-    """What counts for the innermost work of this context, from any thread; taken back if the block raises."""
+    """Take back what was counted for the innermost work of this context, from any thread, if the block raises."""
     found, counted = _CURRENT.get(), 0
     lock = threading.Lock()
 
@@ -195,14 +195,14 @@ def tried() -> Iterator[Callable[[int], None]]:
 
 
 def active() -> list[LongWork]:
-    """The work of this process that is under way, oldest first."""
+    """Return the work of this process that is under way, oldest first."""
     with _LOCK:
         return list(_ACTIVE)
 
 
 @contextlib.contextmanager
-def said_by(say: Callable[[str], None]) -> Iterator[None]:
-    """Lines of this block go to `say` instead of the log."""
+def send_lines_to(say: Callable[[str], None]) -> Iterator[None]:
+    """Send lines of this block to `say` instead of the log."""
     global _sayer
     before, _sayer = _sayer, say
     try:
@@ -212,7 +212,7 @@ def said_by(say: Callable[[str], None]) -> Iterator[None]:
 
 
 def count_rows(found: LongWork, rows: Iterable[Any], *, total: int) -> Iterator[Any]:
-    """The rows, each of which counts as one of `total` when the next one is asked for."""
+    """Yield the rows, each of which counts as one of `total` when the next one is requested."""
     found.at(0, total=total)
     for number, row in enumerate(rows, 1):
         yield row
@@ -224,7 +224,7 @@ def _say(line: str) -> None:
 
 
 def _amount(done: int, total: int, unit: str) -> str:
-    """`3.1 of 8.0 GB (39 %)`, `120 of 290 tensors (41 %)`, `3.1 GB`."""
+    """Return `3.1 of 8.0 GB (39 %)`, `120 of 290 tensors (41 %)` or `3.1 GB`."""
     if done <= 0 and total <= 0:
         return ""
     share = f" ({min(done, total) / total:.0%})".replace("%", " %") if total > 0 else ""
@@ -260,7 +260,7 @@ _LOADING = threading.Lock()
 
 
 def counting_bar(work: LongWork) -> type:
-    """A class for `tqdm_class` of `huggingface_hub.snapshot_download`: its bar of bytes counts for `work`."""
+    """Return a class for `tqdm_class` of `huggingface_hub.snapshot_download`: its bar of bytes counts for `work`."""
     from huggingface_hub.utils import tqdm
 
     class CountingBar(tqdm):
@@ -284,7 +284,7 @@ def counting_bar(work: LongWork) -> type:
 
 @contextlib.contextmanager
 def loading_counts(work: LongWork) -> Iterator[None]:
-    """Tensors that `from_pretrained` of transformers loads in this block, and in this thread, count for `work`."""
+    """Count for `work` the tensors that `from_pretrained` of transformers loads in this block and thread."""
     library: Any = importlib.import_module("transformers.utils.logging")
     mine = threading.get_ident()
 

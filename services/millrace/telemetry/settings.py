@@ -202,7 +202,7 @@ class Settings:
         return cls(**values)
 
     def require(self, name: str) -> str:
-        """The value of an optional field, or InvalidSpecError naming its variable."""
+        """Return the value of an optional field, or InvalidSpecError naming its variable."""
         value = getattr(self, name)
         if value is None:
             missing = Violation(field=variable_name(name), message="is not set", source="environment")
@@ -210,7 +210,8 @@ class Settings:
         return str(value)
 
     def of_stack(self) -> Self:
-        """Only what the processes of a stack on this machine share about access, and how its clients call it.
+        """Return only the variables about access that the processes of a stack on this machine share, and how its
+        clients call it.
 
         Without a certificate of its own the stack speaks plain text: whom to trust elsewhere does not matter then.
         """
@@ -224,12 +225,15 @@ class Settings:
         return type(self)(**{name: getattr(self, name) for name in names})
 
     def access_environ(self) -> dict[str, str]:
-        """The variables of what is set about access, for a child process that gets nothing else of ours."""
+        """Return the variables about access, for a child process that inherits no others of Millrace's."""
         names = {variable_name(name) for name in (*ACCESS_FIELDS, "insecure")}
         return {name: text for name, text in self.to_environ().items() if name in names and text != "0"}
 
     def to_environ(self) -> dict[str, str]:
-        """The variables that give these settings to a child process; the URL of Redis as the file that it came from."""
+        """Return the variables that give these settings to a child process.
+
+        The URL of Redis as the file that it came from.
+        """
         environ: dict[str, str] = {}
         for part in fields(self):
             value = getattr(self, part.name)
@@ -254,12 +258,12 @@ ACCESS_FIELDS = (
 
 
 def variable_name(field_name: str) -> str:
-    """The environment variable of a field of Settings."""
+    """Return the environment variable of a field of Settings."""
     return f"MILLRACE_{field_name.upper()}"
 
 
 def _with_redis_url(environ: Mapping[str, str], violations: list[Violation]) -> Mapping[str, str]:
-    """The variables, with the URL of Redis from the file that one of them may name."""
+    """Return the variables, with the URL of Redis from the file that one of them may name."""
     name, url_name = variable_name("redis_url_file"), variable_name("redis_url")
     path = environ.get(name, "")
     if not path:

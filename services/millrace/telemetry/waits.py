@@ -44,7 +44,7 @@ class Refusal:
 
     @classmethod
     def of(cls, error: BaseException | None) -> "Refusal | None":
-        """Return what an error says of it; None for an error that time may mend, and for none."""
+        """Return the refusal in an error; None for an error that may pass with time, and for none."""
         if not isinstance(error, MillraceError) or not is_refusal(error):
             return None
         return cls(reason=error.reason, message=error.message, remedy=error.remedy or "")
@@ -71,7 +71,7 @@ class Wait:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the wait is older than its deadline, which says that its owner is stuck."""
+        """Return whether the wait is older than its deadline, which says that its owner is stuck."""
         return 0 < self.deadline_s < self.age_s
 
 
@@ -83,7 +83,7 @@ class Registered(Protocol):
     """What a registry holds."""
 
     def describe(self, owner: str, age_of: "AgeOf") -> Wait | None:
-        """The wait as a value; None while it is too young to be shown."""
+        """Return the wait as a value; None while it is too young to be shown."""
         ...
 
 
@@ -154,7 +154,7 @@ class Waiting:
 
 
 @dataclass(slots=True, kw_only=True)
-class Crowd:
+class SharedWait:
     """All who wait for the same thing; its age is that of the longest wait."""
 
     reason: str
@@ -168,7 +168,7 @@ class Crowd:
     """When each member began, oldest first."""
 
     def show(self, reason: str = "", refusal: Refusal | None = None) -> None:
-        """It is known to be no ordinary moment: the wait is shown from now on, however young, and for this reason."""
+        """Show the wait from now on, however young, and for this reason: it is known to be unusual."""
         self.quiet_s = 0.0
         self.refusal = refusal or self.refusal
         self.reason = reason or self.reason
@@ -211,7 +211,7 @@ class WaitRegistry:
         self.lock = threading.Lock()
         self._keys = itertools.count(1)
         self._waits: dict[int, Registered] = {}
-        self._crowds: dict[tuple[str, str, str], Crowd] = {}
+        self._crowds: dict[tuple[str, str, str], SharedWait] = {}
 
     def waiting(
         self,
@@ -222,19 +222,21 @@ class WaitRegistry:
         quiet_s: float = 0.0,
         refusal: Refusal | None = None,
     ) -> Waiting:
-        """A context manager that registers the wait while its block runs."""
+        """Return a context manager that registers the wait while its block runs."""
         return Waiting(self, reason, waits_on, deadline_s, quiet_s, refusal)
 
     @contextlib.contextmanager
     def shared(
         self, reason: str, *, waits_on: str = "", deadline_s: float = 0.0, quiet_s: float = 0.0
-    ) -> Iterator[Crowd]:
+    ) -> Iterator[SharedWait]:
         """Join those of this run who wait for `reason`: all of them are one wait, with a count where it says {n}."""
         name = (reason, waits_on, _RUN.get())
         with self.lock:
             crowd = self._crowds.get(name)
             if crowd is None:
-                crowd = Crowd(reason=reason, waits_on=waits_on, deadline_s=deadline_s, quiet_s=quiet_s, run=name[2])
+                crowd = SharedWait(
+                    reason=reason, waits_on=waits_on, deadline_s=deadline_s, quiet_s=quiet_s, run=name[2]
+                )
                 crowd.key = next(self._keys)
                 self._crowds[name] = self._waits[crowd.key] = crowd
             member = next(self._keys)
@@ -260,7 +262,7 @@ class WaitRegistry:
             self._waits.pop(key, None)
 
     def snapshot(self, owner: str, *, min_age_s: float = 0.0) -> list[Wait]:
-        """The waits that are at least `min_age_s` old, longest first."""
+        """Return the waits that are at least `min_age_s` old, longest first."""
         now = self.clock()
 
         def age_of(began: float) -> float:
@@ -309,7 +311,7 @@ class LastingWait:
         self._waiting.__enter__()
 
     def over(self) -> None:
-        """What was waited for is there."""
+        """End the wait: what was waited for exists."""
         if self._waiting is not None:
             self._waiting.__exit__(None, None, None)
             self._waiting = None
@@ -340,7 +342,7 @@ class Standstill:
 
     @property
     def seconds(self) -> float:
-        """How long it lasted."""
+        """Return the duration in seconds."""
         return self.ended - self.began
 
 
@@ -356,19 +358,22 @@ class Meter:
         """The newest, oldest first."""
 
     def begin(self, *, is_ticking: Callable[[], bool] = lambda: True) -> None:
-        """Ticks come from now on, as long as `is_ticking`; what was before is unknown."""
+        """Expect ticks from now on, as long as `is_ticking`; earlier times are unknown."""
         self._is_ticking = is_ticking
         self._ticked = self._clock()
 
     def tick(self, *, due_s: float = TICK_S) -> None:
-        """One tick; the next one is due in `due_s`."""
+        """Note one tick; the next one is due in `due_s`."""
         gap = self._gap(self._clock())
         if gap is not None:
             self.found.append(gap)
         self._ticked, self._due_s = self._clock(), due_s
 
     def within(self, began: float, ended: float) -> float:
-        """Seconds between two moments in which this process stood still; of now, too, before a tick has seen it."""
+        """Return seconds between two moments in which this process stood still.
+
+        Of now, too, before a tick has seen it.
+        """
         gap = self._gap(self._clock()) if self._is_ticking() else None
         gaps = [*self.found, gap] if gap is not None else self.found
         return sum(max(0.0, min(ended, each.ended) - max(began, each.began)) for each in gaps)
@@ -409,7 +414,9 @@ _RUN: ContextVar[str] = ContextVar("millrace_waits_run", default="")
 
 @contextlib.contextmanager
 def of_run(uid: str) -> Iterator[None]:
-    """Waits and log lines of this block, and of tasks and calls to other loops that are made in it, are of this run."""
+    """Assign waits and log lines of this block to this run, also those of tasks and calls to other loops that the
+    block makes.
+    """
     token = _RUN.set(uid)
     try:
         with bind(run=uid):
@@ -436,8 +443,8 @@ def waiting(
 
 def shared(
     reason: str, *, waits_on: str = "", deadline_s: float = 0.0, quiet_s: float = 0.0
-) -> contextlib.AbstractContextManager[Crowd]:
-    """Like `waiting`, for what many wait for at once: those with the same reason (and run) are one wait.
+) -> contextlib.AbstractContextManager[SharedWait]:
+    """Wait as `waiting` does for what many wait for at once: waits with the same reason (and run) are one wait.
 
     "{n}" in the reason becomes their number; the age is that of who has waited longest.
     """
@@ -445,5 +452,5 @@ def shared(
 
 
 def snapshot(owner: str, *, min_age_s: float = 0.0) -> list[Wait]:
-    """The waits of this process that are at least `min_age_s` old, longest first."""
+    """Return the waits of this process that are at least `min_age_s` old, longest first."""
     return REGISTRY.snapshot(owner, min_age_s=min_age_s)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from millrace.telemetry.metrics import SECONDS, Family, Sheet, StateCollector, make_registry
+from millrace.telemetry.metrics import SECONDS, Family, MetricSheet, StateCollector, make_registry
 
 PHASE_SECONDS = Histogram(
     "millrace_trainer_step_duration_seconds",
@@ -62,7 +62,7 @@ def run_failed() -> None:
 def registry_of(is_working: Callable[[], bool]) -> CollectorRegistry:
     """Make the registry of metrics that this trainer exports."""
 
-    def read(sheet: Sheet) -> None:
+    def read(sheet: MetricSheet) -> None:
         sheet.put(WORKING, is_working())
 
     return make_registry("trainer", [StateCollector(FAMILIES, read), *COUNTED])

@@ -61,7 +61,7 @@ def run(settings: Settings, *, train: Callable[[Any], None] | None = None) -> in
         registered = RegisteredWorker(
             settings, description, worker.report, on_assignments=worker.hear, on_silence=silence.hear, is_held=True
         )
-        worker.tell_soon = lambda: background.soon(registered.tell_soon)
+        worker.heartbeat_soon = lambda: background.soon(registered.heartbeat_soon)
         companions = _Companions(settings, background, worker, registered)
         if is_leader:
             companions.start(board)

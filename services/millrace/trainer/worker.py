@@ -175,7 +175,7 @@ class TrainerWorker:
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # its `put` may interrupt itself in a signal handler
         self._num_turns = self._own_turn = 0
         self._turn_heard = threading.Event()
-        self.tell_soon: Callable[[], None] = lambda: None
+        self.heartbeat_soon: Callable[[], None] = lambda: None
         """Has the agent make a heartbeat at once; may be called from any thread."""
         self.free_devices: Callable[[], None] = lambda: None
         """Gives back what the allocator of a failed job keeps; raises nothing."""
@@ -277,7 +277,7 @@ class TrainerWorker:
         """Ask for a turn, with a number that none of this process had before; the orchestrator hears of it at once."""
         self._num_turns += 1
         self._change(device_turn=self._num_turns)
-        self.tell_soon()
+        self.heartbeat_soon()
 
     def has_devices(self, *, timeout_s: float) -> bool:
         """Return whether this trainer has the devices' turn; wait up to the timeout for the orchestrator's answer."""
@@ -288,7 +288,7 @@ class TrainerWorker:
     def return_devices(self) -> None:
         """Return the devices to the engines: the turn is over."""
         self._change(device_turn=0)
-        self.tell_soon()
+        self.heartbeat_soon()
 
     def _change(self, **changes: Any) -> None:
         """Replace parts of the status: the main thread does, and the one that hears of peers."""

@@ -47,7 +47,7 @@ LOAD_S = 240.0
 
 @pytest.fixture(scope="session", autouse=True)
 def environments_on_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Workers are children of this process: they inherit its PYTHONPATH."""
+    """Yield workers are children of this process: they inherit its PYTHONPATH."""
     before = os.environ.get("PYTHONPATH")
     paths = sorted(str(each) for each in FIXTURES.iterdir() if each.is_dir())
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *([before] if before else [])])
@@ -64,7 +64,7 @@ TAKES_SEVERAL, PYTHON, AGENT = "takes_several_traces", "python", "agent"
 
 
 def encode_chat(messages: list[dict[str, Any]]) -> list[int]:
-    """ChatML over bytes, with the generation prompt: what a template and a byte-level tokenizer give."""
+    """Return ChatML over bytes, with the generation prompt: what a template and a byte-level tokenizer give."""
     ids: list[int] = []
     for message in messages:
         content = f"{message['role']}\n{message.get('content') or ''}"
@@ -219,7 +219,7 @@ def _logprob(token_id: int, logprob: float) -> dict[str, Any]:
 
 
 def _spans(num_tokens: int) -> list[dict[str, int]]:
-    """Version 3 produced the first token, version 4 the others: an update came in between."""
+    """Return version 3 produced the first token, version 4 the others: an update came in between."""
     spans = [{"lineage": 0, "version": 3, "start": 0, "end": 1}]
     if num_tokens > 1:
         spans.append({"lineage": 0, "version": 4, "start": 1, "end": num_tokens})
@@ -265,7 +265,7 @@ class Server:
         wait: bool = True,
         sampling: env_service_pb2.Sampling | None = None,
     ) -> Any:
-        """OpenEnv until it is not LOADING any more."""
+        """Return OpenEnv until it is not LOADING any more."""
         return await self.open_spec(self.spec(env_id, args), wait=wait, sampling=sampling)
 
     async def open_spec(
@@ -299,7 +299,7 @@ class Server:
         )
 
     def request(self, env_id: str, task_index: int, **changes: Any) -> env_service_pb2.PlayGroupRequest:
-        """A group of one with a new ordinal; `mode`, `args`, `size` and fields of the request may be given."""
+        """Return a group of one with a new ordinal; `mode`, `args`, `size` and fields of the request may be given."""
         size = changes.pop("size", 1)
         values: dict[str, Any] = {
             "run_uid": self.log.uid,
@@ -354,7 +354,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
-    """256 byte symbols and ChatML, no merges."""
+    """Return 256 byte symbols and ChatML, no merges."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -374,7 +374,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def tokenizer_manifest_key(server: "Server", tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Publish a policy that carries the tokenizer, as a trainer does, and make the engine speak it."""
+    """Return publish a policy that carries the tokenizer, as a trainer does, and make the engine speak it."""
     directory = tmp_path_factory.mktemp("tokenizer")
     tokenizer.save_pretrained(directory)
     (directory / "config.json").write_text('{"model_type": "qwen3"}')
@@ -394,7 +394,7 @@ def tokenizer_manifest_key(server: "Server", tokenizer: Any, tmp_path_factory: p
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def starter(environments_on_path: None) -> AsyncIterator[WorkerStarter]:
-    """What starts workers: its template imports once per session what they need."""
+    """Yield what starts workers: its template imports once per session what they need."""
     made = WorkerStarter()
     yield made
     await made.close()
@@ -404,7 +404,7 @@ async def starter(environments_on_path: None) -> AsyncIterator[WorkerStarter]:
 async def server(
     engine: FakeEngine, starter: WorkerStarter, redis_url: str, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Server]:
-    """One env-server per test module: a worker takes seconds to start."""
+    """Yield one env-server per test module: a worker takes seconds to start."""
     store = LocalStore(tmp_path_factory.mktemp("store"))
     redis = open_redis(redis_url)
     log = await RunLog.create(redis, store, "test", f"r{uuid.uuid4().hex[:12]}", b'{"run_hash": "0"}')

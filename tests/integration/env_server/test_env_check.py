@@ -42,13 +42,13 @@ def check(*arguments: str, environ: dict[str, str] | None = None, stderr: int = 
 
 
 def check_many(*calls: tuple[str, ...]) -> list[Any]:
-    """Side by side: each takes the seconds of an import."""
+    """Return side by side: each takes the seconds of an import."""
     with ThreadPoolExecutor(len(calls)) as threads:
         return list(threads.map(lambda call: check(*call), calls))
 
 
 def _read_all(terminal: int) -> str:
-    """What is drawn until nobody can write there any more."""
+    """Return what is drawn until nobody can write there any more."""
     data = b""
     with contextlib.suppress(OSError):
         while part := os.read(terminal, 1 << 16):

@@ -43,7 +43,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def ours() -> Iterator[Path]:
-    """A directory of the deployment, with what no environment may read; beside PYTHONPATH's environments."""
+    """Yield a directory of the deployment, with what no environment may read; beside PYTHONPATH's environments."""
     place = Path("/var/tmp") / f"millrace-test-container-{os.getpid()}"
     for name in ("spool", "redis"):
         (place / name).mkdir(parents=True)

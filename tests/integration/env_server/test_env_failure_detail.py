@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.usefixtures("tokenizer_manifest_key"),
 ]
 
-# By generation: the environment, and where its modes stand among its tasks.
+# By generation: the environment, and where its modes are among its tasks.
 V0 = {"reward_raises": 1, "reward_nan": 2, "setup_vferror": 3, "setup_raises": 4, "resp_raises": 5, "exit": 8}
 V1 = {"setup_raises": 1, "stop_raises": 2, "reward_raises": 3, "image": 12, "parts": 13}
 

@@ -27,7 +27,7 @@ NOBODY = 65534
 
 
 async def seen_by(confinement: Confinement, directory: Path, *, forks: bool = True, **asked: Any) -> dict[str, Any]:
-    """What an environment that is confined like this sees and can do."""
+    """Return what an environment that is confined like this sees and can do."""
     starter = WorkerStarter(confinement, forks=forks)
     into = directory / "seen"
     into.touch()

@@ -41,7 +41,7 @@ TURNS = {
 
 
 async def play_each(server: Any, kinds: list[str], *, size: int = 1, **args: Any) -> dict[str, list[Any]]:
-    """The first task of every child of the group."""
+    """Return the first task of every child of the group."""
     args = {"kinds": kinds, **args}
     answer = await server.open(ENV, args)
     assert answer.state == env_service_pb2.ENV_STATE_READY, answer

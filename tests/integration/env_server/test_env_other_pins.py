@@ -28,7 +28,7 @@ OLD_STYLE = "import verifiers as vf\n\ndef load_environment() -> vf.Environment:
 
 @pytest.fixture(scope="module")
 def pins(pinned_pythons: dict[str, str]) -> dict[str, str]:
-    """The interpreters by release, which find the environments of our fixtures."""
+    """Return the interpreters by release, which find the environments of our fixtures."""
     for python in pinned_pythons.values():
         [site] = Path(python).parents[1].glob("lib/python*/site-packages")
         paths = sorted(str(each) for each in FIXTURES.iterdir() if each.is_dir())

@@ -47,7 +47,7 @@ def load_environment():
 
 
 def make_venv(place: Path, *, packages: bool = True) -> str:
-    """A virtual environment that finds the packages of ours, or none, and `here_env`."""
+    """Return a virtual environment that finds the packages of ours, or none, and `here_env`."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True, timeout=120)
     [site] = place.glob("lib/python*/site-packages")
     (site / "here_env.py").write_text(HERE)
@@ -148,7 +148,9 @@ async def test_one_that_lacks_packages_fails_the_load_with_the_command(server: A
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A directory that every user may read, and that is not below /tmp: at level `container` that is the worker's."""
+    """Yield a directory that every user may read, and that is not below /tmp: at level `container` that is the
+    worker's.
+    """
     made = Path(tempfile.mkdtemp(prefix="millrace-test-python-", dir="/var/tmp"))
     made.chmod(0o755)
     yield made
@@ -165,7 +167,7 @@ def can_run_python(uid: int) -> bool:
 @pytest.mark.parametrize("level", list(Isolation))
 @pytest.mark.long
 async def test_it_is_confined_from_its_first_instruction(level: Isolation, place: Path) -> None:
-    """What its packages do when Python starts, before a line of ours, happens behind the same walls."""
+    """What its packages do when Python starts, before a line of ours, happens after the same walls."""
     own = make_venv(place / "venv")
     [site] = place.glob("venv/lib/python*/site-packages")
     (site / "sitecustomize.py").write_text(CONFINED)

@@ -72,7 +72,7 @@ class Setup:
         return RolloutSink(spool, open_log, is_over, max_delay_s=0.1, **options)
 
     async def restart(self, **options: float) -> RolloutSink:
-        """A successor on the same directory."""
+        """Return a successor on the same directory."""
         await self.sink.close()
         self.sink = self.make_sink(**options)
         return self.sink
@@ -81,7 +81,7 @@ class Setup:
         return a_rollout(self.uid, ordinal, purpose)
 
     async def ordinals(self) -> Counter[int]:
-        """How often each ordinal is in the stream."""
+        """Return how often each ordinal is in the stream."""
         entries = await self.log.read(Stream.ROLLOUTS, count=10_000)
         return Counter(rollout_pb2.Rollout.FromString(entry.d).ordinal for entry in entries)
 
@@ -90,7 +90,7 @@ class Setup:
         await self.redis.delete(*self.log.names.all_keys)
 
     async def rebuild(self) -> str:
-        """A new, empty copy of the log; returns its instance."""
+        """Return a new, empty copy of the log; returns its instance."""
         self.log = await open_or_rebuild(self.redis, self.store, prefix="test", uid=self.uid, owner="test")
         return await self.log.read_instance()
 
@@ -310,7 +310,7 @@ async def test_what_was_being_kept_when_its_play_was_stopped_is_in_the_log_befor
 
 
 def appending(run_uid: str) -> bool:
-    """Whether something waits for rollouts of the run."""
+    """Return whether something waits for rollouts of the run."""
     return f"append {run_uid}" in {task.get_name() for task in asyncio.all_tasks()}
 
 

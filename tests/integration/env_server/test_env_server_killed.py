@@ -128,7 +128,7 @@ class Place:
         return list((await call(self.stub.ListPlaying, request, timeout_s=60)).groups)
 
     async def in_log(self) -> Counter[tuple[int, int]]:
-        """How often each (ordinal, member) is in the rollout stream, whatever the attempt."""
+        """Return how often each (ordinal, member) is in the rollout stream, whatever the attempt."""
         entries = await self.log.read(Stream.ROLLOUTS, count=10_000)
         rollouts = [rollout_pb2.Rollout.FromString(entry.d) for entry in entries]
         return Counter((rollout.ordinal, rollout.member) for rollout in rollouts)
@@ -145,7 +145,7 @@ class Place:
             return await self.process.wait()
 
     def spooled(self) -> list[Record]:
-        """The rollouts in the files."""
+        """Return the rollouts in the files."""
         found: list[Record] = []
         for path in self.directory.glob("*/*.rollouts"):
             with contextlib.suppress(FileNotFoundError):  # deleted meanwhile

@@ -57,7 +57,7 @@ async def policy_url(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -
 
 
 async def distilling(server: Any, *, template: str = HINT) -> Any:
-    """A run of its own with this algorithm, on the module's env-server."""
+    """Return a run of its own with this algorithm, on the module's env-server."""
     algo = {"type": "opsd", "demo_key": "answer", "template": template}
     orchestrator = {"env": [{"id": ENV}], "algo": algo, "seq_len": 200}
     config = validate_document({"orchestrator": orchestrator, "trainer": {"model": {"seq_len": 200}}})

@@ -1,4 +1,4 @@
-"""Scoring by a teacher: the embedded engine with a model of its own, behind a door that checks the key and breaks."""
+"""Scoring by a teacher: the embedded engine with a model of its own, after a door that checks the key and breaks."""
 
 import asyncio
 import dataclasses
@@ -95,7 +95,7 @@ class Door:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def teacher_url(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
-    """The teacher without its door: a model of other weights, with the policy's tokenizer."""
+    """Yield the teacher without its door: a model of other weights, with the policy's tokenizer."""
     directory = tmp_path_factory.mktemp("teacher")
     tiny.tiny_model(5).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -119,7 +119,7 @@ async def door(teacher_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 
 
 async def distilling(server: Any, door: Door, *, seq_len: int = 200, variable: str = "MILLRACE_KEY_TEACHER") -> Any:
-    """A run of its own with this teacher, on the module's env-server."""
+    """Return a run of its own with this teacher, on the module's env-server."""
     teacher = {"name": "big", "base_url": door.url, "api_key_var": variable}
     orchestrator = {"env": [{"id": ENV}], "algo": {"type": "opd", "teacher": teacher}, "seq_len": seq_len}
     config = validate_document({"orchestrator": orchestrator, "trainer": {"model": {"seq_len": seq_len}}})

@@ -76,7 +76,7 @@ class Tools:
         self._directory = directory
 
     async def play(self, *replies: str, template: str, parsers: ChatParsers) -> Rollout:
-        """One rollout in which the policy says this."""
+        """Return one rollout in which the policy says this."""
         self.tokenizer.chat_template = template
         self.engine.script, self.engine.prompts = list(replies), []
         engine: Any = self.engine
@@ -92,7 +92,7 @@ class Tools:
             await http.stop()
 
     def trained(self, rollout: Rollout) -> list[str]:
-        """What is trained on in each sample."""
+        """Return what is trained on in each sample."""
         return [self.text(sample.token_ids[sample.loss_mask == 1]) for sample in rollout.samples]
 
     def text(self, token_ids: Any) -> str:

@@ -38,7 +38,7 @@ class Served:
 
 @pytest.fixture
 def publish(model_dir: Path) -> Callable[..., PolicyEntry]:
-    """Publishes a model as a version of a run, as a trainer does."""
+    """Return publishes a model as a version of a run, as a trainer does."""
 
     def run(store: ObjectStore, model: torch.nn.Module, version: int, *, uid: str = "run1", **more: Any) -> PolicyEntry:
         published: PublishedPolicy = publish_policy(
@@ -64,7 +64,7 @@ def publish(model_dir: Path) -> Callable[..., PolicyEntry]:
 
 @pytest.fixture
 def full_model_dir(tmp_path: Path) -> Path:
-    """Config, tokenizer and weights of the model with seed 0."""
+    """Return config, tokenizer and weights of the model with seed 0."""
     path = tmp_path / "model"
     tiny.tiny_model(0).save_pretrained(path)
     tiny.tiny_tokenizer().save_pretrained(path)
@@ -73,7 +73,7 @@ def full_model_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def served(full_model_dir: Path) -> AsyncIterator[Served]:
-    """The HTTP API over the model with seed 0."""
+    """Yield the HTTP API over the model with seed 0."""
     engine, slot = EmbeddedEngine(max_num_seqs=16), ModelSlot()
     updater = PolicyUpdater(engine, slot, None, None, extra_names=("my-model",))
     await updater.serve_fixed(full_model_dir)
@@ -93,7 +93,7 @@ async def served(full_model_dir: Path) -> AsyncIterator[Served]:
 
 @pytest.fixture
 def unused_port() -> Callable[[], int]:
-    """Finds ports that are free at the moment."""
+    """Return finds ports that are free at the moment."""
 
     def find() -> int:
         with socket.socket() as probe:

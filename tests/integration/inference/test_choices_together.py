@@ -50,7 +50,7 @@ async def asking(url: str) -> AsyncIterator[Asking]:
 
 @pytest.fixture
 async def client(served) -> AsyncIterator[Asking]:
-    """A client that has heard what the engine can do."""
+    """Yield a client that has heard what the engine can do."""
     async with asking(served.base_url) as found:
         await found.ask("first")
         found.sent.clear()

@@ -1,4 +1,4 @@
-"""The HTTP API behind TLS and tokens: the embedded engine, the gate of vLLM, env-servers' clients."""
+"""The HTTP API after TLS and tokens: the embedded engine, the gate of vLLM, env-servers' clients."""
 
 import contextlib
 import json

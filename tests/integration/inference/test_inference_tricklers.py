@@ -15,7 +15,7 @@ REQUEST_S = 2.0
 
 
 async def trickle(port: int, connected: asyncio.Semaphore) -> float:
-    """Begins a header that does not end; returns after how many seconds the server hung up."""
+    """Return begins a header that does not end; returns after how many seconds the server hung up."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     loop = asyncio.get_running_loop()
     began = loop.time()

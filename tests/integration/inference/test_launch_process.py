@@ -1,4 +1,4 @@
-"""The launcher's side of a server process, with a stand-in for vLLM: what is said, how it dies, what is left."""
+"""The launcher's side of a server process, with a are-in for vLLM: what is said, how it dies, what is left."""
 
 import asyncio
 import os
@@ -38,7 +38,7 @@ async def test_it_takes_over_asks_for_a_new_life_and_leaves_nothing_behind(vllm:
     assert await vllm.hear(deadline_s=WITHIN_S, purpose="load") == {"event": "taking"}
     child = int(vllm.last_line.split()[1])
     assert is_running(child)
-    vllm.send({"event": "yours"})
+    vllm.send({"event": "take_address"})
     assert await vllm.hear(deadline_s=WITHIN_S, purpose="go") == {"event": "restart", "reason": "another model"}
     await asyncio.wait_for(vllm.end(), WITHIN_S)
     assert vllm.exited.result() == -signal.SIGKILL and not is_running(child)

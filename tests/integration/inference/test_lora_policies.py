@@ -21,7 +21,7 @@ from millrace_testing.inference.logprobs import prompt_logprobs
 
 
 class Replica:
-    """The embedded engine behind an updater."""
+    """The embedded engine after an updater."""
 
     def __init__(self, store: LocalStore) -> None:
         self.engine, self.slot = EmbeddedEngine(max_num_seqs=4), ModelSlot()
@@ -33,7 +33,7 @@ class Replica:
         return self.updater.status().state
 
     async def logprob_gap(self, twin: torch.nn.Module) -> float:
-        """Greatest difference between the engine's sampled log-probs and a forward pass of a fresh model."""
+        """Return greatest difference between the engine's sampled log-probs and a forward pass of a fresh model."""
         params = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
         request = GenerateRequest(request_id="x", prompt_token_ids=(1, 2, 3), sampling=params)
         generation = await self.engine.generate(request)

@@ -61,7 +61,7 @@ Play = Callable[..., Any]
 
 @pytest.fixture
 async def play(served: Any, full_model_dir: Path) -> AsyncIterator[Play]:
-    """Plays a task of an adapter's with a run's sampling, and gives the rollout as the log would have it."""
+    """Yield plays a task of an adapter's with a run's sampling, and gives the rollout as the log would have it."""
     opened: list[EnvAdapter] = []
 
     async def run(adapter: EnvAdapter, *, purpose: Purpose = Purpose.TRAIN, **sampling: Any) -> Rollout:
@@ -103,7 +103,7 @@ def v1(monkeypatch: pytest.MonkeyPatch, **sampling: Any) -> V1Adapter:
 
 
 def scored(model: torch.nn.Module, rollout: Rollout, *, as_the_run_asks: bool = False) -> ScoreResult:
-    """What the trainer says of a rollout's tokens."""
+    """Return what the trainer says of a rollout's tokens."""
     assert rollout.status is RolloutStatus.OK, rollout.error
     samples = [
         TrainSample(

@@ -34,7 +34,7 @@ KINDS = ("longrope", "dynamic")
 
 
 def trained(kind: str, length: int) -> Any:
-    """The model as the trainer of a run with this context has it."""
+    """Return the model as the trainer of a run with this context has it."""
     model = scaled_positions.model_of(kind).requires_grad_(False)
     fix_context_length(model, length)
     return model
@@ -42,7 +42,7 @@ def trained(kind: str, length: int) -> Any:
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of each kind, with its tokenizer."""
+    """Return a model of each kind, with its tokenizer."""
     directory = tmp_path_factory.mktemp("positions")
     for kind in KINDS:
         scaled_positions.model_of(kind).save_pretrained(directory / kind)
@@ -64,7 +64,7 @@ async def engines() -> AsyncIterator[Any]:
 
 
 async def played(engine: EmbeddedEngine, longest: int) -> list[TrainSample]:
-    """Completions of prompts of all lengths, several at once; the longest fill the context."""
+    """Return completions of prompts of all lengths, several at once; the longest fill the context."""
     rng = random.Random(0)
 
     async def play(number: int) -> TrainSample:

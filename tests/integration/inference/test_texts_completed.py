@@ -74,7 +74,7 @@ def request(url: str, task: int = SHORT, **changes: Any) -> PlayRequest:
 
 @pytest.fixture
 async def stock(served, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Client]:
-    """The library's own client, without its pauses before it asks again."""
+    """Yield the library's own client, without its pauses before it asks again."""
     monkeypatch.setenv("MILLRACE_ENGINE_API_KEY", "EMPTY")
     config = ClientConfig(api_base_url=f"{served.base_url}/v1", api_key_var="MILLRACE_ENGINE_API_KEY", max_retries=0)
     client = OpenAICompletionsClient(config)
@@ -89,7 +89,7 @@ class Both:
         self.adapter, self._env, self._stock, self._ours = adapter, env, stock, ours
 
     async def play(self, task: int, sampling: Sampling, *, model: str = "policy") -> list[dict[str, Any]]:
-        """The outputs of the library's rollout loop: with its client, then with ours."""
+        """Return the outputs of the library's rollout loop: with its client, then with ours."""
         args = sampling_args(sampling)
         with_tokens = {**args, "logprobs": 1, "extra_body": {**args["extra_body"], "return_token_ids": True}}
         row: Any = self.adapter.train.row(task)
@@ -117,7 +117,7 @@ async def both(served, stock: Client) -> AsyncIterator[Any]:
 
 
 def turn(step: Any) -> tuple[Any, ...]:
-    """All that a turn says but for its names and times."""
+    """Return all that a turn says but for its names and times."""
     response = step["response"]
     message = response.message
     tokens, said = step["tokens"], message.tokens
@@ -218,7 +218,7 @@ async def test_a_completion_that_only_ends_is_trained_on(both, served) -> None:
 
 @pytest.fixture
 async def group(served, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
-    """Plays members of a group at once; with what was sent to the engine."""
+    """Yield plays members of a group at once; with what was sent to the engine."""
     adapter = load(make_env())
     await adapter.start()
     sent: list[dict[str, Any]] = []

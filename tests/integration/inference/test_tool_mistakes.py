@@ -9,7 +9,7 @@ import verifiers as vf
 from datasets import Dataset
 
 from millrace.env_server.adapters.v0 import V0Adapter
-from millrace.inference.http.parsers import ChatParsers, Said
+from millrace.inference.http.parsers import ChatParsers, ParsedCompletion
 from millrace.inference.http.parsers.calls import ToolCall
 from millrace.rollouts.requests import EnvSpec, PlayRequest, Sampling
 from millrace.rollouts.types import Purpose, RolloutStatus
@@ -47,12 +47,12 @@ async def adapter() -> AsyncIterator[V0Adapter]:
 async def test_arguments_of_another_type_are_answered_and_trained_on(
     served: Any, adapter: V0Adapter, monkeypatch: pytest.MonkeyPatch, arguments: str
 ) -> None:
-    said = iter([Said(content=None, calls=[ToolCall("find", arguments)])])
+    said = iter([ParsedCompletion(content=None, calls=[ToolCall("find", arguments)])])
 
-    def take_apart(self: ChatParsers, text: str, **_: Any) -> Said | None:
+    def parse_completion(self: ChatParsers, text: str, **_: Any) -> ParsedCompletion | None:
         return next(said, None)
 
-    monkeypatch.setattr(ChatParsers, "take_apart", take_apart)
+    monkeypatch.setattr(ChatParsers, "parse_completion", parse_completion)
     monkeypatch.setattr(served.slot.current.tokenizer, "chat_template", BY_ITEMS)  # it wants an object
     request = PlayRequest(
         run_uid="r",

@@ -70,7 +70,7 @@ class Replica:
         return processes.bearing("TEST_OF_LAUNCH", self._mark)
 
     def server(self) -> psutil.Process:
-        """vLLM's API server: the one that leads a process group, besides the launcher."""
+        """Return vLLM's API server: the one that leads a process group, besides the launcher."""
         assert self.process is not None
         [found] = [one for one in self.tree() if os.getpgid(one.pid) == one.pid and one.pid != self.process.pid]
         return found
@@ -89,7 +89,7 @@ class Replica:
 
 @pytest.fixture
 async def replicas(vllm_python: str, tmp_path: Path) -> AsyncIterator[list[Replica]]:
-    """Replicas that the test makes; nothing of them outlives it."""
+    """Yield replicas that the test makes; nothing of them outlives it."""
     made: list[Replica] = []
     yield made
     for replica in made:

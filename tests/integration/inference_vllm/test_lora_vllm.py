@@ -37,7 +37,7 @@ class Replica:
         self.stub, self.http_url, self.log, self.process = stub, http_url, log, process
 
     async def update(self, desired: Any) -> pb.PolicyStatus:
-        """Asks until the version serves or failed, as the orchestrator does."""
+        """Return asks until the version serves or failed, as the orchestrator does."""
         entry = PolicyEntry(
             lineage=desired.lineage,
             version=desired.version,
@@ -60,7 +60,7 @@ class Replica:
                 return status
 
     async def complete(self, max_tokens: int) -> dict[str, Any]:
-        """One sampled completion of tokens, with their log-probs and policy spans."""
+        """Return one sampled completion of tokens, with their log-probs and policy spans."""
         body = {
             "token_ids": [1, 2, 3],
             "sampling_params": {"max_tokens": max_tokens, "temperature": 1.0, "logprobs": 1, "ignore_eos": True},
@@ -75,7 +75,7 @@ class Replica:
             return (await response.json())["choices"][0]
 
     async def logprob_gap(self, twin: Any) -> float:
-        """Greatest difference between sampled log-probs and a forward pass of a fresh model."""
+        """Return greatest difference between sampled log-probs and a forward pass of a fresh model."""
         choice = await self.complete(12)
         found = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         expected = prompt_logprobs(twin, [1, 2, 3, *choice["token_ids"]])[2:]
@@ -95,7 +95,7 @@ def run(local_store: LocalStore, tmp_path: Path) -> Any:
 async def replica(
     vllm_python: str, orchestrator: Any, tmp_path: Path, unused_tcp_port_factory: Any
 ) -> AsyncIterator[Replica]:
-    """A replica without a model, in a process group of its own that ends with the test."""
+    """Yield a replica without a model, in a process group of its own that ends with the test."""
     grpc_port, http_port = unused_tcp_port_factory(), unused_tcp_port_factory()
     environ = {name: value for name, value in os.environ.items() if not name.startswith("MILLRACE_")}
     environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -1,4 +1,4 @@
-"""Behind a delta a worker of real vLLM holds what a fresh load holds: parameters, and all that is derived from them."""
+"""After a delta a worker of real vLLM holds what a fresh load holds: parameters, and all that is derived from them."""
 
 import json
 import subprocess
@@ -105,7 +105,7 @@ def test_a_delta_leaves_what_a_fresh_load_leaves(family: str, vllm_python: str, 
 
 
 def held(python: str, model: Path, orders: list[dict[str, Any]], *options: str) -> dict[str, Any]:
-    """What a worker holds that was started with a model, and has taken the orders."""
+    """Return what a worker holds that was started with a model, and has taken the orders."""
     ended = run(python, model, orders, *options)
     assert ended.returncode == 0, ended.stderr[-6000:] + ended.stdout[-3000:]
     return json.loads((model.parent / f"{model.name}.held").read_text())

@@ -43,7 +43,7 @@ def run(server: Any, request: pytest.FixtureRequest) -> Run:
 
 @pytest.fixture
 async def served(client: Any, run: Run) -> Any:
-    """Version 0 serves."""
+    """Return version 0 serves."""
     client.uid = run.publisher.uid
     status = await client.serve(run.full(0, seed=0))
     assert status.fetched_bytes >= status.full_bytes > 0
@@ -147,7 +147,7 @@ def raw_body(prompt: list[int], **sampling: Any) -> dict[str, Any]:
 
 
 def joined(events: list[dict[str, Any]], index: int) -> tuple[list[int], list[dict[str, int]]]:
-    """The token ids of a streamed choice, and its spans, which only its last chunk has."""
+    """Return the token ids of a streamed choice, and its spans, which only its last chunk has."""
     chunks = [choice for event in events for choice in event["choices"] if choice["index"] == index]
     assert [chunk for chunk in chunks if chunk.get("policy_spans")] == chunks[-1:], "not where it ends"
     return [token for chunk in chunks for token in chunk.get("token_ids") or []], chunks[-1]["policy_spans"]

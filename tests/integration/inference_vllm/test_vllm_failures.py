@@ -60,7 +60,7 @@ def publisher(server: Any, request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 async def served(client: Any, publisher: Any) -> Any:
-    """Version 0, of seed 0, serves."""
+    """Return version 0, of seed 0, serves."""
     client.uid = publisher.uid
     await client.serve(publisher.full(untied(0), 0))
     return client

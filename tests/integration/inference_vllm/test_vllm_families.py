@@ -1,4 +1,4 @@
-"""Families whose weights vLLM takes in ways of their own: as they are saved, as policies, and behind a delta."""
+"""Families whose weights vLLM takes in ways of their own: as they are saved, as policies, and after a delta."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ FAMILIES = {
 
 @pytest.fixture(scope="module")
 def found(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Job, dict[str, Any]]]:
-    """What vLLM found of each, one after the other in one process."""
+    """Return what vLLM found of each, one after the other in one process."""
     directory = tmp_path_factory.mktemp("families")
     jobs = [make_job(name, directory / name, dtype=formats_of(name)[-1]) for name in FAMILIES]
     answers = on_vllm(jobs, directory, python=vllm_python)

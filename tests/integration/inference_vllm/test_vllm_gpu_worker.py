@@ -34,7 +34,7 @@ def test_the_extension_works_in_the_worker_that_vllm_builds_for_gpus(
 
 
 def run(python: str, runner: str, directory: Path) -> dict[str, Any]:
-    """What the worker says that took version 0, and 1 as a delta, and then loaded the files of version 1."""
+    """Return what the worker says that took version 0, and 1 as a delta, and then loaded the files of version 1."""
     first = published.model(0).to(torch.bfloat16)
     second = published.nudged(first, 1).to(torch.bfloat16)
     for name, model in (("first", first), ("second", second)):

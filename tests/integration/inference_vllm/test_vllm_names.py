@@ -24,7 +24,7 @@ FLAG_MODULES = (
 
 @pytest.fixture(scope="module")
 def installed() -> Sources:
-    """vLLM as `make setup-vllm` installs it."""
+    """Return vLLM as `make setup-vllm` installs it."""
     found = sorted((REPOSITORY / ".venv-vllm/lib").glob("python*/site-packages/vllm/_version.py"))
     if not found:
         pytest.skip("no vLLM: run scripts/setup_vllm.sh")
@@ -32,7 +32,7 @@ def installed() -> Sources:
 
 
 def problems(sources: Sources) -> list[str]:
-    """Everything that this release lacks."""
+    """Return everything that this release lacks."""
     found = [problem for module, uses in NAMES.items() for use in uses if (problem := sources.problem(module, use))]
     for file, alternatives in own_imports():
         wrong = [[f"{file}: {each}" for each in names if not sources.has(*each)] for names in alternatives]
@@ -41,7 +41,7 @@ def problems(sources: Sources) -> list[str]:
 
 
 def missing_flags(sources: Sources) -> list[str]:
-    """Flags that vLLM's parser does not have: it makes them of the fields of classes, or adds them by name."""
+    """Return flags that vLLM's parser does not have: it makes them of the fields of classes, or adds them by name."""
     known: set[str] = set()
     for module in FLAG_MODULES:
         for node in ast.walk(sources.tree(module)) if sources.path(module) is not None else ():
@@ -56,7 +56,7 @@ def missing_flags(sources: Sources) -> list[str]:
 
 
 def missing_variables(sources: Sources) -> list[str]:
-    """Variables that vLLM does not read."""
+    """Return variables that vLLM does not read."""
     text = (sources.directory / "vllm/envs.py").read_text()
     return [f"vLLM {sources.release} reads no {name}" for name in ENVIRONMENT if f'"{name}"' not in text]
 

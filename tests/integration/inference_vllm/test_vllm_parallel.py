@@ -62,7 +62,7 @@ class Run:
 
 
 def start(python: str, directory: Path, flags: dict[str, Any], *, is_tied: bool, **options: Any) -> Any:
-    """A replica of a fixed model."""
+    """Return a replica of a fixed model."""
     model = published.model(99, tie_word_embeddings=is_tied)
     published.files(model, directory / "model")
     model.save_pretrained(directory / "model")
@@ -81,7 +81,10 @@ def running(server: Any) -> Iterator[Any]:
 
 
 async def settled(client: Any, entry: Any) -> Any:
-    """Updates until the version serves or has failed; a first forward pass takes long where many share two cores."""
+    """Return updates until the version serves or has failed.
+
+    A first forward pass takes long where many share two cores.
+    """
     async with asyncio.timeout(300):
         while True:
             status = await client.update(entry)
@@ -126,7 +129,7 @@ async def survives_a_failure(client: Any, run: Run, when: dict[str, int], rank: 
 
 
 def plain_linears(directory: Path) -> dict[str, str]:
-    """The environment in which vLLM's CPU build computes with plain weights, as on a GPU, by a vLLM plugin."""
+    """Return the environment in which vLLM's CPU build computes with plain weights, as on a GPU, by a vLLM plugin."""
     (directory / "plain_linears.py").write_text(
         "def register():\n    import vllm._custom_ops as ops\n    ops._supports_onednn = False\n"
     )
@@ -218,7 +221,7 @@ class Node:
 
 
 def can_hide() -> bool:
-    """Whether this machine lets a process mount over a directory for itself alone."""
+    """Return whether this machine lets a process mount over a directory for itself alone."""
     if shutil.which("unshare") is None:
         return False
     tried = subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False)
@@ -226,7 +229,7 @@ def can_hide() -> bool:
 
 
 def maps_of(root: int) -> set[Path]:
-    """The policy files that a process and those below it map."""
+    """Return the policy files that a process and those below it map."""
     found: set[Path] = set()
     top = psutil.Process(root)
     for process in (top, *top.children(recursive=True)):

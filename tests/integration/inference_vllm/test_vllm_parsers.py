@@ -28,7 +28,7 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def said_by_vllm(vllm_python: str, script: str, tmp_path: Path) -> Any:
-    """What vLLM's parsers make of a table."""
+    """Return what vLLM's parsers make of a table."""
     write_tokenizer(tmp_path)
     environ = {
         name: value for name, value in os.environ.items() if not name.startswith(("MILLRACE_", "VLLM_", "PYTHON"))
@@ -64,7 +64,7 @@ def test_vllm_says_of_every_reply_what_the_table_has(vllm_python: str, tmp_path:
 
 @pytest.fixture(scope="module")
 def server(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A replica whose flags are what our config makes of the keys."""
+    """Yield a replica whose flags are what our config makes of the keys."""
     directory = tmp_path_factory.mktemp("parsers")
     model: Any = published.model(99)
     published.files(model, directory / "model")

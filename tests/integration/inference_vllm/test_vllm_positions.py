@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def trained(kind: str, length: int) -> Any:
-    """The model as the trainer of a run with this context has it."""
+    """Return the model as the trainer of a run with this context has it."""
     model = scaled_positions.model_of(kind).requires_grad_(False)
     fix_context_length(model, length)
     return model

@@ -46,7 +46,7 @@ async def client(server: Any) -> AsyncIterator[Any]:
 
 
 def scored(model: torch.nn.Module, sampling: Sampling, prompt: list[int], tokens: list[int], said: list[float]) -> Any:
-    """How far the trainer agrees with the engine."""
+    """Return how far the trainer agrees with the engine."""
     mask = np.array([0] * len(prompt) + [1] * len(tokens), np.uint8)
     sample = TrainSample(
         token_ids=np.array([*prompt, *tokens], np.int32),

@@ -29,7 +29,7 @@ time.sleep(float(sys.argv[3]))
 
 
 def dead_stack(path: Path) -> StackId:
-    """The id of a stack in the directory whose supervisor has ended."""
+    """Return the id of a stack in the directory whose supervisor has ended."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait(30)
     return StackId(supervisor=gone.pid, start_ticks=1, place=place_of(path), random="r")

@@ -47,7 +47,7 @@ def is_forked(child: Child) -> bool:
 
 
 async def said(child: Child) -> dict:
-    """What the newest life of a service has said of itself."""
+    """Return what the newest life of a service has said of itself."""
     assert child.spec.log_path is not None
     async with asyncio.timeout(WITHIN_S):
         while True:

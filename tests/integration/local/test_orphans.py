@@ -58,7 +58,7 @@ class Up:
 
     @property
     def reaper(self) -> psutil.Process:
-        """The newest one: that of before may be about to be collected."""
+        """Return the newest one: that of before may be about to be collected."""
         children = psutil.Process(self.process.pid).children()
         found = [child for child in children if child.status() != psutil.STATUS_ZOMBIE and "reaper.py" in _line(child)]
         assert len(found) == 1, found

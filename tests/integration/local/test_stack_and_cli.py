@@ -175,7 +175,7 @@ def test_up_serves_runs_and_its_directory_is_locked(project):
         code, out, err = run(project, "run", "list", MILLRACE_SERVER=address)
         assert code == 0 and "remote  QUEUED" in out
         code, out, err = run(project, "run", "logs", "rem", "--component", "trainer", MILLRACE_SERVER=address)
-        assert (code, out) == (0, "") and "only lines of remote" in err  # the stand-in says nothing of a run
+        assert (code, out) == (0, "") and "only lines of remote" in err  # the are-in says nothing of a run
         code, out, _ = run(project, "run", "logs", "rem", "--component", "redis", "--all", MILLRACE_SERVER=address)
         assert code == 0 and "Ready to accept connections" in out
         code, _, err = run(project, "up", "--listen", f"127.0.0.1:{free_port()}", "--http-port", str(free_port()))
@@ -186,7 +186,7 @@ def test_up_serves_runs_and_its_directory_is_locked(project):
         code, _, err = finish(process, timeout=30)
     assert code == 130
     assert err.splitlines()[-1].startswith(
-        "stopped. Its runs lie in outputs/local and go on with the next `millrace up"
+        "stopped. Its runs are in outputs/local and go on with the next `millrace up"
     )
     assert leftovers(project) == []
 

@@ -47,7 +47,7 @@ async def test_tiers_stop_in_order_and_hurry_skips_the_grace(tmp_path):
         stop = asyncio.create_task(supervisor.stop())
         await asyncio.sleep(0.3)
         assert supervisor.children["redis"].is_alive and supervisor.children["stubborn"].is_alive
-        supervisor.hurry.set()
+        supervisor.skip_grace.set()
         await stop
         assert time.monotonic() - began < 6
 

@@ -61,7 +61,7 @@ class Stack:
         self.address = f"127.0.0.1:{started.result()}"
 
     async def kill_orchestrator(self) -> None:
-        """End it at whatever await it stands. It still gives its lease back: a real `kill -9` is tests/e2e's."""
+        """End it at whatever await it is. It still gives its lease back: a real `kill -9` is tests/e2e's."""
         assert self.orchestrator is not None
         self.orchestrator.cancel()
         await asyncio.gather(self.orchestrator, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Which tasks a run draws follows from its log: behind an orchestrator's end, and in a fork, they are the same."""
+"""Which tasks a run draws follows from its log: after an orchestrator's end, and in a fork, they are the same."""
 
 from dataclasses import replace
 
@@ -17,7 +17,9 @@ BUFFER = {"easy_threshold": 0.9, "hard_threshold": 0.1, "online_difficulty_filte
 
 
 def by_task(rollout: Rollout) -> Rollout:
-    """A third of the tasks is always solved, a third never, and of the last third every second member solves it."""
+    """Return a third of the tasks is always solved, a third never, and of the last third every second member solves
+    it.
+    """
     if rollout.purpose is Purpose.TRAIN:
         reward = [1.0, 0.0, float(rollout.member % 2)][rollout.task_index % 3]
         return replace(rollout, reward=reward)
@@ -41,7 +43,7 @@ async def headers_of(stack, run) -> list[batch_pb2.BatchHeader]:
 
 
 async def drawn(stack, run) -> dict[int, str]:
-    """The task of every ordinal."""
+    """Return the task of every ordinal."""
     return {item.ordinal: item.task_id for header in await headers_of(stack, run) for item in header.resolutions}
 
 

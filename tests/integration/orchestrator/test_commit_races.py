@@ -31,7 +31,7 @@ async def is_explained(stack, run, why: str) -> bool:
 
 @pytest.fixture
 def streams(monkeypatch) -> list[RolloutStream]:
-    """Every rollout stream that is followed, in order."""
+    """Return every rollout stream that is followed, in order."""
     found: list[RolloutStream] = []
     follow = RolloutStream.follow
 
@@ -52,7 +52,7 @@ async def let_it_read(stack, run, stream: RolloutStream, request, member: int, s
 
 
 def place_of(entry_id: str) -> tuple[int, ...]:
-    """A stream id to compare: others may have appended behind it meanwhile."""
+    """Return a stream id to compare: others may have appended behind it meanwhile."""
     return tuple(int(part) for part in entry_id.split("-"))
 
 

@@ -59,7 +59,7 @@ def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Attacked:
-    """A run that stands behind its first batches while its log is damaged, and then goes on."""
+    """A run that is behind its first batches while its log is damaged, and then goes on."""
 
     def __init__(self, stack, run, trainer, env) -> None:
         self.stack, self.run, self.trainer, self.env = stack, run, trainer, env

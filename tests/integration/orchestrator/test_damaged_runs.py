@@ -44,7 +44,7 @@ async def wipe(stack) -> None:
 
 
 def damage_of(place: str, names: Names) -> str:
-    """The key of the object that is damaged."""
+    """Return the key of the object that is damaged."""
     return {
         "run.json": names.run_json,
         "header": names.batch_header(0),

@@ -78,7 +78,7 @@ class Place:
         self.registry.heartbeat(worker_service_pb2.HeartbeatRequest(worker_id=name, trainer=status))
 
     def lent(self, name: str = "t") -> int:
-        """The turn that the trainer is told to have."""
+        """Return the turn that the trainer is told to have."""
         [assignment] = self.registry.assignments(self.registry.by_id[name])
         return assignment.device_turn
 

@@ -40,7 +40,7 @@ async def create_eval(stack) -> run_pb2.Run:
 
 
 def archived(stack, run: run_pb2.Run) -> Counter[tuple[str, int]]:
-    """How often a good rollout of each task is in what is exported of the run."""
+    """Return how often a good rollout of each task is in what is exported of the run."""
     found = [sample.rollout for sample in read_samples(stack.deps["store"], Names(stack.prefix, run.uid))]
     return Counter((rollout.env, rollout.ordinal) for rollout in found if rollout.status is RolloutStatus.OK)
 

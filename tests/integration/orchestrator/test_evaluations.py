@@ -19,7 +19,7 @@ EVERY_TWO = {"rollouts_per_example": 2, "interval": 2}
 
 
 async def archived(stack, run) -> list[Rollout]:
-    """The rollouts of evaluations that the run's headers archive."""
+    """Return the rollouts of evaluations that the run's headers archive."""
     store = stack.deps["store"]
     found = [
         r for h in await headers_of(stack, run) if h.rollouts_key for r in decode_archive(store.get(h.rollouts_key))
@@ -28,7 +28,7 @@ async def archived(stack, run) -> list[Rollout]:
 
 
 def spans(events) -> list[tuple[int, int, int]]:
-    """Step, oldest and newest version of each evaluation."""
+    """Return step, oldest and newest version of each evaluation."""
     return [(e.step, e.policy_version, e.policy_version_max) for e in bodies(events, "eval_completed")]
 
 

@@ -161,7 +161,7 @@ async def test_an_engine_that_fails_every_request_is_told_of_and_the_run_goes_on
 
 
 async def test_a_successor_goes_on_with_the_window_and_counts_no_rollout_twice(stack) -> None:
-    """Before the first header and behind one: what a header resolves it carries, the rest is read again."""
+    """Before the first header and after one: what a header resolves it carries, the rest is read again."""
     env, _, trainer = await workers(stack)
     run = await create(stack, max_steps=50, failure_window=40)
     await until(lambda: len(trainer.steps) >= 2)

@@ -116,7 +116,7 @@ def durable(tmp_path: Path):
 
 @pytest.fixture
 def redis_url(redis_url: str, request: pytest.FixtureRequest) -> str:
-    """The test's own server if it asks for one, else the session's."""
+    """Return the test's own server if it asks for one, else the session's."""
     return request.getfixturevalue("durable").server.url if "durable" in request.fixturenames else redis_url
 
 

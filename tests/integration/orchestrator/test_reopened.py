@@ -40,7 +40,7 @@ async def resume(stack, run, *, request_id: str = "") -> run_pb2.Run:
 
 
 async def start(stack, *, max_steps: int = 4):
-    """A run that stands still behind two batches: nobody finishes what is dispatched next. With its workers."""
+    """A run that stands still after two batches: nobody finishes what is dispatched next. With its workers."""
     env, _, trainer = await stack.env_server(silent=set(range(5, 1000))), await stack.inference(), await stack.trainer()
     run = await create(stack, max_steps=max_steps)
     await until(lambda: stands_still(env, trainer), what="two batches, and open groups")
@@ -65,7 +65,7 @@ def names_of(stack, run) -> Names:
 
 
 async def require_all_steps(stack, run, *, max_steps: int) -> list[batch_pb2.BatchHeader]:
-    """The run trained each of its steps once and resolved each ordinal once; returns its headers."""
+    """Return the run trained each of its steps once and resolved each ordinal once; returns its headers."""
     headers = await headers_of(stack, run)
     assert [header.step for header in headers if header.kind != CLOSE] == list(range(max_steps))
     resolutions(headers)

@@ -1,4 +1,4 @@
-"""What rae compares with follows from the log: behind an orchestrator's end, and in a fork, baselines are the same."""
+"""What rae compares with follows from the log: after an orchestrator's end, and in a fork, baselines are the same."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from millrace_testing.runlog.committed import load_headers
 
 
 def self_play(rollout: Rollout) -> Rollout:
-    """A game of two, which white wins by as much as the task and the member say."""
+    """Return a game of two, which white wins by as much as the task and the member say."""
     if rollout.purpose is not Purpose.TRAIN:
         return rollout
     score = (rollout.task_index * 7 + rollout.member * 3) % 11 / 10

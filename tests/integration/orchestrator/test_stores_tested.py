@@ -13,7 +13,7 @@ from millrace_testing.s3_answers import Server, s3_answers
 
 @pytest.fixture
 def careless(monkeypatch):
-    """A server that takes conditions of a write, and ignores them."""
+    """Yield a server that takes conditions of a write, and ignores them."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "test")
     with s3_answers() as (handler, port):

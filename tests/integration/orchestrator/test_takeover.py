@@ -148,7 +148,7 @@ async def test_the_successor_in_its_place_claims_although_the_lease_of_the_dead_
     key = Names(stack.prefix, run.uid).lease("orchestrator")
     held = await stack.deps["redis"].get(key)
     await stack.kill_orchestrator()
-    await stack.deps["redis"].set(key, held, px=60_000)  # a `kill -9` leaves it behind
+    await stack.deps["redis"].set(key, held, px=60_000)  # a `kill -9` leaves it after
     epoch = await log.current_epoch("orchestrator")
     await stack.start_orchestrator(port)
 

@@ -46,7 +46,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def socket_that_looks_refused() -> socket.socket:
-    """Listen on a port with 401 in it, which is no reason to take the key for refused."""
+    """Return listen on a port with 401 in it, which is no reason to take the key for refused."""
     for port in range(40100, 40200):
         with suppress(OSError):
             return socket.create_server(("127.0.0.1", port))
@@ -119,7 +119,7 @@ async def test_an_offline_run_has_every_value_though_its_exporter_was_killed(sta
 async def test_an_online_run_has_every_value_once_though_its_exporter_was_killed(
     stack, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next exporter goes on in the run behind the rows that W&B says it has."""
+    """The next exporter goes on in the run after the rows that W&B says it has."""
     monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
     with serving(WandbServer()) as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)

@@ -196,7 +196,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def peft_adapter(case: Case, base: Path, target: Path) -> Path:
-    """A trained adapter, saved by PEFT."""
+    """Return a trained adapter, saved by PEFT."""
     config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"} | case.config
     model = peft.get_peft_model(load(base, rows=case.rows), peft.LoraConfig(**config))
     generator = torch.Generator().manual_seed(3)
@@ -212,7 +212,7 @@ def peft_merge(adapter: Path, base: Path, *, rows: int = VOCABULARY) -> torch.Te
 
 
 def merged(adapter: Path, base: Path, target: Path) -> torch.Tensor:
-    """The logits of our merge, loaded with nothing missing or left over."""
+    """Return the logits of our merge, loaded with nothing missing or left over."""
     open_adapter(adapter, base).merge(target)
     read: Any = AutoModelForCausalLM.from_pretrained
     model, told = read(target, dtype=torch.float32, output_loading_info=True)

@@ -69,7 +69,7 @@ async def trickle(
     every_s: float = 0.1,
     connected: asyncio.Semaphore | None = None,
 ) -> float:
-    """Sends `begin`, then `more` again and again; returns after how many seconds the server hung up."""
+    """Return sends `begin`, then `more` again and again; returns after how many seconds the server hung up."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     loop = asyncio.get_running_loop()
     began = loop.time()

@@ -168,7 +168,7 @@ TRICKLERS = 100
 
 @contextlib.contextmanager
 def tricklers(port: int, *, begin: bytes):
-    """Connections that send `begin`, then a byte of a header every now and then; yields them."""
+    """Connections that send `begin`, then a byte of a header every sometimes; yields them."""
     with contextlib.ExitStack() as stack:
         held = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(TRICKLERS)]
         for one in held:

@@ -47,7 +47,7 @@ METHODS = [method for service, _ in services() for method in service.methods]
 
 
 def servicer(service: ServiceDescriptor, stubs: object, *, is_made: bool) -> object:
-    """Each method counts as reached; without `is_made` none is overridden."""
+    """Return each method counts as reached; without `is_made` none is overridden."""
 
     def unary(method: MethodDescriptor):
         async def handle(self, request, context):

@@ -23,7 +23,7 @@ CLIENT_HELLO = b"\x16\x03\x01\x02\x00" + bytes(512)
 
 
 async def trickle(port: int, data: bytes) -> float:
-    """Sends a byte now and then and never all of them; returns after how many seconds the server hung up."""
+    """Return sends a byte sometimes and never all of them; returns after how many seconds the server hung up."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     loop = asyncio.get_running_loop()
     began = loop.time()
@@ -46,7 +46,7 @@ def test_the_bound_is_what_servers_are_made_with():
 
 
 def shortened(option: str, seconds: float) -> list[tuple[str, Any]]:
-    """The options of servers with another bound."""
+    """Return the options of servers with another bound."""
     assert option in dict(module.SERVER_OPTIONS)
     return [*((name, value) for name, value in module.SERVER_OPTIONS if name != option), (option, int(seconds * 1000))]
 
@@ -74,7 +74,7 @@ async def test_half_open_connections_hold_nobody_up_and_end(running_server, tmp_
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes, *, length: int | None = None) -> bytes:
-    """A frame of HTTP/2."""
+    """Return a frame of HTTP/2."""
     size = struct.pack(">I", len(payload) if length is None else length)
     return size[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
 
@@ -87,7 +87,7 @@ ENDLESS = {
 
 
 async def never_end(port: int, begin: bytes, more: bytes) -> float:
-    """A header that trickles and does not end; returns after how many seconds the server hung up."""
+    """Return a header that trickles and does not end; returns after how many seconds the server hung up."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     loop = asyncio.get_running_loop()
     began = loop.time()

@@ -234,7 +234,7 @@ async def test_an_answer_is_held_until_there_is_news_or_somebody_asks_at_once(ru
         return [assignment.run_uid for reply in running.replies[-1:] for assignment in reply.assignments]
 
     async def hears(running: Agent, expected: list[str]) -> float:
-        """Seconds until the last answer names these runs."""
+        """Return seconds until the last answer names these runs."""
         began = time.monotonic()
         await until(lambda: running.replies and runs(running) == expected, timeout_s=20)
         return time.monotonic() - began
@@ -251,7 +251,7 @@ async def test_an_answer_is_held_until_there_is_news_or_somebody_asks_at_once(ru
         assert min(took) < 0.4, "by the interval alone it is 0.8 s"
         await asyncio.sleep(0.3)
         heard = len(running.replies)
-        assert await running.agent.tell_now(timeout_s=patient(0.3))
+        assert await running.agent.heartbeat_now(timeout_s=patient(0.3))
         assert len(running.replies) == heard + 1
         num_heard = len(running.replies)
         await asyncio.sleep(2.0)

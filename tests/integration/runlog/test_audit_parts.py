@@ -12,7 +12,7 @@ import pytest
 
 from millrace.errors import CorruptObjectError
 from millrace.readers.audit import audit_run, mirror, named
-from millrace.readers.audit.events import Told
+from millrace.readers.audit.events import EventClaims
 from millrace.runlog import EventWriter, RunLog, Stream
 from millrace.runlog.event_archive import load_archived_events
 from millrace.runlog.rebuild import load_restored, open_or_rebuild
@@ -321,7 +321,7 @@ async def test_names_that_are_no_text(run):
 
 def test_the_end_is_the_last_that_was_told_whatever_the_clocks_said():
     """A run that had failed was reopened, and the clock jumped back by hours meanwhile."""
-    told = Told()
+    told = EventClaims()
     for number, (state, seconds) in enumerate([(run_pb2.RUN_STATE_FAILED, 9000), (run_pb2.RUN_STATE_SUCCEEDED, 10)]):
         event = event_pb2.Event()
         event.state_changed.new_state = state
@@ -361,7 +361,7 @@ async def test_names_that_are_no_numbers_are_typed(run, redis, name):
 
 
 async def test_a_run_that_was_reopened_before_its_end_was_sealed(run):
-    """The process that ended it died in between; what comes behind is sealed."""
+    """The process that ended it died in between; what comes after is sealed."""
     seal = run.store.get(run.names.seal(0))
     run.store.delete(run.names.seal(0))
     run.store.create(run.names.seal(1), seal)
@@ -393,7 +393,7 @@ async def test_no_clock_alone_accuses_a_closed_run_without_an_end(
     run, monkeypatch, audited_s: float, closed_s: float, is_accused: bool
 ):
     """Its events are of now: where they, or the header, are newer than the audit, the end may still come."""
-    monkeypatch.setattr(Told, "end", None)
+    monkeypatch.setattr(EventClaims, "end", None)
     run.store.delete(run.names.seal(0))
     now, header = time.time(), Path(run.store.uri(run.names.batch_header(STEPS)).removeprefix("file://"))
     os.utime(header, (now + closed_s, now + closed_s))

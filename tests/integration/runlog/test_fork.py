@@ -49,7 +49,7 @@ async def fork(parent, step: int, *, store=None, request_id: str = "", name: str
 
 
 def genesis(log: RunLog, parent, *, base: int = 1) -> bytes:
-    """What the chain of a fork at checkpoint `base` begins with."""
+    """Return what the chain of a fork at checkpoint `base` begins with."""
     return genesis_hash(parent.chains[base - 1], log.store.get(log.names.run_json))
 
 

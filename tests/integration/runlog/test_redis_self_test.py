@@ -15,7 +15,7 @@ from millrace.runlog.redis.connection import call, redis_self_test
 
 @pytest.fixture(scope="module")
 def own_url(tmp_path_factory: pytest.TempPathFactory):
-    """A Redis of this file's own, whose configuration may be changed."""
+    """Yield a Redis of this file's own, whose configuration may be changed."""
     with EmbeddedRedis(tmp_path_factory.mktemp("redis")) as running:
         yield running.url
 

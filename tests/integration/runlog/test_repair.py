@@ -30,7 +30,7 @@ async def run(log, redis, local_store):
 
 @pytest.fixture
 def backup(run, tmp_path) -> LocalStore:
-    """A replica of the bucket, made before anything is damaged."""
+    """Return a replica of the bucket, made before anything is damaged."""
     source = run.store.uri("x").removesuffix("/x").removeprefix("file://")
     shutil.copytree(source, tmp_path / "replica", copy_function=os.link)
     return LocalStore(tmp_path / "replica")
@@ -61,7 +61,7 @@ def key_of(run, kind: str) -> str:
 
 
 def policy_object(run) -> str:
-    """An object that no other version shares."""
+    """Return an object that no other version shares."""
     prefix = run.names.policy(0, 2)
     return next(info.key for info in run.store.list(prefix) if not info.key.endswith("manifest.json"))
 

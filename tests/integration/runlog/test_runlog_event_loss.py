@@ -34,13 +34,13 @@ async def _write(writer: EventWriter, first: int, last: int) -> None:
 
 
 async def _read(log: RunLog, after: str = "") -> list[event_pb2.Event]:
-    """Every event but those of rebuilds."""
+    """Return every event but those of rebuilds."""
     found = await EventReader(log).read(after=after, count=5000)
     return [event for event in found if event.writer != "log"]
 
 
 def _contents(found: list[event_pb2.Event]) -> list[bytes]:
-    """What was written, without where it lies."""
+    """Return what was written, without where it is."""
     contents = []
     for event in found:
         copy = event_pb2.Event()

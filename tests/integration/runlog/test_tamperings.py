@@ -279,7 +279,7 @@ def test_no_damage_is_a_traceback(recorded, tmp_path):
 
 
 def _misshapen(data: bytes) -> bytes:
-    """A JSON document whose values are of other types."""
+    """Return a JSON document whose values are of other types."""
     try:
         document = json.loads(data)
         return json.dumps({name: [{"x": -1}] for name in document}).encode()

@@ -52,7 +52,7 @@ def scene(recorded) -> Iterator[Scene]:
 
 
 def archive(scene: Scene, *, first_id: str, writer: str = "orchestrator-9") -> str:
-    """An archive with an evaluation that nobody made; returns its key."""
+    """Return an archive with an evaluation that nobody made; returns its key."""
     event = event_pb2.Event(writer=writer, writer_sequence=1)
     event.time.FromSeconds(1_700_000_100)
     event.eval_completed.env, event.eval_completed.reward_mean, event.eval_completed.step = "made-up", 1.0, STEPS
@@ -69,7 +69,7 @@ def copied(scene: Scene, source: str, target: str) -> str:
 
 
 def step_behind_the_end(scene: Scene) -> str:
-    """Another closing header, and the archive of a step, chained to the end."""
+    """Return another closing header, and the archive of a step, chained to the end."""
     header = read_header(scene.store, scene.names, STEPS - 1)
     before = scene.store.get(scene.names.batch_header(STEPS))
     header.step, header.previous_chain_hash = STEPS + 1, chain_hash(decode_header(before).previous_chain_hash, before)
@@ -178,7 +178,7 @@ def test_files_of_a_trainer_that_came_when_all_was_done_are_a_note(scene) -> Non
 
 
 def test_what_dead_writers_left_before_the_end_is_a_note(scene) -> None:
-    """The seal lists it, so that it stands apart from what came later."""
+    """The seal lists it, so that it is apart from what came later."""
     key = scene.names.checkpoint(4) + "e00000001-dead/rank-00000.bin"
     scene.store.put(key, b"torn")
     seal = json.loads(scene.store.get(scene.names.seal(0)))
@@ -238,7 +238,7 @@ def _header_key(field: str) -> Callable[[Scene, str], None]:
 
 
 def _rechain(scene: Scene, *, from_step: int) -> None:
-    """Every header names the chain hash behind the one before it."""
+    """Every header names the chain hash after the one before it."""
     for step in range(from_step, STEPS + 1):
         before = scene.store.get(scene.names.batch_header(step - 1))
         header = batch_pb2.BatchHeader.FromString(scene.store.get(scene.names.batch_header(step)))

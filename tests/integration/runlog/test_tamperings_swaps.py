@@ -66,7 +66,7 @@ async def close(run: Recorded, step: int, revision: int, *, number: int) -> None
 
 @pytest.fixture
 async def failed(log, redis, local_store) -> Recorded:
-    """One that has failed once."""
+    """Return one that has failed once."""
     return await record(log, redis, local_store, checkpoints=(1,), ends="FAILED")
 
 
@@ -85,7 +85,7 @@ async def test_seals_that_change_places_are_found(failed: Recorded, redis, local
     assert "SEAL_CHAIN_MISMATCH" in await violations(run, offline=True)
 
 
-# What comes behind the seal of a run that failed.
+# What comes after the seal of a run that failed.
 
 
 async def test_behind_the_seal_of_a_failed_run_only_what_was_in_hand_is_a_note(failed: Recorded) -> None:

@@ -1,4 +1,4 @@
-"""An S3 behind a proxy that injects faults."""
+"""An S3 after a proxy that injects faults."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ BUCKET = "millrace-faults"
 
 @pytest.fixture(scope="package")
 def endpoint_with_bucket(s3_endpoint: str) -> str:
-    """moto's S3 server with an empty bucket."""
+    """Return moto's S3 server with an empty bucket."""
     with pytest.MonkeyPatch.context() as environ:
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             environ.setenv(name, "test")
@@ -29,7 +29,7 @@ def endpoint_with_bucket(s3_endpoint: str) -> str:
 
 @pytest.fixture
 def proxy(endpoint_with_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    """A proxy in front of moto's S3 server, without faults yet; its bucket exists."""
+    """Yield a proxy in front of moto's S3 server, without faults yet; its bucket exists."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testsecret")
     with FaultProxy(endpoint_with_bucket) as running:
@@ -38,7 +38,7 @@ def proxy(endpoint_with_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 @pytest.fixture
 def make_store(proxy: FaultProxy) -> MakeStore:
-    """Opens stores behind the proxy, all below one prefix of their own."""
+    """Return opens stores after the proxy, all below one prefix of their own."""
     prefix = f"t{os.urandom(6).hex()}"
 
     def make(retry: RetryPolicy | None = None) -> S3Store:
@@ -49,7 +49,7 @@ def make_store(proxy: FaultProxy) -> MakeStore:
 
 @pytest.fixture
 def faulty_store(make_store: MakeStore) -> S3Store:
-    """A store behind the proxy that tries eight times."""
+    """Return a store after the proxy that tries eight times."""
     return make_store(RetryPolicy(deadline_s=20, max_attempts=8))
 
 
@@ -76,7 +76,7 @@ class SmallDisk:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
-    """A real filesystem that can be filled; skipped where this process may not mount one."""
+    """Yield a real filesystem that can be filled; skipped where this process may not mount one."""
     path = tmp_path / "disk"
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "millrace-test", str(path)]

@@ -40,13 +40,13 @@ TIMEOUT_S = 600
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a Qwen3 of a few thousand parameters and tied embeddings."""
+    """Return a directory with a Qwen3 of a few thousand parameters and tied embeddings."""
     return make_tiny_model(tmp_path_factory.mktemp("tiny-model"))
 
 
 @pytest.fixture(scope="session")
 def dropout_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with dropout, which is active only where `trainer.model.dropout` asks for it."""
+    """Return the same with dropout, which is active only where `trainer.model.dropout` asks for it."""
     return make_tiny_model(tmp_path_factory.mktemp("dropout-model"), attention_dropout=0.3)
 
 
@@ -72,7 +72,7 @@ def make_tiny_model(directory: Path, *, attention_dropout: float = 0.0) -> Path:
 
 
 def make_samples(step: int, *, count: int = 12, version: int | None = None) -> list[TrainSample]:
-    """Random samples of different lengths, a pure function of the step; without a `version` each is of two.
+    """Return random samples of different lengths, a pure function of the step; without a `version` each is of two.
 
     Their log-probs are no policy's, so the trainer would rightly say of samples of its own version that they are wrong.
     """
@@ -169,7 +169,7 @@ class Recorder:
         return list(self.call(EventReader(self.log).read()))
 
     def digests(self) -> dict[int, str]:
-        """Digest by version of every published policy."""
+        """Return digest by version of every published policy."""
         found = {}
         for prefix in self.store.list_prefixes(f"{PREFIX}/runs/{self.uid}/policies/"):
             if self.store.head(prefix + "manifest.json") is None:
@@ -201,7 +201,7 @@ class Recorder:
         damage: Callable[[], Any] = lambda: None,
         executor: Executor = Executor.THREAD,
     ) -> int:
-        """Trains in this process until the end, or until version `stop_at` is reached; returns the version."""
+        """Return trains in this process until the end, or until version `stop_at` is reached; returns the version."""
         reached = [0]
         context = JobContext(
             background=self.background,
@@ -285,7 +285,7 @@ class TrainerProcesses:
         return process
 
     def fork(self, recorder: Recorder, **environ: str) -> ForkedService:
-        """The same from a process that has torch imported: for what is started again and again."""
+        """Return the same from a process that has torch imported: for what is started again and again."""
         process = self._host.start(self._variables(recorder, environ), self.log_path)
         self._started.append(process)
         return process
@@ -336,13 +336,13 @@ def recorder(background: BackgroundLoop, local_store: LocalStore, redis_url: str
 
 @pytest.fixture
 def new_recorder(background: BackgroundLoop, local_store: LocalStore, redis_url: str) -> Callable[[], Recorder]:
-    """Makes recorders: several runs in one store."""
+    """Return makes recorders: several runs in one store."""
     return lambda: Recorder(background, local_store, redis_url)
 
 
 @pytest.fixture
 def make_config(tiny_model: Path) -> Callable[..., RLConfig]:
-    """A config of the tiny model; keyword arguments are merged into `trainer`."""
+    """Return a config of the tiny model; keyword arguments are merged into `trainer`."""
 
     def make(*, name: str = str(tiny_model), max_steps: int = 6, seed: int = 0, **trainer: Any) -> RLConfig:
         defaults: dict[str, Any] = {
@@ -366,7 +366,7 @@ def make_config(tiny_model: Path) -> Callable[..., RLConfig]:
 
 @pytest.fixture(autouse=True)
 def _no_pending(background: BackgroundLoop) -> Iterator[None]:
-    """Gives the loop a turn at the end, so that failures of its tasks are seen in the test that made them."""
+    """Yield gives the loop a turn at the end, so that failures of its tasks are seen in the test that made them."""
     yield
     background.call(asyncio.sleep(0), what="settle", timeout_s=WAITS_S)
 

@@ -18,7 +18,7 @@ from millrace_testing.templates.tokenizers import make_tokenizer
 
 @pytest.fixture(scope="module")
 def comparison(template_packages: Path) -> dict[str, Any]:
-    """What `millrace_testing.templates.compare` prints, in a process that finds the packages."""
+    """Return what `millrace_testing.templates.compare` prints, in a process that finds the packages."""
     done = subprocess.run(
         [sys.executable, "-m", "millrace_testing.templates.compare"],
         env={**os.environ, "PYTHONPATH": str(template_packages)},

@@ -48,7 +48,7 @@ def _other_index(recorder: Recorder, manifest: str) -> None:
 
 
 def _other(**fields: Any) -> Damage:
-    """A manifest that says other things than it did, with its checksum redone."""
+    """Return a manifest that says other things than it did, with its checksum redone."""
 
     def change(recorder: Recorder, manifest: str) -> None:
         raw = json.loads(recorder.store.get(manifest))
@@ -95,7 +95,9 @@ DAMAGE: dict[str, Damage] = {
 
 @pytest.fixture(scope="module")
 def unbroken() -> dict[int, str]:
-    """Digests of the versions of an undamaged training, once they are known: the batches of all runs are the same."""
+    """Return digests of the versions of an undamaged training, once they are known: the batches of all runs are the
+    same.
+    """
     return {}
 
 

@@ -40,7 +40,7 @@ def _flip(path: Path) -> None:
 
 
 def _stage(recorder: Recorder, version: int) -> str:
-    """What a replica that has nothing puts together."""
+    """Return what a replica that has nothing puts together."""
     return HostCopy(recorder.store).stage(_key(recorder, version)).manifest.digest
 
 
@@ -189,7 +189,9 @@ def test_the_damaged_base_of_adapters_is_published_anew(recorder: Recorder, lora
     state: dict[str, Any] = {"count": 0}
 
     def report() -> tuple[PolicyEntry, int] | None:
-        """A replica joins when version 2 is there and cannot read what the adapter is on: it names the adapter."""
+        """Return a replica joins when version 2 is there and cannot read what the adapter is on: it names the
+        adapter.
+        """
         if 2 not in recorder.digests():
             return None
         if not state["count"]:

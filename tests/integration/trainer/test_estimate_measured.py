@@ -75,7 +75,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def measured(config: RLConfig, directory: Path) -> int:
-    """The peak in a process of its own."""
+    """Return the peak in a process of its own."""
     asked = json.dumps({"config": config.model_dump(mode="json"), "directory": str(directory)})
     command = [sys.executable, "-m", "millrace_testing.trainer.measured_step"]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}

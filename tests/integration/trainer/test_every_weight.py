@@ -18,7 +18,7 @@ from millrace_testing.trainer.equality import make_model
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
-    """All of them, whole."""
+    """Return all of them, whole."""
     found = learner.model.state_dict()
     return {name: (each.full_tensor() if isinstance(each, DTensor) else each).clone() for name, each in found.items()}
 

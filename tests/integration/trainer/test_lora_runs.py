@@ -36,7 +36,9 @@ def _manifest(recorder: Recorder, version: int) -> PolicyManifest:
 
 
 def _merged_logprobs(recorder: Recorder, version: int, directory: Path) -> np.ndarray:
-    """Log-probs of the version's probe under a fresh model: the base, with the adapter merged into its weights."""
+    """Return log-probs of the version's probe under a fresh model: the base, with the adapter merged into its
+    weights.
+    """
     manifest = _manifest(recorder, version)
     base = download_hf(recorder.store, _manifest(recorder, 0), directory / str(version))
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)

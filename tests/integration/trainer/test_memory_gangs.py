@@ -33,7 +33,7 @@ elsewhere, and then its sign may follow from rounding. Moments are rounded by ch
 
 
 def _jobs(model: Path, kinds: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Five steps with each key; and two, a checkpoint, and the other three from there."""
+    """Return five steps with each key; and two, a checkpoint, and the other three from there."""
     work: dict[str, dict[str, Any]] = {}
     for kind, changes in kinds.items():
         whole = job_of(model, {}, run=_name(kind), **changes)
@@ -48,7 +48,7 @@ def _name(kind: str) -> str:
 
 
 def _way(output: Path, start: Path) -> np.ndarray:
-    """What the steps have added to the weights."""
+    """Return what the steps have added to the weights."""
     begun = policy_of(start)
     return np.concatenate([values - begun[name] for name, values in sorted(policy_of(output).items())])
 
@@ -62,7 +62,7 @@ def _require_equal(output: Path, plain: Path) -> None:
 
 
 def _require_resumed(output: Path) -> None:
-    """The steps behind a checkpoint give the bits of those that did not stop."""
+    """The steps after a checkpoint give the bits of those that did not stop."""
     whole, resumed = policy_of(output), policy_of(output.with_name(f"{output.name}-then"))
     assert whole.keys() == resumed.keys()
     for name, values in whole.items():

@@ -36,7 +36,7 @@ def config(make_config: MakeConfig, dropout_model: Path) -> RLConfig:
 
 
 def parts_of(samples: list[Any], count: int) -> list[list[Any]]:
-    """Each sample is a group of its own here, in the order of the ordinals."""
+    """Return each sample is a group of its own here, in the order of the ordinals."""
     return [samples[first::count] for first in range(count)]
 
 

@@ -64,7 +64,7 @@ def test_one_process_equals_two(make_config: Callable[..., RLConfig], tmp_path: 
 def test_a_gang_saves_weights_and_moments_in_the_format_that_they_are_stepped_in(
     make_config: Callable[..., RLConfig], tmp_path: Path
 ) -> None:
-    """Two ranks that compute in bfloat16: five steps, and those behind a checkpoint again, bit for bit."""
+    """Two ranks that compute in bfloat16: five steps, and those after a checkpoint again, bit for bit."""
     found: dict[str, list[dict[str, Any]]] = {}
     for held in ("float32", "bfloat16"):
         directory = tmp_path / held
@@ -97,7 +97,7 @@ def test_a_gang_saves_weights_and_moments_in_the_format_that_they_are_stepped_in
 def test_a_gang_with_adapters_saves_masters_also_of_the_root(
     saved: list[str], make_config: Callable[..., RLConfig], tmp_path: Path
 ) -> None:
-    """The last norm and the head are the root's, which FSDP leaves whole and in bfloat16 behind a probe."""
+    """The last norm and the head are the root's, which FSDP leaves whole and in bfloat16 after a probe."""
     model = {"seq_len": 32, "dtype": "bfloat16", "lora": {**LORA["lora"], "modules_to_save": saved}}
     directory = make_model("dense", tmp_path)  # whose head is not tied
     config = make_config(name=str(directory), model=model, optim={"lr": 1e-2}, determinism="strict")

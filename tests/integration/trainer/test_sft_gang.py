@@ -44,7 +44,7 @@ def make_config(example: Path, output: Path, **changes: Any) -> SFTConfig:
 
 
 def start(config: SFTConfig, *command: str) -> subprocess.Popen[str]:
-    """A command with the config in a file behind it."""
+    """Return a command with the config in a file behind it."""
     path = Path(config.output_dir).with_suffix(".json")
     path.write_text(config.resolved_json())
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -27,7 +27,7 @@ BAD_SAMPLE = 5
 
 
 def make_samples(recorder: Recorder, step: int, *, bad: bool = False) -> list[Any]:
-    """The samples of a step; in a bad one the loss of a token is too large for its number format."""
+    """Return the samples of a step; in a bad one the loss of a token is too large for its number format."""
     samples = recorder.make_samples(step)
     if bad:
         advantages, logprobs = samples[BAD_SAMPLE].advantages.copy(), samples[BAD_SAMPLE].inference_logprobs.copy()

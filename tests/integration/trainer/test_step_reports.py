@@ -49,7 +49,9 @@ def test_without_a_peak_there_is_no_mfu(recorder: Recorder, make_config: MakeCon
 
 
 def make_uneven_model(directory: Path) -> Path:
-    """A model with experts whose routers find all of them alike, and take the same two of eight for each token."""
+    """Return a model with experts whose routers find all of them alike, and take the same two of eight for each
+    token.
+    """
     from transformers import AutoModelForCausalLM
 
     path = make_model("moe", directory)

@@ -32,20 +32,20 @@ def fn(inputs, config):
 
 
 def rank_processes(torchrun: subprocess.Popen[bytes]) -> dict[int, psutil.Process]:
-    """The gang's processes by rank."""
+    """Return the gang's processes by rank."""
     children = psutil.Process(torchrun.pid).children()
     return {int(child.environ()["RANK"]): child for child in children if "RANK" in child.environ()}
 
 
 def gang_of(ranks: int) -> tuple[str, ...]:
-    """What `python` shall run."""
+    """Return what `python` shall run."""
     run = ("-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1")
     return (*run, f"--master-port={free_port()}", "-m", "millrace.trainer.main")
 
 
 @pytest.fixture
 async def gang(orchestrator: Any, trainers: Any, recorder: Recorder, make_config: Any) -> AsyncIterator[Any]:
-    """Four ranks, in a run of which one batch is there: then they wait for the second one together."""
+    """Yield four ranks, in a run of which one batch is there: then they wait for the second one together."""
     recorder.create(make_config())
     recorder.commit(0, recorder.make_samples(0))
     orchestrator.run_uid = recorder.uid

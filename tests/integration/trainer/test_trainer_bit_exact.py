@@ -53,7 +53,7 @@ def config(make_config: Callable[..., RLConfig], dropout_model: Path) -> RLConfi
 
 
 def _fired(directory: Path) -> dict[Point, dict[str, Any]]:
-    """What the faults that struck left: the step or version, and the process."""
+    """Return what the faults that struck left: the step or version, and the process."""
     found = {}
     for fault in KILLS:
         path = directory / f"{fault.point.value}.fired"

@@ -98,7 +98,7 @@ def test_a_best_effort_run_replays_with_two_what_one_published(recorder: Recorde
 
 
 def _published(recorder: Recorder) -> list[tuple[int, int]]:
-    """Lineage and version of each policy."""
+    """Return lineage and version of each policy."""
     keys = [info.key for info in recorder.store.list(f"{recorder.root}policies/")]
     names = {key.split("/")[-2] for key in keys if key.endswith("manifest.json")}
     return sorted((int(name[:4]), int(name[5:])) for name in names)

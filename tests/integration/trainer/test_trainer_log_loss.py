@@ -33,7 +33,7 @@ LOST = "the run's log to be rebuilt, which Redis lost"
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[EmbeddedRedis]:
-    """A Redis of the test's own, to be wiped and killed."""
+    """Yield a Redis of the test's own, to be wiped and killed."""
     with EmbeddedRedis(tmp_path / "redis", append_only="always") as redis:
         yield redis
 
@@ -42,7 +42,7 @@ def server(tmp_path: Path) -> Iterator[EmbeddedRedis]:
 def run(
     server: EmbeddedRedis, background: BackgroundLoop, local_store: LocalStore, new_recorder: Any, make_config: Any
 ) -> Recorder:
-    """A run with two committed batches that waits for its third."""
+    """Return a run with two committed batches that waits for its third."""
     recorder = type(new_recorder())(background, local_store, server.url)
     recorder.create(make_config(ckpt={}))
     for step in range(2):
@@ -86,7 +86,7 @@ def _until_announced(run: Recorder) -> None:
 
 
 def _until(condition: Callable[[], bool], what: str, *, timeout_s: float = 240.0) -> float:
-    """Seconds until the condition holds."""
+    """Return seconds until the condition holds."""
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < timeout_s, f"no {what} within {timeout_s} s"

@@ -30,7 +30,7 @@ def deaths(recorder: Recorder) -> list[str]:
 
 
 def versions(recorder: Recorder) -> list[tuple[Any, ...]]:
-    """What is published, but for names and times."""
+    """Return what is published, but for names and times."""
     found = []
     for version in sorted(recorder.digests()):
         manifest = read_manifest(recorder.store, f"{recorder.root}policies/0000-{version:08d}/manifest.json")

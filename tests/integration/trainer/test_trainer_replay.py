@@ -33,7 +33,7 @@ LOSSES = "millrace_testing.trainer.other_losses"
 
 @pytest.fixture
 def trained(recorder: Recorder, make_config: MakeConfig) -> Recorder:
-    """A finished run of 5 steps with checkpoints 2, 4 and 5 and a name."""
+    """Return a finished run of 5 steps with checkpoints 2, 4 and 5 and a name."""
     recorder.record(make_config(ckpt={"interval": 2}), steps=5)
     recorder.train()
     recorder.store.create(f"{recorder.prefix}/names/tiny-run", recorder.uid.encode())

@@ -1,4 +1,4 @@
-"""How rows are made follows from the record and the device, stands in every checkpoint, and is compared at a resume."""
+"""How rows are made follows from the record and the device, is in every checkpoint, and is compared at a resume."""
 
 import json
 from collections.abc import Callable
@@ -74,6 +74,6 @@ def test_a_checkpoint_that_says_nothing_of_rows_is_gone_on_from(
 
 
 def _rows(recorder: Recorder, step: int) -> str:
-    """How the trainer of a checkpoint made its rows."""
+    """Return how the trainer of a checkpoint made its rows."""
     manifest = json.loads(recorder.store.get(f"{recorder.root}checkpoints/{step:08d}/manifest.json"))
     return manifest["conditions"]["rows"]

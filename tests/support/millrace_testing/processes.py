@@ -24,7 +24,7 @@ def bearing(variable: str, value: str, *, works_in: Path | None = None) -> list[
 
 
 def env_workers_of(pid: int) -> list[int]:
-    """Process ids of the environment workers of an env-server: the copies of its template."""
+    """Return process ids of the environment workers of an env-server: the copies of its template."""
     templates = [
         child for child in psutil.Process(pid).children() if "millrace.env_server.workers.starter" in child.cmdline()
     ]

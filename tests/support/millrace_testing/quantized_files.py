@@ -1,4 +1,4 @@
-"""Tiny models in FP8 and MXFP4, and the numbers that they stand for."""
+"""Tiny models in FP8 and MXFP4, and the numbers that they represent."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def in_fp8(block: tuple[int, int] | None, *, scale_dtype: torch.dtype = torch.fl
 
 
 def write_mxfp4(directory: Path) -> Tensors:
-    """Write a gpt-oss with experts in MXFP4; the numbers that they stand for, by name."""
+    """Write a gpt-oss with experts in MXFP4; the numbers that they represent, by name."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "vocab_size": 48,

@@ -44,7 +44,7 @@ QWEN3_SYMBOLS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_respo
 def qwen3() -> str:
     """Return Qwen3's tool template without thoughts, and without a system message beside tools.
 
-    What stands behind a tag begins with no line break, which `transformers` would take away.
+    What is behind a tag begins with no line break, which `transformers` would take away.
     """
     offered = (
         TOOLS_BEGIN + "{% for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}{{ '\n' }}" + TOOLS_END.lstrip()

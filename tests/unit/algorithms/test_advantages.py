@@ -35,7 +35,7 @@ Group = list[tuple[Fraction, int]]
 
 
 def rollout(reward: float, length: int, *, ordinal: int = 0, member: int = 0) -> Rollout:
-    """A rollout of one prompt token and `length` sampled ones."""
+    """Return a rollout of one prompt token and `length` sampled ones."""
     sample = Sample(
         token_ids=np.arange(length + 1, dtype=np.int32),
         loss_mask=np.asarray([0, *[1] * length], dtype=np.uint8),
@@ -45,7 +45,7 @@ def rollout(reward: float, length: int, *, ordinal: int = 0, member: int = 0) ->
 
 
 def advantages(algorithm: ScalarAdvantage, group: Group) -> list[float]:
-    """The advantage of each rollout's sampled tokens, which are all equal, and 0 at the prompt."""
+    """Return the advantage of each rollout's sampled tokens, which are all equal, and 0 at the prompt."""
     credits = algorithm.credit([rollout(float(reward), length) for reward, length in group])
     for (credit,) in credits:
         assert credit.advantages.dtype == np.float32 and credit.advantages[0] == 0

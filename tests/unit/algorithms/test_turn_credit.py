@@ -14,7 +14,7 @@ from millrace.rollouts.types import PolicySpan, Purpose, Rollout, RolloutStatus,
 
 
 def sample(rewards: Sequence[float]) -> Sample:
-    """Turns of a prompt token and two sampled ones each."""
+    """Return turns of a prompt token and two sampled ones each."""
     length = 3 * max(1, len(rewards))
     mask = np.tile(np.asarray([0, 1, 1], dtype=np.uint8), length // 3)
     return Sample(
@@ -72,7 +72,7 @@ def test_leave_one_out_compares_with_the_others_at_the_turn() -> None:
 
 
 def silent(num_turns: int, total: float = 0.0) -> Rollout:
-    """A rollout none of whose turns was given a reward."""
+    """Return a rollout none of whose turns was given a reward."""
     played = rollout(total, [1.0] * num_turns)
     return replace(played, samples=(replace(played.samples[0], turns=()),))
 
@@ -123,7 +123,7 @@ def test_turns_are_counted_over_all_samples_of_a_rollout() -> None:
 
 
 def test_a_reward_that_only_the_end_gives_is_the_same_for_every_turn() -> None:
-    """As without turns, but for who came so far: here all did."""
+    """As without turns, but for those who came so far: here all did."""
     group = [rollout(1.0, [0.0, 0.0]), rollout(0.0, [0.0, 0.0])]
     silent = [rollout(1.0, []), rollout(0.0, [])]
     assert of_turns(Grpo(by_turn=True), *group) == [[0.5, 0.5], [-0.5, -0.5]]

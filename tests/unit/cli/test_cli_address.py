@@ -17,7 +17,7 @@ def remedy(address: str, reason: str, directory) -> str | None:
 
 @pytest.fixture
 def port():
-    """A port that is bound, so that nobody else takes it, and refuses connections until it listens."""
+    """Yield a port that is bound, so that nobody else takes it, and refuses connections until it listens."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield bound

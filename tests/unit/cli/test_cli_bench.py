@@ -18,7 +18,7 @@ MIB = 2**20
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with a tiny model, in which the command is given."""
+    """Return a directory with a tiny model, in which the command is given."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     torch.manual_seed(0)
@@ -29,7 +29,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def bench(place: Path, capfd: pytest.CaptureFixture[str], command: str) -> tuple[str, dict[str, float], dict[str, Any]]:
-    """The first line of what it prints, the first figure of each row behind it, and the summary that is kept."""
+    """Return the first line of what it prints, the first figure of each row behind it, and the summary that is kept."""
     capfd.readouterr()
     assert main(command.split()) == 0
     title, *rows = capfd.readouterr().out.strip().splitlines()

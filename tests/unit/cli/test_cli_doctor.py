@@ -79,7 +79,7 @@ def test_a_redis_that_does_not_say_how_it_keeps_its_data_keeps_nothing_else_from
 
 @pytest.fixture
 def kernel(monkeypatch, tmp_path) -> Path:
-    """A directory in which the kernel shows no GPU and no driver, until a test puts them there."""
+    """Return a directory in which the kernel shows no GPU and no driver, until a test puts them there."""
     monkeypatch.setattr("millrace.local.gpus.DEVICE", tmp_path / "nvidia0")
     monkeypatch.setattr("millrace.local.gpus.DRIVER", tmp_path / "version")
     return tmp_path
@@ -112,7 +112,7 @@ def test_a_gpu_that_the_driver_does_not_list_is_a_failure_with_a_remedy(
     capsys.readouterr()
     line, remedy = gpu_lines(capsys)
     assert line.startswith("FAILED  GPUs") and f"the kernel shows a GPU ({named}), and nvidia-smi lists none" in line
-    assert "mend the driver; wheels of CUDA 13 need 580 or newer" in remedy
+    assert "fix the driver; wheels of CUDA 13 need 580 or newer" in remedy
 
 
 @pytest.mark.parametrize("wheel", ["2.13.0", "2.13.0+cu130"])

@@ -1,4 +1,4 @@
-"""What `--resume` of an evaluation takes for changed: everything that lies at the paths which it was begun with."""
+"""What `--resume` of an evaluation takes for changed: everything that is at the paths which it was begun with."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ def written(path: Path, text: str = "VALUE = 1\n") -> Path:
 
 
 def changes(digest: Callable[[], object], file: Path) -> bool:
-    """Whether a digest is another one with other bytes in a file, and the same with the old ones."""
+    """Return whether a digest is another one with other bytes in a file, and the same with the old ones."""
     before, text = digest(), file.read_text()
     file.write_text(text + "OTHER = 1\n")
     after = digest()

@@ -49,7 +49,7 @@ def base(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    """step_10 is a whole model, step_20 an adapter."""
+    """Return step_10 is a whole model, step_20 an adapter."""
     write(tmp_path / "weights" / "step_10" / "model.safetensors", {"layers.0.q_proj.weight": WEIGHT})
     (tmp_path / "weights" / "step_10" / "config.json").write_text("{}")
     adapter = tmp_path / "weights" / "step_20"

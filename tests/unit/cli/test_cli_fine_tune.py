@@ -82,7 +82,7 @@ def test_a_dry_run_looks_at_the_first_rows_of_local_files(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """A model whose template writes messages as words, and their ends."""
+    """Return a model whose template writes messages as words, and their ends."""
     directory = make_qwen3(tmp_path_factory.mktemp("model"), is_tied=True)
     return write_tokenizer(directory, num_tokens=48)
 

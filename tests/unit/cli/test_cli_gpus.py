@@ -42,7 +42,7 @@ NAMES = ("orchestrator", "env-server", "inference", "trainer")
 
 @pytest.fixture
 def specs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, ProcessSpec]:
-    """How the processes of a stack are started, which is not started."""
+    """Return how the processes of a stack are started, which is not started."""
     found: dict[str, ProcessSpec] = {}
 
     class Stack(stack_module.LocalStack):
@@ -61,12 +61,12 @@ def specs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, ProcessS
 
 
 def visible(spec: ProcessSpec) -> list[str]:
-    """The GPUs that a process sees."""
+    """Return the GPUs that a process sees."""
     return [name for name in spec.env["CUDA_VISIBLE_DEVICES"].split(",") if name]
 
 
 def ranks(argv: Sequence[str]) -> int:
-    """The processes that a command line of torchrun starts; 1 for another one."""
+    """Return the processes that a command line of torchrun starts; 1 for another one."""
     return int(next((word for word in argv if word.startswith("--nproc-per-node=")), "=1").partition("=")[2])
 
 

@@ -31,7 +31,7 @@ def write_run(root: Path, name: str, uid: str, *, steps: int = 3, lr: float = 1e
 
 @pytest.fixture
 def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with `outputs/letters-1`, in which commands run."""
+    """Return a directory with `outputs/letters-1`, in which commands run."""
     for variable in ("MILLRACE_STORE_URL", "MILLRACE_PREFIX", "MILLRACE_SERVER"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("MILLRACE_SCRATCH_DIR", str(tmp_path / "scratch"))

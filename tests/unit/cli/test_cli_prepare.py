@@ -50,7 +50,7 @@ class Ended:
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys) -> Callable[..., Ended]:
-    """What the command line does in an empty directory, in this process: starting one costs a second."""
+    """Return what the command line does in an empty directory, in this process: starting one costs a second."""
     monkeypatch.chdir(tmp_path)
 
     def command(*arguments: str) -> Ended:
@@ -93,7 +93,7 @@ def test_relative_rows_are_absolute_for_a_stack_of_this_machine(rl, tmp_path):
 
 @pytest.fixture
 def split(rl, tmp_path) -> list[str]:
-    """The arguments of a run with one file per service."""
+    """Return the arguments of a run with one file per service."""
     (tmp_path / "trainer.toml").write_text('max_steps = 60\n[model]\nname = "outputs/warm"\nseq_len = 64\n')
     (tmp_path / "orchestrator.toml").write_text(
         "max_steps = 60\nseq_len = 64\nbatch_size = 8\nrollouts_per_example = 4\n"

@@ -120,7 +120,7 @@ def test_failure_is_told():
 def test_a_training_that_goes_on_says_behind_which_step_and_why():
     body = event_pb2.TrainingResumed(step=4, start="checkpoint 4", published=6, epoch=2, reason="a gave it back: b")
     goes_on = at(5, "trainer-2", training_resumed=body)
-    said = "training goes on behind step 4 (checkpoint 4), steps 5 to 6 are trained again: a gave it back: b"
+    said = "training goes on after step 4 (checkpoint 4), steps 5 to 6 are trained again: a gave it back: b"
     assert plain_lines([goes_on]) == [said]
     first = event_pb2.TrainingResumed(start="the start of the run", published=1, reason="a gave it back: b")
     assert plain_lines([at(5, training_resumed=first)]) == [

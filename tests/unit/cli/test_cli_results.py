@@ -29,7 +29,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @pytest.fixture
 def published(tmp_path) -> tuple[str, str]:
-    """A policy and a checkpoint manifest in a directory store; returns their URIs."""
+    """Return a policy and a checkpoint manifest in a directory store; returns their URIs."""
     store = open_store((tmp_path / "my store").as_uri())
     weights = np.arange(6, dtype=np.float32).reshape(2, 3)
     policy = publish_policy(

@@ -36,7 +36,7 @@ def server(monkeypatch, tmp_path) -> Iterator[FakeRuns]:
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch, *argv: str) -> str:
-    """What a terminal gets."""
+    """Return what a terminal gets."""
     terminal = Terminal()
     with monkeypatch.context() as changed:
         changed.setattr("sys.stdout", terminal)

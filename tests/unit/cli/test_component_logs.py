@@ -27,7 +27,7 @@ SERVICE = "2026-01-02T03:04:05.678Z INFO trainer serving"
 
 @pytest.fixture
 def server(monkeypatch, tmp_path) -> Iterator[FakeRuns]:
-    """An orchestrator whose stack works in `outputs/local`, and has the run alpha."""
+    """Yield an orchestrator whose stack works in `outputs/local`, and has the run alpha."""
     servicer = FakeRuns()
     servicer.add("alpha")
     monkeypatch.chdir(tmp_path)
@@ -83,7 +83,7 @@ def test_an_unknown_component_is_named_with_those_that_there_are(server, capsys)
     code, out, err = logs(capsys, "alpha", "--component", "trianer")
     assert (code, out) == (2, [])
     assert "no component is called 'trianer'; there are orchestrator, env-server, inference, trainer" in err
-    assert "beside them lie redis" in err and "leave --component out" in err
+    assert "beside them are redis" in err and "leave --component out" in err
 
 
 def test_of_services_elsewhere_it_says_the_commands_and_what_they_told(server, capsys):

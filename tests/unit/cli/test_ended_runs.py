@@ -68,9 +68,7 @@ def test_a_stack_that_was_killed_leaves_a_run_that_may_go_on(capsys: pytest.Capt
     store_run(Path("outputs/one"), events=7)
     write_stack(Path("outputs/one"), "127.0.0.1:7001", start_ticks=1)
     assert main(["run", "why", "one"]) == 0
-    said = (
-        "its stack was stopped or killed while it was RUNNING, behind step 1; it goes on with the command that it was"
-    )
+    said = "its stack was stopped or killed while it was RUNNING, after step 1; it goes on with the command that it was"
     assert said in capsys.readouterr().out
     assert main(["run", "watch", "one"]) == 1
     assert "--name one --resume" in capsys.readouterr().err

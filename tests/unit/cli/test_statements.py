@@ -39,7 +39,7 @@ UNBUILT = ("without effect yet", "is not there yet")
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ParsedCompletion:
     """What one command said."""
 
     code: int
@@ -47,7 +47,7 @@ class Said:
     err: str
 
 
-Check = Callable[[Callable[[str], Said]], None]
+Check = Callable[[Callable[[str], ParsedCompletion]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,12 @@ class Row:
 
 
 def effect(before: str, command: str, path: str = "", value: object = None, *, note: str = "") -> Row:
-    """Accepted: `path` of the resolved config has the value; nothing is unbuilt, and a note says what it should."""
+    """Return accepted: `path` of the resolved config has the value.
 
-    def check(run: Callable[[str], Said]) -> None:
+    Nothing is unbuilt, and a note says what it should.
+    """
+
+    def check(run: Callable[[str], ParsedCompletion]) -> None:
         said = run(f"{command} --dry-run")
         assert said.code == 0, said.err
         assert not any(text in said.err for text in UNBUILT), said.err
@@ -79,9 +82,9 @@ def _into(tree: object, part: str) -> object:
 
 
 def later(before: str, command: str, key: str, note: str = "") -> Row:
-    """Accepted with one warning that names the key, because a later issue builds it."""
+    """Return accepted with one warning that names the key, because a later issue builds it."""
 
-    def check(run: Callable[[str], Said]) -> None:
+    def check(run: Callable[[str], ParsedCompletion]) -> None:
         said = run(f"{command} --dry-run")
         assert said.code == 0, said.err
         assert any(text in said.err for text in UNBUILT), "it is there by now: make this row an `effect`"
@@ -91,9 +94,9 @@ def later(before: str, command: str, key: str, note: str = "") -> Row:
 
 
 def refused(before: str, command: str, sentence: str, *, code: int = 2) -> Row:
-    """Refused, with a sentence that says what to write here."""
+    """Return refused, with a sentence that says what to write here."""
 
-    def check(run: Callable[[str], Said]) -> None:
+    def check(run: Callable[[str], ParsedCompletion]) -> None:
         said = run(command)
         assert said.code == code and sentence in said.err, said.err or said.out
 
@@ -103,7 +106,7 @@ def refused(before: str, command: str, sentence: str, *, code: int = 2) -> Row:
 def helps(before: str, command: str, *texts: str) -> Row:
     """`--help` says it."""
 
-    def check(run: Callable[[str], Said]) -> None:
+    def check(run: Callable[[str], ParsedCompletion]) -> None:
         said = run(f"{command} --help")
         assert said.code == 0 and not [text for text in texts if text not in said.out]
 
@@ -111,9 +114,9 @@ def helps(before: str, command: str, *texts: str) -> Row:
 
 
 def shown(before: str, name: str, *tests: str, now: str = "works") -> Row:
-    """Behaviour that these tests prove, which some lane runs; a path alone is a file of the repository."""
+    """Return behaviour that these tests prove, which some lane runs; a path alone is a file of the repository."""
 
-    def check(run: Callable[[str], Said]) -> None:
+    def check(run: Callable[[str], ParsedCompletion]) -> None:
         for test in tests:
             path, _, function = test.partition("::")
             assert (ROOT / path).exists(), path
@@ -125,7 +128,7 @@ def shown(before: str, name: str, *tests: str, now: str = "works") -> Row:
 def absent(before: str, name: str, reason: str) -> Row:
     """Not here, and why."""
 
-    def check(run: Callable[[str], Said]) -> None:
+    def check(run: Callable[[str], ParsedCompletion]) -> None:
         assert reason
 
     return Row(before, name, "absent", check)
@@ -133,7 +136,9 @@ def absent(before: str, name: str, reason: str) -> Row:
 
 @functools.cache
 def _tests(path: Path) -> frozenset[str]:
-    """The tests of a file that assert something, themselves or in a function of the file, and are not skipped."""
+    """Return the tests of a file that assert something, themselves or in a function of the file, and are not
+    skipped.
+    """
     functions = {
         node.name: node
         for node in ast.walk(ast.parse(path.read_text()))
@@ -152,7 +157,7 @@ def _tests(path: Path) -> frozenset[str]:
 
 
 def key(before: str, name: str, text: str, value: object, path: str = "") -> Row:
-    """A key of `millrace rl` with its effect, under its own path or another one."""
+    """Return a key of `millrace rl` with its effect, under its own path or another one."""
     return effect(before, f"{RL} --{name} {shlex.quote(text)}", path or name.replace("-", "_"), value)
 
 
@@ -670,7 +675,7 @@ ROWS = [(f"{group}-{number}", row) for group, rows in GROUPS.items() for number,
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the files of FILES lie."""
+    """Return where the files of FILES are."""
     found = tmp_path_factory.mktemp("statements")
     for name, text in FILES.items():
         (found / name).write_text(text)
@@ -684,10 +689,10 @@ def test_a_statement_holds(
     monkeypatch.chdir(directory)
     monkeypatch.delenv("MILLRACE_SERVER", raising=False)
 
-    def run(command: str) -> Said:
+    def run(command: str) -> ParsedCompletion:
         code = main(shlex.split(command))
         captured = capsys.readouterr()
-        return Said(code, captured.out, captured.err)
+        return ParsedCompletion(code, captured.out, captured.err)
 
     row.check(run)
 

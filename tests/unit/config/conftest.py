@@ -13,7 +13,9 @@ MINIMAL = ["--orchestrator.env", '[{"id": "reverse-text"}]', "--orchestrator.rol
 
 @pytest.fixture
 def load_rl(tmp_path: Path) -> Callable[..., Loaded[RLConfig]]:
-    """Loads an RL config from flags behind the least that is required, with files relative to a temporary directory."""
+    """Return loads an RL config from flags behind the least that is required, with files relative to a temporary
+    directory.
+    """
 
     def run(*argv: str, env: dict[str, str] | None = None, minimal: bool = True) -> Loaded[RLConfig]:
         return load(RLConfig, [*(MINIMAL if minimal else []), *argv], env or {}, cwd=tmp_path)
@@ -23,7 +25,7 @@ def load_rl(tmp_path: Path) -> Callable[..., Loaded[RLConfig]]:
 
 @pytest.fixture
 def violations(load_rl: Callable[..., Loaded[RLConfig]]) -> Callable[..., list[Violation]]:
-    """Loads a config that must be refused and returns why."""
+    """Return loads a config that must be refused and returns why."""
 
     def run(*argv: str, env: dict[str, str] | None = None, minimal: bool = True) -> list[Violation]:
         with pytest.raises(InvalidSpecError) as caught:

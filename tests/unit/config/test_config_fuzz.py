@@ -29,7 +29,7 @@ VALUES = st.one_of(
 
 
 def _document(entries: list[tuple[str, object]]) -> dict:
-    """Nested tables with a value at each dotted path, as far as the paths do not collide."""
+    """Return nested tables with a value at each dotted path, as far as the paths do not collide."""
     tree: dict = {}
     for path, value in entries:
         put(tree, tuple(path.split(".")), value)

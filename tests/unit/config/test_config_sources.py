@@ -115,7 +115,7 @@ def test_wrong_variables_are_named(violations, name, value, says):
 
 
 def _flat(value: object, node: SchemaKey, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
-    """Every leaf, list and free table of a resolved config as text."""
+    """Return every leaf, list and free table of a resolved config as text."""
     if not (isinstance(value, dict) and node.kind is Kind.SECTION):
         return {path: value if isinstance(value, str) else json.dumps(value)}
     flat = {}

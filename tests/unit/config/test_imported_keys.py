@@ -455,7 +455,7 @@ MODELS = {id(RL_KEYS): RLConfig, id(SFT_KEYS): SFTConfig, id(EVAL_KEYS): EvalRun
 
 
 def _said(tables: Tables, keys: dict[str, Any], *, is_built: bool = True) -> tuple[Any, ...]:
-    """The layer in our schema, and everything that is said of it, by its rules too if it is built."""
+    """Return the layer in our schema, and everything that is said of it, by its rules too if it is built."""
     schema = schema_tree(MODELS[id(keys)])
     made = translate(Layer(tree=copy.deepcopy(tables), origin=Provenance(label="a.toml")), schema)
     tree = Tree(schema)
@@ -483,7 +483,7 @@ def _leaves(value: Any, path: Path = ()) -> Iterator[Path]:
 
 
 def _without(tables: Tables, path: Path, renamed: str | None = None) -> Tables:
-    """The tables without a key, or with another name for it."""
+    """Return the tables without a key, or with another name for it."""
     other = copy.deepcopy(tables)
     here: Any = other
     for part in path[:-1]:
@@ -542,7 +542,7 @@ def test_every_key_of_the_tables_counts(keys, value):
 
 
 def _is_key(schema: SchemaKey, path: Path) -> bool:
-    """Whether the schema has the key, or a free table that it may stand in."""
+    """Return whether the schema has the key, or a free table that it may stand in."""
     above = [schema.find(path[:length]) for length in range(1, len(path))]
     return schema.find(path) is not None or any(node and node.kind is Kind.FREE_TABLE for node in above)
 

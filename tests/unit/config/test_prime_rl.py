@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from millrace.cli.errors import CliError
-from millrace.cli.session.config_file import PARTS, import_config, refuse_blocked, say_notes
+from millrace.cli.session.config_file import PARTS, import_config, print_notes, refuse_blocked
 from millrace.config import RLConfig, SFTConfig, load, validate_document
 from millrace.config.argv import RESERVED_FLAGS
 from millrace.config.messages import Effect
@@ -168,7 +168,7 @@ NOTHING_TO_CHOOSE = {
 }
 
 REFUSED = {
-    "orchestrator.client.base_url": ("http://127.0.0.1:8000/v1", "An endpoint of others loads no policies"),
+    "orchestrator.client.base_url": ("http://127.0.0.1:8000/v1", "A foreign endpoint loads no policies"),
     "orchestrator.teacher_rollout_model": ('{"model": {"name": "m"}}', "millrace eval --tasks train"),
     "orchestrator.use_sft_loss": ("true", "millrace eval --tasks train"),
     "orchestrator.client.api_key_var": ("API_KEY", "engines register with the orchestrator"),
@@ -208,7 +208,7 @@ def test_a_key_of_a_later_feature_is_accepted_with_one_warning(key, capsys):
         assert not unbuilt, "it has its effect now: take it out of the exceptions"
         return
     (note,) = unbuilt
-    say_notes(loaded.notes)
+    print_notes(loaded.notes)
     assert "command line" in str(note) and capsys.readouterr().err.count("without effect yet:") == 1
     if note.effect is Effect.BLOCKS:
         with pytest.raises(CliError, match="would learn something else"):
@@ -470,7 +470,7 @@ def test_loss_aggregation_is_the_trainers(key):
         ("--trainer.loss.type ipo --trainer.loss.score-centering true", "trainer.loss.max_importance_ratio"),
         ("--orchestrator.algo.continue-prob 0.5", 'orchestrator.filter_zero_advantages = "refill"'),
         ("--orchestrator.algo.type dataset_sft", "`millrace sft`"),
-        ("--orchestrator.algo.type echo --orchestrator.algo.filter.import-path a.b", "is said by role"),
+        ("--orchestrator.algo.type echo --orchestrator.algo.filter.import-path a.b", "is chosen by role"),
         ("--orchestrator.algo.dataset-sft.name rows", "`millrace sft`"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a teacher is told of a task: told of when the environment is loaded, if no task has it."""
+"""What a teacher learns of a task: told of when the environment is loaded, if no task has it."""
 
 import json
 import types

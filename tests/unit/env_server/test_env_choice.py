@@ -17,7 +17,7 @@ OURS = "0.3.1"
 
 
 def installed(site: Path, name: str, version: str, *, asks: Sequence[str] = (), files: Sequence[str] = ()) -> Path:
-    """A package as pip leaves it: its metadata, and its files."""
+    """Return a package as pip leaves it: its metadata, and its files."""
     info = site / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
     needs = "".join(f"Requires-Dist: {each}\n" for each in asks)

@@ -85,7 +85,7 @@ async def test_children_that_left_the_session_are_counted_and_ended() -> None:
 
 
 async def test_no_child_is_left_of_a_process_that_starts_others_while_it_is_ended() -> None:
-    """Each leaves the session: whoever is started behind the last look would be nobody's once its parent is dead."""
+    """Each leaves the session: whoever is started after the last look would be nobody's once its parent is dead."""
     mark = f"sleeper-{uuid4().hex}"
     sleeper = f"import time; time.sleep(120)  # {mark}"
     code = (

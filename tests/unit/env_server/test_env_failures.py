@@ -1,4 +1,4 @@
-"""What is told of an exception of an environment: its own lines, in our spelling, bounded."""
+"""What learns of an exception of an environment: its own lines, in our spelling, bounded."""
 
 import importlib
 import sys
@@ -123,7 +123,7 @@ def test_flags_of_the_library_are_keys_of_ours(text: str, ours: str) -> None:
 
 @pytest.fixture
 def asks_for_an_env() -> Iterator[None]:
-    """The environment of this worker has an option `env` itself."""
+    """Yield the environment of this worker has an option `env` itself."""
     remember_roles("args.millrace.env")
     yield
     remember_roles("args.env")

@@ -19,7 +19,7 @@ from millrace_testing.repository import REPOSITORY
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A virtual environment without any package."""
+    """Return a virtual environment without any package."""
     place = tmp_path_factory.mktemp("venvs") / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True, timeout=120)
     return str(place / "bin" / "python")

@@ -36,7 +36,7 @@ def save(directory: Path, *, template: str, symbols: list[str], model_type: str 
     ("template", "symbols", "model_type", "wanted"),
     [
         (CHATML, MARKS + TOOLS, "qwen3", "qwen3"),
-        (OTHER, MARKS + TOOLS, "qwen3", "default"),  # another format than the family's: it would be sampled with a lie
+        (OTHER, MARKS + TOOLS, "qwen3", "default"),  # another format than the family's: it would be sampled with a are
         (CHATML, MARKS, "qwen3", "default"),
         (CHATML, MARKS + TOOLS, "llama", "default"),
     ],

@@ -81,7 +81,7 @@ async def test_a_prompt_is_rendered_once_and_each_gets_lists_of_its_own() -> Non
     assert kept(messages, tools=None, add_generation_prompt=True) == second
     for other in (
         {"tools": [{"a": 1, "b": 2}], "add_generation_prompt": True},
-        {"tools": [{"b": 2, "a": 1}], "add_generation_prompt": True},  # a template may write it as it stands
+        {"tools": [{"b": 2, "a": 1}], "add_generation_prompt": True},  # a template may write it as it is
         {"tools": None, "add_generation_prompt": False},
     ):
         assert kept(messages, **other) == _render(messages, **other) and not kept.was_known

@@ -13,7 +13,7 @@ from millrace.rollouts.types import FULL, OwnSampling, Purpose, Truncation
 
 
 def own_way(says: dict[str, Any], *, purpose: Purpose = Purpose.TRAIN, **sampling: Any) -> Way | None:
-    """What is recorded of a turn whose environment changes the arguments that the library hands it."""
+    """Return what is recorded of a turn whose environment changes the arguments that the library hands it."""
     asked = Sampling(**{"temperature": 0.7, "max_tokens": 24, **sampling})
     request = PlayRequest(
         run_uid="r",

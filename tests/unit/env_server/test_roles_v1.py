@@ -29,7 +29,7 @@ def environments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The configs that the library is asked to load."""
+    """Yield the configs that the library is asked to load."""
     configs: list[Any] = []
     stock = vf.load_environment
 

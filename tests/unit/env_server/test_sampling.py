@@ -1,4 +1,4 @@
-"""What engines are told of the sampling, and what the rollout says of it."""
+"""What engines learn of the sampling, and what the rollout says of it."""
 
 import json
 

@@ -23,7 +23,7 @@ def select(**values: Any) -> SelectConfig:
 
 
 def numbers(size: int, *, start: int = 0) -> EveryTask:
-    """Tasks that are numbers, called `id-N`; two have the same name."""
+    """Return tasks that are numbers, called `id-N`; two have the same name."""
     return EveryTask(
         size=size,
         row=lambda index: start + index,

@@ -1,4 +1,4 @@
-"""A play says where it stands, and so does the message of one that runs into its deadline."""
+"""A play says where it is, and so does the message of one that runs into its deadline."""
 
 import asyncio
 import contextlib

@@ -20,7 +20,7 @@ def span(start: int, end: int, version: int = 3) -> PolicySpan:
 
 
 def step(prompt: list[int], sampled: list[int], *, limit: int | None = None, reward: Any = None) -> dict[str, Any]:
-    """A step as the library records it: `limit` cuts its tokens, and the answer keeps all of them."""
+    """Return a step as the library records it: `limit` cuts its tokens, and the answer keeps all of them."""
     whole = SimpleNamespace(prompt_ids=prompt, completion_ids=sampled)
     room = len(sampled) if limit is None else max(0, limit - len(prompt))
     tokens = {"prompt_ids": prompt[:limit], "completion_ids": sampled[:room]}

@@ -20,10 +20,12 @@ KINDS = [(calls, None) for calls in ("hermes", "llama3_json", "qwen3_xml")] + [
 MEGABYTE = 1 << 20
 
 
-def take_apart(text: str, tool_calls: str = "hermes", reasoning: str | None = None, tools=TOOLS, **template_kwargs):
+def parse_completion(
+    text: str, tool_calls: str = "hermes", reasoning: str | None = None, tools=TOOLS, **template_kwargs
+):
     """Reasoning, content and calls with their arguments decoded."""
     parsers = ChatParsers(tool_calls=tool_calls, reasoning=reasoning)
-    said = parsers.take_apart(text, tools=tools, template_kwargs=template_kwargs)
+    said = parsers.parse_completion(text, tools=tools, template_kwargs=template_kwargs)
     if said is None:
         return None, text, []
     return said.reasoning, said.content, [(call.name, json.loads(call.arguments)) for call in said.calls]
@@ -39,7 +41,7 @@ def test_the_config_knows_every_parser():
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.tool_calls}-{case.reasoning}-{case.text[:40]}")
 def test_what_is_well_formed_becomes_what_vllm_makes_of_it(case):
     """That vLLM makes this of it: tests/integration/inference_vllm/test_vllm_parsers.py."""
-    reasoning, content, calls = take_apart(case.text, case.tool_calls, case.reasoning, **case.template_kwargs)
+    reasoning, content, calls = parse_completion(case.text, case.tool_calls, case.reasoning, **case.template_kwargs)
     assert (reasoning, (content or "").strip() or None, calls) == case.said
 
 
@@ -47,7 +49,7 @@ def test_every_reply_of_the_table_is_taken_apart_as_it_says():
     """What vLLM makes of them, and why ours differ: `parser_replies`."""
     table = parser_replies.replies()
     for reply in table:
-        found = take_apart(reply.text, reply.tool_calls, reply.reasoning, **reply.template_kwargs)
+        found = parse_completion(reply.text, reply.tool_calls, reply.reasoning, **reply.template_kwargs)
         reasoning, content, calls = json.loads(json.dumps(found))
         assert [reasoning, (content or "").strip() or None, calls] == reply.expected, (reply.why, reply.text)
     assert {reply.why for reply in table if reply.why} == parser_replies.REASONS.keys()
@@ -60,13 +62,15 @@ def test_a_call_that_is_only_thought_of_is_not_made():
     call = f"<tool_call>{NOW}</tool_call>"
     for reasoning in (None, *REASONING_PARSERS):
         for text in (f"<think>say {call}, or not</think>it is 4", f"say {call}, or not</think>it is 4"):
-            said = take_apart(text, reasoning=reasoning)
+            said = parse_completion(text, reasoning=reasoning)
             assert said[2] == [] and said[1].endswith("it is 4")
             assert (said[0] or said[1]).count(call) == 1, "and is not lost either"
-    made = take_apart(f"<think>say {call}?</think>{call}", reasoning="qwen3")
+    made = parse_completion(f"<think>say {call}?</think>{call}", reasoning="qwen3")
     assert made == (f"say {call}?", None, [("now", {})])
-    assert take_apart(f"<think>so {call}", reasoning="qwen3") == ("so ", None, [("now", {})]), "it forgot to end it"
-    assert take_apart(f"<think>so {call}, or", reasoning="qwen3") == (f"so {call}, or", None, []), "it thinks on"
+    assert parse_completion(f"<think>so {call}", reasoning="qwen3") == ("so ", None, [("now", {})]), (
+        "it forgot to end it"
+    )
+    assert parse_completion(f"<think>so {call}, or", reasoning="qwen3") == (f"so {call}, or", None, []), "it thinks on"
 
 
 def test_an_argument_may_hold_the_end_of_a_thought():
@@ -75,7 +79,7 @@ def test_an_argument_may_hold_the_end_of_a_thought():
         ("llama3_json", '{"name": "find", "parameters": {"text": "</think>"}}'),
         ("qwen3_xml", "<function=find><parameter=text></think></parameter></function>"),
     ):
-        assert take_apart(call, parser) == (None, None, [("find", {"text": "</think>"})])
+        assert parse_completion(call, parser) == (None, None, [("find", {"text": "</think>"})])
 
 
 @pytest.mark.parametrize("parser", ["qwen3_xml", "qwen3_coder"])
@@ -96,17 +100,17 @@ def test_values_may_hold_their_own_closing_tags(parser, value):
     last = f"<function=find>\n<parameter=count>\n7\n</parameter>\n<parameter=text>\n{value}\n</parameter>\n</function>"
     wanted = ("find", {"text": value, "count": 7})
     text = f"so\n<tool_call>\n{first}\n</tool_call>\n<tool_call>\n{last}\n</tool_call>"
-    assert take_apart(text, parser) == (None, "so", [wanted, wanted])
+    assert parse_completion(text, parser) == (None, "so", [wanted, wanted])
 
 
 def test_content_before_calls_loses_the_whitespace_that_templates_add_again():
-    assert take_apart(f"\nSo:\n\n<tool_call>{NOW}</tool_call>") == (None, "So:", [("now", {})])
-    assert take_apart("\n plain \n") == (None, "\n plain \n", []), "a text without calls stays as it is"
+    assert parse_completion(f"\nSo:\n\n<tool_call>{NOW}</tool_call>") == (None, "So:", [("now", {})])
+    assert parse_completion("\n plain \n") == (None, "\n plain \n", []), "a text without calls stays as it is"
 
 
 def test_without_tools_calls_are_text():
-    assert take_apart(f"<tool_call>{NOW}</tool_call>", tools=[]) == (None, f"<tool_call>{NOW}</tool_call>", [])
-    assert take_apart(f"<think>so</think>{NOW}", reasoning="qwen3", tools=[]) == ("so", NOW, [])
+    assert parse_completion(f"<tool_call>{NOW}</tool_call>", tools=[]) == (None, f"<tool_call>{NOW}</tool_call>", [])
+    assert parse_completion(f"<think>so</think>{NOW}", reasoning="qwen3", tools=[]) == ("so", NOW, [])
 
 
 @pytest.mark.parametrize(
@@ -135,12 +139,14 @@ def test_without_tools_calls_are_text():
     ],
 )
 def test_what_is_malformed_is_text(parser, text):
-    assert take_apart(text, parser) == (None, text, [])
+    assert parse_completion(text, parser) == (None, text, [])
 
 
 def test_values_that_do_not_fit_their_type_stay_text():
     def value(key: str, text: str):
-        [(_, arguments)] = take_apart(f"<function=find><parameter={key}>{text}</parameter></function>", "qwen3_xml")[2]
+        [(_, arguments)] = parse_completion(
+            f"<function=find><parameter={key}>{text}</parameter></function>", "qwen3_xml"
+        )[2]
         return arguments[key]
 
     for key, text in (
@@ -166,7 +172,7 @@ def test_schemas_that_are_none_make_text_of_values():
         {"properties": {"count": {"type": [None, {}], "enum": 3, "anyOf": 1}}},
     ):
         tools = [{"function": 3}, {"function": {"name": "find", "parameters": parameters}}]
-        assert take_apart(call, "qwen3_xml", tools=tools) == (None, None, [("find", {"count": "5"})])
+        assert parse_completion(call, "qwen3_xml", tools=tools) == (None, None, [("find", {"count": "5"})])
 
 
 @pytest.mark.parametrize(
@@ -199,7 +205,9 @@ def test_a_megabyte_of_anything_is_read_in_one_pass(unit):
     text = unit * (MEGABYTE // len(unit))
     for tool_calls, reasoning in KINDS:
         began = time.process_time()
-        said = ChatParsers(tool_calls=tool_calls, reasoning=reasoning).take_apart(text, tools=TOOLS, template_kwargs={})
+        said = ChatParsers(tool_calls=tool_calls, reasoning=reasoning).parse_completion(
+            text, tools=TOOLS, template_kwargs={}
+        )
         assert time.process_time() - began < patient(10), (tool_calls, reasoning)
         if said is not None:
             orjson.dumps([said.reasoning, said.content, list(map(list, said.calls))])

@@ -334,7 +334,7 @@ async def test_values_that_are_not_finite_end_the_request_and_do_not_outlive_it(
     assert {r.finish_reason for r in results} == {FinishReason.ERROR}
     good = make_model(2)
     await engine.apply_policy(make_staged(good), identity=V1, inflight_mode=InflightMode.KEEP)
-    for number in range(6):  # the same rows, shorter prompts: old values lie behind them
+    for number in range(6):  # the same rows, shorter prompts: old values are behind them
         sent = request(number, prompt=[1, 2], max_tokens=20)
         got = await engine.generate(sent)
         np.testing.assert_allclose(got.logprobs, reference(good, [1, 2], got.token_ids.tolist()), atol=1e-5)

@@ -49,7 +49,7 @@ async def engine(model_dir, make_model, make_staged) -> AsyncIterator[EmbeddedEn
 
 
 async def start_paused(engine: EmbeddedEngine, requests: list[GenerateRequest]) -> list[asyncio.Task]:
-    """Requests that will be admitted together when "test" resumes."""
+    """Return requests that will be admitted together when "test" resumes."""
     await engine.pause("test")
     tasks = [asyncio.create_task(engine.generate(item)) for item in requests]
     await until(lambda: engine.status().num_waiting == len(requests))
@@ -91,7 +91,7 @@ async def test_a_step_that_raises_ends_its_requests_and_the_engine_loads_again(
     def explode(table: RowTable, rows: slice, *columns) -> np.ndarray:
         steps.append(rows)
         if len(steps) == 1:
-            return append(table, rows, *columns)  # the pass over the prompts, not the one behind it
+            return append(table, rows, *columns)  # the pass over the prompts, not the one after it
         table.count += 3  # table and requests disagree, as after any half-done change
         raise kind("boom")
 
@@ -136,7 +136,7 @@ async def test_a_dead_thread_is_visible_and_fails_everything_that_waits_for_it(
         """Commands that are posted before the death, and never run."""
         queued.append(asyncio.run_coroutine_threadsafe(engine.resume("nobody"), loop))
         queued.append(asyncio.run_coroutine_threadsafe(engine.generate(request(1)), loop))
-        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(LIMIT_S)  # begun behind both
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(LIMIT_S)  # begun after both
 
     with dying(Panic("boom"), first=post):
         async with asyncio.timeout(LIMIT_S):

@@ -25,7 +25,7 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[torch.nn.Module]:
-    """The models that engines have loaded, whose memory can be damaged."""
+    """Return the models that engines have loaded, whose memory can be damaged."""
     found: list[torch.nn.Module] = []
     load = loader.load_model
 
@@ -49,7 +49,7 @@ async def engine(model_dir, make_model, make_staged, loaded) -> AsyncIterator[Em
 
 @pytest.fixture
 def next_version(make_model, make_staged) -> StagedPolicy:
-    """Every third element of one tensor changes."""
+    """Return every third element of one tensor changes."""
     new = make_model(0)
     new.get_submodule(NAME.removesuffix(".weight")).weight.view(-1)[::3] *= 1.5
     bits = make_staged(new).tensors[NAME].bits()
@@ -65,7 +65,7 @@ async def update(engine: EmbeddedEngine, staged: StagedPolicy) -> HeldDigest:
 
 
 def memory(model: torch.nn.Module, name: str) -> np.ndarray:
-    """The bits of a weight, to be damaged."""
+    """Return the bits of a weight, to be damaged."""
     data = held_tensors(model, [name])[name].data
     return np.frombuffer(data, np.uint8)
 

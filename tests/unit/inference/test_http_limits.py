@@ -41,7 +41,7 @@ def test_deep_values_are_refused_and_not_recursed():
 
 
 async def ask(headers: list[tuple[bytes, bytes]], parts: list[bytes]) -> tuple[int, dict]:
-    """What a gate before an application that reads the whole body answers; 499 for a client that has gone."""
+    """Return what a gate before an application that reads the whole body answers; 499 for a client that has gone."""
     sent: list = []
 
     async def app(scope, receive, send) -> None:

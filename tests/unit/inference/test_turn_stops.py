@@ -32,7 +32,7 @@ async def test_the_templates_end_of_a_turn_ends_a_completion(
 
 
 def _tokenizer_with_end(end: int) -> PreTrainedTokenizerFast:
-    """A base checkpoint's: its template ends turns with the token `end`, and its texts end with another one."""
+    """Return a base checkpoint's: its template ends turns with the token `end`, and its texts end with another one."""
     made = tiny_tokenizer()
     vocabulary: dict[str, int] = made.get_vocab()
     other = next(symbol for symbol, index in vocabulary.items() if index == end)

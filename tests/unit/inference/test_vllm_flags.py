@@ -15,7 +15,7 @@ from millrace.inference.vllm.server.flags import to_argv
 
 @pytest.fixture
 def parser() -> argparse.ArgumentParser:
-    """A parser with one flag of each kind that vLLM's has."""
+    """Return a parser with one flag of each kind that vLLM's has."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--tensor-parallel-size", "-tp", type=int)

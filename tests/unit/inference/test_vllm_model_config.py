@@ -21,7 +21,7 @@ ROPE: dict[str, dict[str, Any]] = {
 
 
 def problem(*places: Path, **options: Any) -> str:
-    """How two configs differ."""
+    """Return how two configs differ."""
     return compare_configs(*places, **options)[0]
 
 

@@ -69,7 +69,7 @@ async def test_an_engine_that_fails_while_a_probe_is_computed_is_told_as_an_erro
 
 
 def busy(client: Any) -> Any:
-    """A request that runs, and whose tokens the test counts up."""
+    """Return a request that runs, and whose tokens the test counts up."""
     state = SimpleNamespace(num=0, is_prefilling=False)
     state.detokenizer = SimpleNamespace(num_output_tokens=lambda: state.num)
     client.output_processor.request_states["a"] = state

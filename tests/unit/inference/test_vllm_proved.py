@@ -44,14 +44,14 @@ class Rank:
 
     @property
     def memory(self) -> np.ndarray:
-        """The bits of the box, to be damaged."""
+        """Return the bits of the box, to be damaged."""
         return box_of(self.parameter, self.region).numpy().view(np.uint16)
 
     def writes(self, files: OrderFiles) -> list[Write]:
         return list(writes_of(files, self.region, 2))
 
     def update(self, files: OrderFiles) -> list[Row]:
-        """What the worker does; the digests that were foreseen."""
+        """Return what the worker does; the digests that were foreseen."""
         writes = self.writes(files)
         following = foresee(self.digests, files, writes)
         assert following is not None
@@ -65,7 +65,7 @@ class Rank:
         return rows
 
     def read_all(self) -> str:
-        """Verifies everything in the background; what is damaged."""
+        """Return verifies everything in the background; what is damaged."""
         until_s = time.monotonic() + 60
         while time.monotonic() < until_s:
             left, problem, _ = self.digests.verify_next()
@@ -76,7 +76,7 @@ class Rank:
 
 
 def foresee(digests: ContinuedDigests[Region], files: OrderFiles, writes: list[Write]) -> NextDigests[Region] | None:
-    """What the worker does before the pause."""
+    """Return what the worker does before the pause."""
     following = digests.next()
     if following is not None:
         for write in writes:
@@ -86,7 +86,7 @@ def foresee(digests: ContinuedDigests[Region], files: OrderFiles, writes: list[W
 
 
 def order(directory: Path, new: np.ndarray, positions: np.ndarray | None) -> OrderFiles:
-    """An order as `write_order` makes it; positions None copy the tensor whole."""
+    """Return an order as `write_order` makes it; positions None copy the tensor whole."""
     path, changes = directory / "policy", directory / "changes"
     new.tofile(path)
     entry = None
@@ -235,7 +235,7 @@ def test_a_box_that_is_named_twice_is_one(rank: Rank) -> None:
 
 
 def _foreseen(rank: Rank, directory: Path, bits: np.ndarray) -> NextDigests[Region]:
-    """A version in which nothing changes."""
+    """Return a version in which nothing changes."""
     files = order(directory, bits, np.array([], np.int64))
     foreseen = foresee(rank.digests, files, rank.writes(files))
     assert foreseen is not None

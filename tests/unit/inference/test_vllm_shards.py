@@ -24,7 +24,7 @@ ROWS, COLUMNS = 40, 30
 
 
 class Rank:
-    """A rank that holds rows `rows` and columns `columns` of the tensor, behind 7 elements of another one."""
+    """A rank that holds rows `rows` and columns `columns` of the tensor, after 7 elements of another one."""
 
     def __init__(self, bits: np.ndarray, rows: slice, columns: slice) -> None:
         part = torch.from_numpy(bits.view(np.int16))[rows, columns]

@@ -21,7 +21,7 @@ policy, update = fakes.policy, fakes.update
 
 @pytest.fixture
 async def verifying(engine: VllmEngine, client: Any) -> Any:
-    """The engine behind an update, whose weights are read in the background, without an end."""
+    """Return the engine after an update, whose weights are read in the background, without an end."""
     client.num_unverified = 1
     await update(engine)
     before = client.num_verified

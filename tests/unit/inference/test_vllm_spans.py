@@ -1,4 +1,4 @@
-"""Which changes of a tensor can lie in a box: found by search, and none is missed."""
+"""Which changes of a tensor can be in a box: found by search, and none is missed."""
 
 import numpy as np
 import pytest

@@ -3,7 +3,7 @@
 import signal
 
 from millrace.local import keeper
-from millrace.local.keeper import Answer, AnswerHistory, ExitKind, LivenessAction, Lives
+from millrace.local.keeper import Answer, AnswerHistory, ExitKind, LivenessAction, RestartHistory
 
 
 def test_the_cause_of_a_death():
@@ -13,7 +13,7 @@ def test_the_cause_of_a_death():
 
 
 def test_backoff_grows_until_a_crash_loop():
-    lives = Lives()
+    lives = RestartHistory()
     seen = [lives.end(float(second), ExitKind.CRASHED) for second in range(5)]
     assert [round(each.delay_s, 2) for each in seen] == [0.2, 0.6, 1.8, 5.4, 10.0]
     assert [each.is_hopeless for each in seen] == [False] * 4 + [True]
@@ -21,14 +21,14 @@ def test_backoff_grows_until_a_crash_loop():
 
 
 def test_kills_from_outside_are_borne_four_times_as_long():
-    lives = Lives()
+    lives = RestartHistory()
     seen = [lives.end(float(second), ExitKind.KILLED) for second in range(20)]
     assert [each.is_hopeless for each in seen] == [False] * 19 + [True]
     assert [round(seen[index].delay_s, 2) for index in (0, 3, 7, 11, 19)] == [0.2, 0.2, 0.6, 1.8, 10.0]
 
 
 def test_a_long_life_after_it_was_ready_starts_the_count_anew():
-    lives = Lives()
+    lives = RestartHistory()
     for start in range(0, 1000, 100):
         lives.begin()
         lives.ready(start + 60.0)
@@ -42,7 +42,7 @@ def test_a_long_life_after_it_was_ready_starts_the_count_anew():
 
 
 def test_an_orderly_end_is_restarted_at_once_and_is_no_crash():
-    lives = Lives()
+    lives = RestartHistory()
     for _ in range(20):
         lives.ready(1.0)
         verdict = lives.end(2.0, ExitKind.ORDERLY)
@@ -55,7 +55,7 @@ def test_an_orderly_end_is_restarted_at_once_and_is_no_crash():
 def silence(
     history: AnswerHistory, *, since: float, until: float, answer=Answer.SILENT, is_certain=True
 ) -> dict[LivenessAction, float]:
-    """The first time of each verdict while every check of the period gets this answer."""
+    """Return the first time of each verdict while every check of the period gets this answer."""
     first: dict[LivenessAction, float] = {}
     now = since
     while now <= until:

@@ -42,7 +42,7 @@ def shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def config(tmp_path: Path, request: pytest.FixtureRequest) -> RLConfig:
-    """A run whose step takes 1.7 GiB on a GPU; a parameter is more of its flags."""
+    """Return a run whose step takes 1.7 GiB on a GPU; a parameter is more of its flags."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(SHAPE))

@@ -130,12 +130,12 @@ def test_olmo_3_has_the_base_that_its_older_config_names_in_every_layer(tmp_path
 
 
 def made(family: str, **said: Any) -> Any:
-    """A config; transformers writes into what it is given."""
+    """Return a config; transformers writes into what it is given."""
     return AutoConfig.for_model(family, **copy.deepcopy(said))
 
 
 def both_ways(config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is said of a config, and what is said of the one that transformers 5 reads there."""
+    """Return what is said of a config, and what is said of the one that transformers 5 reads there."""
     said = with_older_names(config, json.loads(config.to_json_string()))
     read = type(config).from_dict(json.loads(json.dumps(said)))
     return said, with_older_names(read, json.loads(read.to_json_string()))

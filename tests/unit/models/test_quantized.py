@@ -1,4 +1,4 @@
-"""Of files in FP8 or MXFP4 the numbers that they stand for are trained and saved; other formats are refused by name."""
+"""Of files in FP8 or MXFP4 the numbers that they represent are trained and saved; other formats are refused by name."""
 
 import json
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from millrace_testing.model_files import Change, rewrite
 from millrace_testing.quantized_files import E4M3_MAX, in_fp8, say_quantized, write_mxfp4
 
 HALF_STEP = 2.0**-4
-"""Largest rounding of E4M3, which has three bits behind the first one, relative to the number."""
+"""Largest rounding of E4M3, which has three bits after the first one, relative to the number."""
 
 
 BLOCKS: dict[str, tuple[tuple[int, int] | None, torch.dtype]] = {

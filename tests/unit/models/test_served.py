@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from millrace.errors import CorruptObjectError, InvalidStateError, MillraceError, NotFoundError
-from millrace.models.served import LookedAt, look_at_other_weights, look_at_served
+from millrace.models.served import CheckedModel, validate_other_weights, validate_served
 from millrace_testing.model_files import Change, Tensors, make_qwen3, rewrite, write_tokenizer
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -18,10 +18,10 @@ NORM = "model.norm.weight"
 STALE = "model-00009-of-00009.safetensors"
 
 
-def look(directory: Path, *, needs_template: bool = True, needs_tokenizer: bool = True) -> LookedAt:
+def look(directory: Path, *, needs_template: bool = True, needs_tokenizer: bool = True) -> CheckedModel:
     """With links in a directory beside it."""
     place = directory.with_name("links")
-    return look_at_served(
+    return validate_served(
         directory,
         place=place,
         needs_tokenizer=needs_tokenizer,
@@ -32,12 +32,12 @@ def look(directory: Path, *, needs_template: bool = True, needs_tokenizer: bool 
 
 @pytest.fixture
 def served(copy: Path) -> Path:
-    """A sound model with a tokenizer."""
+    """Return a sound model with a tokenizer."""
     return write_tokenizer(copy, num_tokens=48)
 
 
 def test_a_sound_model_is_served_where_it_lies(served: Path) -> None:
-    assert look(served) == LookedAt(directory=served, notes=())
+    assert look(served) == CheckedModel(directory=served, notes=())
 
 
 def _with(name: str, tensor: torch.Tensor) -> Change:
@@ -173,7 +173,7 @@ def test_fp8_is_served_as_it_is_and_its_numbers_are_looked_at(served: Path) -> N
     _say(served, quantization_config={"quant_method": "fp8", "weight_block_size": [8, 8]})
     plain = load_file(served / "model.safetensors")
     rewrite(served, lambda _: _fp8(1.0)(plain))
-    assert look(served) == LookedAt(directory=served, notes=())
+    assert look(served) == CheckedModel(directory=served, notes=())
     for change, named in (
         (_fp8(float("nan")), "_scale_inv"),
         (_fp8(1.0, code=0xFF), DOWN),
@@ -204,14 +204,14 @@ def test_what_only_the_other_program_knows_is_left_to_it_and_told(served: Path, 
 
 def test_weights_in_place_of_a_served_models_are_of_its_names_formats_and_shapes(served: Path, tmp_path: Path) -> None:
     other = make_qwen3(tmp_path / "other", is_tied=False, seed=5)
-    assert look_at_other_weights(other, model=served, place=tmp_path / "links") == other
-    assert look_at_other_weights(other, model=tmp_path / "an/id", place=tmp_path / "links") == other
+    assert validate_other_weights(other, model=served, place=tmp_path / "links") == other
+    assert validate_other_weights(other, model=tmp_path / "an/id", place=tmp_path / "links") == other
     sound = load_file(other / "model.safetensors")
     for change in (_with(NORM, torch.ones(15)), _with(NORM, torch.ones(16).bfloat16()), _with("more", torch.ones(2))):
         rewrite(other, lambda _, change=change: change(sound))
         with pytest.raises(CorruptObjectError, match=f"the model that is served.* ({NORM}|more)"):
-            look_at_other_weights(other, model=served, place=tmp_path / "links")
+            validate_other_weights(other, model=served, place=tmp_path / "links")
     rewrite(other, lambda _: sound)
     shutil.copy(other / "model.safetensors", other / STALE)
-    found = look_at_other_weights(other, model=served, place=tmp_path / "links")
+    found = validate_other_weights(other, model=served, place=tmp_path / "links")
     assert [path.name for path in found.glob("*.safetensors")] == ["model.safetensors"]

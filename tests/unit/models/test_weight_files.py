@@ -21,7 +21,7 @@ STALE = "model-00001-of-00099.safetensors"
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model in several files with an index."""
+    """Return a model in several files with an index."""
     directory = make_qwen3(tmp_path_factory.mktemp("sharded"), is_tied=False, shard="8KB")
     assert (directory / INDEX).is_file()
     return directory
@@ -29,7 +29,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def shards(sharded: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be damaged."""
+    """Return a copy of it, to be damaged."""
     return shutil.copytree(sharded, tmp_path / "model")
 
 

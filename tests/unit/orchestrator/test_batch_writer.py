@@ -1,4 +1,4 @@
-"""What a driver goes on from behind the last committed header."""
+"""What a driver goes on from after the last committed header."""
 
 from collections import Counter
 from types import SimpleNamespace

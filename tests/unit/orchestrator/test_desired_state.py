@@ -32,7 +32,7 @@ def test_what_comes_later_is_added_to_what_is_known() -> None:
 async def test_a_slow_look_at_the_store_does_not_bring_back_what_a_later_one_knows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A pause and a resume, one behind the other: each is looked for as soon as it is acknowledged."""
+    """A pause and a resume, one after the other: each is looked for as soon as it is acknowledged."""
     go_on = asyncio.Event()
     written = intents("pause")
 

@@ -86,7 +86,7 @@ def player_of(envs: HastyEnvs) -> Player:
 
 
 def training_book(*, scored_whole: bool = False) -> tuple[Book, Play]:
-    """A book with one group of training, as the run's config has it played."""
+    """Return a book with one group of training, as the run's config has it played."""
     book = Book()
     play = book.plays[0] = make_play(settings=plays_of_training(CONFIG, CONFIG.env[0]), scored_whole=scored_whole)
     return book, play

@@ -57,7 +57,7 @@ def made(num_groups: int = 3, max_share: float = 0.9) -> Failures:
 
 
 def successor(of: Failures, *, is_reopened: bool = False, **options) -> Failures:
-    """Another orchestrator's, which has read what a header carries."""
+    """Return another orchestrator's, which has read what a header carries."""
     counted = made(**options)
     state = json.loads(json.dumps(encode_tally(of.tally)))
     counted.restore(decode_tally(Fields(state)), is_reopened=is_reopened)

@@ -119,7 +119,7 @@ def test_a_record_knows_its_parent_and_old_ones_have_none():
 
 
 def test_a_fork_does_not_write_into_the_run_of_its_parent_in_wandb():
-    """Rows that the parent has written there would stand for those of the fork."""
+    """Rows that the parent has written there would represent those of the fork."""
     parent = record(config(wandb={"id": "mine", "project": "p"}))
 
     def wandb_of(config_json: str) -> dict:

@@ -29,7 +29,7 @@ def rule(size: int, level: int, factor: float) -> AdmissionRule:
 
 
 def loop_of(settings: Any, groups: list[Any]) -> RolloutLoop:
-    """A loop of which only the cut is asked."""
+    """Return a loop of which only the cut is asked."""
     none = cast("Any", None)
     policies = SimpleNamespace(served_version=lambda: 0)
     book = SimpleNamespace(step=0, whole=groups, open=[], plays={})

@@ -76,7 +76,7 @@ async def test_a_read_from_before_the_restart_does_not_hide_what_the_new_copy_be
     await stream.catch_up()
     log.append(make_rollout(0, 1), at=30)
     following = asyncio.create_task(stream.follow())
-    await asyncio.sleep(0)  # it has found entry 30 behind its old position
+    await asyncio.sleep(0)  # it has found entry 30 after its old position
     log.append(replace(make_rollout(0, 2), reward=1.0), at=20)
     log.entries.sort(key=lambda entry: int(entry.id.split("-")[0]))
     stream.rewind()

@@ -34,7 +34,7 @@ def blocks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @st.composite
 def changes(draw: st.DrawFn) -> tuple[Bits, Bits]:
-    """A base and a new version: any width and bits; a few, many or all changed, by one ulp or to anything."""
+    """Return a base and a new version: any width and bits; a few, many or all changed, by one ulp or to anything."""
     width = draw(st.sampled_from(_WIDTHS))
     size = draw(st.sampled_from([0, 1, 2, 3, 50, 300, 2000]) | st.integers(0, 100))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -50,7 +50,7 @@ def changes(draw: st.DrawFn) -> tuple[Bits, Bits]:
 
 
 def _applied(change: TensorChange, held: Bits, *, start: int = 0) -> Bits:
-    """A copy of the piece `held` with the change applied to the tensor around it."""
+    """Return a copy of the piece `held` with the change applied to the tensor around it."""
     tensor = np.concatenate([np.zeros(start, held.dtype), held])
     change.apply(tensor)
     assert not tensor[:start].any()
@@ -64,7 +64,9 @@ def _encode(base: Bits, new: Bits, *, start: int = 0) -> EncodedPiece:
 
 
 def _bf16(size: int, share: float, *, seed: int = 0) -> tuple[Bits, Bits]:
-    """Weights, and a version after which about `share` of them moved, nine of ten by one unit in the last place."""
+    """Return weights, and a version after which about `share` of them moved, nine of ten by one unit in the last
+    place.
+    """
     rng = np.random.default_rng(seed)
     base = (rng.standard_normal(size).astype(np.float32) * np.float32(0.03)).view(np.uint32) >> 16
     base = base.astype(np.uint16)

@@ -26,7 +26,7 @@ def _versions(share: float, *, size: int = 3000) -> tuple[Bits, Bits]:
 
 
 def _frames() -> dict[str, tuple[bytes, Bits, Bits]]:
-    """A frame of each kind and gap width, with its base and its result."""
+    """Return a frame of each kind and gap width, with its base and its result."""
     cases = {"wide gaps": _versions(0.0015), "sparse": _versions(0.1), "dense": _versions(0.6)}
     cases["plain"] = (np.random.default_rng(4).integers(0, 2**16, 3000).astype(np.uint16), np.zeros(3000, np.uint16))
     frames = {}
@@ -44,7 +44,7 @@ _KINDS = st.sampled_from(sorted(_FRAMES))
 
 
 def _sealed(frame: bytes | bytearray) -> bytes:
-    """The frame with a checksum that matches, so that the damage reaches what lies behind the check."""
+    """Return the frame with a checksum that matches, so that the damage reaches what is behind the check."""
     return bytes(frame[:4]) + struct.pack("<I", zlib.crc32(frame[_LEAD_BYTES:])) + bytes(frame[_LEAD_BYTES:])
 
 

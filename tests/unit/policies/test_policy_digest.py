@@ -32,7 +32,7 @@ def test_blocks_do_not_change_the_digest(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def _plain(bits: list[int]) -> str:
-    """The same formula in plain integers."""
+    """Return the same formula in plain integers."""
     mask = 2**64 - 1
 
     def mix(x: int) -> int:
@@ -80,7 +80,7 @@ def test_policy_digest_ignores_order_and_sees_names_dtypes_shapes() -> None:
 
 
 def _stored_formula(values: np.ndarray, start: int) -> int:
-    """The digest without blocks and scratch: policies that were published then must keep their digests."""
+    """Return the digest without blocks and scratch: policies that were published then must keep their digests."""
 
     def mix(x: np.ndarray) -> np.ndarray:
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

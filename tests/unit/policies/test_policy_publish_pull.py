@@ -161,7 +161,7 @@ def test_a_manifest_with_contradictions_is_refused(store: LocalStore) -> None:
         PolicyManifest.from_bytes(json.dumps(raw).encode(), source="x")
     raw["files"][0]["name"] = "tokenizer"
     raw["files"].append({**raw["files"][0], "name": "tokenizer/x.json"})
-    with pytest.raises(CorruptObjectError, match="lies in what is a file itself"):
+    with pytest.raises(CorruptObjectError, match="is in what is a file itself"):
         PolicyManifest.from_bytes(json.dumps(raw).encode(), source="x")
     raw["files"][1]["name"] = "tokenizer"
     with pytest.raises(CorruptObjectError, match="named twice"):

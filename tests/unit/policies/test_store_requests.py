@@ -23,7 +23,7 @@ class CountingStore(LocalStore):
         self.requests: Counter[str] = Counter()
 
     def taken(self) -> dict[str, int]:
-        """The requests since the last call."""
+        """Return the requests since the last call."""
         found, self.requests = dict(self.requests), Counter()
         return found
 

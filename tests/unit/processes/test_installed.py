@@ -16,7 +16,7 @@ Install = Callable[[str, str], None]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Puts the metadata of a package before those that are installed."""
+    """Return puts the metadata of a package before those that are installed."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def install(name: str, release: str, requires: str = "") -> None:

@@ -56,7 +56,7 @@ def _pack(samples, target: int = 300) -> tuple[batch_pb2.BatchHeader, list[bytes
 
 
 def _with_default_weights(sample: TrainSample, found: TrainSample) -> TrainSample:
-    """What a missing weight column becomes when its chunk has the column."""
+    """Return what a missing weight column becomes when its chunk has the column."""
     rl, ce = sample.rl_weights, sample.ce_weights
     if rl is None and found.rl_weights is not None:
         rl = sample.loss_mask.astype(np.float32)

@@ -29,7 +29,7 @@ def nested(depth: int) -> list[Any]:
 
 
 def kept(value: Any) -> Any:
-    """What remains of an info's value, as every reader of the log finds it."""
+    """Return what remains of an info's value, as every reader of the log finds it."""
     text = bounded_object({"answer": "42", "thing": value})
     assert len(text.encode()) <= MAX_TASK_JSON_BYTES
     found = decode_json(text, what="it", reason="CORRUPT")

@@ -11,7 +11,7 @@ from openai.resources.responses import AsyncResponses
 from millrace.errors import InvalidSpecError
 from millrace.inference.http.schema import ChatBody, CompletionBody, GenerateBody, GenerateSampling, TokenizeBody
 from millrace.rollouts import parameters
-from millrace.rollouts.parameters import Fate, check_parameters, check_tools
+from millrace.rollouts.parameters import Treatment, check_parameters, check_tools
 
 TABLES = {
     "chats": (AsyncChats, parameters.CHAT),
@@ -45,16 +45,16 @@ def test_nothing_that_litellm_sends_to_an_openai_server_is_missing_in_the_table(
 
 @pytest.mark.parametrize("table", [*(each for _, each in TABLES.values()), parameters.GENERATE, parameters.TOKENIZE])
 def test_what_is_not_answered_says_why(table):
-    assert all(each.why for each in table.values() if each.fate is not Fate.ANSWERED)
+    assert all(each.why for each in table.values() if each.fate is not Treatment.ANSWERED)
 
 
 @pytest.mark.parametrize("api", BODIES)
 def test_the_engine_has_a_field_for_what_the_table_calls_answered_and_for_nothing_else(api):
     body, table = BODIES[api]
-    answered = {name for name, each in table.items() if each.fate is Fate.ANSWERED}
+    answered = {name for name, each in table.items() if each.fate is Treatment.ANSWERED}
     fields = set(body.model_fields)
     assert answered <= fields
-    assert {name for name in fields - answered if table[name].fate is not Fate.HARMLESS} <= {"prompt_logprobs"}
+    assert {name for name in fields - answered if table[name].fate is not Treatment.HARMLESS} <= {"prompt_logprobs"}
 
 
 @pytest.mark.parametrize(

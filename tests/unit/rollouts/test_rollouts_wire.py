@@ -326,7 +326,7 @@ def test_every_enum_value_has_a_wire_value():
 
 
 def _bomb(size: int) -> bytes:
-    """A frame of few bytes that says, truly, that it holds `size` of them."""
+    """Return a frame of few bytes that says, truly, that it holds `size` of them."""
     return zstandard.ZstdCompressor(level=3).compress(bytes(size))
 
 

@@ -101,7 +101,7 @@ def test_a_token_of_any_bytes_is_just_another_token(tmp_path, shown):
 
 
 def test_every_line_is_compared(tmp_path, monkeypatch):
-    """Where a token stands in the file does not show in the time that it takes."""
+    """Where a token is in the file does not show in the time that it takes."""
     path = tmp_path / "tokens"
     made = [new_token() for _ in range(5)]
     path.write_text("\n".join(token_line(token, "x") for token in made))

@@ -1,4 +1,4 @@
-"""Where token logs lie: created once, never overwritten, and the newest of a step is found."""
+"""Where token logs are: created once, never overwritten, and the newest of a step is found."""
 
 import hashlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Clean-ups fail nothing: what cannot be removed stays, is told of, counted, and tried again after a pause."""
+"""Clean-ups fail nothing: what cannot be removed stays, learns of, counted, and tried again after a pause."""
 
 import errno
 import logging

@@ -29,7 +29,7 @@ class Upload:
 
 
 def test_a_long_attempt_that_failed_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One part of a checkpoint's upload is throttled behind its first minute: that ends no training."""
+    """One part of a checkpoint's upload is throttled after its first minute: that ends no training."""
     upload = Upload(monkeypatch, failures=1)
     assert RetryPolicy().run("PUT k", "here", upload) == "stored"
     assert upload.numbers == [0, 1]

@@ -1,4 +1,4 @@
-"""The use of GPUs: read from a stand-in of the driver's library, kept while it is fresh, and carried by heartbeats."""
+"""The use of GPUs: read from a are-in of the driver's library, kept while it is fresh, and carried by heartbeats."""
 
 import ctypes
 import math

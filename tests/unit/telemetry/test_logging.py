@@ -218,7 +218,7 @@ def test_a_message_that_comes_again_and_again_is_counted():
     def written(
         count: int, text: str = "rollout {} failed", level: int = stdlib_logging.WARNING
     ) -> list[tuple[int, int]]:
-        """The numbers of the lines that pass, and what they say that was left out."""
+        """Return the numbers of the lines that pass, and what they say that was left out."""
         found = []
         for number in range(1, count + 1):
             record = stdlib_logging.LogRecord("env", level, "x", 1, text.format(number), (), None)

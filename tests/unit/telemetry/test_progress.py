@@ -10,7 +10,7 @@ from millrace.cli.view.bars import bars, shown_work
 from millrace.inference.vllm_server import stage_of
 from millrace.storage.local import LocalStore
 from millrace.telemetry import progress, waits
-from millrace.telemetry.progress import Doing, counting_bar
+from millrace.telemetry.progress import Activity, counting_bar
 
 
 def reasons():
@@ -18,12 +18,12 @@ def reasons():
 
 
 def test_work_is_a_wait_with_figures_while_it_lasts():
-    with progress.work(Doing.LOAD, "the model", total=8_000_000_000, deadline_s=60) as work:
+    with progress.work(Activity.LOAD, "the model", total=8_000_000_000, deadline_s=60) as work:
         assert reasons() == ["the model to be loaded: 0.0 of 8.0 GB (0 %)"]
         work.add(3_100_000_000)
         assert str(work) == "loading the model: 3.1 of 8.0 GB (39 %)"
         assert reasons() == ["the model to be loaded: 3.1 of 8.0 GB (39 %)"]
-        work.turn_to(Doing.APPLY, "policy 3", waits_on="")
+        work.turn_to(Activity.APPLY, "policy 3", waits_on="")
         assert reasons() == ["policy 3 to be applied"]
     assert reasons() == [] and progress.active() == []
 
@@ -40,7 +40,7 @@ def test_work_is_a_wait_with_figures_while_it_lasts():
     ],
 )
 def test_amounts_are_said_in_their_unit(unit, done, total, said):
-    with progress.work(Doing.SAVE, "it", unit=unit) as work:
+    with progress.work(Activity.SAVE, "it", unit=unit) as work:
         work.at(done, total=total)
         assert work.amount == said
 
@@ -54,7 +54,7 @@ def test_a_line_comes_every_few_seconds_and_at_the_end(monkeypatch):
         if len(lines) > 1:
             is_there.set()
 
-    with progress.said_by(say), progress.work(Doing.LOAD, "environment letters") as work:
+    with progress.send_lines_to(say), progress.work(Activity.LOAD, "environment letters") as work:
         work.detail("its data set")
         assert is_there.wait(30)
     assert lines[1].startswith("loading environment letters: its data set, ")
@@ -63,7 +63,7 @@ def test_a_line_comes_every_few_seconds_and_at_the_end(monkeypatch):
 
 def test_what_is_short_is_not_said():
     lines = []
-    with progress.said_by(lines.append), progress.work(Doing.LOAD, "it"):
+    with progress.send_lines_to(lines.append), progress.work(Activity.LOAD, "it"):
         pass
     assert lines == []
 
@@ -71,7 +71,7 @@ def test_what_is_short_is_not_said():
 def test_what_a_store_copies_counts_for_its_caller(tmp_path):
     store, path = LocalStore(tmp_path / "store"), tmp_path / "file"
     path.write_bytes(b"x" * 1000)
-    with progress.work(Doing.SAVE, "checkpoint 3", total=2000) as work:
+    with progress.work(Activity.SAVE, "checkpoint 3", total=2000) as work:
         store.put_file("a/b", path)
         assert work.amount == "1.0 of 2.0 kB (50 %)"
         store.get_file("a/b", tmp_path / "again")
@@ -79,7 +79,7 @@ def test_what_a_store_copies_counts_for_its_caller(tmp_path):
 
 
 def test_what_is_tried_again_is_not_counted_twice():
-    with progress.work(Doing.DOWNLOAD, "it", total=10) as work:
+    with progress.work(Activity.DOWNLOAD, "it", total=10) as work:
         with pytest.raises(OSError), progress.tried() as count:
             count(7)
             raise OSError
@@ -90,7 +90,7 @@ def test_what_is_tried_again_is_not_counted_twice():
 
 
 def test_counting_from_threads_loses_nothing():
-    with progress.work(Doing.DOWNLOAD, "it", total=8000) as work:
+    with progress.work(Activity.DOWNLOAD, "it", total=8000) as work:
         threads = [threading.Thread(target=lambda: [work.add(1) for _ in range(1000)]) for _ in range(8)]
         for thread in threads:
             thread.start()
@@ -101,7 +101,7 @@ def test_counting_from_threads_loses_nothing():
 
 def test_a_download_from_the_hub_counts_its_bytes():
     """As `snapshot_download` uses its bars: totals grow while files are found, and one bar is of what is written."""
-    with progress.work(Doing.DOWNLOAD, "model m") as work:
+    with progress.work(Activity.DOWNLOAD, "model m") as work:
         bar = counting_bar(work)
         written = bar(name="huggingface_hub.snapshot_download", total=0, initial=0, unit="B", disable=False)
         received = bar(name="huggingface_hub.snapshot_download.transfer", total=0, initial=0, unit="B")
@@ -117,7 +117,7 @@ def test_a_download_from_the_hub_counts_its_bytes():
 def test_a_terminal_gets_bars():
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100)
-    with shown_work(console), progress.work(Doing.DOWNLOAD, "version 3", total=4000) as work:
+    with shown_work(console), progress.work(Activity.DOWNLOAD, "version 3", total=4000) as work:
         work.add(1000)
         console.print(bars())
     assert "downloading version 3" in out.getvalue() and "1.0 of 4.0 kB (25 %)" in out.getvalue()
@@ -133,7 +133,7 @@ def test_a_pipe_gets_lines(monkeypatch):
             return super().write(text)
 
     out = Pipe()
-    with shown_work(Console(file=out)), progress.work(Doing.DOWNLOAD, "version 3", total=4000) as work:
+    with shown_work(Console(file=out)), progress.work(Activity.DOWNLOAD, "version 3", total=4000) as work:
         work.add(1000)
         is_there.clear()
         assert is_there.wait(30)

@@ -11,7 +11,7 @@ MAKE_MODEL = Path(__file__).parents[3] / "examples" / "reverse_text" / "make_mod
 
 @pytest.fixture(scope="session")
 def make_example() -> Callable[[Path], None]:
-    """Runs the example's make_model.py into a directory."""
+    """Return runs the example's make_model.py into a directory."""
 
     def make(directory: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -23,7 +23,7 @@ def make_example() -> Callable[[Path], None]:
 
 @pytest.fixture(scope="session")
 def example(tmp_path_factory: pytest.TempPathFactory, make_example: Callable[[Path], None]) -> Path:
-    """The example's directory: base model and pairs."""
+    """Return the example's directory: base model and pairs."""
     directory = tmp_path_factory.mktemp("reverse-text")
     make_example(directory)
     return directory

@@ -20,7 +20,7 @@ NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CON
 
 @pytest.mark.parametrize("arguments", [[], ["sft", "--config", "c.json"], ["bench", "--config", "c.json"]])
 def test_every_kind_of_trainer_begins_with_it(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in NAMES:  # what the test sets in this process is put back behind it
+    for name in NAMES:  # what the test sets in this process is put back after it
         monkeypatch.setenv(name, "x")
         monkeypatch.delenv(name)
     seen: list[str | None] = []

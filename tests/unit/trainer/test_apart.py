@@ -31,7 +31,7 @@ def made(config: Any) -> Any:
 
 
 def with_chunks() -> Any:
-    """A model whose embeddings change at the 16th token of a row, whichever sample stands there."""
+    """Return a model whose embeddings change at the 16th token of a row, whichever sample is there."""
     chunks: dict[str, Any] = {"attention_chunk_size": 16}
     model = made(Qwen3Config(**SIZES, **HEADS, **chunks))
 
@@ -43,7 +43,7 @@ def with_chunks() -> Any:
 
 
 def with_mean_of_rows() -> Any:
-    """A model that computes a row from all rows of the call."""
+    """Return a model that computes a row from all rows of the call."""
     model = made(Qwen3Config(**SIZES, **HEADS))
     model.get_input_embeddings().register_forward_hook(
         lambda module, args, given: given - given.mean(0, keepdim=True) / 2
@@ -52,7 +52,7 @@ def with_mean_of_rows() -> Any:
 
 
 def with_memory() -> Any:
-    """A model that counts its calls."""
+    """Return a model that counts its calls."""
     model, calls = made(Qwen3Config(**SIZES, **HEADS)), []
 
     def later(module: nn.Module, args: Any, given: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from millrace.trainer.gang.distributed import Gang
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model."""
+    """Return a tiny model."""
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}

@@ -29,7 +29,7 @@ def test_a_cast_is_that_of_torch(source: str, target: str) -> None:
 
 
 def checkpoint(root: Path, tensors: dict[str, torch.Tensor]) -> tuple[LocalStore, dict[str, tuple[str, int]]]:
-    """A checkpoint of one file, stored."""
+    """Return a checkpoint of one file, stored."""
     store, data, rows = LocalStore(root), b"", list[ShardTensor]()
     for name, tensor in tensors.items():
         piece = ShardPiece("rank-00000.bin", len(data), 0, tensor.numel())

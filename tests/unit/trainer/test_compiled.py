@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def forget_graphs() -> Iterator[None]:
-    """What one test compiled is none of the next one's."""
+    """Yield what one test compiled is none of the next one's."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -70,7 +70,7 @@ def micro_batch(lengths: Sequence[int], rows: Rows | None = None) -> MicroBatch:
 
 
 def learned(trained: nn.Module, batch: MicroBatch) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Log-probs and gradients."""
+    """Return log-probs and gradients."""
     trained.zero_grad()
     logprobs_BT, _ = token_logprobs(trained, batch)
     logprobs_BT[batch.loss_mask_BT].mean().backward()

@@ -26,7 +26,7 @@ def worker() -> TrainerWorker:
 
 @pytest.fixture
 def work(worker: TrainerWorker) -> Iterator[Callable[[Callable[[], None]], TrainerStatus]]:
-    """Has the worker do a job of run `a`, and gives the status that it says behind it."""
+    """Yield has the worker do a job of run `a`, and gives the status that it says behind it."""
 
     def work(job: Callable[[], None]) -> TrainerStatus:
         done, errors = threading.Event(), list[BaseException]()
@@ -64,7 +64,7 @@ def asked(worker: TrainerWorker) -> int:
 
 
 def lend_when_asked(worker: TrainerWorker, *turns: int) -> threading.Thread:
-    """Answers the turn that the trainer asks for with these, one after the other, as heartbeats do."""
+    """Return answers the turn that the trainer asks for with these, one after the other, as heartbeats do."""
 
     def answer() -> None:
         ends = time.monotonic() + 10
@@ -81,7 +81,7 @@ def lend_when_asked(worker: TrainerWorker, *turns: int) -> threading.Thread:
 
 def test_a_turn_is_asked_for_at_once_and_given_back_at_once(worker: TrainerWorker, work: Work) -> None:
     told: list[int] = []
-    worker.tell_soon = lambda: told.append(asked(worker))
+    worker.heartbeat_soon = lambda: told.append(asked(worker))
     turn = DeviceTurn(Gang(), worker)
 
     def job() -> None:

@@ -94,7 +94,7 @@ def test_a_gang_shares_its_state_and_gathers_blocks(plain: Simulated):
 
 @pytest.fixture(scope="module")
 def alone() -> Simulated:
-    """One block on one GPU."""
+    """Return one block on one GPU."""
     return simulate_whole(trainer(), model_config(blocks=1), num_gpus=1)
 
 
@@ -145,7 +145,7 @@ def _real() -> Any:
 
 
 def fake_simulate(config: TrainerConfig, num_gpus: int) -> Simulated:
-    """A step whose memory is easy to foresee."""
+    """Return a step whose memory is easy to foresee."""
     size = 100 // num_gpus
     size -= 40 if config.model.lora else 0
     size -= 20 if config.model.ac else 0

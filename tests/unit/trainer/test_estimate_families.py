@@ -104,7 +104,7 @@ def trainer(**model: Any) -> TrainerConfig:
 
 
 def own_count(config: PretrainedConfig) -> int:
-    """How many parameters transformers' model has."""
+    """Return how many parameters transformers' model has."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return sum(each.numel() for each in model.parameters())
@@ -124,7 +124,7 @@ def test_a_family_is_estimated_with_all_of_its_parameters(family: str):
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_long_model_of_a_family_is_the_whole_one(family: str):
-    """Where blocks are alike two short models stand for it; where they are not, none may."""
+    """Where blocks are alike two short models represent it; where they are not, none may."""
     config = FAMILIES[family](LONG)
     found = simulate(trainer(), config, num_gpus=0)
     assert found == simulate_whole(trainer(), config, num_gpus=0)

@@ -76,7 +76,7 @@ def test_no_rows_and_other_formats_do_not_fit() -> None:
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A process group of this process only."""
+    """Yield a process group of this process only."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -100,7 +100,7 @@ def test_a_layer_of_experts_computes_the_same_by_kernel(alone: None, monkeypatch
 
 
 def learned(monkeypatch: pytest.MonkeyPatch, *, has_kernel: bool) -> dict[str, torch.Tensor]:
-    """The gradients of a tiny model in bfloat16."""
+    """Return the gradients of a tiny model in bfloat16."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     monkeypatch.setattr(expert_parallel, "has_kernel", lambda device: has_kernel)

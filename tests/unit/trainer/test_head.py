@@ -186,7 +186,7 @@ def model_of(kind: str) -> nn.Module:
         case _:
             config = GemmaConfig(**sizes)
     model = AutoModelForCausalLM.from_config(config).eval()
-    if kind == "scaled":  # as Gemma 2 and Cohere do behind their heads
+    if kind == "scaled":  # as Gemma 2 and Cohere do after their heads
         inner = model.forward
 
         def forward(**arguments: Any) -> Any:

@@ -29,7 +29,7 @@ ROWS: Rows = [
 
 
 def inputs_of(rows: Rows, *, width: int = 6) -> LossInputs:
-    """Rows behind one prompt token, padded: what is no member has values that would show."""
+    """Return rows after one prompt token, padded: what is no member has values that would show."""
     shape = (len(rows), width)
     trainer, inference, advantages = (torch.full(shape, value, dtype=torch.float64) for value in (-50.0, 0.0, 9.0))
     mask = torch.zeros(shape, dtype=torch.bool)
@@ -53,7 +53,7 @@ def group_tokens(rows: Rows) -> list[int]:
 
 
 def found(rows: Rows, config: LossConfig) -> tuple[float, list[list[float]]]:
-    """The loss of a batch, and its gradient at every token."""
+    """Return the loss of a batch, and its gradient at every token."""
     tokens = group_tokens(rows)
     inputs = replace(inputs_of(rows), group_tokens=torch.tensor(tokens)[:, None])
     counted = divisor(config, num_tokens=sum(map(len, rows)), num_samples=len(rows), num_groups=len(rows) // 2)
@@ -69,7 +69,7 @@ Objective = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 
 def clipped(low: float, high: float, dual: float | None = None) -> Objective:
-    """min(r A, clip(r) A), and for A < 0 not below dual * A."""
+    """Return min(r A, clip(r) A), and for A < 0 not below dual * A."""
 
     def objective(t: torch.Tensor, i: torch.Tensor, advantage: float) -> torch.Tensor:
         ratio = torch.exp(t - i)
@@ -82,7 +82,9 @@ def clipped(low: float, high: float, dual: float | None = None) -> Objective:
 
 
 def gspo(low: float, high: float) -> Objective:
-    """The ratio of the sequence to the power 1/length, shared by its tokens (eq. 5 and 7 of arXiv:2507.18071)."""
+    """Return the ratio of the sequence to the power 1/length, shared by its tokens (eq. 5 and 7 of
+    arXiv:2507.18071).
+    """
 
     def objective(t: torch.Tensor, i: torch.Tensor, advantage: float) -> torch.Tensor:
         ratio = (torch.exp(t.sum() - i.sum())) ** (1 / len(t))
@@ -92,7 +94,7 @@ def gspo(low: float, high: float) -> Objective:
 
 
 def cispo(low: float, high: float) -> Objective:
-    """The clipped ratio, without a gradient, times A log pi (eq. 4 of arXiv:2506.13585)."""
+    """Return the clipped ratio, without a gradient, times A log pi (eq. 4 of arXiv:2506.13585)."""
 
     def objective(t: torch.Tensor, i: torch.Tensor, advantage: float) -> torch.Tensor:
         return torch.clamp(torch.exp(t - i), 1 - low, 1 + high).detach() * advantage * t
@@ -105,7 +107,7 @@ def importance(t: torch.Tensor, i: torch.Tensor, advantage: float) -> torch.Tens
 
 
 def inside(threshold: float) -> Objective:
-    """Importance sampling where the probability moved by no more than the threshold (prime-rl's ipo)."""
+    """Return Importance sampling where the probability moved by no more than the threshold (prime-rl's ipo)."""
 
     def objective(t: torch.Tensor, i: torch.Tensor, advantage: float) -> torch.Tensor:
         return torch.where((t.exp() - i.exp()).abs() <= threshold, torch.exp(t - i) * advantage, 0.0)
@@ -114,7 +116,9 @@ def inside(threshold: float) -> Objective:
 
 
 def capped(keep: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor], cap: float) -> Objective:
-    """The ratio of a kept token counts at most `cap`, and its gradient is that of the policy (prime-rl, 2026-10)."""
+    """Return the ratio of a kept token counts at most `cap`, and its gradient is that of the policy (prime-rl,
+    2026-10).
+    """
 
     def objective(t: torch.Tensor, i: torch.Tensor, advantage: float) -> torch.Tensor:
         return torch.where(keep(t, i, advantage), torch.exp(t - i).detach().clamp(max=cap) * advantage * t, 0.0)
@@ -130,7 +134,7 @@ def reinforce_tis(cap: float) -> Objective:
 
 
 def expected(rows: Rows, objective: Objective, *, aggregation: str, constant: int = 1) -> list[list[float]]:
-    """The gradient of the loss, sample by sample, by autograd over the objective."""
+    """Return the gradient of the loss, sample by sample, by autograd over the objective."""
     gradients = []
     for tokens in rows:
         t = torch.tensor([token[0] for token in tokens], dtype=torch.float64, requires_grad=True)

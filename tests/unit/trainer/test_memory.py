@@ -62,7 +62,7 @@ def model(*, dropout: float = 0.0) -> nn.Module:
 
 
 def backward(trained: nn.Module) -> tuple[int, list[torch.Tensor]]:
-    """Bytes that the forward leaves behind for the backward, and the gradients."""
+    """Return bytes that the forward leaves behind for the backward, and the gradients."""
     torch.manual_seed(1)
     tokens = torch.arange(2 * 48).view(2, 48) % 32
     with Live() as live:

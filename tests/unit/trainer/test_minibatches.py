@@ -63,7 +63,9 @@ def gradient(inputs: LossInputs, config: LossConfig) -> list[float]:
 
 
 def decoupled(advantage: float, weight: Any, *, low: float, high: float) -> list[float]:
-    """The objective of decoupled PPO (arXiv:2110.00641, eq. 5), token by token, weighed by a function of p / mu."""
+    """Return the objective of decoupled PPO (arXiv:2110.00641, eq. 5), token by token, weighed by a function of p /
+    mu.
+    """
     found = []
     for t, p, i in TOKENS:
         log_prob = torch.tensor(t, dtype=torch.float64, requires_grad=True)
@@ -98,7 +100,7 @@ def test_decoupled_ppo_clips_around_the_policy_before_the_batch(
 
 @pytest.mark.parametrize("type_", ["ppo", "importance_sampling"])
 def test_in_the_first_step_nothing_has_moved(type_: str) -> None:
-    """No proximal policy stands for the trained one."""
+    """No proximal policy represents the trained one."""
     config = LossConfig.model_validate({"type": type_, "correction": [{"type": "token_tis"}]})
     first = inputs_of(A, is_first=True)
     same = replace(first, trainer_logprobs=first.trainer_logprobs.detach().clone().requires_grad_())

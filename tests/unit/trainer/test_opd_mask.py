@@ -14,7 +14,9 @@ VOCABULARY, CONTEXTS = 32, 2000
 
 
 def policies(drift: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probs [contexts, vocabulary] of the policy that sampled, of the one that is trained, of the teacher."""
+    """Return log-probs [contexts, vocabulary] of the policy that sampled, of the one that is trained, of the
+    teacher.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def noise() -> torch.Tensor:
@@ -26,7 +28,7 @@ def policies(drift: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def gradients(drift: float) -> tuple[torch.Tensor, torch.Tensor, float, float]:
-    """Ours and prime-rl's with respect to the logits; the share of sampled tokens that each of them drops."""
+    """Return ours and prime-rl's with respect to the logits; the share of sampled tokens that each of them drops."""
     sampled, trained, teacher = policies(drift)
     advantages, whole = teacher - trained, torch.ones_like(sampled)
     inputs = LossInputs(

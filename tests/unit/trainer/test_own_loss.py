@@ -21,7 +21,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of each kind; seven rows of 24 tokens, which is their border, and one of 46."""
+    """Return a model of each kind; seven rows of 24 tokens, which is their border, and one of 46."""
     directory = tmp_path_factory.mktemp("own-loss")
     for kind in ("longrope", "dynamic"):
         scaled_positions.model_of(kind).save_pretrained(directory / kind)
@@ -33,7 +33,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def losses(inputs: Path, output: Path, kind: str, layout: str) -> list[float]:
-    """Loss, gradient norm and validation loss of two steps."""
+    """Return loss, gradient norm and validation loss of two steps."""
     data = {"name": str(inputs / "rows.jsonl"), "batch_size": 8, "seq_len": 64, "shuffle": False}
     document = {
         "model": {"name": str(inputs / kind)},

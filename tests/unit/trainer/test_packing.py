@@ -99,7 +99,7 @@ def micro_batches(
 def learned(
     model: nn.Module, rank: list[MicroBatch], everything: list[MicroBatch], config: LossConfig
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """The loss of some micro-batches of a batch, and its gradient."""
+    """Return the loss of some micro-batches of a batch, and its gradient."""
     model.zero_grad()
     num_tokens = sum(each.num_rl_tokens for each in everything)
     num_samples = sum(each.num_rl_samples for each in everything)

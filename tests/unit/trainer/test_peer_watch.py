@@ -93,7 +93,7 @@ def start_gang() -> Iterator[Callable[[str], tuple[subprocess.Popen[str], subpro
     keepers: list[int] = []
 
     def start(sockets: str) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
-        """A rank that is in a collective, and the one that it waits for."""
+        """Return a rank that is in a collective, and the one that it waits for."""
         gang = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         environ = {**os.environ, **gang, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "SOCKETS": sockets}
         command = [sys.executable, "-c", GANG]

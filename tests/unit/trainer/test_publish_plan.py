@@ -1,4 +1,4 @@
-"""Under which lineage a resumed trainer publishes, from what lies in the store."""
+"""Under which lineage a resumed trainer publishes, from what is in the store."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -35,7 +35,7 @@ def plan(directory: Path, published: list[tuple[int, int]], *, start_step: int, 
 
 @pytest.mark.parametrize("in_new_lineage", [(), (15, 16)])
 def test_a_strict_lineage_has_no_versions_of_the_one_before(tmp_path: Path, in_new_lineage: tuple[int, ...]) -> None:
-    """Other ranks computed the steps up to 14 again in lineage 1, and saved checkpoint 12: 12 to 14 stand as they are.
+    """Other ranks computed the steps up to 14 again in lineage 1, and saved checkpoint 12: 12 to 14 are as they are.
 
     Published once more, version 12 would be refused by the log, which has another one, and the run would fail.
     """

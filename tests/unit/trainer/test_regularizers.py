@@ -22,7 +22,7 @@ def logits(seed: int) -> torch.Tensor:
 def every_token(
     policy: torch.Tensor, *, behaviour: torch.Tensor, reference: torch.Tensor, advantages: Any
 ) -> LossInputs:
-    """One sample of one token for each token of the vocabulary, behind a prompt token."""
+    """Return one sample of one token for each token of the vocabulary, after a prompt token."""
     shape = (VOCABULARY, 2)
 
     def second(values: torch.Tensor) -> torch.Tensor:

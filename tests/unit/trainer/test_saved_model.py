@@ -50,7 +50,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
 
 @pytest.fixture(scope="module")
 def routed(models: Mapping[str, Path]) -> Any:
-    """A DeepSeek-V3 with experts, whose router's bias bfloat16 has no room for."""
+    """Return a DeepSeek-V3 with experts, whose router's bias bfloat16 has no room for."""
     model = load_model(models["deepseek_v3, experts"])
     model.get_buffer(BIAS).copy_(torch.tensor([7.001, 7.002, 7.003, 7.004]))
     return model

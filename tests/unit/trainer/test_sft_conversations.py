@@ -60,7 +60,7 @@ def turns(*contents: str, first: str = "user") -> list[dict[str, Any]]:
 
 
 def trained_text(base: Path, row: dict[str, Any], template: str = PLAIN, **loss_mask: bool) -> tuple[str, list[str]]:
-    """The whole text of the sample, and the stretches of it that are trained on."""
+    """Return the whole text of the sample, and the stretches of it that are trained on."""
     tokenizer = tokenizer_with(base, template)
     token_ids, trained = ConversationEncoder(tokenizer, LossMaskConfig(**loss_mask)).encode(conversation_of(row))
     stretches: list[list[int]] = []

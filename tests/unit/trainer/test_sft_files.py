@@ -1,4 +1,4 @@
-"""Data files of SFT: each is read whole, or refused with the file, the row and what mends it."""
+"""Data files of SFT: each is read whole, or refused with the file, the row and what fixes it."""
 
 import datetime
 import gzip
@@ -29,7 +29,7 @@ BOM = b"\xef\xbb\xbf"
 
 
 def gz(data: bytes) -> bytes:
-    """Packed with gzip, in every process alike: parameters of tests are part of their names."""
+    """Return packed with gzip, in every process alike: parameters of tests are part of their names."""
     return gzip.compress(data, mtime=0)
 
 

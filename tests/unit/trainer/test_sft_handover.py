@@ -70,7 +70,7 @@ def test_what_is_made_again_is_evaluated_again_and_nothing_twice(example: Path, 
     shutil.rmtree(tmp_path / "sft" / "checkpoints" / "sft" / "runs" / "run" / "checkpoints" / "00000004")
     (evals / "due").mkdir()
     (evals / "due" / ".step-2.done").mkdir()  # a removal that a kill has cut off
-    fine_tune(make_config(example, tmp_path))  # goes on behind step 2
+    fine_tune(make_config(example, tmp_path))  # goes on after step 2
     assert due(tmp_path) == ["last-4"]
     assert sorted(path.name for path in evals.iterdir()) == ["begun", "due", "step-0", "step-2"]
     assert json.loads((evals / "begun").read_text()) == 2

@@ -126,7 +126,7 @@ def test_a_step_whose_rows_are_all_left_out_takes_the_next_ones(example: Path, t
 
 
 def make_broken(example: Path, target: Path) -> Path:
-    """A start model with weights so large that no gradient is finite: every step is skipped."""
+    """Return a start model with weights so large that no gradient is finite: every step is skipped."""
     model = AutoModelForCausalLM.from_pretrained(example / "base")
     with torch.no_grad():
         model.model.norm.weight.fill_(1e25)
@@ -178,14 +178,14 @@ def test_validation_is_at_the_interval_and_at_the_end(example: Path, tmp_path: P
 
 
 def val_loss(example: Path, output: Path, **data: Any) -> float:
-    """The loss of the start model on the rows of `output`'s parent, under these keys of `val.data`."""
+    """Return the loss of the start model on the rows of `output`'s parent, under these keys of `val.data`."""
     val = {"interval": 9, "eval_on_start": True, "data": {"name": str(output.parent / "rows"), **data}}
     steps_of(make_config(example, output, val=val, max_steps=1, ckpt=None))
     return next(line["val/loss"] for line in lines_of(output))
 
 
 def step_loss(example: Path, output: Path, *, rows: list[str], **data: Any) -> float:
-    """The loss of the first step, which takes all of these rows."""
+    """Return the loss of the first step, which takes all of these rows."""
     output.mkdir()
     (output / "rows.jsonl").write_text("\n".join(rows) + "\n")
     data = {"name": str(output / "rows.jsonl"), "batch_size": len(rows), "seq_len": 64, **data}

@@ -25,7 +25,7 @@ def turns(*contents: str) -> list[dict[str, Any]]:
 
 
 def shown(tokenizer: Any, token_ids: Any, trained: Any) -> str:
-    """The tokens' text, with what is trained on in brackets."""
+    """Return the tokens' text, with what is trained on in brackets."""
     runs = groupby(zip(token_ids, trained, strict=True), key=lambda each: bool(each[1]))
     texts = [(flag, tokenizer.decode([token_id for token_id, _ in run])) for flag, run in runs]
     return "".join(f"[{text}]" if flag else text for flag, text in texts)
@@ -91,7 +91,7 @@ def test_the_first_message_is_no_turn_of_the_assistant_that_an_engine_samples() 
         encoded(tokenizer, {"messages": [greeting]})
 
 
-MARKED = (  # marks the header and the line break behind the end, too, and ends earlier turns otherwise
+MARKED = (  # marks the header and the line break after the end, too, and ends earlier turns otherwise
     "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<|start|>assistant\n{{ m.content }}"
     "{{ '<|return|>\n' if loop.last else '<|end|>\n' }}{% endgeneration %}"
     "{% else %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endif %}{% endfor %}"
@@ -149,7 +149,7 @@ def text_row(tokenizer: Any, prompt: str, completion: str) -> str:
 
 
 def spaced_tokenizer() -> Any:
-    """One that puts a space before a text, as SentencePiece does."""
+    """Return one that puts a space before a text, as SentencePiece does."""
     vocabulary = {"▁": 0, **{letter: at + 1 for at, letter in enumerate("abcdef")}, "<unk>": 7, "</s>": 8, "<s>": 9}
     made = Tokenizer(models.BPE(vocab={**vocabulary, "▁c": 10}, merges=[("▁", "c")], unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first")
@@ -165,7 +165,7 @@ def test_text_rows_are_tokenised_joined_and_end_once(monkeypatch: pytest.MonkeyP
     spaced = spaced_tokenizer()
     sample = RowEncoder(spaced, seq_len=64).encode({"prompt": "ab", "completion": "cd"})
     assert sample is not None and spaced.convert_ids_to_tokens(sample.token_ids) == ["▁", "a", "b", "c", "d", "</s>"]
-    sample = RowEncoder(spaced, seq_len=64).encode({"prompt": "ab ", "completion": "cd"})  # "▁c" lies across the border
+    sample = RowEncoder(spaced, seq_len=64).encode({"prompt": "ab ", "completion": "cd"})  # "▁c" is across the border
     assert sample is not None and spaced.convert_ids_to_tokens(sample.token_ids) == [*"▁ab▁cd", "</s>"]
     assert sample.ce_weights is not None and sample.ce_weights.tolist() == [0, 0, 0, 0, 1, 1, 1]
     monkeypatch.setattr(type(spaced), "is_fast", False)  # without offsets

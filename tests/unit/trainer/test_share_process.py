@@ -48,7 +48,7 @@ def pid_of(trainer: Trainer, rank: int = 0) -> int:
 
 
 def written(store: LocalStore) -> list[tuple[str, bytes]]:
-    """Names and bytes of all objects; what is random in the names is numbered."""
+    """Return names and bytes of all objects; what is random in the names is numbered."""
     keys = [info.key for info in store.list("p/")]
     fresh = {key.split("/")[-2]: "" for key in keys if not key.endswith("manifest.json")}
     found = []

@@ -72,7 +72,7 @@ def sample(index: int) -> TrainSample:
 
 
 def batch(step: int) -> Batch:
-    """Two minibatches; the first one has two micro-batches."""
+    """Return two minibatches; the first one has two micro-batches."""
     header = batch_pb2.BatchHeader(run_uid="run-a", step=step)
     for index, length in enumerate(LENGTHS):
         header.samples.add(length=length, ordinal=index // 2, member=index % 2)
@@ -88,7 +88,7 @@ def batch(step: int) -> Batch:
 
 
 def hand_over(to: TokenLogWriter, step: int) -> None:
-    """What the loop does of a step; the value of a token says where it stands."""
+    """What the loop does of a step; the value of a token says where it is."""
     taken = batch(step)
     rows = to.collect(taken)
     for minibatch in taken.minibatches if rows is not None else ():

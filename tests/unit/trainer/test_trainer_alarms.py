@@ -1,4 +1,4 @@
-"""When the mismatch of trainer and engine is told of: once as it grows, and where it is large from the beginning."""
+"""When the mismatch of trainer and engine learns of: once as it grows, and where it is large from the beginning."""
 
 import pytest
 

@@ -64,7 +64,7 @@ async def test_an_agent_that_ends_when_asked_is_no_failure(settings: Settings, m
             self._trainer.stop()
             await stopping.wait()
 
-        async def tell_now(self, *, timeout_s: float) -> bool:
+        async def heartbeat_now(self, *, timeout_s: float) -> bool:
             return True
 
     monkeypatch.setattr(registered, "WorkerAgent", Agent)

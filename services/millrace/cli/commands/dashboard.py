@@ -50,7 +50,9 @@ def dashboard(url: str | None, directory: Path | None, browser: bool | None) -> 
 
 
 def _page_that_leads_to(address: str) -> Path:
-    """A file that only this user reads: a browser's command line, which all users see, must not have the code in it."""
+    """Return a file that only this user reads: a browser's command line, which all users see, must not have the code
+    in it.
+    """
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not cache.is_absolute():  # a relative one is to be ignored
         cache = Path.home() / ".cache"
@@ -66,7 +68,7 @@ def _page_that_leads_to(address: str) -> Path:
 
 
 def _of_stack(directory: Path | None) -> str:
-    """Return the address that the stack says, which is the only one here where no directory is named."""
+    """Return the address in the stack's file; without a directory, of the only stack here."""
     from millrace.cli.connection import OUTPUTS, choose_stack, read_stack
 
     stack = choose_stack(option="--dir") if directory is None else read_stack(directory)
@@ -81,7 +83,7 @@ def _of_stack(directory: Path | None) -> str:
 
 
 def _code_path(base: str) -> str:
-    """The path that logs in, from the server at `base`."""
+    """Return the path that logs in, from the server at `base`."""
     from millrace.cli.connection import environ
     from millrace.decoding import decode_object
     from millrace.errors import CorruptObjectError, UnavailableError

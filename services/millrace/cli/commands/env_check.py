@@ -143,7 +143,7 @@ def _describe_rollout(rollout: "Rollout") -> dict[str, Any]:
 
 
 def _lines(result: dict[str, Any]) -> list[str]:
-    """The result for people."""
+    """Return the result for people."""
     lines = [f"environment {result['env']} (API {result['api']}) can be loaded"]
     if "status" not in result:
         return lines

@@ -43,7 +43,7 @@ _H100_TFLOPS = 989.0
 
 @click.command(cls=RawCommand, epilog=_HELP)
 def estimate(arguments: tuple[str, ...]) -> int:
-    """Say what a step of a run takes of memory on each GPU, whether it fits, which key brings it down, and tokens/s.
+    """Print a step's memory on each GPU, whether the run fits, which key reduces the memory, and tokens/s.
 
     Takes a config of `millrace rl` or `millrace sft`. Of the model only its config.json is read, and no device is
     used. Exits 0 if the run fits, else 1.
@@ -64,7 +64,7 @@ def estimate(arguments: tuple[str, ...]) -> int:
 
 
 def _document(arguments: Sequence[str]) -> "type[RLConfig | SFTConfig]":
-    """What the first file configures; an RL run where that is not clear."""
+    """Return the document that the first file configures; an RL run where that is not clear."""
     from millrace.cli.session.config_file import read_raw
     from millrace.config import RLConfig, SFTConfig
     from millrace.config.prime_rl.translation import kind_of
@@ -100,7 +100,9 @@ def _estimate(loaded: "Loaded[Any]") -> "Estimate":
 
 
 def _code() -> Any:
-    """`millrace.trainer.estimate.estimate`, by name: the command line works without torch, which only this needs."""
+    """Return `millrace.trainer.estimate.estimate`, imported by name: the command line works without torch, which
+    only the estimate needs.
+    """
     try:
         return importlib.import_module("millrace.trainer.estimate.estimate")
     except ModuleNotFoundError as error:
@@ -110,7 +112,7 @@ def _code() -> Any:
 def _number(
     flags: Mapping[str, str | bool], name: str, default: float, *, whole: bool = False, most: float = float("inf")
 ) -> float:
-    """A flag that is a number from 0 to `most`."""
+    """Return a flag that is a number from 0 to `most`."""
     text = str(flags.get(name, default))
     try:
         value = float(int(text)) if whole else float(text)

@@ -29,7 +29,7 @@ class _EvalCommand(RawCommand):
     """As `RawCommand`, but `eval show` has a help of its own."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Leave everything behind `show` to it."""
+        """Leave every argument after `show` to the subcommand."""
         if args[:1] != ["show"]:
             return super().parse_args(ctx, args)
         ctx.params["arguments"] = tuple(args)

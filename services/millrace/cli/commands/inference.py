@@ -26,12 +26,12 @@ def inference(arguments: tuple[str, ...]) -> int:
     one that the config names. Without an orchestrator it serves that model as an OpenAI-compatible server.
     """
     from millrace.cli.session.bench import inference_bench, is_bench, run_bench
-    from millrace.cli.session.config_file import refuse_flags_of_runs, say_notes
+    from millrace.cli.session.config_file import print_notes, refuse_flags_of_runs
     from millrace.cli.session.service_start import load_replica, start_replica
 
     loaded = load_replica(arguments)
     refuse_flags_of_runs(loaded, command="inference")
-    say_notes(loaded.notes)
+    print_notes(loaded.notes)
     if loaded.flags.get("dry-run"):
         import json
 

@@ -23,7 +23,7 @@ def rl(arguments: tuple[str, ...]) -> int:
     Starts the local stack for the run and tears it down afterwards; with --server or MILLRACE_SERVER it submits the
     run there and follows it (Ctrl-C detaches, and the run continues).
     """
-    from millrace.cli.session.prepare import look_at_models, prepare, print_config
+    from millrace.cli.session.prepare import prepare, print_config, validate_models
 
     prepared = prepare(arguments)
     if prepared.flags.get("bench") and not prepared.is_dry_run:
@@ -34,7 +34,7 @@ def rl(arguments: tuple[str, ...]) -> int:
 
         interrupts.run(lambda signals: check_environments(prepared, server=prepared.server))
     if prepared.is_dry_run:
-        look_at_models(prepared.config)
+        validate_models(prepared.config)
         print_config(prepared.config, only=prepared.shown)
         return 0
     from millrace.cli import interrupts
@@ -51,7 +51,9 @@ def rl(arguments: tuple[str, ...]) -> int:
 
 
 def _bench(prepared: "Prepared") -> int:
-    """The trainer on fake samples, the engine on random prompts, and the orchestrator with both but for learning."""
+    """Return the trainer on fake samples, the engine on random prompts, and the orchestrator with both but for
+    learning.
+    """
     from millrace.cli import interrupts
     from millrace.cli.session.bench import Bench, inference_bench, run_bench, trainer_bench
     from millrace.cli.session.orchestrator_bench import bench_orchestrator

@@ -38,7 +38,7 @@ def _command(name: str, about: str) -> click.Command:
 
 
 def _bench(name: str, loaded: "Loaded[Any]") -> int:
-    """A trainer on fake samples; CliError for an env-server."""
+    """Return a trainer on fake samples; CliError for an env-server."""
     from millrace.cli import interrupts
     from millrace.cli.errors import CliError
     from millrace.cli.session.bench import run_bench, trainer_bench
@@ -59,7 +59,7 @@ def _bench(name: str, loaded: "Loaded[Any]") -> int:
 
 
 def _bench_orchestrator(arguments: Sequence[str]) -> int:
-    """The steps of its part of a run, or of a whole one, on a stack of its own."""
+    """Return the steps of its part of a run, or of a whole one, on a stack of its own."""
     from millrace.cli import interrupts
     from millrace.cli.session.orchestrator_bench import bench_orchestrator
     from millrace.cli.session.prepare import print_config

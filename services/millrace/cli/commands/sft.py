@@ -33,12 +33,12 @@ def sft(arguments: tuple[str, ...]) -> int:
     from millrace.cli.session.bench import flags, is_bench, run_bench, trainer_bench
     from millrace.cli.session.config_file import (
         explained,
+        print_notes,
         refuse_blocked,
         refuse_check,
         require_file_or_model,
-        say_notes,
     )
-    from millrace.cli.session.prepare import check_models, check_new_name, look_at_fine_tuning, print_config
+    from millrace.cli.session.prepare import check_models, check_new_name, print_config, validate_fine_tuning
     from millrace.config import SFTConfig
     from millrace.config.load import load
 
@@ -52,10 +52,10 @@ def sft(arguments: tuple[str, ...]) -> int:
     if name := loaded.flags.get("name"):
         check_new_name(str(name), option="--name")
         config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
-    say_notes(loaded.notes)
+    print_notes(loaded.notes)
     benches = is_bench(loaded.flags)
     if loaded.flags.get("dry-run"):
-        look_at_fine_tuning(config)
+        validate_fine_tuning(config)
         print_config(config)
         return 0
     refuse_blocked(loaded.notes)

@@ -34,12 +34,12 @@ def import_files(files: tuple[str, ...], kind: str | None, out: Path | None) -> 
     to --out; standard error says of every key what became of it. Nothing is written if a key has no meaning here.
     """
     from millrace.cli.errors import CliError
-    from millrace.cli.session.config_file import import_config, say_notes
+    from millrace.cli.session.config_file import import_config, print_notes
 
     if out is not None and out.exists():
         raise CliError(f"{out} exists", hint="name another file with --out: nothing is overwritten")
     text, notes, how = import_config(files, kind=kind, out=out)
-    say_notes(notes)
+    print_notes(notes)
     if out is None:
         click.echo(text, nl=False)
     else:
@@ -53,7 +53,7 @@ def import_files(files: tuple[str, ...], kind: str | None, out: Path | None) -> 
 
 @click.group()
 def token() -> None:
-    """Make bearer tokens. Servers keep only their hashes; nobody can show a token again."""
+    """Make bearer tokens. Servers keep only hashes, so a token cannot be shown again."""
 
 
 @token.command()
@@ -122,7 +122,7 @@ _PACKAGES = ("grpcio", "protobuf", "pydantic", "redis", "verifiers", "torch", "t
 
 @click.command()
 def version() -> None:
-    """Show the versions of Millrace and of what it stands on."""
+    """Show the versions of Millrace and of its libraries."""
     click.echo(f"millrace {millrace.__version__}   python {platform.python_version()} on {platform.platform()}")
     for name in _PACKAGES:
         try:

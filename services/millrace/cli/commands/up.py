@@ -51,7 +51,7 @@ def up(
 ) -> None:
     """Start the one-machine stack and leave it running until Ctrl-C.
 
-    Redis, object store, orchestrator, env-server, inference, trainer. Its data lies under --dir and is there again when
+    Redis, object store, orchestrator, env-server, inference, trainer. Its data is under --dir and is there again when
     the stack is started again. A process that dies is started again, and runs go on. vLLM gets the first GPU, the
     trainer one rank on each other one; of one GPU vLLM takes 0.4.
     """
@@ -84,7 +84,7 @@ def up(
         interrupts.run(lambda signals: _serve(options, signals))
     except Interrupted:
         again = shlex.join(restart_command(directory, listen))
-        click.echo(f"stopped. Its runs lie in {directory} and go on with the next `{again}`", err=True)
+        click.echo(f"stopped. Its runs are in {directory} and go on with the next `{again}`", err=True)
         raise
 
 
@@ -99,7 +99,7 @@ async def _serve(options: "StackOptions", signals: "Interrupts") -> None:
 
     note(f"starting the stack in {options.directory}; process logs: {options.directory / 'logs'}")
     async with LocalStack(options, note=note) as stack:
-        signals.on_second(stack.supervisor.hurry.set)
+        signals.on_second(stack.supervisor.skip_grace.set)
         try:
             await stack.start()
             click.echo(f"ready. The orchestrator listens on {stack.address}, the engine on {stack.http_url}")
@@ -113,7 +113,7 @@ async def _serve(options: "StackOptions", signals: "Interrupts") -> None:
 
 
 def restart_command(directory: Path, listen: str) -> list[str]:
-    """The command line that starts this stack again."""
+    """Return the command line that starts this stack again."""
     words = ["millrace", "up"]
     words += [] if directory == DEFAULT_DIRECTORY else ["--dir", str(directory)]
     return words + ([] if listen == DEFAULT_LISTEN else ["--listen", listen])

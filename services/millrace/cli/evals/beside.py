@@ -62,7 +62,7 @@ def engine_beside(
             f"vLLM would evaluate on a GPU that the training takes whole: this machine shows {shown}",
             reason="GPU_UNUSABLE",
             remedy='set `inference.engine = "embedded"`, which evaluates on the CPU, or leave [eval] out and evaluate '
-            "the model behind the training",
+            "the model after the training",
         )
     own = {"inference": assigned["inference"]} if "inference" in assigned else {}
     return EvaluationEngine(inference=inference, gpus=own), assigned.get("trainer")
@@ -72,7 +72,7 @@ class Evaluations:
     """Plays what is due, one after the other, and writes the figures."""
 
     def __init__(self, config: SFTConfig, evaluation: SFTEvalConfig, directory: Path, engine: EvaluationEngine) -> None:
-        """`directory` is that of the fine-tuning."""
+        """Set up the evaluations; `directory` is the directory of the fine-tuning."""
         self._config = config
         self._evaluation = evaluation
         self._directory = directory
@@ -114,7 +114,7 @@ class Evaluations:
         return sorted(found, key=_step_of)
 
     async def _evaluate(self, weights: Path, interrupts: Interrupts) -> None:
-        """Play one evaluation to its figures, or say why there are none; its weights are removed behind it."""
+        """Run one evaluation and return its figures, or why there are none; then remove its weights."""
         step = _step_of(weights)
         logs = self._root / f"step-{step}.log"
         try:
@@ -210,27 +210,27 @@ class Evaluations:
 @contextlib.asynccontextmanager
 async def evaluating(
     config: SFTConfig, directory: Path, interrupts: Interrupts, *, engine: EvaluationEngine
-) -> AsyncIterator["Evaluating"]:
+) -> AsyncIterator["RunningEvaluations"]:
     """Evaluate what comes due while the block lasts; the config has `[eval]`."""
     assert config.eval is not None
     evaluations = Evaluations(config, config.eval, directory, engine)
     task = asyncio.create_task(evaluations.run(interrupts), name="evaluations")
     try:
-        yield Evaluating(evaluations, task)
+        yield RunningEvaluations(evaluations, task)
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluating:
+class RunningEvaluations:
     """Evaluations that go on in a task."""
 
     evaluations: Evaluations
     task: "asyncio.Task[None]"
 
     async def finish(self) -> None:
-        """Wait for those that are left, and show all of them."""
+        """Wait for the evaluations that are left, and show all of them."""
         await self.evaluations.finish(self.task)
 
 

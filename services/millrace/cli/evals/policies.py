@@ -40,7 +40,7 @@ class EvalPolicy:
 
     @property
     def label(self) -> str:
-        """As names of runs and tables have it."""
+        """Return the policy's label, as names of runs and tables have it."""
         return BASE if self.step is None else f"step-{self.step}"
 
 
@@ -66,11 +66,11 @@ class RunPolicies:
 
     @property
     def model_name(self) -> str:
-        """What the run began with, as its config names it."""
+        """Return the model that the run began with, as its config names it."""
         return self.record.training.model.name
 
     def find(self) -> dict[int, str]:
-        """The manifest's key of every published version, of the newest lineage that has it."""
+        """Return the manifest's key of every published version, of the newest lineage that has it."""
         from millrace.runlog.records.run_record import published_policies
 
         found: dict[int, str] = {}
@@ -86,7 +86,7 @@ class RunPolicies:
 
 
 def of_run(run: RunPolicies, *, steps: Sequence[int] | None, has_base: bool, base: Path | None) -> list[EvalPolicy]:
-    """The base and the published steps of a run; CliError naming the steps that there are if one is missing.
+    """Return the base and the published steps of a run; CliError naming the steps that there are if one is missing.
 
     The base is version 0 of the run where that is still stored, else the directory `base`.
     """
@@ -108,7 +108,10 @@ def of_run(run: RunPolicies, *, steps: Sequence[int] | None, has_base: bool, bas
 
 
 def of_directory(weights: Path, *, steps: Sequence[int] | None, has_base: bool, base: Path | None) -> list[EvalPolicy]:
-    """The base and `step_N` (also `step-N`, `checkpoint-N`) of a directory; a LoRA adapter is merged into the base."""
+    """Return the base and `step_N` (also `step-N`, `checkpoint-N`) of a directory.
+
+    A LoRA adapter is merged into the base.
+    """
     if not weights.is_dir():
         raise CliError(f"--weights-dir {weights} is no directory", hint=f"looked for {weights.absolute()}")
     found = {
@@ -144,7 +147,7 @@ def _some(policies: list[EvalPolicy]) -> list[EvalPolicy]:
 
 
 def _choose(found: Set[int], steps: Sequence[int] | None, *, where: str) -> list[int]:
-    """The steps that are asked for, ascending; all that were found where none is named."""
+    """Return the selected steps in ascending order; all available steps if none is selected."""
     missing = sorted(set(steps or ()) - found)
     if missing:
         raise CliError(
@@ -155,7 +158,7 @@ def _choose(found: Set[int], steps: Sequence[int] | None, *, where: str) -> list
 
 
 def _model_in(path: Path) -> Path | None:
-    """The directory with the model or adapter of a step."""
+    """Return the directory with the model or adapter of a step."""
     for name in _WEIGHTS_SUBDIRECTORIES:
         if any((path / name / file).is_file() for file in ("config.json", ADAPTER_CONFIG)):
             return path / name
@@ -171,7 +174,10 @@ def _digest_stored(source: Path, base: Path | None) -> str:
 
 
 def _stored(source: Path, base: Path | None) -> Callable[[Path], Path]:
-    """How to get the model of a directory; an adapter is checked against its base here, and merged when it is asked."""
+    """Return how to load the model of a directory.
+
+    An adapter is checked against its base here, and merged when it is asked.
+    """
     from millrace.policies.peft.directory import is_adapter, open_adapter
 
     if not is_adapter(source):
@@ -242,9 +248,10 @@ def digests_of(config: EvalRunConfig, *, weights: str = "") -> dict[str, str]:
 
 
 def _beside(directory: Path, modules: Iterable[Path], *, without: Path) -> list[tuple[str, Path]]:
-    """The modules and packages of a directory that these import, and what those import there, but for one of them.
+    """Return the modules and packages of a directory that these import, and what those import there, but for one of
+    them.
 
-    None where packages are installed: all that these need lies there, gigabytes of it.
+    None where packages are installed: all that these need is there, gigabytes of it.
     """
     found: dict[Path, str] = {}
     left = [file for file in modules if file.suffix == ".py" and directory.name not in _INSTALLED]

@@ -14,7 +14,7 @@ from typing import Any
 from millrace.cli.connection import check_address, stack_at
 from millrace.cli.errors import CliError
 from millrace.cli.evals.policies import EvalPolicy, RunPolicies, of_directory, of_run
-from millrace.cli.session.config_file import explained, refuse_check, say_notes
+from millrace.cli.session.config_file import explained, print_notes, refuse_check
 from millrace.cli.session.prepare import check_models, check_new_name, free_name, is_path
 from millrace.config import ClientConfig, EvalRunConfig
 from millrace.config.argv import COMMAND_LINE, RESERVED_FLAGS
@@ -53,7 +53,7 @@ class PreparedEval:
     is_resumed: bool = False
     """Whether what an earlier command of this name has begun goes on."""
     part_of: str = ""
-    """The name of the evaluation of several policies that this is one of; then its weights may lie elsewhere than in
+    """The name of the evaluation of several policies that this is one of; then its weights may be elsewhere than in
     an earlier attempt."""
     weights: str = ""
     """Digest of the policy that is evaluated, where it is one of several."""
@@ -78,7 +78,7 @@ def prepare_eval(arguments: Sequence[str], *, environ: Mapping[str, str] = os.en
     flags = loaded.flags
     config = _with_endpoint(loaded.config, str(flags.get("endpoints-path", "")) or None)
     steps = _steps(flags.get("steps"), is_sweep=bool(weights or run))
-    say_notes(loaded.notes)
+    print_notes(loaded.notes)
     server, origin = settings.server, "MILLRACE_SERVER"
     if "server" in flags:
         server, origin = check_address(str(flags["server"]), option="--server"), "--server"
@@ -120,7 +120,7 @@ def _store_url(settings: Settings) -> str | None:
 
 
 def _with_environments(arguments: Sequence[str]) -> list[str]:
-    """The arguments with `--environment-ids a,b` as the list of environments that it stands for."""
+    """Return the arguments with `--environment-ids a,b` as the list of environments that it represents."""
     words: list[str] = []
     rest = list(arguments)
     while rest:
@@ -135,7 +135,7 @@ def _with_environments(arguments: Sequence[str]) -> list[str]:
 
 
 def _value(arguments: Sequence[str], flag: str) -> str | None:
-    """The last value of a flag of this command, which decides what the config is loaded with."""
+    """Return the last value of a flag of this command, which decides what the config is loaded with."""
     found = None
     for index, word in enumerate(arguments):
         name, equals, value = word.partition("=")
@@ -145,7 +145,7 @@ def _value(arguments: Sequence[str], flag: str) -> str | None:
 
 
 def _base(model: str | None) -> Layer | None:
-    """The model that a run began with, as the weakest source of `model.name`."""
+    """Return the model that a run began with, as the weakest source of `model.name`."""
     if model is None:
         return None
     origin = Provenance(label=COMMAND_LINE, strength=Strength.ENVIRONMENT)
@@ -153,7 +153,9 @@ def _base(model: str | None) -> Layer | None:
 
 
 def _with_endpoint(config: EvalRunConfig, path: str | None) -> EvalRunConfig:
-    """The config with the endpoint that `model.name` is an alias of, where it is no directory and none is named."""
+    """Return the config with the endpoint that `model.name` is an alias of, where it is no directory and none is
+    named.
+    """
     if config.client is not None or (path is None and is_path(config.model.name, output_dir=config.output_dir)):
         return config
     endpoint = find_endpoint(config.model.name, path)
@@ -169,7 +171,7 @@ def _with_endpoint(config: EvalRunConfig, path: str | None) -> EvalRunConfig:
 
 
 def _steps(text: str | bool | None, *, is_sweep: bool) -> list[int] | None:
-    """`--steps 10,20` or `[10, 20]`."""
+    """Parse `--steps 10,20` or `[10, 20]`."""
     if text is None:
         return None
     if not is_sweep:
@@ -181,7 +183,7 @@ def _steps(text: str | bool | None, *, is_sweep: bool) -> list[int] | None:
 
 
 def _check_resume(name: str, server: str | None) -> None:
-    """An evaluation that goes on has a name, and began here."""
+    """Require that an evaluation that is resumed has a name and was started in this directory."""
     if not name:
         raise CliError(
             "--resume goes on with an evaluation of this machine, and needs its name", hint="add --name NAME"
@@ -192,7 +194,7 @@ def _check_resume(name: str, server: str | None) -> None:
 
 
 def _check_sweep(config: EvalRunConfig, server: str | None, *, has_both: bool) -> None:
-    """Weights are served by a stack of this command only."""
+    """Require a stack of this command for the evaluation of weights: no other stack serves them."""
     if has_both:
         raise CliError("--run and --weights-dir both name the policies", hint="keep one of them")
     if config.client is not None:
@@ -210,7 +212,7 @@ def _check_sweep(config: EvalRunConfig, server: str | None, *, has_both: bool) -
 def _check_place(
     config: EvalRunConfig, server: str | None, sources: Mapping[str, str], environ: Mapping[str, str]
 ) -> None:
-    """A model or an endpoint, and the endpoint's key where this command starts the env-server."""
+    """Require a model or an endpoint, and the endpoint's key where this command starts the env-server."""
     if config.client is None:
         if server is not None:
             raise CliError(
@@ -249,7 +251,10 @@ class Endpoint:
 
 
 def find_endpoint(alias: str, path: str | None) -> Endpoint | None:
-    """The endpoint that is called `alias` in a file, a directory with one, or `configs/` and here; None if none is."""
+    """Return the endpoint that is called `alias` in a file, a directory with one, or `configs/` and here.
+
+    None if none is.
+    """
     file = _file(path)
     if file is None:
         return None
@@ -292,7 +297,7 @@ def _from_toml(path: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _from_python(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """The literal that the module assigns to ENDPOINTS; its code is not run."""
+    """Return the literal that the module assigns to ENDPOINTS; its code is not run."""
     for node in ast.parse(path.read_text()).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if any(isinstance(target, ast.Name) and target.id == "ENDPOINTS" for target in targets):

@@ -36,7 +36,7 @@ from millrace.v1 import event_pb2, run_pb2
 
 RESULTS_NAME = "eval.json"
 BEGUN_NAME = "begun.json"
-"""What a stack that goes on with an interrupted evaluation needs to know of it: its settings, what lay at the paths
+"""What a stack that goes on with an interrupted evaluation needs to know of it: its settings, what was at the paths
 that these name, its engine's port."""
 _MAY_DIFFER = {"client", "output_dir", "run", "log", "max_concurrent"}
 """Keys of the config that change nothing about the results; of `client`, the URL is that of our own engine."""
@@ -57,7 +57,7 @@ class EvalView(PlainView):
         self.reports: dict[str, event_pb2.EvalCompleted] = {}
 
     def show(self, event: event_pb2.Event) -> None:
-        """Print the event's line, and keep what an environment came to."""
+        """Print the event's line, if the event has one."""
         super().show(event)
         if event.HasField("eval_completed"):
             self.reports[event.eval_completed.env] = event.eval_completed
@@ -80,7 +80,7 @@ async def evaluate_here(
     options, modules, config = eval_stack(prepared, directory, http_port=begin(prepared, directory))
     try:
         async with LocalStack(options, note=view.note, modules=modules) as stack:
-            interrupts.on_second(stack.supervisor.hurry.set)
+            interrupts.on_second(stack.supervisor.skip_grace.set)
             view.note(f"starting the local stack; process logs: {directory / 'logs'}")
             await stack.start()
             async with Client(stack.address, access=stack.access) as client:
@@ -95,7 +95,7 @@ async def evaluate_here(
 
 
 def claim(prepared: PreparedEval) -> Path:
-    """The directory of the results; an error if it has others, or if nothing is there that could go on."""
+    """Return the directory of the results; an error if it has other results, or none that could be continued."""
     directory = Path(prepared.config.output_dir) / prepared.name
     is_there = directory.is_dir() and any(directory.iterdir())
     if is_there and not prepared.is_resumed:
@@ -110,12 +110,12 @@ def claim(prepared: PreparedEval) -> Path:
 
 
 def go_on(prepared: PreparedEval) -> str:
-    """What to say to somebody who has interrupted an evaluation."""
+    """Return the command that continues an interrupted evaluation, as a message."""
     return f"interrupted; to go on, give the same command with --name {prepared.name} --resume"
 
 
 def finished(prepared: PreparedEval) -> dict[str, Any] | None:
-    """The results that an earlier command of this name has written; CliError if its settings were others."""
+    """Return the results that an earlier command of this name has written; CliError if its settings were others."""
     directory = Path(prepared.config.output_dir) / prepared.name
     _require_same(prepared, directory)
     path = directory / RESULTS_NAME
@@ -155,18 +155,18 @@ def _require_same(prepared: PreparedEval, directory: Path) -> None:
     if differ := sorted(what for what in digests.keys() | found.keys() if digests.get(what) != found.get(what)):
         raise OtherEvaluationError(
             f"{directory} was begun with another {', another '.join(differ)}: the files there have changed since",
-            hint="choose another --name to evaluate what lies there now, or put back what lay there",
+            hint="choose another --name to evaluate what is there now, or put back what was there",
         )
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A file that an earlier command has written; CorruptObjectError if it was cut off."""
+    """Return a file that an earlier command has written; CorruptObjectError if it was cut off."""
     remedy = f"choose another --name, or remove {path.parent}"
     return decode_object(path.read_bytes(), what=str(path), reason="EVAL_RESULTS_CORRUPT", remedy=remedy)
 
 
 def _settings(config: EvalRunConfig) -> dict[str, Any]:
-    """The keys that decide about the results."""
+    """Return the keys that decide about the results."""
     return {key: value for key, value in json.loads(config.resolved_json()).items() if key not in _MAY_DIFFER}
 
 
@@ -201,7 +201,7 @@ async def evaluate_there(prepared: PreparedEval, interrupts: Interrupts) -> tupl
 def eval_stack(
     prepared: PreparedEval, directory: Path, *, http_port: int
 ) -> tuple[StackOptions, dict[str, str], EvalRunConfig]:
-    """The stack of an evaluation: without a trainer; with an engine, and then with its address in the config.
+    """Return the stack of an evaluation: without a trainer; with an engine, and then with its address in the config.
 
     It lives on loopback as long as this command and has no tokens or certificates, whatever the environment says: its
     engine is played like an endpoint of others (`[client]`), which is never shown a token of ours.
@@ -252,7 +252,7 @@ async def _evaluate(
 
 
 async def _find(client: Client, run_id: str) -> run_pb2.Run | None:
-    """The run that an earlier stack in this directory has made, if it came so far."""
+    """Return the run that an earlier stack in this directory has made, if it came so far."""
     try:
         return await client.runs.get(run_id)
     except NotFoundError:
@@ -261,7 +261,7 @@ async def _find(client: Client, run_id: str) -> run_pb2.Run | None:
 
 @contextlib.asynccontextmanager
 async def _telling(client: Client, name: str, view: EvalView, *, is_plain: bool) -> AsyncIterator[None]:
-    """While the block runs, say how far the run is: a bar on a terminal, a line every few seconds elsewhere."""
+    """Show the run's progress while the block runs: a bar on a terminal, a line every few seconds elsewhere."""
     tell = _draw if is_fancy(sys.stderr, plain=is_plain) else _say
     teller = asyncio.create_task(tell(client, name, view), name="progress of the evaluation")
     try:
@@ -291,7 +291,7 @@ async def _say(client: Client, name: str, view: EvalView) -> None:
 
 
 async def _looks(client: Client, name: str, period_s: float) -> AsyncIterator[run_pb2.RunProgress]:
-    """How far the run is, once per period; a look that fails is left out: the follower of events says why."""
+    """Yield the run's progress once per period; a failed query is left out, since the follower of events reports it."""
     while True:
         await asyncio.sleep(period_s)
         with contextlib.suppress(MillraceError):
@@ -318,7 +318,7 @@ def _write(
 
 PLOT_NAME = "eval.png"
 _WEIGHTS = "policies"
-"""Downloaded and merged weights lie here, in the directory of the results, while they are evaluated."""
+"""Downloaded and merged weights are here, in the directory of the results, while they are evaluated."""
 
 
 def evaluate_policies(prepared: PreparedEval) -> tuple[dict[str, Any], Path]:
@@ -345,13 +345,13 @@ def evaluate_policies(prepared: PreparedEval) -> tuple[dict[str, Any], Path]:
 
 
 def _part(prepared: PreparedEval, policy: EvalPolicy) -> PreparedEval:
-    """The evaluation of one of the policies."""
+    """Return the evaluation of one of the policies."""
     name = run_name.make(prepared.name, policy.label)
     return replace(prepared, name=name, policies=(), part_of=prepared.name)
 
 
 def _sweep_evaluate(one: PreparedEval, policy: EvalPolicy, directory: Path) -> dict[str, Any]:
-    """The results of one policy, from an earlier attempt where that has finished it."""
+    """Return the results of one policy, from an earlier attempt where that has finished it."""
     place = directory / _WEIGHTS / policy.label
     one = replace(one, weights=policy.digest())
     if one.is_resumed and (data := finished(one)) is not None:
@@ -373,7 +373,7 @@ _OWN = ("reward/sem", "truncated", "turns", "seconds", "endpoint_retries")
 def results(
     prepared: PreparedEval, run: run_pb2.Run, reports: Sequence[event_pb2.EvalCompleted], *, seconds: float
 ) -> dict[str, Any]:
-    """Everything as plain data; `envs` in the order of the config."""
+    """Return all results as plain data; `envs` in the order of the config."""
     config = prepared.config
     return {
         "name": run.name,
@@ -413,7 +413,7 @@ def _env(report: event_pb2.EvalCompleted) -> dict[str, Any]:
 
 
 def figures(data: Mapping[str, Any]) -> dict[str, float]:
-    """Return what results say of each environment, under the names that evaluations of a run have in its metrics."""
+    """Return the figures of each environment, under the names that evaluations of a run have in its metrics."""
     values: dict[str, Any] = {}
     for env, found in data["envs"].items():
         prefix = f"eval/{env}"
@@ -430,7 +430,7 @@ def figures(data: Mapping[str, Any]) -> dict[str, float]:
 
 
 def table(data: dict[str, Any]) -> list[str]:
-    """One line per policy and environment: reward ± standard error, pass@k with its interval, rollouts.
+    """Return one line per policy and environment: reward ± standard error, pass@k with its interval, rollouts.
 
     All figures of a line are over `rollouts`, in which the failed ones count as reward 0 and as not passed.
     """

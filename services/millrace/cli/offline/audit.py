@@ -32,12 +32,12 @@ class AuditRequest:
 
     @property
     def is_here(self) -> bool:
-        """Whether this process audits, and not the run's server."""
+        """Return whether this process audits, and not the run's server."""
         return self.store is not None or self.is_deep or bool(self.attestations)
 
 
 def audit_here(request: AuditRequest, say: Say) -> "audit_pb2.AuditReport":
-    """Audit, then compute steps again if that is asked for."""
+    """Audit the log, then recompute steps if the options ask for it."""
     from millrace.cli import interrupts
     from millrace.cli.offline.run_store import naming, open_run, redis_url
     from millrace.readers.audit import audit_run
@@ -111,7 +111,7 @@ def _replay(report: "audit_pb2.AuditReport", store: "ObjectStore", names: "Names
 
 
 def sampled(first: int, total: int, count: int) -> list[int]:
-    """`count` steps of `total` from `first` on, the last one among them."""
+    """Return `count` steps of `total` from `first` on, including the last one."""
     if total < 1:
         return []
     count = min(count, total)
@@ -135,7 +135,7 @@ _TWICE = frozenset(
 
 
 def report_lines(report: audit_pb2.AuditReport) -> list[str]:
-    """The report for people; the last line is `audit clean`, or how many violations there are."""
+    """Return the report for people; the last line is `audit clean`, or how many violations there are."""
     rows = [
         ("log", _log(report)),
         ("ordinals", _ordinals(report)),

@@ -33,11 +33,11 @@ class EndedRun:
 
     @property
     def note(self) -> str:
-        """Where what is shown comes from."""
+        """Return the source of the data that is shown."""
         return f"note: the stack of {self.run.name} has ended; read from its log in {self.directory}"
 
     def explain(self) -> str:
-        """Say how the run ended; if only its stack did, that it may go on."""
+        """Explain how the run ended; if only its stack ended, that the run may go on."""
         from millrace.runlog.run_status import ended_words, is_terminal, resumed_words, state_name
 
         status = self.status
@@ -46,7 +46,7 @@ class EndedRun:
             go_on = f"; the same command with --name {name} --resume goes on with it"
             return ended_words(name, status) + (go_on if status.error is not None else "")
         words = f"run {name} has not ended, and nothing works on it: its stack was stopped or killed while it was "
-        words += f"{state_name(status.state)}, behind step {status.num_steps}"
+        words += f"{state_name(status.state)}, after step {status.num_steps}"
         if status.resumed is not None:
             words += f"; {resumed_words(status.resumed)}"
         return f"{words}; it goes on with the command that it was started with, and --name {name} --resume"
@@ -92,7 +92,7 @@ def ask_or_read(
 
 
 def refuse(ended: EndedRun) -> None:
-    """CliError: nothing works on the run, so there is nobody to ask for anything."""
+    """Raise CliError: no process works on the run, so there is nobody to send the request to."""
     name = ended.run.name.removeprefix("runs/")
     hint = f"the command that it was started with, and --name {name} --resume, goes on with a run that is not done; "
     hint += "--ckpt.resume_step K begins a fork of it at step K"

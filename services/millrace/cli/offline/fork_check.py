@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 async def check_fork(client: "Client", parent: "run_pb2.Run", config: "RLConfig", *, step: int, name: str) -> str:
-    """Check step, settings and name as the server would, from what it tells of the parent.
+    """Check step, settings and name as the server would, against the parent's record.
 
     Returns what only the server can check. Raises InvalidStateError for a step that is not there or lacks a checkpoint
     for its settings, InvalidSpecError for settings that no fork can have, AlreadyExistsError for a taken name.
@@ -46,7 +46,7 @@ async def check_fork(client: "Client", parent: "run_pb2.Run", config: "RLConfig"
 
 
 def _require_kept(parent: "run_pb2.Run", saved: list[int], step: int) -> None:
-    """InvalidStateError for a step ahead of everything that is committed, or before everything that is kept."""
+    """Raise InvalidStateError for a step later than everything committed, or earlier than everything kept."""
     orchestrator = json.loads(parent.config_json).get("orchestrator", {})
     ahead = 0 if is_terminal(parent.state) else int(orchestrator.get("async_level") or 1)
     oldest = min(saved, default=0)

@@ -29,7 +29,10 @@ DEFAULT_STORE = DEFAULT_DIRECTORY / "store"
 
 
 def open_run_store(url: str | None, *, environ: Mapping[str, str] = os.environ) -> "ObjectStore":
-    """The store that is named, by the option, MILLRACE_STORE_URL, or the local stack's; a directory must exist."""
+    """Return the store that is named, by the option, MILLRACE_STORE_URL, or the local stack's.
+
+    A directory must exist.
+    """
     from millrace.storage import open_store
 
     chosen = url or Settings.from_env(environ).store_url
@@ -50,7 +53,7 @@ def open_run_store(url: str | None, *, environ: Mapping[str, str] = os.environ) 
 
 @contextlib.contextmanager
 def naming(option: str | None) -> Iterator[None]:
-    """Have an error of the block name the option that the value came from, where it came from one."""
+    """Let an error of the block name the option that the value came from, if any."""
     try:
         yield
     except InvalidSpecError as error:
@@ -61,7 +64,7 @@ def naming(option: str | None) -> Iterator[None]:
 
 
 def redis_url(text: str) -> str:
-    """What `--redis` says: a URL, or else the path of a file that holds one."""
+    """Return the value of `--redis` if it is a URL, else the URL in the file that it names."""
     if "://" in text:
         return text
     try:
@@ -74,12 +77,14 @@ def redis_url(text: str) -> str:
 
 
 def store_prefix(prefix: str | None, *, environ: Mapping[str, str] = os.environ) -> str:
-    """The prefix of the deployment: the option, MILLRACE_PREFIX, or its default."""
+    """Return the prefix of the deployment: the option, MILLRACE_PREFIX, or its default."""
     return prefix or Settings.from_env(environ).prefix
 
 
 def find_uid(store: "ObjectStore", prefix: str, text: str) -> str:
-    """The uid of a run: by name, `runs/{name}`, a unique beginning of one, the uid, or `-` for the newest run."""
+    """Return the uid of a run: by name, `runs/{name}`, a unique beginning of one, the uid, or `-` for the newest
+    run.
+    """
     from millrace.runlog import names as run_name
     from millrace.runlog.index import read_names
     from millrace.runlog.names import Deployment
@@ -146,7 +151,7 @@ def _running_store() -> str | None:
 
 
 def directory_of(name: str) -> Path | None:
-    """The directory of results that is meant, if it is one: by its path, by the run's name, or as the newest."""
+    """Return the directory of results that is meant, if it is one: by its path, by the run's name, or as the newest."""
     from millrace.runlog import names as run_name
 
     if (Path(name) / "store").is_dir():
@@ -171,7 +176,7 @@ Note = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunLook:
+class RunSnapshot:
     """What is known of a run at one moment."""
 
     name: str
@@ -183,23 +188,24 @@ class RunLook:
     """Columns by name, with `step`; None is a value that is not there."""
 
     def points(self, metric: str) -> list[tuple[int, float]]:
-        """(step, value) of a metric, where it has one."""
+        """Return (step, value) of a metric, where it has one."""
         values = self.metrics.get(metric, ())
         steps = self.metrics.get("step", ())
         return [(step, value) for step, value in zip(steps, values, strict=False) if value is not None]
 
     @property
     def num_steps(self) -> int:
-        """Steps that are done."""
+        """Return steps that are done."""
         done = self.points("reward/mean")
         return done[-1][0] + 1 if done else 0
 
 
-def looks_here(names: Sequence[str], *, store: str | None, prefix: str | None, note: Note) -> dict[str, RunLook]:
-    """Those of the named runs that are read without a server, by what they were called: all of a store, if one is
-    named, else those with a directory of results."""
+def looks_here(names: Sequence[str], *, store: str | None, prefix: str | None, note: Note) -> dict[str, RunSnapshot]:
+    """Return the named runs that can be read without a server, by the names they were given: all of a store, if one is
+    named, else those with a directory of results.
+    """
 
-    found: dict[str, RunLook] = {}
+    found: dict[str, RunSnapshot] = {}
     for name in names:
         if store is None and directory_of(name) is None:
             continue
@@ -213,17 +219,17 @@ def looks_here(names: Sequence[str], *, store: str | None, prefix: str | None, n
     return found
 
 
-async def looks_there(client: "Client", names: Sequence[str], *, note: Note) -> dict[str, RunLook]:
-    """The named runs of a server."""
+async def looks_there(client: "Client", names: Sequence[str], *, note: Note) -> dict[str, RunSnapshot]:
+    """Return the named runs of a server."""
     from millrace.cli.options import resolve
     from millrace.decoding import decode_object
     from millrace.runlog.run_status import state_name
     from millrace.v1 import run_pb2
 
-    found: dict[str, RunLook] = {}
+    found: dict[str, RunSnapshot] = {}
     for name in names:
         run = await resolve(client.runs, name)
-        found[name] = RunLook(
+        found[name] = RunSnapshot(
             name=run.name.removeprefix("runs/"),
             uid=run.uid,
             kind=run_pb2.RunKind.Name(run.kind).removeprefix("RUN_KIND_"),
@@ -234,7 +240,7 @@ async def looks_there(client: "Client", names: Sequence[str], *, note: Note) -> 
     return found
 
 
-def _look(log: "LogHere") -> RunLook:
+def _look(log: "LogHere") -> RunSnapshot:
     from millrace.client.runs import metric_columns
     from millrace.readers.dashboard.answers import metrics_page
 
@@ -246,7 +252,7 @@ def _look(log: "LogHere") -> RunLook:
         first = said["next"]
     changes = log.ask("events", {"kinds": "state_changed", "size": "1"})["events"]
     state = str(changes[0]["body"].get("new_state", "")) if changes else ""
-    return RunLook(
+    return RunSnapshot(
         name=log.record.name,
         uid=log.record.uid,
         kind=log.record.kind,

@@ -30,7 +30,7 @@ class SampleRecord:
     """What names it for `run lineage`, the API and the dashboard."""
 
     def to_json(self) -> dict[str, Any]:
-        """The record as plain data."""
+        """Return the record as plain data."""
         rollout = self.rollout
         error = rollout.error
         return {
@@ -75,7 +75,7 @@ class SampleFilter:
     """Part of some message, in any case."""
 
     def passes(self, rollout: "Rollout") -> bool:
-        """Whether the rollout is one of those that are asked for; the step is the archive's."""
+        """Return whether the rollout passes the filters; the step is the archive's."""
         return (
             (not self.env or rollout.env == self.env)
             and (self.task is None or rollout.ordinal == self.task)
@@ -88,7 +88,7 @@ class SampleFilter:
 
 
 def read_samples(store: "ObjectStore", prefix: str, uid: str, wanted: SampleFilter) -> Iterator[SampleRecord]:
-    """The rollouts that pass, of all committed batches in order of steps; duplicates are left out.
+    """Yield the rollouts that pass, of all committed batches in order of steps; duplicates are left out.
 
     `CorruptObjectError` names an archive that is damaged. One archive is in memory at a time.
     """
@@ -108,7 +108,7 @@ def read_samples(store: "ObjectStore", prefix: str, uid: str, wanted: SampleFilt
 
 
 def sort_samples(samples: Sequence[SampleRecord], order: str) -> list[SampleRecord]:
-    """In the order of a name in `SORTS`, or the other way round with a `-` before it."""
+    """Sort samples by a name in `SORTS`, descending with a `-` before the name."""
     return sorted(samples, key=SORTS[order.removeprefix("-")], reverse=order.startswith("-"))
 
 

@@ -23,7 +23,7 @@ class TrainingRows:
         self.left_out = Counter[str]()
 
     def row(self, found: SampleRecord) -> dict[str, Any] | None:
-        """The row of a sample; None if it cannot be trained on."""
+        """Return the row of a sample; None if it cannot be trained on."""
         messages = messages_of(found.rollout)
         if reason := _unfit(found, messages):
             self.left_out[reason] += 1
@@ -32,13 +32,13 @@ class TrainingRows:
         return {"messages": messages}
 
     def describe(self) -> str:
-        """How many rows there are, and why others were left out."""
+        """Return the number of rows, and why others were left out."""
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.left_out.items()))
         return f"{self.num_rows} rows" + (f"; left out: {reasons}" if reasons else "")
 
 
 def _unfit(found: SampleRecord, messages: list[dict[str, Any]]) -> str:
-    """Why a sample is no row; empty if it is one."""
+    """Return why a sample is no row; empty if it is one."""
     rollout = found.rollout
     if rollout.status is not RolloutStatus.OK:
         return "failed"

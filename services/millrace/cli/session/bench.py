@@ -26,12 +26,12 @@ _WORKERS = {
 
 
 def flags(prefix: str = "") -> dict[str, bool]:
-    """The reserved flags; `prefix` is what stands before those of the samples."""
+    """Return the reserved flags; `prefix` precedes those of the samples."""
     return {"bench": False, "bench.steps": True, **{f"{prefix}data.fake.{key}": True for key in _KEYS}}
 
 
 def is_bench(given: Mapping[str, str | bool], *, prefix: str = "") -> bool:
-    """Whether it is a bench; InvalidSpecError for flags of one without it."""
+    """Return whether the command is a bench; InvalidSpecError for flags of a bench without `--bench`."""
     if given.get("bench"):
         return True
     message = "is a flag of --bench: there are no fake samples in a run; add --bench, or leave it out"
@@ -50,7 +50,7 @@ def trainer_bench(
     is_sft: bool = False,
     prefix: str = "",
 ) -> TrainerBench:
-    """What the flags ask of a trainer; InvalidSpecError with everything that is wrong."""
+    """Return the benchmark of a trainer that the flags describe; InvalidSpecError lists everything that is wrong."""
     wrong: list[Violation] = []
     fake = f"{prefix}data.fake."
 
@@ -73,7 +73,7 @@ def trainer_bench(
 
 
 def inference_bench(config: InferenceConfig, given: Mapping[str, str | bool]) -> InferenceBench:
-    """What `--bench` asks of an engine; CliError for vLLM, which has a bench of its own."""
+    """Return the benchmark of an engine that `--bench` describes; CliError for vLLM, which has its own."""
     if config.needs_vllm or config.engine == "vllm":
         raise CliError(
             "--bench is for the embedded engine; vLLM measures itself",
@@ -83,7 +83,7 @@ def inference_bench(config: InferenceConfig, given: Mapping[str, str | bool]) ->
 
 
 def num_steps(given: Mapping[str, str | bool]) -> int:
-    """The steps that are measured; InvalidSpecError if that is no number."""
+    """Return the steps that are measured; InvalidSpecError if that is no number."""
     wrong: list[Violation] = []
     steps = _number(given, "bench.steps", DEFAULT_STEPS, 1, wrong)
     if wrong:
@@ -99,7 +99,7 @@ async def run_bench(
     num_ranks: int = 1,
     wandb: WandbConfig | None = None,
 ) -> int:
-    """Run it in processes of its own, and return the exit code; what it measured stays under `output_dir`.
+    """Run the bench in processes of its own, and return the exit code; the figures stay under `output_dir`.
 
     Its steps go to W&B, too, if the config says where.
     """
@@ -115,7 +115,7 @@ async def run_bench(
     argv = [sys.executable, *_WORKERS[type(bench)], str(path)]
     shown = bench.model_dump(mode="json") | {"wandb": wandb and wandb.model_dump(mode="json")}
     async with Supervisor() as supervisor:
-        interrupts.on_second(supervisor.hurry.set)
+        interrupts.on_second(supervisor.skip_grace.set)
         ranks = [
             await supervisor.start(rank_spec(rank, argv=argv, gang=gang, logs=directory)) for rank in range(num_ranks)
         ]

@@ -28,13 +28,15 @@ _OF_RUNS = ("name", "server", "follow", "resume", "plain")
 
 
 def missing_file(example: str) -> CliError:
-    """The error of a command that needs a config file; `example` is the command line that would do."""
+    """Return the error of a command that needs a config file; `example` is the command line that would do."""
     return CliError(f"name a config file: {example}")
 
 
 @contextlib.contextmanager
 def explained(arguments: Sequence[str], *, command: str, example: str) -> Iterator[None]:
-    """Say of a config that is wrong what was probably meant: a file at all, or the command that the file is for."""
+    """Return the error about a wrong config with what was probably meant: a file at all, or the command that the
+    file is for.
+    """
     try:
         yield
     except InvalidSpecError as error:
@@ -46,7 +48,9 @@ def explained(arguments: Sequence[str], *, command: str, example: str) -> Iterat
 
 
 def _meant(arguments: Sequence[str], violations: Sequence[Violation], *, command: str, example: str) -> str | None:
-    """What to do without a file, or with one that configures something else: whose keys at the top are not ours."""
+    """Return what to do without a file, or with one that configures something else: whose keys at the top are not
+    ours.
+    """
     files = _files(arguments)
     unknown = {wrong.field for wrong in violations if wrong.message.startswith("unknown key")}
     for name in files:
@@ -67,14 +71,14 @@ def _files(arguments: Sequence[str]) -> list[str]:
 
 
 def refuse_check(loaded: Loaded[ConfigT]) -> None:
-    """CliError where `--check-environments` would have no effect."""
+    """Raise CliError where `--check-environments` would have no effect."""
     if loaded.flags.get("check-environments"):
         hint = "leave it out, or try an environment alone: millrace env check ID"
         raise CliError("--check-environments is for `millrace rl` and `millrace run submit`", hint=hint)
 
 
 def refuse_flags_of_runs(loaded: Loaded[ConfigT], *, command: str) -> None:
-    """CliError where a service is given what belongs to a run, and would have no effect."""
+    """Raise CliError where a service is given an option of runs, which would have no effect."""
     refuse_check(loaded)
     for name in _OF_RUNS:
         if name in loaded.flags:
@@ -85,7 +89,9 @@ def refuse_flags_of_runs(loaded: Loaded[ConfigT], *, command: str) -> None:
 
 
 def require_file_or_model(loaded: Loaded[ConfigT], *, example: str) -> None:
-    """CliError where neither a file nor any source names anything: the model would be the default one of the Hub."""
+    """Raise CliError where neither a file nor any source names anything: the model would be the default one of the
+    Hub.
+    """
     if not loaded.files and not any(path.endswith("model.name") for path in loaded.sources):
         raise missing_file(example)
 
@@ -101,7 +107,7 @@ class Part:
     document: type[Document]
 
     def named(self, arguments: Sequence[str], *, reserved: Mapping[str, bool]) -> list[str]:
-        """The arguments with every key of the section under its name: files and flags may leave it out."""
+        """Return the arguments with every key of the section under its name: files and flags may leave it out."""
         words: list[str] = []
         rest = list(arguments)
         while rest:
@@ -116,7 +122,7 @@ class Part:
         return words
 
     def _prefixed(self, flag: str, reserved: Mapping[str, bool]) -> str:
-        """`--inference.parallel.tp=2` for `parallel.tp=2`; `--no-inference.…` for `no-…`."""
+        """Return `--inference.parallel.tp=2` for `parallel.tp=2`, and `--no-inference.…` for `no-…`."""
         off = flag[:3] if flag.startswith(("no-", "no_")) else ""
         name, equals, value = flag.removeprefix(off).partition("=")
         first = name.partition(".")[0].replace("-", "_")
@@ -130,7 +136,10 @@ class Part:
         return f"--{off}{self.section}.{inner}{name}{equals}{value}"
 
     def _has_name(self, name: str) -> bool:
-        """Whether a file has the section, or nothing but what stands beside it; errors are the loader's to report."""
+        """Return whether a file has the section, or only keys that may accompany it.
+
+        Errors are the loader's to report.
+        """
         tree = read_raw(name)
         own = schema_tree(self.document).child(self.section)
         if tree is None or own is None or self.section in tree:
@@ -146,7 +155,7 @@ PARTS: Mapping[str, Part] = {
 
 
 def read_raw(name: str) -> dict[str, Any] | None:
-    """The tables of a file; None if it cannot be read, which is the loader's to report."""
+    """Return the tables of a file; None if it cannot be read, which is the loader's to report."""
     try:
         text = Path(name).read_text()
         tree = json.loads(text) if name.endswith(".json") else tomllib.loads(text)
@@ -156,7 +165,7 @@ def read_raw(name: str) -> dict[str, Any] | None:
 
 
 def _is_vllm_flag(name: str, own: Any, reserved: Mapping[str, bool]) -> bool:
-    """Whether a flag that is no key of ours is passed to `vllm serve`: its name is like none of ours."""
+    """Return whether an unknown flag is passed to `vllm serve`: its name resembles none of Millrace's."""
     from millrace.config.prime_rl.keys import RL_KEYS
 
     spelled = name.replace("-", "_")
@@ -177,7 +186,10 @@ _WHOLE = {"rl": RLConfig, "sft": SFTConfig, "eval": EvalRunConfig}
 
 
 def import_config(files: Sequence[str], *, kind: str | None, out: Path | None) -> tuple[str, Sequence[Note], str]:
-    """The text in our schema, what became of the keys, and the command for it; InvalidSpecError if it is wrong."""
+    """Return the text in our schema, what became of the keys, and the command for it.
+
+    InvalidSpecError if it is wrong.
+    """
     if (of_trl := _read_trl(files)) is not None:
         return _import_trl(of_trl, files[0], kind=kind, out=out)
     kinds = [kind or _kind(name) for name in files]
@@ -203,7 +215,9 @@ def import_config(files: Sequence[str], *, kind: str | None, out: Path | None) -
 
 
 def _unnamed_loss(tree: dict[str, Any], files: Sequence[str], parts: Sequence[str]) -> list[Note]:
-    """Say which loss is taken where files of training name none: prime-rl's default is another one in each release."""
+    """Return a note about the loss that is used where files of training name none: prime-rl's default changed by
+    release.
+    """
     trainer = tree.get("trainer", tree)
     if not {"rl", "trainer"} & set(parts) or "preset" in tree or "type" in trainer.get("loss", {}):
         return []
@@ -211,7 +225,7 @@ def _unnamed_loss(tree: dict[str, Any], files: Sequence[str], parts: Sequence[st
 
 
 def _read_trl(files: Sequence[str]) -> Arguments | None:
-    """Read the arguments of TRL in the only file; None if it is another's."""
+    """Read TRL's arguments in the only file; None if the file is not TRL's."""
     try:
         found = [read_arguments(name) for name in files]
     except UnreadableFileError as error:
@@ -267,7 +281,7 @@ def _comments(notes: Sequence[Note]) -> list[str]:
 _UNBUILT = (Effect.LATER, Effect.BLOCKS)
 
 
-def say_notes(notes: Sequence[Note], *, stream: TextIO | None = None) -> None:
+def print_notes(notes: Sequence[Note], *, stream: TextIO | None = None) -> None:
     """Print the notes: keys with another meaning, then those without any effect yet."""
     out = stream or sys.stderr
     same = [note for note in notes if note.effect is Effect.SAME]
@@ -286,7 +300,7 @@ def say_notes(notes: Sequence[Note], *, stream: TextIO | None = None) -> None:
 
 
 def refuse_blocked(notes: Sequence[Note]) -> None:
-    """CliError if the config asks for what is not there yet, and the run would learn something else without it."""
+    """Raise CliError if the config needs an unavailable feature without which the run would learn something else."""
     blocked = [note for note in notes if note.effect is Effect.BLOCKS]
     if blocked:
         raise CliError(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 async def check_environments(prepared: Prepared, *, server: str | None) -> None:
-    """Load them on the server's env-servers; without a server on this machine, whose stack would play them.
+    """Load the environments on the server's env-servers, or without a server on this machine.
 
     Raises the error of the first environment that cannot be loaded, or names the key that is not set.
     """
@@ -104,7 +104,7 @@ def keep_logs_off_the_terminal() -> None:
 
 
 def loaded_line(trial: "LoadedTrial") -> str:
-    """What was loaded, for people."""
+    """Return what was loaded, as a line for people."""
     sizes = f"{len(trial.loaded.train)} training tasks, {len(trial.loaded.eval)} held-out tasks"
     where = trial.played_in and f"; {trial.played_in}"
     return f"loaded in {trial.load_s:.1f} s: API {trial.loaded.api}, {sizes}{where}"
@@ -124,7 +124,7 @@ class Steps:
         self._stop()
 
     def begin(self, text: str) -> None:
-        """Something begins that takes a while."""
+        """Announce that an operation begins which takes a while."""
         if not self._is_live:
             click.echo(f"{text} ...", err=True)
             return
@@ -134,7 +134,7 @@ class Steps:
         self._status.start()
 
     def done(self, text: str) -> None:
-        """It has ended well."""
+        """Announce that the operation has ended well."""
         self._stop()
         click.echo(text, err=True)
 

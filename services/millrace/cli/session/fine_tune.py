@@ -30,11 +30,11 @@ class Evaluated(Protocol):
 
     @property
     def task(self) -> "asyncio.Task[None]":
-        """What plays them."""
+        """Return the asyncio task that plays the rollouts."""
         ...
 
     async def finish(self) -> None:
-        """Wait for those that are left, and show all of them."""
+        """Wait for the evaluations that are left, and show all of them."""
         ...
 
 
@@ -50,7 +50,7 @@ async def fine_tune(
     gpus: Sequence[int] | None = None,
     evaluating: "Evaluates | None" = None,
 ) -> int:
-    """Run it to its end with its output on ours; return its exit code. Ctrl-C stops it with all that it started.
+    """Run the fine-tuning to its end with its output on ours; return its exit code. Ctrl-C stops it and its children.
 
     `gpus` are those of the training where not all are. `evaluating` plays the evaluations of a config that has some.
 
@@ -72,7 +72,7 @@ async def fine_tune(
         supervisor = Supervisor(stack_id=str(own))
         supervisor.lock = lock.fileno()
         async with supervisor:
-            interrupts.on_second(supervisor.hurry.set)
+            interrupts.on_second(supervisor.skip_grace.set)
             specs = [rank_spec(rank, argv=argv, gang=gang, logs=logs, gpus=gpus) for rank in range(num_ranks)]
             beside = contextlib.nullcontext() if evaluating is None else evaluating(config, directory, interrupts)
             async with exporting(config.model_dump(mode="json"), directory), beside as evaluations:
@@ -97,7 +97,7 @@ async def _until_over(ranks: Sequence[Child], evaluations: "Evaluated | None") -
 
 @contextlib.asynccontextmanager
 async def exporting(config: Mapping[str, Any], directory: Path) -> AsyncIterator[None]:
-    """Write `metrics.jsonl` to W&B while the block lasts, if the config says so; what does not work is said once."""
+    """Write `metrics.jsonl` to W&B while the block runs, if configured; a problem is reported once."""
     if config["wandb"] is None:
         yield
         return
@@ -124,7 +124,7 @@ async def exporting(config: Mapping[str, Any], directory: Path) -> AsyncIterator
 
 
 def _wandb_id(directory: Path) -> str:
-    """The id of the run in W&B, unless its config names one: kept with the results, for when the run goes on."""
+    """Return the id of the run in W&B, unless its config names one: kept with the results, for when the run goes on."""
     path = directory / "wandb-id"
     if not path.exists():
         path.write_text(secrets.token_hex(8))
@@ -134,7 +134,10 @@ def _wandb_id(directory: Path) -> str:
 def rank_spec(
     rank: int, *, argv: Sequence[str], gang: Mapping[str, str], logs: Path, gpus: Sequence[int] | None = None
 ) -> ProcessSpec:
-    """One rank's process; the output of all but the first is in `logs`. `gpus` are those of all ranks, if not all."""
+    """Return one rank's process; the output of all but the first is in `logs`.
+
+    `gpus` are those of all ranks, if not all.
+    """
     return ProcessSpec(
         name=f"rank {rank}" if rank else "trainer",
         argv=list(argv),
@@ -151,7 +154,7 @@ def rank_spec(
 
 
 async def wait_for_ranks(ranks: Sequence[Child]) -> int:
-    """The exit code of the first rank, at once when all ended well or one did not."""
+    """Return the exit code of the first rank, at once when all ended well or one did not."""
     while True:
         failed = next((child for child in ranks if child.exited.done() and child.exited.result() != 0), None)
         if failed is not None and failed is ranks[0]:
@@ -171,7 +174,7 @@ async def wait_for_ranks(ranks: Sequence[Child]) -> int:
 
 
 def gang_environ(num_ranks: int) -> dict[str, str]:
-    """What torchrun tells its processes, without the rank."""
+    """Return the variables that torchrun sets for its processes, without the rank."""
     from millrace.local.directory import free_port
 
     count = str(num_ranks)

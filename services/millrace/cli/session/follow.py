@@ -32,13 +32,13 @@ class MetricsFile:
     """`metrics.jsonl`: one JSON object per step, evaluation and score, written as they come."""
 
     def __init__(self, path: Path) -> None:
-        """The file begins anew: a follower reads the events from the first one."""
+        """Begin the file anew: a follower reads the events from the first one."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._file = path.open("w")
 
     def write(self, event: event_pb2.Event) -> None:
-        """Append the event's numbers, if it has any."""
+        """Append the event's numbers to the file, if the event has any."""
         body = event.WhichOneof("body") or ""
         if body not in _METRIC_KINDS:
             return
@@ -67,7 +67,7 @@ async def follow(
     *,
     metrics: MetricsFile | None = None,
 ) -> None:
-    """Follow `progress.name` until its terminal state, or until it is held up. Cancelling it leaves the run alone."""
+    """Follow `progress.name` until its terminal state, or until it is held up. A cancellation leaves the run alone."""
 
     def reconnecting(error: UnavailableError, delay_s: float) -> None:
         view.note(f"reconnecting in {delay_s:.1f}s: {error.message}")
@@ -109,7 +109,7 @@ async def until_given_back(client: Client, name: str, *, note: Callable[[str], N
 
 
 def require_success(progress: Progress, *, logs: Path | None = None) -> None:
-    """CliError (exit 1) with cause, place and remedy unless the run ended well.
+    """Raise CliError (exit 1) with cause, place and remedy unless the run ended well.
 
     `logs` is the directory of process logs of a stack that was the run's own and is gone: no server answers any more.
     """
@@ -135,7 +135,7 @@ def require_success(progress: Progress, *, logs: Path | None = None) -> None:
 
 
 def _held_up(name: str, error: RefusedError, *, logs: Path | None) -> CliError:
-    """The error for a run that gets nowhere: nothing of it is lost, and the log has no end of it."""
+    """Return the error for a run without progress: nothing of the run is lost, and its log has no end."""
     component = error.metadata.get("component", "orchestrator")
     if logs is None:
         look, go_on = f"details: millrace run why {name}", f"the run goes on by itself (millrace run watch {name})"

@@ -1,7 +1,7 @@
 """`millrace orchestrator --bench`: batches as in a run, on a stack of its own whose trainer learns nothing.
 
 The first batches warm up, as many as are begun at once: one, and those by which sampling runs ahead. The run has no
-last step and is cancelled behind the one that counts last, so that as much is played at once in it as in any other.
+last step and is cancelled after the one that counts last, so that as much is played at once in it as in any other.
 """
 
 import asyncio
@@ -52,11 +52,11 @@ class MeasuredBatch:
 
     @property
     def tokens_per_s(self) -> float:
-        """With prompts."""
+        """Return tokens per second, prompts included."""
         return self.num_tokens / self.seconds
 
     def metrics(self) -> dict[str, float | int]:
-        """The line of `metrics.jsonl`."""
+        """Return the line of `metrics.jsonl`."""
         return {
             "step": self.step,
             "perf/throughput": self.tokens_per_s,
@@ -72,7 +72,7 @@ class MeasuredBatch:
 
 
 def summary(batches: Sequence[MeasuredBatch], *, cpu_s: Mapping[str, float], peak: Mapping[str, int]) -> dict[str, Any]:
-    """Medians over the batches as plain data; CPU seconds over all of them and peaks in bytes, by process."""
+    """Return medians over the batches as plain data; CPU seconds over all of them and peaks in bytes, by process."""
     rows = [batch.metrics() for batch in batches]
     medians = {name: median(row[name] for row in rows) for name in rows[0] if name != "step"}
     return {
@@ -90,7 +90,7 @@ def summary(batches: Sequence[MeasuredBatch], *, cpu_s: Mapping[str, float], pea
 
 
 def lines(config: RLConfig, found: Mapping[str, Any], *, engine: str) -> list[str]:
-    """The summary as people read it."""
+    """Return the summary as people read it."""
     loop, rest = config.orchestrator, found["rollout_s"] - found["model_s"]
     cpu = ", ".join(f"{name} {seconds:.3f}" for name, seconds in found["cpu_s"].items())
     peaks = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in found["peak_bytes"].items())
@@ -128,7 +128,9 @@ _LOOK_S = 0.5
 
 
 def bench_config(config: RLConfig) -> RLConfig:
-    """The run that is measured: batches stay full whatever they are worth, and nothing else happens beside them."""
+    """Return the run that is measured: batches stay full whatever they are worth, and nothing else happens beside
+    them.
+    """
     loop = config.orchestrator.model_copy(update={"filter_zero_advantages": False, "eval": None, "max_steps": None})
     trainer = config.trainer.model_copy(update={"ckpt": None, "max_steps": None})
     without = {"max_steps": None, "ckpt": None, "wandb": None}
@@ -136,7 +138,7 @@ def bench_config(config: RLConfig) -> RLConfig:
 
 
 def warm_up(config: RLConfig) -> int:
-    """How many batches are not counted."""
+    """Return the number of batches that are not counted."""
     return 1 + config.orchestrator.async_level
 
 
@@ -162,7 +164,7 @@ async def bench_orchestrator(prepared: Prepared, interrupts: Interrupts) -> int:
     options = stack_options(alone, directory)
     modules = {**SERVICES, "trainer": "millrace.trainer.bench.untrained"}
     async with LocalStack(options, note=_say, modules=modules) as stack:
-        interrupts.on_second(stack.supervisor.hurry.set)
+        interrupts.on_second(stack.supervisor.skip_grace.set)
         _say(f"starting a stack for the orchestrator's steps; process logs: {directory / 'logs'}")
         await stack.start()
         usage = ProcessUse(lambda: {name: child.pid for name, child in stack.supervisor.children.items()})
@@ -181,7 +183,7 @@ async def bench_orchestrator(prepared: Prepared, interrupts: Interrupts) -> int:
 async def _measure(
     client: Client, config: RLConfig, steps: int, *, store: Path, usage: "ProcessUse", on_batch: OnBatch
 ) -> list[MeasuredBatch]:
-    """The batches behind those that warm up, each told when it is there; the run has ended on return."""
+    """Return the batches after the warm-up, each reported when it is committed; the run has ended on return."""
     run = await client.runs.create(config.resolved_json(), run_id="bench")
     progress = Progress(name=run.name, uid=run.uid)
     view, batches, committed_s = PlainView(sys.stderr, progress), list[MeasuredBatch](), 0.0
@@ -213,7 +215,7 @@ async def _measure(
 
 
 def read_batch(directory: Path, uid: str, event: event_pb2.Event, *, seconds: float) -> MeasuredBatch:
-    """What the store in `directory` has of the batch that was committed."""
+    """Return what the store in `directory` has of a committed batch."""
     from millrace.readers.exports.samples import read_samples
     from millrace.rollouts.types import RolloutStatus
     from millrace.runlog import Names
@@ -246,7 +248,7 @@ class ProcessUse:
 
     @property
     def cpu_s(self) -> dict[str, float]:
-        """CPU seconds, user and system, between `begin` and `end`."""
+        """Return CPU seconds, user and system, between `begin` and `end`."""
         return {name: seconds - self._began.get(name, 0.0) for name, seconds in self._ended.items()}
 
     def begin(self) -> None:
@@ -258,7 +260,7 @@ class ProcessUse:
         self._ended = self._look()
 
     async def look_on(self) -> None:
-        """Look for peaks of memory; ends by cancellation."""
+        """Sample memory for its peaks; ends by cancellation."""
         # unregistered wait: a periodic look
         while True:
             self._look()

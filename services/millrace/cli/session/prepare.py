@@ -16,7 +16,7 @@ from millrace.cli.connection import LOOPBACK, check_address, say_environments_be
 from millrace.cli.connection import environ as with_options
 from millrace.cli.errors import CliError
 from millrace.cli.session import bench
-from millrace.cli.session.config_file import explained, refuse_blocked, require_file_or_model, say_notes
+from millrace.cli.session.config_file import explained, print_notes, refuse_blocked, require_file_or_model
 from millrace.config import RLConfig, SFTConfig
 from millrace.config.argv import RESERVED_FLAGS
 from millrace.config.layers import Layer, Provenance, Strength
@@ -86,7 +86,7 @@ def prepare(
     bench.is_bench(flags, prefix="trainer.")
     if flags.get("set-only") and not flags.get("dry-run"):
         raise CliError("--set-only says what a dry run prints", hint="add --dry-run, or leave --set-only out")
-    say_notes(loaded.notes)
+    print_notes(loaded.notes)
     if not flags.get("dry-run"):
         refuse_blocked(loaded.notes)
         require_file_or_model(loaded, example=example)
@@ -123,7 +123,10 @@ def prepare(
 
 
 def take_labels(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The arguments without `--label KEY=VALUE`, which may be repeated, and the labels; CliError for anything else."""
+    """Return the arguments without `--label KEY=VALUE`, which may be repeated, and the labels.
+
+    CliError for anything else.
+    """
     rest: list[str] = []
     labels: dict[str, str] = {}
     words = iter(arguments)
@@ -141,7 +144,7 @@ def take_labels(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def _server_of(flags: Mapping[str, str | bool], settings: Settings, default: str | None) -> tuple[str | None, str]:
-    """The address of the orchestrator, if one is named, and where it comes from."""
+    """Return the address of the orchestrator, if one is named, and where it comes from."""
     if "server" in flags:
         return check_address(str(flags["server"]), option="--server"), "--server"
     return settings.server or default, "MILLRACE_SERVER" if settings.server else "the default"
@@ -170,7 +173,9 @@ def _say_what_a_running_stack_keeps(loaded: Loaded[RLConfig], stack: Mapping[str
 
 
 def _settings_of(stack: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What is known of the settings of a stack of `millrace up`, by key: with the embedded engine all of them."""
+    """Return what is known of the settings of a stack of `millrace up`, by key: with the embedded engine all of
+    them.
+    """
     said = (stack or {}).get("settings")
     if not isinstance(said, dict):
         return {}
@@ -191,7 +196,7 @@ def _flat(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _value(config: RLConfig, key: str) -> Any:
-    """The value at a dotted key; None where that is no place of the config's."""
+    """Return the value at a dotted key; None where that is no place of the config's."""
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
@@ -214,7 +219,7 @@ def _say_what_the_engine_ignores(config: RLConfig) -> None:
 
 
 def _engine_of(environ: Mapping[str, str]) -> Layer | None:
-    """MILLRACE_ENGINE, which the services read, as the weakest source of `inference.engine`."""
+    """Return MILLRACE_ENGINE, which the services read, as the weakest source of `inference.engine`."""
     engine = environ.get("MILLRACE_ENGINE")
     if not engine:
         return None
@@ -223,7 +228,7 @@ def _engine_of(environ: Mapping[str, str]) -> Layer | None:
 
 
 def without_resume_step(config: RLConfig) -> tuple[RLConfig, int | None]:
-    """The config of the run itself, and the step that the command shall go on from."""
+    """Return the config of the run itself, and the step that the command shall go on from."""
     found = next((part.resume_step for part in (config.ckpt, config.trainer.ckpt) if part is not None), None)
     if found is None:
         return config, None
@@ -237,7 +242,9 @@ def without_resume_step(config: RLConfig) -> tuple[RLConfig, int | None]:
 
 
 def choose_run_id(config: RLConfig, name: str | None, *, root: Path) -> str:
-    """The run's id for a local stack: the chosen name, or environment and a random tail without a directory yet."""
+    """Return the run's id for a local stack: the chosen name, or environment and a random tail without a directory
+    yet.
+    """
     if name is not None:
         return name
     return free_name(config.orchestrator.env[0].id, secrets.token_hex(2), root=root)
@@ -257,7 +264,7 @@ def _with_checked_model(loaded: Loaded[RLConfig], server: str | None) -> Loaded[
 
 
 def _with_absolute_model(loaded: Loaded[RLConfig]) -> Loaded[RLConfig]:
-    """Name the model by its absolute path if it is here: a stack that runs already was started in another directory."""
+    """Name a local model by its absolute path: a stack that runs already has another working directory."""
     name = loaded.config.model.name
     if not is_path(name, output_dir=loaded.config.output_dir):
         return loaded
@@ -283,7 +290,7 @@ def _with_absolute_rows(loaded: Loaded[RLConfig]) -> Loaded[RLConfig]:
 
 
 def check_new_name(text: str, *, option: str = "--name") -> str:
-    """The name; InvalidSpecError that suggests a legal one which looks like it."""
+    """Return the name; InvalidSpecError suggests a similar legal one."""
     if run_name.is_legal(text):
         return text
     close = run_name.suggest(text)
@@ -293,7 +300,7 @@ def check_new_name(text: str, *, option: str = "--name") -> str:
 
 
 def free_name(stem: str, tail: str = "", *, root: Path) -> str:
-    """A name of which no results lie under `root`: `{stem}-{tail}`, else with `-2`, `-3`, … behind it."""
+    """Return a name without results under `root`: `{stem}-{tail}`, else with `-2`, `-3`, … appended."""
 
     def is_taken(name: str) -> bool:
         return (root / name).exists() and any((root / name).iterdir())
@@ -309,8 +316,9 @@ def print_config(config: Document, *, only: Mapping[str, Any] | None = None) -> 
     click.echo(json.dumps(json.loads(config.resolved_json()) if only is None else only, indent=2))
 
 
-def look_at_fine_tuning(config: SFTConfig) -> None:
-    """Look at the first rows of local data files, at a local model, and at what it would be trained on of these rows.
+def validate_fine_tuning(config: SFTConfig) -> None:
+    """Validate the first rows of local data files, a local model, and which tokens of these rows it would be trained
+    on.
 
     The errors are those of a run that starts. What is not on this machine gets a note: the config may be for another.
     """
@@ -327,7 +335,7 @@ def look_at_fine_tuning(config: SFTConfig) -> None:
     name, needs_template = config.model.name, any(each.have_conversations for each in found)
     if config.eval is not None:
         needs_template |= have_conversations(config.eval.env)
-    if not look_at_model(
+    if not validate_model(
         "model.name", name, tokenizer=None, needs_template=needs_template, output_dir=config.output_dir
     ):
         return
@@ -336,8 +344,8 @@ def look_at_fine_tuning(config: SFTConfig) -> None:
             click.echo(f"note: {each.key}: {note}", err=True)
 
 
-def look_at_model(key: str, name: str, *, tokenizer: str | None, needs_template: bool, output_dir: str) -> bool:
-    """Look at a model that is a directory on this machine, if it is one; the errors are those of a run that starts.
+def validate_model(key: str, name: str, *, tokenizer: str | None, needs_template: bool, output_dir: str) -> bool:
+    """Validate a model that is a directory on this machine; the errors are those of a run that starts.
 
     A model of the Hub is not looked at. A path that is not there gets a note: the config may be for another machine.
     """
@@ -356,9 +364,9 @@ def look_at_model(key: str, name: str, *, tokenizer: str | None, needs_template:
     return True
 
 
-def look_at_models(config: RLConfig) -> None:
+def validate_models(config: RLConfig) -> None:
     """Look at the model of an RL run, with the tokenizer that it is published with, and at the rows that it learns."""
-    is_here = look_at_model(
+    is_here = validate_model(
         "trainer.model.name",
         config.trainer.model.name,
         tokenizer=config.trainer.tokenizer.name,
@@ -375,9 +383,9 @@ def look_at_models(config: RLConfig) -> None:
 
 
 def is_path(name: str, *, output_dir: str = "outputs") -> bool:
-    """Whether a model name means a path on this machine rather than the id of a model hub (`Qwen/Qwen3-0.6B`).
+    """Return whether a model name means a path on this machine rather than the id of a model hub (`Qwen/Qwen3-0.6B`).
 
-    A path begins with `.`, `/` or `~`, lies under the output directory, has more than one slash (hub ids have at most
+    A path begins with `.`, `/` or `~`, is under the output directory, has more than one slash (hub ids have at most
     one), or names something that exists.
     """
     first = name.partition("/")[0]
@@ -390,7 +398,7 @@ def is_path(name: str, *, output_dir: str = "outputs") -> bool:
 
 
 def check_models(names: Mapping[str, str], *, sources: Mapping[str, str], output_dir: str, sft_hint: bool) -> None:
-    """InvalidSpecError for every name (by its key) that is a path without a model in it.
+    """Raise InvalidSpecError for every name (by its key) that is a path without a model in it.
 
     `sft_hint` adds how to make a model with `millrace sft`.
     """

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from millrace.cli.view.plot import write_plot
-from millrace.cli.view.progress import Moved, Progress
+from millrace.cli.view.progress import Progress, TransferredBytes
 from millrace.cli.view.text import duration, size
 from millrace.runlog.run_status import Staleness, state_name, version_names
 from millrace.v1 import run_pb2
@@ -17,7 +17,7 @@ from millrace.v1 import run_pb2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Artifacts:
-    """Where the results lie; None for what there is not."""
+    """Where the results are; None for what there is not."""
 
     policy_path: str | None
     """A directory in Hugging Face format, or the manifest's URI where the store cannot be reached from here."""
@@ -26,7 +26,7 @@ class Artifacts:
 
 
 def split_uri(uri: str, uid: str) -> tuple[str, str]:
-    """The store's URL and the object's key of an object of run `uid`; ValueError for a foreign URI."""
+    """Return the store's URL and the object's key of an object of run `uid`; ValueError for a foreign URI."""
     parts = urlsplit(uri)
     path = unquote(parts.path)
     # The key begins with the prefix, which holds no slash, before `runs/{uid}/`.
@@ -38,7 +38,7 @@ def split_uri(uri: str, uid: str) -> tuple[str, str]:
 
 
 def local_path(uri: str) -> Path | None:
-    """The path of a `file://` URI if it exists on this machine."""
+    """Return the path of a `file://` URI if it exists on this machine."""
     parts = urlsplit(uri)
     path = Path(unquote(parts.path))
     return path if parts.scheme == "file" and path.exists() else None
@@ -66,7 +66,7 @@ def download_policy(progress: Progress, directory: Path, *, store_url: str | Non
 
 
 def checkpoint_path(progress: Progress) -> str | None:
-    """The last checkpoint: its directory if it is on this machine, else its URI."""
+    """Return the last checkpoint: its directory if it is on this machine, else its URI."""
     if progress.checkpoint is None:
         return None
     manifest = local_path(progress.checkpoint.uri)
@@ -87,7 +87,7 @@ def collect(progress: Progress, directory: Path, *, store_url: str | None) -> Ar
 
 
 def summary(progress: Progress, artifacts: Artifacts, *, seconds: float, phases: dict[str, float]) -> dict[str, Any]:
-    """The summary as plain data; its first nine keys are a promise to programs."""
+    """Return the summary as plain data; its first nine keys are a promise to programs."""
     last = {point.env: point for point in progress.evals}
     return {
         "reward_before": progress.reward_before,
@@ -135,8 +135,8 @@ def _staleness(found: Staleness) -> dict[str, Any]:
     return {**asdict(found), "words": found.words}
 
 
-def _moved(moved: Moved) -> dict[str, Any]:
-    """Bytes moved against full copies of the same versions; `ratio` is None if nothing was moved."""
+def _moved(moved: TransferredBytes) -> dict[str, Any]:
+    """Return bytes moved against full copies of the same versions; `ratio` is None if nothing was moved."""
     return {
         "versions": moved.versions,
         "bytes": moved.moved_bytes,
@@ -146,7 +146,7 @@ def _moved(moved: Moved) -> dict[str, Any]:
 
 
 def phases_of(progress: Progress) -> dict[str, float]:
-    """Seconds of the run's own phases by the times of its state changes."""
+    """Return seconds of the run's own phases by the times of its state changes."""
     marks = [
         ("start_s", run_pb2.RUN_STATE_STARTING, run_pb2.RUN_STATE_RUNNING),
         ("train_s", run_pb2.RUN_STATE_RUNNING, run_pb2.RUN_STATE_STOPPING),
@@ -157,7 +157,7 @@ def phases_of(progress: Progress) -> dict[str, float]:
 
 
 def watched_summary(progress: Progress) -> dict[str, Any]:
-    """The summary of a run that was followed only: nothing of it was copied to this machine."""
+    """Return the summary of a run that was followed only: nothing of it was copied to this machine."""
     artifacts = Artifacts(
         policy_path=progress.policy.uri if progress.policy is not None else None,
         checkpoint_path=checkpoint_path(progress),
@@ -168,13 +168,13 @@ def watched_summary(progress: Progress) -> dict[str, Any]:
 
 
 def write_summary(data: dict[str, Any], path: Path) -> None:
-    """Write it where programs look for it."""
+    """Write the summary where programs look for it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=2) + "\n")
 
 
 def _moved_line(weights: dict[str, Any]) -> str:
-    """`published 12 MB (31% of full copies), fetched 9 MB (28%)`."""
+    """Return a line such as `published 12 MB (31% of full copies), fetched 9 MB (28%)`."""
     parts = [
         f"{what} {size(weights[what]['bytes'])}"
         + ("" if weights[what]["ratio"] is None else f" ({weights[what]['ratio']:.1%} of full copies)")
@@ -185,7 +185,7 @@ def _moved_line(weights: dict[str, Any]) -> str:
 
 
 def _skipped_line(evals: Sequence[dict[str, Any]]) -> str:
-    """`reverse-text: v20, v40; letters: v20`: versions that were due, and not evaluated."""
+    """Return a line such as `reverse-text: v20, v40; letters: v20`: versions that were due, and not evaluated."""
     found: dict[str, list[int]] = {}
     for each in evals:
         if each["skipped"]:
@@ -194,7 +194,10 @@ def _skipped_line(evals: Sequence[dict[str, Any]]) -> str:
 
 
 def summary_lines(data: dict[str, Any], *, with_plot: bool = True) -> list[str]:
-    """The summary for people; what was not measured or written has no line. A run that is watched has no plot."""
+    """Return the summary for people; what was not measured or written has no line.
+
+    A run that is watched has no plot.
+    """
 
     def number(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)

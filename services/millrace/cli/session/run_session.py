@@ -54,7 +54,7 @@ async def run_local(prepared: Prepared, interrupts: Interrupts) -> tuple[dict[st
             try:
                 options = await planned_stack(prepared, home, note=view.note)
                 async with LocalStack(options, note=view.note) as stack:
-                    interrupts.on_second(stack.supervisor.hurry.set)
+                    interrupts.on_second(stack.supervisor.skip_grace.set)
                     view.note(f"starting the local stack; process logs: {home / 'logs'}")
                     await stack.start()
                     phases["stack_s"] = time.monotonic() - begun
@@ -67,7 +67,7 @@ async def run_local(prepared: Prepared, interrupts: Interrupts) -> tuple[dict[st
             except asyncio.CancelledError:
                 name = progress.name.removeprefix("runs/")
                 go_on = f"; to go on, give the same command with --name {name} --resume" if progress.uid else ""
-                view.note(f"interrupted: all processes are stopped; what there is so far lies in {directory}{go_on}")
+                view.note(f"interrupted: all processes are stopped; the results so far are in {directory}{go_on}")
                 raise
         phases["stop_s"] = time.monotonic() - stopping
     require_success(progress, logs=home / "logs")
@@ -114,13 +114,13 @@ _STOPPED = (run_pb2.RUN_STATE_FAILED, run_pb2.RUN_STATE_PAUSED)
 
 
 def find_home(root: Path, name: str, *, prefix: str) -> Path | None:
-    """The directory of the local stack whose store has a run of this name; None if there is none."""
+    """Return the directory of the local stack whose store has a run of this name; None if there is none."""
     homes = [root / name, *(path for path in sorted(root.glob("*")) if path.name != name)]
     return next((home for home in homes if (home / "store" / prefix / "names" / name).is_file()), None)
 
 
 def exists_error(name: str, where: str) -> CliError:
-    """What there is to choose for a name that is taken."""
+    """Return an error with the choices that a user has when a name is taken."""
     return CliError(
         f"a run called {name!r} exists ({where})",
         hint="go on with it: the same command with --resume; begin anew at one of its steps: with "
@@ -138,7 +138,7 @@ async def begin(
     create: Callable[[], Awaitable[run_pb2.Run]],
     note: Note,
 ) -> run_pb2.Run:
-    """The run to follow: a new one, one that goes on, or a fork. CliError where none of it can be."""
+    """Return the run to follow: a new one, one that goes on, or a fork. CliError where none of it can be."""
     if resume_step is None:
         try:
             return await create()
@@ -182,7 +182,7 @@ async def _go_on(client: Client, run: run_pb2.Run, note: Note) -> run_pb2.Run:
 
 
 async def _fork(client: Client, run: run_pb2.Run, config: RLConfig, *, step: int, note: Note) -> run_pb2.Run:
-    """A fork at a step; its parent is paused where it would go on, and can be resumed later."""
+    """Return a fork at a step; its parent is paused where it would go on, and can be resumed later."""
     name = run.name.removeprefix("runs/")
     ending = f"-from-{step}"
     try:
@@ -213,7 +213,7 @@ def _state(run: run_pb2.Run) -> str:
 
 
 def _differences(config: RLConfig, theirs: Any) -> Iterator[str]:
-    """The keys that differ from the run's, with both values."""
+    """Return the keys that differ from the run's, with both values."""
 
     def walk(mine: Any, other: Any, path: tuple[str, ...]) -> Iterator[str]:
         if path in _OWN or mine == other:
@@ -228,7 +228,7 @@ def _differences(config: RLConfig, theirs: Any) -> Iterator[str]:
 
 
 async def begin_remote(client: Client, prepared: Prepared, *, note: Note) -> run_pb2.Run:
-    """The run on a server: a new one, or what the command says of one that is there."""
+    """Return the run on a server: a new one, or what the command says of one that is there."""
     return await begin(
         client,
         prepared.config,
@@ -288,7 +288,7 @@ async def follow_or_detach(
 
 
 def submitted_line(run: run_pb2.Run) -> str:
-    """`Submitted runs/x (uid ...)    watch: millrace run watch x`."""
+    """Return a line such as `Submitted runs/x (uid ...)    watch: millrace run watch x`."""
     return f"submitted {run.name} (uid {run.uid})    watch: millrace run watch {run.name.removeprefix('runs/')}"
 
 
@@ -316,7 +316,7 @@ async def _submit_and_follow(
 
 
 def _reached(address: str, dashboard: str, *, directory: Path) -> str:
-    """Return how to look at the run from another terminal, while it goes on."""
+    """Return how to follow the run from another terminal."""
     is_found = directory.parent == OUTPUTS
     found = "`millrace run list` and the like find it here" if is_found else f"for others: MILLRACE_SERVER={address}"
     opened = "" if is_found else f" --dir {directory}"
@@ -327,7 +327,10 @@ def _reached(address: str, dashboard: str, *, directory: Path) -> str:
 
 
 def _home(prepared: Prepared, run_id: str, *, root: Path) -> Path:
-    """The directory of the stack; CliError if the run is there and the command does not say what is to become of it."""
+    """Return the directory of the stack.
+
+    CliError if the run is there and the command does not say what is to become of it.
+    """
     home = find_home(root, run_id, prefix=prepared.settings.prefix)
     if home is None and prepared.must_exist:
         raise CliError(f"there is no run {run_id} under {root}", hint="leave --resume out to begin it")
@@ -366,7 +369,10 @@ def _adopt(progress: Progress, run: run_pb2.Run) -> None:
 
 
 async def planned_stack(prepared: Prepared, directory: Path, *, note: Callable[[str], object]) -> "StackOptions":
-    """The stack of a run; vLLM has what the trainer leaves of a GPU that both use (InvalidStateError: too little)."""
+    """Return the stack of a run.
+
+    VLLM has what the trainer leaves of a GPU that both use (InvalidStateError: too little).
+    """
     from millrace.local import gpus
     from millrace.local.shared_gpu import engine_share
 
@@ -380,7 +386,7 @@ async def planned_stack(prepared: Prepared, directory: Path, *, note: Callable[[
 
 
 def stack_options(prepared: Prepared, directory: Path, *, engine_share: float | None = None) -> "StackOptions":
-    """The stack of a run: its place from the environment, its engine and its logs from the config.
+    """Return the stack of a run: its place from the environment, its engine and its logs from the config.
 
     `engine_share` is vLLM's part of a GPU that the trainer uses, too, of which the config says nothing.
     """
@@ -408,7 +414,7 @@ def stack_options(prepared: Prepared, directory: Path, *, engine_share: float | 
 
 
 def _engine_and_gpus(prepared: Prepared) -> tuple[InferenceConfig, dict[str, tuple[int, ...]]]:
-    """The engine that this machine runs, and the GPUs of it and of the trainer."""
+    """Return the engine that this machine runs, and the GPUs of it and of the trainer."""
     from millrace.inference.launch_env import with_engine
     from millrace.local import gpus
 
@@ -424,7 +430,7 @@ def _engine_and_gpus(prepared: Prepared) -> tuple[InferenceConfig, dict[str, tup
 
 
 def _is_share_open(inference: InferenceConfig, assigned: Mapping[str, Sequence[int]]) -> bool:
-    """Whether vLLM shares a GPU with the trainer, and the config does not say how much of it is its."""
+    """Return whether vLLM shares a GPU with the trainer and the config leaves vLLM's share open."""
     from millrace.inference.launch_env import is_given, vllm_flags
     from millrace.local import gpus
 

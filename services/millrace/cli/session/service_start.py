@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from millrace.cli.errors import CliError
 from millrace.cli.session import bench
-from millrace.cli.session.config_file import PARTS, refuse_flags_of_runs, say_notes
+from millrace.cli.session.config_file import PARTS, print_notes, refuse_flags_of_runs
 from millrace.cli.session.prepare import Prepared, check_models, prepare
 from millrace.config.argv import RESERVED_FLAGS
 from millrace.config.load import Loaded, load
@@ -60,7 +60,7 @@ _BENCHES = {
 
 
 def options_help(name: str) -> str:
-    """The flags of a service, for `--help`."""
+    """Return the flags of a service, for `--help`."""
     names = [place for place in PLACES if place != "orchestrator" or name != "orchestrator"]
     lines = "\n".join(f"  --{place:<15} {PLACES[place]}" for place in names)
     return f"""\b
@@ -76,7 +76,7 @@ callers are checked and what environments may do."""
 
 
 def load_service(service: Service, arguments: Sequence[str], environ: Mapping[str, str]) -> Loaded[Any]:
-    """The checked config, that of no run where the arguments name none.
+    """Return the checked config, that of no run where the arguments name none.
 
     InvalidSpecError lists what is wrong; CliError for a flag that belongs to a run.
     """
@@ -88,12 +88,12 @@ def load_service(service: Service, arguments: Sequence[str], environ: Mapping[st
         words = [*words, "--orchestrator.env", '[{"id": "none"}]', "--orchestrator.rollouts-per-example", "2"]
     loaded = load(part.document, words, environ, reserved=reserved, section=part.section)
     refuse_flags_of_runs(loaded, command=service.name)
-    say_notes(loaded.notes)
+    print_notes(loaded.notes)
     return loaded
 
 
 def bench_run(arguments: Sequence[str]) -> Prepared:
-    """The run that an orchestrator's `--bench` measures: its part of one, with the defaults of the others."""
+    """Return the run that an orchestrator's `--bench` measures: its part of one, with the defaults of the others."""
     reserved = {**RESERVED_FLAGS, **dict.fromkeys(PLACES, True), **bench.flags()}
     words = PARTS["orchestrator"].named(arguments, reserved=reserved)
     return prepare(words, command="millrace orchestrator --bench")

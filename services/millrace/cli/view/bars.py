@@ -19,16 +19,16 @@ def shown_work(console: Console | None = None) -> Iterator[None]:
     """Show the long work of this process while the block runs."""
     target = console or Console(stderr=True)
     if not target.is_terminal:
-        with progress.said_by(lambda line: click.echo(line, file=target.file)):
+        with progress.send_lines_to(lambda line: click.echo(line, file=target.file)):
             yield
         return
     live = Live(get_renderable=bars, console=target, transient=True, refresh_per_second=4)
-    with live, progress.said_by(lambda line: None):
+    with live, progress.send_lines_to(lambda line: None):
         yield
 
 
 def bars() -> Table:
-    """A row for each piece of work: what, a bar if its end is known, and how far it is."""
+    """Return a row for each piece of work: what, a bar if its end is known, and how far it is."""
     rows = Table.grid(padding=(0, 1))
     for work in progress.active():
         share = work.share

@@ -11,7 +11,9 @@ LONG_WAIT_S = 10.0  # shorter waits are ordinary and no news
 
 
 def step_line(point: StepPoint, progress: Progress) -> str:
-    """`step  12/60  reward 0.612  staleness 0.8/8  14.2k tok/s  0.91s (wait 0.33s, 36%)  kl 1.2e-05  eta 43s`."""
+    """Return a line such as `step  12/60  reward 0.612  staleness 0.8/8  14.2k tok/s  0.91s (wait 0.33s, 36%)  kl
+    1.2e-05  eta 43s`.
+    """
     width = max(3, len(str(progress.max_steps)))
     of = f"/{progress.max_steps}" if progress.max_steps else ""
     bound = "" if progress.staleness_bound is None else f"/{progress.staleness_bound}"
@@ -35,7 +37,10 @@ def reward(point: StepPoint | EvalPoint) -> str:
 
 
 def progress_line(event: event_pb2.Event, progress: Progress) -> str | None:
-    """The line that a follower of the run wants to see; None for what is routine. `progress` has applied the event."""
+    """Return the line that a follower of the run wants to see; None for what is routine.
+
+    `progress` has applied the event.
+    """
     match event.WhichOneof("body"):
         case "policy_published" | "policy_served" | "batch_committed" | "token_log_stored" | None:
             return None
@@ -56,7 +61,7 @@ def is_of_level(event: event_pb2.Event, level: str | None) -> bool:
 
 
 def event_line(event: event_pb2.Event, progress: Progress) -> str:
-    """Any event in one line, which steers no terminal: the errors of environments quote what a model wrote."""
+    """Return any event in one line, which steers no terminal: the errors of environments quote what a model wrote."""
     return printable(progress.short(_event_words(event, progress)).replace("\n", " ⏎ "))
 
 
@@ -116,7 +121,7 @@ def _states(change: event_pb2.StateChanged) -> str:
 
 
 def published_line(new: event_pb2.PolicyPublished) -> str:
-    """`policy v12 published  1.2 MiB in 0.31s  delta, 4.1% of 29 MiB, 3.20% changed`."""
+    """Return a line such as `policy v12 published  1.2 MiB in 0.31s  delta, 4.1% of 29 MiB, 3.20% changed`."""
     line = f"policy v{new.version} published  {size(new.size_bytes)} in {new.seconds:.2f}s"
     if not new.full_bytes:  # of an older release
         return line
@@ -125,7 +130,9 @@ def published_line(new: event_pb2.PolicyPublished) -> str:
 
 
 def batch_line(batch: event_pb2.BatchCommitted) -> str:
-    """`batch of step 12 committed  8 trained, dropped: 2 zero_advantage, filters found: 1 repetition`."""
+    """Return a line such as `batch of step 12 committed  8 trained, dropped: 2 zero_advantage, filters found: 1
+    repetition`.
+    """
     dropped = ", ".join(f"{number} {reason}" for reason, number in sorted(batch.dropped.items()))
     found = ", ".join(f"{number} {name}" for name, number in sorted(batch.filtered.items()))
     line = f"batch of step {batch.step + 1} committed  {batch.num_trained} trained"
@@ -133,7 +140,7 @@ def batch_line(batch: event_pb2.BatchCommitted) -> str:
 
 
 def wait_line(wait: event_pb2.Wait) -> str:
-    """`trainer-0 waits for batch 12 ← orchestrator (3.2s of 60s)`."""
+    """Return a line such as `trainer-0 waits for batch 12 ← orchestrator (3.2s of 60s)`."""
     on = f" ← {wait.waits_on}" if wait.waits_on else ""
     limit = f" of {wait.deadline_seconds:g}s" if wait.deadline_seconds else ""
     late = ", overdue" if 0 < wait.deadline_seconds < wait.age_seconds else ""
@@ -141,7 +148,7 @@ def wait_line(wait: event_pb2.Wait) -> str:
 
 
 def log_line(event: event_pb2.Event, progress: Progress) -> str:
-    """An event with its time (UTC) and its writer in front."""
+    """Return an event with its time (UTC) and its writer in front."""
     time = datetime.datetime.fromtimestamp(event.time.ToNanoseconds() / 1e9, tz=datetime.UTC)
     writer = progress.short(event.writer)
     return f"{time:%H:%M:%S}.{time.microsecond // 1000:03d}  {writer:<16}  {event_line(event, progress)}"

@@ -24,7 +24,7 @@ _STATE_STYLES = {
 
 
 def render(progress: Progress, *, elapsed_s: float) -> RenderableType:
-    """The picture: header, bar, measures with sparklines, pipeline, waits, last events."""
+    """Return the picture: header, bar, measures with sparklines, pipeline, waits, last events."""
     parts: list[RenderableType] = [_header(progress, elapsed_s)]
     if progress.max_steps:
         bar = Table.grid()  # a bare bar ends without a newline
@@ -73,7 +73,7 @@ def _measures(progress: Progress) -> Table:
 
 
 def _pipeline(progress: Progress) -> Text:
-    """Rollouts to policy and back: where the numbers differ most is where the run is slow."""
+    """Return rollouts to policy and back: where the numbers differ most is where the run is slow."""
     queued = max(0, progress.committed - progress.step)
     waited = f", waited {progress.steps[-1].wait_ratio:.0%}" if progress.steps else ""
     version = "–" if progress.policy is None else f"v{progress.policy.version}"

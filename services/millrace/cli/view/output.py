@@ -29,23 +29,23 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class Paint:
-    """Styles texts, or leaves them as they are. What is as wide as its column is styled behind the padding."""
+    """Styles texts, or leaves them as they are. What is as wide as its column is styled after the padding."""
 
     is_on: bool = False
 
     @classmethod
     def of(cls, stream: TextIO) -> Self:
-        """As the stream and NO_COLOR say."""
+        """Choose colours as the stream and NO_COLOR require."""
         return cls(has_colours(stream))
 
     def __call__(self, text: str, colour: str | None = None, *, bold: bool = False, dim: bool = False) -> str:
-        """The text with a style, which ends behind it."""
+        """Return the text with a style, which is reset after it."""
         if not self.is_on or not text.strip():
             return text
         return click.style(text, fg=colour, bold=bold or None, dim=dim or None)
 
     def run_cell(self, column: str, cell: str, padded: str) -> str:
-        """A cell of a table of runs."""
+        """Return a cell of a table of runs."""
         match column.upper():
             case "STATE":
                 return self(padded, _STATES.get(cell, "cyan"), bold=True)
@@ -55,7 +55,7 @@ class Paint:
                 return padded
 
     def sample_cell(self, column: str, cell: str, padded: str) -> str:
-        """A cell of a table of samples."""
+        """Return a cell of a table of samples."""
         match column:
             case "status":
                 return self(padded, "green" if cell == "ok" else "red")
@@ -67,7 +67,7 @@ class Paint:
                 return padded
 
     def state(self, name: str) -> str:
-        """The state of a run."""
+        """Return the state of a run."""
         return self(name, _STATES.get(name, "cyan"), bold=True)
 
 
@@ -88,7 +88,7 @@ def runs_json(runs: Sequence[run_pb2.Run], *, ended: Mapping[str, str] = Mapping
 
 
 def message_json(message: Message, *, indent: int | None = 2) -> str:
-    """A message in the JSON form that the API defines; in one line without an indent."""
+    """Return a message in the JSON form that the API defines; in one line without an indent."""
     return json.dumps(MessageToDict(message), indent=indent)
 
 
@@ -99,7 +99,10 @@ def runs_table(
     ended: Mapping[str, str] = MappingProxyType({}),
     paint: Paint = PLAIN,
 ) -> str:
-    """One line per run; where the stack of one has ended, its last cell names the directory that `ended` has for it."""
+    """Return one line per run.
+
+    Where the stack of one has ended, its last cell names the directory that `ended` has for it.
+    """
     if not ended:
         return table([_row(run, now) for run in runs], header=_HEADER, paint=paint.run_cell)
     rows = [(*_row(run, now), f"ended, in {ended[run.uid]}" if run.uid in ended else "runs") for run in runs]
@@ -107,7 +110,7 @@ def runs_table(
 
 
 def eval_curves(config: Mapping[str, Any]) -> dict[str, str]:
-    """The metric of each environment that a run with this (resolved) config is evaluated on, and its name."""
+    """Return the metric of each environment that a run with this (resolved) config is evaluated on, and its name."""
     orchestrator = config.get("orchestrator")
     found = orchestrator.get("eval") if isinstance(orchestrator, dict) else None
     envs = found.get("env") if isinstance(found, dict) else None
@@ -118,7 +121,7 @@ def eval_curves(config: Mapping[str, Any]) -> dict[str, str]:
 def curve_lines(
     metrics: Mapping[str, Sequence[float | None]], evals: Mapping[str, str] = MappingProxyType({})
 ) -> list[tuple[str, str]]:
-    """Metrics with their last value and their curve, `evals` by environment; what has no value has no line."""
+    """Return metrics with their last value and their curve, `evals` by environment; what has no value has no line."""
     lines = []
     first, *rest = SHOWN_CURVES
     for name in (first, *evals, *rest):
@@ -139,7 +142,7 @@ def run_details(
     curves: Sequence[tuple[str, str]] = (),
     paint: Paint = PLAIN,
 ) -> str:
-    """All that matters of one run, with lines of its curves where they are given."""
+    """Return all that matters of one run, with lines of its curves where they are given."""
     progress = run.progress
     lines = [
         ("name", run.name),
@@ -171,7 +174,7 @@ def run_details(
 
 
 def _groups(progress: run_pb2.RunProgress) -> str:
-    """What share of the groups was thrown away; empty before the first batch."""
+    """Return the share of the groups that was dropped; empty before the first batch."""
     if not progress.num_groups:
         return ""
     share = progress.num_groups_dropped / progress.num_groups
@@ -179,13 +182,13 @@ def _groups(progress: run_pb2.RunProgress) -> str:
 
 
 def _tasks(progress: run_pb2.RunProgress) -> str:
-    """How many tasks are in which pool; empty where none can move."""
+    """Return the number of tasks in each pool; empty where no task can move."""
     counts = (progress.num_easy_tasks, progress.num_normal_tasks, progress.num_hard_tasks)
     return "{} easy, {} normal, {} hard".format(*counts) if any(counts) else ""
 
 
 def failed_rollouts(each: run_pb2.EnvRollouts) -> str:
-    """What came of the rollouts of an environment of which some failed."""
+    """Return how the rollouts of an environment with failures ended."""
     by_status = ", ".join(f"{number} {status}" for status, number in sorted(each.failed.items()))
     return printable(
         f"{each.num_failed} of {each.num_rollouts} rollouts of {each.env} ({by_status}); the first: {each.first_error}"
@@ -198,7 +201,7 @@ def summed_up(text: str) -> rs.ExplainRunResponse:
 
 
 def explanation(answer: rs.ExplainRunResponse) -> str:
-    """The chain in words, one link per line, then every wait, longest first."""
+    """Return the chain in words, one link per line, then every wait, longest first."""
     first, *others = answer.summary.split(" ← ")
     lines = [first] if first else []
     lines += [f"  ← {link}" for link in others]
@@ -222,12 +225,15 @@ def _row(run: run_pb2.Run, now: datetime.datetime) -> tuple[str, ...]:
 
 
 def _reward(run: run_pb2.Run) -> str:
-    """Of the newest batch; a fork has steps before it has a batch of its own."""
+    """Return the reward of the newest batch; a fork has steps before it has a batch of its own."""
     return f"{run.progress.reward:.3f}" if run.progress.step and run.progress.num_rollouts else "–"
 
 
 def _policy(progress: run_pb2.RunProgress) -> str:
-    """The newest version, and the oldest that is served; version 0 is known once something was played with it."""
+    """Return the newest version, and the oldest that is served.
+
+    Version 0 is known once something was played with it.
+    """
     if not progress.policy_version and not progress.num_rollouts:
         return "–"
     return f"v{progress.policy_version}, served at least v{progress.min_inference_version}"

@@ -34,12 +34,12 @@ class StepPoint:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of the batch over the wall time of the step."""
+        """Return tokens of the batch over the wall time of the step."""
         return self.num_tokens / self.step_s if self.step_s > 0 else 0.0
 
     @property
     def wait_ratio(self) -> float:
-        """Share of the step in which the trainer waited for its batch."""
+        """Return share of the step in which the trainer waited for its batch."""
         return self.wait_s / self.step_s if self.step_s > 0 else 0.0
 
 
@@ -61,7 +61,7 @@ class EvalPoint:
 
 
 @dataclass(slots=True, kw_only=True)
-class Moved:
+class TransferredBytes:
     """Bytes of weights that were moved, and what full copies would have been."""
 
     versions: int = 0
@@ -76,7 +76,7 @@ class Moved:
 
     @property
     def ratio(self) -> float | None:
-        """Moved over full; None if nothing is known."""
+        """Return the share of a full copy that was transferred; None if it is unknown."""
         return self.moved_bytes / self.full_bytes if self.full_bytes else None
 
 
@@ -94,9 +94,9 @@ class Progress(RunStatus):
     evals: list[EvalPoint] = field(default_factory=list)
     policy: event_pb2.PolicyPublished | None = None
     """The newest published version."""
-    published: Moved = field(default_factory=Moved)
+    published: TransferredBytes = field(default_factory=TransferredBytes)
     """What the trainer wrote of all versions."""
-    fetched: Moved = field(default_factory=Moved)
+    fetched: TransferredBytes = field(default_factory=TransferredBytes)
     """What all replicas read."""
     checkpoint: event_pb2.CheckpointSaved | None = None
     score: event_pb2.ScoreCompleted | None = None
@@ -111,7 +111,7 @@ class Progress(RunStatus):
 
     @classmethod
     def of(cls, run: run_pb2.Run) -> Self:
-        """The state before the first event, with the bounds that the run's config names."""
+        """Return the state before the first event, with the bounds that the run's config names."""
         try:
             orchestrator = json.loads(run.config_json or "{}").get("orchestrator", {})
         except ValueError:  # a newer server may send another form; the bounds are only decoration
@@ -156,12 +156,12 @@ class Progress(RunStatus):
 
     @property
     def step(self) -> int:
-        """Optimizer steps taken."""
+        """Return optimizer steps taken."""
         return self.steps[-1].number if self.steps else 0
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds to the last step at the pace of the last steps; None if unknown.
+        """Return seconds to the last step at the pace of the last steps; None if unknown.
 
         The first step includes the wait for the first batch and what is done once, and says nothing of the others.
         """
@@ -175,18 +175,18 @@ class Progress(RunStatus):
 
     @property
     def wait_ratio(self) -> float | None:
-        """Share of all step time in which the trainer waited; None before the first step."""
+        """Return share of all step time in which the trainer waited; None before the first step."""
         total_s = sum(point.step_s for point in self.steps)
         return sum(point.wait_s for point in self.steps) / total_s if total_s > 0 else None
 
     @property
     def reward_before(self) -> float | None:
-        """Held-out reward of the first evaluated step, the mean over environments; None without evaluation."""
+        """Return held-out reward of the first evaluated step, the mean over environments; None without evaluation."""
         return self._eval_mean(min(point.step for point in self.evals)) if self.evals else None
 
     @property
     def reward_after(self) -> float | None:
-        """Held-out reward of the last evaluated step; None unless two steps were evaluated."""
+        """Return held-out reward of the last evaluated step; None unless two steps were evaluated."""
         steps = {point.step for point in self.evals}
         return self._eval_mean(max(steps)) if len(steps) > 1 else None
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from millrace.cli.offline.run_store import RunLook
+from millrace.cli.offline.run_store import RunSnapshot
 from millrace.cli.offline.samples import SampleRecord
 from millrace.cli.view.output import Paint
 from millrace.cli.view.text import curve, printable, size, table
@@ -28,7 +28,7 @@ _MAX_CELL = 60
 
 
 def sample_table(samples: Sequence[SampleRecord], *, paint: Paint = PLAIN) -> str:
-    """One line a sample: where it belongs, its reward, and the beginnings of prompt and reply."""
+    """Return one line a sample: where it belongs, its reward, and the beginnings of prompt and reply."""
     rows = []
     for found in samples:
         rollout, messages = found.rollout, messages_of(found.rollout)
@@ -54,7 +54,7 @@ def sample_table(samples: Sequence[SampleRecord], *, paint: Paint = PLAIN) -> st
 
 
 def sample_lines(found: SampleRecord) -> Iterator[str]:
-    """A sample in full."""
+    """Yield a sample in full."""
     rollout = found.rollout
     yield (
         f"── {found.id}  batch {found.step} (of step {found.step + 1})  {rollout.env}{_evaluated(rollout)}  "
@@ -90,7 +90,7 @@ def _versions(rollout: "Rollout") -> str:
 
 
 def _evaluated(rollout: "Rollout") -> str:
-    """Behind the environment of a rollout with which a run's policy was evaluated: its version."""
+    """Return the text after the environment of an evaluation rollout: the version of the policy that was evaluated."""
     if rollout.purpose.value != "eval" or rollout.min_version is None:
         return ""
     newest = "" if rollout.min_version == rollout.max_version else f"–v{rollout.max_version}"
@@ -108,7 +108,7 @@ _MOST_STEPS = 24
 
 
 def lineage_lines(found: rs.GetLineageResponse) -> list[str]:
-    """The story of what was asked for, the past first."""
+    """Return the lineage in lines, the past first."""
     if found.WhichOneof("lineage") == "rollout":
         return list(_of_rollout(found.rollout))
     return list(_of_version(found.version))
@@ -222,8 +222,8 @@ _WIDTH = 20
 _MAX_VALUE = 40
 
 
-def chosen_metrics(runs: Sequence[RunLook], wanted: Sequence[str]) -> list[str]:
-    """The metrics to show: those that are named, or the usual ones that some run has."""
+def chosen_metrics(runs: Sequence[RunSnapshot], wanted: Sequence[str]) -> list[str]:
+    """Return the metrics to show: those that are named, or the usual ones that some run has."""
     there = {name for run in runs for name in run.metrics} - {"step"}
     if wanted:
         return list(wanted)
@@ -231,23 +231,26 @@ def chosen_metrics(runs: Sequence[RunLook], wanted: Sequence[str]) -> list[str]:
     return [name for name in (CURVES[0], *evals, *CURVES[1:]) if name in there]
 
 
-def config_differences(runs: Sequence[RunLook], secrets: tuple[str, ...]) -> dict[str, list[Any]]:
-    """Keys whose values are not the same in all runs, with those; None where a run has none. Secrets are masked."""
+def config_differences(runs: Sequence[RunSnapshot], secrets: tuple[str, ...]) -> dict[str, list[Any]]:
+    """Return keys whose values are not the same in all runs, with those; None where a run has none.
+
+    Secrets are masked.
+    """
     flat = [{each.key: each.value for each in differences(masked(run.config, secrets), _model(run))} for run in runs]
     keys = dict.fromkeys(key for config in flat for key in config)
     found = {key: [config.get(key) for config in flat] for key in keys}
     return {key: values for key, values in found.items() if any(value != values[0] for value in values[1:])}
 
 
-def compare_lines(runs: Sequence[RunLook], metrics: Sequence[str], differing: dict[str, list[Any]]) -> list[str]:
-    """The comparison for people."""
+def compare_lines(runs: Sequence[RunSnapshot], metrics: Sequence[str], differing: dict[str, list[Any]]) -> list[str]:
+    """Return the comparison for people."""
     names = [printable(run.name) for run in runs]
     heads = [[run.kind, run.state, str(run.num_steps)] for run in runs]
     rows = [[label, *(head[at] for head in heads)] for at, label in enumerate(("kind", "state", "steps"))]
     rows += [[printable(name), *_cells(runs, name)] for name in metrics]
     lines = table(rows, header=["", *names]).splitlines()
     if not metrics:
-        lines.append("no metric is told yet: events reach the object store within 10 s")
+        lines.append("no metric is reported yet: events reach the object store within 10 s")
     lines.append("")
     if not differing:
         return [*lines, "the configs are equal"]
@@ -255,8 +258,8 @@ def compare_lines(runs: Sequence[RunLook], metrics: Sequence[str], differing: di
     return lines + table(shown, header=["differing key", *names]).splitlines()
 
 
-def compare_json(runs: Sequence[RunLook], metrics: Sequence[str], differing: dict[str, list[Any]]) -> str:
-    """The comparison for programs; a value that is not finite is null."""
+def compare_json(runs: Sequence[RunSnapshot], metrics: Sequence[str], differing: dict[str, list[Any]]) -> str:
+    """Return the comparison for programs; a value that is not finite is null."""
     found = [
         {
             "name": run.name,
@@ -274,8 +277,8 @@ def compare_json(runs: Sequence[RunLook], metrics: Sequence[str], differing: dic
     return json.dumps({"runs": found, "config": differing}, indent=2)
 
 
-def _cells(runs: Sequence[RunLook], metric: str) -> Iterator[str]:
-    """Curve and last value of each run; all curves of a metric have one scale."""
+def _cells(runs: Sequence[RunSnapshot], metric: str) -> Iterator[str]:
+    """Yield curve and last value of each run; all curves of a metric have one scale."""
     curves = [[value for _, value in run.points(metric)] for run in runs]
     finite = [value for values in curves for value in values if math.isfinite(value)] or [0.0]
     for values in curves:
@@ -291,5 +294,5 @@ def _value(value: Any) -> str:
     return text if len(text) <= _MAX_VALUE else text[: _MAX_VALUE - 1] + "…"
 
 
-def _model(run: RunLook) -> type[RLConfig] | type[EvalRunConfig]:
+def _model(run: RunSnapshot) -> type[RLConfig] | type[EvalRunConfig]:
     return EvalRunConfig if run.kind == "EVAL" else RLConfig

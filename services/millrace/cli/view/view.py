@@ -48,7 +48,7 @@ class PlainView:
         self._stream.flush()
 
     def show(self, event: event_pb2.Event) -> None:
-        """Print the event's line, if it has one."""
+        """Print the event's line, if the event has one."""
         line = progress_line(event, self._progress)
         if line is not None:
             self.note(line)
@@ -58,21 +58,21 @@ class PlainView:
         print(text, file=self._stream, flush=True)
 
     def refresh(self) -> None:
-        """Nothing is drawn."""
+        """Draw nothing."""
 
 
 def is_fancy(stream: TextIO, *, plain: bool, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether to draw: a capable terminal, and nobody asked for plain lines."""
+    """Return whether to draw: on a capable terminal, unless plain lines are requested."""
     return not plain and stream.isatty() and environ.get("TERM") != "dumb"
 
 
 def has_colours(stream: TextIO, *, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether lines may be coloured: on a capable terminal, and NO_COLOR is not set."""
+    """Return whether lines may be coloured: on a capable terminal, and NO_COLOR is not set."""
     return is_fancy(stream, plain=False, environ=environ) and not environ.get("NO_COLOR")
 
 
 def make_view(progress: Progress, *, plain: bool, stream: TextIO | None = None) -> ProgressView:
-    """The view for a stream (standard error if None). NO_COLOR keeps the picture and drops its colours."""
+    """Return the view for a stream (standard error if None). NO_COLOR keeps the picture and drops its colours."""
     out = stream or sys.stderr
     if not is_fancy(out, plain=plain):
         return PlainView(out, progress)
@@ -100,8 +100,8 @@ class JsonView:
         click.echo(json.dumps(MessageToDict(event)))
 
     def note(self, text: str) -> None:
-        """Say it beside the events."""
+        """Print a message between the events."""
         click.echo(text, err=True)
 
     def refresh(self) -> None:
-        """Nothing is drawn."""
+        """Draw nothing."""

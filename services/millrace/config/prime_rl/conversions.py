@@ -313,7 +313,7 @@ def _gpu_ids(target: Target) -> None:
 
 
 def _is_on(target: Target, path: Path, value: Any) -> bool:
-    """The value of a switch; a flag without a value is on."""
+    """Return the value of a switch; a flag without a value is on."""
     if value not in (True, False, "", "true", "false"):
         target.refuse(path, value, "must be true or false")
     return value in (True, "", "true")

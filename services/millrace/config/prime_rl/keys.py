@@ -27,7 +27,7 @@ ENVIRON = "export these variables before the command: services inherit them"
 WATCH = "there is no such monitor: every service has GET /metrics, and `millrace run why`"
 FLIGHT = "what is in flight follows from `batch_size`, `async_level` and `oversampling_factor`"
 ENGINES = (
-    "engines register with the orchestrator: start them with MILLRACE_ORCHESTRATOR set. An endpoint of others loads no "
+    "engines register with the orchestrator: start them with MILLRACE_ORCHESTRATOR set. A foreign endpoint loads no "
     "policies, so RL cannot train on its rollouts: play them with `millrace eval --tasks train --client.base-url URL`, "
     "and train on them with `millrace sft` (docs/evaluations.md)"
 )
@@ -45,7 +45,7 @@ VISION = "models with images are not trained yet"
 
 
 def model_keys(prefix: str) -> dict[str, Meaning]:
-    """Keys of the trained model, in RL and in SFT."""
+    """Return keys of the trained model, in RL and in SFT."""
     return {
         **same(later(MEMORY, False), prefix, "ac_offloading full_offload"),
         **same(nothing("kernels are those of torch and transformers: this changes speed alone"), prefix, "moe fusions"),
@@ -79,9 +79,9 @@ def model_keys(prefix: str) -> dict[str, Meaning]:
 
 
 def checkpoint_keys(prefix: str) -> dict[str, Meaning]:
-    """Keys of `[ckpt]`."""
+    """Return keys of `[ckpt]`."""
     return {
-        **same(nothing("checkpoints lie in the object store, with the run"), prefix, "output_dir path"),
+        **same(nothing("checkpoints are in the object store, with the run"), prefix, "output_dir path"),
         **same(
             later("a checkpoint always has all of its parts: no effect"),
             prefix,
@@ -93,7 +93,7 @@ def checkpoint_keys(prefix: str) -> dict[str, Meaning]:
 
 
 def optimizer_keys(prefix: str) -> dict[str, Meaning]:
-    """Keys of `[optim]`, `[loss]` and data that other optimizers, losses and fake data have."""
+    """Return keys of `[optim]`, `[loss]` and data that other optimizers, losses and fake data have."""
     return {
         f"{prefix}optim.type": only(
             "the optimizer {value} is not here: take adamw, muon or sgd", "adamw", "muon", "sgd"
@@ -108,7 +108,7 @@ def optimizer_keys(prefix: str) -> dict[str, Meaning]:
 
 
 def algo_keys(prefix: str) -> dict[str, Meaning]:
-    """Keys of an algorithm, that of the run or that of an environment."""
+    """Return keys of an algorithm, that of the run or that of an environment."""
     return {
         f"{prefix}type": converted(meanings.algorithm, is_native=True),
         f"{prefix}length_weighted_baseline": converted(meanings.length_weighted),
@@ -130,14 +130,15 @@ def algo_keys(prefix: str) -> dict[str, Meaning]:
             "requests to a teacher carry no headers but the key of `api_key_var`: put a proxy that adds them before it"
         ),
         f"{prefix}filter": blocks(
-            "which of these tokens are learned is said by role, `roles` of the same table: leave the function out", {}
+            "which of these tokens are learned is chosen by role, in `roles` of the same table: leave the function out",
+            {},
         ),
         f"{prefix}renderer": nothing("the engine writes the hint of opsd with the model's own chat template", {}),
     }
 
 
 def source_keys(prefix: str) -> dict[str, Meaning]:
-    """Keys of an environment that is trained on or evaluated."""
+    """Return keys of an environment that is trained on or evaluated."""
     return {
         **same(
             nothing("env-servers start workers as they need them, and register by themselves", "auto"),
@@ -162,7 +163,7 @@ def source_keys(prefix: str) -> dict[str, Meaning]:
 
 
 def process_keys(prefix: str) -> dict[str, Meaning]:
-    """Keys that every process of prime-rl has: where it logs and writes, and how it is watched."""
+    """Return keys that every process of prime-rl has: where it logs and writes, and how it is watched."""
     return {
         f"{prefix}log": moved("log"),
         f"{prefix}monitor.wandb": moved("wandb"),
@@ -226,7 +227,7 @@ SPLIT_2025: dict[str, Meaning] = {
     "orchestrator.num_train_workers": nothing("trainers register with the orchestrator by themselves"),
     "trainer.async_level": moved("async_level"),
     "trainer.max_async_level": moved("async_level"),
-    "trainer.weights": nothing("policies lie in the object store; `[ckpt]` says which are kept"),
+    "trainer.weights": nothing("policies are in the object store; `[ckpt]` says which are kept"),
 }
 """Split files of 2025: one per service, `[environment]`, `[monitor.wandb]`, counts of evaluations as lists."""
 
@@ -285,7 +286,7 @@ ONE_FILE: dict[str, Meaning] = {
     "orchestrator.teacher_model": blocks('name the teacher in `orchestrator.algo.teacher`, with `type = "opd"`'),
     "orchestrator.eval.retry": nothing("what is lost is played again"),
     **same(
-        nothing("results of evaluations lie with the run, and do not hold it up"),
+        nothing("results of evaluations are stored with the run, and do not hold it up"),
         "orchestrator.eval.",
         "save save_to_hf save_to_disk watcher cancel_inflight_rollouts_on_eval skip_eval_on_resume "
         "skip_eval_on_restart retrigger_on_resume",
@@ -433,12 +434,12 @@ _EVAL: Mapping[str, Meaning] = {
     **same(nothing(_OWN_SERVERS), "eval.", "client env_server_base_port"),
     **same(nothing("`eval.max_concurrent` rollouts are played at once"), "eval.", "concurrency tasks_per_minute"),
     **same(
-        nothing("a step is evaluated once, also where the run goes on behind it"),
+        nothing("a step is evaluated once, also where the run goes on after it"),
         "eval.",
         "retrigger_on_resume skip_eval_on_resume skip_eval_on_restart",
     ),
     **same(nothing("what is lost is played again"), "eval.", "retry max_retries"),
-    **same(nothing("results lie in `evals` of the run's directory"), "eval.", "save save_to_hf save_to_disk"),
+    **same(nothing("results are in `evals` of the run's directory"), "eval.", "save save_to_hf save_to_disk"),
     **{
         f"eval.sampling.{key}": moved(f"eval.sampling.extra_body.{key}")
         for key in ("reasoning_effort", "presence_penalty", "frequency_penalty", "min_tokens", "stop", "seed")

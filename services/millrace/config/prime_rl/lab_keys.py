@@ -7,7 +7,7 @@ from millrace.config.prime_rl.meanings import Meaning, blocks, converted, moved,
 from millrace.config.trl import NOTHING
 
 SAMPLED = "max_tokens temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty"
-LOGS = "metrics lie with the run (`millrace run`, the dashboard); `[wandb]` writes them to Weights & Biases"
+LOGS = "metrics are stored with the run (`millrace run`, the dashboard); `[wandb]` writes them to Weights & Biases"
 SPEED = "kernels, formats and processes are chosen here: this changes speed and memory alone"
 UNCUT = "prompts are not cut; one that is too long is an error of its rollout"
 OTHER_LOSS = "belongs to a loss of vf-rl that is not here: choose one in `trainer.loss`"

@@ -20,7 +20,7 @@ class Target(Protocol):
     violations: list[Violation]
 
     def put(self, path: Path, value: Any, *, source: Path) -> None:
-        """Set a key of ours; `source` is where the value is written."""
+        """Set a key of the target schema; `source` is where the value is written."""
         ...
 
     def move(self, path: Path, value: Any, to: Path) -> None:
@@ -55,40 +55,40 @@ class Meaning:
 
 
 def moved(to: str, text: str = "", *, neutral: tuple[Any, ...] = (), is_native: bool = False) -> Meaning:
-    """The same key in another place."""
+    """Return the same key in another place."""
     said = text or f"is `{to}` here"
     return Meaning(effect=Effect.MEANS, to=to, text=said, neutral=neutral, is_native=is_native)
 
 
 def nothing(text: str, *neutral: Any) -> Meaning:
-    """There is nothing to choose here."""
+    """Mark a key whose choice does not exist here."""
     return Meaning(effect=Effect.NOTHING, text=text, neutral=neutral)
 
 
 def later(text: str, *neutral: Any) -> Meaning:
-    """A feature that is not there yet, and that changes nothing that is learned."""
+    """Return a feature that is not there yet, and that changes nothing that is learned."""
     return Meaning(effect=Effect.LATER, text=text, neutral=neutral)
 
 
 def blocks(text: str, *neutral: Any) -> Meaning:
-    """A feature that is not there yet, and that changes what is learned."""
+    """Return a feature that is not there yet, and that changes what is learned."""
     return Meaning(effect=Effect.BLOCKS, text=text, neutral=neutral)
 
 
 def refused(text: str, *neutral: Any) -> Meaning:
-    """An error; the text says what to write instead."""
+    """Return an error; the text says what to write instead."""
     return Meaning(effect=Effect.REFUSED, text=text, neutral=neutral)
 
 
 def converted(act: Act, *, is_native: bool = False, form: type = object) -> Meaning:
-    """A value that is read by a function, whose docstring says what it means here."""
+    """Return the meaning of a value that a function reads; the function's docstring states it for users."""
     text = " ".join((act.__doc__ or "").partition("\n\n")[0].split())
     is_native = is_native or form is not object
     return Meaning(effect=Effect.MEANS, text=text, act=act, is_native=is_native, form=form)
 
 
 def only(text: str, *known: Any, other: Mapping[str, Act] | None = None) -> Meaning:
-    """A key of ours with values that are not there yet: these block, and the default takes their place.
+    """Return the meaning of a key of which some values are unavailable: these block, and the default replaces them.
 
     ``other`` has values that are written differently here, each with what reads it.
     """
@@ -108,7 +108,7 @@ def only(text: str, *known: Any, other: Mapping[str, Act] | None = None) -> Mean
 
 
 def same(meaning: Meaning, prefix: str, names: str) -> dict[str, Meaning]:
-    """Several keys of one table with the same meaning."""
+    """Return several keys of one table with the same meaning."""
     return {f"{prefix}{name}": meaning for name in names.split()}
 
 

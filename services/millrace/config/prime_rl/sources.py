@@ -220,7 +220,7 @@ def _chosen(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _select_all(target: Target, path: Path, value: dict[str, Any], envs: Path) -> None:
-    """Give each environment the selection that stands for all, unless it has one."""
+    """Give each environment the shared selection, unless it has its own."""
     listed = _envs(target, envs)
     if not listed and envs == EVAL_ENVS:  # the training environments are evaluated
         kept = ("id", "name", "args", "judge", "python", "image")
@@ -315,7 +315,7 @@ def finish_sources(target: Target) -> None:
 
 
 def _for_all(target: Target, sources: _Sources, key: str, envs: Path, name: str) -> None:
-    """Set for the run, or for its evaluations, what all sources say alike; what they say differently stays with each.
+    """Set for the run, or for its evaluations, what all sources have in common; differences stay with each source.
 
     `envs` is where their environments are, `name` our word for `key`.
     """

@@ -22,14 +22,14 @@ _OFF = (None, "None", "none")
 
 
 def translate(layer: Layer, schema: SchemaKey) -> "Translation":
-    """The layer in our schema; `schema` is that of the whole document."""
+    """Return the layer in our schema; `schema` is that of the whole document."""
     tables = (("data", SFT_KEYS), ("orchestrator", RL_KEYS), ("trainer", RL_KEYS), ("inference", RL_KEYS))
     keys = next((keys for part, keys in tables if schema.child(part)), EVAL_KEYS)
     return Translation(layer, schema, keys)
 
 
 def pattern(path: KeyPath) -> str:
-    """The path with `[]` for every index, as the tables name keys."""
+    """Return the path with `[]` for every index, as the tables name keys."""
     return "".join("[]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
@@ -63,7 +63,7 @@ class Translation:
         finish(self)
 
     def walk(self, table: Mapping[str, Any], path: KeyPath) -> None:
-        """Translate every key of a table that stands at `path`."""
+        """Translate every key of the table at `path`."""
         node = self.schema.find(path)
         for written, value in table.items():
             is_free = node is not None and node.kind is Kind.FREE_TABLE
@@ -122,7 +122,7 @@ class Translation:
         self._key(to, value)
 
     def put(self, path: KeyPath, value: Any, *, source: KeyPath) -> None:
-        """Set a key of ours; `source` is where the value is written."""
+        """Set a key of the target schema; `source` is where the value is written."""
         if path != source and isinstance(value, dict):
             self._copy_places(source, path)
         elif path != source:
@@ -172,7 +172,10 @@ WHOLE = ("rl", "sft", "eval")
 
 
 def kind_of(tree: Mapping[str, Any], name: str) -> str | None:
-    """The document that a file is: `rl`, `sft`, `eval`, or one service's part of a run; None if nothing tells."""
+    """Return the document that a file is: `rl`, `sft`, `eval`, or one service's part of a run.
+
+    None if nothing tells.
+    """
     stem = f"{Path(name).parent.name}/{Path(name).stem}" if Path(name).stem in ("config",) else Path(name).stem
     named = next((kind for part, kind in _NAMES if part in stem.lower()), None)
     if named in ("orchestrator", "trainer", "inference") and not _DOCUMENT_KEYS["rl"] & tree.keys():
@@ -187,7 +190,10 @@ def kind_of(tree: Mapping[str, Any], name: str) -> str | None:
 
 
 def _flat_kind(tree: Mapping[str, Any]) -> str | None:
-    """The document of a flat file, as Hosted Training and the commands of verifiers have them; None for another."""
+    """Return the document of a flat file, as Hosted Training and the commands of verifiers have them.
+
+    None for another.
+    """
     if isinstance(tree.get("eval"), list):
         return "eval"
     is_flat = isinstance(tree.get("model"), str)
@@ -199,7 +205,7 @@ def _flat_kind(tree: Mapping[str, Any]) -> str | None:
 
 
 def toml(tree: Mapping[str, Any]) -> str:
-    """A tree as TOML: values first, then tables; None, which TOML cannot say, is left out."""
+    """Return a tree as TOML: values first, then tables; None, which TOML cannot say, is left out."""
     return "\n".join(_table(tree, ())).strip() + "\n"
 
 
@@ -253,7 +259,7 @@ def _value(value: Any) -> str:
 
 
 def merged(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Trees laid over each other, the last one winning."""
+    """Return trees laid over each other, the last one winning."""
     result: dict[str, Any] = {}
     for tree in trees:
         for key, value in tree.items():

@@ -135,14 +135,14 @@ class AdvantageConfig(ConfigSection):
 
     @property
     def role_weights(self) -> dict[str, float]:
-        """By role, the weight of a token of its messages in the cross-entropy of echo."""
+        """Return the weight of a token in the cross-entropy of echo, by the role of its message."""
         if self.roles is None:
             return {"tool": DEFAULT_ALPHA}
         found = {name: getattr(self.roles, name) for name in EchoRolesConfig.model_fields}
         return {name: each.alpha for name, each in found.items() if each is not None}
 
     def broken_rules(self, where: str) -> Iterator[BrokenRule]:
-        """Rules over several keys that do not hold; `where` is the path of this table."""
+        """Yield rules over several keys that do not hold; `where` is the path of this table."""
         if self.type == "echo" and not self.role_weights:
             yield broken("names no role; write `tool.alpha = 0.1`, or leave the table out", f"{where}.roles")
         if self.type == "custom" and self.import_path is None:
@@ -214,7 +214,7 @@ class AlgoConfig(AdvantageConfig):
     )
 
     def broken_rules(self, where: str) -> Iterator[BrokenRule]:
-        """Rules over several keys that do not hold; `where` is the path of this table."""
+        """Yield rules over several keys that do not hold; `where` is the path of this table."""
         yield from super().broken_rules(where)
         if self.type == "opsd" and HINT not in self.template:
             message = f"must have `{HINT}` where the demonstration of a task is to stand"

@@ -78,16 +78,16 @@ class BufferConfig(ConfigSection):
 
     @property
     def has_pools(self) -> bool:
-        """Whether any task can become easy or hard."""
+        """Return whether any task can become easy or hard."""
         return self.easy_threshold is not None or self.hard_threshold is not None
 
     @property
     def changes_draws(self) -> bool:
-        """Whether what is drawn depends on the log; else it is the task order's."""
+        """Return whether the log influences which tasks are drawn; otherwise the task order alone does."""
         return self.has_pools or bool(self.schedule) or self.sampler is not None
 
     def broken_rules(self, *, num_envs: int) -> Iterator[BrokenRule]:
-        """Rules over several keys that do not hold."""
+        """Yield rules over several keys that do not hold."""
         easy, hard = self.easy_threshold, self.hard_threshold
         if easy is not None and hard is not None and easy <= hard:
             message = f"must be above `{_AT}hard_threshold`, which is {hard}: else a task would be easy and hard"
@@ -164,7 +164,7 @@ class FilterConfig(ConfigSection):
     )
 
     def misplaced(self) -> Iterator[tuple[str, str, str]]:
-        """Keys without a meaning here, each with the key that says so and the reason."""
+        """Yield keys without effect, each with the key that disables it and the reason."""
         for key, (other, value) in _ONLY_FOR.items():
             if getattr(self, other) != value and getattr(self, key) != type(self).model_fields[key].default:
                 yield key, other, f"has no meaning for {getattr(self, other)}, only for {value}; leave it out"

@@ -58,7 +58,7 @@ class AgentConfig(ConfigSection):
     )
 
     def to_wire(self) -> str:
-        """Return what an env-server is told; empty where nothing differs from the default."""
+        """Return the limits in the form that env-servers take; empty where all have their defaults."""
         counts = {"max_requests": self.max_requests, "max_tokens": self.max_tokens}
         said = {**counts, "max_concurrent": self.max_concurrent, "deadline_s": self.timeout_s}
         limits = {name: value for name, value in said.items() if value is not None}
@@ -173,7 +173,7 @@ class TaskMatchConfig(ConfigSection):
         return value
 
     def to_wire(self) -> dict[str, Any]:
-        """Return what env-servers are told: slices as [start, stop, step], of which an open end is null."""
+        """Return the match in the form that env-servers take: slices as [start, stop, step], an open end as null."""
         lists: dict[str, Any] = {name: getattr(self, name) for name in _LISTS}
         return {**lists, "idx": [_range_of(part) for part in self.idx]}
 
@@ -193,7 +193,7 @@ class SelectConfig(ConfigSection):
     limit: int | None = option(None, "Take at most so many of the rest; all if left out.", ge=1)
 
     def to_wire(self, *, most: int = -1) -> dict[str, Any]:
-        """Return what env-servers are told; `most` tasks at the most, all if it is below 1."""
+        """Return the selection in the form that env-servers take; at most `most` tasks, all if it is below 1."""
         limits = [each for each in (self.limit, most if most > 0 else None) if each is not None]
         values = {"shuffle": self.shuffle, "seed": self.seed, "skip": self.skip}
         both = {"include": self.include.to_wire(), "exclude": self.exclude.to_wire()}
@@ -207,7 +207,7 @@ def selection_json(
     num_evaluated: int = -1,
     trained: Sequence[SelectConfig | None] = (),
 ) -> str:
-    """Return which tasks of an environment are played, as an env-server is told it; empty where all are.
+    """Return the selection of tasks of an environment in the form that env-servers take; empty where all are played.
 
     `trained` are the selections of all training environments with the same id and args: none of their tasks may be
     among those that `evaluated` chooses. `num_evaluated` is `num_examples`.
@@ -319,7 +319,7 @@ class PeriodicEvalEnvConfig(EvalEnvConfig):
 
 
 def env_names(envs: Sequence[NamedEnv], path: Path, *, reserved: tuple[str, ...] = ()) -> Iterator[BrokenRule]:
-    """Names that metrics cannot tell apart."""
+    """Yield names that metrics cannot tell apart."""
     first: dict[str, int] = {}
     for index, env in enumerate(envs):
         where, same = (*path, index, "name"), first.setdefault(env.name, index)
@@ -334,5 +334,5 @@ def env_names(envs: Sequence[NamedEnv], path: Path, *, reserved: tuple[str, ...]
 
 
 def have_conversations(envs: Iterable[NamedEnv]) -> bool:
-    """Return whether one of the environments is not told to have texts completed."""
+    """Return whether at least one environment plays conversations instead of completing texts."""
     return any(env.args.get("message_type") != "completion" for env in envs)

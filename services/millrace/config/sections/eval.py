@@ -58,11 +58,11 @@ class EvalRunConfig(Document):
     log: LogConfig = table(LogConfig, "Logs.")
 
     def with_model(self, name: str) -> Self:
-        """The same evaluation of another model."""
+        """Return the same evaluation of another model."""
         return self.model_copy(update={"model": FixedModelConfig(name=name)})
 
     def selections(self) -> dict[str, str]:
-        """By environment, which tasks are played, as env-servers are told it."""
+        """Return the selection of tasks of each environment, in the form that env-servers take."""
         is_train = self.tasks == "train"
         return {
             env.name: selection_json(train=env.select if is_train else None, evaluated=None if is_train else env.select)
@@ -70,7 +70,7 @@ class EvalRunConfig(Document):
         }
 
     def broken_rules(self) -> list[BrokenRule]:
-        """Rules over several keys that do not hold."""
+        """Return rules over several keys that do not hold."""
         rules = [] if self.client is None else self.client.broken_rules("client")
         if self.num_examples == 0 or self.num_examples < -1:
             rules.append(broken("must be -1 for all tasks, or at least 1", "num_examples"))

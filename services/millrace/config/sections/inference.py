@@ -132,20 +132,20 @@ class InferenceConfig(ConfigSection):
 
     @property
     def context_length(self) -> int | None:
-        """Tokens of the longest sequence that the engine serves; None where the config leaves it open."""
+        """Return tokens of the longest sequence that the engine serves; None where the config leaves it open."""
         named = {name.replace("-", "_"): value for name, value in self.vllm.items()}.get("max_model_len")
         return self.model.max_model_len or (named if isinstance(named, int) and named > 0 else None)
 
     @property
     def needs_vllm(self) -> bool:
-        """Whether a key is set that only vLLM has, or a parser."""
+        """Return whether a key is set that only vLLM has, or a parser."""
         return any(self._foreign_parsers()) or any(
             node.facts.only_for is _VLLM and (value := value_at(self, node.path)) and value != node.default
             for node in schema_tree(type(self)).walk()
         )
 
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Rules over several keys that do not hold."""
+        """Yield rules over several keys that do not hold."""
         if self.engine == "embedded":
             for key in self._foreign_parsers():
                 yield broken(
@@ -162,7 +162,7 @@ class InferenceConfig(ConfigSection):
             )
 
     def _foreign_parsers(self) -> list[str]:
-        """The keys that name a parser which the embedded engine has not."""
+        """Return the keys that name a parser which the embedded engine has not."""
         return [key for key, names in EMBEDDED_PARSERS.items() if getattr(self.model, key) not in (None, *names)]
 
 
@@ -176,5 +176,5 @@ class ReplicaConfig(Document):
     log: LogConfig = table(LogConfig, "Logs.")
 
     def broken_rules(self) -> list[BrokenRule]:
-        """Rules over several keys that do not hold."""
+        """Return rules over several keys that do not hold."""
         return [*self.inference.broken_rules(), *super().broken_rules()]

@@ -177,7 +177,7 @@ class LossConfig(ConfigSection):
     )
 
     def broken_rules(self, where: str) -> Iterator[BrokenRule]:
-        """Rules over several keys that do not hold; `where` is the path of this table."""
+        """Yield rules over several keys that do not hold; `where` is the path of this table."""
         if self.aggregation == "constant" and self.constant_tokens is None:
             message = "is required for constant: set it to the longest sample, for instance `seq_len`"
             yield broken(message, f"{where}.constant_tokens", f"{where}.aggregation")
@@ -205,7 +205,7 @@ class LossConfig(ConfigSection):
                 yield BrokenRule(paths=((*path, "type"), (*where.split("."), "type")), message=message)
 
     def _misplaced(self, correction: str, weights: list[str]) -> str:
-        """Why a correction does not go with the loss; empty if it does."""
+        """Return why a correction does not go with the loss; empty if it does."""
         if self.type == "custom":
             return "is no part of a custom loss: correct in the function, or leave it out"
         if self.type == "gspo" and correction in _BY_TOKEN:

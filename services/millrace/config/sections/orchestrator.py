@@ -142,40 +142,40 @@ class OrchestratorConfig(ConfigSection):
     rollout_timeout_s: float = option(600.0, "Seconds until an unfinished rollout is given up as failed.", gt=0)
 
     def algo_of(self, env: EnvConfig) -> AdvantageConfig:
-        """How an environment's rewards become advantages."""
+        """Return how an environment's rewards become advantages."""
         return env.algo or self.algo
 
     def takes_several_traces(self, env: EnvConfig) -> bool:
-        """Whether several trained agents of a rollout of an environment get an advantage each."""
+        """Return whether several trained agents of a rollout of an environment get an advantage each."""
         return self.algo_of(env).type in PER_AGENT
 
     @property
     def baseline_decays(self) -> dict[str, float]:
-        """By environment, what its agents' moving averages keep of themselves; only those that rae trains."""
+        """Return the decay of agents' moving averages by environment, for environments that rae trains."""
         return {env.name: self.algo_of(env).decay for env in self.env if self.algo_of(env).type == "rae"}
 
     @property
     def group_sizes(self) -> dict[str, int]:
-        """Rollouts per task, by environment."""
+        """Return rollouts per task, by environment."""
         return {env.name: env.rollouts_per_example or self.rollouts_per_example for env in self.env}
 
     @property
     def groups_per_step(self) -> int:
-        """Groups that make a batch; where they differ in size, the fewest that do."""
+        """Return groups that make a batch; where they differ in size, the fewest that do."""
         sizes = set(self.group_sizes.values())
         return self.batch_size // max(sizes) if len(sizes) == 1 else -(-self.batch_size // max(sizes))
 
     def sampling_of(self, env: EnvConfig) -> SamplingConfig:
-        """How the policy is sampled in an environment's training rollouts."""
+        """Return how the policy is sampled in an environment's training rollouts."""
         return env.sampling.over(self.sampling)
 
     @property
     def demo_key(self) -> str:
-        """Field of a task with the demonstration that its teacher is told; empty if it is told none."""
+        """Return the field of a task with the demonstration for its teacher; empty if the teacher gets none."""
         return self.algo.demo_key if self.algo.type == "opsd" else ""
 
     def selections(self) -> dict[str, str]:
-        """By environment, which tasks are played, as env-servers are told it."""
+        """Return the selection of tasks of each environment, in the form that env-servers take."""
         evaluated = {} if self.eval is None else {env.name: env for env in self.eval.env}
         trained = {env.name: env for env in self.env}
         found: dict[str, str] = {}
@@ -208,7 +208,7 @@ class OrchestratorConfig(ConfigSection):
         return {**data, "eval": {**evaluation, "env": [named(env) for env in envs]}}
 
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Rules over several keys of this section that do not hold."""
+        """Yield rules over several keys of this section that do not hold."""
         yield from self._size_rules()
         yield from self._algo_rules()
         yield from self.buffer.broken_rules(num_envs=len(self.env))
@@ -235,11 +235,11 @@ class OrchestratorConfig(ConfigSection):
 
     @property
     def distils(self) -> bool:
-        """Whether a teacher scores what is trained on."""
+        """Return whether a teacher scores what is trained on."""
         return self.algo.type in DISTILLING
 
     def _size_rules(self) -> Iterator[BrokenRule]:
-        """A batch is of whole groups."""
+        """Yield a batch is of whole groups."""
         size, sizes = self.batch_size, self.group_sizes
         group, keys = max(sizes.values()), [_GROUP] if None in [env.rollouts_per_example for env in self.env] else []
         own = tuple(("orchestrator", "env", index, "rollouts_per_example") for index in self._own_sizes())
@@ -257,7 +257,9 @@ class OrchestratorConfig(ConfigSection):
         return [index for index, env in enumerate(self.env) if env.rollouts_per_example is not None]
 
     def _sampling_rules(self, sampling: SamplingConfig) -> Iterator[BrokenRule]:
-        """What is sampled is what the trainer computes, and a schedule of temperatures has an end."""
+        """Yield violations: the trainer must be able to compute what is sampled, and a schedule of temperatures must
+        end.
+        """
         yield from bias_rules(sampling, teacher_of=self.algo.type if self.distils else None)
         if self.distils:
             yield from teacher_sampling_rules(sampling, self.algo.type)
@@ -275,7 +277,7 @@ class OrchestratorConfig(ConfigSection):
             yield broken(f"has no meaning for {self.algo.type}: {message}", where, _ALGO)
 
     def _algo_rules(self) -> Iterator[BrokenRule]:
-        """Algorithms that compare have something to compare; what they need is there."""
+        """Yield algorithms that compare have something to compare; what they need is there."""
         if self.distils:
             yield from self._teacher_rules()
         else:
@@ -310,14 +312,14 @@ class OrchestratorConfig(ConfigSection):
                 yield BrokenRule(paths=(where, ("orchestrator", "algo", "type")), message=message)
 
     def _algorithms(self) -> Iterator[tuple[Path, str]]:
-        """The run's algorithm and those of single environments, with where each is named."""
+        """Yield the run's algorithm and those of single environments, with where each is named."""
         yield ("orchestrator", "algo", "type"), self.algo.type
         for index, env in enumerate(self.env):
             if env.algo is not None:
                 yield ("orchestrator", "env", index, "algo", "type"), env.algo.type
 
     def _group_rules(self) -> Iterator[BrokenRule]:
-        """Of algorithms that compare, with groups of one."""
+        """Yield broken rules of algorithms that compare rewards, for groups of one."""
         told: set[Path] = set()
         for index, env in enumerate(self.env):
             there: Path = ("orchestrator", "env", index)
@@ -335,7 +337,7 @@ class OrchestratorConfig(ConfigSection):
                 yield BrokenRule(paths=(size, path), message=message)
 
     def _teacher_rules(self) -> Iterator[BrokenRule]:
-        """A teacher, and a policy whose log-probs mean the same as the teacher's."""
+        """Yield a teacher, and a policy whose log-probs mean the same as the teacher's."""
         teacher = "orchestrator.algo.teacher"
         if self.algo.teacher is not None:
             yield from self.algo.teacher.broken_rules(teacher)
@@ -348,7 +350,7 @@ class OrchestratorConfig(ConfigSection):
     def _own_eval_sampling_rules(
         self, index: int, env: PeriodicEvalEnvConfig, evaluation: EvalConfig
     ) -> Iterator[BrokenRule]:
-        """What one evaluated environment says over the sampling of all."""
+        """Yield violations in one evaluated environment's sampling, combined with that of all."""
         where: Path = ("orchestrator", "eval", "env", index, "sampling")
         yield from env.sampling.broken_rules(evaluation.sampling, where)
         if env.sampling.max_tokens is not None and env.sampling.max_tokens >= self.seq_len:
@@ -356,7 +358,7 @@ class OrchestratorConfig(ConfigSection):
             yield BrokenRule(paths=((*where, "max_tokens"), ("orchestrator", "seq_len")), message=message)
 
     def _eval_rules(self, evaluation: EvalConfig) -> Iterator[BrokenRule]:
-        """A task count that means something; one name is one environment, which a run loads as training says."""
+        """Yield a task count that means something; one name is one environment, which a run loads as training says."""
         if evaluation.num_examples == 0:
             yield broken(
                 "must be -1 for all held-out tasks, or at least 1; leave out [orchestrator.eval] for no evaluation",

@@ -37,16 +37,16 @@ class RLConfig(SharedKeys):
 
     @property
     def context_length(self) -> int:
-        """Tokens of the longest sequence that the engine of the run's own stack serves."""
+        """Return tokens of the longest sequence that the engine of the run's own stack serves."""
         return self.inference.context_length or self.orchestrator.seq_len
 
     def remarks(self) -> list[BrokenRule]:
-        """What the schedule does that its user may not mean."""
+        """Return notes about a schedule that may be unintended."""
         schedule = self.trainer.scheduler.remarks(self.trainer.max_steps, prefix="trainer.")
         return [*schedule, *super().remarks()]
 
     def broken_rules(self) -> list[BrokenRule]:
-        """Rules over several keys that do not hold."""
+        """Return rules over several keys that do not hold."""
         schedule = self.trainer.scheduler.broken_rules(self.trainer.optim, self.trainer.max_steps, prefix="trainer.")
         return [
             *self.orchestrator.broken_rules(),
@@ -64,7 +64,7 @@ class RLConfig(SharedKeys):
         ]
 
     def _constrained_calls(self) -> Iterator[BrokenRule]:
-        """A parser with which other tokens are sampled than those that the trainer computes the chances of."""
+        """Yield a parser with which other tokens are sampled than those that the trainer computes the chances of."""
         allowed = "orchestrator.sampling.allow_biased_sampling"
         if (
             self.inference.model.tool_call_parser in CONSTRAINING_PARSERS
@@ -78,7 +78,7 @@ class RLConfig(SharedKeys):
             )
 
     def _too_many_minibatches(self) -> Iterator[BrokenRule]:
-        """More parts of a batch than it has groups, which stay whole: their advantages compare their rollouts."""
+        """Yield more parts of a batch than it has groups, which stay whole: their advantages compare their rollouts."""
         groups, minibatches = self.orchestrator.groups_per_step, self.trainer.minibatches
         if minibatches > max(groups, 1):
             size, group = "orchestrator.batch_size", "orchestrator.rollouts_per_example"
@@ -91,7 +91,7 @@ class RLConfig(SharedKeys):
             )
 
     def _sleep_beside_sampling(self) -> Iterator[BrokenRule]:
-        """Replicas that shall sleep while a batch is trained, and generate the next one."""
+        """Yield replicas that shall sleep while a batch is trained, and generate the next one."""
         level = self.orchestrator.async_level
         if self.inference.sleep_while_training and level > 0:
             yield broken(
@@ -102,7 +102,10 @@ class RLConfig(SharedKeys):
             )
 
     def with_model(self, name: str) -> "RLConfig":
-        """The same run with another model, such as the absolute path of a relative one; all services' names change."""
+        """Return the same run with another model, such as the absolute path of a relative one.
+
+        All services' names change.
+        """
 
         def renamed(section: Any) -> Any:
             return section.model_copy(update={"model": section.model.model_copy(update={"name": name})})
@@ -131,12 +134,12 @@ class TrainerPart(SharedKeys):
     trainer: TrainerConfig = table(TrainerConfig, "The trainer.")
 
     def remarks(self) -> list[BrokenRule]:
-        """What the schedule does that its user may not mean."""
+        """Return notes about a schedule that may be unintended."""
         schedule = self.trainer.scheduler.remarks(self.trainer.max_steps, prefix="trainer.")
         return [*schedule, *super().remarks()]
 
     def broken_rules(self) -> list[BrokenRule]:
-        """Rules over several keys that do not hold."""
+        """Return rules over several keys that do not hold."""
         schedule = self.trainer.scheduler.broken_rules(self.trainer.optim, self.trainer.max_steps, prefix="trainer.")
         dataset = self.trainer.dataset
         sources = () if dataset is None else dataset.broken_rules("trainer.dataset")
@@ -149,7 +152,7 @@ class OrchestratorPart(SharedKeys):
     orchestrator: OrchestratorConfig = required("The loop.")
 
     def broken_rules(self) -> list[BrokenRule]:
-        """Rules over several keys that do not hold."""
+        """Return rules over several keys that do not hold."""
         return [*self.orchestrator.broken_rules(), *super().broken_rules()]
 
 
@@ -179,7 +182,7 @@ class TrainerBench(ConfigSection):
 
     @property
     def context_length(self) -> int:
-        """Tokens of the longest sequence."""
+        """Return tokens of the longest sequence."""
         return self.trainer.model.seq_len
 
 

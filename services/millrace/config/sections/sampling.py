@@ -12,7 +12,7 @@ _ROOM = Limit(
 
 
 def _as_in_training(name: str, **facts: Any) -> Facts:
-    """A key of evaluations that is that of training where it is left out."""
+    """Return a key of evaluations that is that of training where it is left out."""
     return Facts(follows=f"orchestrator.sampling.{name}", default_text="as in `orchestrator.sampling`", **facts)
 
 
@@ -78,7 +78,7 @@ class SamplingConfig(ConfigSection):
 
 
 def _own(name: str, **bounds: Any) -> Any:
-    """A key of one environment that is that of the run where it is left out."""
+    """Return a key of one environment that is that of the run where it is left out."""
     aliases = ("max_completion_tokens",) if name == "max_tokens" else ()
     facts = Facts(
         default_text="as in `orchestrator.sampling`", aliases=aliases, limit=_ROOM if name == "max_tokens" else None
@@ -106,7 +106,7 @@ class EnvSamplingConfig(ConfigSection):
 
     @property
     def written(self) -> set[tuple[str, ...]]:
-        """The keys that it has in the place of the run's, as paths of `orchestrator.sampling`."""
+        """Return the keys that it has in the place of the run's, as paths of `orchestrator.sampling`."""
         values = {name: getattr(self, name) for name in type(self).model_fields}
         return {("orchestrator", "sampling", name) for name, value in values.items() if value not in (None, [], {})}
 
@@ -173,7 +173,7 @@ class EvalSamplingConfig(ConfigSection):
 
 
 def _own_in_eval(name: str, **bounds: Any) -> Any:
-    """A key of one evaluated environment that is that of the evaluation where it is left out."""
+    """Return a key of one evaluated environment that is that of the evaluation where it is left out."""
     aliases = ("max_completion_tokens",) if name == "max_tokens" else ()
     facts = Facts(default_text="as in the evaluation's `sampling`", aliases=aliases)
     return option(None, f"As `{name}` of the evaluation's `sampling`.", facts=facts, **bounds)
@@ -215,7 +215,10 @@ class EvalEnvSamplingConfig(ConfigSection):
         return shared.model_copy(update={**own, "extra_body": body})
 
     def broken_rules(self, shared: ConfigSection, where: Path) -> Iterator[BrokenRule]:
-        """Rules that do not hold of what an environment says over the evaluation; `where` is the path of this table."""
+        """Yield rules that do not hold of what an environment says over the evaluation.
+
+        `where` is the path of this table.
+        """
         if self == type(self)():
             return
         merged = self.over(shared)
@@ -255,7 +258,7 @@ UNCUT_AS_TEACHER = "the teacher's log-probabilities are those of its full distri
 def sampling_rules(
     sampling: SamplingConfig | EvalSamplingConfig, where: str, *, is_training: bool = False
 ) -> Iterator[BrokenRule]:
-    """Rules over several keys of a sampling section that do not hold; `where` is its path."""
+    """Yield rules over several keys of a sampling section that do not hold; `where` is its path."""
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
         message = f"must be at most `{where}.max_tokens`, which is {sampling.max_tokens}"
         yield broken(message, f"{where}.min_tokens", f"{where}.max_tokens")
@@ -263,7 +266,8 @@ def sampling_rules(
 
 
 def bias_rules(sampling: SamplingConfig, *, teacher_of: str | None) -> Iterator[BrokenRule]:
-    """What is sampled is what the trainer computes, unless it is allowed to differ, which a teacher's never may.
+    """Yield violations: the trainer must compute what is sampled unless a difference is allowed, which never holds
+    for a teacher.
 
     `teacher_of` is the algorithm that has a teacher, None if there is none.
     """
@@ -278,7 +282,7 @@ def bias_rules(sampling: SamplingConfig, *, teacher_of: str | None) -> Iterator[
 
 
 def teacher_sampling_rules(sampling: SamplingConfig, algorithm: str) -> Iterator[BrokenRule]:
-    """A policy whose log-probs mean the same as those of its teacher."""
+    """Yield a policy whose log-probs mean the same as those of its teacher."""
     algo, where = "orchestrator.algo.type", "orchestrator.sampling"
     taken = [value for name in TAKEN_OVER if isinstance(value := sampling.extra_body.get(name), int | float)]
     if sampling.top_p < 1 or max(sampling.top_k, sampling.min_p, *taken) > 0:
@@ -289,7 +293,7 @@ def teacher_sampling_rules(sampling: SamplingConfig, algorithm: str) -> Iterator
 
 
 def extra_body_rules(sampling: Any, where: str, *, is_training: bool = False) -> Iterator[BrokenRule]:
-    """What `extra_body` of a sampling section may not say: what other keys say, and what the trainer must know."""
+    """Yield fields that `extra_body` must not have: those of other keys, and those that the trainer must know."""
     for name, value in sampling.extra_body.items():
         path = f"{where}.extra_body.{name}"
         key = "max_tokens" if name == "max_completion_tokens" else name

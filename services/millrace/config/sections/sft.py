@@ -97,7 +97,7 @@ class SFTValDataConfig(DataSourceConfig):
 
     @property
     def is_mixed(self) -> bool:
-        """Whether its sources are mixed as those of training are; else each row counts once."""
+        """Return whether its sources are mixed as those of training are; else each row counts once."""
         return self.probabilities is not None or self.stopping_strategy is not None
 
 
@@ -133,7 +133,7 @@ class SFTEvalConfig(ConfigSection):
     )
 
     def due(self, step: int, *, is_last: bool) -> list[PeriodicEvalEnvConfig]:
-        """Return the environments that are evaluated behind a step: all before the first and behind the last one."""
+        """Return the environments to evaluate after a step: all before the first and after the last one."""
         if step == 0 and self.skip_first_step and not is_last:
             return []
         return [env for env in self.env if is_last or step % (env.interval or self.interval) == 0]
@@ -181,18 +181,18 @@ class SFTConfig(Document):
     wandb: WandbConfig | None = option(None, "Weights & Biases; off if left out.")
 
     def as_trainer(self) -> TrainerConfig:
-        """The section of an RL run whose steps cost what those of this one do."""
+        """Return the section of an RL run whose steps cost what those of this one do."""
         shared = {name: getattr(self.model, name) for name in type(self.model).model_fields}
         model = TrainerModelConfig(**shared, seq_len=self.data.seq_len)
         same = ("optim", "scheduler", "max_steps", "micro_batch_tokens", "pack", "peak_tflops")
         return TrainerConfig(model=model, **{name: getattr(self, name) for name in same})
 
     def remarks(self) -> list[BrokenRule]:
-        """What the schedule does that its user may not mean."""
+        """Return notes about a schedule that may be unintended."""
         return [*self.scheduler.remarks(self.max_steps), *super().remarks()]
 
     def broken_rules(self) -> list[BrokenRule]:
-        """Rules over several keys that do not hold."""
+        """Return rules over several keys that do not hold."""
         return [
             *self.scheduler.broken_rules(self.optim, self.max_steps),
             *self._broken_data_rules(),
@@ -205,7 +205,7 @@ class SFTConfig(Document):
         ]
 
     def _broken_engine_rules(self) -> Iterator[BrokenRule]:
-        """The engine is another one for each evaluation, and never shares a GPU with the training."""
+        """Yield the engine is another one for each evaluation, and never shares a GPU with the training."""
         if self.inference.sleep_while_training:
             yield broken("is for RL, whose trainer may share GPUs with vLLM", "inference.sleep_while_training")
 

@@ -1,4 +1,4 @@
-"""Sections that stand at the top of a config file and are the same for RL and SFT."""
+"""Sections that are at the top of a config file and are the same for RL and SFT."""
 
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -170,7 +170,7 @@ class ClientConfig(ConfigSection):
         return tree
 
     def broken_rules(self, path: str) -> list[BrokenRule]:
-        """What is wrong with the URLs; `path` is where this section stands in the config."""
+        """Return the problems of the URLs; `path` is the place of this section in the config."""
         problems = [_problem(url, f"{path}.api_key_var") for url in self.base_url]
         problems += [
             f"must not name {url} twice" for index, url in enumerate(self.base_url) if url in self.base_url[:index]
@@ -179,7 +179,7 @@ class ClientConfig(ConfigSection):
 
 
 def _problem(url: str, variable: str) -> str | None:
-    """What is wrong with one URL."""
+    """Return the problem of one URL."""
     try:
         parts = urlsplit(url)
         is_http = parts.scheme in ("http", "https") and parts.hostname

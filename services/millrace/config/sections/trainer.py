@@ -246,7 +246,7 @@ class OptimConfig(ConfigSection):
 
 
 def broken_layout_rules(model: ModelLayoutConfig, optim: OptimConfig, *, prefix: str = "") -> Iterator[BrokenRule]:
-    """What layouts of ranks do not go with; `prefix` is what stands before the keys of the section."""
+    """Yield violations of layouts of ranks; `prefix` precedes the keys of the section."""
     key = f"{prefix}model.tp"
     if model.compile is not None and (shared := [name for name in ("tp", "cp", "ep") if getattr(model, name) > 1]):
         why = f"must be left out with {' and '.join(shared)} above 1, whose exchanges are not proved in compiled blocks"
@@ -258,7 +258,7 @@ def broken_layout_rules(model: ModelLayoutConfig, optim: OptimConfig, *, prefix:
 
 
 def broken_format_rules(model: ModelMemoryConfig, *, prefix: str = "") -> Iterator[BrokenRule]:
-    """Number formats that do not go together; `prefix` is what stands before the keys of the section."""
+    """Yield number formats that exclude each other; `prefix` precedes the keys of the section."""
     key = f"{prefix}model.optimization_dtype"
     if model.optimization_dtype == "float32":
         return
@@ -269,7 +269,7 @@ def broken_format_rules(model: ModelMemoryConfig, *, prefix: str = "") -> Iterat
 
 
 def broken_compile_rules(trainer: "TrainerConfig") -> Iterator[BrokenRule]:
-    """Promises of bits that compiled blocks do not keep."""
+    """Yield promises of bits that compiled blocks do not keep."""
     if trainer.model.compile is not None and trainer.determinism == "strict":
         yield broken(
             "must not be strict with compiled blocks: kernels depend on which shapes came first and on whether the "
@@ -280,7 +280,7 @@ def broken_compile_rules(trainer: "TrainerConfig") -> Iterator[BrokenRule]:
 
 
 def _ramp(*types: str) -> Callable[[Mapping[str, Any]], int]:
-    """The default length of a ramp that only schedules of some types have."""
+    """Return the default length of a ramp that only schedules of some types have."""
     return lambda schedule: DEFAULT_RAMP_STEPS if schedule.get("type", "constant") in types else 0
 
 
@@ -316,7 +316,7 @@ class SchedulerConfig(ConfigSection):
     )
 
     def remarks(self, max_steps: int | None, *, prefix: str = "") -> Iterator[BrokenRule]:
-        """A schedule that never reaches its peak; `prefix` is what stands before the keys of its section."""
+        """Yield a note about a schedule that never reaches its peak; `prefix` precedes the keys of its section."""
         if max_steps and self.warmup_steps >= max_steps:
             yield broken(
                 f"all of the {max_steps} steps are warm-up, and none has the peak; `max_steps` is at most "
@@ -326,7 +326,7 @@ class SchedulerConfig(ConfigSection):
             )
 
     def broken_rules(self, optim: OptimConfig, max_steps: int | None, *, prefix: str = "") -> Iterator[BrokenRule]:
-        """A schedule that does not fit into the run; `prefix` is what stands before the keys of its section."""
+        """Yield violations of a schedule that does not fit into the run; `prefix` precedes the keys of its section."""
         key = f"{prefix}scheduler"
         if self.type != "constant" and max_steps is None:
             yield broken(
@@ -353,7 +353,7 @@ class SchedulerConfig(ConfigSection):
 
 
 def peak_tflops() -> Any:
-    """The field `peak_tflops`."""
+    """Return the field `peak_tflops`."""
     return option(
         None,
         "Dense TFLOP/s of one device in the format that is computed in, for `perf/mfu`. That of known GPUs in bfloat16 "
@@ -363,10 +363,12 @@ def peak_tflops() -> Any:
 
 
 def micro_batch_tokens(key: str, section: str) -> Any:
-    """The field `micro_batch_tokens`: `key` holds the longest sample, which is `seq_len` of the table `section`."""
+    """Return the field `micro_batch_tokens`: `key` holds the longest sample, which is `seq_len` of the table
+    `section`.
+    """
 
     def default(table: Mapping[str, Any]) -> int:
-        """Room for one whole sample at least."""
+        """Return room for one whole sample at least."""
         inner = table.get(section)
         seq_len = inner.get("seq_len") if isinstance(inner, dict) else getattr(inner, "seq_len", None)
         return max(DEFAULT_MICRO_BATCH_TOKENS, seq_len) if isinstance(seq_len, int) else DEFAULT_MICRO_BATCH_TOKENS

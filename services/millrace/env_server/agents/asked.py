@@ -14,8 +14,8 @@ import orjson
 from millrace.errors import InvalidSpecError, Violation
 from millrace.rollouts.parameters import (
     STREAM_OPTIONS,
-    Fate,
     Parameter,
+    Treatment,
     check_parameters,
     check_tool_choice,
     check_tools,
@@ -129,7 +129,7 @@ def applied(body: Mapping[str, Any], known: Mapping[str, Parameter], *, drops: S
     gone = [name for name in fields if name in drops]
     counts = {name: value for name, value in fields.items() if name not in gone}
     check_parameters(counts, known)
-    gone += [name for name in counts if known[name].fate is Fate.OVERRULED]
+    gone += [name for name in counts if known[name].fate is Treatment.OVERRULED]
     counts = {name: value for name, value in counts.items() if name not in gone}
     options, tools = counts.get("stream_options") or {}, counts.get("tools") or []
     if not isinstance(options, Mapping):

@@ -47,7 +47,7 @@ from millrace.env_server.workers.worker_process import (
 from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest
 from millrace.rollouts.types import Rollout, RolloutStatus
 from millrace.telemetry import progress, waits
-from millrace.telemetry.progress import Doing
+from millrace.telemetry.progress import Activity
 
 # Starting workers of one environment until they have loaded it, all of them the same tasks.
 
@@ -120,7 +120,7 @@ class Loader:
         """Wait until the worker has loaded the tasks of the others. Raises EnvLoadError."""
         timeout_s = self.limits.load_timeout_s
         what = f"environment {self.env.id}"
-        with progress.work(Doing.LOAD, what, waits_on="env worker", deadline_s=timeout_s):
+        with progress.work(Activity.LOAD, what, waits_on="env worker", deadline_s=timeout_s):
             try:
                 async with asyncio.timeout(timeout_s):
                     info = await asyncio.shield(worker.loaded)

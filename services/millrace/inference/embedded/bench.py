@@ -24,7 +24,7 @@ from millrace.processes.lifeline import run_service
 
 
 async def measure(bench: InferenceBench, *, on_step: Callable[[float, float], None]) -> dict[str, float]:
-    """Medians over the steps: seconds of the prompts and of the completions, and tokens/s of each.
+    """Return medians over the steps: seconds of the prompts and of the completions, and tokens/s of each.
 
     `on_step` gets the seconds of each step's prompts alone, and of all.
     """

@@ -176,7 +176,7 @@ class EmbeddedEngine:
             raise
 
     async def score(self, token_ids: tuple[int, ...]) -> PromptScores:
-        """See `Engine.score`; generation stands still meanwhile."""
+        """Score as `Engine.score` does; generation pauses meanwhile."""
         self._held()
         self._check_prompt(token_ids)
 
@@ -237,7 +237,7 @@ class EmbeddedEngine:
     def _build(
         self, model_dir: Path, staged: StagedPolicy | None, identity: PolicyIdentity
     ) -> tuple[Scheduler, int, int]:
-        """The scheduler, the longest context and the number of token ids."""
+        """Return the scheduler, the longest context and the number of token ids."""
         config = model_files.load_config(model_dir)
         tensors, probe = (None, None) if staged is None else (staged.tensors, staged.manifest.probe)
         model_len = loader.context_length(config, most=self._max_model_len_limit, probe=probe)
@@ -255,7 +255,7 @@ class EmbeddedEngine:
         return scheduler, model_len, int(config.vocab_size)
 
     def _held(self) -> Scheduler:
-        """The scheduler of the held model; UnavailableError if there is none that may generate."""
+        """Return the scheduler of the held model; UnavailableError if there is none that may generate."""
         scheduler = self._scheduler  # once: the thread may drop it meanwhile
         match self._state:
             case EngineState.READY if scheduler is not None and not self._closing:
@@ -266,13 +266,13 @@ class EmbeddedEngine:
                 raise UnavailableError("the engine holds no model", reason="NO_POLICY", remedy="retry later")
 
     def _held_weights(self) -> HeldWeights:
-        """Those of the held model; raises as `_held` does."""
+        """Return the weights of the held model; raises as `_held` does."""
         self._held()
         assert self._weights is not None, "they come with the model"
         return self._weights
 
     def _check_prompt(self, prompt: tuple[int, ...]) -> None:
-        """One bad prompt must not fail the pass of all others."""
+        """Refuse a prompt that would fail the pass of all other requests."""
         if not 0 < len(prompt) < self._model_len:
             raise InvalidStateError(
                 f"the prompt has {len(prompt)} tokens; this model's maximum context length is {self._model_len} tokens",
@@ -289,14 +289,14 @@ class EmbeddedEngine:
     # ---- what follows runs in the engine's thread, except _require_thread, _post and _in_thread ----
 
     def _require_thread(self) -> None:
-        """UnavailableError if the thread runs no commands any more."""
+        """Raise UnavailableError if the thread runs no commands any more."""
         if self._death:
             raise UnavailableError(self._death, reason="ENGINE_DEAD", remedy="restart the replica")
         if self._closing:
             raise UnavailableError("the engine is closed", reason="ENGINE_CLOSED", remedy="retry on another replica")
 
     def _post(self, command: _Command) -> None:
-        """Have the thread run a command; UnavailableError if it does not any more.
+        """Queue a command for the thread; UnavailableError if the thread has ended.
 
         Checked under the lock that ending takes as well, so what is posted is run or refused, never forgotten.
         """
@@ -330,7 +330,7 @@ class EmbeddedEngine:
         return bool(self._pauses) or scheduler is None or not (scheduler.num_running or scheduler.num_waiting)
 
     def _run(self) -> None:
-        """The thread, from start to end. It never ends unseen: callers would wait for ever."""
+        """Run the thread from start to end. An error always reaches the callers, who would otherwise wait for ever."""
         try:
             self._loop()
         except BaseException as error:  # nothing is expected here: `_drain` and `_step` catch
@@ -417,11 +417,11 @@ class Deliveries:
         self._ended: dict[asyncio.AbstractEventLoop, list[tuple[Waiter, Generation | Exception]]] = {}
 
     def add(self, waiter: Waiter, outcome: Generation | Exception) -> None:
-        """The request that the future stands for has ended so; the next `flush` says it."""
+        """Record how the request of the future has ended; the next `flush` reports it."""
         self._ended.setdefault(waiter.get_loop(), []).append((waiter, outcome))
 
     def flush(self) -> None:
-        """Hand over what has ended since the last time. Raises nothing: nobody waits in a loop that is closed."""
+        """Deliver the requests that ended since the last call. Never raises: in a closed loop nobody waits."""
         if not self._ended:
             return
         ended, self._ended = self._ended, {}
@@ -431,7 +431,7 @@ class Deliveries:
 
 
 def _hand_over(outcomes: Sequence[tuple[Waiter, Generation | Exception]]) -> None:
-    """In the event loop."""
+    """Deliver results, in the event loop."""
     for waiter, outcome in outcomes:
         if waiter.done():  # its caller was cancelled
             continue

@@ -38,7 +38,7 @@ def warm_up() -> None:
 
 
 def load_model(model_dir: Path, tensors: Mapping[str, TensorBytes] | None, *, context_length: int) -> torch.nn.Module:
-    """The model in evaluation mode, with weights from `tensors`, or from the directory if that is None.
+    """Return the model in evaluation mode, with weights from `tensors`, or from the directory if that is None.
 
     Positions are those of sequences of at most `context_length` tokens.
     """
@@ -58,7 +58,8 @@ def load_model(model_dir: Path, tensors: Mapping[str, TensorBytes] | None, *, co
 
 
 def context_length(config: Any, *, most: int | None, probe: Probe | None) -> int:
-    """Tokens of the longest sequence that the model's positions allow, that is wanted, and that the policy is made for.
+    """Return tokens of the longest sequence that the model's positions allow, that is wanted, and that the policy is
+    made for.
 
     InvalidStateError (CONTEXT_DIFFERS) if that is too short for the positions that the policy's trainer computes.
     """
@@ -76,7 +77,7 @@ def context_length(config: Any, *, most: int | None, probe: Probe | None) -> int
 
 
 def cache_token_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of KV cache per token."""
+    """Return bytes of KV cache per token."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize
@@ -103,7 +104,7 @@ _REMEDY += "model keeps in float32"
 
 
 def float_dtype(tensors: Mapping[str, TensorBytes]) -> torch.dtype:
-    """The dtype of the floating-point tensors, but for those that may be kept in float32.
+    """Return the dtype of the floating-point tensors, but for those that may be kept in float32.
 
     InvalidStateError if there are several or none. The engine computes in it, so what it holds are the published bits
     and the digest can be proved by readback.
@@ -135,7 +136,7 @@ def hold_formats(model: torch.nn.Module, tensors: Mapping[str, TensorBytes]) -> 
 
 
 def _mixed(found: Mapping[str, str]) -> InvalidStateError:
-    """The error of several number formats, with a tensor's name for each."""
+    """Return the error of several number formats, with a tensor's name for each."""
     examples = ", ".join(f"{tag} ({name})" for tag, name in sorted(found.items())) or "none"
     return InvalidStateError(
         f"the policy's floating-point tensors have not one dtype but: {examples}",
@@ -145,7 +146,7 @@ def _mixed(found: Mapping[str, str]) -> InvalidStateError:
 
 
 def policy_memory(model: torch.nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """The model's memory by the names of a policy's tensors, which may be ranges of the model's own ones.
+    """Return the model's memory by the names of a policy's tensors, which may be ranges of the model's own ones.
 
     What the policy has no name for is there under the model's own name.
     """
@@ -153,7 +154,7 @@ def policy_memory(model: torch.nn.Module, names: Iterable[str]) -> dict[str, tor
 
 
 def _memory(model: torch.nn.Module, names: Iterable[str]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """The owner of the memory, and the view of it that the name is for."""
+    """Return the owner of the memory, and the view of it that the name is for."""
     state, given = model.state_dict(keep_vars=True), set(names)
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -179,6 +180,7 @@ def check_tensors(model: torch.nn.Module, tensors: Mapping[str, TensorBytes]) ->
             problems.append(
                 f"{name} is {tensor.dtype}{list(tensor.shape)}, the model has {tag_of(target)}{list(target.shape)}"
             )
+        # Tied weights share their memory, so the address of the data tells that two names are one weight.
         first = covered.setdefault(target.data_ptr(), name)
         if first != name and tensors[first].data != tensor.data:
             problems.append(f"{first} and {name} are one tied weight in the model, but differ in the policy")
@@ -188,10 +190,10 @@ def check_tensors(model: torch.nn.Module, tensors: Mapping[str, TensorBytes]) ->
 
 @torch.no_grad()
 def copy_tensors(model: torch.nn.Module, tensors: Mapping[str, TensorBytes]) -> None:
-    """Copies checked tensors into the model's own memory, so tied weights and views stay what they are."""
+    """Copy checked tensors into the model's own memory, so that tied weights and views stay as they are."""
     held = policy_memory(model, tensors)
     for name, tensor in tensors.items():
-        # A copy: the downloaded bytes are read-only and may lie unaligned, neither of which torch accepts.
+        # A copy: the downloaded bytes are read-only and may be unaligned, neither of which torch accepts.
         raw = torch.from_numpy(tensor.bits().view(np.uint8).copy())
         held[name].copy_(raw.view(DTYPES[tensor.dtype]).reshape(tensor.shape))
 
@@ -211,14 +213,14 @@ def write_changes(
 
 
 def held_tensors(model: torch.nn.Module, names: Iterable[str]) -> dict[str, TensorBytes]:
-    """The policy's tensors, by their names, as the model holds them, without a copy."""
+    """Return the policy's tensors, by their names, as the model holds them, without a copy."""
     names = list(names)
     held = policy_memory(model, names)
     return {name: as_tensor_bytes(held[name]) for name in names}
 
 
 def as_tensor_bytes(tensor: torch.Tensor) -> TensorBytes:
-    """A CPU tensor's bits, without a copy where it is contiguous."""
+    """Return a CPU tensor's bits, without a copy where it is contiguous."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return TensorBytes(dtype=tag_of(tensor), shape=tuple(tensor.shape), data=flat.numpy().data)
 
@@ -246,7 +248,7 @@ class AdaptedLinear(nn.Linear):
         self.low, self.high, self.scaling = low, high, scaling  # A [rank, in], B [out, rank]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`input` [..., in] → [..., out]."""
+        """Return [..., out] for `input` [..., in]."""
         result = functional.linear(input, self.weight, self.bias)
         return result + functional.linear(functional.linear(input, self.low), self.high) * self.scaling
 
@@ -259,13 +261,13 @@ class Adapters:
         self._held: dict[str, torch.Tensor] = {}
         """What is held by published name."""
         self._layers: dict[str, nn.Linear] = {}
-        """The base's layers that an adapted one stands in for."""
+        """The base's layers that an adapted one replaces."""
         self._replaced: dict[str, torch.Tensor] = {}
         """The base's values of layers that the adapter replaces whole."""
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the model computes with an adapter."""
+        """Return whether the model computes with an adapter."""
         return bool(self._held)
 
     def check(self, staged: StagedPolicy) -> None:
@@ -311,11 +313,11 @@ class Adapters:
         self._held, self._layers, self._replaced = {}, {}, {}
 
     def held(self) -> dict[str, TensorBytes]:
-        """What the layers compute with, by published name."""
+        """Return the weights that the layers compute with, by published name."""
         return {name: as_tensor_bytes(self._live(_own_name(name))) for name in self._held}
 
     def _live(self, name: str) -> torch.Tensor:
-        """The tensor that the model computes with, by its name in the model."""
+        """Return the tensor that the model computes with, by its name in the model."""
         for end in (LOW, HIGH):
             if name.endswith(end):
                 adapted = self._linear(name.removesuffix(end))
@@ -334,12 +336,12 @@ class Adapters:
 
 
 def _own_name(name: str) -> str:
-    """The model's name of one of the adapter's tensors."""
+    """Return the model's name of one of the adapter's tensors."""
     return model_name(name, source="the adapter")
 
 
 def _tensor(tensor: TensorBytes) -> torch.Tensor:
-    """A copy: the staged bytes are read-only and change with the next version."""
+    """Return a copy: the staged bytes are read-only and change with the next version."""
     raw = torch.from_numpy(tensor.bits().view(np.uint8).copy())
     return raw.view(getattr(torch, tensor.dtype)).reshape(tensor.shape)
 
@@ -382,7 +384,7 @@ class HeldWeights:
             write_changes(self._model, staged.changes, names=staged.tensors)
 
     def score(self, token_ids: tuple[int, ...]) -> PromptScores:
-        """The scores of a prompt; UnavailableError between `apply` and `prove`, when nothing may be answered."""
+        """Return the scores of a prompt; UnavailableError between `apply` and `prove`, when nothing may be answered."""
         if self._is_unproved:
             raise UnavailableError("a policy is being put in", reason="POLICY_UNPROVED", remedy="retry")
         return score_prompt(self._model, token_ids)
@@ -411,7 +413,7 @@ CHUNK_TOKENS = 512
 
 
 def score_prompt(model: torch.nn.Module, token_ids: Sequence[int]) -> PromptScores:
-    """The scores of a prompt; call it in the thread that owns the model, between two of its passes."""
+    """Return the scores of a prompt; call it in the thread that owns the model, between two of its passes."""
     tokens_1T = torch.tensor([list(token_ids)])
     num_tokens = tokens_1T.shape[1]
     logprobs, ranks = np.zeros(num_tokens - 1, np.float32), np.ones(num_tokens - 1, np.int32)

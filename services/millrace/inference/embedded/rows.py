@@ -33,14 +33,14 @@ class Running:
     marks: list[tuple[PolicyIdentity, int]] = field(default_factory=list)
 
     def mark(self, identity: PolicyIdentity, position: int) -> None:
-        """From completion position `position` on, `identity` generates."""
+        """Record that `identity` generates from completion position `position` on."""
         if self.marks and self.marks[-1][1] == position:
             self.marks.pop()
         if not self.marks or self.marks[-1][0] != identity:
             self.marks.append((identity, position))
 
     def spans(self, end: int) -> tuple[PolicySpan, ...]:
-        """The marks as spans over a completion of `end` tokens."""
+        """Return the marks as spans over a completion of `end` tokens."""
         if not self.marks:
             return ()  # it never ran
         ends = [*(start for _, start in self.marks[1:]), end]
@@ -143,15 +143,15 @@ class RowTable:
         return ends
 
     def prompt(self, row: int) -> np.ndarray:
-        """The prompt, int64, a view."""
+        """Return the prompt, int64, a view."""
         return self.tokens[row, : self.prompt_length[row]]
 
     def completion(self, row: int) -> np.ndarray:
-        """The completion so far, int64, a view."""
+        """Return the completion so far, int64, a view."""
         return self.tokens[row, self.prompt_length[row] : self.length[row]]
 
     def completion_logprobs(self, row: int) -> np.ndarray:
-        """The completion's log-probs, a view."""
+        """Return the completion's log-probs, a view."""
         return self.logprobs[row, self.prompt_length[row] : self.length[row]]
 
     def remove(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -159,6 +159,7 @@ class RowTable:
         gone = set(rows)
         count = self.count - len(gone)
         targets = sorted(row for row in gone if row < count)
+        # Rows from the end move into the holes, so that only as many rows move as were dropped.
         sources = [row for row in range(count, self.count) if row not in gone]
         for column in self.columns():
             column[targets] = column[sources]
@@ -169,11 +170,11 @@ class RowTable:
         return sources, targets
 
     def find(self, request_id: str) -> int | None:
-        """Row of a request, or None."""
+        """Return row of a request, or None."""
         return next((row for row, entry in enumerate(self.running) if entry.request.request_id == request_id), None)
 
     def columns(self) -> tuple[np.ndarray, ...]:
-        """Every column, in one order."""
+        """Return every column, in one order."""
         return (
             self.tokens,
             self.logprobs,
@@ -211,7 +212,7 @@ class RowTable:
 
 
 def grow_column(old: np.ndarray, shape: tuple[int, ...], *, fill: int = 0) -> np.ndarray:
-    """A longer copy of a column; what is new holds `fill`."""
+    """Return a longer copy of a column; what is new holds `fill`."""
     new = np.full(shape, fill, old.dtype)
     new[tuple(slice(size) for size in old.shape)] = old
     return new
@@ -233,40 +234,40 @@ class Turns:
         return len(self._call_of)
 
     def push(self, entry: Running) -> bool:
-        """Queue a request, a call that has none yet as the last one; False if its id waits already."""
+        """Return queue a request, a call that has none yet as the last one; False if its id waits already."""
         request = entry.request
         if request.request_id in self._call_of:
             return False
-        self._calls.setdefault(request.turn, OrderedDict())[request.request_id] = entry
-        self._call_of[request.request_id] = request.turn
+        self._calls.setdefault(request.fairness_key, OrderedDict())[request.request_id] = entry
+        self._call_of[request.request_id] = request.fairness_key
         return True
 
     def next(self, shut: Container[str] = ()) -> Running | None:
-        """The request whose turn it is, without those of the calls in `shut`; None if there is none."""
-        for turn, entries in self._calls.items():
-            if turn not in shut:
+        """Return the request whose turn it is, without those of the calls in `shut`; None if there is none."""
+        for fairness_key, entries in self._calls.items():
+            if fairness_key not in shut:
                 return next(iter(entries.values()))
         return None
 
     def take(self, entry: Running) -> Running:
         """Take a request out; its call is the last one then."""
-        turn = entry.request.turn
+        fairness_key = entry.request.fairness_key
         self.remove(entry.request.request_id)
-        if turn in self._calls:
-            self._calls.move_to_end(turn)
+        if fairness_key in self._calls:
+            self._calls.move_to_end(fairness_key)
         return entry
 
     def remove(self, request_id: str) -> Running | None:
         """Take a request out without a turn; None if it does not wait."""
-        turn = self._call_of.pop(request_id, None)
-        if turn is None:
+        fairness_key = self._call_of.pop(request_id, None)
+        if fairness_key is None:
             return None
-        entry = self._calls[turn].pop(request_id)
-        if not self._calls[turn]:
-            del self._calls[turn]
+        entry = self._calls[fairness_key].pop(request_id)
+        if not self._calls[fairness_key]:
+            del self._calls[fairness_key]
         return entry
 
     def all(self) -> Iterator[Running]:
-        """Every request, by calls."""
+        """Yield every request, by calls."""
         for entries in self._calls.values():
             yield from entries.values()

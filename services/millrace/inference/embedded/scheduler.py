@@ -38,7 +38,7 @@ class Decoder(Protocol):
     """Turns tokens into text; a transformers tokenizer is one."""
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str | list[str]:
-        """The text of these tokens."""
+        """Return the text of these tokens."""
         ...
 
 
@@ -71,16 +71,16 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests that generate."""
+        """Return requests that generate."""
         return self._rows.count
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a row."""
+        """Return requests that wait for a row."""
         return len(self._waiting)
 
     def submit(self, entry: Running) -> None:
-        """Queue a request; one whose id waits already fails."""
+        """Queue a request; raises if a request with the same id waits already."""
         if not self._waiting.push(entry):
             entry.fail(InternalError(f"request {entry.request.request_id!r} waits already", reason="REQUEST_REPEATED"))
 
@@ -106,7 +106,7 @@ class Scheduler:
                 entry.fail(error)
 
     def step(self) -> bool:
-        """One prefill or decode step; False if there was nothing to do."""
+        """Return one prefill or decode step; False if there was nothing to do."""
         is_decode_due, self._is_decode_due = self._is_decode_due and bool(self._rows.count), False
         if not is_decode_due and (admitted := self._admit()):
             self._prefill_new(admitted)
@@ -119,7 +119,7 @@ class Scheduler:
         return False
 
     def set_identity(self, identity: PolicyIdentity, mode: InflightMode) -> None:
-        """The model's weights are now those of `identity`: attribute what follows to it, recompute caches if asked."""
+        """Attribute what follows to `identity`, whose weights the model has now; recompute caches if asked."""
         self.identity = identity
         for row, entry in enumerate(self._rows.running):
             entry.mark(identity, len(self._rows.completion(row)))
@@ -134,27 +134,29 @@ class Scheduler:
         if not self._rows.count and self._cache.size_bytes > IDLE_CACHE_BYTES:
             self._cache.release()  # one long request must not make every later row that long
         admitted: list[Running] = []
-        running = Counter(entry.request.turn for entry in self._rows.running) if self._waiting else Counter[str]()
+        running = (
+            Counter(entry.request.fairness_key for entry in self._rows.running) if self._waiting else Counter[str]()
+        )
         longest = int(self._rows.limit[: self._rows.count].max(initial=0))
         longest_prompt = 0
         shut: set[str] = set()
         while (entry := self._waiting.next(shut)) is not None:
-            turn = entry.request.turn
-            if not self._fits(len(admitted), max(longest, entry.limit), has_rows=running[turn] > 0):
-                if not running[turn]:
+            fairness_key = entry.request.fairness_key
+            if not self._fits(len(admitted), max(longest, entry.limit), has_rows=running[fairness_key] > 0):
+                if not running[fairness_key]:
                     break  # its turn comes when rows end; one that fits in its place would keep it waiting
-                shut.add(turn)
+                shut.add(fairness_key)
                 continue
             longest_prompt = max(longest_prompt, len(entry.request.prompt_token_ids))
             if admitted and (len(admitted) + 1) * longest_prompt > PREFILL_TOKENS:
                 break
             longest = max(longest, entry.limit)
-            running[turn] += 1
+            running[fairness_key] += 1
             admitted.append(self._waiting.take(entry))
         return admitted
 
     def _fits(self, num_admitted: int, longest: int, *, has_rows: bool) -> bool:
-        """Whether rows and cache take one more request; less of both is for a call that has rows already."""
+        """Return whether rows and cache take one more request; less of both is for a call that has rows already."""
         rows, tokens = self._max_num_seqs, self._kv_tokens
         if has_rows:
             rows, tokens = rows - rows // _RESERVED, tokens - tokens // _RESERVED
@@ -237,10 +239,12 @@ class Scheduler:
             self._penalised(rows, logits),
             temperatures_B=table.temperature[rows],
             limits_B=Limits(top_p=table.top_p[rows], top_k=table.top_k[rows], min_p=table.min_p[rows]),
+            # The counter is the place in the completion: the same seed gives the same tokens in any batch.
             uniforms_B=uniforms(table.seed[rows], table.length[rows] - table.prompt_length[rows]),
         )
         ends = table.append(rows, tokens.numpy(), logprobs.numpy())
         self.num_generated_tokens += rows.stop - rows.start
+        # Stop strings need the text, which is slow to make: only rows that have any are looked at.
         if table.has_stop_strings[rows].any():
             for row in range(rows.start, rows.stop):
                 if table.has_stop_strings[row] and self._stop_string(row) is not None:
@@ -248,7 +252,7 @@ class Scheduler:
         return (np.flatnonzero(ends) + rows.start).tolist() if ends.any() else []
 
     def _penalised(self, rows: slice, logits: torch.Tensor) -> torch.Tensor:
-        """The logits behind the penalties of those rows that have any."""
+        """Return the logits after the penalties, of the rows that have any."""
         table = self._rows
         if not table.has_penalties[rows].any():
             return logits
@@ -264,7 +268,7 @@ class Scheduler:
         return logits
 
     def _stop_string(self, row: int) -> str | None:
-        """The stop string that the completion's last token completes, or None."""
+        """Return the stop string that the completion's last token completes, or None."""
         if not self._rows.has_stop_strings[row] or self._decoder is None:
             return None
         sampling, completion = self._rows.running[row].request.sampling, self._rows.completion(row)
@@ -300,7 +304,7 @@ class Scheduler:
             self._cache.move(sources, targets, int(self._rows.length[targets].max()))
 
     def _ending(self, row: int) -> tuple[FinishReason, int | str | None]:
-        """Why a row ended by itself."""
+        """Return why a row ended by itself."""
         if not np.isfinite(self._rows.completion_logprobs(row)[-1]):
             return FinishReason.ERROR, None
         sampling = self._rows.running[row].request.sampling
@@ -315,7 +319,9 @@ class Scheduler:
 
 
 def _distinct(tokens: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of rows of tokens, each of its length: the first row with each content, and per row the number of its content."""
+    """Return the distinct rows of tokens, each of its length: the first row with each content, and per row the
+    number of its content.
+    """
     numbers: dict[bytes, int] = {}
     firsts: list[int] = []
     of_row = np.empty(len(lengths), np.int64)
@@ -327,7 +333,7 @@ def _distinct(tokens: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def _chunks(first: int, lengths: np.ndarray) -> list[slice]:
-    """Contiguous rows whose padded size is at most PREFILL_TOKENS; a longer prompt is a chunk of its own."""
+    """Return contiguous rows whose padded size is at most PREFILL_TOKENS; a longer prompt is a chunk of its own."""
     chunks: list[slice] = []
     start, longest = 0, 0
     for index, length in enumerate(lengths.tolist()):
@@ -350,7 +356,9 @@ _UNIFORM_BITS = np.uint64(48)  # u <= 1 - 2**-48, so u * total < total holds in 
 
 
 def uniforms(seeds: NDArray[np.uint64], counters: NDArray[np.int64]) -> NDArray[np.float64]:
-    """One number in [0, 1) per row from (seed, counter): the finaliser of SplitMix64 (Steele, Lea, Flood 2014)."""
+    """Return one number in [0, 1) per row from (seed, counter): the finaliser of SplitMix64 (Steele, Lea, Flood
+    2014).
+    """
     with np.errstate(over="ignore"):
         x = seeds + (counters.astype(np.uint64) + np.uint64(1)) * _GOLDEN
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -376,7 +384,10 @@ def penalised(
     completion: NDArray[np.int64],
     stop_ids: NDArray[np.int64],
 ) -> torch.Tensor:
-    """The logits of a row behind its penalties, float32 [V], in vLLM's order; `stop_ids` may be padded with -1."""
+    """Return the logits of a row after its penalties, float32 [V], in vLLM's order.
+
+    `stop_ids` may be padded with -1.
+    """
     logits_V = logits_V.float().clone()
     if sampling.repetition_penalty != 1:
         seen = torch.from_numpy(np.unique(np.concatenate([prompt, completion])))
@@ -400,7 +411,7 @@ def sample(
     limits_B: Limits,
     uniforms_B: NDArray[np.float64],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Next tokens int64 [B] and their log-probs float32 [B].
+    """Return next tokens int64 [B] and their log-probs float32 [B].
 
     Log-probs are those of log_softmax(logits / temperature) in float32, renormalised over what the limits keep;
     rows of temperature 0 take the most likely token and its log-prob at temperature 1.
@@ -427,7 +438,7 @@ def sample(
 
 
 def _truncate(logprobs_BV: torch.Tensor, limits_B: Limits, is_greedy_B: NDArray[np.bool_]) -> torch.Tensor:
-    """Log-probs renormalised over the tokens that the limits leave; greedy rows stay whole."""
+    """Return log-probs renormalised over the tokens that the limits leave; greedy rows stay whole."""
     kept_BV = kept_tokens(
         logprobs_BV,
         top_p=torch.from_numpy(np.where(is_greedy_B, np.float32(1), limits_B.top_p)),
@@ -468,12 +479,12 @@ class RowCache(Cache):
 
     @property
     def capacity(self) -> tuple[int, int]:
-        """Rows and length that are allocated."""
+        """Return rows and length that are allocated."""
         return self._rows, self._length
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that are allocated."""
+        """Return bytes that are allocated."""
         return sum(block.nbytes for block in (*self._keys, *self._values))
 
     def reserve(self, rows: int, length: int) -> None:
@@ -505,7 +516,7 @@ class RowCache(Cache):
             block[rows] = 0
 
     def begin_prefill(self, first_row: int, copies: torch.Tensor | None = None) -> None:
-        """The next pass computes whole prompts, from position 0, of the rows from `first_row` on.
+        """Prepare a pass over whole prompts, from position 0, of the rows from `first_row` on.
 
         `copies` int64 [rows]: which prompt of the pass each row has, where some share one; None if each has its own.
         """
@@ -514,7 +525,7 @@ class RowCache(Cache):
         self._positions = None
 
     def begin_decode(self, positions: torch.Tensor, span: int) -> None:
-        """The next pass adds one token per row, at `positions` int64 [B], and attends to positions below `span`."""
+        """Prepare a pass that adds one token per row at `positions` int64 [B] and attends to positions below `span`."""
         self._positions = positions
         self._row_index = torch.arange(len(positions))
         self._span = span
@@ -522,12 +533,14 @@ class RowCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by the model's attention: stores [B, heads, T, head_dim] and returns what to attend to."""
+        """Store [B, heads, T, head_dim] and return what to attend to; the model's attention calls it."""
+        # Layers are called in order, and the first call of each one creates its block.
         if layer_idx == len(self._keys):
             for blocks, new in ((self._keys, key_states), (self._values, value_states)):
                 _, heads, _, head_dim = new.shape
                 blocks.append(torch.zeros(self._rows, heads, self._length, head_dim, dtype=new.dtype))
         keys, values = self._keys[layer_idx], self._values[layer_idx]
+        # A prefill attends to its own tokens only, so it may return them without a copy out of the cache.
         if self._positions is None:
             count, _, length, _ = key_states.shape
             copies = self._copies
@@ -536,26 +549,30 @@ class RowCache(Cache):
             values[rows, :, :length] = value_states if copies is None else value_states[copies]
             return key_states, value_states
         index = self._row_index
+        # A decode step writes one position per row; index arrays pair rows with positions.
         keys[index, :, self._positions] = key_states[:, :, 0]
         values[index, :, self._positions] = value_states[:, :, 0]
         count = len(self._positions)
         return keys[:count, :, : self._span], values[:count, :, : self._span]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens before the next pass's first one; models ask only where no positions are given, and we give them."""
+        """Return tokens before the next pass's first one.
+
+        Models ask only where no positions are given, and we give them.
+        """
         return 0 if self._positions is None else self._span - 1
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Position of the next pass's first token, for the mask of a prefill (a decode has its own)."""
+        """Return position of the next pass's first token, for the mask of a prefill (a decode has its own)."""
         return self.get_seq_length(layer_idx)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Number of keys and offset of the first one, for the mask of a prefill."""
+        """Return number of keys and offset of the first one, for the mask of a prefill."""
         return self.get_seq_length(layer_idx) + query_length, 0
 
 
 def _grown(old: torch.Tensor, rows: int, length: int) -> torch.Tensor:
-    """A zeroed block of the new size with the old one in its corner."""
+    """Return a zeroed block of the new size with the old one in its corner."""
     new = torch.zeros(rows, old.shape[1], length, old.shape[3], dtype=old.dtype)
     new[: old.shape[0], :, : old.shape[2]] = old
     return new

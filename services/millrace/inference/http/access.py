@@ -25,25 +25,25 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 
 def http_access(host: str, port: int, environ: Mapping[str, str] | None = None) -> ServerAccess:
-    """What the server at this address demands; InvalidSpecError if it must not listen there as it is set up."""
+    """Return what the server at this address demands; InvalidSpecError if it must not listen there as it is set up."""
     access = ServerAccess.from_environ(environ)
     access.require_safe(join_address(host, port), {WORKER}, field="MILLRACE_HTTP_LISTEN")
     return access
 
 
 def http_scheme(environ: Mapping[str, str] | None = None) -> str:
-    """`https` where this process has a certificate to show."""
+    """Return `https` where this process has a certificate, else `http`."""
     return "https" if Settings.from_env(os.environ if environ is None else environ).tls_cert else "http"
 
 
 def refusal() -> dict[str, Any]:
-    """The body of a 401, in OpenAI's shape; it is the same for every path."""
+    """Return the body of a 401, in OpenAI's shape; it is the same for every path."""
     message = "a valid bearer token is required"
     return {"error": {"message": message, "type": "AuthenticationError", "param": None, "code": 401}}
 
 
 def vllm_flags(host: str, port: int, environ: Mapping[str, str] | None = None) -> list[str]:
-    """Arguments that make vLLM's server demand the same; InvalidSpecError as from `http_access`."""
+    """Return arguments that make vLLM's server demand the same; InvalidSpecError as from `http_access`."""
     access = http_access(host, port, environ)
     flags = [f"--middleware={__name__}.TokenGate"]
     if access.tls is not None:
@@ -55,7 +55,7 @@ def vllm_flags(host: str, port: int, environ: Mapping[str, str] | None = None) -
 
 
 def read_only_refusal(error: PermissionDeniedError) -> dict[str, Any]:
-    """The body of a 403, in OpenAI's shape."""
+    """Return the body of a 403, in OpenAI's shape."""
     return {"error": {"message": error.message, "type": "PermissionDeniedError", "param": None, "code": 403}}
 
 
@@ -67,7 +67,7 @@ class TokenGate:
     """
 
     def __init__(self, app: App, *, access: ServerAccess | None = None) -> None:
-        """`access` is by default that of this process's variables."""
+        """Create the check; `access` defaults to the access of this process's variables."""
         self._app = app
         self._access = ServerAccess.from_environ() if access is None else access
         self._is_guarded = self._access.tokens is not None or self._access.worker_tokens is not None
@@ -77,6 +77,7 @@ class TokenGate:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
+        # Two Authorization headers are ambiguous: neither counts.
         values = [value.decode("latin-1") for name, value in scope.get("headers", ()) if name == b"authorization"]
         try:
             self._access.admit_http(scope["path"], values[0] if len(values) == 1 else None)
@@ -173,12 +174,12 @@ _DEEPEST = 64
 
 
 def max_chars(model_len: int) -> int:
-    """Characters of one prompt or chat that are tokenized for a context of `model_len` tokens."""
+    """Return characters of one prompt or chat that are tokenized for a context of `model_len` tokens."""
     return max(MIN_CHARS, MAX_CHARS_PER_TOKEN * model_len)
 
 
 def check_completions(num_prompts: int, n: int, *, n_field: str = "n") -> None:
-    """InvalidSpecError if one request asks for too many completions."""
+    """Raise InvalidSpecError if one request asks for too many completions."""
     if num_prompts > MAX_PROMPTS:
         raise too_many("prompt", f"{num_prompts} prompts", MAX_PROMPTS, "send several requests at the same time")
     if num_prompts * n > MAX_COMPLETIONS:
@@ -187,7 +188,10 @@ def check_completions(num_prompts: int, n: int, *, n_field: str = "n") -> None:
 
 
 def check_prompt(prompt: Any, n: int, model_len: int) -> None:
-    """For a `prompt` of OpenAI's: a text or tokens, or a list of either. InvalidSpecError as the checks below."""
+    """Check a `prompt` of OpenAI's: a text or tokens, or a list of either.
+
+    Raises InvalidSpecError as the checks below do.
+    """
     many: list[Any] = [prompt]
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         many = prompt
@@ -197,7 +201,7 @@ def check_prompt(prompt: Any, n: int, model_len: int) -> None:
 
 
 def check_texts(texts: Sequence[str], model_len: int, *, field: str = "prompt") -> None:
-    """InvalidSpecError for a prompt of more characters than could fit."""
+    """Raise InvalidSpecError for a prompt of more characters than could fit."""
     limit = max_chars(model_len)
     for index, text in enumerate(texts):
         if len(text) > limit:
@@ -206,7 +210,7 @@ def check_texts(texts: Sequence[str], model_len: int, *, field: str = "prompt") 
 
 
 def check_tokens(prompts: Sequence[Sequence[int]], model_len: int, *, field: str = "prompt") -> None:
-    """InvalidSpecError for a prompt of at least as many tokens as the context has."""
+    """Raise InvalidSpecError for a prompt of at least as many tokens as the context has."""
     for prompt in prompts:
         if len(prompt) >= model_len:
             raise InvalidSpecError(
@@ -218,7 +222,7 @@ def check_tokens(prompts: Sequence[Sequence[int]], model_len: int, *, field: str
 
 
 def check_chat(messages: Sequence[Any], tools: Sequence[Any] | None, model_len: int) -> None:
-    """InvalidSpecError for more messages or tools, or more characters in all of them, than could fit."""
+    """Raise InvalidSpecError for more messages or tools, or more characters in all of them, than could fit."""
     if len(messages) > MAX_MESSAGES:
         raise too_many("messages", f"{len(messages)} messages", MAX_MESSAGES, "leave old ones out")
     if tools and len(tools) > MAX_TOOLS:
@@ -230,7 +234,7 @@ def check_chat(messages: Sequence[Any], tools: Sequence[Any] | None, model_len: 
 
 
 def check_stops(stop: str | Sequence[str] | None, *, field: str = "stop") -> None:
-    """InvalidSpecError for too many stop strings, or too long ones."""
+    """Raise InvalidSpecError for too many stop strings, or too long ones."""
     stops = [stop] if isinstance(stop, str) else list(stop or ())
     if len(stops) > MAX_STOPS:
         raise too_many(field, f"{len(stops)} stop strings", MAX_STOPS, "leave out those that contain another one")
@@ -240,7 +244,7 @@ def check_stops(stop: str | Sequence[str] | None, *, field: str = "stop") -> Non
 
 
 def count_chars(value: Any) -> int:
-    """Characters of all strings in a JSON value, its keys included, and one for everything else."""
+    """Return characters of all strings in a JSON value, its keys included, and one for everything else."""
     total, level = 0, [value]
     for _ in range(_DEEPEST):
         deeper: list[Any] = []
@@ -264,7 +268,7 @@ def count_chars(value: Any) -> int:
 
 
 def body_too_large(size: int | None) -> tuple[int, dict[str, Any]]:
-    """The answer to a body above the bound, in OpenAI's shape; `size` is None if it was not announced."""
+    """Return the answer to a body above the bound, in OpenAI's shape; `size` is None if it was not announced."""
     had = "more" if size is None else f"{size} bytes"
     message = (
         f"body: has {had}, and at most {MAX_BODY_BYTES} bytes are taken; send several smaller requests at the same time"
@@ -273,7 +277,7 @@ def body_too_large(size: int | None) -> tuple[int, dict[str, Any]]:
 
 
 def too_many(field: str, asked: str, limit: int, remedy: str) -> InvalidSpecError:
-    """The error of a field that asks for too much."""
+    """Return the error of a field that asks for too much."""
     wrong = Violation(field=field, value=asked, message=f"at most {limit} are taken in one request")
     return InvalidSpecError([wrong], reason="REQUEST_TOO_LARGE", remedy=remedy)
 

@@ -27,7 +27,7 @@ def encode_chat(
     continue_final_message: bool = False,
     template_kwargs: dict[str, Any] | None = None,
 ) -> list[int]:
-    """The prompt's token ids; InvalidSpecError if the messages are not what the template can take."""
+    """Return the prompt's token ids; InvalidSpecError if the messages are not what the template can take."""
     _check_kwargs(tokenizer, template_kwargs or {})
     prepared = [_prepare(message, index) for index, message in enumerate(messages)]
 
@@ -69,13 +69,15 @@ _TEMPLATE_ERRORS = (
 
 
 def _odd_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The functions of calls whose arguments are no object, of messages that are prepared."""
+    """Return the functions of calls whose arguments are no object, of messages that are prepared."""
     functions = [call["function"] for message in messages for call in message.get("tool_calls") or ()]
     return [function for function in functions if not isinstance(function.get("arguments"), Mapping)]
 
 
 def _check_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> None:
-    """Only variables of the template may be given: its text is code, and the other arguments are ours."""
+    """Refuse arguments that are not variables of the template: its text is code, and the other arguments are set by
+    Millrace.
+    """
     if not kwargs:
         return
     own = set(inspect.signature(tokenizer.apply_chat_template).parameters)
@@ -84,7 +86,7 @@ def _check_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any])
 
 
 def _prepare(message: dict[str, Any], index: int) -> dict[str, Any]:
-    """A message as templates expect it: text content, tool-call arguments as objects, no empty fields."""
+    """Return a message as templates expect it: text content, tool-call arguments as objects, no empty fields."""
     prepared = {key: value for key, value in message.items() if value is not None}
     if not isinstance(prepared.get("role"), str):
         raise _invalid(f"messages[{index}].role", "must be a string")
@@ -112,7 +114,7 @@ def _text(content: Any, index: int) -> str:
 
 
 def _prepare_call(call: Any, index: int) -> dict[str, Any]:
-    """A call with its arguments as the value that they are; what is no JSON stays as the policy wrote it."""
+    """Return a call with its arguments as the value that they are; what is no JSON stays as the policy wrote it."""
     try:
         function = dict(call["function"])
     except (KeyError, TypeError, ValueError) as error:
@@ -146,7 +148,10 @@ class PromptCache:
         self._num_tokens = 0
 
     def get(self, tokenizer: object, chat: Any) -> tuple[str, list[int] | None]:
-        """The chat's key, and its tokens if they are known. `chat` is everything that the rendering depends on."""
+        """Return the chat's key, and its tokens if they are known.
+
+        `chat` is everything that the rendering depends on.
+        """
         if tokenizer is not self._tokenizer:
             self._tokenizer, self._num_tokens = tokenizer, 0
             self._chats.clear()

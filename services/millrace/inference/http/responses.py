@@ -47,7 +47,7 @@ class Completed:
 
 
 def error_body(error: MillraceError) -> tuple[int, dict[str, Any]]:
-    """HTTP status and OpenAI's error object."""
+    """Return HTTP status and OpenAI's error object."""
     status, kind = next((entry for cls, *entry in _STATUS if isinstance(error, cls)), (500, "InternalServerError"))
     param = error.violations[0].field if isinstance(error, InvalidSpecError) else None
     return status, {"error": {"message": str(error), "type": kind, "param": param, "code": status}}
@@ -64,7 +64,7 @@ _STATUS: list[Any] = [
 
 
 def completion_text(tokenizer: PreTrainedTokenizerBase, generation: Generation, sampling: SamplingBody) -> str:
-    """The completion as text, without what ended it unless that is asked for."""
+    """Return the completion as text, without the token that ended it unless that is requested."""
     ids = generation.token_ids.tolist()
     is_stopped = generation.finish_reason is FinishReason.STOP
     if is_stopped and not isinstance(generation.stop_reason, str) and not sampling.include_stop_str_in_output:
@@ -90,7 +90,7 @@ def chat_body(
     *,
     parsers: ChatParsers,
 ) -> dict[str, Any]:
-    """Of `/v1/chat/completions`."""
+    """Return the body of an answer to `/v1/chat/completions`."""
     choices = []
     for index, item in enumerate(completed):
         message, finish = _message(body, tokenizer, item.generation, parsers), str(item.generation.finish_reason)
@@ -108,12 +108,15 @@ def chat_body(
 def _message(
     body: ChatBody, tokenizer: PreTrainedTokenizerBase, generation: Generation, parsers: ChatParsers
 ) -> dict[str, Any]:
-    """The completion as a message. Parsers see special tokens too, because some models mark their calls with them."""
+    """Return the completion as a message.
+
+    Parsers see special tokens too, because some models mark their calls with them.
+    """
     said = None
     if parsers.may_find(tools=body.offered_tools):
         whole = body.model_copy(update={"skip_special_tokens": False})
         text = completion_text(tokenizer, generation, whole)
-        said = parsers.take_apart(text, tools=body.offered_tools, template_kwargs=body.chat_template_kwargs or {})
+        said = parsers.parse_completion(text, tools=body.offered_tools, template_kwargs=body.chat_template_kwargs or {})
     if said is None:
         return {"role": "assistant", "content": completion_text(tokenizer, generation, body)}
     message: dict[str, Any] = {"role": "assistant", "content": said.content}
@@ -131,7 +134,7 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
 def text_body(
     request_id: str, model: str, body: CompletionBody, tokenizer: PreTrainedTokenizerBase, completed: list[Completed]
 ) -> dict[str, Any]:
-    """Of `/v1/completions`."""
+    """Return the body of an answer to `/v1/completions`."""
     choices = []
     for index, item in enumerate(completed):
         choice: dict[str, Any] = {
@@ -152,7 +155,9 @@ def text_body(
 
 
 def generate_body(request_id: str, body: GenerateBody, completed: list[Completed]) -> dict[str, Any]:
-    """Of `/inference/v1/generate`; log-probs are always there, named `token_id:N` as its clients demand it."""
+    """Return the body of an answer to `/inference/v1/generate`; log-probs are always included, named `token_id:N` as
+    its clients require.
+    """
     choices = []
     for index, item in enumerate(completed):
         ids, logprobs = item.generation.token_ids.tolist(), item.generation.logprobs.tolist()
@@ -183,7 +188,7 @@ def generate_body(request_id: str, body: GenerateBody, completed: list[Completed
 def prompt_logprobs(
     prompt: Sequence[int], scores: PromptScores, tokenizer: PreTrainedTokenizerBase | None
 ) -> list[dict[str, Any] | None]:
-    """vLLM's shape: per token a table with its id as key, null for the first, which nothing precedes."""
+    """Return vLLM's shape: per token a table with its id as key, null for the first, which nothing precedes."""
     rows: list[dict[str, Any] | None] = [None]
     for token, logprob, rank in zip(prompt[1:], scores.logprobs.tolist(), scores.ranks.tolist(), strict=True):
         text = None if tokenizer is None else str(tokenizer.decode([token]))
@@ -200,7 +205,7 @@ def scored(prompt: Sequence[int], scores: PromptScores, tokenizer: PreTrainedTok
 
 
 def stream_chunks(whole: dict[str, Any], *, wants_usage: bool) -> Iterator[bytes]:
-    """A finished body as server-sent events: two chunks per choice, then the usage, then [DONE].
+    """Yield a finished body as server-sent events: two chunks per choice, then the usage, then [DONE].
 
     The first chunk has the text, the token ids and the log-probs, the last one how it ended and its policy spans.
     """
@@ -210,6 +215,7 @@ def stream_chunks(whole: dict[str, Any], *, wants_usage: bool) -> Iterator[bytes
     if wants_usage:
         head["usage"] = None
     for choice in whole["choices"]:
+        # Clients take the text from one chunk and the end of the choice from the next, as they do of a real stream.
         end = {key: choice[key] for key in ("finish_reason", "stop_reason", "policy_spans")}
         first: dict[str, Any] = {key: value for key, value in choice.items() if key not in end}
         first["finish_reason"] = None
@@ -217,6 +223,7 @@ def stream_chunks(whole: dict[str, Any], *, wants_usage: bool) -> Iterator[bytes
         if is_chat:
             delta = dict(first.pop("message"))
             if calls := delta.pop("tool_calls", None):
+                # In a stream each piece of a call says by its index which call it continues.
                 delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
             first["delta"], last["delta"] = delta, {}
         else:
@@ -247,7 +254,7 @@ def _envelope(
 
 
 def _usage(completed: list[Completed], num_choices: int) -> dict[str, int]:
-    """Each prompt counts once, however many choices it has."""
+    """Return the token counts of an answer, in which each prompt counts once, however many choices it has."""
     prompts = sum(len(item.prompt_ids) for item in completed[::num_choices])
     tokens = sum(len(item.generation.token_ids) for item in completed)
     return {"prompt_tokens": prompts, "completion_tokens": tokens, "total_tokens": prompts + tokens}
@@ -275,7 +282,7 @@ def _token_names(body: CompletionCommon, tokenizer: PreTrainedTokenizerBase, gen
 
 
 def _chat_logprobs(body: ChatBody, tokenizer: PreTrainedTokenizerBase, generation: Generation) -> dict[str, Any]:
-    """As OpenAI's API has them; for who takes choices by lines one column, without a name for every token."""
+    """Return log-probs in OpenAI's form; for choices by lines one column, without a name for every token."""
     if body.stream_choices:
         return {parameters.LOGPROBS: generation.logprobs.tolist()}
     return {"content": _token_logprobs(body, tokenizer, generation)}
@@ -312,7 +319,10 @@ class ChoiceLines(Response):
         *,
         is_open: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """`whole` makes the body of an answer with one choice; `is_open` is entered while this one is sent."""
+        """Create the stream.
+
+        `whole` makes the body of an answer with one choice, and `is_open` is entered while the answer is sent.
+        """
         super().__init__(headers={HEADER: LINES})
         self._choices = choices
         self._generate = generate
@@ -335,7 +345,7 @@ class ChoiceLines(Response):
 
         with self._is_open():
             tasks = [begin(index, choice) for index, choice in enumerate(self._choices)]
-            hung_up = asyncio.ensure_future(receive())  # behind the whole body only a disconnect comes
+            hung_up = asyncio.ensure_future(receive())  # after the whole body only a disconnect comes
             hung_up.add_done_callback(lambda _: news.set())
             try:
                 headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]

@@ -72,7 +72,7 @@ class SamplingBody(Body):
         return stop or None
 
     def params(self, max_tokens: int, *, choice: int = 0) -> SamplingParams:
-        """For the engine; with a seed, each of several choices gets its own."""
+        """Return the engine's sampling parameters; with a seed, each of several choices gets its own."""
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -113,7 +113,7 @@ class CompletionCommon(SamplingBody):
 
     @property
     def wants_usage_chunk(self) -> bool:
-        """Whether a stream ends with a chunk that carries the usage."""
+        """Return whether a stream ends with a chunk that carries the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -145,7 +145,7 @@ class ChatBody(CompletionCommon):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """The tools that the model may call."""
+        """Return the tools that the model may call."""
         return [] if self.tools is None or self.tool_choice == "none" else self.tools
 
 
@@ -229,7 +229,7 @@ S = TypeVar("S", bound=SamplingBody)
 
 
 def special_texts(tokenizer: Any) -> Mapping[str, int]:
-    """The special tokens of a tokenizer of transformers: what they are written as, and their ids."""
+    """Return the special tokens of a tokenizer of transformers: what they are written as, and their ids."""
     added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     return {text: number for text, number in added.items() if text}
 
@@ -237,7 +237,7 @@ def special_texts(tokenizer: Any) -> Mapping[str, int]:
 def separated(
     stop: str | Sequence[str] | None, specials: Mapping[str, int], *, field: str = "stop"
 ) -> tuple[list[str], list[int]]:
-    """The stop strings that can be found in a text without special tokens, and the ids of those that are one.
+    """Return the stop strings that can be found in a text without special tokens, and the ids of those that are one.
 
     InvalidSpecError for a string that has one and more: neither its text nor an id would ever match.
     """
@@ -258,7 +258,7 @@ def separated(
 
 
 def with_stop_tokens(sampling: S, tokenizer: Any | None) -> S:
-    """What a request asks for, with special tokens by their ids where the text leaves them out."""
+    """Return the request's parameters, with special tokens by their ids where the text leaves them out."""
     if not sampling.stop or not sampling.skip_special_tokens or tokenizer is None:
         return sampling
     texts, ids = separated(sampling.stop, special_texts(tokenizer))

@@ -108,7 +108,7 @@ class HttpApi:
         self._has_none_open.set()
 
     def make_app(self) -> FastAPI:
-        """The application, without its gate."""
+        """Return the application, without its gate."""
         app = FastAPI(openapi_url=None, redirect_slashes=False, lifespan=self._lifespan)
         app.add_exception_handler(RoutingError, _routing_error)
         for path, handler in (("/v1/models", self.models), ("/health", self.health), ("/metrics", self.metrics)):
@@ -136,7 +136,7 @@ class HttpApi:
         return endpoint
 
     async def models(self, _: Request) -> Response:
-        """`GET /v1/models`."""
+        """Serve `GET /v1/models`."""
         model, status = self._require()
         cards = [
             {
@@ -153,7 +153,7 @@ class HttpApi:
         return _json({"object": "list", "data": cards})
 
     async def chat(self, body: ChatBody) -> Response:
-        """`POST /v1/chat/completions`."""
+        """Serve `POST /v1/chat/completions`."""
         model, status = self._require(body.model)
         tokenizer = _tokenizer(model)
         self._parsers.check(tools=body.offered_tools)
@@ -173,7 +173,7 @@ class HttpApi:
         return answer
 
     async def completions(self, body: CompletionBody) -> Response:
-        """`POST /v1/completions`."""
+        """Serve `POST /v1/completions`."""
         model, status = self._require(body.model)
         tokenizer = _tokenizer(model)
         prompts = await self._prompts(tokenizer, body, status.max_model_len)
@@ -201,7 +201,7 @@ class HttpApi:
         return answer
 
     async def generate(self, body: GenerateBody) -> Response:
-        """`POST /inference/v1/generate`."""
+        """Serve `POST /inference/v1/generate`."""
         model, status = self._require(body.model)
         sampling = body.sampling_params
         completed = await self._complete(
@@ -218,7 +218,7 @@ class HttpApi:
         return await self._respond(completed, whole, stream=None)
 
     async def tokenize(self, body: TokenizeBody) -> Response:
-        """`POST /tokenize`."""
+        """Serve `POST /tokenize`."""
         model, status = self._require(body.model)
         tokenizer = _tokenizer(model)
         if body.messages is not None:
@@ -232,7 +232,7 @@ class HttpApi:
         )
 
     async def health(self, _: Request) -> Response:
-        """`GET /health`."""
+        """Serve `GET /health`."""
         self._require()
         status = self._engine.status()
         if status.progress_age_s > STALL_S:
@@ -240,7 +240,7 @@ class HttpApi:
         return _json({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
-        """`GET /metrics`."""
+        """Serve `GET /metrics`."""
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(self._metrics), headers={"content-type": content_type})
 
@@ -255,7 +255,7 @@ class HttpApi:
             await self._engine.abort_all()
 
     def _require(self, name: str | None = None) -> tuple[ServedModel, EngineStatus]:
-        """The served model, if it answers to `name`."""
+        """Return the served model, if it answers to `name`."""
         model, status = self._slot.current, self._engine.status()
         if self.is_draining:
             raise UnavailableError("this replica is shutting down", reason="DRAINING", remedy="retry on another one")
@@ -281,7 +281,10 @@ class HttpApi:
         status: EngineStatus,
         are_one_call: bool = True,
     ) -> list[GenerateRequest]:
-        """For `n` completions of each prompt, in order; each takes turns for itself if they are not one call."""
+        """Return requests for `n` completions of each prompt, in order.
+
+        Each has its own scheduling turns unless they are one call.
+        """
         room = status.max_model_len
         limits.check_completions(len(prompts), n)
         limits.check_tokens(prompts, room)
@@ -300,7 +303,7 @@ class HttpApi:
 
     @contextlib.contextmanager
     def _is_open(self) -> Iterator[None]:
-        """A request is being answered, which `drain` waits for."""
+        """Count a request as open while the block runs; `drain` waits until none is."""
         self._num_open += 1
         self._has_none_open.clear()
         try:
@@ -320,7 +323,7 @@ class HttpApi:
         max_tokens: int | None,
         status: EngineStatus,
     ) -> list[responses.Completed]:
-        """`n` completions of each prompt, in order. When one fails the others are aborted."""
+        """Return `n` completions of each prompt, in order. When one fails the others are aborted."""
         requests = self._requests(model, prompts, sampling, n=n, max_tokens=max_tokens, status=status)
         with self._is_open():
             if len(requests) == 1:
@@ -342,7 +345,7 @@ class HttpApi:
         max_tokens: int | None,
         status: EngineStatus,
     ) -> ChoiceLines:
-        """The same, each as a line of its own as soon as it has ended."""
+        """Yield the answers of `_complete`, each as a line of its own as soon as it has ended."""
         alone = self._requests(model, prompts, body, n=body.n, max_tokens=max_tokens, status=status, are_one_call=False)
         return ChoiceLines(alone, partial(self._generate_one, model), lambda one: whole([one]), is_open=self._is_open)
 
@@ -353,7 +356,7 @@ class HttpApi:
         tools: list[dict[str, Any]] | None,
         room: int,
     ) -> list[int]:
-        """The tokens of a chat; InvalidSpecError if it is more than could fit."""
+        """Return the tokens of a chat; InvalidSpecError if it is more than could fit."""
         messages = body.messages or []
         limits.check_chat(messages, tools, room)
         options = [body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs]
@@ -377,7 +380,7 @@ class HttpApi:
     async def _encode(
         self, tokenizer: PreTrainedTokenizerBase, texts: list[str], room: int, *, add_special_tokens: bool
     ) -> list[list[int]]:
-        """The tokens of texts; InvalidSpecError if one is more than could fit."""
+        """Return the tokens of texts; InvalidSpecError if one is more than could fit."""
         limits.check_texts(texts, room)
         return await self._beside(
             lambda: [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts],
@@ -385,7 +388,7 @@ class HttpApi:
         )
 
     async def _prompts(self, tokenizer: PreTrainedTokenizerBase, body: CompletionBody, room: int) -> list[list[int]]:
-        """The prompts of `/v1/completions`, which come as text or tokens, one or many."""
+        """Return the prompts of `/v1/completions`, which come as text or tokens, one or many."""
         match body.prompt:
             case str() as text:
                 texts = [text]
@@ -411,7 +414,7 @@ class HttpApi:
         *,
         stream: CompletionCommon | None,
     ) -> Response:
-        """The body that `whole` makes as JSON or, with the body that asked for it, as server-sent events."""
+        """Return the body that `whole` makes, as JSON or, if the request asks for it, as server-sent events."""
 
         def encode() -> bytes:
             if stream is None:
@@ -424,7 +427,7 @@ class HttpApi:
         return Response(content, headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
 
     async def _read(self, request: Request, body: type[B]) -> B:
-        """The body, validated; InvalidSpecError names the fields that are wrong."""
+        """Return the body, validated; InvalidSpecError names the fields that are wrong."""
         try:
             async with asyncio.timeout(limits.BODY_S):
                 data = await request.body()
@@ -433,12 +436,12 @@ class HttpApi:
         return await self._beside(lambda: _validated(body, data), size=len(data))
 
     async def _score(self, model: ServedModel, prompt: list[int]) -> dict[str, Any]:
-        """`prompt_logprobs` of a prompt, and whose they are as `prompt_policy`."""
+        """Return `prompt_logprobs` of a prompt, and the policy that computed them as `prompt_policy`."""
         self._require_still(model)
         return responses.scored(prompt, await self._engine.score(tuple(prompt)), model.tokenizer)
 
     def _require_still(self, model: ServedModel) -> None:
-        """UnavailableError if the engine may hold another model by now than the one that a prompt was made for."""
+        """Raise UnavailableError if the engine may hold another model than the one for which a prompt was made."""
         if self._slot.current is not model:
             raise UnavailableError(
                 "the model was replaced while the request was read", reason="GENERATION_ABORTED", remedy="retry"
@@ -463,7 +466,7 @@ class HttpApi:
 
 
 def _safely(handler: Handler) -> Handler:
-    """The handler, whose errors become answers in OpenAI's shape."""
+    """Return the handler, whose errors become answers in OpenAI's shape."""
 
     async def endpoint(request: Request) -> Response:
         try:
@@ -488,13 +491,13 @@ def _safely(handler: Handler) -> Handler:
 
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """What `work` gives; it is cancelled when the client hangs up."""
-    answered, _ = await first_of(work, request.receive())  # behind the whole body only a disconnect comes
+    """Return the result of `work`, which is cancelled when the client hangs up."""
+    answered, _ = await first_of(work, request.receive())  # after the whole body only a disconnect comes
     return Response(status_code=_CLIENT_GONE) if answered is None else answered.result()
 
 
 async def _routing_error(_: Request, error: Exception) -> Response:
-    """No such path or method, or what is no error of ours."""
+    """Return the error of an unknown path or method, or of an exception that is not Millrace's."""
     assert isinstance(error, RoutingError)
     body = {"error": {"message": error.detail, "type": "HTTPError", "param": None, "code": error.status_code}}
     return _json(body, status=error.status_code, headers=error.headers)
@@ -526,7 +529,7 @@ def _tokenizer(model: ServedModel) -> PreTrainedTokenizerBase:
 
 
 def _first(group: BaseExceptionGroup) -> BaseException:
-    """The error that made the group fail: the rest are its consequences."""
+    """Return the error that made the group fail: the rest are its consequences."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -541,7 +544,7 @@ class _Ids:
         self._numbers = itertools.count()
 
     def next(self, kind: str) -> str:
-        """One that was not given before."""
+        """Return a number that was not returned before."""
         return f"{kind}-{self._own}{next(self._numbers):08x}"
 
 

@@ -1,4 +1,4 @@
-"""vLLM behind the `PolicyEngine` protocol: pause, apply in the workers, resume, prove, and only then let answers out.
+"""vLLM after the `PolicyEngine` protocol: pause, apply in the workers, resume, prove, and only then let answers out.
 
     check          while the old version serves: shapes; then the workers build what cannot be written in place, and
                    tell the digests that they will hold, by the bits that they hold now where something is to change
@@ -82,7 +82,7 @@ def compare_configs(
 
 
 def require_same_positions(model: Any, probe: Probe | None) -> None:
-    """InvalidStateError if vLLM, by its `model_config`, computes other positions than the policy's trainer does.
+    """Raise InvalidStateError if vLLM, by its `model_config`, computes other positions than the policy's trainer does.
 
     Where vLLM's positions follow a length, it is `max_model_len`. Of `dynamic` ones it has only those that the model
     was trained on.
@@ -101,9 +101,11 @@ def require_same_positions(model: Any, probe: Probe | None) -> None:
 
 @asynccontextmanager
 async def other_weights(directory: str | None, *, model: Path, scratch: Path) -> AsyncIterator[str | None]:
-    """The directory that vLLM shall load in place of `model`, which is looked at; there while the block runs.
+    """Provide the directory that vLLM is to load in place of `model`, which is validated.
 
-    None is the model itself. InvalidStateError (WEIGHTS_NOT_FOUND); raises as `look_at_other_weights`.
+    It exists while the block runs.
+
+    None is the model itself. InvalidStateError (WEIGHTS_NOT_FOUND); raises as `validate_other_weights`.
     """
     if directory is None:
         yield None
@@ -113,17 +115,17 @@ async def other_weights(directory: str | None, *, model: Path, scratch: Path) ->
 
 
 def _look_at(directory: Path, model: Path, place: Path) -> Path:
-    from millrace.models.served import look_at_other_weights
+    from millrace.models.served import validate_other_weights
 
     if not any(directory.glob("*.safetensors")):
         raise InvalidStateError(
             f"{directory} is no directory with safetensors files", reason="WEIGHTS_NOT_FOUND", remedy="name one"
         )
-    return look_at_other_weights(directory, model=model, place=place)
+    return validate_other_weights(directory, model=model, place=place)
 
 
 def _config_file(model: Path, revision: str | None, download_dir: str | None) -> Path:
-    """Of a directory, or of a Hub id, which vLLM has downloaded and still calls by its id."""
+    """Return the config file of a directory, or of a Hub id, which vLLM has downloaded and still calls by its id."""
     path = model / "config.json"
     if path.is_file() or not _HUB_ID.fullmatch(str(model)):
         return path
@@ -132,14 +134,14 @@ def _config_file(model: Path, revision: str | None, download_dir: str | None) ->
 
 
 def _config(path: Path) -> dict[str, Any] | None:
-    """What the file says, but for what does not matter; None if there is none."""
+    """Return the file's content without the keys that do not matter; None if there is none."""
     if not path.is_file():
         return None
     return _plain(json.loads(path.read_bytes()))
 
 
 def _understood(path: Path) -> dict[str, Any] | None:
-    """The same as transformers reads it, with every default; None if it does not know it."""
+    """Return the same as transformers reads it, with every default; None if it does not know it."""
     from transformers import AutoConfig
 
     try:
@@ -149,7 +151,7 @@ def _understood(path: Path) -> dict[str, Any] | None:
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The configs within a config."""
+    """Yield the configs within a config."""
     for value in config.values():
         if isinstance(value, dict) and "model_type" in value:
             yield value
@@ -211,7 +213,7 @@ class VllmEngine:
 
     @property
     def client(self) -> Any:
-        """vLLM's engine client."""
+        """Return vLLM's engine client."""
         return self._client
 
     async def load(self, model_dir: Path, staged: StagedPolicy | None, *, identity: PolicyIdentity) -> None:
@@ -328,7 +330,7 @@ class VllmEngine:
         self._identity = identity
 
     async def prove(self, staged: StagedPolicy, *, opens: bool = True) -> HeldDigest:
-        """See `PolicyEngine.prove`. Generation goes on meanwhile; answers stay here."""
+        """Prove as `PolicyEngine.prove` does. Generation goes on meanwhile, but no answer leaves."""
         self._require_ready()
         self._is_proving = True  # pauses that come meanwhile begin afterwards
         try:
@@ -362,7 +364,9 @@ class VllmEngine:
         return HeldDigest(digest=staged.manifest.digest, proof=proof)
 
     async def _held(self, staged: StagedPolicy) -> Readback:
-        """What the workers hold: as it was foreseen, now that it is written and that was read back, or read whole."""
+        """Return what the workers hold: as it was foreseen, now that it is written and that was read back, or read
+        whole.
+        """
         foreseen, self._foreseen = self._foreseen, None
         if foreseen is not None and foreseen[0] is staged:
             return foreseen[1]
@@ -450,7 +454,7 @@ class VllmEngine:
             await self._rest.become(Degree.ASLEEP if SLEEP in self._pauses else Degree.PAUSED if stops else Degree.NONE)
 
     async def _put_adapter(self, staged: StagedPolicy | None) -> None:
-        """The adapter of all that begins or goes on from now on; None is a whole policy's, which adds nothing."""
+        """Set the adapter of every request that begins or goes on; None means a whole policy, which has none."""
         await self._bounded(self._adapters.unload() if staged is None else self._adapters.load(staged))
         self.gate.lora_request = self._adapters.request
 
@@ -462,7 +466,7 @@ class VllmEngine:
         return f"{identity}#{self._num_applied}"
 
     async def _rpc(self, method: str, *args: Any, deadline_s: float = _RPC_DEADLINE_S) -> list[Any]:
-        """One call of every worker."""
+        """Return one call of every worker."""
         self._require_awake()
         self._is_busy = True
         try:
@@ -480,7 +484,7 @@ class VllmEngine:
             ) from None
 
     def _require_no_run(self, num_loads: int) -> None:
-        """InvalidStateError if the engine holds a run's policy, or one came after that many loads."""
+        """Raise InvalidStateError if the engine holds a run's policy, or one was loaded after that many loads."""
         if self._num_loads != num_loads or (self._identity is not None and self._identity.run_uid):
             raise InvalidStateError(
                 "a run's policy has come, which takes the place of the weights of a directory",
@@ -489,7 +493,7 @@ class VllmEngine:
             )
 
     def _require_awake(self) -> None:
-        """UnavailableError while the engine sleeps, or may: it has no memory to read or write."""
+        """Raise UnavailableError while the engine sleeps, or may sleep: it has no memory to read or write."""
         if SLEEP in self._pauses or not self._rest.has_memory:
             raise UnavailableError("the engine sleeps", reason="ENGINE_ASLEEP", remedy="retry once it is woken")
 

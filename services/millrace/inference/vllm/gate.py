@@ -73,38 +73,38 @@ class GenerationGate:
 
     @property
     def num_open(self) -> int:
-        """Generations that have begun."""
+        """Return the number of generations that have begun."""
         return len(self._tickets)
 
     def wait(self) -> None:
-        """Requests that come wait from now on, unless they are refused anyway."""
+        """Make new requests wait from now on, unless they are refused anyway."""
         if not self.refusal:
             self._is_open.clear()
 
     def hold(self) -> None:
-        """No answer leaves from now on."""
+        """Hold back every answer from now on."""
         self.may_leave.clear()
 
     def open(self, salt: str) -> None:
-        """Requests begin, answers leave."""
+        """Let requests begin and answers leave."""
         self._salt, self.refusal = salt, ""
         self.may_leave.set()
         self._is_open.set()
 
     def refuse(self, reason: str) -> None:
-        """Requests that come are refused; answers leave."""
+        """Refuse new requests, and let answers leave."""
         self.refusal = reason
         self._is_open.set()  # those who wait hear it
 
     def abort_all(self, reason: str) -> list[str]:
-        """Nothing that has begun gets an answer; returns the ids of the requests, to be aborted."""
+        """Withhold the answers of all requests under way; returns the ids of these requests, to be aborted."""
         for ticket in self._tickets:
             ticket.abort_reason = reason
         self.may_leave.set()
         return [ticket.request_id for ticket in self._tickets]
 
     def requeue(self, request_ids: Collection[str]) -> list[str]:
-        """Have those of the requests begin again which are open here; return their ids, to be aborted."""
+        """Restart the requests that are open here; returns their ids, to be aborted."""
         found = [ticket for ticket in self._tickets if ticket.request_id in request_ids and not ticket.abort_reason]
         for ticket in found:
             if ticket.has_answered:  # some of its choices have begun, others not
@@ -147,7 +147,7 @@ class GenerationGate:
         _require_not_aborted(ticket)
 
     def leave(self, ticket: Ticket) -> None:
-        """The ticket's generation is over."""
+        """End the ticket's generation."""
         self._tickets.discard(ticket)
         self.num_finished += 1
         if not self._tickets:
@@ -202,13 +202,13 @@ class GatedClient:
 
 
 def unbegun(client: Any) -> set[str]:
-    """Ids of the requests in vLLM that have no token yet; of several choices, that have one without."""
+    """Return Ids of the requests in vLLM that have no token yet; of several choices, that have one without."""
     states = client.output_processor.request_states.values()
     return {_name_of(state) for state in states if state.is_prefilling}
 
 
 def _name_of(state: Any) -> str:
-    """The id that the caller of `generate` gave."""
+    """Return the id that the caller of `generate` gave."""
     return state.external_req_id if state.parent_req is None else state.parent_req.external_req_id
 
 
@@ -229,7 +229,7 @@ async def abort(client: Any, request_ids: list[str]) -> None:
 
 
 def _salted(prompt: Any, salt: str) -> dict[str, Any]:
-    """The rendered prompt under our salt, and the caller's own if it brought one."""
+    """Return the rendered prompt under our salt, and the caller's own if it brought one."""
     if not isinstance(prompt, Mapping) or "type" not in prompt:
         raise UnavailableError("this route gives the engine an unrendered prompt", reason="ROUTE_NOT_SUPPORTED")
     own = prompt.get("cache_salt")
@@ -266,7 +266,7 @@ class Rest:
         """The engine brings its weights somewhere else, and answers nothing meanwhile."""
 
     async def become(self, wanted: Degree) -> None:
-        """Requests in flight stay; their KV cache, too, unless vLLM sleeps: then they compute it anew."""
+        """Keep requests in flight and their KV cache; if vLLM sleeps, it computes the cache anew."""
         if wanted is self._degree:
             return
         self._degree = None
@@ -319,7 +319,7 @@ class Rest:
         return True
 
     def _give_up(self, problem: str) -> None:
-        """Only a new start helps, which is asked for where somebody can do that."""
+        """Ask for a restart of the engine where somebody can do that: nothing else helps."""
         self._problem = problem
         logger.critical("vLLM has to be started again", extra={"error": problem, "is_asked": ask_restart(problem)})
 
@@ -337,7 +337,7 @@ class Rest:
             self.is_moving = False
 
     def require_sleep(self) -> None:
-        """InvalidStateError if vLLM was started so that it cannot give its memory back. On a CPU it keeps it."""
+        """Raise InvalidStateError if vLLM was started so that it cannot give its memory back. On a CPU it keeps it."""
         config = self._client.vllm_config
         if not config.model_config.enable_sleep_mode and config.device_config.device_type != "cpu":
             raise InvalidStateError(

@@ -6,7 +6,7 @@
     ──▶ {"argv": […]}                              loads the model, seconds to minutes; the launcher answers for it
     ◀── {"event": "taking"}                        `take_over`: the engine is up, the plugin wants the gRPC address
         stops its own server
-    ──▶ {"event": "yours"}                         binds the address, registers under the same worker id
+    ──▶ {"event": "take_address"}                         binds the address, registers under the same worker id
     ◀── {"event": "restart", "reason": …}          `ask_restart`: a policy came that this engine cannot take
 
 Over a channel (`millrace.processes.channel`) whose number is in MILLRACE_LAUNCHER_FD. A vLLM server that was started by
@@ -24,7 +24,7 @@ FD_VARIABLE = "MILLRACE_LAUNCHER_FD"
 PARENT_VARIABLE = "MILLRACE_LAUNCHER_PID"
 WORKER_ID_VARIABLE = "MILLRACE_WORKER_ID"
 OWNED_DIRECTORY_VARIABLE = "MILLRACE_OWNED_DIR"
-"""Where the replica's policy lies; the launcher removes it."""
+"""Where the replica's policy is; the launcher removes it."""
 TAKE_OVER_DEADLINE_S = 30.0
 
 _line: "Line | None" = None
@@ -44,7 +44,7 @@ class Line:
             raise _gone() from error
 
     def receive(self, *, timeout_s: float | None = None) -> dict[str, Any]:
-        """The next message; UnavailableError if the launcher is gone or silent for `timeout_s`."""
+        """Return the next message; UnavailableError if the launcher is gone or silent for `timeout_s`."""
         try:
             received = self._channel.receive(timeout_s=timeout_s)
         except OSError as error:
@@ -55,7 +55,7 @@ class Line:
 
 
 def line() -> Line | None:
-    """The line to the launcher; None if there is no launcher."""
+    """Return the line to the launcher; None if there is no launcher."""
     global _line
     if _line is None and (number := os.environ.pop(FD_VARIABLE, "")):
         _line = Line(Channel.inherited(int(number)))
@@ -69,7 +69,7 @@ async def take_over() -> None:
 
 
 def ask_restart(reason: str) -> bool:
-    """Ask for a new vLLM, which the next policy will shape; False if nobody can do that.
+    """Request a new vLLM for the next policy; False if nobody can restart it.
 
     The launcher stops this process soon after; the orchestrator asks the replica for its policy again.
     """

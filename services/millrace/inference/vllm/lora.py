@@ -32,7 +32,10 @@ T = TypeVar("T")
 
 
 def lora_argv(model_dir: Path) -> list[str]:
-    """vLLM's flags for a run that trains adapters, which its files tell from the first version on; empty for others."""
+    """Return vLLM's flags for a run that trains adapters, which its files tell from the first version on.
+
+    Empty for others.
+    """
     path = model_dir / ADAPTER_CONFIG
     if not path.is_file():
         return []
@@ -64,7 +67,7 @@ class AdapterSlot:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether vLLM was started with LoRA."""
+        """Return whether vLLM was started with LoRA."""
         return self._client.vllm_config.lora_config is not None
 
     def set_base(self, staged: StagedPolicy) -> None:
@@ -132,7 +135,7 @@ class AdapterSlot:
             remove(Path(old.lora_path), what=TEMPORARY)
 
     def _one_layer(self) -> tuple[str, Shape]:
-        """A linear layer of the base that vLLM adapts."""
+        """Return a linear layer of the base that vLLM adapts."""
         targets: Sequence[str] = self._client.vllm_config.lora_config.target_modules or ("q_proj", "qkv_proj")
         for name, shape in self._base.items():
             layer = name.removesuffix(".weight")
@@ -146,7 +149,7 @@ class AdapterSlot:
 
 
 def on_base(method: Callable[..., T]) -> Callable[..., T]:
-    """A method of the worker extension that sees the model without LoRA, as `base_layers` shows it."""
+    """Return a method of the worker extension that sees the model without LoRA, as `base_layers` shows it."""
 
     @functools.wraps(method)
     def run(worker: Any, *args: Any) -> T:
@@ -160,7 +163,7 @@ def on_base(method: Callable[..., T]) -> Callable[..., T]:
 
 @contextmanager
 def base_layers(model: Any) -> Iterator[None]:
-    """In this block the model has its own layers instead of vLLM's wrappers around them, as its loaders expect.
+    """Put the model's own layers in place of vLLM's wrappers while the block runs, as the model's loaders expect.
 
     Only between two steps: nothing may compute with the model meanwhile.
     """
@@ -191,7 +194,7 @@ def _zeros(dtype: str, shape: tuple[int, int]) -> TensorBytes:
 
 
 def parse_adapter_config(data: bytes, *, source: str) -> AdapterSpec:
-    """What an `adapter_config.json` of a policy says.
+    """Parse the `adapter_config.json` of a policy.
 
     The errors of `parse_peft_config`; InvalidStateError (ADAPTER_NOT_SUPPORTED) if it asks for more than plain LoRA.
     """

@@ -37,7 +37,7 @@ class AnsweringWorker:
     """The worker's side. Mixed into vLLM's worker class."""
 
     def millrace_call(self, number: int, method: str, args: Sequence[Any]) -> list[Any]:
-        """[number, result, ""] of a method of the extension, or [number, None, what went wrong]."""
+        """Return [number, result, ""] of a method of the extension, or [number, None, what went wrong]."""
         try:
             return [number, getattr(self, method)(*args), ""]
         except Exception as error:  # the edge of the process, where an error must not become vLLM's
@@ -45,18 +45,18 @@ class AnsweringWorker:
             return [number, None, f"{type(error).__name__}: {error}"]
 
     def millrace_ping(self) -> None:
-        """Answers that this worker works."""
+        """Answer, as a sign that this worker works."""
 
 
 def misfits(found: Sequence[Sequence[Sequence[str]]]) -> list[str]:
-    """What is wrong with a policy, from what `millrace_check` says of each rank."""
+    """Return the problems of a policy, from the results of `millrace_check` of each rank."""
     problems = {problem for problems, _ in found for problem in problems}
     strangers = set[str].intersection(*(set(names) for _, names in found))
     return sorted(problems | {f"{name} is not a weight that the model takes" for name in strangers})
 
 
 def units_of(found: Sequence[Sequence[int]]) -> list[int]:
-    """Bytes of each unit that `millrace_prepare` builds, where they are most: stages of a pipeline differ."""
+    """Return bytes of each unit that `millrace_prepare` builds, where they are most: stages of a pipeline differ."""
     return [max(sizes) for sizes in zip_longest(*found, fillvalue=0)]
 
 
@@ -92,21 +92,21 @@ class Ranks:
 
     @property
     def num_cores(self) -> int:
-        """Engine cores of the replica: its data parallel ranks, each with all of the model."""
+        """Return engine cores of the replica: its data parallel ranks, each with all of the model."""
         return self._client.vllm_config.parallel_config.data_parallel_size
 
     @property
     def cores(self) -> list[int | None]:
-        """The engine cores as a request names them; [None] for the only one."""
+        """Return the engine cores as a request names them; [None] for the only one."""
         return [None] if self.num_cores == 1 else list(range(self.num_cores))
 
     @property
     def is_spread(self) -> bool:
-        """Whether some workers are on other nodes, where files of this one cannot be read."""
+        """Return whether some workers are on other nodes, where files of this one cannot be read."""
         return self._client.vllm_config.parallel_config.nnodes > 1
 
     def require_readable(self, directory: str | None) -> None:
-        """InvalidStateError if there are workers that cannot read a directory of this node."""
+        """Raise InvalidStateError if there are workers that cannot read a directory of this node."""
         if directory is not None and self.is_spread:
             raise InvalidStateError(
                 f"{directory} cannot be read on all nodes of this replica",
@@ -115,7 +115,7 @@ class Ranks:
             )
 
     async def call(self, method: str, *args: Any) -> list[Any]:
-        """What each worker returns; InternalError names the first rank that failed. All have answered then."""
+        """Return every worker's result; InternalError names the first rank that failed. All have answered by then."""
         self._count += 1
         number = self._count
         answers = await self._ask("millrace_call", (number, method, args))
@@ -128,7 +128,7 @@ class Ranks:
         return [answer[1] for answer in answers]
 
     async def order(self, staged: StagedPolicy, directory: Path) -> dict[str, Any]:
-        """The order for a staged policy, whose bits every worker can read when this returns."""
+        """Return the order for a staged policy, whose bits every worker can read when this returns."""
         order = await asyncio.to_thread(write_order, staged, directory)
         if self.is_spread:
             await self._fetch(order, staged)
@@ -165,7 +165,9 @@ class Ranks:
         return [answer for answers in found for answer in answers]
 
     def _out_of_step(self, method: str) -> UnavailableError:
-        """A rank answered what was asked before: vLLM failed in a call of its own, and nothing can be believed now."""
+        """Return a rank answered what was asked before: vLLM failed in a call of its own, and nothing can be
+        believed now.
+        """
         problem = f"a worker of vLLM answers {method} with the answer to an earlier call"
         is_asked = ask_restart(problem)
         logger.critical("vLLM is out of step", extra={"method": method, "is_restarted": is_asked})
@@ -183,7 +185,10 @@ _DENSE_SHARE = 0.125
 
 
 def write_order(staged: StagedPolicy, directory: Path) -> dict[str, Any]:
-    """The order for a staged policy, as JSON; its changes go into a file in `directory`, until the next order."""
+    """Return the order for a staged policy, as JSON.
+
+    Its changes go into a file in `directory`, until the next order.
+    """
     if staged.path is None or staged.places is None:
         raise InternalError("the staged policy is not in a file", reason="POLICY_NOT_IN_FILE", remedy="report it")
     order: dict[str, Any] = {
@@ -199,12 +204,15 @@ def write_order(staged: StagedPolicy, directory: Path) -> dict[str, Any]:
 
 
 def _write_changes(staged: StagedPolicy, changes: Mapping[str, tuple[TensorChange, ...]], path: Path) -> list[Any]:
-    """[name, None] for a tensor to copy whole, [name, [[count, offset of positions, offset of bits], …]] otherwise."""
+    """Return [name, None] for a tensor to copy whole, [name, [[count, offset of positions, offset of bits], …]]
+    otherwise.
+    """
     entries: list[Any] = []
     offset = 0
     with path.open("wb") as file:
         for name, parts in changes.items():
             size = staged.tensors[name].bits().size
+            # A position takes 8 bytes: beyond this share the whole tensor is the smaller order.
             if sum(part.num_elements for part in parts) > size * _DENSE_SHARE:
                 entries.append([name, None])
                 continue
@@ -215,6 +223,7 @@ def _write_changes(staged: StagedPolicy, changes: Mapping[str, tuple[TensorChang
                     positions = np.arange(part.start, part.start + part.num_elements, dtype=np.int64)
                 file.write(np.ascontiguousarray(positions, dtype="<i8").data)
                 file.write(np.ascontiguousarray(part.bits).data)
+                # Readers map the file as int64, so every array begins at a multiple of 8 bytes.
                 padding = -part.bits.nbytes % 8
                 file.write(b"\0" * padding)
                 written.append([part.num_elements, offset, offset + positions.nbytes])
@@ -239,22 +248,25 @@ class OrderFiles:
             self._changes = _map(order["changes_path"])
 
     def names(self) -> Sequence[str]:
-        """The tensors that are new, or all of them if that is not known."""
+        """Return the tensors that are new, or all of them if that is not known."""
         return list(self.places if self._changed is None else self._changed)
 
     def raw(self, name: str) -> NDArray[np.uint8]:
-        """The bytes of a tensor."""
+        """Return the bytes of a tensor."""
         place = self.places[name]
         return self._data[place.offset : place.offset + place.length_bytes]
 
     def counts(self, name: str) -> list[int] | None:
-        """How many elements each part of a tensor's changes has; None if it has to be copied whole."""
+        """Return the number of changed elements in each part of a tensor; None if it has to be copied whole."""
         if self._changed is None or (parts := self._changed[name]) is None:
             return None
         return [count for count, _, _ in parts]
 
     def sparse(self, name: str, width: int) -> list[tuple[NDArray[np.int64], NDArray[np.uint8]]] | None:
-        """(positions [N], bytes of the bits [N * width]) of a tensor's changes; None if it has to be copied whole."""
+        """Return (positions [N], bytes of the bits [N * width]) of a tensor's changes.
+
+        None if it has to be copied whole.
+        """
         if self._changed is None or self._changes is None or (parts := self._changed[name]) is None:
             return None
         return [

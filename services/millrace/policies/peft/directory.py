@@ -71,7 +71,7 @@ class AdapterOnBase:
         return target
 
     def _config(self) -> bytes:
-        """`config.json` of the merged model."""
+        """Return `config.json` of the merged model."""
         path = self.base_directory / _CONFIG
         raw, changes = read_object(path), dict[str, object]()
         if self.plan.is_untied:
@@ -92,7 +92,7 @@ class AdapterOnBase:
 
 
 def is_adapter(directory: Path) -> bool:
-    """Whether a directory holds an adapter and no model; InvalidStateError (MODEL_HAS_ADAPTER) if it holds both.
+    """Return whether a directory holds an adapter and no model; InvalidStateError (MODEL_HAS_ADAPTER) if it holds both.
 
     A `config.json` beside an adapter is the base's, as some trainers copy it there.
     """
@@ -144,9 +144,11 @@ def open_adapter(directory: Path, base: Path) -> AdapterOnBase:
 
 @contextlib.contextmanager
 def _whole(target: Path) -> Iterator[Path]:
-    """A directory whose files are in `target` once the block ends without an error; with one, nothing of them is.
+    """Provide a directory whose files are in `target` once the block ends without an error.
 
-    It lies in `target`, which may be a filesystem of its own.
+    After an error none of them are.
+
+    It is in `target`, which may be a filesystem of its own.
     """
     is_new = not target.exists()
     with contextlib.ExitStack() as undoing, io_errors(target, "write", setting=None):
@@ -167,7 +169,7 @@ def _clear(directory: Path, *, is_new: bool) -> None:
 
 
 def _notes(directory: Path, config: bytes, files: WeightFiles) -> list[str]:
-    """What is beside the files that are read, and whether the adapter names another base."""
+    """Return notes about ignored files, and about an adapter that names another base."""
     named = decode_object(config, what=ADAPTER_CONFIG, reason="ADAPTER_CONFIG_INVALID").get("base_model_name_or_path")
     beside = sorted(path.name for path in directory.glob("*.safetensors") if path.name != ADAPTER_WEIGHTS)
     notes = [f"{files.directory} has {', '.join(files.beside)} beside its weights, which are not read"] * bool(

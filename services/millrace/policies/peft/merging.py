@@ -25,7 +25,7 @@ def merge_tensors(
     model: BaseModel,
     source: str,
 ) -> dict[str, TensorBytes]:
-    """The tensors of the merged model.
+    """Return the tensors of the merged model.
 
     InvalidStateError (ADAPTER_NOT_FINITE) if the adapter has a value that is not finite, or a sum overflows.
     """
@@ -56,9 +56,10 @@ def _merge_layer(
     *,
     is_transposed: bool,
 ) -> dict[str, TensorBytes]:
-    """The layer's new tensors by name."""
+    """Return the layer's new tensors by name."""
     name, scaling = f"{layer}.weight", config.scaling(layer)
     stored = tensors[name]
+    # Everything below has the layout of nn.Linear, [out, in]; GPT-2's Conv1D stores [in, out].
     weight = as_float32(stored).T if is_transposed else as_float32(stored)
     if AdapterPart.ROWS in parts:
         weight = weight.copy()
@@ -66,8 +67,10 @@ def _merge_layer(
     if AdapterPart.LOW in parts:
         weight = _start(config, weight, dtype=stored.dtype, rank=config.rank(layer), scaling=scaling)
         weight = weight + scaling * (parts[AdapterPart.HIGH] @ parts[AdapterPart.LOW])
+        # DoRA: the merged direction is normalised by rows and scaled with the learned magnitude.
         if AdapterPart.MAGNITUDE in parts:
             weight = weight * (parts[AdapterPart.MAGNITUDE] / np.linalg.norm(weight, axis=1))[:, None]
+    # PEFT transposes both factors of an embedding's adapter, whose rows are tokens.
     if AdapterPart.EMBEDDING_LOW in parts:
         weight = weight + scaling * (parts[AdapterPart.EMBEDDING_HIGH] @ parts[AdapterPart.EMBEDDING_LOW]).T
         if AdapterPart.MAGNITUDE in parts:
@@ -82,7 +85,10 @@ def _merge_layer(
 
 
 def _start(config: PeftConfig, weight: np.ndarray, *, dtype: str, rank: int, scaling: float) -> np.ndarray:
-    """What an adapter's product is added to; PEFT makes it anew, and rounds it, whenever the adapter is loaded."""
+    """Return the value to which an adapter's product is added.
+
+    PEFT makes it anew, and rounds it, whenever the adapter is loaded.
+    """
     if config.start == "base":
         return weight
     if config.start == "pissa":

@@ -51,13 +51,13 @@ class BaseModel:
     """Whether the head has the weight of the embedding."""
 
     def is_transposed(self, layer: str) -> bool:
-        """Whether a layer's weight is [in, out], as in the families whose linear layers are `Conv1D`."""
+        """Return whether a layer's weight is [in, out], as in the families whose linear layers are `Conv1D`."""
         families = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
         return self.model_type in families and not is_vocabulary(layer)
 
 
 def describe_base(config: Mapping[str, Any], tensors: Mapping[str, TensorBytes]) -> BaseModel:
-    """What a model's `config.json` and its tensors say."""
+    """Return the description of a model from its `config.json` and its tensors."""
     text = config.get("text_config")
     inner = text if isinstance(text, dict) else {}
     has_head = any(name.endswith(".weight") and end_of(name.removesuffix(".weight")) in HEADS for name in tensors)
@@ -70,12 +70,12 @@ def describe_base(config: Mapping[str, Any], tensors: Mapping[str, TensorBytes])
 
 # LoRA on the fused parameters of experts (`target_parameters`), and where a base's files have these parameters.
 #
-#     ΔW_e = scaling · B_e·A_e          A: [experts · rank, in], one expert behind the other
+#     ΔW_e = scaling · B_e·A_e          A: [experts · rank, in], one expert after the other
 #                                       B: [out, rank · experts], the experts of one rank side by side
 #
 # transformers 5 holds the projections of all experts of a block in one parameter. Its files have a tensor for each
 # expert, or the parameter itself. PEFT nests the adapters of several parameters of one module, in the order in which
-# the module has the parameters: the file's names say how deep an adapter lies, and not which parameter it is on.
+# the module has the parameters: the file's names say how deep an adapter is, and not which parameter it is on.
 
 _MODULE = "mlp.experts"
 _PARAMETERS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
@@ -114,7 +114,7 @@ class Fused:
     dtype: str
     is_transposed: bool
     stored: tuple[tuple[str, ...], ...]
-    """For each expert the base's tensors whose rows stand one behind the other; empty if the base has it whole."""
+    """For each expert the base's tensors whose rows stand one after the other; empty if the base has it whole."""
 
     def wanted(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return the shapes of A and B."""
@@ -127,6 +127,7 @@ class Fused:
     ) -> dict[str, TensorBytes]:
         """Return the base's tensors of this parameter with an adapter A, B added."""
         num_experts = prod(self.shape[:-2])
+        # PEFT stacks the experts' factors: those of A as rows, those of B along the last axis.
         lows = low.reshape(num_experts, -1, low.shape[1])
         highs = high.reshape(high.shape[0], -1, num_experts)
         changes = (scaling * (highs[:, :, expert] @ lows[expert]) for expert in range(num_experts))
@@ -134,6 +135,7 @@ class Fused:
             change = np.stack([each.T if self._is_turned else each for each in changes]).reshape(self.shape)
             return {self.name: _sum(base[self.name], change)}
         found: dict[str, TensorBytes] = {}
+        # A fused parameter is stored as its parts (gate and up): their rows follow one another.
         for names, change in zip(self.stored, changes, strict=True):
             at = 0
             for name in names:
@@ -164,7 +166,9 @@ def fused_parameters(config: PeftConfig, model_type: str, base: Mapping[str, Sha
 
 
 def fits_experts(config: PeftConfig, fused: Mapping[str, Fused]) -> bool:
-    """Whether every name in `target_parameters` is of such a parameter, and the adapter is one that PEFT has there."""
+    """Return whether every name in `target_parameters` is of such a parameter, and the adapter is one that PEFT has
+    there.
+    """
     names = [each.name for each in fused.values()]
     is_known = all(any(_is_end(target, name) for name in names) for target in config.target_parameters)
     return is_known and config.start == "base" and not (config.use_dora or config.lora_bias)
@@ -175,7 +179,7 @@ def _is_end(target: str, name: str) -> bool:
 
 
 def _modules(layout: _Layout, base: Mapping[str, Shape]) -> dict[str, str]:
-    """Return what the modules of experts are called in the model, and in its files."""
+    """Return the names of the modules of experts in the model, and in its files."""
     found: dict[str, str] = {}
     for name in base:
         if match := re.match(rf"(.*\.)({re.escape(layout.module)}|{re.escape(_MODULE)})\.", name):
@@ -184,7 +188,10 @@ def _modules(layout: _Layout, base: Mapping[str, Shape]) -> dict[str, str]:
 
 
 def _fused(layout: _Layout, module: str, prefix: str, name: str, base: Mapping[str, Shape]) -> Fused | None:
-    """A parameter of a module; None if the base has nothing that could be it, or parts that do not go together."""
+    """Return a parameter of a module.
+
+    None if the base has nothing that could be it, or parts that do not go together.
+    """
     own = f"{module}.{name}"
     if own in base:
         dtype, shape = base[own]
@@ -193,6 +200,7 @@ def _fused(layout: _Layout, module: str, prefix: str, name: str, base: Mapping[s
         return found if is_known and dtype in FLOATS else None
     stored = tuple(_stored(prefix, layout.joined.get(name, ()), base))
     shapes = {tuple(base[each] for each in names) for names in stored}
+    # Experts that differ in shape or type cannot be one parameter.
     if len(shapes) != 1:
         return None
     (parts,) = shapes
@@ -235,7 +243,7 @@ class MergePlan:
 
 
 def plan_merge(config: PeftConfig, adapter: Mapping[str, TensorBytes], base: BaseModel, *, source: str) -> MergePlan:
-    """The place of every tensor of an adapter; both by name as stored, `source` names the adapter in an error.
+    """Return the place of every tensor of an adapter; both by name as stored, `source` names the adapter in an error.
 
     InvalidStateError: ADAPTER_MODEL_MISMATCH, with the first names and a count, if a tensor has no place, none is there
     for a layer that the config names, or shapes differ; LORA_TARGET_TIED for a layer that shares its weight.
@@ -280,7 +288,7 @@ def plan_merge(config: PeftConfig, adapter: Mapping[str, TensorBytes], base: Bas
 
 
 def _sorted_by_part(names: Iterable[str], *, source: str) -> tuple[dict[str, dict[AdapterPart, str]], dict[str, str]]:
-    """The stored names of each layer's parts, and those of whole tensors by their names in the model."""
+    """Return the stored names of each layer's parts, and those of whole tensors by their names in the model."""
     layers: defaultdict[str, dict[AdapterPart, str]] = defaultdict(dict)
     whole: dict[str, str] = {}
     for stored in names:
@@ -308,7 +316,7 @@ def _unfit_layers(
     *,
     base: BaseModel,
 ) -> Iterator[str]:
-    """What is wrong with the parts of each layer, in words."""
+    """Yield the problems of the parts of each layer, in words."""
     for layer, parts in layers.items():
         weight = weights.get(f"{layer}.weight")
         if weight is None or len(weight[1]) != 2:
@@ -316,6 +324,7 @@ def _unfit_layers(
         elif weight[0] not in FLOATS:
             yield f"{layer} has {weight[0]} weights, to which nothing can be added"
         elif parts.keys() - {AdapterPart.ROWS} and not config.targets(layer):
+            # Trained rows of tokens need no targeted layer: `trainable_token_indices` names them.
             yield f"{layer} has an adapter that the config does not name"
         elif AdapterPart.ROWS in parts and (most := max(config.tokens(layer), default=0)) >= weight[1][0]:
             yield f"{layer} has no row for token {most}"
@@ -341,8 +350,9 @@ def _wanted(
     bias: Shape | None,
     base: BaseModel,
 ) -> Iterator[tuple[AdapterPart, tuple[int, ...]]]:
-    """The parts that a layer of this shape must have, with their shapes."""
+    """Yield the parts that a layer of this shape must have, with their shapes."""
     rank = config.rank(layer)
+    # A transposed layer (Conv1D) stores [in, out]; an adapter's factors always go by [out, in].
     rows, columns = reversed(shape) if base.is_transposed(layer) else shape
     if parts.keys() & _EMBEDDING:
         yield AdapterPart.EMBEDDING_LOW, (rank, rows)
@@ -363,7 +373,7 @@ def _unfit_experts(
     experts: Mapping[str, tuple[Fused, Mapping[AdapterPart, str]]],
     adapter: Mapping[str, TensorBytes],
 ) -> Iterator[str]:
-    """Yield what is wrong with the parts of each parameter of experts, in words."""
+    """Yield the problems of the parts of each parameter of experts, in words."""
     for layer, (fused, parts) in experts.items():
         wanted = dict(zip((AdapterPart.LOW, AdapterPart.HIGH), fused.wanted(config.rank(fused.name)), strict=True))
         for part in sorted(wanted.keys() | parts.keys(), key=lambda part: part.value):
@@ -377,7 +387,7 @@ def _unfit_experts(
 
 
 def _missing(config: PeftConfig, layers: Mapping[str, object], base: BaseModel) -> Iterable[str]:
-    """The layers that the config names and that have no adapter.
+    """Yield the layers that the config names and that have no adapter.
 
     Of experts none may have one: transformers 5 holds them in one tensor, which names of layers do not reach.
     """
@@ -415,12 +425,12 @@ class Whole:
 
 
 def end_of(layer: str) -> str:
-    """The last part of a layer's name."""
+    """Return the last part of a layer's name."""
     return layer.rpartition(".")[2]
 
 
 def is_vocabulary(layer: str) -> bool:
-    """Whether the layer has a row for each token, by its name."""
+    """Return whether the layer has a row for each token, by its name."""
     return end_of(layer) in (*HEADS, *_EMBEDDINGS)
 
 
@@ -467,6 +477,7 @@ def _untie(found: Whole, adapter: Mapping[str, TensorBytes], base: Mapping[str, 
         return
     has_embedding, is_saved = embedding in found.given, config.saves(embedding[:-7])
     if head is None:
+        # The saved embedding becomes a module of its own, so the head keeps the base's weight.
         if has_embedding and is_saved:
             found.is_untied, found.head_of_base = True, ("lm_head.weight", embedding)
         return
@@ -476,6 +487,7 @@ def _untie(found: Whole, adapter: Mapping[str, TensorBytes], base: Mapping[str, 
         if not is_head_saved:
             found.tensors[embedding] = found.tensors.pop(head)
     elif adapter[source].data == adapter[found.tensors[embedding]].data:
+        # Both names have the same bytes: they are still one weight, which is stored once.
         del found.tensors[head]
     elif is_saved or is_head_saved:
         found.is_untied = True
@@ -484,18 +496,18 @@ def _untie(found: Whole, adapter: Mapping[str, TensorBytes], base: Mapping[str, 
 
 
 def _embedding(base: Mapping[str, Shape]) -> str | None:
-    """The input embedding, if its name is known and the only such."""
+    """Return the input embedding, if its name is known and the only such."""
     names = [name for name in base if name.endswith(".weight") and end_of(name[:-7]) in _EMBEDDINGS]
     return names[0] if len(names) == 1 else None
 
 
 def _fits(layer: str, shape: tuple[int, ...], old: tuple[int, ...]) -> bool:
-    """Whether the shapes are the same, except for the number of tokens."""
+    """Return whether the shapes are the same, except for the number of tokens."""
     return shape == old or (is_vocabulary(layer) and len(shape) == 2 and shape[1:] == old[1:])
 
 
 def _resized(found: Whole, base: Mapping[str, Shape]) -> int | None:
-    """The new number of tokens, if it is another and everything with a row for each token has it."""
+    """Return the new number of tokens, if it is another and everything with a row for each token has it."""
     old = {name: base[name][1] for name in base if name.endswith(".weight") and is_vocabulary(name[:-7])}
     changed = {shape[0] for name, (_, shape) in found.shapes.items() if old.get(name, shape) != shape}
     if not changed:
@@ -509,7 +521,7 @@ def _resized(found: Whole, base: Mapping[str, Shape]) -> int | None:
 
 
 def _unsaved(config: PeftConfig, placed: Whole, base: BaseModel) -> Iterable[str]:
-    """The tensors of layers in `modules_to_save` that are not among the adapter's."""
+    """Return the tensors of layers in `modules_to_save` that are not among the adapter's."""
     heads = [f"{head}.weight" for head in HEADS if base.is_tied and head in config.modules_to_save]
     return [
         name for name in (*base.tensors, *heads) if name not in placed.given and config.saves(name.rpartition(".")[0])

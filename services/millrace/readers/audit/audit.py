@@ -18,11 +18,11 @@ import redis.asyncio as redis_asyncio
 
 from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import CorruptObjectError, NotFoundError
-from millrace.readers.audit.events import EventCheck, Told, ToldSteps
+from millrace.readers.audit.events import EventCheck, EventClaims, StepClaims
 from millrace.readers.audit.findings import Audit, AuditStopped, some
 from millrace.readers.audit.headers import ORCHESTRATOR, HeaderCheck
 from millrace.readers.audit.mirror import Mirror
-from millrace.readers.audit.named import NamedCheck, check_other_names, check_unnamed
+from millrace.readers.audit.named import ReferencedObjects, check_other_names, check_unnamed
 from millrace.readers.audit.objects import (
     CheckpointFact,
     PolicyCheck,
@@ -99,7 +99,7 @@ async def audit_run(
 ) -> audit_pb2.AuditReport:
     """Audit a run, without `redis` from the store alone. Reads only; every violation is in the report.
 
-    `on_progress` is told, from another thread, what is being looked at. `NotFoundError` if there is no such run,
+    `on_progress` gets, from another thread, what is being looked at. `NotFoundError` if there is no such run,
     `UnavailableError` if store or Redis does not answer.
     """
     names, depth = Names(prefix, uid), depth or Depth()
@@ -173,8 +173,8 @@ def _audit_store(
 class _Derived:
     """What follows from the headers, as it was read before them."""
 
-    told: Told
-    named: NamedCheck
+    told: EventClaims
+    named: ReferencedObjects
     seals: SealCheck
     policies: PolicyCheck
     checkpoints: list[CheckpointFact]
@@ -187,7 +187,7 @@ class _Derived:
         checkpoints = check_checkpoints(audit, run_hash=run.record.run_hash)
         return cls(
             told=events.told,
-            named=NamedCheck(audit),
+            named=ReferencedObjects(audit),
             seals=SealCheck(audit),
             policies=policies,
             checkpoints=checkpoints,
@@ -197,8 +197,8 @@ class _Derived:
 def _check_headers(
     audit: Audit, derived: _Derived, rollouts: dict[tuple[int, int], list[RolloutFact]], *, run: _Run
 ) -> HeaderCheck:
-    """Walk the headers, with the rollouts that Redis holds and what events tell of each step."""
-    steps = ToldSteps(audit, derived.told)
+    """Walk the headers, with the rollouts in Redis and the events of each step."""
+    steps = StepClaims(audit, derived.told)
     kept_from = derived.checkpoints[0].step if derived.checkpoints else run.origin.base_step
     headers = HeaderCheck(
         audit, run_hash=run.record.run_hash, origin=run.origin, kept_from=kept_from, told=steps, named=derived.named
@@ -224,7 +224,7 @@ def _compare_derived(audit: Audit, derived: _Derived, headers: HeaderCheck, *, r
     named.repaired |= {manifest(step).removeprefix(audit.names.root) for step in repaired}
     if run.record.kind != EVAL:  # which publishes nothing
         derived.policies.compare(first=base_step, next_step=headers.next_step, closing=headers.closing)
-    derived.policies.compare_told(told.published, named)
+    derived.policies.compare_claims(told.published, named)
     check_token_logs(audit, told, headers.chains)
     named.compare()
 
@@ -260,7 +260,7 @@ def _look_deeper(audit: Audit, derived: _Derived, depth: Depth) -> None:
 
 
 def _tell_unseen(audit: Audit, headers: HeaderCheck) -> None:
-    """What no audit sees from here, while the run goes on."""
+    """Report what an audit cannot see from here, while the run goes on."""
     if headers.closing is None:
         audit.findings.not_seen(
             "SPOOLS",
@@ -272,7 +272,7 @@ def _tell_unseen(audit: Audit, headers: HeaderCheck) -> None:
 
 
 def _read_run(audit: Audit) -> _Run:
-    """What run.json says; where it cannot be read, a violation, and as if it said nothing."""
+    """Return the content of run.json; if it cannot be read, add a violation and return an empty one."""
     key = audit.names.run_json
     unreadable = _Run(record=RunRecord(name=audit.names.uid), origin=RunOrigin())
     try:

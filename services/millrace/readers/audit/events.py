@@ -35,7 +35,7 @@ class EventCheck:
         self._findings = audit.findings
         self._report = audit.report
         self._writers: defaultdict[str, _Writer] = defaultdict(_Writer)
-        self.told = Told()
+        self.told = EventClaims()
         """What events say of batches, versions, checkpoints and the end."""
         self.newest_generation = 1
         """The newest generation of the Redis copy that an archived event is of."""
@@ -109,7 +109,7 @@ class EventCheck:
             writer.committed[event.writer_sequence] = event.batch_committed.step
 
     def _check_gaps(self, name: str, writer: _Writer) -> int:
-        """Missing numbers of one writer; returns how many a rebuild of Redis may have taken along."""
+        """Return missing numbers of one writer; returns how many a rebuild of Redis may have taken along."""
         lost = 0
         for before, after in pairwise([0, *sorted(writer.seen)]):
             if after == before + 1:
@@ -133,7 +133,7 @@ class EventCheck:
             for before, after in pairwise(steps):
                 if after <= before:
                     self._findings.violation(
-                        "PROGRESS_BACK", f"{name} reports batch {after} as committed behind batch {before}"
+                        "PROGRESS_BACK", f"{name} reports batch {after} as committed after batch {before}"
                     )
             for step in set(steps):
                 committers[step].append(name)
@@ -160,7 +160,7 @@ _MAX_STEP = 1 << 62  # what is above was never counted up to
 
 
 @dataclass(slots=True)
-class Told:
+class EventClaims:
     """Collected from events, in any order."""
 
     committed: dict[int, event_pb2.BatchCommitted] = field(default_factory=dict)
@@ -200,15 +200,15 @@ class Told:
 
     @property
     def end(self) -> tuple[event_pb2.StateChanged, float] | None:
-        """The newest end and its time; entries tell the order, clocks may jump."""
+        """Return the newest end and its time; the order of entries counts, since clocks may jump."""
         newest = max(self.ends, key=lambda end: end[2], default=None)
         return None if newest is None else newest[:2]
 
 
-class ToldSteps:
+class StepClaims:
     """Compares events of batches with headers, one header after the other, so that none is kept."""
 
-    def __init__(self, audit: Audit, told: Told) -> None:
+    def __init__(self, audit: Audit, told: EventClaims) -> None:
         self._findings = audit.findings
         self._told = told
         self._seen: set[int] = set()
@@ -216,7 +216,7 @@ class ToldSteps:
         """How each closing header says that the run ended, by the chain hash behind it."""
 
     def check(self, header: batch_pb2.BatchHeader, step: int, chain: bytes) -> None:
-        """Compare what is told of a header; `chain` is the chain hash behind it."""
+        """Compare an event's claims about a header; `chain` is the chain hash after it."""
         if closes_run(header):
             self._closing[chain.hex()] = header.outcome
             return
@@ -229,12 +229,12 @@ class ToldSteps:
         for told in sorted(hashes - {chain.hex(), ""}):
             self._findings.violation(
                 "EVENT_CHAIN_MISMATCH",
-                f"an event says that the chain behind step {step} is {told[:16]}…, the headers give "
+                f"an event says that the chain after step {step} is {told[:16]}…, the headers give "
                 f"{chain.hex()[:16]}…: a header up to this one, or run.json, was changed",
             )
 
     def finish(self, *, base_step: int) -> list[int]:
-        """Steps and ends that events tell of and no header shows; returns these steps."""
+        """Return steps and ends that events claim and no header shows; returns these steps."""
         told = {step for step in (*self._told.committed, *self._told.completed) if base_step <= step < _MAX_STEP}
         lost = sorted(told - self._seen)
         if lost:

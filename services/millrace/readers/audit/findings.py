@@ -30,15 +30,15 @@ class AuditFindings:
         self._counts: Counter[tuple[str, bool]] = Counter()
 
     def violation(self, check: str, message: str) -> None:
-        """Something that breaks a promise."""
+        """Add a finding that breaks a promise."""
         self._add(check, message, is_violation=True)
 
     def note(self, check: str, message: str) -> None:
-        """Something that is worth knowing and breaks no promise."""
+        """Add a finding that is worth knowing and breaks no promise."""
         self._add(check, message, is_violation=False)
 
     def not_seen(self, check: str, message: str) -> None:
-        """Record what was not looked at, so that silence is not taken for a result."""
+        """Record what was not examined, so that silence is not taken for a result."""
         if (check, message) not in self._not_seen:
             self._not_seen.append((check, message))
 
@@ -67,12 +67,12 @@ _SHOWN = 8
 
 
 def as_utf8(text: str) -> str:
-    """The text, with what could not be encoded written out: names of files may be any bytes."""
+    """Return the text, with what could not be encoded written out: names of files may be any bytes."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def gaps(known: Iterable[int], first: int, end: int) -> Iterator[range]:
-    """The missing numbers from `first` to `end` (exclusive), in runs: a foreign object may claim any number."""
+    """Yield the missing numbers from `first` to `end` (exclusive), in runs: a foreign object may claim any number."""
     expected = first
     for number in sorted({number for number in known if first <= number < end}):
         if number > expected:
@@ -83,13 +83,13 @@ def gaps(known: Iterable[int], first: int, end: int) -> Iterator[range]:
 
 
 def some(numbers: Sequence[int]) -> str:
-    """The first numbers of a list in words, and how many more there are."""
+    """Return the first numbers of a list in words, and how many more there are."""
     shown = ", ".join(map(str, numbers[:_SHOWN]))
     return f"{shown} and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else shown
 
 
 def between(before: int, after: int) -> str:
-    """The numbers between two in words."""
+    """Return the numbers between two in words."""
     return f"{before + 1}" if after == before + 2 else f"{before + 1} to {after - 1}"
 
 
@@ -123,17 +123,19 @@ class Audit:
     """Every byte of every object is read."""
 
     def progress(self, text: str) -> None:
-        """Say how far the audit is; ends it if nobody waits for it any more."""
+        """Report the audit's progress; ends the audit if nobody waits for it any more."""
         if self.stopping.is_set():
             raise AuditStopped
         self.on_progress(text)
 
     def uri(self, key: str) -> str:
-        """Where an object lies, for findings."""
+        """Return the URI of an object, for findings."""
         return self.store.uri(key)
 
     def get(self, key: str, *, missing: str = "", what: str = "") -> bytes | None:
-        """An object's bytes, or None with a violation: the check `missing` (none if empty), or OBJECT_CORRUPT."""
+        """Return an object's bytes, or None with a violation: the check `missing` (none if empty), or
+        OBJECT_CORRUPT.
+        """
         try:
             return self.store.get(key)
         except NotFoundError:
@@ -144,7 +146,7 @@ class Audit:
         return None
 
     def read_each(self, prefix: str, what: str, *, missing: str = "") -> Iterator[tuple[str, bytes]]:
-        """Key and bytes of every object under a prefix; what cannot be read is a violation, as of `get`."""
+        """Yield key and bytes of every object under a prefix; what cannot be read is a violation, as of `get`."""
         for info in self.store.list(prefix):
             data = self.get(info.key, missing=missing, what=what)
             if data is not None:
@@ -190,7 +192,7 @@ class Audit:
         self.findings.violation(f"{kind}_OBJECT_{'CORRUPT' if is_corrupt else 'MISSING'}", f"{what}: {problem}")
 
     def object_problem(self, key: object, size_bytes: object, sha256: object) -> str:
-        """What is wrong with an object that a manifest names, in words; empty if it is as it says.
+        """Return the problem of an object that a manifest names, in words; empty if it is as the manifest says.
 
         The bytes are read by a deep audit only.
         """
@@ -208,7 +210,10 @@ class Audit:
         return f"{self.uri(key)} has sha256 {found or 'unknown: it is gone'}, its manifest says {sha256}"
 
     def is_own(self, key: str) -> bool:
-        """Whether a key that something names could be that of an object of this run; then it is noted as named."""
+        """Return whether a key that something names could be that of an object of this run.
+
+        Then it is noted as named.
+        """
         try:
             require_key(key, what="key")
         except ValueError:
@@ -217,7 +222,7 @@ class Audit:
         return key.startswith(self.names.root)
 
     def sha256(self, key: str, size_bytes: int) -> str:
-        """sha256 (hex) of an object that is read in pieces; empty if it is gone or shorter."""
+        """Return sha256 (hex) of an object that is read in pieces; empty if it is gone or shorter."""
         digest = hashlib.sha256()
         try:
             for start in range(0, size_bytes, _PIECE_BYTES):

@@ -9,9 +9,9 @@ from itertools import islice, pairwise
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.internal.v1 import batch_pb2
-from millrace.readers.audit.events import ToldSteps
+from millrace.readers.audit.events import StepClaims
 from millrace.readers.audit.findings import Audit, between, some
-from millrace.readers.audit.named import NamedCheck
+from millrace.readers.audit.named import ReferencedObjects
 from millrace.readers.audit.rollouts import Archives, RolloutFact
 from millrace.rollouts.batch_wire import closes_run, decode_header
 from millrace.runlog.catalogue import REOPENING
@@ -32,9 +32,16 @@ class HeaderCheck:
     """Walks the headers of a run once; afterwards it knows the chain hash of every step."""
 
     def __init__(
-        self, audit: Audit, *, run_hash: str, origin: RunOrigin, kept_from: int, told: ToldSteps, named: NamedCheck
+        self,
+        audit: Audit,
+        *,
+        run_hash: str,
+        origin: RunOrigin,
+        kept_from: int,
+        told: StepClaims,
+        named: ReferencedObjects,
     ) -> None:
-        """`kept_from`: chunks of this step and later ones must be there. `told` and `named` get every header."""
+        """Create the walk; chunks of step `kept_from` and later must exist, and `told` and `named` get every header."""
         self._audit = audit
         self._told = told
         self._named = named
@@ -46,11 +53,11 @@ class HeaderCheck:
         """H(step) by step."""
         self.closing: batch_pb2.BatchHeader | None = None
         self.closings: list[bytes] = []
-        """Chain hashes behind the closing headers."""
+        """Chain hashes after the closing headers."""
         self.copied_until = origin.base_step
         """For a fork: the first step that its own orchestrator committed."""
         self.next_step = origin.base_step
-        """Behind the last training step."""
+        """After the last training step."""
         self._chain: bytes | None = origin.chain_hash
         self._last_epoch = 0
         self._records: dict[str, str] = {}
@@ -93,13 +100,13 @@ class HeaderCheck:
 
     @property
     def closing_key(self) -> str:
-        """Key of the closing header in force; empty if there is none."""
+        """Return key of the closing header in force; empty if there is none."""
         if self.closing is None:
             return ""
         return self._audit.names.batch_header(self.closing.step, self.closing.revision)
 
     def check_epoch(self, newest: int) -> None:
-        """No header is of an epoch that nobody took; `newest` is read behind the headers."""
+        """Check that no header is of an epoch that nobody took; `newest` is read after the headers."""
         if self._last_epoch > newest:
             self._audit.findings.violation(
                 "WRITER_EPOCH_UNKNOWN",
@@ -129,7 +136,7 @@ class HeaderCheck:
                 )
 
     def _steps(self) -> list[tuple[int, int]]:
-        """(step, revision) of every header object, ascending; gaps and what does not belong are violations."""
+        """Return (step, revision) of every header object, ascending; gaps and what does not belong are violations."""
         audit, names = self._audit, self._audit.names
         found = list_headers(audit.store, names)
         audit.named.update(names.batch_header(*at) for at in found)
@@ -137,6 +144,7 @@ class HeaderCheck:
         for step in sorted({step for step, _ in found if step < base}):
             audit.findings.violation("HEADER_BEFORE_ORIGIN", f"step {step} is committed, but the log begins at {base}")
         found = [at for at in found if at[0] >= base]
+        # A revision presupposes the one before it, of the same step.
         for before, (step, revision) in pairwise([(base - 1, 0), *found]):
             if revision and before != (step, revision - 1):
                 audit.findings.violation(
@@ -146,6 +154,8 @@ class HeaderCheck:
                 )
         for before, step in pairwise([base - 1, *sorted({step for step, _ in found})]):
             if step != before + 1:
+                # Nothing can be claimed about steps whose headers are missing; the bound limits what a forged step
+                # number costs.
                 self.blind.update(islice(range(before + 1, step), _MOST_BLIND))
                 missing = f"header{'s' if step > before + 2 else ''} {between(before, step)}"
                 uri = audit.uri(names.batch_header(before + 1))
@@ -155,7 +165,7 @@ class HeaderCheck:
         return found
 
     def _load(self, steps: list[tuple[int, int]]) -> Iterator[tuple[int, int, bytes | None]]:
-        """Header bytes in order, a window ahead."""
+        """Yield header bytes in order, a window ahead."""
         audit = self._audit
 
         def fetch(at: tuple[int, int]) -> tuple[int, int, bytes | None]:
@@ -183,7 +193,7 @@ class HeaderCheck:
         if self.closing is not None:
             self._audit.findings.violation(
                 "HEADER_BEHIND_CLOSING",
-                f"step {step} is committed behind the closing header {self.closing.step} "
+                f"step {step} is committed after the closing header {self.closing.step} "
                 f"({self._audit.uri(self._audit.names.batch_header(step, revision))})",
             )
         if revision and self._reopened != (step, revision - 1):
@@ -250,7 +260,7 @@ class HeaderCheck:
         if header.writer_epoch < self._last_epoch:
             findings.violation(
                 "WRITER_EPOCH_BACK",
-                f"header {step} was committed under orchestrator epoch {header.writer_epoch}, behind one of epoch "
+                f"header {step} was committed under orchestrator epoch {header.writer_epoch}, after one of epoch "
                 f"{self._last_epoch}: a fenced writer got through",
             )
         self._last_epoch = max(self._last_epoch, header.writer_epoch)
@@ -261,7 +271,7 @@ class HeaderCheck:
         self._chunks_gone += gone
 
     def _read_state(self, step: int, header: batch_pb2.BatchHeader) -> None:
-        """Duplicates are counted from a takeover on; the environments that score whole groups are named."""
+        """Count duplicates from a takeover on, and name the environments that score whole groups."""
         duplicates = 0
         with self._audit.reading("STATE_CORRUPT", f"header {step}: orchestrator_state"):
             what = "it"
@@ -290,17 +300,19 @@ class OrdinalCheck:
         self.dropped: Counter[str] = Counter()
 
     def skip(self) -> None:
-        """A header is missing or not readable: what it resolved is unknown, and the next frontier is believed."""
+        """Skip a header that is missing or not readable: what it resolved is unknown, and the next frontier is
+        believed.
+        """
         self._is_blind = True
 
     @property
     def num_open(self) -> int:
-        """Ordinals below the highest resolved one that are not resolved."""
+        """Return ordinals below the highest resolved one that are not resolved."""
         above = self._frontier.resolved_above
         return max(above) - self._frontier.resolved_below - (len(above) - 1) if above else 0
 
     def check_closed(self, step: int) -> None:
-        """Behind the closing header no ordinal may be open."""
+        """Check that no ordinal is open after the closing header."""
         if self.num_open:
             first = range(self._frontier.resolved_below, max(self._frontier.resolved_above))
             unresolved = (ordinal for ordinal in first if ordinal not in self._frontier.resolved_above)
@@ -342,7 +354,7 @@ class OrdinalCheck:
                 self._findings.violation("ORDINAL_WITHOUT_OUTCOME", f"{where} has the outcome {item.outcome}")
 
     def _compare(self, header: batch_pb2.BatchHeader) -> None:
-        """The header's frontier against the resolutions so far; afterwards the header's is the one that counts."""
+        """Compare the header's frontier with the resolutions so far; afterwards the header's frontier counts."""
         try:
             claimed = Frontier.from_header(header)
         except CorruptObjectError as error:
@@ -365,7 +377,7 @@ class OrdinalCheck:
 
 
 def _difference(left: Frontier, right: Frontier) -> list[int]:
-    """Ordinals that are resolved in `left` and not in `right`, ascending; cheap where the two nearly agree."""
+    """Return ordinals that are resolved in `left` and not in `right`, ascending; cheap where the two nearly agree."""
     below = range(right.resolved_below, left.resolved_below)
     above = (ordinal for ordinal in left.resolved_above if not right.is_resolved(ordinal))
     new = (ordinal for ordinal in below if ordinal not in right.resolved_above)
@@ -376,7 +388,9 @@ def _difference(left: Frontier, right: Frontier) -> list[int]:
 
 
 def check_samples(audit: Audit, header: batch_pb2.BatchHeader, trained: set[int]) -> None:
-    """Each sample is of a trained ordinal, each trained ordinal has one; all samples of a member are of one attempt."""
+    """Check that each sample is of a trained ordinal, that each of those has one, and that a member's samples are of
+    one attempt.
+    """
     attempts: dict[tuple[int, int], int] = {}
     strangers: set[int] = set()
     for sample in header.samples:

@@ -38,7 +38,7 @@ class Mirror:
 
     @classmethod
     async def open(cls, audit: Audit, redis: redis_asyncio.Redis) -> "Mirror | None":
-        """The mirror; None, with a note, if Redis does not hold the run's log."""
+        """Return the mirror; None, with a note, if Redis does not hold the run's log."""
         mirror = cls(audit, redis, {})
         found = await mirror._ask("reading meta", "HGETALL", audit.names.meta)
         meta = mirror._meta = {as_text(name): as_text(value) for name, value in (found or {}).items()}
@@ -50,7 +50,7 @@ class Mirror:
         return mirror
 
     async def rollouts(self) -> dict[tuple[int, int], list[RolloutFact]]:
-        """The OK training rollouts in Redis by (ordinal, member)."""
+        """Return the OK training rollouts in Redis by (ordinal, member)."""
         facts: defaultdict[tuple[int, int], list[RolloutFact]] = defaultdict(list)
         async for entry in self._entries(Stream.ROLLOUTS):
             try:
@@ -104,7 +104,7 @@ class Mirror:
         return None if found is None else int(text)
 
     async def _ask(self, what: str, *words: Any) -> Any:
-        """What a Redis command answers; None, with a violation, where a key is of another type than ours."""
+        """Return the answer of a Redis command; None, with a violation, for a key of another type."""
         try:
             return await connection.call(
                 self._redis,
@@ -172,7 +172,7 @@ class Mirror:
             audit.findings.violation("MIRROR_DIFFERS", f"{what} has another digest than {audit.uri(key)}")
 
     async def _entries(self, stream: Stream) -> AsyncIterator[Entry]:
-        """The entries of a stream whose format and hash are right; the others are violations."""
+        """Yield the entries of a stream whose format and hash are right; the others are violations."""
         key, read_page = self._audit.names.stream(stream), partial(self._ask, f"auditing {stream}", "XRANGE")
         async for id_, fields in scan(lambda start, count: read_page(key, start, "+", "COUNT", count), PAGE[stream]):
             try:

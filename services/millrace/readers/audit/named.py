@@ -30,14 +30,14 @@ class _Named:
     by: str
 
 
-class NamedCheck:
+class ReferencedObjects:
     """Takes what is named, then compares each with the store."""
 
     def __init__(self, audit: Audit) -> None:
         self._audit = audit
         self._named: dict[str, _Named] = {}
         self.repaired: set[str] = set()
-        """Manifests that a whole successor stands in for: they may be damaged or gone."""
+        """Manifests that a whole successor replaces: they may be damaged or gone."""
         self.pruned: set[str] = set()
         """What retention has removed."""
 
@@ -47,12 +47,12 @@ class NamedCheck:
             self._add(ref.key, ref.sha256.hex(), ref.digest, f"header {header.step}")
 
     def add_seal(self, objects: Mapping[str, str], *, by: str) -> None:
-        """Take what a seal names, by its key behind the run's prefix."""
+        """Add the objects that a seal names, by their keys without the run's prefix."""
         for key, sha256 in objects.items():
             self._add(key, sha256, "", by)
 
     def digest_of(self, key: str) -> str:
-        """The digest of weights that a header names with a manifest, hex; empty if none does."""
+        """Return the digest of weights that a header names with a manifest, hex; empty if none does."""
         named = self._named.get(key)
         return named.digest if named else ""
 
@@ -99,7 +99,7 @@ class NamedCheck:
         )
 
 
-# What nobody names: objects that were added to a run. Behind its seal nothing may be new but two kinds of records.
+# What nobody names: objects that were added to a run. After its seal nothing may be new but two kinds of records.
 #
 # named by a header, a seal, or a manifest that counts left over listed by the seal and named by nobody: of writers
 # that died, or made it again. No reader looks there new neither: somebody has added it
@@ -142,11 +142,11 @@ def check_unnamed(
                 )
             left_over.append(own)
         elif own.startswith("reopened/") or late.may_be(own):
-            audit.findings.note("WRITTEN_BEHIND_SEAL", f"{audit.uri(info.key)} came behind the seal of the run")
+            audit.findings.note("WRITTEN_BEHIND_SEAL", f"{audit.uri(info.key)} came after the seal of the run")
         else:
             audit.findings.violation(
                 f"{finding_at(own) or 'OBJECT'}_UNNAMED",
-                f"{audit.uri(info.key)} is named by no header and not by the seal: it was added behind the end",
+                f"{audit.uri(info.key)} is named by no header and not by the seal: it was added after the end",
             )
     if left_over:
         shown = ", ".join(left_over[:_SHOWN]) + (f" and {len(left_over) - _SHOWN} more" if left_over[_SHOWN:] else "")
@@ -158,7 +158,7 @@ def check_unnamed(
 
 
 def check_other_names(audit: Audit, *, own: Collection[str]) -> None:
-    """No name of the deployment but the run's `own` (keys) leads to it; reads every one."""
+    """Check that only the run's `own` names (keys) of the deployment lead to it; reads every name."""
     deployment = Deployment(audit.names.prefix)
     uid = audit.names.uid.encode()
 
@@ -197,7 +197,7 @@ class _Late:
             self._newest_by_step[folder] = max(self._newest_by_step.get(folder, -1), step)
 
     def may_be(self, own: str) -> bool:
-        """Return whether the object under a key behind the run's prefix may have come by itself."""
+        """Return whether the object under a key (without the run's prefix) may have come by itself."""
         if self._closing is None:
             return False
         if own.startswith("policy-files/"):  # a trainer that starts writes them before it learns that the run has ended
@@ -243,7 +243,7 @@ class _Late:
 
 
 def _version_of(own: str) -> tuple[int, int] | None:
-    """Return lineage and version of the policy whose object lies under a key."""
+    """Return lineage and version of the policy that has the object under a key."""
     place = POLICY_OBJECT.parse(own)
     return None if place is None else (int(place["lineage"]), int(place["version"]))
 
@@ -255,14 +255,14 @@ def _step_of_trainer(own: str) -> tuple[str, int] | None:
 
 
 def _step_of(own: str) -> int | None:
-    """Return the step whose batch or archive lies under a key."""
+    """Return the step that has the batch or archive under a key."""
     folder, _, rest = own.partition("/")
     step = rest.partition("/")[0]
     return int(step) if folder in ("batches", "rollouts") and step.isdecimal() else None
 
 
 def _check_quarantined(audit: Audit, key: str, size_bytes: int) -> None:
-    """What `run repair` has set aside is named by its own hash."""
+    """Check that objects which `run repair` has set aside are named by their own hash."""
     if audit.is_deep and key.rpartition(".")[2] != audit.sha256(key, size_bytes)[:16]:
         audit.findings.violation("OBJECT_UNNAMED", f"{audit.uri(key)} is not what `run repair` sets aside")
     else:

@@ -10,9 +10,9 @@ from typing import Any
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import batch_pb2
-from millrace.readers.audit.events import Told
+from millrace.readers.audit.events import EventClaims
 from millrace.readers.audit.findings import MAX_PER_CHECK, Audit, gaps
-from millrace.readers.audit.named import NamedCheck
+from millrace.readers.audit.named import ReferencedObjects
 from millrace.runlog.catalogue import EVENT_ARCHIVE, TOKEN_LOG
 from millrace.runlog.records.run_record import checkpoint_at, list_objects, policy_at
 from millrace.runlog.redis.entry import Entry, id_order
@@ -28,7 +28,7 @@ class CheckpointFact:
     lineage: int
     manifest_sha256: str
     is_repaired: bool
-    """A later manifest stands in for the first one."""
+    """A later manifest replaces the first one."""
     files: Mapping[str, tuple[str, int]]
     """Key and bytes by name; empty if one of them is not there."""
 
@@ -56,7 +56,7 @@ def check_checkpoints(audit: Audit, *, run_hash: str) -> list[CheckpointFact]:
 
 
 def compare_chains(audit: Audit, facts: Sequence[CheckpointFact], chains: Mapping[int, bytes]) -> None:
-    """Checkpoint k was trained on the batches that H(k - 1) proves."""
+    """Check that checkpoint k was trained on the batches that H(k - 1) proves."""
     last = max(chains)
     for fact in facts:
         chain = chains.get(fact.step - 1)
@@ -80,7 +80,9 @@ def compare_saved(
     kept: tuple[int | None, int | None],
     base_step: int,
 ) -> set[int]:
-    """What was ever saved, as events and seals say, is there unless retention removes it; returns what it removed.
+    """Check that everything that events and seals name as saved exists, unless retention removes it.
+
+    Returns what it removed.
 
     `saved` are the hashes of manifests by step; `kept` are `keep_last` and `keep_interval`. Retention keeps the newest
     `keep_last` of those that were saved, and the multiples of `keep_interval`.
@@ -112,7 +114,7 @@ def _promised(steps: Sequence[int], keep_last: int | None, keep_interval: int | 
 
 
 def _has_no_manifest(audit: Audit, step: int) -> bool:
-    """One that is damaged is told of as such."""
+    """Return one that is damaged learns of as such."""
     return find_newest(audit.store, audit.names.checkpoint_manifest(step)) is None
 
 
@@ -161,7 +163,7 @@ def _check_identity(audit: Audit, step: int, manifest: Mapping[str, Any], *, run
 
 
 def read_archives(audit: Audit) -> list[Entry]:
-    """Every archived event that can be read, each id once; those of a writer may come in any order."""
+    """Return every archived event that can be read, each id once; those of a writer may come in any order."""
     found: dict[str, Entry] = {}
     for _, key, _, entries in audit.read_kind(EVENT_ARCHIVE):
         if entries is None:
@@ -192,7 +194,7 @@ def _check_name(audit: Audit, key: str, entries: list[Entry]) -> None:
 # Token logs: each is what its event says.
 
 
-def check_token_logs(audit: Audit, told: Told, chains: Mapping[int, bytes]) -> None:
+def check_token_logs(audit: Audit, told: EventClaims, chains: Mapping[int, bytes]) -> None:
     """Compare the trainer's log-probs with the events that tell of them: their size, in a deep audit their bytes.
 
     What no event tells of has to be of the run, of the step and lineage in its key, and of that step's chain hash.
@@ -288,14 +290,16 @@ class PolicyCheck:
         audit.report.num_lineages = len({lineage for found in self._lineages.values() for lineage in found})
 
     def compare(self, *, first: int, next_step: int, closing: batch_pb2.BatchHeader | None) -> None:
-        """Versions `first` to the newest without a gap, none without its batch, all of them where the run succeeded."""
+        """Check that versions from `first` to the newest have no gap, that each has its batch, and that a successful
+        run has all.
+        """
         findings = self._audit.findings
         newest = min(max(self._lineages, default=first - 1), next_step)
         succeeded = closing is not None and closing.outcome == batch_pb2.RUN_OUTCOME_SUCCEEDED
         if closing is not None and closing.final_version != next_step:
             findings.violation(
                 "FINAL_VERSION_WRONG",
-                f"the closing header names version {closing.final_version} as the final one, behind {next_step} steps",
+                f"the closing header names version {closing.final_version} as the final one, after {next_step} steps",
             )
         for missing in gaps(self._lineages, first, (next_step if succeeded else newest) + 1):
             for version in missing[:MAX_PER_CHECK]:
@@ -311,8 +315,10 @@ class PolicyCheck:
         self._compare_lineages()
         self._compare_bases()
 
-    def compare_told(self, told: Mapping[tuple[int, int], Iterable[tuple[str, str]]], named: NamedCheck) -> None:
-        """Compare with what events and headers said of a version: digest and sha256 of its manifest, hex."""
+    def compare_claims(
+        self, told: Mapping[tuple[int, int], Iterable[tuple[str, str]]], named: ReferencedObjects
+    ) -> None:
+        """Compare the claims of events and headers about a version: digest and sha256 of its manifest, hex."""
         names, findings = self._audit.names, self._audit.findings
         for (lineage, version), sayings in sorted(told.items()):
             if lineage not in self._lineages.get(version, ()):
@@ -354,12 +360,12 @@ class PolicyCheck:
             if max(lineages) < highest:
                 findings.violation(
                     "LINEAGE_BACK",
-                    f"version {version} is of lineage {max(lineages)}, behind a version of lineage {highest}",
+                    f"version {version} is of lineage {max(lineages)}, after a version of lineage {highest}",
                 )
             highest = max(highest, *lineages)
 
     def _compare_bases(self) -> None:
-        """Deltas are against what is published under that version, and an anchor is whole."""
+        """Check that deltas are against the published version of that number, and that an anchor is whole."""
         for (lineage, version), fact in sorted(self.facts.items()):
             what = f"policy {lineage}-{version}"
             for base, digest in fact.bases:
@@ -416,7 +422,7 @@ class PolicyCheck:
                 self._audit.object_violation("POLICY", what.removeprefix("manifest of "), problem)
 
     def _check_digest(self, manifest: Mapping[str, Any], what: str) -> None:
-        """The digest of the whole follows from those of the tensors, as `policies.digest` makes it."""
+        """Check that the digest of the whole follows from those of the tensors, as `policies.digest` makes it."""
         whole = hashlib.sha256()
         for tensor in sorted(manifest["tensors"], key=lambda tensor: tensor["name"]):
             shape = ",".join(map(str, tensor["shape"]))

@@ -5,9 +5,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 
 from millrace.errors import InvalidSpecError
-from millrace.readers.audit.events import Told
+from millrace.readers.audit.events import EventClaims
 from millrace.readers.audit.findings import Audit, as_utf8
-from millrace.readers.audit.named import NamedCheck
+from millrace.readers.audit.named import ReferencedObjects
 from millrace.runlog.attest import Attestation, SigningKey
 from millrace.runlog.catalogue import ATTESTATION, CHECKPOINT_MANIFEST, EPOCH, SEAL
 from millrace.runlog.names import Deployment
@@ -37,7 +37,7 @@ def check_identity(audit: Audit, record: RunRecord) -> set[str]:
 
 
 def _check_index(audit: Audit, kind: str, value: str, key_of: Callable[[str], str]) -> str:
-    """The object that leads from a name or a request to the run."""
+    """Return the object that leads from a name or a request to the run."""
     try:
         key = key_of(value)
     except InvalidSpecError as error:
@@ -50,7 +50,10 @@ def _check_index(audit: Audit, kind: str, value: str, key_of: Callable[[str], st
 
 
 def read_kept(record: RunRecord) -> tuple[int | None, int | None]:
-    """`keep_last` and `keep_interval` of the checkpoints; (None, None) keeps all, as where the config names nothing."""
+    """Return `keep_last` and `keep_interval` of the checkpoints.
+
+    (None, None) keeps all, also if the config names nothing.
+    """
     try:
         settings = (record.config or {})["trainer"]["ckpt"]
         keep_last, keep_interval = settings.get("keep_last"), settings.get("keep_interval")
@@ -78,7 +81,7 @@ def check_epochs(audit: Audit) -> dict[str, int]:
 
 
 def check_generations(audit: Audit, seen_in_events: int) -> int:
-    """Marks of generations of the Redis copy; returns the newest installed: 1 at creation, then one per rebuild.
+    """Return marks of generations of the Redis copy; returns the newest installed: 1 at creation, then one per rebuild.
 
     `seen_in_events` is the newest generation that archived events have: it was installed, so it has a mark.
     """
@@ -174,7 +177,7 @@ def _check(
     if wanted not in {chain.hex() for chain in (chains.get(attestation.step, b""), *closings)}:
         findings.violation(
             "ATTESTATION_MISMATCH",
-            f"{where} says that the chain behind step {attestation.step} was {wanted[:16]}…, the headers give "
+            f"{where} says that the chain after step {attestation.step} was {wanted[:16]}…, the headers give "
             f"{chains.get(attestation.step, b'').hex()[:16] or 'none'}…: the history was rewritten",
         )
     elif attestation.seal_sha256 and attestation.seal_sha256 not in _seals(audit):
@@ -201,7 +204,7 @@ END_GRACE_S = 3600.0
 
 
 class SealCheck:
-    """Reads every seal: what they name goes to `NamedCheck`."""
+    """Reads every seal: what they name goes to `ReferencedObjects`."""
 
     def __init__(self, audit: Audit) -> None:
         self._audit = audit
@@ -213,7 +216,7 @@ class SealCheck:
         self.key = ""
         """That of the seal of the present end, once `compare` has looked."""
 
-    def scan(self, named: NamedCheck) -> None:
+    def scan(self, named: ReferencedObjects) -> None:
         """Read them."""
         audit, names = self._audit, self._audit.names
         for _, key, data, seal in audit.read_kind(SEAL):
@@ -230,8 +233,8 @@ class SealCheck:
                     "SEAL_MISSING", f"{audit.uri(names.seal(number))} does not exist: the run was reopened before"
                 )
 
-    def compare(self, told: Told, *, closings: list[bytes], closing_key: str, now: float) -> None:
-        """Compare with the closing headers' chain hashes (in their order) and with the end that events tell of.
+    def compare(self, told: EventClaims, *, closings: list[bytes], closing_key: str, now: float) -> None:
+        """Compare with the closing headers' chain hashes (in their order) and with the end that events claim.
 
         `closing_key` is that of the closing header in force, empty if there is none.
         """
@@ -276,11 +279,13 @@ class SealCheck:
 
     @property
     def in_force(self) -> Seal | None:
-        """The seal of the run's present end; None without one, or if it is damaged."""
+        """Return the seal of the run's present end; None without one, or if it is damaged."""
         return self._seals.get(self.key)
 
     def _newest_at(self, told_at: float) -> float:
-        """When the run was closed: the later of what an event says and of the header's time, on the store's clock."""
+        """Return when the run was closed: the later of an event's time and of the header's time, on the store's
+        clock.
+        """
         found = self._audit.store.head(self._closing_key) if self._closing_key else None
         return max(told_at, found.modified if found is not None else 0.0)
 

@@ -1,7 +1,7 @@
 """The archives of rollouts: whole, holding what was trained, and proof that nothing was generated again.
 
 **No regeneration.** A rollout says how far the orchestrator had read the stream when it asked for it
-(`dispatched_after`), and the archive says where each rollout stands in it (`entry_id`). A play of a member that was
+(`dispatched_after`), and the archive says where each rollout is in it (`entry_id`). A play of a member that was
 asked for when a finished one of the same member had been read is a broken promise. Ids are times, so they compare
 across generations of the log.
 """
@@ -34,7 +34,7 @@ class RolloutFact:
 
     @classmethod
     def of(cls, rollout: Rollout, *, entry_id: str = "") -> "RolloutFact":
-        """The facts of a rollout; `entry_id` where it is read from the stream."""
+        """Return the facts of a rollout; `entry_id` where it is read from the stream."""
         return cls(
             env=rollout.env,
             attempt=rollout.attempt,
@@ -46,7 +46,7 @@ class RolloutFact:
 
 
 def is_trainable(rollout: Rollout) -> bool:
-    """Whether a rollout can be trained on."""
+    """Return whether a rollout can be trained on."""
     return rollout.status is RolloutStatus.OK and rollout.purpose is Purpose.TRAIN
 
 
@@ -91,7 +91,7 @@ class Archives:
             self._check_regeneration(ordinal, member, facts, scored_whole)
 
     def check_rest(self, scored_whole: frozenset[str]) -> None:
-        """Rollouts in Redis whose ordinal no header resolves yet."""
+        """Check rollouts in Redis whose ordinal no header resolves yet."""
         for ordinal, members in self._by_ordinal.items():
             for member in members:
                 self._check_regeneration(ordinal, member, self._in_redis[ordinal, member], scored_whole)
@@ -123,7 +123,7 @@ class Archives:
             return None
 
     def _check_trained(self, header: batch_pb2.BatchHeader, found: dict[tuple[int, int], list[RolloutFact]]) -> None:
-        """Every trained member is archived as OK, from the attempt that was trained, with as many samples or more."""
+        """Check that every trained member is archived as OK, from the trained attempt, with as many samples or more."""
         if closes_run(header):
             return  # its samples are those of the final evaluation
         trained = Counter((sample.ordinal, sample.member, sample.attempt) for sample in header.samples)
@@ -140,7 +140,10 @@ class Archives:
                 )
 
     def _check_whole(self, header: batch_pb2.BatchHeader, rollouts: Iterable[Rollout]) -> None:
-        """Of a trained group every member is there once; what else there is was discarded as a duplicate."""
+        """Check that a trained group has every member once.
+
+        Other rollouts of the group were discarded as duplicates.
+        """
         groups: defaultdict[int, Counter[int]] = defaultdict(Counter)
         sizes: dict[int, int] = {}
         for rollout in rollouts:
@@ -170,13 +173,13 @@ class Archives:
                 self._audit.findings.violation(
                     "ROLLOUT_REGENERATED",
                     f"member {member} of ordinal {ordinal} was generated again as attempt {later.attempt} (entry "
-                    f"{later.entry_id}), asked for behind entry {later.dispatched_after}, although entry "
+                    f"{later.entry_id}), dispatched after entry {later.dispatched_after}, although entry "
                     f"{first.entry_id} holds it finished",
                 )
 
 
 def entry_key(entry_id: str) -> tuple[int, int]:
-    """The numbers of a stream id, which compare as times; (0, 0) if it is none."""
+    """Return the numbers of a stream id, which compare as times; (0, 0) if it is none."""
     milliseconds, _, sequence = entry_id.partition("-")
     if not milliseconds.isdecimal() or not (sequence or "0").isdecimal():
         return 0, 0

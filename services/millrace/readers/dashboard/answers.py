@@ -30,13 +30,13 @@ from millrace.v1 import run_service_pb2 as rs
 
 
 def to_json(value: Any, *, secrets: tuple[str, ...] | None = None) -> bytes:
-    """The document, in ASCII, with every secret masked; NaN and infinities are null, and texts have an end."""
+    """Return the document, in ASCII, with every secret masked; NaN and infinities are null, and texts have an end."""
     known = secrets_of(os.environ) if secrets is None else secrets
     return json.dumps(masked(value, known), separators=(",", ":"), allow_nan=False).encode()
 
 
 def of_message(message: Message) -> dict[str, Any]:
-    """A protobuf message as plain data: every field that is set, whole numbers as numbers."""
+    """Return a protobuf message as plain data: every field that is set, whole numbers as numbers."""
     found: dict[str, Any] = {}
     for field, value in message.ListFields():
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
@@ -80,7 +80,7 @@ _STATUS: tuple[tuple[type[MillraceError], int], ...] = (
 
 
 def problem_of(error: Exception) -> tuple[int, dict[str, Any]]:
-    """The status and the body for an error; one that is none of ours is logged, and said without its text."""
+    """Return status and body of the answer for an error; an unexpected one is logged, and answered without its text."""
     if not isinstance(error, MillraceError):
         logger.error("a question of the dashboard failed", exc_info=error)
         error = InternalError(
@@ -100,7 +100,7 @@ def problem_of(error: Exception) -> tuple[int, dict[str, Any]]:
 
 
 def error_of(status: int, body: dict[str, Any]) -> MillraceError:
-    """The error that `problem_of` has told of; one of the reader's own defects is an InternalError."""
+    """Return the error that `problem_of` has reported; a defect of the reader is an InternalError."""
     told = body.get("error") or {}
     reason, message, remedy = (str(told.get(name, "")) for name in ("reason", "message", "remedy"))
     kind = next((kind for kind, number in _STATUS if number == status and kind is not CapacityError), InternalError)
@@ -121,13 +121,13 @@ MAX_ANSWER_BYTES = 256 << 20
 
 
 def frame(number: int, data: bytes) -> bytes:
-    """A frame with these bytes."""
+    """Return a frame with these bytes."""
     return LENGTH.pack(len(data), number) + data
 
 
 # What the reader says, as the messages of the public API.
 
-Said = Mapping[str, Any]
+ParsedCompletion = Mapping[str, Any]
 """A part of an answer of the reader: JSON."""
 _RENAMED = {
     "stop": "stop_condition", "reason": "drop_reason", "tokens": "num_tokens", "sampled": "num_sampled_tokens",
@@ -136,8 +136,8 @@ _RENAMED = {
 """Columns of the index that the API calls otherwise."""
 
 
-def metrics_page(said: Said) -> rs.ListMetricsResponse:
-    """A page of metrics; what JSON cannot say is NaN again."""
+def metrics_page(said: ParsedCompletion) -> rs.ListMetricsResponse:
+    """Return a page of metrics; what JSON cannot say is NaN again."""
     rows: Sequence[tuple[int, Mapping[str, float | None]]] = said["steps"]
     steps = [
         metric_pb2.StepMetrics(
@@ -148,8 +148,8 @@ def metrics_page(said: Said) -> rs.ListMetricsResponse:
     return rs.ListMetricsResponse(steps=steps)
 
 
-def rollouts_page(said: Said, *, run: str) -> rs.ListRolloutsResponse:
-    """A page of rollouts of the run with this name."""
+def rollouts_page(said: ParsedCompletion, *, run: str) -> rs.ListRolloutsResponse:
+    """Return a page of rollouts of the run with this name."""
     return rs.ListRolloutsResponse(
         rollouts=[rollout(row, run=run) for row in said["samples"]],
         total_size=said["total"],
@@ -157,14 +157,14 @@ def rollouts_page(said: Said, *, run: str) -> rs.ListRolloutsResponse:
     )
 
 
-def rollout(row: Said, *, run: str) -> rollout_pb2.Rollout:
-    """A row of the index."""
+def rollout(row: ParsedCompletion, *, run: str) -> rollout_pb2.Rollout:
+    """Return a row of the index."""
     fields = {_RENAMED.get(name, name): value for name, value in row.items() if value is not None and name != "id"}
     return rollout_pb2.Rollout(name=f"runs/{run}/rollouts/{row['id']}", **fields)
 
 
-def lineage(said: Said, *, run: str) -> rs.GetLineageResponse:
-    """The lineage of a rollout, or of a version."""
+def lineage(said: ParsedCompletion, *, run: str) -> rs.GetLineageResponse:
+    """Return the lineage of a rollout, or of a version."""
     if "sample" in said:
         became = said["became"]
         found = lineage_pb2.RolloutLineage(
@@ -185,13 +185,13 @@ def lineage(said: Said, *, run: str) -> rs.GetLineageResponse:
     return rs.GetLineageResponse(version=of_version)
 
 
-def _count(said: Said, name: str) -> int:
+def _count(said: ParsedCompletion, name: str) -> int:
     """Return a count that may be null, or not be there: 0."""
     value = said.get(name)
     return 0 if value is None else value
 
 
-def _version(said: Said) -> lineage_pb2.TracedVersion:
+def _version(said: ParsedCompletion) -> lineage_pb2.TracedVersion:
     batch, saved = said["batch"], said["checkpoint"]
     found = lineage_pb2.TracedVersion(
         version=said["version"],
@@ -210,7 +210,7 @@ def _version(said: Said) -> lineage_pb2.TracedVersion:
     return found
 
 
-def _batch(said: Said) -> lineage_pb2.TracedBatch:
+def _batch(said: ParsedCompletion) -> lineage_pb2.TracedBatch:
     return lineage_pb2.TracedBatch(
         step=said["step"],
         is_done=said["is_done"],
@@ -223,7 +223,7 @@ def _batch(said: Said) -> lineage_pb2.TracedBatch:
     )
 
 
-def _rollouts(said: Said, *, run: str) -> lineage_pb2.TracedRollouts:
+def _rollouts(said: ParsedCompletion, *, run: str) -> lineage_pb2.TracedRollouts:
     return lineage_pb2.TracedRollouts(
         num_rollouts=said["num_samples"], rollouts=[rollout(row, run=run) for row in said["samples"]]
     )

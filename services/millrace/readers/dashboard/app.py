@@ -99,7 +99,7 @@ class Sessions:
         self._sessions: OrderedDict[bytes, Session] = OrderedDict()
 
     def new_code(self, grant: Grant) -> str:
-        """A code that opens one session within `CODE_S`; CapacityError while too many are unused."""
+        """Return a code that opens one session within `CODE_S`; CapacityError while too many are unused."""
         now = self._clock()
         for digest in [digest for digest, (_, ends) in self._codes.items() if ends <= now]:
             del self._codes[digest]
@@ -112,7 +112,7 @@ class Sessions:
         return code
 
     def redeem(self, code: str) -> str | None:
-        """A new session's secret for a code, which is worth nothing from then on; None if it is none."""
+        """Return a new session's secret for a code, which is worth nothing from then on; None if it is none."""
         found = self._codes.pop(token_digest(code), None)
         if found is None:
             return None
@@ -120,7 +120,7 @@ class Sessions:
         return self.open(grant) if self._clock() < ends and grant.holds() else None
 
     def open(self, grant: Grant) -> str:
-        """A new session's secret; the oldest session ends where there are too many."""
+        """Return a new session's secret; the oldest session ends where there are too many."""
         while len(self._sessions) >= MAX_SESSIONS:
             self._sessions.popitem(last=False)
         secret = secrets.token_urlsafe(32)
@@ -130,7 +130,7 @@ class Sessions:
         return secret
 
     def find(self, secret: str) -> Session | None:
-        """The session of a cookie, if it has not ended and its token still is accepted."""
+        """Return the session of a cookie, if it has not ended and its token still is accepted."""
         digest = token_digest(secret)
         session = self._sessions.get(digest)
         if session is None:
@@ -161,18 +161,18 @@ class Guard:
     """Decides for one server."""
 
     def __init__(self, access: ServerAccess, sessions: Sessions, *, host: str) -> None:
-        """`host` is where the server listens."""
+        """Create the guard; `host` is where the server listens."""
         self._access = access
         self._sessions = sessions
         self._is_checking_host = is_loopback(host) or not self.demands_token
 
     @property
     def demands_token(self) -> bool:
-        """Whether the public API wants to see a token."""
+        """Return whether the public API wants to see a token."""
         return self._access.tokens is not None
 
     def check_host(self, values: Sequence[str]) -> None:
-        """InvalidSpecError for a `Host` that may be somebody else's name for this machine."""
+        """Raise InvalidSpecError for a `Host` that may be somebody else's name for this machine."""
         if not self._is_checking_host:
             return
         value = values[0] if len(values) == 1 else ""
@@ -183,7 +183,7 @@ class Guard:
             )
 
     def bearer(self, authorizations: Sequence[str]) -> Grant:
-        """The grant of a token of the public API; UnauthenticatedError without one, where one is demanded."""
+        """Return the grant of a token of the public API; UnauthenticatedError without one, where one is demanded."""
         metadata = [("authorization", value) for value in authorizations]
         return self._access.admit("/millrace.v1.RunService/GetRun", metadata)
 
@@ -203,7 +203,9 @@ class Guard:
         return Caller(grant=session.grant, session=session, secret=secret)
 
     def admit_write(self, caller: Caller, *, csrf: str, fetch_site: str) -> None:
-        """PermissionDeniedError unless a write comes from our own pages, or from somebody who holds a token."""
+        """Raise PermissionDeniedError unless a write comes from a page of this server, or from a caller with a
+        token.
+        """
         if caller.is_bearer and self.demands_token:
             return
         is_known = caller.session is None or hmac.compare_digest(
@@ -217,13 +219,13 @@ class Guard:
             )
 
     def admit_action(self, caller: Caller) -> None:
-        """PermissionDeniedError unless the caller's token may change something."""
+        """Raise PermissionDeniedError unless the caller's token may change something."""
         if not caller.grant.may_write():
             raise read_only()
 
 
 def _is_own(value: str) -> bool:
-    """Whether a `Host` can be no name of another site: an address, or `localhost`, with or without a port."""
+    """Return whether a `Host` can be no name of another site: an address, or `localhost`, with or without a port."""
     name, bracket, rest = value.partition("]") if value.startswith("[") else ("", "", "")
     if bracket:
         host, port = name[1:], rest.removeprefix(":")
@@ -257,7 +259,7 @@ class Dashboard:
         self._is_tls = is_tls
 
     def app(self) -> FastAPI:
-        """The ASGI application."""
+        """Return the ASGI application."""
         app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
         app.middleware("http")(self._answer)
         for status in (404, 405):
@@ -281,7 +283,7 @@ class Dashboard:
         return app
 
     async def _answer(self, request: Request, handle: Handle) -> Response:
-        """Whatever goes wrong is an answer in the shape of the others; every answer has the headers."""
+        """Answer every error in the form of the other answers; every answer has the headers."""
         try:
             if len(request.url.query) > MAX_QUERY_CHARS:
                 wrong = Violation(field="query", message=f"has more than {MAX_QUERY_CHARS} characters")
@@ -377,7 +379,7 @@ class Dashboard:
         return response
 
     async def _login_by_form(self, request: Request) -> Response:
-        """A token that somebody types into the page, where no command line is at hand."""
+        """Return a token that a user types into the page, where no command line is at hand."""
         body = await _body(request)
         grant = self._guard.bearer([f"Bearer {body.get('token', '')}"])
         response = _Answer(b"{}")
@@ -396,7 +398,7 @@ class Dashboard:
         return self._file(name, 200, seen=request.headers.get("if-none-match", ""))
 
     async def _page(self, request: Request, path: str) -> Response:
-        """All pages are one document, whose script draws what the address names."""
+        """Return all pages are one document, whose script draws what the address names."""
         if path.startswith("api/") or not (f"/{path}" in _PAGES or path.startswith("runs/")):
             raise NotFoundError("there is no such page", reason="PAGE_NOT_FOUND", remedy="begin at /")
         if path == "login":
@@ -437,7 +439,7 @@ class _Answer(Response):
 
 
 def _params(request: Request) -> dict[str, str]:
-    """The parameters of a request, each once."""
+    """Return the parameters of a request, each once."""
     query = request.url.query
     if query.count("&") >= MAX_PARAMS:
         wrong = Violation(field="query", message=f"has more than {MAX_PARAMS} parameters", source="request")
@@ -451,7 +453,7 @@ def _params(request: Request) -> dict[str, str]:
 
 
 async def _body(request: Request) -> dict[str, object]:
-    """The JSON object that a write brings, if any."""
+    """Return the JSON object that a write brings, if any."""
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         wrong = Violation(field="Content-Type", message="must be application/json", source="request")
         raise InvalidSpecError([wrong], reason="BODY_INVALID", remedy="send a JSON object, or {}")
@@ -482,7 +484,7 @@ class StaticFile:
 
 
 def load() -> dict[str, StaticFile]:
-    """Every file by its name."""
+    """Return every file by its name."""
     found: dict[str, StaticFile] = {}
     for entry in resources.files("millrace.readers.dashboard").joinpath("static").iterdir():
         ending = entry.name[entry.name.rfind(".") :]

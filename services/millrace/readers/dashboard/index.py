@@ -56,7 +56,7 @@ class Segment:
 
     @classmethod
     def parse(cls, line: bytes) -> "Segment":
-        """`CorruptObjectError` if the line is none."""
+        """Parse a line; `CorruptObjectError` if it is malformed."""
         raw = decode_object(line, what="a line of an index", reason="INDEX_CORRUPT")
         try:
             return cls(**raw)
@@ -64,7 +64,7 @@ class Segment:
             raise CorruptObjectError(f"a line of an index has other fields: {error}", reason="INDEX_CORRUPT") from error
 
     def line(self) -> bytes:
-        """As a line of the file of steps."""
+        """Return a line of the file of steps."""
         fields = {name: getattr(self, name) for name in self.__slots__}
         return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
@@ -91,7 +91,7 @@ class NameTable:
         """Those that no committed segment has."""
 
     def number(self, kind: str, name: str) -> int:
-        """The number of a name; -1 for the empty one."""
+        """Return the number of a name; -1 for the empty one."""
         if not name:
             return -1
         found = self._numbers.get((kind, name))
@@ -107,16 +107,16 @@ class NameTable:
         return found
 
     def find(self, kind: str, name: str) -> int | None:
-        """The number of a name that came; None of one that did not."""
+        """Return the number of a name that came; None of one that did not."""
         return self._numbers.get((kind, name))
 
     def name(self, kind: str, number: int) -> str:
-        """The name of a number."""
+        """Return the name of a number."""
         known = self.by_kind.get(kind, [])
         return known[number] if 0 <= number < len(known) else ""
 
     def restore(self, names: dict[str, list[str]]) -> None:
-        """Names of a segment that was written before."""
+        """Restore the names of a segment that was written before."""
         for kind, found in names.items():
             for name in found:
                 self._numbers[kind, name] = len(self.by_kind.setdefault(kind, []))
@@ -136,7 +136,7 @@ class Columns:
         self._kept: dict[str, np.ndarray] = {}
         with scratch_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)
-            os.utime(directory)  # used now: see `Shelf.place`
+            os.utime(directory)  # used now: see `IndexDirectory.place`
             try:
                 self._load()
             except CorruptObjectError:
@@ -192,20 +192,20 @@ class Columns:
         self.num_rows += len(rows)
 
     def _write(self, name: str, at: int, data: bytes) -> None:
-        """Make these bytes the end of a file, behind those that are committed."""
+        """Write these bytes to the end of a file, after the committed ones."""
         with (self.directory / name).open("r+b") as file:
             file.truncate(at)
             file.seek(at)
             file.write(data)
 
     def rows(self) -> np.ndarray:
-        """Every committed row, as a view of the file."""
+        """Return every committed row, as a view of the file."""
         if not self.num_rows:
             return np.zeros(0, ROW)
         return np.memmap(self.directory / _ROWS, ROW, "r", shape=(self.num_rows,))
 
     def column(self, name: str) -> np.ndarray:
-        """One field of every committed row, without the others in between; kept until there are more rows."""
+        """Return one field of every committed row, without the others in between; kept until there are more rows."""
         kept, num_rows = self._kept.get(name), self.num_rows
         if kept is None or len(kept) != num_rows:
             kept = self._kept[name] = np.ascontiguousarray(self.rows()[name][:num_rows])
@@ -221,7 +221,7 @@ class Columns:
                 yield Texts(*(_text(data[end - size : end]) for end, size in zip(ends, TEXT_SIZES, strict=True)))
 
     def saying(self, words: str, rows: np.ndarray) -> np.ndarray:
-        """Return those of the rows, which ascend, of which a text holds these words; ASCII letters in either case."""
+        """Return those of the ascending rows of which a text contains these words; ASCII letters in either case."""
         wanted = _flat(words).encode(errors="replace").lower()
         if not (wanted and len(rows)):
             return rows
@@ -249,20 +249,20 @@ def packed(texts: Texts) -> bytes:
 
 
 def number_or_none(value: Any) -> float | None:
-    """A number of a column as JSON has it: with the digits that a float32 knows."""
+    """Return a number of a column as JSON has it: with the digits that a float32 knows."""
     return float(f"{value:.7g}") if math.isfinite(value) else None
 
 
 @dataclass(slots=True)
-class Shelf:
+class IndexDirectory:
     """The directory with the indexes of one process: kept between starts, never shared by two processes."""
 
     directory: Path
     _lock: IO[str]
 
     @classmethod
-    def open(cls, parent: Path) -> "Shelf":
-        """The first shelf below `parent` that no process has."""
+    def open(cls, parent: Path) -> "IndexDirectory":
+        """Return the first shelf below `parent` that no process has."""
         number = 0
         while True:
             directory = parent / f"{number:02d}"
@@ -278,7 +278,7 @@ class Shelf:
             return cls(directory, lock)
 
     def place(self, name: str, *, in_use: Collection[str] = ()) -> Path:
-        """The directory of a run's index.
+        """Return the directory of a run's index.
 
         Where there are too many, or too large ones, those that were opened the longest ago go, but none `in_use`.
         """

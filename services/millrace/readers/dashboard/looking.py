@@ -13,7 +13,7 @@ SILENT_S = 5.0
 """From which age on a look says that the store does not answer."""
 
 
-class Looking:
+class StoreRefresh:
     """One look at a time, in a thread of its own, as often as somebody asks and the last one is old enough."""
 
     def __init__(self, look: Callable[[], None], *, fresh_s: float) -> None:
@@ -28,24 +28,27 @@ class Looking:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a look is under way."""
+        """Return whether a look at the store is under way."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def problem(self) -> str:
-        """What was wrong with the last look, or that this one gets no answer; empty if all is well."""
+        """Return the problem of the last look at the store, or that the current one gets no answer.
+
+        Empty if all is well.
+        """
         silent_s = time.monotonic() - self._began
         if self.is_busy and silent_s > SILENT_S:
             return self._problem or f"the object store has not answered for {silent_s:.0f} s"
         return self._problem
 
     def alive(self) -> None:
-        """The look gets answers: it may take its time."""
+        """Note that the look gets answers, so it may take its time."""
         self._began = time.monotonic()
         self._problem = ""
 
     def refresh(self, wait_s: float = 0.0) -> None:
-        """See to it that there is a look, and give it a moment."""
+        """Start a look at the store if none is under way, and give it a moment."""
         with self._lock:  # pages ask from threads of their own
             if not self.is_busy:
                 if self.is_closed.is_set() or time.monotonic() - self._ended < self._fresh_s:

@@ -13,7 +13,7 @@ import numpy as np
 from millrace.errors import CorruptObjectError, InvalidSpecError, NotFoundError, Violation
 from millrace.internal.v1 import batch_pb2
 from millrace.readers.dashboard.index import ROW, Columns, Texts, number_or_none, packed
-from millrace.readers.dashboard.looking import Looking
+from millrace.readers.dashboard.looking import StoreRefresh
 from millrace.readers.exports.conversation import answer_of, messages_of
 from millrace.readers.exports.samples import ExportedSample, advantages_of
 from millrace.rollouts.batch_wire import MAX_HEADER_BYTES, decode_header
@@ -65,13 +65,13 @@ class SampleQuery:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it asks for every sample, the newest first."""
+        """Return whether it asks for every sample, the newest first."""
         has_filter = self.names or self.lowest or self.highest or self.outcome or self.text or self.version is not None
         return not has_filter and self.rows is None and self.sort == "step" and self.is_descending
 
     @classmethod
     def parse(cls, raw: Mapping[str, str], *, most: int = PAGE_MAX) -> "SampleQuery":
-        """From the parameters of a request, at most `most` a page; InvalidSpecError names every one that is wrong."""
+        """Parse the parameters of a request, at most `most` a page; InvalidSpecError names every wrong one."""
         wrong: list[Violation] = []
         lowest, highest = _ranges(raw, wrong)
         names = {kind: tuple(raw[kind].split(",")[:64]) for kind in NAMED if raw.get(kind)}
@@ -109,7 +109,10 @@ class Page:
 
 
 def parse_id(text: str) -> tuple[int, int, int]:
-    """Step, revision of its header and place in the archive; InvalidSpecError if the text is no id of a sample."""
+    """Return step, revision of its header and place in the archive.
+
+    InvalidSpecError if the text is no id of a sample.
+    """
     match = _ID.fullmatch(text)
     if match is None:
         raise InvalidSpecError(
@@ -119,12 +122,12 @@ def parse_id(text: str) -> tuple[int, int, int]:
 
 
 def sample_id(row: Any) -> str:
-    """What names a row for as long as the run's log exists."""
+    """Return the name of a row, which is stable for as long as the run's log exists."""
     return rollout_id(int(row["step"]), int(row["revision"]), int(row["place"]))
 
 
 def select(columns: Columns, query: SampleQuery) -> Page:
-    """The page that a query asks for. Equal values stand in the order of the run."""
+    """Return the page for a query. Equal values are in the order of the run."""
     if query.is_plain:
         return _newest(columns, query)
     found = np.flatnonzero(passing(columns, query))
@@ -145,7 +148,7 @@ def select(columns: Columns, query: SampleQuery) -> Page:
 
 
 def _newest(columns: Columns, query: SampleQuery) -> Page:
-    """The page of every sample, the newest step first; a step's samples stand in their own order."""
+    """Return the page of every sample, the newest step first; a step's samples are in their own order."""
     skipped, rows = query.offset, []
     for segment in reversed(columns.segments):
         if skipped >= segment.count:
@@ -160,7 +163,7 @@ def _newest(columns: Columns, query: SampleQuery) -> Page:
 
 
 def passing(columns: Columns, query: SampleQuery) -> np.ndarray:
-    """Which rows pass."""
+    """Return the rows that pass."""
     column = columns.column
     mask = np.ones(columns.num_rows, bool)
     for kind, wanted in query.names.items():
@@ -179,7 +182,7 @@ def passing(columns: Columns, query: SampleQuery) -> np.ndarray:
 
 
 def row_json(columns: Columns, row: Any, texts: Texts) -> dict[str, Any]:
-    """A row as plain data."""
+    """Return a row as plain data."""
     name = columns.names.name
     return {
         "id": sample_id(row),
@@ -216,7 +219,10 @@ def _of_outcome(columns: Columns, outcome: str) -> np.ndarray:
 
 
 def _as_value(name: str, limit: float) -> Any:
-    """A limit as the column has its values, so that 0.1 equals 0.1; a limit beyond whole numbers stays as it is."""
+    """Return a limit as the column has its values, so that 0.1 equals 0.1.
+
+    A limit beyond whole numbers stays as it is.
+    """
     kind = ROW[RANGES[name]]
     return kind.type(limit) if kind.kind == "f" else limit
 
@@ -268,7 +274,7 @@ class SampleIndex:
         self._store = store
         self._names = names
         self._secrets = secrets
-        self.looking = Looking(self._follow, fresh_s=FRESH_S)
+        self.looking = StoreRefresh(self._follow, fresh_s=FRESH_S)
         self.known_headers = len(columns.segments)
         """Headers that the store has, as far as is known."""
         self.is_outdated = False
@@ -303,7 +309,7 @@ class SampleIndex:
         self.is_outdated = True
 
     def _new_headers(self) -> Iterator[tuple[int, str]]:
-        """Headers behind the last one, in the order of the run: a key sorts behind those of earlier steps."""
+        """Return headers after the last one, in the order of the run: a key sorts after those of earlier steps."""
         prefix, segments = self._names.batches, self.columns.segments
         last = segments[-1] if segments else None
         known = (last.step, last.revision) if last else (-1, 0)
@@ -328,7 +334,7 @@ class SampleIndex:
             )
 
     def _made(self, step: int, key: str) -> tuple[np.ndarray, bytes]:
-        """Rows and texts of the rollouts that a header resolved."""
+        """Return rows and texts of the rollouts that a header resolved."""
         header = decode_header(self._store.get(key, max_bytes=MAX_HEADER_BYTES))
         return self._rows(step, revision_of(key), header, read_rollouts(self._store, header))
 
@@ -355,7 +361,7 @@ class SampleIndex:
         return rows, bytes(texts)
 
     def _texts(self, rollout: Rollout) -> Texts:
-        """Return what is kept of its texts, without secrets."""
+        """Return the texts that are kept, without secrets."""
         sample = ExportedSample(step=0, rollout=rollout, advantage=None, messages=messages_of(rollout))
         error = "" if rollout.error is None else f"{rollout.error.type}: {rollout.error.message}"
         return Texts(
@@ -368,7 +374,7 @@ class SampleIndex:
     def _row(
         self, rollout: Rollout, *, at: tuple[int, int, int], advantage: float, is_trained: bool, reason: str
     ) -> tuple[Any, ...]:
-        """The fields of `ROW`, in its order."""
+        """Return the fields of `ROW`, in its order."""
         number = self.columns.names.number
         step, revision, place = at
         lowest, highest = rollout.min_version, rollout.max_version
@@ -385,6 +391,6 @@ class SampleIndex:
 
 
 def _finished(entry_id: str) -> float:
-    """When Redis took the rollout, in seconds since 1970; 0 if it does not say."""
+    """Return when Redis received the rollout, in seconds since 1970; 0 if it does not say."""
     milliseconds = entry_id.partition("-")[0]
     return int(milliseconds) / 1000 if milliseconds.isdecimal() and len(milliseconds) < 16 else 0.0

@@ -12,8 +12,8 @@ from typing import Any
 
 from millrace.errors import InvalidSpecError, NotFoundError, UnavailableError, Violation
 from millrace.readers.dashboard.answers import INDEX_GROWING
-from millrace.readers.dashboard.index import Columns, Shelf
-from millrace.readers.dashboard.looking import Looking
+from millrace.readers.dashboard.index import Columns, IndexDirectory
+from millrace.readers.dashboard.looking import StoreRefresh
 from millrace.readers.dashboard.query import NAMED, SampleIndex, SampleQuery, row_json, select
 from millrace.readers.dashboard.views.detail import MAX_TOKENS, Details
 from millrace.readers.dashboard.views.facts import MAX_POINTS, RunFacts, Spread
@@ -57,7 +57,7 @@ class _OpenRun:
 
     @property
     def is_read(self) -> bool:
-        """Whether the store is being asked about it."""
+        """Return whether the store is being asked about it."""
         return self.facts.looking.is_busy or self.index.looking.is_busy
 
     def close(self) -> None:
@@ -67,12 +67,12 @@ class _OpenRun:
 
 
 class Reader:
-    """Reads runs for pages. Any thread may ask; the indexes lie in `directory`."""
+    """Reads runs for pages. Any thread may ask; the indexes are in `directory`."""
 
     def __init__(self, store: ObjectStore, prefix: str, directory: Path) -> None:
         self._store = store
         self._prefix = prefix
-        self._shelf = Shelf.open(directory)
+        self._index_directory = IndexDirectory.open(directory)
         self._secrets = secrets_of(os.environ)
         self._lock = threading.Lock()
         self._open: OrderedDict[str, _OpenRun] = OrderedDict()
@@ -90,7 +90,7 @@ class Reader:
         }
 
     def ask(self, question: str, uid: str, params: Params) -> dict[str, Any]:
-        """The answer, with what is wrong with the store at the moment; raises errors of ours."""
+        """Return the answer, with the store's current problem; raises errors of Millrace's classes."""
         if question not in self._questions:
             raise NotFoundError(f"nobody answers {question[:40]!r}", reason="QUESTION_UNKNOWN")
         run = self._take(uid)
@@ -110,7 +110,7 @@ class Reader:
         """Close every run."""
         for run in self._open.values():
             run.close()
-        self._shelf.close()
+        self._index_directory.close()
 
     def _take(self, uid: str) -> _OpenRun:
         with self._lock:
@@ -133,7 +133,7 @@ class Reader:
 
     def _opened(self, uid: str) -> _OpenRun:
         names = Names(self._prefix, uid)
-        columns = Columns(self._shelf.place(uid, in_use=self._open))
+        columns = Columns(self._index_directory.place(uid, in_use=self._open))
         facts = RunFacts(self._store, names)
         return _OpenRun(
             facts=facts,
@@ -236,7 +236,7 @@ def _timeline(run: _OpenRun, params: Params) -> dict[str, Any]:
 
 
 def _list_metrics(run: _OpenRun, params: Params) -> dict[str, Any]:
-    """Metrics by step from the step `first` on, and the step that comes behind them."""
+    """Return metrics by step from the step `first` on, and the next step after them."""
     first, size = _whole(params, "first", 0, most=_MAX_STEP), _whole(params, "size", LIST_MAX, most=LIST_MAX)
     _require_all(run.facts.looking, "the events of the run are being read")
     names = [name for name in params.get("names", "").split(",") if name]
@@ -245,7 +245,7 @@ def _list_metrics(run: _OpenRun, params: Params) -> dict[str, Any]:
 
 
 def _list_rollouts(run: _OpenRun, params: Params) -> dict[str, Any]:
-    """As `samples`, of a whole index, with the rows that its further pages are made of."""
+    """Return rollouts as `samples` does, of a whole index, with the rows that its further pages are made of."""
     query = SampleQuery.parse(params, most=LIST_MAX)
     _require_index(run)
     num_rows = run.index.columns.num_rows
@@ -257,7 +257,7 @@ def _list_rollouts(run: _OpenRun, params: Params) -> dict[str, Any]:
 
 
 def _whole_lineage(run: _OpenRun, params: Params) -> dict[str, Any]:
-    """As `lineage`, of all that is in the log."""
+    """Return the lineage as `lineage` does, of all that is in the log."""
     _require_all(run.facts.looking, "the events of the run are being read")
     _require_index(run)
     return _lineage(run, params)
@@ -265,7 +265,7 @@ def _whole_lineage(run: _OpenRun, params: Params) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _unless_growing(run: _OpenRun) -> Iterator[None]:
-    """A sample that is not there while batches are still being read may come: UnavailableError instead."""
+    """Raise UnavailableError for a missing sample while batches are still being read: it may come."""
     try:
         yield
     except NotFoundError as error:
@@ -284,8 +284,8 @@ def _growth(run: _OpenRun) -> str:
     return f"{at['batches']} of {at['known_batches']} batches of the run are read"
 
 
-def _require_all(looking: Looking, meanwhile: str) -> None:
-    """UnavailableError unless everything that was there at the last look is read: a list has no gaps."""
+def _require_all(looking: StoreRefresh, meanwhile: str) -> None:
+    """Raise UnavailableError unless everything that existed at the last look is read: a list has no gaps."""
     looking.refresh(FIRST_WAIT_S)
     if looking.problem:
         raise UnavailableError(
@@ -298,7 +298,7 @@ def _require_all(looking: Looking, meanwhile: str) -> None:
 
 
 def _progress(run: _OpenRun) -> dict[str, Any]:
-    """How far the index is."""
+    """Return the progress of the index."""
     columns = run.index.columns
     unreadable = [{"step": each.step, "problem": each.problem} for each in columns.segments if each.problem]
     return {

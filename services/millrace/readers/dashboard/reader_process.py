@@ -71,7 +71,7 @@ def main() -> NoReturn:
 
 
 def _decoded(data: bytes) -> dict[str, Any]:
-    """The question; an empty one, which gets an answer, too, if the bytes hold none."""
+    """Return the question; an empty one, which gets an answer, too, if the bytes hold none."""
     try:
         return decode_object(data, what="a question", reason="QUESTION_UNREADABLE")
     except CorruptObjectError:
@@ -79,7 +79,7 @@ def _decoded(data: bytes) -> dict[str, Any]:
 
 
 def _answer(reader: Reader, asked: dict[str, Any], secrets: tuple[str, ...]) -> tuple[int, bytes]:
-    """A status and the body; whatever goes wrong is an answer, too."""
+    """Return a status and the body; whatever goes wrong is an answer, too."""
     try:
         found = reader.ask(str(asked["question"]), str(asked["uid"]), dict(asked["params"]))
         return 200, to_json(found, secrets=secrets)

@@ -48,11 +48,11 @@ class ReaderClient:
 
     @classmethod
     def of(cls, *, store_url: str, prefix: str) -> Self:
-        """With its indexes in the scratch directory."""
+        """Create the reader, with its indexes in the scratch directory."""
         return cls(store_url=store_url, prefix=prefix, directory=scratch_parent() / "dashboard" / prefix)
 
     async def ask(self, question: str, uid: str, params: Mapping[str, str]) -> ReaderAnswer:
-        """The answer; UnavailableError if there is none in time, CapacityError where too many ask."""
+        """Return the answer; UnavailableError if there is none in time, CapacityError where too many ask."""
         if len(self._open) >= MAX_QUESTIONS:
             raise CapacityError(
                 f"{MAX_QUESTIONS} questions of pages are open", reason="DASHBOARD_BUSY", remedy="ask again in a moment"

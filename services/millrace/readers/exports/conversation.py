@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def messages_of(rollout: "Rollout") -> list[dict[str, Any]]:
-    """The conversation; one message that says so where it is not kept or cannot be read."""
+    """Return the conversation; one message that says so where it is not kept or cannot be read."""
     try:
         messages = decode_json(rollout.messages_json or "[]", what="the conversation", reason="MESSAGES_CORRUPT")
     except CorruptObjectError:
@@ -22,7 +22,10 @@ def messages_of(rollout: "Rollout") -> list[dict[str, Any]]:
 
 
 def given_of(rollout: "Rollout") -> dict[str, Any]:
-    """Return what the task is scored with, by name, `answer` first; empty where nothing is kept that can be read."""
+    """Return the values that the task is scored with, by name, `answer` first.
+
+    Empty where none is kept that can be read.
+    """
     try:
         given = decode_json(rollout.task_json or "{}", what="what a task is scored with", reason="TASK_CORRUPT")
     except CorruptObjectError:
@@ -37,13 +40,13 @@ def answer_of(rollout: "Rollout") -> str:
 
 
 def info_of(rollout: "Rollout") -> str:
-    """Return what else the task is scored with, as JSON; "" if there is nothing."""
+    """Return other values that the task is scored with, as JSON; "" if there are none."""
     given = {name: value for name, value in given_of(rollout).items() if name != "answer"}
     return json.dumps(given, ensure_ascii=False) if given else ""
 
 
 def content_of(message: dict[str, Any]) -> str:
-    """The text of a message: its content, parts of it one a line, then its tool calls."""
+    """Return the text of a message: its content, parts of it one a line, then its tool calls."""
     content = message.get("content")
     parts = content if isinstance(content, list) else [content]
     lines = [_part(part) for part in parts if part is not None]

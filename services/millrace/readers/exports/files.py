@@ -30,7 +30,7 @@ def export_files(
 
 
 def redacted(samples: Iterable[ExportedSample]) -> Iterator[dict[str, Any]]:
-    """Their columns, with every secret in a text masked."""
+    """Yield their columns, with every secret in a text masked."""
     secrets = secrets_of(os.environ)
     for sample in samples:
         columns = sample.to_json()
@@ -52,7 +52,7 @@ def _jsonl(directory: Path, rows: Iterable[MetricRow], samples: Iterable[Exporte
 
 
 def _write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> Path:
-    """One object per line; a number that JSON does not have (NaN, an infinity) is null."""
+    """Return one object per line; a number that JSON does not have (NaN, an infinity) is null."""
     with _made(path) as part, part.open("w", encoding="utf-8") as file:
         for line in lines:
             file.write(json.dumps({name: _number(value) for name, value in line.items()}, allow_nan=False) + "\n")
@@ -61,7 +61,9 @@ def _write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> Path:
 
 @contextlib.contextmanager
 def _made(path: Path) -> Iterator[Path]:
-    """Where to write what is this file once it is whole: an export that is killed leaves none that looks complete."""
+    """Provide the place of a file that appears once it is whole: an interrupted export leaves no file that looks
+    complete.
+    """
     part = path.with_name(f"{path.name}.part")
     try:
         yield part
@@ -114,7 +116,9 @@ _EVENTS = ".millrace"
 
 
 def _scalar(metric: str, value: float) -> Any:
-    """A point of TensorBoard under the metric's own name: its writer makes `pass_2` of both `pass@2` and `pass^2`."""
+    """Return a point of TensorBoard under the metric's own name: its writer makes `pass_2` of both `pass@2` and
+    `pass^2`.
+    """
     protocol: Any = importlib.import_module("tensorboardX.proto.summary_pb2")
     metadata = protocol.SummaryMetadata(display_name=metric)
     return protocol.Summary(value=[protocol.Summary.Value(tag=metric, simple_value=value, metadata=metadata)])

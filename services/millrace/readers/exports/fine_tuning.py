@@ -83,7 +83,7 @@ def read_lines(path: Path) -> list[tuple[bytes, MetricRow]]:
 
 
 def _key(step: int, said: dict[str, Any]) -> str:
-    """Return what a line is of: a step, the validation behind the last one, or evaluations of environments."""
+    """Return the subject of a line: a step, the validation after the last one, or evaluations of environments."""
     envs = sorted(match[1] for name in said if (match := _EVALUATED.fullmatch(name)))
     if any(name.startswith("eval/") for name in said):
         return f"eval/{','.join(envs)}/{step}"

@@ -55,7 +55,7 @@ class LiveExport(LogExport):
 
 
 def open_run(export: RunExport, order: Mapping[str, Any], *, samples_of: SamplesOf) -> WandbRun:
-    """Open the run that an order names in W&B, or raise what is in the way, as ours."""
+    """Open the run that an order names in W&B, or raise the obstacle as a Millrace error."""
     target = target_of(order["config"], uid=order["uid"], run=order["run"], directory=Path(order["directory"]))
     export.say("opening")
     run = open_target(target, samples_of=samples_of)
@@ -64,7 +64,7 @@ def open_run(export: RunExport, order: Mapping[str, Any], *, samples_of: Samples
 
 
 def open_target(target: WandbTarget, *, samples_of: SamplesOf) -> WandbRun:
-    """Open a run in W&B, or raise what is in the way, as ours."""
+    """Open a run in W&B, or raise the obstacle as a Millrace error."""
     try:
         timeout_s = float(os.environ.get("WANDB_INIT_TIMEOUT") or INIT_TIMEOUT_S)
         return WandbRun(target, samples_of=samples_of, init_timeout_s=timeout_s)
@@ -75,7 +75,7 @@ def open_target(target: WandbTarget, *, samples_of: SamplesOf) -> WandbRun:
 
 
 def _as_millrace(error: Exception) -> MillraceError:
-    """Whether W&B refuses us, or cannot be reached."""
+    """Return whether W&B refuses us, or cannot be reached."""
     names = {kind.__name__ for kind in type(error).__mro__}
     text = _URL.sub("", str(error).lower())  # a port may look like a status
     if names & {"AuthenticationError", "UsageError"} or _REFUSED.search(text):

@@ -27,7 +27,7 @@ class MetricRow:
 
 
 def rows_of(event: event_pb2.Event) -> list[MetricRow]:
-    """The rows of an event: none where it is not about a step."""
+    """Return the rows of an event: none where it is not about a step."""
     kind = event.WhichOneof("body")
     found = _READERS[kind](event) if kind in _READERS else None
     if found is None:
@@ -37,7 +37,7 @@ def rows_of(event: event_pb2.Event) -> list[MetricRow]:
 
 
 def points(rows: Iterable[MetricRow]) -> Iterator[tuple[str, int, float]]:
-    """(metric, step, value), each metric once per step: what came first stays."""
+    """Yield (metric, step, value), each metric once per step: the first value stays."""
     seen: set[tuple[str, int]] = set()
     for row in rows:
         for name, value in row.values.items():
@@ -47,7 +47,7 @@ def points(rows: Iterable[MetricRow]) -> Iterator[tuple[str, int, float]]:
 
 
 def header_values(header: batch_pb2.BatchHeader) -> dict[str, float]:
-    """What the header of a batch adds: rewards and shares by environment, and lengths of the samples."""
+    """Return the values from the header of a batch: rewards and shares by environment, and lengths of the samples."""
     if not header.samples:
         return {}
     rewards: dict[tuple[int, int, int], tuple[int, float]] = {}
@@ -116,7 +116,7 @@ def _eval(event: event_pb2.Event) -> _Found:
 
 
 def _place(name: str) -> str:
-    """Return where an evaluation's figure stands: pass@k and pass^k as in prime-rl, the others below `metrics/`."""
+    """Return the place of an evaluation's figure: pass@k and pass^k as in prime-rl, the others below `metrics/`."""
     return "" if name.startswith(("pass@", "pass^")) else "metrics/"
 
 
@@ -173,7 +173,7 @@ class EventFollower:
         self._told: dict[str, int] = {}
 
     def read(self) -> list[event_pb2.Event]:
-        """The events that were archived since the last call; what is damaged is left out."""
+        """Return the events that were archived since the last call; what is damaged is left out."""
         found = []
         for entry in self._archive.read():
             event = readable_event(entry)
@@ -200,7 +200,7 @@ class MetricFollower:
         """The event that ended the run, if it has been read and nothing reopened the run behind it."""
 
     def read(self, *, on_event: Callable[[event_pb2.Event], None] | None = None) -> list[MetricRow]:
-        """The rows that were archived since the last call. After an error nothing is lost: call again."""
+        """Return the rows that were archived since the last call. After an error nothing is lost: call again."""
         for event in self._events.read():
             if event.HasField("state_changed"):
                 self.terminal = event if event.state_changed.chain_hash else None
@@ -222,12 +222,12 @@ class MetricFollower:
 
 
 def read_metrics(store: ObjectStore, names: Names) -> list[MetricRow]:
-    """Every metric row that the store has of a run."""
+    """Return every metric row that the store has of a run."""
     return MetricFollower(store, names).read()
 
 
 def read_header(store: ObjectStore, names: Names, step: int) -> batch_pb2.BatchHeader | None:
-    """The newest header of a step; None if there is none, or it is damaged (`millrace run audit` says so)."""
+    """Return the newest header of a step; None if there is none, or it is damaged (`millrace run audit` says so)."""
     key = find_newest(store, names.batch_header(step))
     if key is None:
         return None

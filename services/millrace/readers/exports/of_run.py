@@ -65,7 +65,9 @@ class Exporter:
         tell: Callable[[str, str], Awaitable[object]],
         log_path: Path | None = None,
     ) -> None:
-        """`tell` gets the reason and the text of what somebody has to mend, once until all is well again.
+        """Create the keeper.
+
+        `tell` gets the reason and the text of a problem that a person has to solve, once until it is solved.
 
         What foreign libraries print goes to `log_path`, or where ours goes.
         """
@@ -82,12 +84,14 @@ class Exporter:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, **order: Any) -> None:
-        """Begin; the process gets the order, the run's name, and to know that it is told the end of the run."""
+        """Start the process, which gets the order, the run's name, and later the end of the run."""
         order |= {"run": self._run, "is_told": True}
         self._task = asyncio.create_task(self._keep(order), name=f"export of {self._run} to {self._to.name}")
 
     async def finish(self) -> None:
-        """The run has ended: let the rest be written, for a while; for a moment only where nothing is taken anyway."""
+        """Let the rest be written, since the run has ended: for a while, or for a moment where nothing is taken
+        anyway.
+        """
         if self._task is None:
             return
         self._begin_end()
@@ -170,7 +174,7 @@ class Exporter:
                 process.stdin.write(b"end\n")
 
     async def _heard(self, report: dict[str, Any]) -> None:
-        """Show as a wait what the process waits for, and say in the log of the run what somebody has to mend."""
+        """Show as a wait what the process waits for, and log in the run what a person has to fix."""
         state, reason, text = (str(report.get(name, "")) for name in ("state", "reason", "text"))
         self._is_refused = state == "waiting" or (self._is_refused and state == "opening")
         if state == "opening":
@@ -186,7 +190,7 @@ class Exporter:
             self._told.clear()
 
     async def _tell(self, reason: str, text: str) -> None:
-        """One event per reason, until W&B answers again."""
+        """Report one event per reason, until W&B answers again."""
         if reason in self._told or self._is_ending:
             return
         self._told.add(reason)
@@ -195,7 +199,7 @@ class Exporter:
 
 
 async def _reports(process: asyncio.subprocess.Process) -> AsyncIterator[dict[str, Any]]:
-    """What the process says; lines that are no reports are foreign output."""
+    """Yield the process's reports; lines that are no reports are foreign output."""
     assert process.stdout is not None
     while True:
         try:
@@ -212,7 +216,7 @@ async def _reports(process: asyncio.subprocess.Process) -> AsyncIterator[dict[st
 
 
 def decode_report(line: bytes) -> dict[str, Any] | None:
-    """The report of a line; None for what a foreign library has written in between."""
+    """Return the report of a line; None for what a foreign library has written in between."""
     try:
         return decode_object(line, what="a report of the exporter", reason="REPORT_UNREADABLE")
     except CorruptObjectError:
@@ -252,7 +256,7 @@ class RunExports:
         self._running.append(exporter)
 
     async def finish(self) -> None:
-        """The run has ended: let the rest be written, for a while."""
+        """Let the rest be written for a while, since the run has ended."""
         await asyncio.gather(*(exporter.finish() for exporter in self._running))
 
     async def close(self, *, has_ended: bool) -> None:
@@ -261,7 +265,9 @@ class RunExports:
 
 
 def traces_wanted(environ: Mapping[str, str]) -> bool:
-    """Whether OpenTelemetry's variables ask for traces: an endpoint or an exporter is named, and nothing says no."""
+    """Return whether OpenTelemetry's variables ask for traces: an endpoint or an exporter is named, and nothing says
+    no.
+    """
     exporter = environ.get("OTEL_TRACES_EXPORTER", "").strip().lower()
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true" or exporter == "none":
         return False
@@ -269,7 +275,9 @@ def traces_wanted(environ: Mapping[str, str]) -> bool:
 
 
 def _directory(config: dict[str, Any], run: str, uid: str) -> Path:
-    """Where W&B's own files go: WANDB_DIR, or beside the results of the run if they are on this machine."""
+    """Return the directory of W&B's own files: WANDB_DIR, or beside the results of the run if they are on this
+    machine.
+    """
     results = Path(str(config.get("output_dir") or "outputs")) / run
     if "WANDB_DIR" not in os.environ and results.is_dir():
         return results

@@ -31,7 +31,7 @@ class RunExport:
     def __init__(self) -> None:
         self.rows = 0
         """How many were written."""
-        self.hurry = threading.Event()
+        self.finish_now = threading.Event()
         """Look now: the run has ended, or nobody waits for the next look."""
         self.is_ending = False
         self.is_told = False
@@ -40,14 +40,17 @@ class RunExport:
         self._said = ""
 
     def look(self) -> bool:
-        """Write what is new; whether the log has told the end of the run. Errors of ours are tried again later."""
+        """Write what is new.
+
+        Returns whether the log has reported the end of the run. Expected errors are retried later.
+        """
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Everything is written: let it arrive."""
+        """Let everything arrive, since all of it is written."""
 
     def run(self) -> None:
-        """Follow the run to its end. What is no error of ours ends the process, and its parent begins anew."""
+        """Follow the run to its end. An unexpected error ends the process, and its parent starts another."""
         failures = 0
         while True:
             is_last = self.is_ending
@@ -62,11 +65,11 @@ class RunExport:
             except MillraceError as error:
                 failures += 1
                 self.say("waiting", error.reason, str(error))
-            self.hurry.wait(RETRY.after(failures) if failures else POLL_S)
-            self.hurry.clear()
+            self.finish_now.wait(RETRY.after(failures) if failures else POLL_S)
+            self.finish_now.clear()
 
     def say(self, state: str, reason: str = "", text: str = "") -> None:
-        """Report it to the parent, unless it is what was said last."""
+        """Report a message to the parent, unless it is the same as the last one."""
         line = json.dumps({"state": state, "reason": reason, "text": redact(text)[:2000], "rows": self.rows})
         if line != self._said:
             self._said = line
@@ -90,7 +93,7 @@ def serve(make: Callable[[dict[str, Any]], RunExport]) -> NoReturn:
     def listen() -> None:
         for _ in sys.stdin:  # any further line: the run has ended
             export.is_ending = True
-            export.hurry.set()
+            export.finish_now.set()
         os._exit(0)  # the parent is gone: another process exports the run
 
     threading.Thread(target=listen, daemon=True, name="end of the parent").start()
@@ -102,7 +105,7 @@ def serve(make: Callable[[dict[str, Any]], RunExport]) -> NoReturn:
 
 
 def import_extra(module: str, *, extra: str) -> ModuleType:
-    """The module; an error with the pip command where the extra that brings it is not installed."""
+    """Return the module; an error with the pip command where the extra that brings it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

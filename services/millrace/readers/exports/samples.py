@@ -32,24 +32,24 @@ class ExportedSample:
 
     @property
     def completion(self) -> str:
-        """What the policy said last."""
+        """Return the last message of the policy."""
         last = self.messages[self._answer_at :]
         return "\n".join(content_of(message) for message in last)
 
     @property
     def prompt(self) -> str:
-        """Everything before that, with who said it."""
+        """Return every earlier message, with its role."""
         before = self.messages[: self._answer_at]
         return "\n".join(f"{message.get('role', '?')}: {content_of(message)}" for message in before)
 
     @property
     def _answer_at(self) -> int:
-        """Where the last message of the policy stands; the end if it said nothing."""
+        """Return the place of the last message of the policy; the end if there is none."""
         roles = [message.get("role") for message in self.messages]
         return len(roles) - 1 - roles[::-1].index("assistant") if "assistant" in roles else len(roles)
 
     def to_json(self) -> dict[str, Any]:
-        """The sample as plain columns."""
+        """Return the sample as plain columns."""
         rollout = self.rollout
         return {
             "step": self.step,
@@ -81,14 +81,15 @@ class ExportedSample:
 
 
 def list_headers(store: ObjectStore, names: Names) -> list[tuple[int, str]]:
-    """Step and key of every committed header, the closing ones included, in the order of the run."""
+    """Return step and key of every committed header, the closing ones included, in the order of the run."""
     return [(step, names.batch_header(step, revision)) for step, revision in revisions.list_headers(store, names)]
 
 
 def read_headers(
     store: ObjectStore, names: Names, *, step: int | None = None
 ) -> Iterator[tuple[int, int, batch_pb2.BatchHeader]]:
-    """Step, revision and header of everything that is committed (of one step), up to the header that ends the run.
+    """Yield step, revision and header of everything that is committed (of one step), up to the header that ends the
+    run.
 
     `CorruptObjectError` names a header that is damaged.
     """
@@ -96,7 +97,7 @@ def read_headers(
     for at, key in list_headers(store, names):
         is_wanted = step is None or at == step
         if is_wanted and previous is not None and previous[0] != at and closes_run(_read_header(store, previous[1])):
-            return  # what comes behind the end is no part of the run
+            return  # what comes after the end is no part of the run
         if is_wanted:
             yield at, revision_of(key), _read_header(store, key)
         previous = at, key
@@ -112,7 +113,7 @@ def _read_header(store: ObjectStore, key: str) -> batch_pb2.BatchHeader:
 def read_samples(
     store: ObjectStore, names: Names, *, step: int | None = None, advantages: bool = True
 ) -> Iterator[ExportedSample]:
-    """The samples that committed batches resolved, in the order of steps; one archive is in memory at a time.
+    """Yield the samples that committed batches resolved, in the order of steps; one archive is in memory at a time.
 
     `CorruptObjectError` names an archive that is damaged.
     """
@@ -134,7 +135,7 @@ def read_samples(
 
 
 def advantages_of(store: ObjectStore, header: batch_pb2.BatchHeader) -> dict[_Member, float]:
-    """The mean advantage of each rollout that the batch trains on; empty where its data is gone."""
+    """Return the mean advantage of each rollout that the batch trains on; empty where its data is gone."""
     try:
         chunks = {index: store.get(ref.key) for index, ref in enumerate(header.chunks)}
         samples = unpack_batch(header, chunks)

@@ -76,7 +76,7 @@ class StepTrace:
     published: float = 0.0
 
     def add(self, span: Span) -> None:
-        """A span, unless the log said the same before, of an attempt that came first."""
+        """Add a span, unless the log had the same before, of an attempt that came first."""
         if span.key not in self.seen:
             self.seen.add(span.key)
             self.ready.append(span)
@@ -84,17 +84,17 @@ class StepTrace:
 
 
 def trace_id(uid: str, step: int) -> int:
-    """Of a step's trace: the first 16 bytes of the sha256 of `UID/STEP`."""
+    """Return the id of a step's trace: the first 16 bytes of the sha256 of `UID/STEP`."""
     return int.from_bytes(hashlib.sha256(f"{uid}/{step}".encode()).digest()[:16])
 
 
 def span_id(uid: str, step: int, key: str) -> int:
-    """Of a span of that trace."""
+    """Return the id of a span of that trace."""
     return int.from_bytes(hashlib.sha256(f"{uid}/{step}/{key}".encode()).digest()[:8])
 
 
 def rollout_spans(rollouts: Sequence[Rollout]) -> Iterator[Span]:
-    """The tasks of a batch, with their rollouts. One whose log entry has no time is left out."""
+    """Yield the tasks of a batch, with their rollouts. One whose log entry has no time is left out."""
     groups: dict[tuple[int, int], list[Rollout]] = {}
     for rollout in rollouts:
         if finished(rollout) and not rollout.is_duplicate:
@@ -166,13 +166,13 @@ def _rollout(rollout: Rollout, task: str) -> Iterator[Span]:
 
 
 def finished(rollout: Rollout) -> float:
-    """When its entry came into the log, in seconds since 1970; 0 if it does not say."""
+    """Return when the entry came into the log, in seconds since 1970; 0 if it does not say."""
     milliseconds = rollout.entry_id.partition("-")[0]
     return int(milliseconds) / 1000 if milliseconds.isdecimal() and len(milliseconds) < 16 else 0.0
 
 
 def batch_span(event: event_pb2.Event, rollouts: Sequence[Rollout]) -> Span:
-    """From the end of the last rollout to the commit."""
+    """Return the span from the end of the last rollout to the commit."""
     body, at = event.batch_committed, time_of(event)
     last = max((finished(rollout) for rollout in rollouts), default=0.0)
     return Span(
@@ -192,7 +192,7 @@ def batch_span(event: event_pb2.Event, rollouts: Sequence[Rollout]) -> Span:
 
 
 def step_span(event: event_pb2.Event) -> Span:
-    """The trainer's own work, without its wait for the batch."""
+    """Return the trainer's own work, without its wait for the batch."""
     body, at = event.step_completed, time_of(event)
     return Span(
         name=f"training step {body.step}",
@@ -211,7 +211,7 @@ def step_span(event: event_pb2.Event) -> Span:
 
 
 def publish_span(event: event_pb2.Event) -> Span:
-    """The upload of the version that came of the step."""
+    """Return the upload of the version that came of the step."""
     body, at = event.policy_published, time_of(event)
     return Span(
         name=f"publish version {body.version}",
@@ -231,7 +231,7 @@ def publish_span(event: event_pb2.Event) -> Span:
 
 
 def serve_span(event: event_pb2.Event) -> Span:
-    """How a replica came to serve the version."""
+    """Return the span in which a replica came to serve the version."""
     body, at = event.policy_served, time_of(event)
     return Span(
         name=f"serve version {body.version} on {body.replica}",
@@ -250,7 +250,7 @@ def serve_span(event: event_pb2.Event) -> Span:
 
 
 def root_span(trace: StepTrace, *, uid: str, run: str) -> Span:
-    """The whole step: from its first task to its version."""
+    """Return the whole step: from its first task to its version."""
     return Span(
         name=f"step {trace.step}",
         component="orchestrator",
@@ -263,7 +263,7 @@ def root_span(trace: StepTrace, *, uid: str, run: str) -> Span:
 
 
 def time_of(event: event_pb2.Event) -> float:
-    """When it was written, in seconds since 1970."""
+    """Return when the event was written, in seconds since 1970."""
     return event.time.ToNanoseconds() / 1e9
 
 
@@ -281,7 +281,7 @@ class TraceExport(LogExport):
         self._is_over = False
 
     def look(self) -> bool:
-        """Send the spans that are new; an event whose spans were not taken is looked at again."""
+        """Send the new spans; an event whose spans were not accepted is processed again."""
         collector = self._collector = self._collector or Collector(self._uid)
         self._events.extend(self._follower.read())
         while self._events:
@@ -326,7 +326,10 @@ class TraceExport(LogExport):
         return trace
 
     def _rollouts(self, step: int) -> list[Rollout]:
-        """What the batch resolved; nothing where its archive is gone or damaged (`millrace run audit` says so)."""
+        """Return the rollouts that the batch resolved.
+
+        Nothing where its archive is gone or damaged (`millrace run audit` says so).
+        """
         header = read_header(self.store, self.names, step)
         if header is None or not header.rollouts_key:
             return []
@@ -340,7 +343,7 @@ class Collector:
     """The collector that the variables name."""
 
     def __init__(self, uid: str) -> None:
-        """InvalidStateError with the pip command where the SDK is not installed."""
+        """Raise InvalidStateError with the pip command where the SDK is not installed."""
         if (protocol := _variable("PROTOCOL") or PROTOCOL) != PROTOCOL:
             raise _unusable(f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}, which is not supported", f"use {PROTOCOL}")
         if (wanted := os.environ.get("OTEL_TRACES_EXPORTER") or "otlp") != "otlp":
@@ -373,7 +376,7 @@ class Collector:
             )
 
     def _made(self, step: int, span: Span) -> Any:
-        """The span as the SDK has it."""
+        """Return the span as the SDK has it."""
         status = self._api.Status(self._api.StatusCode.ERROR, redact(span.error)[:500]) if span.error else None
         return self._sdk.ReadableSpan(
             name=span.name,
@@ -410,7 +413,7 @@ class _LastProblem(logging.Handler):
 
 
 def _sampler() -> Callable[[int], bool]:
-    """Which traces are sent, by OTEL_TRACES_SAMPLER and its _ARG."""
+    """Return which traces are sent, by OTEL_TRACES_SAMPLER and its _ARG."""
     name = os.environ.get("OTEL_TRACES_SAMPLER", "").removeprefix("parentbased_") or "always_on"
     if name == "always_off":
         return lambda _: False

@@ -59,7 +59,7 @@ class WandbTarget:
 
 
 def target_of(config: Mapping[str, Any], *, uid: str, run: str, directory: Path) -> WandbTarget:
-    """The target of a run by its resolved config; its defaults where that has no `[wandb]`."""
+    """Return the target of a run by its resolved config; its defaults where that has no `[wandb]`."""
     wandb = config.get("wandb") or {}
     extras = wandb.get("log_extras") or {}
     interval = extras.get("interval")
@@ -117,11 +117,11 @@ class WandbRun:
 
     @property
     def directory(self) -> Path:
-        """Where this session's files lie."""
+        """Return the directory of this session's files."""
         return Path(self._run.dir).parent
 
     def write(self, index: int, row: MetricRow) -> None:
-        """Write the row with this number, unless it is there; returns at once, W&B uploads behind."""
+        """Write the row with this number, unless it exists; returns at once, W&B uploads in the background."""
         if index < self.next_row:
             return
         self._run.log({"step": row.step, **row.values, **self._tables(row)}, step=index, commit=True)

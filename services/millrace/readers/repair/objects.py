@@ -70,7 +70,7 @@ class Repair:
     detail: str
     """What proves the bytes, or why nothing is done."""
     quarantine: str = ""
-    """Where the damaged bytes lie now; empty if the object was missing, or nothing was done."""
+    """Where the damaged bytes are now; empty if the object was missing, or nothing was done."""
 
 
 class RedisCopy:
@@ -102,7 +102,7 @@ class RedisCopy:
         return copy
 
     def by_hash(self, sha256: str) -> bytes | None:
-        """The bytes of a header or chunk with that sha256 (hex); from another thread than the loop's."""
+        """Return the bytes of a header or chunk with that sha256 (hex); from another thread than the loop's."""
         if (id_ := self._places.get(sha256)) is None:
             return None
         reading = self._log.read_range(Stream.BATCHES, id_, id_)
@@ -134,7 +134,7 @@ class Workbench:
     """Bytes that a dry run would restore: what follows from them is looked at, too."""
 
     def read(self, key: str) -> bytes | None:
-        """The bytes of an object, or None if there is none or the store cannot read it."""
+        """Return the bytes of an object, or None if there is none or the store cannot read it."""
         return _read(self.store, key)[0]
 
     def examine(
@@ -148,7 +148,9 @@ class Workbench:
         may_be_gone: bool = False,
         without: str = "",
     ) -> bytes | None:
-        """The right bytes of a small object: those that are there, or those that are (or can be) restored; else None.
+        """Return the right bytes of a small object: those that are there, or those that are (or can be) restored.
+
+        Else None.
 
         `prover` names what proves bytes by `proof` (`judge` if None); empty: nothing does. `candidates` are bytes by
         their source; the backup's come last. `may_be_gone`: retention may have removed it. `without` says how the run
@@ -169,6 +171,7 @@ class Workbench:
             held, why = _read(self.backup, key)
             tried += [f"{self.backup.describe()}: {why}"] if why not in ("", MISSING) else []
             candidates = [*candidates, (self.backup.describe(), held)]
+        # Bytes without a proof are never restored: a backup may be older, or of another run.
         for source, data in candidates:
             if data is None:
                 continue
@@ -182,7 +185,7 @@ class Workbench:
         return None
 
     def examine_file(self, key: str, *, sha256: str, size_bytes: int, prover: str, without: str = "") -> bool:
-        """Whether a large object is there with its hash, or can be restored; it passes through a file."""
+        """Return whether a large object is there with its hash, or can be restored; it passes through a file."""
         self.on_progress(key.removeprefix(self.names.root))
         self.examined.add(key)
         if not self.is_ours(key):
@@ -209,7 +212,7 @@ class Workbench:
         return False
 
     def is_ours(self, key: str) -> bool:
-        """Whether a repair may touch a key: what names it may be damaged, or hostile."""
+        """Return whether a repair may touch a key: what names it may be damaged, or hostile."""
         deployment = (f"{self.names.prefix}/names/", f"{self.names.prefix}/requests/")
         try:
             return check_key(key).startswith((self.names.root, *deployment))
@@ -217,7 +220,7 @@ class Workbench:
             return False
 
     def exists(self, key: str) -> bool:
-        """Whether there is an object of this run under a key."""
+        """Return whether there is an object of this run under a key."""
         return self.is_ours(key) and self.store.head(key) is not None
 
     def _restore(
@@ -273,7 +276,7 @@ class Workbench:
 
 
 def of_hash(sha256: str) -> Judge:
-    """The judge of an object whose sha256 (hex) is known."""
+    """Return the judge of an object whose sha256 (hex) is known."""
 
     def judge(data: bytes) -> str:
         return "" if hashlib.sha256(data).hexdigest() == sha256 else "its bytes have another sha256"
@@ -295,7 +298,7 @@ def decodes(kind: ObjectKind) -> Judge:
 
 
 def _read(store: ObjectStore, key: str) -> tuple[bytes | None, str]:
-    """The bytes of an object, or None and why."""
+    """Return the bytes of an object, or None and why."""
     try:
         return store.get(key), ""
     except NotFoundError:
@@ -330,7 +333,7 @@ def _hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# The headers of a run, from the last to the first: each names the chain hash behind the one before it.
+# The headers of a run, from the last to the first: each names the chain hash after the one before it.
 
 Position = tuple[int, int]
 """(step, revision)."""
@@ -340,12 +343,12 @@ Header = tuple[bytes, batch_pb2.BatchHeader]
 def repair_headers(bench: Workbench) -> dict[Position, Header]:
     """Examine every header; returns those that are right, or would be after the repair, in order.
 
-    Only the store says which one is right. What stands in Redis, its events included, is a copy: it may be foreign.
+    Only the store says which one is right. What is in Redis, its events included, is a copy: it may be foreign.
     """
-    told, found = _told_chains(bench), dict[Position, Header]()
-    previous: bytes | None = None  # what the header behind this one says of the chain behind this one
+    told, found = _claimed_chains(bench), dict[Position, Header]()
+    previous: bytes | None = None  # what the header after this one says of the chain after this one
     for at in reversed(_positions(bench)):
-        prover, targets = f"header {_name(found, at)} behind it", {previous} if previous is not None else set[bytes]()
+        prover, targets = f"header {_name(found, at)} after it", {previous} if previous is not None else set[bytes]()
         if not targets:
             prover, targets = "the chain hash that archived events or a seal name", told[at[0]]
         held = bench.redis.headers.get(at) if bench.redis is not None else None
@@ -381,7 +384,7 @@ def _judge(bench: Workbench, at: Position, targets: set[bytes]) -> Judge:
 
 
 def _positions(bench: Workbench) -> list[Position]:
-    """Every place where a header is or has to be, ascending."""
+    """Return every place where a header is or has to be, ascending."""
     found = set(list_headers(bench.store, bench.names))
     if bench.redis is not None:
         found |= set(bench.redis.headers)
@@ -406,7 +409,7 @@ def archived_events(bench: Workbench) -> Iterator[event_pb2.Event]:
                     yield decode_message(event_pb2.Event, entry.d, what="event", reason="EVENT_CORRUPT")
 
 
-def _told_chains(bench: Workbench) -> defaultdict[int, set[bytes]]:
+def _claimed_chains(bench: Workbench) -> defaultdict[int, set[bytes]]:
     """Chain hashes behind steps, as archived events and seals tell of them."""
     told: defaultdict[int, set[bytes]] = defaultdict(set)
     closing: set[bytes] = set()

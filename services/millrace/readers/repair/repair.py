@@ -53,7 +53,7 @@ async def repair_run(
     is_applied: bool = False,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> list[Repair]:
-    """Look at every object of a run, and restore what can be restored if `is_applied`; reads every byte of it.
+    """Examine every object of a run, and restore what can be restored if `is_applied`; reads every byte of it.
 
     `log` is the copy in Redis, None without; `backup` a replica of the bucket.
     `on_progress` is called from another thread.
@@ -99,7 +99,7 @@ def _repair(bench: Workbench) -> None:
 
 
 def _repair_run_json(bench: Workbench, headers: dict[Position, Header]) -> bytes | None:
-    """`run.json`: the chain begins with its hash."""
+    """Repair `run.json`: the chain begins with its hash."""
     names = bench.names
     first = next(iter(headers.items()), None)
 
@@ -122,7 +122,7 @@ def _repair_run_json(bench: Workbench, headers: dict[Position, Header]) -> bytes
 
 
 def _repair_names(bench: Workbench, run_json: bytes) -> None:
-    """The objects that lead from the run's name and request to its uid."""
+    """Repair the objects that lead from the run's name and request to its uid."""
     record = RunRecord.parse(run_json, where=bench.names.run_json, needs=["name"])
     uid, (name, request) = bench.names.uid.encode(), _index_objects(record, bench.names)
 
@@ -136,13 +136,16 @@ def _repair_names(bench: Workbench, run_json: bytes) -> None:
 
 
 def _index_objects(record: RunRecord, names: Names) -> tuple[str, str]:
-    """The objects that lead to a run by its name and its request ("" without one); raises if no run is called so."""
+    """Return the objects that lead to a run by its name and its request ("" without one).
+
+    Raises if no run is called so.
+    """
     deployment, request = Deployment(names.prefix), record.request_id
     return deployment.name_object(record.name), deployment.request_object(request) if request else ""
 
 
 def _repair_reopenings(bench: Workbench, headers: dict[Position, Header]) -> None:
-    """The records of the closing headers that have a successor: what counts of them follows from the chain."""
+    """Repair the records of the closing headers that have a successor: which of them count follows from the chain."""
     number = 0
     for (step, revision), (data, _) in headers.items():
         if (step, revision + 1) not in headers:
@@ -170,7 +173,7 @@ def _repair_reopenings(bench: Workbench, headers: dict[Position, Header]) -> Non
 
 
 def _pins(bench: Workbench, headers: dict[Position, Header]) -> dict[str, tuple[str, str]]:
-    """sha256 (hex) by key, and who names it, of what headers and seals name."""
+    """Return sha256 (hex) by key, and who names it, of what headers and seals name."""
     pins: dict[str, tuple[str, str]] = {}
     for info in list(bench.store.list(bench.names.seals)):
         data = bench.examine(info.key, decodes(SEAL), prover="")
@@ -200,7 +203,7 @@ def _repair_pinned(bench: Workbench, key: str, sha256: str, prover: str) -> None
 
 
 def _successor_of(bench: Workbench, key: str) -> str:
-    """In words, which newer revision stands in for a manifest; empty if none that can be read does."""
+    """Return in words which newer revision replaces a manifest; empty if none that can be read does."""
     newest = find_newest(bench.store, key)
     if newest is None or newest == key or _json_judge("manifest")(bench.read(newest) or b""):
         return ""
@@ -208,7 +211,7 @@ def _successor_of(bench: Workbench, key: str) -> str:
 
 
 def _archive_from_redis(bench: Workbench, key: str) -> bytes | None:
-    """An archive of events made anew of the entries in Redis, if Redis has all of them."""
+    """Return an archive of events made anew of the entries in Redis, if Redis has all of them."""
     ids = EVENT_ARCHIVE.parse(key.removeprefix(bench.names.root))
     if bench.redis is None or ids is None:
         return None
@@ -295,7 +298,10 @@ def _json_judge(what: str) -> Callable[[bytes], str]:
 
 
 def _repair_checkpoints(bench: Workbench, headers: dict[Position, Header]) -> None:
-    """Manifests prove the files of checkpoints; without one the trainer begins at an older one."""
+    """Repair the manifests that prove the files of checkpoints.
+
+    Without one the trainer begins at an older checkpoint.
+    """
     has_older = (0, 0) in headers and all(
         bench.exists(chunk.key) for chunk in headers[0, 0][1].chunks
     )  # the start model, and every batch since
@@ -319,7 +325,10 @@ def _repair_checkpoints(bench: Workbench, headers: dict[Position, Header]) -> No
 
 
 def _repair_policies(bench: Workbench, headers: dict[Position, Header]) -> None:
-    """Manifests prove the objects of policies. Of a version that was published anew its successor has to be whole."""
+    """Repair the manifests that prove the objects of policies.
+
+    The successor of a version published anew has to be whole.
+    """
     digests = {item.key: item.digest for _, header in headers.values() for item in header.objects if item.digest}
     for version, lineage in list_policies(bench.store, bench.names):
         first_key, what = bench.names.policy_manifest(lineage, version), f"the manifest of policy {lineage}-{version}"
@@ -342,7 +351,9 @@ def _repair_policies(bench: Workbench, headers: dict[Position, Header]) -> None:
 
 
 def _repair_objects(bench: Workbench, manifest: bytes, prover: str, without: str) -> bool:
-    """Whether every object that the manifest of a policy names is there or can be restored, and its JSON read."""
+    """Return whether every object that the manifest of a policy names is there or can be restored, and its JSON
+    read.
+    """
     try:
         objects = [item for encoding in _items(manifest, "encodings") for item in encoding["objects"]]
         files = [*objects, *_items(manifest, "files")]
@@ -357,7 +368,7 @@ def _repair_objects(bench: Workbench, manifest: bytes, prover: str, without: str
 
 
 def _manifest_judge(key: str, digest: str) -> Judge:
-    """The judge of the manifest of a policy that lies under `key`; its weights must have `digest` (any if empty)."""
+    """Return the judge of the manifest of a policy under `key`; its weights must have `digest` (any if empty)."""
 
     def judge(data: bytes) -> str:
         try:
@@ -377,7 +388,7 @@ def _items(data: bytes, name: str) -> Iterable[Any]:
 
 
 def require_run(store: ObjectStore, names: Names) -> None:
-    """`NotFoundError` if the store has nothing of the run (blocking)."""
+    """Raise `NotFoundError` if the store has nothing of the run (blocking)."""
     if next(iter(store.list(names.root)), None) is None:
         raise NotFoundError(
             f"{store.describe()} holds nothing of a run {names.uid}",

@@ -37,17 +37,17 @@ class ReplayReport:
 
     @property
     def is_equal(self) -> bool:
-        """Whether the recomputed version is the published one, bit for bit."""
+        """Return whether the recomputed version is the published one, bit for bit."""
         return self.published_digest == self.computed_digest
 
     @property
     def exit_code(self) -> int:
-        """0 if equal, or if there was nothing to compare and only another loss was asked for."""
+        """Return 0 if equal, or if there was nothing to compare and only another loss was asked for."""
         return 0 if self.is_equal or not self.published_digest else 1
 
 
 def report_lines(report: ReplayReport) -> list[str]:
-    """The report in words."""
+    """Return the report in words."""
     version = report.step + 1
     lineage = f" (lineage {report.lineage})" if report.lineage else ""
     which = f"step {version} (batch {report.step}) of {report.run_name} ({report.run_uid})"

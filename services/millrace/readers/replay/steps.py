@@ -78,7 +78,7 @@ class Replayer:
     @classmethod
     @contextlib.contextmanager
     def open(cls, store: ObjectStore, names: Names, *, step: int) -> Iterator["Replayer"]:
-        """The learner of a run as it was at the newest checkpoint at or before `step`, or at the run's start.
+        """Provide the learner of a run as it was at the newest checkpoint at or before `step`, or at the run's start.
 
         InvalidStateError (STEP_NOT_KEPT) naming the range that can be recomputed, if `step` is not in it.
         """
@@ -115,7 +115,7 @@ class Replayer:
             learner.gang.leave()
 
     def read(self) -> Batch:
-        """The batch of the next step; InvalidStateError if it is not kept."""
+        """Return the batch of the next step; InvalidStateError if it is not kept."""
         return self._batches.read(self.version)
 
     def advance(self, batch: Batch) -> dict[str, float]:
@@ -126,7 +126,7 @@ class Replayer:
         return learned.metrics.values() | {"optim/lr": report.lr, "optim/grad_norm": report.grad_norm}
 
     def try_loss(self, batch: Batch, loss_of: LossFunction) -> dict[str, float]:
-        """The metrics that the next step would have under another loss; changes nothing.
+        """Return the metrics that the next step would have under another loss; changes nothing.
 
         Of several minibatches, each is computed with the weights before the batch.
         """
@@ -141,7 +141,7 @@ class Replayer:
         return StepMetrics.merged(metrics).values() | {"optim/grad_norm": fmean(norms)}
 
     def tensors(self) -> dict[str, TensorBytes]:
-        """The weights of `version` as they would be published; views of the live ones on a CPU."""
+        """Return the weights of `version` as they would be published; views of the live ones on a CPU."""
         return dict(policy_tensors(self._learner.model, dtype=self._learner.publish_dtype, version=self.version))
 
 
@@ -152,7 +152,7 @@ def replay(
 
     InvalidStateError if the step is not kept, or if its version is not published and no loss is asked for.
     """
-    disable_progress_bar()  # the bar of loading the model would stand between the lines of the steps
+    disable_progress_bar()  # the bar of loading the model would be between the lines of the steps
     loss_of = partial(regularized, load_custom_loss(loss, EVERYTHING, field="--loss")) if loss else None
     with shortage_named("replay the step"), Replayer.open(store, names, step=step) as replayer:
         published = _published(store, names, version=step + 1)
@@ -196,9 +196,9 @@ def replay(
 def _learner_at(
     store: ObjectStore, names: Names, config: RLConfig, step: int, *, origin: RunOrigin
 ) -> tuple[Learner, _Start]:
-    """The learner at the newest whole checkpoint at or before a step, else with the start model.
+    """Return the learner at the newest whole checkpoint at or before a step, else with the start model.
 
-    CorruptObjectError if there is none and the log begins behind the start model.
+    CorruptObjectError if there is none and the log begins after the start model.
     """
     checkpoints, learners = CheckpointStore(store, names, gang=Gang()), list[Learner]()
 
@@ -227,7 +227,9 @@ def _learner_at(
 
 
 def _first_manifest(checkpoints: CheckpointStore) -> CheckpointManifest | None:
-    """That of the oldest checkpoint that is kept: what is before it was trained like it, as far as is known."""
+    """Return the manifest of the oldest checkpoint that is kept: earlier steps were trained alike, as far as is
+    known.
+    """
     for step in checkpoints.steps():
         with contextlib.suppress(CorruptObjectError):  # the audit's to tell; the next one says as much
             return checkpoints.read(step)
@@ -242,7 +244,9 @@ def _new_learner(
     *,
     conditions_of: CheckpointManifest | None,
 ) -> Learner:
-    """A learner of the model of a checkpoint, or of the run's start, where it was trained as far as that is here."""
+    """Return a learner of the model of a checkpoint, or of the run's start, where it was trained as far as that is
+    here.
+    """
     gang, version = Gang(device=_device_of(conditions_of)), 0 if checkpoint is None else checkpoint.step
     # What is compared with the start model begins there: the checkpoint says which one it needs.
     is_start = checkpoint is None or config.trainer.loss.kl is not None
@@ -261,7 +265,7 @@ def _new_learner(
 def _model_directory(
     store: ObjectStore, names: Names, config: RLConfig, version: int, *, is_start: bool
 ) -> Iterator[Path]:
-    """A directory with the model that the replay begins with (only its shape matters where a checkpoint follows).
+    """Provide a directory with the model that the replay begins with (only its shape matters if a checkpoint follows).
 
     The published version itself, so that the replay needs nothing but the store; where that was rounded, or is not
     kept, the directory that the run began with.
@@ -280,7 +284,7 @@ def _model_directory(
 
 
 def _published(store: ObjectStore, names: Names, *, version: int) -> PolicyManifest | None:
-    """The manifest of a version, of its newest lineage; None if it is not published."""
+    """Return the manifest of a version's newest lineage; None if the version is not published."""
     for number, lineage in reversed(list_policies(store, names)):
         key = names.policy_manifest(lineage, version)
         if number == version and store.head(key) is not None:
@@ -289,19 +293,19 @@ def _published(store: ObjectStore, names: Names, *, version: int) -> PolicyManif
 
 
 def _alone(config: RLConfig) -> RLConfig:
-    """The config of a run for one process, however its gang is laid out."""
+    """Return the config of a run for one process, however its gang is laid out."""
     model = config.trainer.model.model_copy(update={"dp_replicate": 1, "cp": 1, "tp": 1, "ep": 1})
     return config.model_copy(update={"trainer": config.trainer.model_copy(update={"model": model})})
 
 
 def _device_of(checkpoint: CheckpointManifest | None) -> torch.device:
-    """A GPU where there is one, unless the run was trained on a CPU."""
+    """Return a GPU where there is one, unless the run was trained on a CPU."""
     trained_on_cpu = checkpoint is not None and checkpoint.conditions.get("device") == "cpu"
     return torch.device("cuda", 0) if torch.cuda.is_available() and not trained_on_cpu else torch.device("cpu")
 
 
 def _notes(checkpoint: CheckpointManifest | None, *, rows: str) -> tuple[str, ...]:
-    """What differs from the conditions under which a checkpoint was written."""
+    """Return notes about ignored files, and about an adapter that names another base."""
     if checkpoint is None:
         return ()
     now = {**conditions(_device_of(checkpoint), rows=rows), "world_size": "1"}
@@ -317,7 +321,7 @@ def _digests(tensors: Mapping[str, TensorBytes]) -> dict[str, str]:
 def _differences(
     store: ObjectStore, published: PolicyManifest, computed: Mapping[str, TensorBytes], digests: Mapping[str, str]
 ) -> Iterator[TensorDifference]:
-    """Every tensor that is not bit for bit the published one, in order of name."""
+    """Yield every tensor that is not bit for bit the published one, in order of name."""
     theirs = pull_tensors(store, published)
     their_digests = {entry.name: entry.digest for entry in published.tensors}
     for name in sorted({*computed, *theirs}):
@@ -338,7 +342,7 @@ def _differences(
 
 
 def _float64(tensor: TensorBytes) -> np.ndarray:
-    """The values of a tensor; numpy has no bfloat16, whose bits are the upper half of a float32's."""
+    """Return the values of a tensor; numpy has no bfloat16, whose bits are the upper half of a float32's."""
     if tensor.dtype == "bfloat16":
         return (tensor.bits().astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return tensor.numpy().ravel().astype(np.float64)

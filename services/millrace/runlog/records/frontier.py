@@ -12,7 +12,7 @@ ZERO_CHAIN_HASH = bytes(32)
 
 
 def genesis_hash(parent: bytes, run_json: bytes) -> bytes:
-    """What the chain of a run begins with: sha256(`parent` || sha256(run.json)), so that it covers what the run is.
+    """Return the start of a run's chain: sha256(`parent` || sha256(run.json)), so that it covers what the run is.
 
     `parent` is the chain hash that a fork continues, else 32 zero bytes; `run_json` are the stored bytes.
     """
@@ -20,7 +20,7 @@ def genesis_hash(parent: bytes, run_json: bytes) -> bytes:
 
 
 def chain_hash(previous: bytes, header_bytes: bytes) -> bytes:
-    """H(n) = sha256(H(n-1) || sha256(header n)); `header_bytes` are the stored bytes, never re-serialized."""
+    """Return h(n) = sha256(H(n-1) || sha256(header n)); `header_bytes` are the stored bytes, never re-serialized."""
     if len(previous) != 32:
         raise ValueError(f"a chain hash has 32 bytes, not {len(previous)}")
     return hashlib.sha256(previous + hashlib.sha256(header_bytes).digest()).digest()
@@ -48,15 +48,15 @@ class Frontier:
 
     @classmethod
     def from_header(cls, header: batch_pb2.BatchHeader) -> "Frontier":
-        """The frontier after a committed header."""
+        """Return the frontier after a committed header."""
         return cls(header.resolved_below, frozenset(header.resolved_above))
 
     def is_resolved(self, ordinal: int) -> bool:
-        """Whether the ordinal was trained or dropped."""
+        """Return whether the ordinal was trained or dropped."""
         return ordinal < self.resolved_below or ordinal in self.resolved_above
 
     def resolve(self, ordinals: Iterable[int]) -> "Frontier":
-        """The frontier with these ordinals resolved too; `InternalError` if one of them is already.
+        """Return the frontier with these ordinals resolved too; `InternalError` if one of them is already.
 
         That check is the last guard of "nothing is counted twice".
         """

@@ -20,20 +20,20 @@ class KnownObjects:
     """What the headers of one run name so far. Of one writer."""
 
     def __init__(self, headers: Iterable[batch_pb2.BatchHeader] = ()) -> None:
-        """`headers`: those that are committed."""
+        """Create the set; `headers` are the committed ones."""
         self._named: dict[str, bytes] = {}
         self._places: set[str] = set()
         for header in headers:
             self.note(header)
 
     def note(self, header: batch_pb2.BatchHeader) -> None:
-        """A header is committed: what it names is named."""
+        """Note that a header is committed, and with it every object that it names."""
         self._named.update((item.key, item.sha256) for item in header.objects)
         self._places.update(chunk.key.rpartition("/")[0] for chunk in header.chunks)
         self._places.add(header.rollouts_key.rpartition("/")[0])
 
     def named(self, prefix: str) -> dict[str, bytes]:
-        """sha256 by key, behind the run's prefix, of what headers name under a prefix."""
+        """Return sha256 by key, without the run's prefix, of the objects that headers name under a prefix."""
         return {key: sha256 for key, sha256 in self._named.items() if key.startswith(prefix)}
 
     def holds(self, key: str) -> bool:
@@ -41,13 +41,13 @@ class KnownObjects:
         return key.rpartition("/")[0] in self._places
 
     def fill(self, store: ObjectStore, names: Names, header: batch_pb2.BatchHeader) -> None:
-        """Have a header name what is new (blocking); what it names already and is not found here stays."""
+        """Add new objects to a header (blocking); those that it names already and that are not found here stay."""
         found = {item.key: item for item in (*header.objects, *self.find_new(store, names))}
         del header.objects[:]
         header.objects.extend(found[key] for key in sorted(found))
 
     def find_new(self, store: ObjectStore, names: Names) -> list[batch_pb2.ObjectRef]:
-        """What the store has and no header names (blocking)."""
+        """Return the objects in the store that no header names (blocking)."""
         found: list[batch_pb2.ObjectRef] = []
         for key in self._new(store, names):
             try:
@@ -62,12 +62,12 @@ class KnownObjects:
         return [key for key in keys if key not in self._named]
 
     def _last(self, kind: catalogue.ObjectKind) -> str:
-        """Return the highest key of a kind that is named, behind which new ones sort; empty if they sort anywhere."""
+        """Return the highest key of a kind that is named, after which new ones sort; empty if they sort anywhere."""
         return max((key for key in self._named if key.startswith(kind.folder)), default="") if kind.is_ordered else ""
 
 
 def describe(names: Names, key: str, data: bytes) -> batch_pb2.ObjectRef:
-    """How an object is named whose key, behind the run's prefix, is `key`."""
+    """Return the reference to the object whose key, without the run's prefix, is `key`."""
     ref = batch_pb2.ObjectRef(key=key, sha256=hashlib.sha256(data).digest())
     if (names.root + key).startswith(names.policies):
         ref.digest = manifest_digest(data)
@@ -75,7 +75,7 @@ def describe(names: Names, key: str, data: bytes) -> batch_pb2.ObjectRef:
 
 
 def manifest_digest(data: bytes) -> str:
-    """The digest of the weights that a policy's manifest names; empty if it is damaged, which ends no run."""
+    """Return the digest of the weights that a policy's manifest names; empty if it is damaged, which ends no run."""
     try:
         digest = decode_object(data, what="policy manifest", reason="POLICY_CORRUPT").get("digest")
     except CorruptObjectError:

@@ -29,7 +29,7 @@ def create_next(
     what: str,
     reason: str,
 ) -> int:
-    """Create the object behind number `last` under the first number that is free, and return it (blocking).
+    """Create the object after number `last` under the first number that is free, and return it (blocking).
 
     Exactly one caller ever gets each number, from which `data_of` makes what is stored. `what` and `reason` are for the
     error.
@@ -67,7 +67,7 @@ class Epoch:
 
 
 def latest_epoch(store: ObjectStore, names: Names, role: str) -> int:
-    """The highest epoch of a role in the store, 0 if there is none (blocking)."""
+    """Return the highest epoch of a role in the store, 0 if there is none (blocking)."""
     highest = 0
     for info in store.list(names.epochs(role)):
         number = info.key.removeprefix(names.epochs(role))
@@ -80,7 +80,7 @@ def latest_epoch(store: ObjectStore, names: Names, role: str) -> int:
 
 
 def epoch_owner(store: ObjectStore, names: Names, role: str, number: int) -> str:
-    """Who took an epoch of a role; empty if its object does not say (blocking)."""
+    """Return who took an epoch of a role; empty if its object does not say (blocking)."""
     key = names.epoch(role, number)
     try:
         return decode_epoch(store.get(key, max_bytes=_MAX_BYTES), where=key)
@@ -160,12 +160,12 @@ async def write_intent(store: ObjectStore, names: Names, kind: str, payload: Map
 
 
 async def read_intents(store: ObjectStore, names: Names, *, after: int = 0) -> list[Intent]:
-    """The intents with a number above `after`, in order."""
+    """Return the intents with a number above `after`, in order."""
     return await asyncio.to_thread(load_intents, store, names, after)
 
 
 def load_intents(store: ObjectStore, names: Names, after: int) -> list[Intent]:
-    """The intents behind `after` in the store, in their order."""
+    """Return the intents after `after` in the store, in their order."""
     intents = []
     for info in store.list(names.intents, start_after=names.intent(after)):
         number = _number(names, info.key)
@@ -192,6 +192,6 @@ def _last_sequence(store: ObjectStore, names: Names) -> int:
 
 
 def _number(names: Names, key: str) -> int | None:
-    """The number in an intent's key; None of what is no key of ours."""
+    """Return the number in an intent's key; None for any other key."""
     place = INTENT.parse(key.removeprefix(names.root))
     return None if place is None else int(place["number"])

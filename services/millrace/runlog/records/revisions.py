@@ -42,7 +42,7 @@ class Reopening:
     time: str
 
     def encode(self) -> bytes:
-        """The record's bytes."""
+        """Return the record's bytes."""
         return json.dumps(asdict(self), sort_keys=True).encode()
 
 
@@ -56,17 +56,17 @@ class StepHeaders:
 
     @property
     def in_force(self) -> bytes | None:
-        """The header that counts; None while the successor of a reopened one is to come."""
+        """Return the header that counts; None while the successor of a reopened one is to come."""
         return None if self.is_reopened else self.revisions[-1]
 
 
 def is_failed_closing(header: batch_pb2.BatchHeader) -> bool:
-    """Whether a header ends its run as FAILED: the only kind that can be superseded."""
+    """Return whether a header ends its run as FAILED: the only kind that can be superseded."""
     return closes_run(header) and header.outcome == batch_pb2.RUN_OUTCOME_FAILED
 
 
 def decode_stored(store: ObjectStore, names: Names, step: int, revision: int, data: bytes) -> batch_pb2.BatchHeader:
-    """The header that an object of the store holds; a `CorruptObjectError` names the object that holds none."""
+    """Return the header that an object of the store holds; a `CorruptObjectError` names the object that holds none."""
     try:
         return decode_header(data)
     except CorruptObjectError as error:
@@ -79,7 +79,7 @@ def decode_stored(store: ObjectStore, names: Names, step: int, revision: int, da
 
 
 def chain_broken(names: Names, step: int, message: str) -> CorruptObjectError:
-    """The error of a header that is missing, or does not come next."""
+    """Return the error of a header that is missing, or does not come next."""
     return CorruptObjectError(
         message,
         reason="CHAIN_BROKEN",
@@ -89,7 +89,10 @@ def chain_broken(names: Names, step: int, message: str) -> CorruptObjectError:
 
 
 def load_step(store: ObjectStore, names: Names, step: int) -> StepHeaders | None:
-    """What is committed of a step; None if nothing is. One request, but for a step at which a run failed."""
+    """Return the committed records of a step.
+
+    None if there are none. One request, but for a step at which a run failed.
+    """
     revisions: list[bytes] = []
     while True:
         try:
@@ -106,7 +109,7 @@ def load_step(store: ObjectStore, names: Names, step: int) -> StepHeaders | None
 
 
 def load_reopenings(store: ObjectStore, names: Names) -> list[Reopening]:
-    """Every record that reopened the run, in order."""
+    """Return every record that reopened the run, in order."""
     return [
         parse_reopening(store.get(info.key, max_bytes=_MAX_RECORD_BYTES), where=store.uri(info.key))
         for info in store.list(names.reopenings)
@@ -114,12 +117,12 @@ def load_reopenings(store: ObjectStore, names: Names) -> list[Reopening]:
 
 
 def last_reopened(store: ObjectStore, names: Names) -> int:
-    """The newest step at which the run was reopened after a failure; 0 if it never was."""
+    """Return the newest step at which the run was reopened after a failure; 0 if it never was."""
     return max((record.step for record in load_reopenings(store, names)), default=0)
 
 
 def parse_reopening(data: bytes, *, where: str) -> Reopening:
-    """The record that an object holds; CorruptObjectError if it holds none."""
+    """Return the record that an object holds; CorruptObjectError if it holds none."""
     remedy = "restore that object from a replica of the bucket"
     document = decode_object(data, what=where, reason="REOPENING_CORRUPT", remedy=remedy)
     try:
@@ -136,13 +139,13 @@ def parse_reopening(data: bytes, *, where: str) -> Reopening:
 
 
 def list_headers(store: ObjectStore, names: Names) -> list[tuple[int, int]]:
-    """(step, revision) of every header object, ascending."""
+    """Return (step, revision) of every header object, ascending."""
     places = (BATCH_HEADER.parse(info.key.removeprefix(names.root)) for info in store.list(names.batches))
     return sorted((int(place["step"]), int(place["revision"])) for place in places if place)
 
 
 def load_newest(store: ObjectStore, names: Names) -> tuple[int, StepHeaders] | None:
-    """The newest committed step and its headers; None if nothing is committed. A logarithmic number of requests.
+    """Return the newest committed step and its headers; None if nothing is committed. A logarithmic number of requests.
 
     Headers are written one after the other and stay until the run is deleted, so the newest is found by bisection.
     """
@@ -165,12 +168,12 @@ def load_newest(store: ObjectStore, names: Names) -> tuple[int, StepHeaders] | N
 
 
 def read_header(store: ObjectStore, names: Names, step: int, revision: int = 0) -> bytes:
-    """The stored bytes of a header; `NotFoundError` if there is none."""
+    """Return the stored bytes of a header; `NotFoundError` if there is none."""
     return store.get(names.batch_header(step, revision), max_bytes=MAX_HEADER_BYTES)
 
 
 def read_chunk(store: ObjectStore, header: batch_pb2.BatchHeader, index: int) -> bytes:
-    """A chunk that a committed header names; `CorruptObjectError` if it is not what the header says."""
+    """Return a chunk that a committed header names; `CorruptObjectError` if it is not what the header says."""
     chunk = header.chunks[index]
     data = store.get(chunk.key, max_bytes=min(chunk.size_bytes, MAX_GET_BYTES))
     verify_chunk(header, index, data)
@@ -201,7 +204,7 @@ def read_rollouts(store: ObjectStore, header: batch_pb2.BatchHeader) -> list[Rol
 
 
 def has_ended(store: ObjectStore, names: Names) -> bool:
-    """Whether nobody will ever read this run's rollouts again: it is closed and not reopened, or deleted."""
+    """Return whether nobody will ever read this run's rollouts again: it is closed and not reopened, or deleted."""
     try:
         newest = load_newest(store, names)
     except NotFoundError:
@@ -214,7 +217,9 @@ def has_ended(store: ObjectStore, names: Names) -> bool:
 
 
 def is_end(store: ObjectStore, names: Names, state: str) -> bool:
-    """Whether a run has ended in `state` ("SUCCEEDED", …), or had failed so before it was reopened, or is deleted."""
+    """Return whether a run has ended in `state` ("SUCCEEDED", …), or had failed so before it was reopened, or is
+    deleted.
+    """
     try:
         newest = load_newest(store, names)
     except NotFoundError:
@@ -229,12 +234,15 @@ def is_end(store: ObjectStore, names: Names, state: str) -> bool:
 
 
 def is_reopened(store: ObjectStore, names: Names) -> bool:
-    """Whether a run that has failed goes on: it was reopened, and has not ended again."""
+    """Return whether a run that has failed goes on: it was reopened, and has not ended again."""
     return next(iter(store.list(names.reopenings)), None) is not None and not has_ended(store, names)
 
 
 def find_closing(store: ObjectStore, names: Names) -> "Closing | None":
-    """The closing header that ends the run as FAILED; None if it is open. `InvalidStateError` if it ended otherwise."""
+    """Return the closing header that ends the run as FAILED; None if it is open.
+
+    `InvalidStateError` if it ended otherwise.
+    """
     newest = load_newest(store, names)
     if newest is None or newest[1].is_reopened:
         return None
@@ -267,7 +275,7 @@ class Closing:
 def reopen(store: ObjectStore, names: Names, closing: Closing, *, epoch: int, owner: str) -> bool:
     """Record that a closing header does not end its run; False if it is recorded already, by whomever.
 
-    Of several callers one wins. Each record is for a closing header that was written behind the record before, so a
+    Of several callers one wins. Each record is for a closing header that was written after the record before, so a
     caller that is late finds its number taken and its own header named.
     """
     time = datetime.datetime.now(datetime.UTC).isoformat()

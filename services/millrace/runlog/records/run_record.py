@@ -69,11 +69,11 @@ class RunRecord:
 
     @classmethod
     def unreadable(cls, uid: str, name: str) -> Self:
-        """What stands for a run whose `run.json` cannot be read."""
+        """Return the placeholder of a run whose `run.json` cannot be read."""
         return cls(uid=uid, name=name, kind=UNKNOWN, config={})
 
     def encode(self) -> bytes:
-        """Canonical JSON; `parent` only where there is one."""
+        """Return canonical JSON; `parent` only where there is one."""
         document = {name: getattr(self, name) for name in _TYPES}
         if self.parent is None:
             del document["parent"]
@@ -81,23 +81,23 @@ class RunRecord:
 
     @property
     def config_json(self) -> str:
-        """The resolved config as canonical JSON."""
+        """Return the resolved config as canonical JSON."""
         return json.dumps(self.config, sort_keys=True)
 
     @cached_property
     def settings(self) -> RLConfig | EvalRunConfig:
-        """The config, typed; ValueError if it is of another release."""
+        """Return the config, typed; ValueError if it is of another release."""
         return from_resolved(self.config or {}, EvalRunConfig if self.kind == EVAL else RLConfig)
 
     @property
     def training(self) -> RLConfig:
-        """The config of a run that trains; ValueError for another one."""
+        """Return the config of a run that trains; ValueError for another one."""
         if not isinstance(self.settings, RLConfig):
             raise ValueError(f"run {self.name} trains nothing")
         return self.settings
 
     def describe(self) -> run_pb2.Run:
-        """The run as the public API shows it before its first event."""
+        """Return the run as the public API shows it before its first event."""
         run = run_pb2.Run(
             name=f"runs/{self.name}",
             uid=self.uid,
@@ -156,12 +156,13 @@ def require_exists(store: ObjectStore, names: Names) -> None:
 
 
 def load_origin(store: ObjectStore, names: Names) -> RunOrigin:
-    """The origin of a run, from its `run.json` (blocking); `NotFoundError` if there is none."""
+    """Return the origin of a run, from its `run.json` (blocking); `NotFoundError` if there is none."""
     return parse_origin(store.get(names.run_json, max_bytes=MAX_JSON_BYTES), where=store.uri(names.run_json))
 
 
 def parse_origin(run_json: bytes, *, where: str) -> RunOrigin:
-    """The origin that a `run.json` names: its `parent` has base_step, chain_hash (hex), resolved_below, resolved_above.
+    """Return the origin that a `run.json` names: its `parent` has base_step, chain_hash (hex), resolved_below,
+    resolved_above.
 
     A run without a parent, or whose parent names neither step nor chain, begins at 0. `where` is for the error.
     """
@@ -197,7 +198,10 @@ def list_objects(store: ObjectStore, names: Names, kind: ObjectKind, *, behind: 
 
 
 def list_checkpoints(store: ObjectStore, names: Names) -> Iterator[int]:
-    """Steps of the committed checkpoints, ascending; what has no manifest was never committed, or is being pruned."""
+    """Yield steps of the committed checkpoints, ascending.
+
+    What has no manifest was never committed, or is being pruned.
+    """
     places = (checkpoint_at(names, prefix) for prefix in store.list_prefixes(names.checkpoints))
     for step in sorted(step for step in places if step is not None):
         if find_newest(store, names.checkpoint_manifest(step)) is not None:
@@ -205,13 +209,13 @@ def list_checkpoints(store: ObjectStore, names: Names) -> Iterator[int]:
 
 
 def list_policies(store: ObjectStore, names: Names) -> list[tuple[int, int]]:
-    """(version, lineage) of every policy that was begun, ascending; only those with a manifest are published."""
+    """Return (version, lineage) of every policy that was begun, ascending; only those with a manifest are published."""
     places = (policy_at(names, prefix) for prefix in store.list_prefixes(names.policies))
     return sorted(place for place in places if place is not None)
 
 
 def published_policies(store: ObjectStore, names: Names) -> Iterator[tuple[int, str]]:
-    """Version and manifest's key of every published policy, the newest version and lineage first.
+    """Yield version and manifest's key of every published policy, the newest version and lineage first.
 
     Of a run that has succeeded, those that its seal names: nobody publishes behind it.
     """
@@ -229,12 +233,12 @@ def published_policies(store: ObjectStore, names: Names) -> Iterator[tuple[int, 
 
 
 def checkpoint_at(names: Names, prefix: str) -> int | None:
-    """The step whose checkpoint lies under a prefix; None if that is no checkpoint's place."""
+    """Return the step of the checkpoint under a prefix; None if that is no checkpoint's place."""
     place = CHECKPOINT_MANIFEST.parse(f"{prefix.removeprefix(names.root)}manifest.json")
     return None if place is None else int(place["step"])
 
 
 def policy_at(names: Names, prefix: str) -> tuple[int, int] | None:
-    """(version, lineage) of the policy that lies under a prefix; None if that is no policy's place."""
+    """Return (version, lineage) of the policy under a prefix; None if that is no policy's place."""
     place = POLICY_MANIFEST.parse(f"{prefix.removeprefix(names.root)}manifest.json")
     return None if place is None else (int(place["version"]), int(place["lineage"]))

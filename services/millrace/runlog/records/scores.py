@@ -1,4 +1,4 @@
-"""Where the teacher's scores of logged rollouts lie: one object per rollout, written before its entry is appended.
+"""Where the teacher's scores of logged rollouts are: one object per rollout, written before its entry is appended.
 
 A crash between the two leaves an object that nobody names, never an entry without its scores. They are deleted with
 the run.
@@ -26,7 +26,7 @@ def store_scores(
 
 
 def name_scores(names: Names, rollouts: Iterable[Rollout]) -> list[batch_pb2.ObjectRef]:
-    """How a header names the scores of the rollouts that it archives, as far as they have any."""
+    """Return the references in a header to the scores of the rollouts that it archives, as far as they have any."""
     found: dict[str, batch_pb2.ObjectRef] = {}
     for rollout in rollouts:
         scores = [sample.teacher_logprobs for sample in rollout.samples if sample.teacher_logprobs is not None]
@@ -38,6 +38,6 @@ def name_scores(names: Names, rollouts: Iterable[Rollout]) -> list[batch_pb2.Obj
 
 
 def load_scores(store: ObjectStore, names: Names, rollout: Rollout) -> Rollout:
-    """The rollout with its scores (blocking); NotFoundError if none were kept, CorruptObjectError if damaged."""
+    """Return the rollout with its scores (blocking); NotFoundError if none were kept, CorruptObjectError if damaged."""
     key = names.scores(scored_digest(rollout))
     return with_scores(rollout, store.get(key), where=key)

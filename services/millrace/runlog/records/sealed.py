@@ -23,18 +23,18 @@ class Seal:
     state: str
     """The terminal state: SUCCEEDED, FAILED or CANCELLED."""
     chain_hash: str
-    """Chain hash behind the closing header, hex."""
+    """Chain hash after the closing header, hex."""
     objects: dict[str, str]
-    """sha256 (hex) by key behind the run's prefix: what the headers do not name, all event archives and manifests."""
+    """sha256 (hex) by key after the run's prefix: what the headers do not name, all event archives and manifests."""
     others: dict[str, int] | None
-    """Size (bytes) by key behind the run's prefix of everything else but scores: what manifests name, and what nobody
+    """Size (bytes) by key after the run's prefix of everything else but scores: what manifests name, and what nobody
     does. None in a seal of a release that did not list it."""
     by: str
     time: str
     """On its writer's clock, ISO 8601 with a zone."""
 
     def encode(self) -> bytes:
-        """Canonical JSON."""
+        """Return canonical JSON."""
         fields = {name: getattr(self, name) for name in self.__slots__}
         return json.dumps({"format": FORMAT, **fields}, sort_keys=True, indent=1).encode()
 
@@ -58,7 +58,7 @@ class Seal:
 
 
 def seal_key(store: ObjectStore, names: Names) -> str:
-    """Return where the seal of the run's present end lies (blocking): each reopening begins the next number."""
+    """Return the key of the seal of the run's current end (blocking): each reopening begins the next number."""
     return names.seal(sum(1 for _ in store.list(names.reopenings)))
 
 

@@ -1,4 +1,4 @@
-"""Where the token logs of a run lie: one object per step and lineage, created once, kept as long as the run.
+"""Where the token logs of a run are: one object per step and lineage, created once, kept as long as the run.
 
 They are measurements: nothing is made of them, so no header names them, and a fork begins without those of its parent.
 The event of each names its sha256; events are named by headers and seals.
@@ -22,7 +22,7 @@ class StoredTokenLog:
     sha256: str
     size_bytes: int
     is_another: bool
-    """One with other bytes was there, behind which it is now the next one."""
+    """One with other bytes was there, after which it is now the next one."""
 
 
 def store_token_log(store: ObjectStore, names: Names, log: TokenLog) -> StoredTokenLog:
@@ -47,7 +47,10 @@ def store_token_log(store: ObjectStore, names: Names, log: TokenLog) -> StoredTo
 
 
 def find_token_log(store: ObjectStore, names: Names, step: int) -> str | None:
-    """The key of a step's log: of its newest lineage, which is the one that the run went on with; None without any."""
+    """Return the key of a step's log: of its newest lineage, which is the one that the run went on with.
+
+    None without any.
+    """
     prefix = names.token_logs(step)
     found = ((TOKEN_LOG.parse(info.key.removeprefix(names.root)), info.key) for info in store.list(prefix))
     numbered = [(int(place["lineage"]), int(place["revision"]), key) for place, key in found if place]
@@ -55,5 +58,5 @@ def find_token_log(store: ObjectStore, names: Names, step: int) -> str | None:
 
 
 def load_token_log(store: ObjectStore, key: str) -> TokenLog:
-    """The log with this key; NotFoundError, or CorruptObjectError if it is damaged."""
+    """Return the log with this key; NotFoundError, or CorruptObjectError if it is damaged."""
     return decode_token_log(store.get(key, max_bytes=MAX_TOKEN_LOG_BYTES), where=key)

@@ -52,7 +52,9 @@ async def read_batch(
 
 
 async def _wait_in_force(log: RunLog, step: int, *, timeout_s: float | None) -> bytes:
-    """The header of a step that counts: a failed closing header may be superseded, whatever Redis still holds."""
+    """Return the header of a step that counts: a failed closing header may be superseded, whatever Redis still
+    holds.
+    """
     started = time.monotonic()
     left_s = timeout_s
     while True:
@@ -71,7 +73,7 @@ async def _wait_in_force(log: RunLog, step: int, *, timeout_s: float | None) -> 
 
 
 async def wait_for_header(log: RunLog, step: int, *, timeout_s: float | None = None) -> bytes:
-    """The stored bytes of header `step`, as soon as Redis or the store has it.
+    """Return the stored bytes of header `step`, as soon as Redis or the store has it.
 
     The store is asked first, and whenever Redis was silent for 5 s: the step may be trimmed, or its append lost. What
     Redis has is compared with it, too: an entry that is not the committed header costs the log a rebuild.
@@ -79,6 +81,7 @@ async def wait_for_header(log: RunLog, step: int, *, timeout_s: float | None = N
     the run is being deleted.
     """
     started = time.monotonic()
+    # The first look must not block: the store may have the step although Redis has trimmed it.
     limit_s = 0.0
     with waits.waiting(f"batch {step}", waits_on="orchestrator", deadline_s=timeout_s or 0.0) as wait:
         while True:
@@ -93,6 +96,7 @@ async def wait_for_header(log: RunLog, step: int, *, timeout_s: float | None = N
                 if entries:
                     await _require_lost(log, step, entries[0], error)
             else:
+                # The store decides. An entry that differs from the committed header is damage in Redis.
                 if entries and entries[0].id == f"{step}-1" and entries[0].d != stored:
                     await damage.require_committed(log, step, entries[0].d)
                 return stored
@@ -110,7 +114,7 @@ def _timed_out(log: RunLog, step: int, timeout_s: float | None) -> UnavailableEr
 
 
 async def _read_or_adopt(log: RunLog, step: int, block_s: float) -> list[Entry] | None:
-    """The next batch entry from `step` on, if it comes in time; None while Redis does not hold the log."""
+    """Return the next batch entry from `step` on, if it comes in time; None while Redis does not hold the log."""
     try:
         return await log.read(Stream.BATCHES, after=f"{step}-0", count=1, block_s=block_s)
     except LogGoneError:
@@ -125,11 +129,13 @@ async def _read_or_adopt(log: RunLog, step: int, block_s: float) -> list[Entry] 
 
 
 async def _require_lost(log: RunLog, step: int, entry: Entry, error: NotFoundError) -> None:
-    """Redis has that step or a later one, the store has not the header: raises `error` if it was lost."""
+    """Raise `error` if the header was lost: Redis has that step or a later one, the store has not the header."""
     found = int(entry.id.partition("-")[0])
     try:
         if found == step:
-            raise await damage.condemn(log, f"stream {Stream.BATCHES}", f"at {entry.id}: that step is not committed")
+            raise await damage.mark_damaged(
+                log, f"stream {Stream.BATCHES}", f"at {entry.id}: that step is not committed"
+            )
         await damage.require_backed(log, Stream.BATCHES, found)
     except LogGoneError as gone:
         logger.warning("a batch in Redis is foreign", extra={"uid": log.uid, "step": step, "error": gone.message})

@@ -82,7 +82,7 @@ class Outage:
 
     @property
     def seconds(self) -> float:
-        """How long it lasted."""
+        """Return the duration in seconds."""
         return self.ended - self.began
 
 
@@ -91,7 +91,7 @@ OUTAGES: deque[Outage] = deque(maxlen=16)
 
 
 def open_redis(url: str) -> redis_asyncio.Redis:
-    """A client for `redis://[user:password@]host:port/db` (or rediss, unix); connects on first use."""
+    """Return a client for `redis://[user:password@]host:port/db` (or rediss, unix); connects on first use."""
     try:
         return redis_asyncio.Redis.from_url(
             url,
@@ -115,7 +115,7 @@ def open_redis(url: str) -> redis_asyncio.Redis:
 
 
 def describe(client: redis_asyncio.Redis) -> str:
-    """`host:port` (or the socket's path) of a client, without credentials."""
+    """Return `host:port` (or the socket's path) of a client, without credentials."""
     options = client.connection_pool.connection_kwargs
     return options.get("path") or join_address(options.get("host", "localhost"), options.get("port", 6379))
 
@@ -155,7 +155,7 @@ async def _retry(
     deadline_s: float,
     on_failure: Callable[[str, waits.Refusal | None], None],
 ) -> T:
-    """Try for `deadline_s` behind the first failure; that and the recovery are one log line each."""
+    """Try for `deadline_s` after the first failure; that and the recovery are one log line each."""
     address, num_failed, began, excused = describe(client), 0, 0.0, 0
     # unregistered wait: `call` around it is the registered wait
     while True:
@@ -199,7 +199,7 @@ async def _retry(
 
 
 def _awake_s(began: float) -> float:
-    """Seconds since a moment in which this process ran."""
+    """Return seconds since a moment in which this process ran."""
     now = time.monotonic()
     return now - began - standstill.METER.within(began, now)
 
@@ -214,7 +214,7 @@ def _note_outage(address: str, began: float) -> None:
 
 
 def as_text(value: Any) -> str:
-    """Redis answers bytes; None becomes "", bytes that are no UTF-8 become what nothing of ours is equal to."""
+    """Return Redis' bytes as text; None becomes "", and bytes that are no UTF-8 equal no text of Millrace's."""
     if value is None:
         return ""
     return value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
@@ -252,7 +252,7 @@ def is_read_only(error: Exception) -> bool:
 
 
 def _of_role(error: Exception, what: str, address: str) -> MillraceError | None:
-    """Return what it is that keeps it from writing."""
+    """Return the role that keeps Redis from writing."""
     metadata = {"address": address}
     if is_read_only(error):
         return RefusedError(
@@ -412,7 +412,7 @@ class _Trial:
         }
 
     async def clean_up(self) -> None:
-        """Delete the keys; where that cannot be, whatever refused before has been said."""
+        """Delete the keys; a failure is ignored, because its cause was reported before."""
         try:
             async with asyncio.timeout(DEADLINE_S):
                 await self._client.delete(self._names.meta, self._stream, self._lease)
@@ -446,7 +446,7 @@ class _Trial:
         words = ("XREAD", "COUNT", 1, "BLOCK", _BLOCK_MS, "STREAMS", self._stream, newest)
         began = time.monotonic()
         if await self._client.execute_command(*words) or time.monotonic() - began < _BLOCK_MS / 2000:
-            raise ResponseError("a read behind the newest entry did not wait for another one")
+            raise ResponseError("a read after the newest entry did not wait for another one")
 
     async def _take_lease(self) -> None:
         lease_ms = await self._hold_lease()

@@ -1,14 +1,14 @@
 """Damage in Redis: a log that is not what was written is given up, and its rebuild comes from the store.
 
-Redis is the fast copy. What stands there and cannot be used, or claims what the store does not know, never ends a run:
+Redis is the fast copy. What is there and cannot be used, or claims what the store does not know, never ends a run:
 
 * rollouts and events: the entry is skipped (`Entry.damage`); the run's orchestrator counts it, tells of it, removes it
-* batches, policies, meta, and ids behind which nothing can be appended: `condemn` takes the copy's generation away, in
-  one atomic step. From then on nobody appends to it or reads from it, as if Redis had lost it, until an orchestrator
+* batches, policies, meta, and ids after which nothing can be appended: `mark_damaged` takes the copy's generation away,
+  in one atomic step. From then on nobody appends to it or reads from it, as if Redis had lost it, until an orchestrator
   has rebuilt it
 
-Every reader that meets damage may call `condemn`: it costs a rebuild, never a fact. That the *store* lacks something is
-found by comparing with it, and is an error of its own.
+Every reader that meets damage may call `mark_damaged`: it costs a rebuild, never a fact. That the *store* lacks
+something is found by comparing with it, and is an error of its own.
 """
 
 import asyncio
@@ -43,20 +43,20 @@ class LogCopy(Protocol):
 
     @property
     def uid(self) -> str:
-        """The run."""
+        """Return the run."""
         ...
 
     async def next_position(self, stream: Stream) -> int:
-        """The step or version that the stream takes next."""
+        """Return the step or version that the stream takes next."""
         ...
 
     async def read_range(self, stream: Stream, first: str, last: str) -> list[Entry]:
-        """Entries with ids from `first` to `last`, inclusive."""
+        """Return entries with ids from `first` to `last`, inclusive."""
         ...
 
 
 def log_damaged(text: str) -> LogGoneError:
-    """The error of a log whose copy in Redis is damaged; `text` says where and how."""
+    """Return the error of a log whose copy in Redis is damaged; `text` says where and how."""
     return LogGoneError(
         f"redis: {text}; being rebuilt",
         reason="LOG_DAMAGED",
@@ -64,8 +64,10 @@ def log_damaged(text: str) -> LogGoneError:
     )
 
 
-async def condemn(log: LogCopy, what: str, cause: str) -> LogGoneError:
-    """Have this generation of the log rebuilt; returns the error to raise. `what` such as `stream batches`.
+async def mark_damaged(log: LogCopy, what: str, cause: str) -> LogGoneError:
+    """Mark this generation of the log as damaged, so that it is rebuilt.
+
+    Returns the error to raise. `what` such as `stream batches`.
 
     Nothing happens where another generation is there by now.
     """
@@ -82,38 +84,43 @@ async def condemn(log: LogCopy, what: str, cause: str) -> LogGoneError:
     return log_damaged(text)
 
 
-async def sift(log: LogCopy, stream: Stream, entries: list[Entry]) -> list[Entry]:
-    """The entries of a page, read while the log was there, if they may be of its stream; else it is condemned."""
+async def check_entries(log: LogCopy, stream: Stream, entries: list[Entry]) -> list[Entry]:
+    """Return the entries of a page, read while the log was there, if they may be of its stream.
+
+    Else it is condemned.
+    """
     for entry in entries:
         if stream in (Stream.BATCHES, Stream.POLICIES) and entry.damage:
-            raise await condemn(log, f"stream {stream}", f"at {entry.id}: {entry.damage}")
+            raise await mark_damaged(log, f"stream {stream}", f"at {entry.id}: {entry.damage}")
         if stream is Stream.EVENTS and int(entry.id.partition("-")[0]) > log.generation:
-            raise await condemn(
+            raise await mark_damaged(
                 log, f"stream {stream}", f"at {entry.id}: ids begin with the generation {log.generation}"
             )
     return entries
 
 
 async def require_backed(log: LogCopy, stream: Stream, position: int) -> None:
-    """Condemn a log whose stream goes on behind `position`, the newest step or version that the store has.
+    """Mark the Redis copy as damaged if its stream goes on after `position`, the newest step or version in the store.
 
     Redis gets a batch or policy after the store, so that it never holds one that the store never had.
     """
     if not await asyncio.to_thread(_is_in_store, log, stream, position):
-        raise await condemn(log, f"stream {stream}", f"at {position}-1: the object store has nothing of that number")
+        raise await mark_damaged(
+            log, f"stream {stream}", f"at {position}-1: the object store has nothing of that number"
+        )
 
 
 async def require_committed(log: LogCopy, step: int, data: bytes) -> None:
-    """Have the log rebuilt if it has a header of a step that was never committed.
+    """Mark the Redis copy as damaged if it has a header of a step that was never committed.
 
     Nothing is raised: the store says what was. Where a run was reopened a step has several headers (`revisions`).
     """
     if not await asyncio.to_thread(_is_in_store, log, Stream.BATCHES, step, data):
-        await condemn(log, f"stream {Stream.BATCHES}", f"at {step}-1: it is not the committed header")
+        await mark_damaged(log, f"stream {Stream.BATCHES}", f"at {step}-1: it is not the committed header")
 
 
 async def require_own(log: LogCopy, stream: Stream, position: int, data: bytes) -> None:
-    """Condemn a log that refuses what the store has: another entry, or what never was, stands in its place.
+    """Mark the Redis copy as damaged if its entry differs from the store's.
 
     `data` is what was to be appended. Returns if the stream is just further, or if the store has not `data` itself.
     """
@@ -122,16 +129,16 @@ async def require_own(log: LogCopy, stream: Stream, position: int, data: bytes) 
         await require_backed(log, stream, newest)
         for entry in await log.read_range(stream, f"{position}-1", f"{position}-1"):
             if entry.d != data and not await asyncio.to_thread(_is_in_store, log, stream, position, entry.d):
-                raise await condemn(
+                raise await mark_damaged(
                     log, f"stream {stream}", f"at {entry.id}: the object store has something else there"
                 )
 
 
 async def checked_policy(log: LogCopy, entry: Entry) -> policy_pb2.PolicyEntry | None:
-    """The policy version that an entry announces; None if the store does not keep it any more.
+    """Return the policy version that an entry announces; None if the store does not keep it any more.
 
     `LogGoneError`, and a rebuild, where its manifest in the store is another's or was never written. One that is
-    damaged is nothing that a rebuild mends: its reader finds it, and the trainer publishes it anew.
+    damaged is nothing that a rebuild fixes: its reader finds it, and the trainer publishes it anew.
     """
     try:
         policy = _decode_policy(entry.d)
@@ -144,7 +151,7 @@ async def checked_policy(log: LogCopy, entry: Entry) -> policy_pb2.PolicyEntry |
         if manifest is not None and not _is_of(manifest, policy):
             raise CorruptObjectError(f"{policy.manifest_key} has another sha256 and digest", reason="ENTRY_CORRUPT")
     except CorruptObjectError as error:
-        raise await condemn(log, f"stream {Stream.POLICIES}", f"at {entry.id}: {error.message}") from error
+        raise await mark_damaged(log, f"stream {Stream.POLICIES}", f"at {entry.id}: {error.message}") from error
     if manifest is None:
         await require_backed(log, Stream.POLICIES, major)
         return None
@@ -152,7 +159,9 @@ async def checked_policy(log: LogCopy, entry: Entry) -> policy_pb2.PolicyEntry |
 
 
 def _is_of(manifest: bytes, policy: policy_pb2.PolicyEntry) -> bool:
-    """Whether a stored manifest is the announced one, or damaged, or of the same weights: a lost one is made again."""
+    """Return whether a stored manifest is the announced one, or damaged, or of the same weights: a lost one is made
+    again.
+    """
     if hashlib.sha256(manifest).digest() == policy.manifest_sha256:
         return True
     try:
@@ -167,7 +176,7 @@ def _decode_policy(data: bytes) -> policy_pb2.PolicyEntry:
 
 
 def _is_in_store(log: LogCopy, stream: Stream, position: int, data: bytes | None = None) -> bool:
-    """Whether the store has a batch or policy of that number, or a later policy; with `data`: this very one."""
+    """Return whether the store has a batch or policy of that number, or a later policy; with `data`: this very one."""
     if stream is Stream.BATCHES:
         stored = _headers(log, position)
         return data in stored if data is not None else bool(stored)
@@ -182,7 +191,7 @@ def _is_in_store(log: LogCopy, stream: Stream, position: int, data: bytes | None
 
 
 def _headers(log: LogCopy, step: int) -> list[bytes]:
-    """The stored bytes of every header of a step: more than one where a run was reopened."""
+    """Return the stored bytes of every header of a step: more than one where a run was reopened."""
     found: list[bytes] = []
     while (data := _get(log, log.names.batch_header(step, len(found)), max_bytes=MAX_HEADER_BYTES)) is not None:
         found.append(data)
@@ -190,9 +199,9 @@ def _headers(log: LogCopy, step: int) -> list[bytes]:
 
 
 def _manifest(log: LogCopy, policy: policy_pb2.PolicyEntry) -> bytes | None:
-    """The manifest of a version as it was written first, or its newest successor if that one is lost.
+    """Return the manifest of a version as it was written first, or its newest successor if that one is lost.
 
-    Nothing, which is no manifest, stands for one that is too large to be one.
+    Nothing, which is no manifest, represents one that is too large to be one.
     """
     key = log.names.policy_manifest(policy.lineage, policy.version)
     try:

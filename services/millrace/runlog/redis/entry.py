@@ -55,7 +55,7 @@ class AppendResult(StrEnum):
                 raise ConflictError(
                     f"{what}: the log holds something else at that place, or lacks what comes before",
                     reason="APPEND_CONFLICT",
-                    remedy="read the committed headers again and continue behind them",
+                    remedy="read the committed headers again and continue after them",
                 )
 
 
@@ -80,13 +80,13 @@ OnDamaged: TypeAlias = Callable[[Stream, Entry], None]
 
 
 def id_order(id_: str) -> tuple[int, int]:
-    """What entry ids sort by."""
+    """Return the sort key of entry ids."""
     major, _, minor = id_.partition("-")
     return int(major), int(minor)
 
 
 def read_entry(key: str, id_: bytes, fields: Mapping[bytes, bytes]) -> Entry:
-    """As `decode_entry`, but an entry that is not what was written says so in its `damage`."""
+    """Read as `decode_entry` does, but name a damaged entry's fault in its `damage`."""
     try:
         return decode_entry(key, id_, fields)
     except (CorruptObjectError, InvalidStateError) as error:
@@ -94,7 +94,7 @@ def read_entry(key: str, id_: bytes, fields: Mapping[bytes, bytes]) -> Entry:
 
 
 def damaged_entry(id_: str, error: MillraceError) -> Entry:
-    """What stands for an entry that cannot be used."""
+    """Return the placeholder of an entry that cannot be used."""
     return Entry(id=id_, v=0, h="", d=b"", tp="", damage=error.message)
 
 
@@ -130,7 +130,7 @@ def decode_entry(key: str, id_: bytes, fields: Mapping[bytes, bytes]) -> Entry:
 
 
 def check_format(version: str, where: str) -> int:
-    """The major number of a format version; `InvalidStateError` if it is not the one that this release reads."""
+    """Return the major number of a format version; `InvalidStateError` if it is not the one that this release reads."""
     major = version.partition(".")[0]
     if not re.fullmatch(r"[1-9][0-9]{0,8}", major):
         raise CorruptObjectError(f"{where} has the format {version[:40]!r}", reason="ENTRY_CORRUPT")
@@ -154,18 +154,19 @@ def check_format(version: str, where: str) -> int:
 async def scan(
     read_page: Callable[[str, int], Awaitable[Page | None]], num_at_once: int
 ) -> AsyncIterator[tuple[bytes, Mapping[bytes, bytes]]]:
-    """Every raw entry of a stream; `read_page` reads at most so many from an id on, and ends it with None."""
+    """Yield every raw entry of a stream; `read_page` reads at most so many from an id on, and ends it with None."""
     start = "-"
     while page := await read_page(start, num_at_once):
         for raw in page:
             yield raw
         if len(page) < num_at_once or (last := as_text(page[-1][0])) == LAST_ID:
             return
+        # A parenthesis makes the range exclusive in Redis (since 6.2).
         start = f"({last}"
 
 
 def log_gone(what: str) -> LogGoneError:
-    """The error of a log that Redis does not hold any more."""
+    """Return the error of a log that Redis does not hold any more."""
     return LogGoneError(
         f"{what}: Redis does not hold the log of the run",
         reason="LOG_GONE",

@@ -63,7 +63,7 @@ class Lease:
 
     @classmethod
     async def acquire(cls, log: RunLog, role: str, owner: str, ttl_s: float, *, slot: str = "") -> Self | None:
-        """Take the lease if it is free; None if somebody holds it.
+        """Take the lease if it is free; None if another process holds it.
 
         `slot` is a place that only one process can have at a time (`host/address`): a lease of the same slot is a dead
         predecessor's and is taken over at once.
@@ -97,7 +97,9 @@ class Lease:
 
     @property
     def may_write(self) -> bool:
-        """Whether less than half the ttl has passed, on our own monotonic clock, since the last renewal was sent."""
+        """Return whether less than half the ttl has passed, on our own monotonic clock, since the last renewal was
+        sent.
+        """
         return time.monotonic() - self._renewed < self.ttl_s / 2
 
     def require(self) -> None:
@@ -140,7 +142,7 @@ class Lease:
         return False
 
     async def release(self, why: str = "") -> None:
-        """Give the lease back if we still hold it; `why` is kept for who holds it next."""
+        """Give the lease back if we still hold it; `why` is kept for those who holds it next."""
         self._is_released = True
         self._renewed = -math.inf
         words = json.dumps({"owner": self.owner, "epoch": self._epoch, "why": why[:_MAX_WORDS]}) if why else ""
@@ -153,7 +155,10 @@ class Lease:
 
 
 async def last_end(run_log: RunLog, role: str) -> LeaseEnd | None:
-    """The last words of the last holder that gave a role back; None without any, and for what is no such words."""
+    """Return the last words of the last holder that gave a role back.
+
+    None without any, and for what is no such words.
+    """
     key = run_log.names.lease_end(role)
     found = await run_log.call(f"reading the end of the lease of {role}", lambda: run_log.redis.get(key))
     if found is None:

@@ -131,7 +131,7 @@ class RunLog:
         try:
             check_format(version, f"meta of run {self.uid}")
         except CorruptObjectError as error:
-            raise await damage.condemn(held, "meta", f"in its field format: {version[:40]!r}") from error
+            raise await damage.mark_damaged(held, "meta", f"in its field format: {version[:40]!r}") from error
         if generation == self.generation:
             return
         if is_checked:
@@ -142,7 +142,7 @@ class RunLog:
         self.generation, self.run_hash = generation, run_hash
 
     async def require_true(self) -> None:
-        """`LogGoneError`, and a rebuild, if meta says of the run what the store does not."""
+        """Raise `LogGoneError`, which leads to a rebuild, if meta differs from the store in what it says of the run."""
 
         def compare() -> str:
             if numbered.latest_epoch(self.store, self.names, numbered.GENERATION_ROLE) < self.generation:
@@ -155,7 +155,7 @@ class RunLog:
         except NotFoundError as error:
             raise log_gone(f"opening run {self.uid}, which is not in the store") from error
         if cause:
-            raise await damage.condemn(self, "meta", cause)
+            raise await damage.mark_damaged(self, "meta", cause)
 
     async def wait_reopened(self, why: str) -> None:
         """Wait, visibly and without end, until the orchestrator has rebuilt the log, and adopt it; `why` says for what.
@@ -173,7 +173,9 @@ class RunLog:
                 await asyncio.sleep(_POLL_S)
 
     async def read_instance(self) -> str:
-        """Which copy of the log Redis holds: `{generation}.{run id of the server}`; `LogGoneError` if not ours.
+        """Return the identity of Redis' copy of the log: `{generation}.{run id of the server}`.
+
+        `LogGoneError` if it is another run's.
 
         It changes when the log was rebuilt, and when the server restarted, which may have lost the newest entries:
         a writer that sees a change appends again what that copy lacks. Where INFO is denied the run id is empty.
@@ -187,11 +189,11 @@ class RunLog:
 
     @property
     def uid(self) -> str:
-        """Uid of the run."""
+        """Return uid of the run."""
         return self.names.uid
 
     async def run_json(self) -> bytes:
-        """What the run is, as it was created."""
+        """Return the run's record, as it was created."""
         return await asyncio.to_thread(self.store.get, self.names.run_json)
 
     async def check(self) -> None:
@@ -212,12 +214,12 @@ class RunLog:
         return epoch
 
     async def current_epoch(self, role: str) -> int:
-        """The epoch that Redis enforces for a role, 0 if none."""
+        """Return the epoch that Redis enforces for a role, 0 if none."""
         number = await self._meta_number(f"epoch:{role}", f"the epoch of {role}")
         if number > self._epochs.get(role, 0):
             self._epochs[role] = await asyncio.to_thread(numbered.latest_epoch, self.store, self.names, role)
             if number > self._epochs[role]:  # it would fence everybody out, for ever
-                raise await damage.condemn(
+                raise await damage.mark_damaged(
                     self, "meta", f"in its field epoch:{role}: there never was an epoch {number}"
                 )
         return number
@@ -257,7 +259,7 @@ class RunLog:
     async def read(
         self, stream: Stream | str, *, after: str = "0", count: int = 100, block_s: float = 0.0
     ) -> list[Entry]:
-        """Entries behind the id `after`, at most `count`; waits up to `block_s` (≤ 5) for the first one.
+        """Return entries after the id `after`, at most `count`; waits up to `block_s` (≤ 5) for the first one.
 
         `LogGoneError` when the log is gone, or is given up because of a damaged batch or policy. Rollouts and events
         that are damaged come with a `damage`.
@@ -272,12 +274,14 @@ class RunLog:
             found = await self.command(f"reading {stream}", *words, block_s=block_ms / 1000)
             await self.check()  # XREAD does not tell a wiped stream from a silent one
             if found:
-                return await damage.sift(self, stream, [read_entry(key, id_, fields) for id_, fields in found[0][1]])
+                return await damage.check_entries(
+                    self, stream, [read_entry(key, id_, fields) for id_, fields in found[0][1]]
+                )
             if time.monotonic() >= ends:
                 return []
 
     async def read_range(self, stream: Stream, first: str, last: str) -> list[Entry]:
-        """Entries with ids from `first` to `last`, inclusive, without waiting; what is damaged says so."""
+        """Return entries with ids from `first` to `last`, inclusive, without waiting; what is damaged says so."""
         key = self.names.stream(stream)
         found = await self.command(f"reading {stream}", "XRANGE", key, first, last)
         return [read_entry(key, id_, fields) for id_, fields in found]
@@ -287,7 +291,7 @@ class RunLog:
         await self.command(f"removing damaged entries of {stream}", "XDEL", self.names.stream(stream), *ids)
 
     async def last_id(self, stream: Stream) -> str | None:
-        """The newest id that the stream ever had, trimmed or not; None if it never had one."""
+        """Return the newest id that the stream ever had, trimmed or not; None if it never had one."""
         key = self.names.stream(stream)
 
         async def ask() -> dict[str, Any] | None:
@@ -302,14 +306,14 @@ class RunLog:
         return None if info is None else as_text(info["last-generated-id"])
 
     async def next_position(self, stream: Stream) -> int:
-        """The step (or policy version) that the stream takes next."""
+        """Return the step (or policy version) that the stream takes next."""
         last = await self.last_id(stream)
         if last is not None:
             return int(last.partition("-")[0]) + 1
         return await self._meta_number(f"base:{stream.value}", f"the base of {stream}")
 
     async def writer_sequence(self, writer: str) -> int:
-        """The number of the newest event of a writer, 0 if it has none."""
+        """Return the number of the newest event of a writer, 0 if it has none."""
         return await self._meta_number(f"seq:{writer}", f"the sequence of {writer}")
 
     # Trim: only the lease holder does.
@@ -329,13 +333,13 @@ class RunLog:
         return await intents.write_intent(self.store, self.names, kind, payload)
 
     async def read_intents(self, *, after: int = 0) -> list[Intent]:
-        """The intents with a number above `after`, in order."""
+        """Return the intents with a number above `after`, in order."""
         return await intents.read_intents(self.store, self.names, after=after)
 
     # Inside.
 
     async def command(self, what: str, *words: Any, block_s: float = 0.0) -> Any:
-        """Run one Redis command by its words; see `call`."""
+        """Run one Redis command by its words, as `call` does."""
         return await self.call(what, lambda: self.redis.execute_command(*words), block_s=block_s)
 
     async def call(self, what: str, command: Callable[[], Awaitable[T]], *, block_s: float = 0.0) -> T:
@@ -346,13 +350,13 @@ class RunLog:
         try:
             return await connection.call(self.redis, f"{what} of run {self.uid}", command, block_s=block_s)
         except CorruptObjectError as error:
-            raise await damage.condemn(self, "a key", f"of another type than ours ({what})") from error
+            raise await damage.mark_damaged(self, "a key", f"of another type than ours ({what})") from error
 
     async def _meta_number(self, field: str, what: str) -> int:
-        """The number that a field of meta begins with, 0 if it is not there."""
+        """Return the number that a field of meta begins with, 0 if it is not there."""
         held = as_text(await self.command(f"reading {what}", "HGET", self.names.meta, field)).partition(" ")[0]
         if held and not _NUMBER.fullmatch(held):
-            raise await damage.condemn(self, "meta", f"in its field {field}: {held[:40]!r} is no number")
+            raise await damage.mark_damaged(self, "meta", f"in its field {field}: {held[:40]!r} is no number")
         return int(held or 0)
 
     async def _append(
@@ -368,7 +372,7 @@ class RunLog:
             reply = await self.call(what, lambda: script.APPEND.run(self.redis, keys, args))
             answer, detail = (as_text(part) for part in reply)
             if answer == "DAMAGED":
-                raise await damage.condemn(self, f"stream {stream}", f"at its end: {detail}")
+                raise await damage.mark_damaged(self, f"stream {stream}", f"at its end: {detail}")
             if answer != "EPOCH_BEHIND":
                 result = AppendResult(answer)
                 if result is AppendResult.FENCED:
@@ -388,7 +392,7 @@ class RunLog:
         raise InternalError(f"{what} of run {self.uid}: Redis forgets epochs", reason="EPOCH_LOST")
 
     async def _raise_epoch(self, epoch: Epoch, *, raises: bool = True) -> bool:
-        """Raise the role's epoch in meta to ours; False (or `FencedError`) when a newer one is there."""
+        """Raise the role's epoch in meta to this holder's; False (or `FencedError`) if it has a newer one."""
         args = [self.generation, epoch.role, epoch.number]
         reply = await self.call(
             f"writing the epoch of {epoch.role}",
@@ -396,7 +400,7 @@ class RunLog:
         )
         text, detail = (as_text(part) for part in reply)
         if text == "DAMAGED":
-            raise await damage.condemn(self, "meta", f"in its {detail}")
+            raise await damage.mark_damaged(self, "meta", f"in its {detail}")
         answer = AppendResult(text)
         if answer is AppendResult.FENCED:
             await self.current_epoch(epoch.role)  # an epoch that fences us must be in the store
@@ -418,7 +422,7 @@ class RunLog:
 
 
 def parse_run_hash(run_json: bytes) -> str:
-    """The hash of the resolved config that a `run.json` names."""
+    """Return the hash of the resolved config that a `run.json` names."""
     return RunRecord.parse(run_json, where="run.json", needs=["run_hash"]).run_hash
 
 
@@ -444,12 +448,12 @@ _PROOFS: weakref.WeakKeyDictionary[redis_asyncio.Redis, dict[str, Proof]] = weak
 
 
 def proof_of(log: RunLog) -> Proof:
-    """The proof of a run at the log's Redis."""
+    """Return the proof of a run at the log's Redis."""
     return _PROOFS.setdefault(log.redis, {}).setdefault(log.names.root, Proof())
 
 
 def is_nameable(instance: str) -> bool:
-    """Whether an instance names its server; where INFO is denied it does not, and proves nothing for later."""
+    """Return whether an instance names its server; where INFO is denied it does not, and proves nothing for later."""
     return not instance.endswith(".")
 
 
@@ -458,7 +462,7 @@ def is_nameable(instance: str) -> bool:
 PAGE_ENTRIES = 128
 """Entries that one call of the script looks at: at 0.1 MiB each the server reads 13 MiB, some milliseconds."""
 
-# The fields h of a page of a stream. KEYS: stream, meta. ARGV: generation, id behind which to begin, count.
+# The fields h of a page of a stream. KEYS: stream, meta. ARGV: generation, id after which to begin, count.
 READ_HASHES = Script.of(
     """
 local stored = redis.call('HGET', KEYS[2], 'generation')
@@ -478,7 +482,10 @@ return {'OK', last, hashes}
 
 
 async def read_hashes(log: RunLog, stream: Stream) -> Mapping[str, int]:
-    """How often each sha256 (hex) is in a stream; `LogGoneError` if this generation of the log is gone."""
+    """Return the number of times that each sha256 (hex) is in a stream.
+
+    `LogGoneError` if this generation of the log is gone.
+    """
     keys, after = [log.names.stream(stream), log.names.meta], "0-0"
     counts: dict[str, int] = {}
     while after:

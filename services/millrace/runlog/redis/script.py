@@ -26,7 +26,7 @@ class Script:
         return Script(source, hashlib.sha1(source.encode()).hexdigest())
 
     async def run(self, client: redis_asyncio.Redis, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        """Run it; connection errors are the caller's (`connection.call`)."""
+        """Run the script; the caller handles connection errors (`connection.call`)."""
         try:
             # unregistered wait: what runs a script hands it to `connection.call`
             return await client.execute_command("EVALSHA", self.sha1, len(keys), *keys, *args)

@@ -31,7 +31,7 @@ from millrace.storage.scratch import owned_directory
 from millrace.telemetry import faults, progress
 from millrace.telemetry.faults import Point
 from millrace.telemetry.leftovers import Leftover
-from millrace.telemetry.progress import Doing
+from millrace.telemetry.progress import Activity
 from millrace.trainer.checkpoint.files import load_shards, needed_files, save_shards
 from millrace.trainer.checkpoint.index import INDEX_FILE, MAX_INDEX_BYTES, ShardTensor, decode_index
 from millrace.trainer.checkpoint.manifest import (
@@ -296,7 +296,7 @@ class CheckpointStore:
         """Download the files of these names, and verify them."""
         wanted = [item for item in manifest.objects if item.name in names]
         size = sum(item.size_bytes for item in wanted)
-        with progress.work(Doing.RESTORE, f"checkpoint {manifest.step}", total=size, waits_on="object store"):
+        with progress.work(Activity.RESTORE, f"checkpoint {manifest.step}", total=size, waits_on="object store"):
             for item in wanted:
                 self._require_object(item)  # before the disk is filled with what is not ours
                 path = directory / item.name
@@ -330,7 +330,7 @@ def _upload(store: ObjectStore, shards: Path, *, base: str, step: int, gang: Gan
         mine: list[dict[str, Any]] = []
         paths = sorted(shards.iterdir())
         size = sum(path.stat().st_size for path in paths)
-        with progress.work(Doing.SAVE, f"checkpoint {step}", total=size, waits_on="object store"):
+        with progress.work(Activity.SAVE, f"checkpoint {step}", total=size, waits_on="object store"):
             for path in paths:
                 key = base + path.name
                 store.put_file(key, path)

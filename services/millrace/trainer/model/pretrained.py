@@ -31,7 +31,7 @@ from millrace.models.vocabulary import load_tokenizer
 from millrace.policies.manifest import Probe
 from millrace.policies.stops import turn_stops, with_stops
 from millrace.telemetry import progress
-from millrace.telemetry.progress import Doing, counting_bar
+from millrace.telemetry.progress import Activity, counting_bar
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def resolve_model_directory(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        with progress.work(Doing.DOWNLOAD, f"model {name} from the Hugging Face Hub") as work:
+        with progress.work(Activity.DOWNLOAD, f"model {name} from the Hugging Face Hub") as work:
             found = Path(snapshot_download(name, allow_patterns=list(DOWNLOADED), tqdm_class=counting_bar(work)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         first_line = str(error).strip().partition("\n")[0]

@@ -23,7 +23,7 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 def protected(tmp_path: Path) -> tuple[ServerAccess, str, Path]:
-    """An access that demands a token, the token, and the file that holds its hash."""
+    """Return an access that demands a token, the token, and the file that holds its hash."""
     token, path = new_token(), tmp_path / "tokens"
     path.write_text(token_line(token, "ada") + "\n")
     return ServerAccess.of(Settings(tokens_file=str(path))), token, path
@@ -34,7 +34,7 @@ async def ask(served: Served, path: str, **options):
 
 
 async def log_in(served: Served, token: str) -> str:
-    """The cookie of a new session, as a header."""
+    """Return the cookie of a new session, as a header."""
     status, _, body = await ask(served, "/api/login-codes", method="POST", body={}, Authorization=f"Bearer {token}")
     assert status == 200
     status, headers, page = await ask(served, json.loads(body)["path"])
@@ -212,7 +212,7 @@ async def test_a_large_body_and_a_broken_one_are_refused(store, tmp_path):
 
 
 def nobody(directory) -> ReaderClient:
-    """A reader that is never asked."""
+    """Return a reader that is never asked."""
     return ReaderClient(store_url="file:///s", prefix="p", directory=directory)
 
 

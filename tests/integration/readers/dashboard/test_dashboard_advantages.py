@@ -14,7 +14,7 @@ from millrace_testing.dashboard import RUN, RunWriter, Served, ServedInThread
 CUT = 4
 """`seq_len` of the batch."""
 MASKS = ([0, 0, 0], [0, 1, 1], [0, 0, 0, 0, 1], [0, 1, 0, 1, 1])
-"""Of one play: nothing sampled, whole, sampled behind the cut alone, and cut in what was sampled."""
+"""Of one play: nothing sampled, whole, sampled after the cut alone, and cut in what was sampled."""
 SAMPLE = f"/api/runs/{RUN}/samples/0-0"
 
 
@@ -69,7 +69,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     ("part", "advantages"), [(0, None), (1, [0.0, 1.0, 1.0]), (2, None), (3, [0.0, 3.0, 0.0, 3.0, None])]
 )
 def test_a_sequence_has_the_advantages_of_its_own(served: Served, part: int, advantages: list | None) -> None:
-    """`None` of a token: it lies behind the cut, and was not trained on."""
+    """`None` of a token: it is behind the cut, and was not trained on."""
     status, tokens = served.json(f"{SAMPLE}/tokens?part={part}")
     assert status == 200, tokens
     assert tokens["mask"] == MASKS[part]

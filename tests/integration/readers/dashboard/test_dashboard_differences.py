@@ -34,7 +34,9 @@ def complete(served: Served) -> None:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> LocalStore:
-    """Steps whose log-probs are there, damaged, of another batch, not there any more, or not there yet (the last)."""
+    """Return steps whose log-probs are there, damaged, of another batch, not there any more, or not there yet (the
+    last).
+    """
     found = LocalStore(tmp_path_factory.mktemp("differences") / "store")
     writer = RunWriter(store=found, members=4)
     for step in range(STEPS - 1):

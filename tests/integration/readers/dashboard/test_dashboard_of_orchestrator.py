@@ -34,13 +34,13 @@ CONFIG = {
 
 @pytest.fixture
 def rpc_port() -> int:
-    """Where the orchestrator listens for workers and clients."""
+    """Return where the orchestrator listens for workers and clients."""
     return free_port()
 
 
 @pytest.fixture
 async def served(rpc_port, redis_url, tmp_path, monkeypatch):
-    """An orchestrator without workers, with one queued run."""
+    """Yield an orchestrator without workers, with one queued run."""
     monkeypatch.setenv("MILLRACE_SCRATCH_DIR", str(tmp_path / "scratch"))
     port = free_port()
     settings = Settings(

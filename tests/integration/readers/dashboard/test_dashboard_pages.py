@@ -15,7 +15,7 @@ SAMPLES = f"/api/runs/{RUN}/samples"
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory):
-    """A dashboard in a thread of its own, over a run with hostile completions."""
+    """Yield a dashboard in a thread of its own, over a run with hostile completions."""
     place = tmp_path_factory.mktemp("dashboard")
     store = LocalStore(place / "store")
     writer = RunWriter(store=store, members=len(HOSTILE) + 1)
@@ -27,7 +27,7 @@ def served(tmp_path_factory: pytest.TempPathFactory):
 
 
 def complete(served: Served, batches: int) -> dict:
-    """The first page of samples, once every batch is in the index."""
+    """Return the first page of samples, once every batch is in the index."""
     for _ in range(600):
         status, page = served.json(SAMPLES)
         assert status == 200, page

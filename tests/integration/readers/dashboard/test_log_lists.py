@@ -32,7 +32,7 @@ STEPS = 5
 
 @dataclass
 class Deployment:
-    """An orchestrator without workers and without a dashboard, with one run whose log lies in its store."""
+    """An orchestrator without workers and without a dashboard, with one run whose log is in its store."""
 
     address: str
     client: Client

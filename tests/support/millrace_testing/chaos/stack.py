@@ -109,7 +109,7 @@ class ChaosStack:
             self._process = self.workplace.popen(
                 *("-m", "millrace.cli", "up", *place, *self._options),
                 stdout=output,
-                preexec_fn=die_with_parent,  # tests that are killed leave no stack behind: its reaper ends the rest
+                preexec_fn=die_with_parent,  # tests that are killed leave no stack after: its reaper ends the rest
                 env={faults.VARIABLE: str(self.faults), **self._env},
             )
         ends = time.monotonic() + START_TIMEOUT_S
@@ -160,11 +160,11 @@ class ChaosStack:
     # Its processes.
 
     def pids(self) -> dict[str, int]:
-        """Process ids of now by name: redis and `SERVICES`."""
+        """Return process ids of now by name: redis and `SERVICES`."""
         return self._place()["pids"]
 
     def pid(self, name: str) -> int:
-        """Process id of now."""
+        """Return process id of now."""
         return self.pids()[name]
 
     def restarts(self, name: str) -> int:

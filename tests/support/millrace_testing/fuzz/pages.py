@@ -1,7 +1,7 @@
 """The dashboard's HTTP surface: whole requests, damaged in their path, query, headers, cookie or body.
 
 No request gets 5xx, none is left without an answer or an end, and neither the server nor its reader grows. What only a
-running server knows stands in a request as `@COOKIE@`, `@CSRF@` and `TOKEN`.
+running server knows is in a request as `@COOKIE@`, `@CSRF@` and `TOKEN`.
 """
 
 import asyncio

@@ -4,7 +4,7 @@
 
 Prints inputs, seconds, the slowest input and the memory that each target's process grew by. Ends with exit code 1 if a
 decoder raised what it must not, gave back something else after encoding and decoding it again, took too long for one
-input, or grew by more than 256 MiB; the input lies in outputs/fuzz then. Targets that are `known` to fail do not count.
+input, or grew by more than 256 MiB; the input is in outputs/fuzz then. Targets that are `known` to fail do not count.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class Report:
 
 
 def check(target: Target, decode, encode, data: bytes) -> bool:
-    """Feed one input; True if it decoded. AssertionError or whatever the decoder must not raise."""
+    """Return feed one input; True if it decoded. AssertionError or whatever the decoder must not raise."""
     began = time.process_time()
     try:
         value = decode(data)

@@ -38,7 +38,7 @@ class Target:
     mutate: Callable[[], m.Mutate] = field(default=lambda: m.bytes_of)
     errors: tuple[type[BaseException], ...] = (MillraceError,)
     known: str = ""
-    """Why failures are expected: somebody mends them. Such a target is run and counted, and does not fail the lane."""
+    """Why failures are expected: somebody fixes them. Such a target is run and counted, and does not fail the lane."""
     answers_all: bool = True
     """Every input of the corpus decodes; else some may be refused."""
     max_s: float = 2.0
@@ -264,14 +264,14 @@ def _chat_parsers() -> tuple[Any, Any]:
 
     kinds = [ChatParsers(tool_calls=t, reasoning=r) for t in TOOL_CALL_PARSERS for r in (None, *REASONING_PARSERS)]
 
-    def take_apart(data: bytes) -> Any:
+    def parse_completion(data: bytes) -> Any:
         text = data.decode("utf-8", "replace")
         for parsers in kinds:
-            said = parsers.take_apart(text, tools=TOOLS, template_kwargs={})
+            said = parsers.parse_completion(text, tools=TOOLS, template_kwargs={})
             if said is not None:
                 orjson.dumps([said.content, said.reasoning, [orjson.loads(call.arguments) for call in said.calls]])
 
-    return take_apart, None
+    return parse_completion, None
 
 
 def _agents() -> tuple[Any, Any]:

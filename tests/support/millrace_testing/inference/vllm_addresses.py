@@ -1,8 +1,8 @@
-"""A program for vLLM's interpreter: where a worker's parameters and buffers lie, behind each of many deltas.
+"""A program for vLLM's interpreter: where a worker's parameters and buffers are, after each of many deltas.
 
     python vllm_addresses.py MODEL_DIRECTORY ORDERS OUT FLAGS
 
-As `vllm_memory.py`, beside which it lies; FLAGS are more of vLLM's, as JSON. Captured graphs read from the addresses
+As `vllm_memory.py`, beside which it is; FLAGS are more of vLLM's, as JSON. Captured graphs read from the addresses
 that were there when they were captured. OUT gets how many tensors were looked at, the versions behind which one of them
 had moved, with its name, and what the model says at last.
 """

@@ -1,4 +1,4 @@
-"""Every family on real vLLM: as it is saved, as a policy, and behind a delta, beside transformers.
+"""Every family on real vLLM: as it is saved, as a policy, and after a delta, beside transformers.
 
     python -m millrace_testing.inference.vllm_families PYTHON [FAMILY ...]    # rows; docs/models.md sums them up
 
@@ -89,7 +89,7 @@ def formats_of(name: str) -> tuple[torch.dtype, ...]:
 
 
 def make_job(name: str, directory: Path, *, dtype: torch.dtype) -> Job:
-    """Save a family's model, publish it, change some numbers of every tensor, and publish the delta."""
+    """Return save a family's model, publish it, change some numbers of every tensor, and publish the delta."""
     directory.mkdir(parents=True)
     sizes = _SIZES | _OWN.get(name, {})
     source = make_named(name, directory, **{key: value for key, value in sizes.items() if key in keys_of(name)})

@@ -1,9 +1,9 @@
-"""A program for vLLM's interpreter: what a worker holds behind updates, parameters and all that hangs on its modules.
+"""A program for vLLM's interpreter: what a worker holds after updates, parameters and all that hangs on its modules.
 
     python vllm_memory.py MODEL_DIRECTORY ORDERS OUT [copies]
 
 ORDERS is a JSON list of orders of `millrace.inference.vllm.ranks`: the first one is loaded, the others are applied as
-deltas. OUT gets digests by path, behind the first one and behind all, and what the model then says. With `copies` the
+deltas. OUT gets digests by path, after the first one and after all, and what the model then says. With `copies` the
 halves of `kv_b_proj` are copies, as they are where that is quantised, and not views.
 """
 

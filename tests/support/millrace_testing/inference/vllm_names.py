@@ -8,7 +8,7 @@ from collections.abc import Mapping
 _SERVING = "vllm.entrypoints"
 
 NAMES: Mapping[str, tuple[str, ...]] = {
-    # The engine client, which our engine drives and our gate stands before.
+    # The engine client, which our engine drives and our gate is before.
     "vllm.v1.engine.async_llm": (
         "AsyncLLM.generate(_, _, _, lora_request, data_parallel_rank, priority)",
         "AsyncLLM.abort(_)",

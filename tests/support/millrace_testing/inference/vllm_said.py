@@ -1,4 +1,4 @@
-"""A program for vLLM's interpreter: what models say of a prompt as they lie in their directories, and behind updates.
+"""A program for vLLM's interpreter: what models say of a prompt as they are in their directories, and after updates.
 
     python vllm_said.py JOBS
 
@@ -20,7 +20,7 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports] - another environment's
 from vllm.distributed import cleanup_dist_env_and_memory  # pyright: ignore[reportMissingImports]
-from vllm_memory import EXTENSION, caller, take  # pyright: ignore[reportMissingImports] - it lies beside this program
+from vllm_memory import EXTENSION, caller, take  # pyright: ignore[reportMissingImports] - it is beside this program
 
 
 def said(llm: Any, prompt: list[int]) -> list[float]:

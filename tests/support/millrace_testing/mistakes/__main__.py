@@ -133,7 +133,7 @@ def fault(mistake: Mistake, told: Told) -> str:
         return ""
     if told.code == 0:
         return "exit code 0"
-    # A key that is wrong says in one sentence what it must be; where it stands is the line behind it.
+    # A key that is wrong says in one sentence what it must be; where it is is the line behind it.
     is_helped = any(text in told.message for text in ("remedy: ", "\n  at: ", "--help")) or "  [" in told.message
     return "" if is_helped else "no remedy"
 

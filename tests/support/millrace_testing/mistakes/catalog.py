@@ -37,7 +37,7 @@ class Mistake:
 
     what: str
     command: str
-    """Behind `millrace`."""
+    """After `millrace`."""
     prepare: Prepare = lambda place: None
     env: Mapping[str, str] = field(default_factory=dict)
     answer: str = "Error:"

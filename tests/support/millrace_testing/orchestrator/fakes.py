@@ -91,7 +91,7 @@ class FakeEnvServer(env_service_pb2_grpc.EnvServiceServicer):
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     """While it is not set, training groups are played and nothing of them finishes."""
     evals_go_on: asyncio.Event = field(default_factory=asyncio.Event)
-    """While it is not set, evaluations behind the first step have begun and do not finish."""
+    """While it is not set, evaluations after the first step have begun and do not finish."""
     replicas: list[FakeReplica] = field(default_factory=list)
     """Those that requests may name, where there are several."""
     spool: list[bytes] = field(default_factory=list)

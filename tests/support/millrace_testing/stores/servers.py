@@ -138,7 +138,7 @@ SERVERS = {
     "fake-s3": Server(title="fake-s3", start=_fake_s3, refused=_NO_CREATE),
     "local-s3-server": Server(title="local-s3-server", start=_local_s3_server, refused="create-only PUT|HTTP 500"),
 }
-"""By directory below `PLACE`; moto stands in the environment of the tests."""
+"""By directory below `PLACE`; moto is in the environment of the tests."""
 CEPH = "ceph"
 """Started by scripts/s3_server.sh from Debian's packages, which has three daemons of its own."""
 

@@ -48,7 +48,7 @@ class Ends:
     all: list[str]
     documented: list[str | None]
     behind: str
-    """What the template writes behind the end of the last turn."""
+    """What the template writes after the end of the last turn."""
 
 
 class Trial:

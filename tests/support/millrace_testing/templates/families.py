@@ -1,6 +1,6 @@
 """The chat templates that are tried, where they come from, and what their models' documents say ends a turn.
 
-The files lie in `.venv-templates` (`scripts/setup_templates.sh`), none of them in this repository.
+The files are in `.venv-templates` (`scripts/setup_templates.sh`), none of them in this repository.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """Every layout of ranks against one rank: `python -m millrace_testing.trainer.equality` prints the table.
 
-Each layout makes five steps of a tiny model from one start, saves a checkpoint behind the second, and goes on from the
+Each layout makes five steps of a tiny model from one start, saves a checkpoint after the second, and goes on from the
 one that one rank saved there; one rank goes on from the layout's. All of that is compared with one rank's five steps.
 """
 

@@ -36,7 +36,7 @@ def main(config_file: Path, directory: Path) -> None:
     facts: dict[str, Any] = {"digests": _steps(learner, range(SAVED))}
     state = state_tensors(learner.model, learner.optimizer, gang=gang)
     facts["formats"] = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in state.items()}
-    # What is saved of a float32 master has to have more bits than bfloat16, the root's behind a probe, too.
+    # What is saved of a float32 master has to have more bits than bfloat16, the root's after a probe, too.
     facts["rounded"] = [name for name, tensor in state.items() if name.startswith("model.") and _is_rounded(tensor)]
     facts["whole"] = [
         name

@@ -43,7 +43,8 @@ class RoundTrip:
 
 
 def round_trip(name: str, directory: Path) -> RoundTrip:
-    """Save a model of `families`, and a policy of it, in both formats, and load both by every way of transformers.
+    """Return save a model of `families`, and a policy of it, in both formats, and load both by every way of
+    transformers.
 
     The logits are to be those of the source, bit for bit, loaded by transformers in that format.
     """

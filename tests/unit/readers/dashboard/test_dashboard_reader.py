@@ -15,7 +15,7 @@ from millrace.readers.dashboard import index as columns_module
 from millrace.readers.dashboard import query as build_module
 from millrace.readers.dashboard import reader as reader_module
 from millrace.readers.dashboard.answers import INDEX_GROWING, to_json
-from millrace.readers.dashboard.index import ROW, Columns, Shelf, Texts, packed
+from millrace.readers.dashboard.index import ROW, Columns, IndexDirectory, Texts, packed
 from millrace.readers.dashboard.reader import Reader
 from millrace.readers.dashboard.views.tokens import of_secrets, pieces_of
 from millrace.readers.exports.conversation import content_of
@@ -57,7 +57,7 @@ def written(local_store: LocalStore) -> RunWriter:
 
 
 def settled(reader: Reader, batches: int) -> dict:
-    """A page of samples, once so many batches are indexed."""
+    """Return a page of samples, once so many batches are indexed."""
     for _ in range(600):
         page = reader.ask("samples", UID, {})
         if page["index"]["batches"] >= batches and not page["index"]["is_growing"]:
@@ -82,7 +82,7 @@ def test_new_batches_come_while_somebody_looks(written, tmp_path):
 
 
 def test_the_group_of_an_evaluation_is_its_own_in_all_batches(written, tmp_path):
-    """A batch may archive several evaluations, each with every task, and an evaluation may lie in several batches."""
+    """A batch may archive several evaluations, each with every task, and an evaluation may be in several batches."""
     for step, member in ((3, 0), (4, 1)):
         written.commit(step, more=[written.evaluated(version, member) for version in (2, 3)])
     reader = Reader(written.store, "millrace", tmp_path / "i")
@@ -276,10 +276,10 @@ def test_lineage_names_the_range_of_versions_where_the_archive_is_gone(written, 
 
 
 def test_two_processes_do_not_share_a_shelf(tmp_path):
-    first, second = Shelf.open(tmp_path), Shelf.open(tmp_path)
+    first, second = IndexDirectory.open(tmp_path), IndexDirectory.open(tmp_path)
     assert first.directory != second.directory
     first.close()
-    third = Shelf.open(tmp_path)
+    third = IndexDirectory.open(tmp_path)
     assert third.directory == tmp_path / "00"
     for shelf in (second, third):
         shelf.close()
@@ -289,7 +289,7 @@ def test_the_oldest_indexes_go_first(tmp_path, monkeypatch):
     import os
 
     monkeypatch.setattr(columns_module, "MAX_RUNS", 3)
-    shelf = Shelf.open(tmp_path)
+    shelf = IndexDirectory.open(tmp_path)
     for at in range(5):
         place = shelf.place(f"run-{at}")
         Columns(place)
@@ -301,7 +301,7 @@ def test_the_oldest_indexes_go_first(tmp_path, monkeypatch):
 
 
 def test_nobody_else_on_the_machine_reads_an_index(tmp_path):
-    shelf = Shelf.open(tmp_path / "dashboard" / "p")
+    shelf = IndexDirectory.open(tmp_path / "dashboard" / "p")
     assert shelf.directory.stat().st_mode & 0o077 == 0
     shelf.close()
 
@@ -496,7 +496,7 @@ def test_a_secret_in_several_tokens_is_hidden_and_nothing_else(pieces, hidden):
 
 
 def test_revisions_of_a_step_are_indexed_beyond_the_ninth(written: RunWriter, tmp_path) -> None:
-    """Their keys sort as text: the tenth stands before the second."""
+    """Their keys sort as text: the tenth is before the second."""
     reader = Reader(written.store, NAMES.prefix, tmp_path / "index")
     first = NAMES.batch_header(2)
     try:

@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from millrace.readers.dashboard.looking import Looking
+from millrace.readers.dashboard.looking import StoreRefresh
 
 
 @pytest.fixture
 def rude_threads() -> Iterator[None]:
-    """Threads that are changed as often as Python can."""
+    """Yield threads that are changed as often as Python can."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -20,7 +20,7 @@ def rude_threads() -> Iterator[None]:
 
 
 def most_at_once() -> int:
-    """How many looks were under way at the same time, of those that eight pages asked for."""
+    """Return how many looks were under way at the same time, of those that eight pages asked for."""
     going, most, together = 0, 0, threading.Barrier(8)
     counting, answered = threading.Lock(), threading.Event()
 
@@ -33,7 +33,7 @@ def most_at_once() -> int:
         with counting:
             going -= 1
 
-    looking = Looking(look, fresh_s=60.0)
+    looking = StoreRefresh(look, fresh_s=60.0)
 
     def ask() -> None:
         together.wait(10.0)

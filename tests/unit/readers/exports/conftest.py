@@ -32,7 +32,7 @@ class StoredRun:
         self._told = 0
 
     def archive(self, *events: event_pb2.Event, generation: int = 1, first: int | None = None) -> None:
-        """Archive events as one object, behind those before unless `first` says where."""
+        """Archive events as one object, after those before unless `first` says where."""
         entries = []
         at = self._told if first is None else first
         for number, event in enumerate(events, start=at):
@@ -46,7 +46,7 @@ class StoredRun:
         self.store.create(NAMES.archived_events(entries[0].id, entries[-1].id), event_archive.encode_archive(entries))
 
     def step(self, step: int) -> list[event_pb2.Event]:
-        """The events of a step."""
+        """Return the events of a step."""
         metrics = {"loss/mean": 0.5 / (step + 1), "optim/lr": 1e-5, "time/step": 2.0}
         return [
             event_pb2.Event(batch_committed=event_pb2.BatchCommitted(step=step, num_trained=1, dropped={"stale": 2})),

@@ -52,7 +52,7 @@ def test_parquet(stored_run) -> None:
 
 
 def read_events(path: Path) -> tuple[dict[tuple[str, int], float], list[tuple[int, bytes]]]:
-    """The points and the texts of an event file."""
+    """Return the points and the texts of an event file."""
     from tensorboardX.proto.event_pb2 import Event
 
     data, found, texts = path.read_bytes(), {}, []

@@ -32,7 +32,7 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunWriter:
-    """A run that took its last minute for three steps."""
+    """Return a run that took its last minute for three steps."""
     return RunWriter(store=LocalStore(tmp_path / "store"), clock=time.time() - 60)
 
 
@@ -58,7 +58,7 @@ def start(run: RunWriter, **variables: str) -> subprocess.Popen[str]:
 
 
 def reports(process: subprocess.Popen[str], until: str) -> list[dict]:
-    """What it says, up to a state."""
+    """Return what it says, up to a state."""
     assert process.stdout is not None
     found: list[dict] = []
     while not found or found[-1]["state"] != until:

@@ -61,7 +61,7 @@ def start(cwd: Path, *arguments: str, **variables: str) -> Iterator[subprocess.P
 
 
 def values(directory: Path) -> dict[tuple[str, int], float]:
-    """What every session has written; a repetition says the same."""
+    """Return what every session has written; a repetition says the same."""
     seen: dict[tuple[str, int], float] = {}
     for row in wandb_files.history(directory):
         for name, value in row.items():
@@ -84,7 +84,7 @@ def test_each_value_is_there_once_though_the_exporter_was_killed_and_the_run_wen
     assert process.returncode == 0, err
     assert "warning: the process that writes to W&B died; it is started again [WANDB_EXPORTER_DIED]" in err
     assert values(home) == {("loss/mean", step): step / 2 for step in range(3)}
-    with start(tmp_path, "--wandb.offline", "--max-steps", "6") as process:  # it goes on behind step 2
+    with start(tmp_path, "--wandb.offline", "--max-steps", "6") as process:  # it goes on after step 2
         _, err = process.communicate(timeout=60)
     assert process.returncode == 0 and err == ""
     assert values(home) == {("loss/mean", step): step / 2 for step in range(6)}

@@ -126,7 +126,7 @@ def _by_server(name: str, server: str | None) -> "audit_pb2.AuditReport":
 
 @contextlib.contextmanager
 def _patience(name: str) -> Iterator[Callable[[str], None]]:
-    """What is being looked at, and for how long, on a terminal's standard error; nothing elsewhere."""
+    """Show on a terminal's standard error what the block reads and for how long; show nothing elsewhere."""
     if not sys.stderr.isatty():
         yield lambda text: None
         return
@@ -182,7 +182,7 @@ def attest(name: str, key: Path, out: Path | None, store: str | None, prefix: st
 
 
 def _audit(store: "ObjectStore", names: "Names") -> "AuditReport":
-    """What an audit of the store finds."""
+    """Return the findings of an audit of the store."""
     from millrace.cli import interrupts
     from millrace.readers.audit import audit_run
 
@@ -193,7 +193,10 @@ def _audit(store: "ObjectStore", names: "Names") -> "AuditReport":
 
 
 def audited_head(names: "Names", report: "AuditReport") -> "Attestation":
-    """The head of the run as its audit has read it, its seal included; CliError if the audit finds violations."""
+    """Return the head of the run as its audit has read it, its seal included.
+
+    CliError if the audit finds violations.
+    """
     from millrace.runlog.attest import unsigned
 
     if report.violations:
@@ -230,7 +233,7 @@ def repair(
     prefix: str | None,
     as_json: bool,
 ) -> int:
-    """Say what of a run is damaged or missing, and restore it with --apply. RUN is a name, or a uid.
+    """Show what of a run is damaged or missing, and restore it with --apply. RUN is a name, or a uid.
 
     Reads every byte of the run. Only bytes are restored that another object proves to be the right ones, and nothing is
     overwritten: what is damaged is moved to `quarantine/` within the run first. Exits 0 if nothing is left to be done,
@@ -356,7 +359,9 @@ def replay(name: str, step: int, loss: str | None, store: str | None, prefix: st
 
 
 def _recompute() -> Callable[..., "ReplayReport"]:
-    """`millrace.readers.replay.steps.replay`, by name: the command line works without torch, which only this needs."""
+    """Return `millrace.readers.replay.steps.replay`, imported by name: the command line works without torch, which
+    only the replay needs.
+    """
     try:
         return importlib.import_module("millrace.readers.replay.steps").replay
     except ModuleNotFoundError as error:
@@ -365,7 +370,7 @@ def _recompute() -> Callable[..., "ReplayReport"]:
 
 @contextmanager
 def _progress(name: str) -> Iterator[OnStep]:
-    """A bar on a terminal, else a line per step; both on standard error."""
+    """Show progress on standard error while the block runs: a bar on a terminal, else a line per step."""
     if not sys.stderr.isatty():
         yield lambda done, total: click.echo(f"replaying {name}: {done} of {total} steps", err=True)
         return

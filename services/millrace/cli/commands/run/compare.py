@@ -12,7 +12,7 @@ from millrace.cli.options import FORMAT, RUN, SERVER_OR_STORE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from millrace.cli.offline.run_store import RunLook
+    from millrace.cli.offline.run_store import RunSnapshot
     from millrace.client import Client
     from millrace.v1 import run_service_pb2 as rs
 
@@ -62,8 +62,10 @@ def compare(
     return 0
 
 
-def _looks(names: tuple[str, ...], *, server: str | None, store: str | None, prefix: str | None) -> "Sequence[RunLook]":
-    """The runs, in the order in which they were named."""
+def _looks(
+    names: tuple[str, ...], *, server: str | None, store: str | None, prefix: str | None
+) -> "Sequence[RunSnapshot]":
+    """Return the runs, in the order in which they were named."""
     from millrace.cli.offline.run_store import looks_here, looks_there
 
     found = {} if server is not None else looks_here(names, store=store, prefix=prefix, note=_note)

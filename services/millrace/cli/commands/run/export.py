@@ -39,7 +39,7 @@ def export_policy(name: str, step: int, directory: Path, is_merged: bool, store:
     from millrace.policies.pull import download_hf, download_merged
     from millrace.runlog.names import Names
     from millrace.telemetry import progress
-    from millrace.telemetry.progress import Doing
+    from millrace.telemetry.progress import Activity
 
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise CliError(f"{directory} exists and is not an empty directory", hint="name a new directory with --to")
@@ -51,7 +51,7 @@ def export_policy(name: str, step: int, directory: Path, is_merged: bool, store:
             f"version {manifest.version} of {name} has no adapter: all weights are trained, or it is the start model",
             hint="leave --adapter out",
         )
-    loading = progress.work(Doing.DOWNLOAD, f"version {manifest.version} of {name}", waits_on="object store")
+    loading = progress.work(Activity.DOWNLOAD, f"version {manifest.version} of {name}", waits_on="object store")
     with shown_work(), loading:
         written = (download_merged if is_merged else download_hf)(objects, manifest, directory)
     merged = " (adapter merged into its base)" if is_merged and manifest.adapter is not None else ""
@@ -60,7 +60,7 @@ def export_policy(name: str, step: int, directory: Path, is_merged: bool, store:
 
 
 def _find(store: "ObjectStore", names: "Names", step: int, *, run: str) -> "PolicyManifest":
-    """The manifest of a version, of its newest lineage; CliError naming what there is."""
+    """Return the manifest of a version, of its newest lineage; CliError naming what there is."""
     from millrace.policies.pull import read_manifest
     from millrace.runlog.records.run_record import published_policies
 
@@ -136,7 +136,7 @@ def export(
 
 
 def _wandb_target(store: "ObjectStore", names: "Names", directory: Path) -> "WandbTarget":
-    """What the run's own config says of W&B."""
+    """Return the W&B settings of the run's own config."""
     from millrace.readers.exports.wandb_run import target_of
     from millrace.runlog.records.run_record import RunRecord
 

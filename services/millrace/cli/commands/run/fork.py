@@ -32,7 +32,7 @@ class _ForkCommand(RawCommand):
     """As `RawCommand`, with a run in front."""
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        """What stands behind the command's name in its usage line."""
+        """Return the text after the command's name in its usage line."""
         return ["RUN", "--step K", "[@ FILE ...]", "[--KEY VALUE ...]", "[OPTIONS]"]
 
 
@@ -80,7 +80,7 @@ async def _fork(
 
 
 def _config(parent: "run_pb2.Run", rest: tuple[str, ...]) -> "RLConfig":
-    """The parent's resolved config with files and flags on top; the environment has no say in it."""
+    """Return the parent's resolved config with files and flags on top; the environment has no say in it."""
     from millrace.config import RLConfig
     from millrace.config.layers import Layer, Provenance, Strength
     from millrace.config.load import load
@@ -93,7 +93,7 @@ def _config(parent: "run_pb2.Run", rest: tuple[str, ...]) -> "RLConfig":
 
 
 def _flags(rest: tuple[str, ...]) -> Mapping[str, str | bool]:
-    """The command's own flags."""
+    """Return the command's own flags."""
     from millrace.config import RLConfig
     from millrace.config.argv import read_command_line
     from millrace.config.tree import schema_tree

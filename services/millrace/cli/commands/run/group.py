@@ -108,7 +108,7 @@ def _shell(words: list[str]) -> str:
 
 
 def _tmux(tmux: str, *words: str, is_asked: bool = False) -> int:
-    """Have tmux do it; CliError with what it says where it does not, unless the exit code is what is asked for."""
+    """Run a tmux command; raises CliError with tmux's message on failure, unless the exit code itself is the answer."""
     try:
         done = subprocess.run([tmux, *words], capture_output=True, text=True, timeout=START_S, check=False)
     except subprocess.TimeoutExpired as error:
@@ -195,7 +195,7 @@ def list_runs(states: tuple[str, ...], limit: int, form: str, server: str | None
 
 
 def _print_runs(served: "Sequence[run_pb2.Run]", here: "Sequence[EndedRun]", *, limit: int, form: str) -> None:
-    """Print the runs of a server and those that are here, one line each."""
+    """Print the runs of a server and the local ones, one line each."""
     from millrace.cli.view.output import Paint, runs_json, runs_table
 
     known = {run.uid for run in served}
@@ -245,7 +245,10 @@ def show(name: str, form: str, server: str | None) -> None:
 
 
 async def _curves(client: "Client", run: "run_pb2.Run") -> list[tuple[str, str]]:
-    """Lines of the run's curves; one that says why there are none, where the log cannot be read at the moment."""
+    """Return lines of the run's curves.
+
+    One that says why there are none, where the log cannot be read at the moment.
+    """
     import asyncio
 
     from millrace.cli.view.output import SHOWN_CURVES, curve_lines, eval_curves
@@ -332,7 +335,7 @@ def logs(name: str, component: str | None, form: str, server: str | None, **opti
     """Print the events of a run, one per line, or with --component what one of its services has written.
 
     The files of a local stack (outputs/RUN/logs, outputs/local/logs) are read where they are, also after its end. For
-    services elsewhere it says which command shows them, and prints what the component told the run's log.
+    services elsewhere it says which command shows them, and prints what the component wrote to the run's log.
     """
     from millrace.cli import interrupts
     from millrace.cli.log_files import LogQuery, own_logs, require_component, show_own
@@ -363,7 +366,7 @@ def logs(name: str, component: str | None, form: str, server: str | None, **opti
 def _show_event(
     event: "event_pb2.Event", progress: "Progress", *, form: str, level: str | None, writer: str = ""
 ) -> None:
-    """Take an event in, and print it if it is asked for."""
+    """Process an event, and print it if the options select it."""
     from millrace.cli.view.lines import is_of_level, log_line
     from millrace.cli.view.output import message_json
 
@@ -411,7 +414,7 @@ async def _event_lines(
 
 
 def _say_names(progress: "Progress", form: str) -> None:
-    """Say which processes the short names stand for: an id has the host and the process id."""
+    """Print which processes the short names mean: an id contains the host and the process id."""
     if progress.shown_as and form != "json":
         names = ", ".join(f"{name} is {process}" for process, name in progress.shown_as.items())
         click.echo(f"note: {names}", err=True)
@@ -443,7 +446,7 @@ def cancel(name: str, reason: str, server: str | None) -> None:
 @FORMAT
 @SERVER
 def why(name: str, form: str, server: str | None) -> None:
-    """Say what every service of a run waits for right now, and what holds it up."""
+    """Show what every service of a run waits for right now, and what holds the run up."""
     from millrace.cli.offline.ended import ask_or_read
     from millrace.cli.options import resolve
     from millrace.cli.view.output import explanation, message_json, summed_up

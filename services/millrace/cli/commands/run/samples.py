@@ -88,7 +88,7 @@ def samples(
 
 
 def _trains(objects: "ObjectStore", prefix: str, uid: str) -> bool:
-    """Return whether the run is one that trains, which it is if its record is lost."""
+    """Return whether the run trains; a run whose record is lost counts as one that does."""
     from millrace.errors import NotFoundError
     from millrace.runlog.names import Names
     from millrace.runlog.records.run_record import EVAL, RunRecord
@@ -112,7 +112,7 @@ def _write_rows(samples: "Iterable[SampleRecord]") -> None:
 
 
 def _first(found: "Iterator[SampleRecord]", order: str, limit: int) -> "tuple[list[SampleRecord], int]":
-    """The first `limit` in an order, and how many there are; no more than about `limit` are held at a time."""
+    """Return the first `limit` in an order, and how many there are; no more than about `limit` are held at a time."""
     kept: list[SampleRecord] = []
     total = 0
     for each in found:

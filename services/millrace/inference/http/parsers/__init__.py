@@ -43,7 +43,7 @@ DEFAULT_TOOL_CALL_PARSER = "hermes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class ParsedCompletion:
     """What a completion says."""
 
     content: str | None
@@ -61,16 +61,18 @@ class ChatParsers:
     """Whether a request with tools may leave it to the model to call one."""
 
     def check(self, *, tools: Tools) -> None:
-        """InvalidSpecError if a request with these tools cannot be served."""
+        """Raise InvalidSpecError if a request with these tools cannot be served."""
         if tools and not self.has_auto_tool_choice:
             message = (
-                "is auto, which this engine was told not to do; send tool_choice = 'none', or leave "
+                "is auto, which this engine is configured not to do; send tool_choice = 'none', or leave "
                 "`inference.model.enable_auto_tool_choice` out of its config"
             )
             raise InvalidSpecError([Violation(field="tool_choice", message=message)], reason="REQUEST_INVALID")
 
-    def take_apart(self, text: str, *, tools: Tools, template_kwargs: Mapping[str, Any]) -> Said | None:
-        """What the text says, with calls of `tools` only if there are any; None if there is nothing but content.
+    def parse_completion(
+        self, text: str, *, tools: Tools, template_kwargs: Mapping[str, Any]
+    ) -> ParsedCompletion | None:
+        """Return what the text says, with calls of `tools` only if there are any; None if there is nothing but content.
 
         Calls are looked for in what follows the thought. One in which a thought ends that nothing closes is made, too.
         """
@@ -83,18 +85,20 @@ class ChatParsers:
         parsed = self._parse(thought.rest, tools)
         if parsed is not None:
             content, calls = parsed
-            # Templates put their own whitespace around a call: what stayed would stand twice in the next turn's prompt.
-            return Said(reasoning=thought.reasoning, content=(shown + (content or "")).strip() or None, calls=calls)
+            # Templates put their own whitespace around a call: what stayed would be twice in the next turn's prompt.
+            return ParsedCompletion(
+                reasoning=thought.reasoning, content=(shown + (content or "")).strip() or None, calls=calls
+            )
         if thought.is_open and _ends_in_call(text) and (parsed := self._parse(thought.reasoning, tools)):
-            return Said(reasoning=parsed[0] or None, content=None, calls=parsed[1])
+            return ParsedCompletion(reasoning=parsed[0] or None, content=None, calls=parsed[1])
         is_content = self.reasoning is None or thought.rest == text
-        return None if is_content else Said(reasoning=thought.reasoning, content=thought.rest)
+        return None if is_content else ParsedCompletion(reasoning=thought.reasoning, content=thought.rest)
 
     def _parse(self, text: str | None, tools: Tools) -> tuple[str | None, list[ToolCall]] | None:
         return TOOL_CALL_PARSERS[self.tool_calls](text, tools) if text and tools else None
 
     def _thought_end(self, text: str, tools: Tools) -> int:
-        """Where the answer begins: behind a `</think>`, unless it stands in the middle of a call."""
+        """Return where the answer begins: after a `</think>`, unless that is in the middle of a call."""
         end = thought_end(text)
         if not end or begins_with_thought(text):
             return end
@@ -103,10 +107,10 @@ class ChatParsers:
         return 0 if is_lost and self._parse(text[: end - len(CLOSE)], tools) is None else end
 
     def may_find(self, *, tools: Tools) -> bool:
-        """Whether a completion can be more than content."""
+        """Return whether a completion can be more than content."""
         return bool(tools) or self.reasoning is not None
 
 
 def _ends_in_call(text: str) -> bool:
-    """Whether the last that a text says can be a call."""
+    """Return whether the last that a text says can be a call."""
     return text.rstrip().endswith(("</tool_call>", "</function>", "}"))

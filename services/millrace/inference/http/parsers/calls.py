@@ -20,7 +20,7 @@ class ToolCall(NamedTuple):
 
 
 def call_of_json(text: str, *, arguments: Sequence[str]) -> ToolCall | None:
-    """The call that a JSON object describes, with its arguments under the first of these keys that it has.
+    """Return the call that a JSON object describes, with its arguments under the first of these keys that it has.
 
     None if the text is no such object. Arguments of another type than an object are the model's mistake, and a call all
     the same: the environment answers it.
@@ -36,7 +36,10 @@ def call_of_json(text: str, *, arguments: Sequence[str]) -> ToolCall | None:
 
 
 def object_end(text: str, begin: int) -> int:
-    """The end of the object whose `{` stands at `begin`, or -1 if it never ends. Braces in strings do not count."""
+    """Return the end of the object whose `{` is at `begin`, or -1 if it never ends.
+
+    Braces in strings do not count.
+    """
     depth = 0
     for part in _PART.finditer(text, begin):
         match part[0]:
@@ -52,7 +55,9 @@ def object_end(text: str, begin: int) -> int:
 
 
 def as_json(value: Any) -> str:
-    """Arguments as the API gives them: always JSON, also where the model wrote a string in the place of an object."""
+    """Return arguments as the API gives them: always JSON, also where the model wrote a string in the place of an
+    object.
+    """
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -64,10 +69,10 @@ _END = re.compile(r"\s*+(?:" + re.escape(CLOSE) + r"|\Z)")
 
 
 def parse_hermes(text: str, _: Sequence[Mapping[str, Any]]) -> tuple[str | None, list[ToolCall]] | None:
-    """What stands before the first call, and all calls; None unless every one of them can be read.
+    """Return the text before the first call, and all calls; None unless every one of them can be parsed.
 
     A tag that no object follows is mentioned, as long as no call was made. The last call needs no closing tag: models
-    are often stopped by it. Text between and behind calls is dropped.
+    are often stopped by it. Text between and after calls is dropped.
     """
     begins = _CALL.search(text)
     if begins is None:
@@ -77,6 +82,7 @@ def parse_hermes(text: str, _: Sequence[Mapping[str, Any]]) -> tuple[str | None,
     while at >= 0:
         begins = _CALL.match(text, at)
         end = object_end(text, begins.end()) if begins is not None else -1
+        # One unreadable call makes the whole text content: a half-parsed reply would hide what the policy wrote.
         call = call_of_json(text[begins.end() : end], arguments=("arguments",)) if begins and end >= 0 else None
         if call is None or _END.match(text, end) is None:
             return None
@@ -89,7 +95,7 @@ def parse_hermes(text: str, _: Sequence[Mapping[str, Any]]) -> tuple[str | None,
 
 
 def parse_llama3_json(text: str, _: Sequence[Mapping[str, Any]]) -> tuple[str | None, list[ToolCall]] | None:
-    """All calls and no content: with this format a text either calls or talks.
+    """Return all calls and no content: with this format a text either calls or talks.
 
     None unless every object of the text is a call.
     """
@@ -103,7 +109,7 @@ def parse_llama3_json(text: str, _: Sequence[Mapping[str, Any]]) -> tuple[str | 
 
 
 def _objects(text: str) -> Iterator[str | None]:
-    """Each outermost `{…}`, and None if the last one never ends. Quotes count inside of objects only."""
+    """Yield each outermost `{…}`, and None if the last one never ends. Quotes count inside of objects only."""
     at = text.find("{")
     while at >= 0:
         end = object_end(text, at)

@@ -28,10 +28,10 @@ Tag = re.Match[str]
 
 
 def parse_qwen3_xml(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str | None, list[ToolCall]] | None:
-    """What stands before the first call, and all calls; None unless every one of them can be read.
+    """Return the text before the first call, and all calls; None unless every one of them can be parsed.
 
     `<tool_call>` and its end may be missing: the function is what makes a call. A tag that no function follows is
-    mentioned, as long as no call was made. Text between and behind calls is dropped.
+    mentioned, as long as no call was made. Text between and after calls is dropped.
     """
     reader = _Reader(text, tools)
     for tag in _TAG.finditer(text):
@@ -61,7 +61,7 @@ class _Reader:
         return self._outside(tag)
 
     def end(self) -> tuple[str | None, list[ToolCall]] | None:
-        """What the whole text is."""
+        """Return the parsed form of the whole text."""
         if self._function is not None:
             if not self._function.has_ended:
                 return None
@@ -103,7 +103,7 @@ class _Function:
         self._key: str | None = None
         self._begin = 0
         self._close: Tag | None = None  # where the open value ends, as far as is known
-        self._later: Tag | None = None  # where it would end if the function ended once more behind it
+        self._later: Tag | None = None  # where it would end if the function ended once more after it
         self.has_ended = False
 
     def ends_before(self, tag: Tag) -> bool:
@@ -124,7 +124,7 @@ class _Function:
         return False
 
     def _ended(self, tag: Tag) -> bool:
-        """Whether a tag leaves the end where it was seen: what opens does; another end moves it."""
+        """Return whether a tag leaves the end where it was seen: what opens does; another end moves it."""
         if tag[0] == _PARAMETER_END:
             self._later = tag
         elif tag[0] == _FUNCTION_END and self._later is not None:
@@ -132,7 +132,7 @@ class _Function:
         return tag[0] == OPEN or tag[1] is not None or tag[2] is not None
 
     def _open(self, tag: Tag) -> None:
-        """A parameter begins; in a value that nothing has closed only one that the tool has."""
+        """Open a parameter; inside an unclosed value, only one that the tool has."""
         key = tag[2]
         if self._key is not None:
             if self._close is None and self._properties and key not in self._properties:
@@ -147,7 +147,7 @@ class _Function:
             self._found[self._key] = self._text[self._begin : end.start()]
 
     def arguments(self) -> dict[str, Any]:
-        """Its parameters with their types."""
+        """Return Its parameters with their types."""
         self._keep()
         return {
             key: typed(value.removeprefix("\n").removesuffix("\n"), self._properties.get(key))
@@ -156,7 +156,7 @@ class _Function:
 
 
 def _properties(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
-    """The schemas of a tool's parameters; what a request sends as tools is not checked any further than this."""
+    """Return the schemas of a tool's parameters; what a request sends as tools is not checked any further than this."""
     for tool in tools:
         function = tool.get("function")
         if isinstance(function, dict) and function.get("name") == name:
@@ -172,7 +172,10 @@ _MAX_NUMBER_CHARS = 400  # more digits than any float has
 
 
 def typed(text: str, schema: Any) -> Any:
-    """The value that a text stands for, by the first type of the schema that can hold it; else the text itself."""
+    """Return the value of a text, by the first type of the schema that can hold it.
+
+    Else the text itself.
+    """
     types = _types(schema)
     for name, read in _READERS.items():
         if name in types:
@@ -184,7 +187,7 @@ def typed(text: str, schema: Any) -> Any:
 
 
 def _types(schema: Any) -> set[str]:
-    """The names of the types that a schema allows; none where it says nothing that can be read."""
+    """Return the names of the types that a schema allows; none where it says nothing that can be read."""
     if not isinstance(schema, dict):
         return set()
     declared = schema.get("type")

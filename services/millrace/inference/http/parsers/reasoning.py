@@ -21,7 +21,7 @@ class Thought(NamedTuple):
 
 
 def split_deepseek_r1(text: str, _: Mapping[str, Any]) -> Thought:
-    """The thought with which a text begins, whose `<think>` the template may have written already.
+    """Return the thought with which a text begins, whose `<think>` the template may have written already.
 
     Without an end all of it is thought, whatever it ends in.
     """
@@ -29,18 +29,18 @@ def split_deepseek_r1(text: str, _: Mapping[str, Any]) -> Thought:
 
 
 def split_qwen3(text: str, template_kwargs: Mapping[str, Any]) -> Thought:
-    """The same; with `enable_thinking = false` the template has closed the thought already."""
+    """Return the same; with `enable_thinking = false` the template has closed the thought already."""
     return Thought(None, text or None) if template_kwargs.get("enable_thinking") is False else _split(text)
 
 
 def thought_end(text: str) -> int:
-    """Where the answer begins in a text whose thought nobody takes out; 0 if it holds none that has ended."""
+    """Return where the answer begins in a text that still has its thought; 0 if it has none that has ended."""
     end = text.find(CLOSE)
     return end + len(CLOSE) if end >= 0 else 0
 
 
 def begins_with_thought(text: str) -> bool:
-    """Whether a text itself opens a thought."""
+    """Return whether a text itself opens a thought."""
     return text.lstrip().startswith(OPEN)
 
 

@@ -39,7 +39,7 @@ OWNED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "tool_strict_level": (("auto",), "a call that is forced into its schema is not sampled as the trainer computes it"),
     "enable_eplb": (
         (False,),
-        "experts that move or are copied lie where no version is written or read back",
+        "experts that move or are copied are where no version is written or read back",
     ),
     "offload_backend": (("auto", "uva"), "layers that are fetched from the host anew would miss what a version writes"),
     "offload_group_size": ((0,), "layers that are fetched from the host anew would miss what a version writes"),
@@ -73,7 +73,7 @@ class _Refused(Exception):
 def to_argv(
     parser: argparse.ArgumentParser, given: Mapping[str, Any], *, can_sleep: bool = True
 ) -> tuple[list[str], list[Violation]]:
-    """The arguments that say what `given` says, and everything that is wrong with it.
+    """Return the arguments that say what `given` says, and everything that is wrong with it.
 
     `given` maps keys of the config (`inference.vllm.enforce_eager`, `inference.parallel.tp`) or bare names of flags to
     JSON values. None leaves a flag out. Where vLLM cannot sleep (on a CPU) a replica that shall only stands still.
@@ -115,7 +115,7 @@ def _name(key: str) -> str:
 
 
 def _out_of_reach(name: str, value: object, *, is_spread: bool) -> str | None:
-    """What is wrong with a flag for a replica whose policies have to reach every worker."""
+    """Return the problem of a flag for a replica whose policies have to reach every worker."""
     if value == "ray" and name == "distributed_executor_backend":
         return _SEVERAL_NODES[name][1]
     if not is_spread or name not in _SEVERAL_NODES or value is None or value in _SEVERAL_NODES[name][0]:
@@ -139,7 +139,7 @@ def _unknown(parser: argparse.ArgumentParser, name: str) -> str:
 
 
 def _words(action: argparse.Action, name: str, value: Any) -> list[str]:
-    """One key as it is written on a command line. `--flag=value`, because a value may begin with a dash."""
+    """Return one key as it is written on a command line. `--flag=value`, because a value may begin with a dash."""
     flag = f"--{name.replace('_', '-')}"
     if isinstance(value, bool) and action.nargs == 0:
         # `--no-flag`, where the parser has one; a switch that is off is left out.
@@ -155,7 +155,7 @@ def _text(value: Any) -> str:
 
 
 def _refusal(parser: argparse.ArgumentParser, words: Sequence[str]) -> str | None:
-    """What the parser says against one flag; None if it takes it."""
+    """Return the parser's error about one flag; None if it accepts the flag."""
     if not words:
         return None
     ordinary = parser.error

@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def _work_for_head() -> None:
-    """This node's workers of a replica whose head is elsewhere, until one of them ends."""
+    """Run this node's workers of a replica whose head is elsewhere, until one of them ends."""
     from vllm.entrypoints.cli.serve import run_headless  # pyright: ignore[reportMissingImports]
     from vllm.utils.argparse_utils import FlexibleArgumentParser  # pyright: ignore[reportMissingImports]
 
@@ -60,7 +60,9 @@ def _cli_args() -> ModuleType:
 
 
 def _missing_plugins() -> list[dict[str, str | None]]:
-    """A violation if vLLM would not find Millrace's plugins here: it would serve without them, and say nothing."""
+    """Return a violation if vLLM would not find Millrace's plugins here: it would serve without them, and say
+    nothing.
+    """
     missing = [group for group in _PLUGIN_GROUPS if PLUGIN_NAME not in entry_points(group=group).names]
     if not missing:
         return []
@@ -69,7 +71,10 @@ def _missing_plugins() -> list[dict[str, str | None]]:
 
 
 def _check(to_launcher: Line, problems: list[dict[str, str | None]]) -> list[str] | None:
-    """The arguments that say what the launcher's flags say; None if something is wrong with them, which is told."""
+    """Return the arguments that say what the launcher's flags say.
+
+    None if something is wrong with them, which is told.
+    """
     given = to_launcher.receive()["flags"]
     with without_gc():
         cli_args = _cli_args()
@@ -92,7 +97,7 @@ def _check(to_launcher: Line, problems: list[dict[str, str | None]]) -> list[str
 
 
 def _warm_up() -> None:
-    """Import what the server needs anyway, in the time in which nobody knows the model yet."""
+    """Import what the server needs anyway while the model is still unknown."""
     with without_gc():
         import vllm.entrypoints.launchers.api_server.entry  # pyright: ignore[reportMissingImports]
         import vllm.v1.engine.async_llm  # pyright: ignore[reportMissingImports]  # noqa: F401

@@ -6,7 +6,8 @@ from millrace.processes.sessions import die_with_parent
 
 
 def register() -> None:
-    """vLLM's general plugin, which it calls in each of its processes: engine cores and workers die with their parent.
+    """Register as vLLM's general plugin, which vLLM calls in each of its processes: engine cores and workers die
+    with their parent.
 
     The process that serves HTTP belongs to its starter, and is left alone.
     """

@@ -13,7 +13,7 @@ from millrace.inference.http.parsers import (
     REASONING_PARSERS,
     TOOL_CALL_PARSERS,
     ChatParsers,
-    Said,
+    ParsedCompletion,
 )
 
 
@@ -65,8 +65,8 @@ def _with_ours(composed: Any, tool_calls: str | None, reasoning: str | None, cal
                 return super().parse(model_output, request, enable_auto_tools, model_output_token_ids)
             is_auto = tool_calls is not None and enable_auto_tools and choice != "none"
             tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()] if is_auto else []
-            said = ours.take_apart(model_output, tools=tools, template_kwargs=request.chat_template_kwargs or {})
-            said = said or Said(content=model_output or None)
+            said = ours.parse_completion(model_output, tools=tools, template_kwargs=request.chat_template_kwargs or {})
+            said = said or ParsedCompletion(content=model_output or None)
             self._initialize_history_tool_call_cnt(request)  # ids of calls may count those of the conversation
             calls = [
                 call_type(id=self._make_tool_call_id(call.name), name=call.name, arguments=call.arguments)

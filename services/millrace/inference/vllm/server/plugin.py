@@ -81,14 +81,14 @@ class MillracePlugin:
 
 
 def _own_directory(environ: Mapping[str, str]) -> str | TemporaryDirectory:
-    """That which the launcher made and removes; without one a new one, which lives as long as its object."""
+    """Return the directory that the launcher made and removes, or a new one that lives as long as its object."""
     if given := environ.get(OWNED_DIRECTORY_VARIABLE):
         return given
     return TemporaryDirectory(prefix="millrace-policy-", directory=scratch_parent())
 
 
 async def _run(parts: ReplicaParts, replica: VllmReplica, url: Any, stopping: asyncio.Event, state: Any) -> None:
-    """The replica from start to drain; then vLLM's server ends, whatever ended the replica."""
+    """Run the replica from start to drain; then vLLM's server ends, whatever ended the replica."""
     try:
         await parts.run(url, drain=replica.drain, handle_signals=False)
     except MillraceError as error:
@@ -105,7 +105,7 @@ async def _run(parts: ReplicaParts, replica: VllmReplica, url: Any, stopping: as
 
 
 async def _take_signal(state: Any, stopping: asyncio.Event) -> None:
-    """From the moment that vLLM has set its own handler, SIGTERM drains the replica first."""
+    """Handle SIGTERM, once vLLM has set its own handler, by draining the replica first."""
     # unregistered wait: until vLLM's server has started; the launcher registers that wait
     while not getattr(getattr(state, "server", None), "started", False):  # noqa: ASYNC110 - vLLM tells nobody
         await asyncio.sleep(_SERVER_POLL_S)

@@ -37,7 +37,7 @@ from millrace.inference.vllm.gate import CALLS, Calls, GenerationGate
 from millrace.inference.vllm.server.spans import add_last_spans, add_spans, name_tokens, rewritten
 from millrace.rollouts import parameters
 from millrace.rollouts import parameters as choices_wire
-from millrace.rollouts.parameters import Fate, Parameter, check_parameters, check_tools
+from millrace.rollouts.parameters import Parameter, Treatment, check_parameters, check_tools
 
 import msgspec  # isort: skip # pyright: ignore[reportMissingImports]
 from fastapi import APIRouter, Request  # isort: skip # pyright: ignore[reportMissingImports]
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 router = APIRouter()
 
 _OTHERWISE = {
-    f"guided_{kind}": Parameter(fate=Fate.REFUSED, why="send `structured_outputs`")
+    f"guided_{kind}": Parameter(fate=Treatment.REFUSED, why="send `structured_outputs`")
     for kind in ("json", "regex", "choice", "grammar", "decoding_backend", "whitespace_pattern")
 }
 _TOLD_BACK = frozenset({"max_tool_calls"})
@@ -81,7 +81,7 @@ class VllmReplica:
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def require(self) -> None:
-        """UnavailableError while nothing that is proved serves."""
+        """Raise UnavailableError while nothing that is proved serves."""
         status = self.engine.status()
         if self.is_draining:
             raise UnavailableError("this replica is shutting down", reason="DRAINING", remedy="retry on another one")
@@ -124,7 +124,7 @@ def attach(app: Any) -> None:
 @with_cancellation
 @load_aware_call
 async def chat(request: ChatCompletionRequest, raw_request: Request) -> Response:
-    """OpenAI's chat; vLLM renders, generates and parses."""
+    """Return OpenAI's chat; vLLM renders, generates and parses."""
     await _require_read(raw_request, request, parameters.CHAT)
     check_tools((await raw_request.json()).get("tools") or [])
     access.check_completions(1, request.n or 1)
@@ -139,7 +139,7 @@ async def chat(request: ChatCompletionRequest, raw_request: Request) -> Response
 @with_cancellation
 @load_aware_call
 async def completions(request: CompletionRequest, raw_request: Request) -> Response:
-    """OpenAI's completions. `max_tokens` beyond the context is cut to it, where vLLM alone would refuse it."""
+    """Return OpenAI's completions. `max_tokens` beyond the context is cut to it, where vLLM alone would refuse it."""
     await _require_read(raw_request, request, parameters.COMPLETIONS)
     room = _room(raw_request)
     access.check_stops(request.stop)
@@ -155,7 +155,7 @@ async def completions(request: CompletionRequest, raw_request: Request) -> Respo
 @with_cancellation
 @load_aware_call
 async def generate(request: GenerateRequest, raw_request: Request) -> Response:
-    """Tokens in, tokens out. Log-probs are always there, named `token_id:N` as clients want them."""
+    """Return tokens in, tokens out. Log-probs are always there, named `token_id:N` as clients want them."""
     await _require_read(raw_request, request, parameters.GENERATE)
     sampling = request.sampling_params
     said = (await raw_request.json()).get("sampling_params")
@@ -179,28 +179,28 @@ async def generate(request: GenerateRequest, raw_request: Request) -> Response:
 
 @router.post("/v1/responses")
 async def responses(request: ResponsesRequest, raw_request: Request) -> Response:
-    """OpenAI's responses; vLLM answers them."""
+    """Return OpenAI's responses; vLLM answers them."""
     await _require_read(raw_request, request, parameters.RESPONSES)
     return await create_responses(request, raw_request)
 
 
 @router.post("/v1/messages")
 async def messages(request: AnthropicMessagesRequest, raw_request: Request) -> Response:
-    """Anthropic's messages; vLLM answers them."""
+    """Return Anthropic's messages; vLLM answers them."""
     await _require_read(raw_request, request, parameters.MESSAGES)
     return await create_messages(request, raw_request)
 
 
 @router.post("/tokenize")
 async def tokenize(request: TokenizeRequest, raw_request: Request) -> Response:
-    """Token ids of a prompt or of a chat; vLLM answers."""
+    """Return token ids of a prompt or of a chat; vLLM answers."""
     await _require_read(raw_request, request, parameters.TOKENIZE)
     return await vllm_tokenize(request, raw_request)
 
 
 @router.get("/v1/models")
 async def models(raw_request: Request) -> Response:
-    """The models."""
+    """Return the models."""
     _replica(raw_request).require()
     found = await raw_request.app.state.openai_serving_models.show_available_models()
     return JSONResponse(found.model_dump())
@@ -208,7 +208,7 @@ async def models(raw_request: Request) -> Response:
 
 @router.get("/health")
 async def health(raw_request: Request) -> Response:
-    """200 while a proved policy serves and the engine answers."""
+    """Return 200 while a proved policy serves and the engine answers."""
     replica = _replica(raw_request)
     replica.require()
     if (age_s := replica.engine.status().progress_age_s) > STALL_S:
@@ -218,7 +218,7 @@ async def health(raw_request: Request) -> Response:
 
 @router.post("/update_weights")
 async def update_weights(raw_request: Request) -> Response:
-    """PRIME-RL's: `{"weight_dir": …}`, a directory of safetensors files that the workers can read."""
+    """Return PRIME-RL's: `{"weight_dir": …}`, a directory of safetensors files that the workers can read."""
     body = await raw_request.json()
     directory = body.get("weight_dir") if isinstance(body, dict) else None
     if not isinstance(directory, str) or not directory:
@@ -229,7 +229,7 @@ async def update_weights(raw_request: Request) -> Response:
 
 @router.post("/reload_weights")
 async def reload_weights(raw_request: Request) -> Response:
-    """PRIME-RL's: back to the weights that the server was started with."""
+    """Return PRIME-RL's: back to the weights that the server was started with."""
     await _replica(raw_request).load_directory(None)
     return JSONResponse({"status": "ok"})
 
@@ -250,14 +250,14 @@ def _require_fields(said: Any, fields: Collection[str], known: Mapping[str, Para
 
 
 def _room(request: Request) -> int:
-    """Tokens of the longest context; UnavailableError while nothing serves."""
+    """Return tokens of the longest context; UnavailableError while nothing serves."""
     replica = _replica(request)
     replica.require()
     return replica.engine.status().max_model_len
 
 
 def _stops(asked: Any, request: Request) -> tuple[Any, Any]:
-    """Its stop strings and stop tokens, with special tokens by their ids where the text leaves them out.
+    """Return Its stop strings and stop tokens, with special tokens by their ids where the text leaves them out.
 
     A request that says nothing leaves them out: vLLM 0.33 has None there, and would do what the model's generation
     config says.
@@ -285,7 +285,7 @@ class _Spans:
 
     @classmethod
     def of(cls, request: Any) -> "_Spans":
-        """For OpenAI's routes."""
+        """Return the handlers of OpenAI's routes."""
         return cls(per_call=0 if request.use_beam_search else request.n or 1)
 
     def whole(self, body: dict[str, Any], calls: Calls) -> None:
@@ -303,7 +303,7 @@ class _Spans:
 
 
 async def _serve(request: Request, call: Callable[[], Awaitable[Any]], spans: _Spans) -> Response:
-    """One call of a serving object behind the gate, with the spans that the engine told."""
+    """Return one call of a serving object through the gate, with the spans that the engine reported."""
     calls = Calls()
     token = CALLS.set(calls)
     try:
@@ -328,7 +328,7 @@ _STATUS = ((CapacityError, 429), (UnavailableError, 503), (_REFUSED, 400))
 
 
 def _error(error: Exception) -> Response:
-    """OpenAI's error object; 503 carries Retry-After."""
+    """Return OpenAI's error object; 503 carries Retry-After."""
     status = next((code for kind, code in _STATUS if isinstance(error, kind)), 500)
     param = error.violations[0].field if isinstance(error, InvalidSpecError) and error.violations else None
     body = {"error": {"message": str(error), "type": type(error).__name__, "param": param, "code": status}}

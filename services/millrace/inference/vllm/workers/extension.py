@@ -97,7 +97,7 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
 
     @on_base
     def millrace_reload(self, order: dict[str, Any]) -> None:
-        """Load every tensor through vLLM's layerwise reload, then find out how the model lies in memory."""
+        """Load every tensor through vLLM's layerwise reload, then find out how the model is laid out in memory."""
         self.millrace_held = None
         self.millrace_is_text_part = order.get("is_text_part", False)
         files = OrderFiles(self._millrace_here(order))
@@ -127,7 +127,8 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
         self._millrace_repack_shared(model)
 
     def millrace_check(self, places: list[Any]) -> list[list[str]]:
-        """What is wrong with tensors [name, dtype, shape] for this model, and those that have no place on this rank.
+        """Return the problems of tensors [name, dtype, shape] for this model, and those that have no place on this
+        rank.
 
         Nothing is changed. A rank of a pipeline has only some layers: a tensor is wrong if no rank has a place for it.
         """
@@ -139,6 +140,7 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
         for name, dtype, shape in places:
             regions = held.layout.regions.get(name)
             if regions is None:
+                # Another rank of the pipeline may have a place for it; only the head can tell.
                 strangers.append(name)
                 continue
             known = self.millrace_shapes[name]
@@ -167,6 +169,7 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
                 shape, _, dtype = held.layout.specs[slot]
                 units.append((module, int(np.prod(shape)) * dtype.itemsize))
         built = set(held.packed.values())
+        # What is neither written in place nor built in a unit must go through vLLM's own loader.
         reloads = {slot.module for slot in touched if slot not in held.plain and slot not in built}
         here = [name for name in files.names() if _plain_regions(held, name)]
         slices = [found for name in here for found in slices_of(files, name)]
@@ -177,7 +180,7 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
 
     @on_base
     def millrace_gather(self, first: int, last: int) -> float:
-        """Look up where slices [first, last) are written, and what is there now; return its seconds."""
+        """Find the current values at the places of slices [first, last); returns the seconds it took."""
         held, began = self._millrace_required(), time.monotonic()
         staged = held.staged
         assert staged is not None and staged.num_gathered >= min(first, len(staged.slices))
@@ -196,7 +199,8 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
         return time.monotonic() - began
 
     def millrace_foreseen(self) -> dict[str, Any]:
-        """The digests that this rank will have with the staged version, in `rows` as `millrace_digests` gives them.
+        """Return the digests that this rank will have with the staged version, in `rows` as `millrace_digests` gives
+        them.
 
         `rows` is None while `is_pending`, and for good if they have to be read back after the version is written.
         """
@@ -255,7 +259,8 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
 
     @on_base
     def millrace_digests(self, names: list[str]) -> list[Row]:
-        """[tensor, key of the box, elements, digest as hex] of every box that holds the checkpoint's bits as they are.
+        """Return [tensor, key of the box, elements, digest as hex] of every box that holds the checkpoint's bits as
+        they are.
 
         Only of these tensors, of which this rank may hold none. Ranks that hold the same box give the same key.
         """
@@ -281,7 +286,7 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
         return self.millrace_held
 
     def _millrace_load(self, module: torch.nn.Module, files: OrderFiles, names: list[str]) -> None:
-        """vLLM's layerwise reload of these tensors into a module of the model, or into all of it."""
+        """Run vLLM's layerwise reload of these tensors into a module of the model, or into the whole model."""
         from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
         from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
             finalize_layerwise_reload,
@@ -328,7 +333,9 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
             yield name, tensor_of(files, name)
 
     def _millrace_survey(self, model: torch.nn.Module, files: OrderFiles) -> Held:
-        """Traces the loaders, and compares what lies in memory with the file to tell which parameters are plain."""
+        """Return traces the loaders, and compares what is in memory with the file to tell which parameters are
+        plain.
+        """
         layout = trace(model, files.places.values())
         self.millrace_shapes = {name: (place.dtype, place.shape) for name, place in files.places.items()}
         by_slot: dict[Slot, list[Region]] = {}
@@ -359,7 +366,7 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
     def _millrace_packed_slot(
         self, model: torch.nn.Module, name: str, module: torch.nn.Module, by_slot: Mapping[Slot, Any]
     ) -> Slot | None:
-        """The slot whose weight a packed layer was built from: its own, or that of the layer it is tied to."""
+        """Return the slot whose weight a packed layer was built from: its own, or that of the layer it is tied to."""
         if not is_repackable(module):
             return None
         own = Slot(module=name, name="weight")
@@ -389,7 +396,7 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
         )
 
     def _millrace_plain(self, held: Held, files: OrderFiles, slot: Slot) -> torch.Tensor:
-        """The parameter as the loaders would fill it; padding is zero."""
+        """Return the parameter as the loaders would fill it; padding is zero."""
         shape, strides, dtype = held.layout.specs[slot]
         weight = torch.empty_strided(shape, strides, dtype=dtype).zero_()
         for regions in held.layout.regions.values():
@@ -400,5 +407,5 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
 
 
 def _plain_regions(held: Held, name: str) -> list[Region]:
-    """Where a tensor lies in the checkpoint's bits on this rank."""
+    """Return the regions of a tensor on this rank in the checkpoint's bits."""
     return [region for region in held.layout.regions.get(name, ()) if region.slot in held.plain]

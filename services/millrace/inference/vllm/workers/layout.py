@@ -1,4 +1,4 @@
-"""Where each element of a checkpoint lies in a vLLM model: found by watching vLLM's own loaders at work on no data.
+"""Where each element of a checkpoint is in a vLLM model: found by watching vLLM's own loaders at work on no data.
 
 `load_weights` knows how names are mapped, projections fused and shards cut. It is called once with tensors and
 parameters on the meta device, and every copy between the two is noted as a `Region`: which strided box of which tensor
@@ -47,17 +47,17 @@ class Region:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the box."""
+        """Return elements of the box."""
         return math.prod(self.shape)
 
     @property
     def key(self) -> str:
-        """The box's name among those of its tensor, which is the same on all ranks that hold it."""
+        """Return the box's name among those of its tensor, which is the same on all ranks that hold it."""
         return f"{self.source_offset}:{self.shape}"
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether it is one range of the tensor, in order, and one range of the parameter."""
+        """Return whether it is one range of the tensor, in order, and one range of the parameter."""
         dense = _dense_strides(self.shape)
         return all(
             size == 1 or source == target == want
@@ -68,7 +68,7 @@ class Region:
 
     @property
     def is_in_runs(self) -> bool:
-        """Whether it is one range of the parameter, in order, made of runs of the tensor at equal distances.
+        """Return whether it is one range of the parameter, in order, made of runs of the tensor at equal distances.
 
         Such is a shard that was cut across rows, as of the output projections in tensor parallelism.
         """
@@ -79,12 +79,12 @@ class Region:
 
     @property
     def end(self) -> int:
-        """The tensor's element behind the last one of the box. Only of a box in runs, as what follows."""
+        """Return the tensor's element after the last one of the box. Only of a box in runs, as what follows."""
         length, distance = self._run
         return self.source_offset + (self.num_elements // length - 1) * distance + length if length else 0
 
     def places(self, first: int, last: int) -> tuple[int, int]:
-        """Which of the box's elements [begin, end), in order, are of the tensor's elements [first, last)."""
+        """Return which of the box's elements [begin, end), in order, are of the tensor's elements [first, last)."""
         length, distance = self._run
         found: list[int] = []
         for position in (first, last):
@@ -93,32 +93,35 @@ class Region:
         return found[0], found[1]
 
     def places_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Which of the box's elements, in order, are those of the tensor at `positions` [N]; all are in the box."""
+        """Return which of the box's elements, in order, are those of the tensor at `positions` [N].
+
+        All are in the box.
+        """
         length, distance = self._run
         run, rest = np.divmod(positions - self.source_offset, distance)
         return run * length + rest
 
     def digest(self, bits: NDArray[np.unsignedinteger], begin: int) -> int:
-        """The digest of a part of the box, whose first element is the box's element `begin`."""
+        """Return the digest of a part of the box, whose first element is the box's element `begin`."""
         if self.is_contiguous:
             return bits_digest(bits, start=self.source_offset + begin)
         return placed_digest(bits, self.positions(begin, begin + bits.size).numpy())
 
     def positions(self, begin: int, end: int, *, device: torch.device | None = None) -> torch.Tensor:
-        """Where the box's elements [begin, end) lie in the tensor, int64."""
+        """Return the positions in the tensor of the box's elements [begin, end), int64."""
         length, distance = self._run
         place = torch.arange(begin, end, device=device)
         return self.source_offset + place // length * distance + place % length
 
     @property
     def _run(self) -> tuple[int, int]:
-        """(elements of a run, distance between the first elements of two runs in the tensor)."""
+        """Return (elements of a run, distance between the first elements of two runs in the tensor)."""
         if self.is_contiguous:
             return self.num_elements, max(1, self.num_elements)
         return self.shape[1], self.source_strides[0]
 
     def span_of(self, positions: NDArray[np.int64]) -> slice:
-        """Those of ascending positions [N] that lie between the box's first and last element; no others are in it.
+        """Return the ascending positions [N] between the box's first and last element; no others are in the box.
 
         A tensor of fused experts has two boxes for each, and the changes of one are a small part of all.
         """
@@ -128,7 +131,10 @@ class Region:
         return slice(int(begin), int(end))
 
     def targets(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(which of the tensor's row-major positions [N] are in the box, their indices in the parameter's storage)."""
+        """Return (which of the tensor's row-major positions [N] are in the box, their indices in the parameter's
+        storage).
+        """
+        # The common case: a contiguous range of the tensor lands in a contiguous range of the parameter.
         if self.is_contiguous:
             inside = (positions >= self.source_offset) & (positions < self.source_offset + self.num_elements)
             return inside, positions[inside] + (self.target_offset - self.source_offset)
@@ -136,6 +142,7 @@ class Region:
         inside = torch.ones_like(positions, dtype=torch.bool)
         index = torch.full_like(positions, self.target_offset)
         dims = sorted(zip(self.source_strides, self.shape, self.target_strides, strict=True), reverse=True)
+        # Peel off one dimension after the other, largest stride first: quotient is the place in it, remainder goes on.
         for source, size, target in dims:
             if size == 1:
                 continue
@@ -143,6 +150,7 @@ class Region:
             inside &= (place >= 0) & (place < size)
             index += place * target
             rest, offset = rest % source, offset % source
+        # A remainder that differs is between the elements of a strided slice.
         inside &= rest == offset
         return inside, index[inside]
 
@@ -168,7 +176,10 @@ def trace(model: torch.nn.Module, places: Collection[TensorPlace]) -> Layout:
 
 
 def _trace(model: torch.nn.Module, places: Collection[TensorPlace], *, keeps_views: bool) -> Layout:
-    """As `trace`. With `keeps_views` what a loader makes contiguous is seen as the part of the tensor that it is."""
+    """Trace as `trace` does.
+
+    With `keeps_views` what a loader makes contiguous counts as the part of the tensor that it is.
+    """
     # vllm is in its own environment, which the type checker does not see.
     from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: ignore[reportMissingImports]
         get_layerwise_info,
@@ -228,7 +239,7 @@ class _Recorder(TorchDispatchMode):
         self._modules = modules
         self._sources: dict[int, str] = {}
         self._targets: dict[int, Slot] = {}
-        self._alive: list[torch.Tensor] = []  # storages are told apart by address
+        self._alive: list[torch.Tensor] = []  # storages are distinguished by address
         self._regions: dict[str, list[Region]] = {}
         self._specs: dict[Slot, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]] = {}
         self._opaque: set[Slot] = set()
@@ -243,7 +254,7 @@ class _Recorder(TorchDispatchMode):
         self._alive.append(tensor)
 
     def _late_slot(self, target: torch.Tensor) -> Slot | None:
-        """That of a parameter which a loader has registered with memory of its own, and copies into."""
+        """Return the slot of a parameter which a loader has registered with memory of its own, and copies into."""
         for name, module in self._modules.items():
             for each, parameter in module._parameters.items():
                 if parameter is not None and _storage(parameter) == _storage(target):
@@ -304,22 +315,22 @@ SLICE_ELEMENTS = 1 << 20
 
 
 class ModelMemory:
-    """Reads boxes that lie in one piece out of a model's parameters."""
+    """Reads boxes that are in one piece out of a model's parameters."""
 
     def __init__(self, model: Callable[[], torch.nn.Module]) -> None:
         self._model = model
 
     def read(self, part: Region, begin: int, end: int) -> Bits:
-        """A copy of the box's elements [begin, end)."""
+        """Return a copy of the box's elements [begin, end)."""
         found = self._flat(part)[begin:end]
         return _as_numpy(found.clone() if found.device.type == "cpu" else found.cpu())
 
     def gather(self, part: Region, index: NDArray[np.int64]) -> Bits:
-        """A copy of the box's elements `index` [N]."""
+        """Return a copy of the box's elements `index` [N]."""
         return gather(self._flat(part), index)
 
     def digest(self, part: Region, begin: int, end: int) -> int:
-        """The digest of the box's elements [begin, end), computed where they lie."""
+        """Return the digest of the box's elements [begin, end), computed where they are."""
         flat = self._flat(part)[begin:end]
         if part.is_contiguous:
             return device_digest(flat, start=part.source_offset + begin)
@@ -344,7 +355,10 @@ class Write:
     staged: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def on(self, device: torch.device) -> "Write":
-        """The same with what it scatters on that device, so that the pause copies nothing; on a CPU it is there."""
+        """Return the same with what it scatters on that device, so that the pause copies nothing.
+
+        On a CPU it is there.
+        """
         if device.type == "cpu" or self.index is None or self.bits is None:
             return self
         bits = self.bits.view(f"i{self.bits.itemsize}") if self.bits.itemsize > 1 else self.bits
@@ -384,13 +398,15 @@ class ChangeSlice:
     last: int = 0
 
     def num_bytes(self, width: int) -> int:
-        """Bytes of the positions and bits that are computed with. A whole copy has none: a thread reads the file for
-        it."""
+        """Return bytes of the positions and bits that are computed with.
+
+        A whole copy has none: a thread reads the file for it.
+        """
         return (self.last - self.first) * (8 + width)
 
 
 def slices_of(files: OrderFiles, name: str) -> Iterator[ChangeSlice]:
-    """What the order says of a tensor, in slices of at most `SLICE_ELEMENTS`."""
+    """Yield the order's changes of a tensor, in slices of at most `SLICE_ELEMENTS`."""
     counts = files.counts(name)
     if counts is None:
         yield ChangeSlice(tensor=name)
@@ -401,7 +417,7 @@ def slices_of(files: OrderFiles, name: str) -> Iterator[ChangeSlice]:
 
 
 def writes_of(files: OrderFiles, region: Region, width: int, of: ChangeSlice | None = None) -> Iterator[Write]:
-    """What the order, or a slice of it, puts into a box; computed before the pause."""
+    """Yield the writes into a box that the order, or a slice of it, needs; computed before the pause."""
     parts = files.sparse(region.tensor, width)
     if parts is not None and of is not None:
         assert of.part is not None
@@ -412,6 +428,7 @@ def writes_of(files: OrderFiles, region: Region, width: int, of: ChangeSlice | N
         yield Write(region=region)
         return
     for all_positions, raw in parts:
+        # Positions ascend: two binary searches leave those near the box, before the exact test.
         near = region.span_of(all_positions)
         positions = np.array(all_positions[near])
         inside, index = region.targets(torch.from_numpy(positions))
@@ -421,40 +438,43 @@ def writes_of(files: OrderFiles, region: Region, width: int, of: ChangeSlice | N
 
 
 def tensor_of(files: OrderFiles, name: str) -> torch.Tensor:
-    """A tensor over the mapped file, which nobody writes to. (torch wants a writable mapping; pages stay shared.)"""
+    """Return a tensor over the mapped file, which nobody writes to. (torch wants a writable mapping.
+
+    Pages stay shared.)
+    """
     place = files.places[name]
     return torch.from_numpy(files.raw(name)).view(DTYPES[place.dtype]).reshape(place.shape)
 
 
 def source_of(files: OrderFiles, region: Region) -> torch.Tensor:
-    """The region's part of the tensor in the file, as bits."""
+    """Return the region's part of the tensor in the file, as bits."""
     tensor = tensor_of(files, region.tensor)
     flat = tensor.reshape(-1).view(BITS[tensor.element_size()])
     return flat.as_strided(region.shape, region.source_strides, flat.storage_offset() + region.source_offset)
 
 
 def parameter_of(model: torch.nn.Module, region: Region) -> torch.Tensor:
-    """The parameter in which the region lies."""
+    """Return the parameter that contains the region."""
     parameter = model.get_submodule(region.slot.module)._parameters[region.slot.name]
     assert parameter is not None
     return parameter
 
 
 def flat_bits(parameter: torch.Tensor) -> torch.Tensor:
-    """The storage of a parameter from its first element on, as integers."""
+    """Return the storage of a parameter from its first element on, as integers."""
     size = 1 + sum((n - 1) * stride for n, stride in zip(parameter.shape, parameter.stride(), strict=True))
     return parameter.data.as_strided((size,), (1,)).view(BITS[parameter.element_size()])
 
 
 def box_of(parameter: torch.Tensor, region: Region) -> torch.Tensor:
-    """The region's part of a parameter, as bits."""
+    """Return the region's part of a parameter, as bits."""
     return flat_bits(parameter).as_strided(
         region.shape, region.target_strides, parameter.storage_offset() + region.target_offset
     )
 
 
 def gather(flat: torch.Tensor, index: NDArray[np.int64]) -> Bits:
-    """A copy of the bits at some elements, in this process's own memory."""
+    """Return a copy of the bits at some elements, in this process's own memory."""
     if flat.device.type == "cpu":
         return _as_numpy(flat)[index]  # a fifth of the time that torch's indexing takes
     return _as_numpy(flat[torch.from_numpy(index).to(flat.device)].cpu())
@@ -469,7 +489,7 @@ def scatter(flat: torch.Tensor, index: Any, bits: Any) -> None:
 
 
 def count_other(flat: torch.Tensor, index: Any, bits: Any) -> int:
-    """How many of these places of a tensor hold other bits."""
+    """Return the number of these places of a tensor that hold other bits."""
     if isinstance(bits, torch.Tensor):
         return int(torch.count_nonzero(flat[index] != bits))
     return int(np.count_nonzero(_as_numpy(flat)[index] != bits))

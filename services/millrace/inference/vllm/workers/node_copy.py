@@ -47,7 +47,9 @@ class NodeCopy:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "NodeCopy":
-        """In the directory that the launcher made, with the object store and credentials of the environment."""
+        """Create the copy in the directory that the launcher made, with the object store and credentials of the
+        environment.
+        """
         settings = Settings.from_env(environ, required=["store_url"])
         shared = environ.get(DIRECTORY_VARIABLE)  # without a launcher each rank for itself
         directory = Path(shared or tempfile.mkdtemp(prefix="millrace-node-", dir=scratch_parent()))
@@ -64,7 +66,7 @@ class NodeCopy:
         self._pulling = order["number"], self._thread.submit(self._pull, dict(order))
 
     def is_there(self, number: str) -> bool:
-        """Whether the node has what the order of this number needs; InternalError if it could not be had."""
+        """Return whether the node has what the order of this number needs; InternalError if it could not be had."""
         if self._pulling is not None and self._pulling[0] == number and self._pulling[1].done():
             error = self._pulling[1].exception()  # not even that could be written
             if error is not None:
@@ -77,14 +79,14 @@ class NodeCopy:
         return True
 
     def here(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """The order with this node's files in place of the head's."""
+        """Return the order with this node's files in place of the head's."""
         found = self._read()
         if found.get("number") != order["number"]:
             raise InternalError("the node has not fetched this order", reason="NODE_FETCH_FAILED", remedy="try again")
         return found if order["changed"] is not None else found | {"changed": None}
 
     def _pull(self, order: dict[str, Any]) -> None:
-        """In the thread. Leaves what came of it in `order.json`, for all ranks of the node; raises if it cannot."""
+        """Pull the policy, in the thread. Writes the result to `order.json`, for all ranks of the node, or raises."""
         try:
             found = self._stage(order["policy"])
         except Exception as error:  # the edge of a thread that nobody awaits: the head hears of it
@@ -128,7 +130,7 @@ class FetchingWorker:
     millrace_node: NodeCopy | None = None
 
     def millrace_fetch(self, order: dict[str, Any]) -> None:
-        """On other nodes than the head: begins to pull the policy of an order."""
+        """Begin to pull the policy of an order, on other nodes than the head."""
         if self.parallel_config.node_rank == 0:  # pyright: ignore[reportAttributeAccessIssue] - of the worker
             return
         if self.millrace_node is None:
@@ -136,7 +138,7 @@ class FetchingWorker:
         self.millrace_node.begin(order)
 
     def millrace_fetched(self, number: str) -> bool:
-        """Whether what the order of this number names can be read here."""
+        """Return whether the policy of this order can be read here."""
         return self.millrace_node is None or self.millrace_node.is_there(number)
 
     def _millrace_here(self, order: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ Late = dict[tuple[torch.nn.Module, str], torch.nn.Parameter]
 
 @contextmanager
 def whole_reload(module: torch.nn.Module) -> Iterator[None]:
-    """In this block vLLM's layerwise reload of a module of a model, or of all of it, loads what its loaders fill."""
+    """Let vLLM's layerwise reload of a module, or of the model, load what its loaders fill, while the block runs."""
     own = {(layer, name) for layer in module.modules() for name in layer._parameters}
     with _late_parameters(own) as late, _DirectCopies(module).active():
         yield
@@ -35,7 +35,7 @@ def whole_reload(module: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _late_parameters(own: Iterable[tuple[torch.nn.Module, str]]) -> Iterator[Late]:
-    """Parameters that are registered in this block under names that no module had before, the newest of each."""
+    """Collect the parameters that are registered in this block under new names, the newest of each."""
     known, late = set(own), Late()
 
     def note(layer: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
@@ -63,7 +63,7 @@ class _DirectCopies(TorchDispatchMode):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """In this block loaders are watched, but for those that vLLM runs to count what they load."""
+        """Watch loaders while the block runs, except those that vLLM runs to count what they load."""
         count = self._vllm.get_numel_loaded
 
         def counted(*args: Any) -> Any:
@@ -89,7 +89,9 @@ class _DirectCopies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _place_of(self, target: torch.Tensor) -> tuple[torch.nn.Module, str] | None:
-        """The layer that has it, and its name there: the reload has put it on the meta device since the last look."""
+        """Return the layer that has it, and its name there: the reload has put it on the meta device since the last
+        look.
+        """
         if _storage(target) not in self._places:
             for layer in self._module.modules():
                 for name, tensor in self._vllm.get_layer_tensors(layer).items():
@@ -135,7 +137,7 @@ def _storage(tensor: torch.Tensor) -> int:
 #
 # A version that is written into the parameters leaves these as they were: the model would serve them stale, while
 # every parameter reads back right. vLLM's layerwise reload makes anew what layers derive, so that such a model is
-# loaded whole. What the model itself derives behind its layers (DeepSeek-V4, Kimi K3) that reload leaves out, and it
+# loaded whole. What the model itself derives after its layers (DeepSeek-V4, Kimi K3) that reload leaves out, and it
 # is refused.
 
 _PLAIN = ("W_UK_T", "W_UV", "W_UK", "W_K", "W_V", "W_UK_T_dcp_qrep")
@@ -145,7 +147,9 @@ _OF_BACKENDS = ("sinks", "_w_uk_packed", "_w_uv_packed", "_w_scale")
 
 
 def derived_tensors(model: torch.nn.Module, loaded: Collection[Slot]) -> list[str]:
-    """Names of the tensors of a loaded model that are derived from its weights, sorted; `loaded` is what loaders fill.
+    """Return names of the tensors of a loaded model that are derived from its weights, sorted.
+
+    `loaded` is what loaders fill.
 
     A view of a weight changes with it, and is none.
     """
@@ -168,7 +172,7 @@ def derived_tensors(model: torch.nn.Module, loaded: Collection[Slot]) -> list[st
 
 
 def require_reloadable(model: torch.nn.Module) -> None:
-    """InvalidStateError if the model derives something behind its layers, which no reload makes anew."""
+    """Raise InvalidStateError if the model derives something after its layers, which no reload makes anew."""
     if not hasattr(model, "process_weights_after_loading"):
         return
     raise InvalidStateError(
@@ -186,7 +190,7 @@ def _kept(name: str, attributes: dict[str, object], names: tuple[str, ...]) -> d
 
 # Layers that vLLM's CPU backend packs. Linear ones are built from plain weights beside the served ones, then put in.
 #
-# On CPU `process_weights_after_loading` of an unquantised layer turns `weight` into a packed copy behind
+# On CPU `process_weights_after_loading` of an unquantised layer turns `weight` into a packed copy after
 # `layer.cpu_linear`. It reads nothing of the layer but `weight` and `bias`, so it can be run on a shell that has only
 # these, while the layer serves; afterwards the layer takes over the shell's function.
 
@@ -203,7 +207,7 @@ class Packed:
 
 
 def is_repackable(layer: torch.nn.Module) -> bool:
-    """Whether the layer is unquantised and computes with a packed weight."""
+    """Return whether the layer is unquantised and computes with a packed weight."""
     method: Any = getattr(layer, "quant_method", None)
     return hasattr(layer, "cpu_linear") and type(method).__name__ in (
         "UnquantizedLinearMethod",
@@ -227,7 +231,7 @@ def build_packed(layer: torch.nn.Module, weight: torch.Tensor) -> Packed:
 def pack_experts(module: torch.nn.Module) -> None:
     """Pack the fused experts of a module on a CPU whose weights vLLM's layerwise reload has just filled.
 
-    vLLM (0.32) packs them behind the first load only, and would compute with plain weights as if they were packed.
+    vLLM (0.32) packs them after the first load only, and would compute with plain weights as if they were packed.
     """
     for layer in module.modules():
         method: Any = getattr(layer, "quant_method", None)

@@ -12,7 +12,13 @@ from millrace.internal.v1 import batch_pb2
 from millrace.readers.dashboard.index import Columns, Segment
 from millrace.readers.dashboard.query import parse_id, row_json, sample_id
 from millrace.readers.dashboard.views.facts import RunFacts
-from millrace.readers.dashboard.views.tokens import Asked, TrainerLogprobs, Vocabulary, not_trained, of_secrets
+from millrace.readers.dashboard.views.tokens import (
+    TrainedSequence,
+    TrainerLogprobs,
+    Vocabulary,
+    not_trained,
+    of_secrets,
+)
 from millrace.readers.exports.conversation import given_of, messages_of
 from millrace.rollouts.batch_wire import MAX_HEADER_BYTES, chunks_for, decode_header, unpack_batch
 from millrace.rollouts.types import Rollout, Sample, TrainSample
@@ -27,7 +33,7 @@ MAX_TOKENS = 4096
 """On one page of tokens."""
 MAX_MEMBERS = 256
 """Of a group, on one page."""
-_SECRET_TOKENS = 512  # a secret may begin so many tokens before a page, or end behind it
+_SECRET_TOKENS = 512  # a secret may begin so many tokens before a page, or end after it
 _KEPT, _MAX_KEPT_BYTES = 2, 32 << 20
 
 
@@ -49,7 +55,7 @@ class RecentArchives:
         self._kept: OrderedDict[str, BatchArchive] = OrderedDict()
 
     def read(self, key: str) -> BatchArchive:
-        """What lies at the key of a header."""
+        """Return the header under its key."""
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
@@ -73,7 +79,7 @@ class Details:
     def __init__(
         self, store: ObjectStore, names: Names, columns: Columns, facts: RunFacts, *, secrets: tuple[str, ...] = ()
     ) -> None:
-        """`secrets` are values that no token may show; what `redact` finds by its look is hidden in any case."""
+        """Create the view; `secrets` are values that no token may show, in addition to what `redact` recognizes."""
         self._store = store
         self._secrets = secrets
         self._names = names
@@ -83,7 +89,7 @@ class Details:
         self._vocabulary: Vocabulary | None = None
 
     def row(self, sample: str) -> int:
-        """The row of a sample; NotFoundError if the index has none of that id."""
+        """Return the row of a sample; NotFoundError if the index has none of that id."""
         step, revision, place = parse_id(sample)
         segments = self._columns.segments
         segment = next((each for each in segments if (each.step, each.revision) == (step, revision)), None)
@@ -99,7 +105,7 @@ class Details:
         return segment.first + int(found[0])
 
     def tokens_by_version(self, sample: str) -> dict[int, int] | None:
-        """How many tokens of a sample each policy version made; None where its archive is not kept any more."""
+        """Return the number of tokens of a sample by policy version; None where its archive is not kept any more."""
         try:
             at, archive = self._read(sample)
         except (CorruptObjectError, NotFoundError):
@@ -111,7 +117,7 @@ class Details:
         return dict(found)
 
     def show(self, sample: str) -> dict[str, Any]:
-        """The sample without its tokens."""
+        """Return the sample without its tokens."""
         at, archive = self._read(sample)
         rows = self._columns.rows()
         rollout = archive.rollouts[int(rows["place"][at])]
@@ -134,7 +140,9 @@ class Details:
         }
 
     def _group(self, at: int) -> np.ndarray:
-        """Rows of a sample's group, by member: of its batch, or of its evaluation, in whichever batches that lies."""
+        """Return rows of a sample's group, by member: of its batch, or of its evaluation, in whichever batches that
+        is.
+        """
         rows = self._columns.rows()
         segment, first, last = self._segment(rows[at]), 0, len(rows)
         if rows["evaluation"][at] < 0:
@@ -146,7 +154,7 @@ class Details:
         return found[np.argsort(rows["member"][found], kind="stable")][:MAX_MEMBERS]
 
     def tokens(self, sample: str, *, part: int, offset: int, size: int) -> dict[str, Any]:
-        """Columns over the tokens `[offset, offset + size)` of one of its token sequences."""
+        """Return columns over the tokens `[offset, offset + size)` of one of its token sequences."""
         at, archive = self._read(sample)
         row = self._columns.rows()[at]
         rollout = archive.rollouts[int(row["place"])]
@@ -173,7 +181,7 @@ class Details:
         }
 
     def _readable(self, token_ids: np.ndarray, window: slice) -> tuple[list[int], list[str | None]]:
-        """The ids and texts of a window; those of secrets, which stand in several tokens, are -1 and masked."""
+        """Return the ids and texts of a window; those of secrets, which span several tokens, are -1 and masked."""
         if self._vocabulary is None:
             self._vocabulary = Vocabulary.of_run(self._store, self._names)
         first = max(0, window.start - _SECRET_TOKENS)
@@ -184,8 +192,8 @@ class Details:
         return [-1 if hidden[at] else around[at] for at in shown], [MASK if hidden[at] else texts[at] for at in shown]
 
     def _of_trainer(self, row: Any, archive: BatchArchive, part: int, window: slice) -> dict[str, Any]:
-        """The trainer's columns; where it has those of others only, the samples that they are of."""
-        asked = Asked(
+        """Return the trainer's columns; where it has those of other samples only, these samples."""
+        asked = TrainedSequence(
             step=int(row["step"]),
             chain_hash=archive.chain_hash,
             rollouts=archive.rollouts,
@@ -212,12 +220,12 @@ class Details:
         return at, archive
 
     def _segment(self, row: Any) -> Segment:
-        """The batch of a row."""
+        """Return the batch of a row."""
         wanted = (int(row["step"]), int(row["revision"]))
         return next(each for each in self._columns.segments if (each.step, each.revision) == wanted)
 
     def _advantages(self, header: batch_pb2.BatchHeader, rollout: Rollout, part: int) -> np.ndarray | None:
-        """Of the tokens of one sequence, as the batch has them (NaN behind its cut).
+        """Return the advantages of one sequence's tokens, as the batch has them (NaN after its cut).
 
         None where nothing of it was trained on, or where the batch is not kept any more.
         """
@@ -241,7 +249,7 @@ class Details:
 
 
 def _trained_parts(trained: list[TrainSample], rollout: Rollout) -> list[TrainSample | None]:
-    """What a batch has of each token sequence of a rollout; None of one that it has nothing of.
+    """Match each token sequence of a rollout to the trained sample cut from it, or None if it was not trained on.
 
     A batch has the sequences in their order, each cut, and leaves out those of which nothing sampled is left then: the
     number of a sequence in the rollout is not its number in the batch.
@@ -299,12 +307,12 @@ def _sample_facts(sample: Sample) -> dict[str, Any]:
 
 
 def _rounded(values: np.ndarray) -> list[float | None]:
-    """To five places; None for what is not finite."""
+    """Return the number rounded to five places; None if it is not finite."""
     return [round(float(value), 5) if np.isfinite(value) else None for value in values]
 
 
 def _versions(sample: Sample) -> np.ndarray:
-    """The policy version of each token; -1 where none sampled it."""
+    """Return the policy version of each token; -1 where none sampled it."""
     found = np.full(sample.num_tokens, -1, np.int64)
     for span in sample.policy_spans:
         found[span.start : span.end] = span.version

@@ -10,7 +10,7 @@ import numpy as np
 
 from millrace.readers.dashboard.answers import of_message
 from millrace.readers.dashboard.index import Columns
-from millrace.readers.dashboard.looking import Looking
+from millrace.readers.dashboard.looking import StoreRefresh
 from millrace.readers.exports.metrics import EventFollower, rows_of
 from millrace.runlog.names import Names
 from millrace.storage import ObjectStore
@@ -38,43 +38,43 @@ class RunFacts:
         self._num_left_out = 0
         self._versions: dict[int, list[event_pb2.Event]] = {}
         self._checkpoints: dict[int, event_pb2.CheckpointSaved] = {}
-        self.looking = Looking(self._look, fresh_s=FRESH_S)
+        self.looking = StoreRefresh(self._look, fresh_s=FRESH_S)
 
     @property
     def names(self) -> list[str]:
-        """The metrics that there are."""
+        """Return the metrics that there are."""
         with self._lock:
             return sorted(self._series)
 
     @property
     def events(self) -> list[event_pb2.Event]:
-        """The events, oldest first."""
+        """Return the events, oldest first."""
         with self._lock:
             return list(self._events)
 
     @property
     def num_events(self) -> int:
-        """How many events are held."""
+        """Return the number of events that are held."""
         return len(self._events)
 
     def values(self, name: str) -> dict[int, float]:
-        """A metric by step; what was said first stays."""
+        """Return a metric by step; the first value of a step stays."""
         with self._lock:
             return dict(self._series.get(name, {}))
 
     def is_done(self, step: int) -> bool:
-        """Whether the step is done."""
+        """Return whether the step is done."""
         with self._lock:
             return step in self._series.get("reward/mean", ())
 
     @property
     def newest_version(self) -> int:
-        """The newest policy version that an event names."""
+        """Return the newest policy version that an event names."""
         with self._lock:
             return max(self._versions, default=0)
 
     def checkpoint_before(self, version: int) -> event_pb2.CheckpointSaved | None:
-        """The newest checkpoint at a version or before it."""
+        """Return the newest checkpoint at a version or before it."""
         with self._lock:
             return max(
                 (saved for step, saved in self._checkpoints.items() if step <= version),
@@ -85,7 +85,7 @@ class RunFacts:
     def by_step(
         self, names: Sequence[str], *, first: int, size: int, most: int
     ) -> tuple[list[tuple[int, dict[str, float]]], int | None]:
-        """Metrics (all, if no name is given) by step from `first` on, and the step that comes behind them.
+        """Return metrics (all, if no name is given) by step from `first` on, and the next step after them.
 
         These are at most `size` steps with `most` values in all, and at least one step.
         """
@@ -105,7 +105,7 @@ class RunFacts:
         return rows, None
 
     def about(self, version: int) -> list[event_pb2.Event]:
-        """The events about a policy version: published and served."""
+        """Return the events about a policy version: published and served."""
         with self._lock:
             return list(self._versions.get(version, ()))
 
@@ -134,7 +134,10 @@ class RunFacts:
                 self._series.setdefault(name, {}).setdefault(row.step, value)
 
     def matching(self, wanted: Iterable[str]) -> list[str]:
-        """The metrics of these names, each once, in their order; a `*` in a name stands for any text, slashes too."""
+        """Return the metrics of these names, each once, in their order.
+
+        A `*` in a name represents any text, slashes too.
+        """
         known = self.names
         have = frozenset(known)
         found: dict[str, None] = {}
@@ -153,7 +156,7 @@ class RunFacts:
         first: int = 0,
         last: int | None = None,
     ) -> dict[str, list[list[float]]]:
-        """(step, value) of some metrics, or of all, in the order of the steps, from one step to another."""
+        """Return (step, value) of some metrics, or of all, in the order of the steps, from one step to another."""
         names = self.names if wanted is None else self.matching(wanted)
         return {
             name: thinned(
@@ -163,7 +166,7 @@ class RunFacts:
         }
 
     def axes(self, steps: Iterable[int]) -> list[list[float]]:
-        """(step, seconds since the first event, tokens trained on) of those of these steps that are done."""
+        """Return (step, seconds since the first event, tokens trained on) of those of these steps that are done."""
         with self._lock:
             tokens, ended, began = dict(self._series.get("progress/tokens", {})), dict(self._ended), self._began
         done, total = sorted(ended), 0.0
@@ -174,7 +177,7 @@ class RunFacts:
         return [[step, round(max(0.0, ended[step] - began), 3), trained[step]] for step in sorted({*steps} & {*done})]
 
     def page(self, *, kinds: Sequence[str], before: str, size: int) -> dict[str, Any]:
-        """Events, the newest first, behind the cursor of the last one that was shown."""
+        """Return events, the newest first, after the cursor of the last one that was shown."""
         found: list[dict[str, Any]] = []
         is_behind = not before
         has_more = False
@@ -193,7 +196,7 @@ class RunFacts:
 
 
 def event_json(event: event_pb2.Event) -> dict[str, Any]:
-    """An event as plain data."""
+    """Return an event as plain data."""
     kind = event.WhichOneof("body") or "unknown"
     return {
         "cursor": event.cursor,
@@ -230,12 +233,12 @@ def _matches(name: str, parts: Sequence[str]) -> bool:
 
 
 def within(points: list[list[float]], first: int, last: int | None) -> list[list[float]]:
-    """Return those of the points that stand from step `first` to step `last`."""
+    """Return the points from step `first` to step `last`."""
     return [point for point in points if first <= point[0] and (last is None or point[0] <= last)]
 
 
 def thinned(points: list[list[float]], most: int) -> list[list[float]]:
-    """At most about so many points, the last one among them."""
+    """Return about so many points at most, including the last one."""
     if len(points) <= most or most < 2:
         return points
     stride = -(-len(points) // most)
@@ -274,12 +277,14 @@ def _curves(columns: Columns, rows: np.ndarray) -> dict[str, list[list[float]]]:
     names = columns.names
 
     def column(name: str) -> np.ndarray:
+        # A column of a structured array strides over whole rows: a copy makes the many masks below cheap.
         return np.ascontiguousarray(rows[name])
 
     step = column("step")
     is_train = column("purpose") == names.find("purpose", "train")
     is_ok = column("status") == names.find("status", "ok")
     env, reward = column("env"), column("reward").astype(np.float64)
+    # A page shows at most 50 environments, however many the run has.
     for number, name in enumerate(names.by_kind.get("env", [])[:50]):
         mask = is_train & is_ok & (env == number)
         if mask.any():
@@ -292,6 +297,7 @@ def _curves(columns: Columns, rows: np.ndarray) -> dict[str, list[list[float]]]:
         found["length/sampled"] = _with_spread(step[mask], column("sampled")[mask].astype(np.float64))
         found["rollouts/truncated_share"] = _means(step[mask], column("truncated")[mask].astype(np.float64))
         oldest = column("version_min")[mask]
+        # A sample of an external endpoint has no version (-1), hence no staleness.
         known = oldest >= 0
         if known.any():
             found["staleness"] = _with_spread(step[mask][known], (step[mask] - oldest)[known].astype(np.float64))

@@ -27,7 +27,7 @@ class Lineage:
         self._facts = facts
 
     def of_sample(self, row: int, tokens: Mapping[int, int] | None = None) -> dict[str, Any]:
-        """The versions of its tokens, the step that resolved it, and the version that came of it.
+        """Return the versions of its tokens, the step that resolved it, and the version that came of it.
 
         `tokens` says how many each version made; without it every version from the oldest to the newest is named.
         """
@@ -47,7 +47,7 @@ class Lineage:
         }
 
     def of_version(self, version: int) -> dict[str, Any]:
-        """What a version was made from, and what was made with it."""
+        """Return the inputs of a version, and what was made with it."""
         num_rows = self._columns.num_rows  # the index grows meanwhile: columns of one length
 
         def column(name: str) -> np.ndarray:
@@ -72,7 +72,7 @@ class Lineage:
         }
 
     def version(self, version: int) -> dict[str, Any]:
-        """What the events say of a version."""
+        """Show the versions of Millrace and of its libraries."""
         about: dict[str, Any] = {"version": version, "is_known": version == 0, "served": []}
         about |= {"checkpoint": self._checkpoint(version), "batch": None if version == 0 else self._batch(version - 1)}
         for event in self._facts.about(version):
@@ -92,7 +92,7 @@ class Lineage:
         return about
 
     def step(self, step: int) -> dict[str, Any]:
-        """The batch of a step, from its header."""
+        """Return the batch of a step, from its header."""
         about = self._batch(step) | {"trained": None, "reward": None}
         if not about["key"]:
             return about
@@ -115,7 +115,7 @@ class Lineage:
         }
 
     def _batch(self, step: int) -> dict[str, Any]:
-        """The batch of a step, without a look into its header."""
+        """Return the batch of a step, without reading its header."""
         segments = [each for each in self._columns.segments if each.step == step]
         return {
             "step": step,
@@ -125,12 +125,12 @@ class Lineage:
         }
 
     def _checkpoint(self, version: int) -> dict[str, Any] | None:
-        """The newest checkpoint at a version or before it."""
+        """Return the newest checkpoint at a version or before it."""
         saved = self._facts.checkpoint_before(version)
         return None if saved is None else {"step": saved.step, "uri": saved.uri, "size_bytes": saved.size_bytes}
 
     def _samples(self, rows: np.ndarray) -> dict[str, Any]:
-        """How many samples, and the first of them."""
+        """Return the number of samples, and the first of them."""
         first = [int(row) for row in rows[:_SHOWN_SAMPLES]]
         found = self._columns.rows()
         texts = self._columns.texts(first)

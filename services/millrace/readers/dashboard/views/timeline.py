@@ -58,27 +58,27 @@ class Step:
 
     @property
     def began(self) -> float:
-        """When the step before ended."""
+        """Return the time at which the step before ended."""
         return self.ended - self.body.step_seconds
 
     @property
     def waited(self) -> float:
-        """Seconds without a batch."""
+        """Return seconds without a batch."""
         return min(self.body.wait_seconds, self.body.step_seconds)
 
     def held_up(self, cause: str) -> float:
-        """Seconds in which the trainer stood still for this cause, as it measured them."""
+        """Return seconds in which the trainer stood still for this cause, as it measured them."""
         return max(0.0, self.body.metrics.get(_MEASURED[cause], 0.0))
 
     def overlap(self, begin: float, end: float) -> float:
-        """Seconds of its wait between these times."""
+        """Return seconds of its wait between these times."""
         return max(0.0, min(end, self.began + self.waited) - max(begin, self.began))
 
 
 def shares_of(
     steps: Sequence[Step], way: Mapping[str, float], *, whole: Mapping[int, float], committed: Mapping[int, float]
 ) -> list[dict[str, Any]]:
-    """Causes with a share of 0 to 1 each, the largest first.
+    """Return causes with a share of 0 to 1 each, the largest first.
 
     `whole` is when the last rollout of a step's batch was finished, and `committed` when the batch was in the store:
     what of this a trainer waited for is measured. The rest of its wait is laid on the parts of `way` in proportion to
@@ -110,7 +110,7 @@ def shares_of(
 
 
 def headline(shares: Sequence[Mapping[str, Any]]) -> str:
-    """The main cause in a sentence. What a slow object store holds up in several places is one cause."""
+    """Return the main cause in a sentence. What a slow object store holds up in several places is one cause."""
     first = shares[0]
     store = [each for each in shares if each["cause"] in STORE]
     together = sum(each["share"] for each in store)
@@ -146,7 +146,7 @@ class _Window:
 
 
 def timeline(facts: RunFacts, columns: Columns, *, num_steps: int) -> dict[str, Any]:
-    """The lanes of the last steps, and the shares of causes."""
+    """Return the lanes of the last steps, and the shares of causes."""
     done: dict[int, Step] = {}
     for event in facts.events:
         if event.HasField("step_completed"):
@@ -194,7 +194,7 @@ def _trainer_lanes(window: _Window) -> None:
 
 
 def _take(window: _Window, event: event_pb2.Event) -> None:
-    """What one event says of the time that is shown."""
+    """Take from one event what it says about the time that is shown."""
     at = _time(event)
     if not window.begin - 60 <= at <= window.end + 60:
         return
@@ -247,7 +247,8 @@ def _short(text: str) -> str:
 
 
 def _rollout_lanes(window: _Window, columns: Columns) -> dict[str, float]:
-    """A lane per env-server with how many rollouts it played; returns the means of what took their time."""
+    """Return a lane per env-server with how many rollouts it played; returns the means of what took their time."""
+    # Rollouts that ended before the window cannot be in it; those that began after its end are dropped next.
     near = np.flatnonzero(columns.column("finished") >= window.begin)
     rows = columns.rows()[near]
     rows = rows[rows["finished"] - rows["seconds"] <= window.end]
@@ -272,14 +273,14 @@ def _rollout_lanes(window: _Window, columns: Columns) -> dict[str, float]:
 
 
 def _in_flight(rows: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """How many of these rollouts were being played, at each edge."""
+    """Return the number of these rollouts that were being played, at each edge."""
     ends = np.sort(rows["finished"])
     starts = np.sort(rows["finished"] - rows["seconds"])
     return np.searchsorted(starts, edges, "right") - np.searchsorted(ends, edges, "left")
 
 
 def _shares(window: _Window, columns: Columns, rollouts: dict[str, float]) -> list[dict[str, Any]]:
-    """What the time of the steps went to; see `causes`."""
+    """Return the share of the steps' time by cause; see `causes`."""
     way: dict[str, float] = {}
     if rollouts:  # without them the way is not known
         way = {"publish": _publish_gap(window), "update": _update_gap(window)}
@@ -288,7 +289,7 @@ def _shares(window: _Window, columns: Columns, rollouts: dict[str, float]) -> li
 
 
 def _whole(window: _Window, columns: Columns) -> dict[int, float]:
-    """When the last rollout of each step's batch was finished."""
+    """Return the time at which the last rollout of each step's batch was finished."""
     steps, finished = columns.column("step"), columns.column("finished")
     near = np.flatnonzero((steps >= window.steps[0].body.step) & (steps <= window.steps[-1].body.step))
     found, which = np.unique(steps[near], return_inverse=True)
@@ -312,7 +313,7 @@ def _update_gap(window: _Window) -> float:
 
 
 def _words(window: _Window, rollouts: dict[str, float], shares: list[dict[str, Any]]) -> list[str]:
-    """The answer to "why is my step slow", the most important first."""
+    """Return the answer to "why is my step slow", the most important first."""
     count = len(window.steps)
     total = sum(step.body.step_seconds for step in window.steps)
     wait = sum(step.waited for step in window.steps)

@@ -32,7 +32,7 @@ _MAX_NAMED = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class TrainedSequence:
     """A token sequence that was trained on, as the archive has it, and the batch that it is in."""
 
     step: int
@@ -44,7 +44,7 @@ class Asked:
 
     @property
     def rollout(self) -> Rollout:
-        """The rollout that it belongs to."""
+        """Return the rollout that it belongs to."""
         return self.rollouts[self.place]
 
 
@@ -58,8 +58,11 @@ class TrainerLogprobs:
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, TokenLog] = OrderedDict()
 
-    def of(self, asked: Asked) -> dict[str, Any]:
-        """The trainer's columns over a window of tokens; or `reason` and `why`, and whom the step has them of."""
+    def of(self, asked: TrainedSequence) -> dict[str, Any]:
+        """Return the trainer's columns over a window of tokens.
+
+        Or `reason` and `why`, and whom the step has them of.
+        """
         try:
             key = find_token_log(self._store, self._names, asked.step)
             log = None if key is None else self._load(key)
@@ -103,7 +106,7 @@ class TrainerLogprobs:
         )
 
     def _share(self) -> float | None:
-        """`trainer.token_log.share` of the run; None if its record cannot be read."""
+        """Return `trainer.token_log.share` of the run; None if its record cannot be read."""
         where = self._names.run_json
         try:
             config = RunRecord.parse(self._store.get(where, max_bytes=MAX_JSON_BYTES), where=where).config
@@ -114,15 +117,15 @@ class TrainerLogprobs:
         return config if isinstance(config, int | float) else None
 
 
-def _columns(found: LoggedSample, asked: Asked) -> dict[str, Any]:
-    """The answer for a sequence that was logged; mean and largest difference are over all of its tokens."""
+def _columns(found: LoggedSample, asked: TrainedSequence) -> dict[str, Any]:
+    """Return the answer for a sequence that was logged; mean and largest difference are over all of its tokens."""
     sample = asked.rollout.samples[asked.part]
     is_sampled = found.mask != 0
     differences = found.logprobs - sample.inference_logprobs[: len(found.mask)][is_sampled]
     finite = np.abs(differences[np.isfinite(differences)])
 
     def column(values: np.ndarray) -> list[float | None]:
-        """Values at their tokens, in the window; None elsewhere, and where a value is not finite."""
+        """Return values at their tokens, in the window; None elsewhere, and where a value is not finite."""
         whole = np.full(sample.num_tokens, np.nan, np.float64)
         whole[: len(found.mask)][is_sampled] = values
         return [float(f"{value:.5g}") if np.isfinite(value) else None for value in whole[asked.window]]
@@ -143,14 +146,14 @@ def _columns(found: LoggedSample, asked: Asked) -> dict[str, Any]:
 
 
 def _outside(found: LoggedSample, num_tokens: int) -> list[int]:
-    """1 where the truncation leaves the sampled token out under the trainer's policy."""
+    """Return 1 where the truncation leaves the sampled token out under the trainer's policy."""
     whole = np.zeros(num_tokens, np.uint8)
     whole[: len(found.mask)][found.mask != 0] = np.isneginf(found.logprobs)
     return whole.tolist()
 
 
-def _not_chosen(log: TokenLog, asked: Asked) -> dict[str, Any]:
-    """The answer for a rollout that is none of the share."""
+def _not_chosen(log: TokenLog, asked: TrainedSequence) -> dict[str, Any]:
+    """Return the answer for a rollout that is none of the share."""
     logged = {each.key for each in log.samples}
     places = [place for place, each in enumerate(asked.rollouts) if _key(each) in logged and not each.is_duplicate]
     said = f"of batch {asked.step}, {len(logged)} of {log.num_rollouts} rollouts are stored, and this one is not"
@@ -166,7 +169,7 @@ def _none(reason: str, why: str) -> dict[str, Any]:
 
 
 def not_trained() -> dict[str, Any]:
-    """The answer for a rollout that no step was trained on."""
+    """Return the answer for a rollout that no step was trained on."""
     return _none("NOT_TRAINED", "it was not trained on, so the trainer computed nothing of it")
 
 
@@ -185,7 +188,10 @@ class Vocabulary:
 
     @classmethod
     def of_run(cls, store: ObjectStore, names: Names) -> "Vocabulary":
-        """That of the newest policy that can be read; an empty one where none has a file that is understood."""
+        """Return the tokenizer of the newest policy that can be read.
+
+        An empty one where none has a file that is understood.
+        """
         for version, lineage in reversed(list_policies(store, names)[-3:]):
             try:
                 key = newest_revision(store, names.policy_manifest(lineage, version))
@@ -199,12 +205,12 @@ class Vocabulary:
         return cls({})
 
     def text(self, token: int) -> str | None:
-        """The piece of a token."""
+        """Return the piece of a token."""
         return self._pieces.get(token)
 
 
 def of_secrets(pieces: Sequence[str | None], secrets: tuple[str, ...]) -> list[bool]:
-    """Which of consecutive pieces are part of a secret that `redact` finds in their text."""
+    """Return which of consecutive pieces are part of a secret that `redact` finds in their text."""
     ends = list(accumulate(len(piece or "") for piece in pieces))
     hidden = [False] * len(pieces)
     for begin, end in secret_spans("".join(piece or "" for piece in pieces), secrets=secrets):
@@ -214,7 +220,7 @@ def of_secrets(pieces: Sequence[str | None], secrets: tuple[str, ...]) -> list[b
 
 
 def pieces_of(document: dict[str, Any]) -> dict[int, str]:
-    """Token id → text, for vocabularies that are a table of pieces; what has another shape is left out."""
+    """Return token id → text, for vocabularies that are a table of pieces; what has another shape is left out."""
     model = document.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     found: dict[int, str] = {}
@@ -246,7 +252,7 @@ def _shown(piece: str, letters: dict[str, int] | None) -> str:
 
 
 def _names_type(part: Any, name: str) -> bool:
-    """Whether a part of the document is of this type, or has one inside."""
+    """Return whether a part of the document is of this type, or has one inside."""
     if isinstance(part, list):
         return any(_names_type(item, name) for item in part)
     if not isinstance(part, dict):
@@ -255,7 +261,9 @@ def _names_type(part: Any, name: str) -> bool:
 
 
 def _byte_letters() -> dict[str, int]:
-    """The letters that stand for bytes in byte-level vocabularies: printable Latin-1 for itself, others from 256 on."""
+    """Return the letters that represent bytes in byte-level vocabularies: printable Latin-1 for itself, others from
+    256 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     letters = {chr(byte): byte for byte in printable}
     rest = [byte for byte in range(256) if byte not in set(printable)]
