@@ -133,7 +133,7 @@ def test_a_batch_counts_and_leaves_out_what_was_found() -> None:
     [
         ("grpo", {"type": "truncated", "penalty": 2.0}, "penalty: has no meaning for mask, only for penalise"),
         ("grpo", {"type": "truncated", "window": 5}, "window: has no meaning for truncated"),
-        ("grpo", {"type": "zero_advantage"}, "type"),
+        ("grpo", {"type": "no_such_filter"}, "type"),
         ("opd", {"type": "truncated", "action": "penalise"}, "lowers rewards, and opd has none"),
         ("max_rl", {"type": "truncated", "action": "penalise"}, "max_rl divides by their mean"),
     ],
