@@ -234,7 +234,7 @@ class Keeper:
                 await self._check_life(child)
 
     async def _check_life(self, child: Child) -> None:
-        """Ask until this life ends."""
+        """Probe a process until it ends or is replaced, and kill it if it is silent for too long."""
         name, history = child.spec.name, AnswerHistory(time.monotonic())
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while self._is_serving(child):

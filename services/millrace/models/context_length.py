@@ -97,7 +97,10 @@ def _first_two(module: nn.Module, kind: str | None, length: int) -> torch.Tensor
 def _with_last_position(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, length: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of an embedding (x, position_ids, …) with one more position, the last one of the context."""
+    """Return the arguments of an embedding (x, position_ids, …) with one more position, the last one of the context.
+
+    An embedding that follows the longest position of a call then computes as for the whole context.
+    """
     positions_L = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
     last = positions_L.new_full((*positions_L.shape[:-1], 1), length - 1)
     longer = torch.cat([positions_L.clamp(max=length - 1), last], dim=-1)

@@ -315,9 +315,9 @@ class S3Store:
         return data.getvalue()
 
     def _receive(self, found: Any) -> Iterator[bytes]:
-        """Yield the body of an answer, exactly as long as was promised, or TransientError.
+        """Yield the body of an answer in pieces.
 
-        No trickle lasts for ever.
+        Raises TransientError if it is not as long as its header promised, or slower than `_SLOWEST_BYTES_PER_S`.
         """
         size_bytes, count = self._said(found, "ContentLength"), 0
         ends = time.monotonic() + ATTEMPT_S + size_bytes / _SLOWEST_BYTES_PER_S

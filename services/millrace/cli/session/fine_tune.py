@@ -124,7 +124,7 @@ async def exporting(config: Mapping[str, Any], directory: Path) -> AsyncIterator
 
 
 def _wandb_id(directory: Path) -> str:
-    """Return the id of the run in W&B, unless its config names one: kept with the results, for when the run goes on."""
+    """Return the W&B id of a run whose config names none, made once and kept in its directory of results."""
     path = directory / "wandb-id"
     if not path.exists():
         path.write_text(secrets.token_hex(8))

@@ -205,7 +205,10 @@ class LossConfig(ConfigSection):
                 yield BrokenRule(paths=((*path, "type"), (*where.split("."), "type")), message=message)
 
     def _misplaced(self, correction: str, weights: list[str]) -> str:
-        """Return why a correction does not go with the loss; empty if it does."""
+        """Return why a correction does not go with the loss; empty if it does.
+
+        `weights` are the types of those corrections of the loss that weigh by a ratio: only one may.
+        """
         if self.type == "custom":
             return "is no part of a custom loss: correct in the function, or leave it out"
         if self.type == "gspo" and correction in _BY_TOKEN:

@@ -96,7 +96,11 @@ class GenerateClient:
     async def post(
         self, url: str, *, body: Mapping[str, Any], options: Mapping[str, Any] | None = None, **_: object
     ) -> Self:
-        """Post, a few times if the engine refuses before it works, and keep what it answers. Raises OpenAIError."""
+        """Post a body to the engine and keep the answer in `content`.
+
+        Tries again, a bounded number of times, if the engine refuses the request before it begins to generate. Raises
+        OpenAIError.
+        """
         body = {**body, "sampling_params": completed(body.get("sampling_params") or {})}
         self.sent = sent_of(body)
         raw, headers = orjson.dumps(body), (options or {}).get("headers") or {}

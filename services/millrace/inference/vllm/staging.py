@@ -93,7 +93,10 @@ class BackgroundVerifier:
             wait.over()
 
     async def _is_over(self, answers: list[Any], began: float) -> bool:
-        """Return whether nothing is to be verified any more; reports damage."""
+        """Return whether the verification has ended, and report damage that a rank has found.
+
+        `answers` has what is left, the problem and whether all is proved, by rank; `began` is the time of the start.
+        """
         if problem := next((problem for _, problem, _ in answers if problem), ""):
             logger.error("the engine's memory is damaged", extra={"error": problem})
             await self._report(problem)

@@ -239,7 +239,7 @@ class Handover:
         return 0 if self._config is None else self._config.max_pending
 
     def begin(self, step: int) -> None:
-        """Go on from a step: what is there of later ones is of weights that are made again, and is removed."""
+        """Remove weights and evaluations of steps after `step`, which are trained again, and note the step."""
         if self._config is None:
             return
         with agreed(self._gang), io_errors(self._root, "write", setting="output_dir"):

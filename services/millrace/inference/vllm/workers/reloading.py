@@ -63,7 +63,10 @@ class _DirectCopies(TorchDispatchMode):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Watch loaders while the block runs, except those that vLLM runs to count what they load."""
+        """Take what loaders copy straight into tensors on the meta device while the block runs.
+
+        What vLLM loads only to count elements is not taken.
+        """
         count = self._vllm.get_numel_loaded
 
         def counted(*args: Any) -> Any:
@@ -172,7 +175,10 @@ def derived_tensors(model: torch.nn.Module, loaded: Collection[Slot]) -> list[st
 
 
 def require_reloadable(model: torch.nn.Module) -> None:
-    """Raise InvalidStateError if the model derives something after its layers, which no reload makes anew."""
+    """Raise InvalidStateError if the model derives tensors from its weights once all layers are loaded.
+
+    vLLM's reload does not compute such tensors again: new versions would be served with old ones.
+    """
     if not hasattr(model, "process_weights_after_loading"):
         return
     raise InvalidStateError(
