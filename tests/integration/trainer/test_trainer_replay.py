@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from millrace.policies.publish import PolicyContents, publish_policy
 from millrace.policies.pull import pull_tensors, read_manifest
 from millrace.policies.tensors import TensorBytes
 from millrace.rollouts.batch_wire import decode_header
+from millrace.rollouts.token_log import encode_token_log
 from millrace.runlog import chain_hash
 from millrace.runlog.names import Names
+from millrace.runlog.records.token_logs import find_token_log, load_token_log
 from millrace.storage.base import with_checksum
 from millrace.trainer.learning import learner
 
@@ -302,8 +305,13 @@ def test_a_changed_batch_with_every_hash_redone_is_found_by_a_replay_only(
     stored = header.SerializeToString(deterministic=True)
     recorder.store.put(names.batch_header(2), stored)
     saved = json.loads(recorder.store.get(names.checkpoint_manifest(3)))
-    saved["chain_hash"] = chain_hash(header.previous_chain_hash, stored).hex()
+    changed = chain_hash(header.previous_chain_hash, stored)
+    saved["chain_hash"] = changed.hex()
     recorder.store.put(names.checkpoint_manifest(3), with_checksum(saved))
+    logged = find_token_log(recorder.store, names, 2)
+    assert logged is not None
+    log = load_token_log(recorder.store, logged)
+    recorder.store.put(logged, encode_token_log(replace(log, chain_hash=changed)))
     after, replayed, steps = audited()
     assert after == before, "no hash and no size contradicts it"
     assert (replayed, steps) == ({"REPLAY_DIFFERS"}, [])
