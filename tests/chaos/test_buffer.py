@@ -5,6 +5,7 @@ The rewards of this environment say whether a task is easy or hard, whatever is 
 
 import json
 from collections import Counter
+from itertools import takewhile
 
 import pytest
 
@@ -52,9 +53,21 @@ def resolved(stack: ChaosStack, run: ChaosRun, *, first: int = 0) -> list[batch_
     return [item for header in headers for item in header.resolutions]
 
 
-def drawn(stack: ChaosStack, run: ChaosRun, *, first: int = 0) -> dict[int, str]:
-    """Return the task of each of them."""
-    return {item.ordinal: item.task_id for item in resolved(stack, run, first=first)}
+def drawn(stack: ChaosStack, run: ChaosRun, *, first: int = 0) -> list[tuple[int, str]]:
+    """Return each ordinal with its task, up to the first group that a batch had no room for.
+
+    Groups of two sizes do not always fill a batch exactly: which group is left over depends on which ends last, and
+    what is drawn afterwards depends on it.
+    """
+    items = sorted(resolved(stack, run, first=first), key=lambda item: item.ordinal)
+    return [(item.ordinal, item.task_id) for item in takewhile(lambda item: item.reason != "surplus", items)]
+
+
+def require_equal_draws(one: list[tuple[int, str]], other: list[tuple[int, str]], *, are_whole: bool) -> None:
+    """Fail unless two runs drew the same as far as both can be compared; `are_whole` if no group was left over."""
+    length = min(len(one), len(other))
+    assert one[:length] == other[:length] and length > 4
+    assert len(one) == len(other) or not are_whole
 
 
 @pytest.mark.parametrize(
@@ -82,7 +95,7 @@ def test_a_killed_orchestrator_and_a_fork_draw_what_an_undisturbed_run_draws(
     killed = stack.submit(max_steps=STEPS, **settings)
     stack.finish(killed)  # its audit is clean
     assert len({fault.wait()["pid"] for fault in armed}) == len(armed)
-    assert drawn(stack, killed) == expected
+    require_equal_draws(drawn(stack, killed), expected, are_whole=draws is REPLAYED)
     store, names = stack.store(), Names(PREFIX, killed.uid)
     made = published(store, names)
     assert recomputed(store, names, steps=STEPS) == made and len(set(made.values())) == STEPS + 1
@@ -91,4 +104,5 @@ def test_a_killed_orchestrator_and_a_fork_draw_what_an_undisturbed_run_draws(
     forked = stack.fork(killed, "forked", "--step=3")
     first = stack.finish(forked).first_step
     assert first == 2, "the fork copies checkpoint 2, and computes step 2 again"
-    assert drawn(stack, forked, first=first) == drawn(stack, undisturbed, first=first)
+    of_fork, of_parent = (drawn(stack, run, first=first) for run in (forked, undisturbed))
+    require_equal_draws(of_fork, of_parent, are_whole=draws is REPLAYED)
