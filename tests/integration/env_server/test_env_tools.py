@@ -103,9 +103,9 @@ async def test_a_task_is_played_in_a_container(server: Any) -> None:
     assert "sleep infinity" not in left, "a rollout's container ends with it"
 
     args = {"env": {"agent": {"runtime": {**runtime, "image": "millrace/no-such-image:0"}}}}
-    assert (await server.open("contained-v1", args)).state == env_service_pb2.ENV_STATE_READY
-    rollout = await server.play_one("contained-v1", 1, args=args)
-    assert rollout.status is RolloutStatus.ENV_ERROR and "millrace/no-such-image" in rollout.error.message
+    opened = await server.open("contained-v1", args)
+    assert opened.state == env_service_pb2.ENV_STATE_FAILED, "before any rollout is played"
+    assert "args.env.agent.runtime.image: no container of it start" in opened.error_message
 
 
 async def test_a_tool_server_that_needs_a_container_is_named(server: Any) -> None:
