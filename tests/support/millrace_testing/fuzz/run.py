@@ -46,7 +46,7 @@ class Report:
 
 
 def check(target: Target, decode, encode, data: bytes) -> bool:
-    """Return feed one input; True if it decoded. AssertionError or whatever the decoder must not raise."""
+    """Feed one input to the target and return whether it decoded; raise what the decoder must not raise."""
     began = time.process_time()
     try:
         value = decode(data)
@@ -63,12 +63,12 @@ def check(target: Target, decode, encode, data: bytes) -> bool:
 
 
 def _is_nan(one: object, other: object) -> bool:
-    """Return the NaN in a message is unequal to itself; its text is equal."""
+    """Return whether two values differ only in NaN, which is unequal to itself: their texts are equal."""
     return str(one) == str(other)
 
 
 def fuzz(target: Target, seconds: float, seed: int) -> Report:
-    """Return the fuzz one target in this process."""
+    """Run one target in this process and return what was found."""
     report, findings = Report(target.name), {}
     decode, encode = target.load()
     damage, seeds = target.mutate(), target.seeds()
@@ -113,7 +113,7 @@ def _keep(name: str, data: bytes) -> str:
 
 
 def in_child(target: Target, seconds: float, seed: int) -> Report:
-    """Return the fuzz a target in a fork of this process, whose end is a finding, too."""
+    """Run a target in a fork of this process, whose end is a finding, too."""
     read, write = os.pipe()
     child = os.fork()
     if not child:

@@ -110,6 +110,7 @@ class Grpc(EventLoop):
         from millrace.env_server.sink import RolloutSink
         from millrace.env_server.spool import Spool
         from millrace.env_server.tokenizer_files import TokenizerFiles
+        from millrace.env_server.workers.pool import EnvPool
         from millrace.inference.embedded.engine import EmbeddedEngine
         from millrace.inference.model_files import ModelSlot
         from millrace.inference.service import PolicyServicer
@@ -119,16 +120,12 @@ class Grpc(EventLoop):
         from millrace.rpc.serve import serve
         from millrace.storage.local import LocalStore
 
-        class NoPool:
-            """Environments that never load: what is fuzzed are the requests, not their code."""
-
-            failure = info = None
-
-            def __init__(self, *_: Any) -> None: ...
+        class IdlePool(EnvPool):
+            """A pool that never loads its environment: what is fuzzed are the requests, not their code."""
 
             def start(self) -> None: ...
 
-        env_service.EnvPool = NoPool  # pyright: ignore
+        env_service.EnvPool = IdlePool  # pyright: ignore
 
         async def no_log(run_uid: str) -> Any:
             raise InvalidSpecError([], message="no log")
@@ -155,8 +152,8 @@ class Grpc(EventLoop):
         return await asyncio.wait_for(started, 30)
 
     def call(self, data: bytes) -> Any:
-        """Return one call; `millrace.errors` for a status that blames the request, AssertionError for one that
-        does not.
+        """Make one call; raise a `millrace.errors` class for a status that blames the request, AssertionError for one
+        that does not.
         """
         path, _, body = data.partition(b"\n")
         return self.run(self._call(path.decode(), body))

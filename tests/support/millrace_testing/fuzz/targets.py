@@ -397,7 +397,7 @@ TARGETS = [
     Target(name="entry", load=_entry, mutate=_entry_mutate),
     Target(name="origin", load=_of("runlog.records.run_record", "parse_origin", where="x"), mutate=_json),
     Target(name="run_hash", load=_of("runlog.redis.log", "parse_run_hash"), mutate=_json),
-    Target(name="header_state", load=_of("orchestrator.drive.batcher", "decode_state"), mutate=_json),
+    Target(name="header_state", load=_of("orchestrator.drive.batch_writer", "decode_state"), mutate=_json),
     Target(
         name="adapter_config",
         load=_of("inference.vllm.lora", "parse_adapter_config", source="x"),
