@@ -32,7 +32,14 @@ _BY_VALUE = {
     "HEADER_CORRUPT",
     "LORA_TARGET_UNKNOWN",
 }
-_BY_VALUE |= {"LORA_SAVED_UNKNOWN", "TEACHER_TOKENIZER_DIFFERS", "TEACHER_VOCABULARY_DIFFERS", "TEACHER_REFUSED"}
+_BY_VALUE |= {
+    "DATA_INVALID",
+    "DATA_NOT_FOUND",
+    "LORA_SAVED_UNKNOWN",
+    "TEACHER_TOKENIZER_DIFFERS",
+    "TEACHER_VOCABULARY_DIFFERS",
+    "TEACHER_REFUSED",
+}
 _CAUGHT = {"EVAL_FAILED", "TRAINER_FINISH_TIMEOUT"}  # errors that become warnings; the first only during training
 _CAUGHT |= {"EXTRA_MISSING", "WANDB_EXPORTER_DIED", "WANDB_REFUSED", "WANDB_UNREACHABLE"}  # reports of the exporter
 _CAUGHT |= {"TRACES_EXPORTER_DIED", "TRACES_UNREACHABLE"}
@@ -288,6 +295,14 @@ FAILURES: Texts = {
     "CHECKPOINT_MISSING": (
         "a fork has lost the checkpoint that it begins with",
         "restore it from a replica of the bucket, or fork again",
+    ),
+    "DATA_INVALID": (
+        "rows of `trainer.dataset` cannot be learned; the message has file and row",
+        "correct the rows; `millrace rl --dry-run` looks at the first 256",
+    ),
+    "DATA_NOT_FOUND": (
+        "`trainer.dataset` names no file that there is where the trainer runs",
+        "bring the file to the trainer's machine, or name another",
     ),
     "ENV_ARGS_INVALID": (
         "`args` of an environment are no JSON object, or have what its config does not take: an unknown key, a value "
@@ -570,7 +585,8 @@ def _failures() -> set[str]:
 
 def _by_value() -> set[str]:
     """Those of `_BY_VALUE` that the code still has."""
-    code = "".join(path.read_text() for room in _ROOMS for path in (SERVICES / room).glob("*.py"))
+    rooms = (*_ROOMS, "trainer/sft")  # whose readers serve `trainer.dataset`, too
+    code = "".join(path.read_text() for room in rooms for path in (SERVICES / room).glob("*.py"))
     return {reason for reason in _BY_VALUE if f'"{reason}"' in code}
 
 

@@ -1,4 +1,4 @@
-"""Algorithms: from rewards to per-token credit, one small file each; the trainer never knows which ran."""
+"""Algorithms: from rewards to per-token credit, one small class each; the trainer never knows which ran."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,7 +34,7 @@ ADVANTAGES: dict[str, type[ScalarAdvantage]] = {
 PER_AGENT: dict[str, type[Rae | HierarchicalGrpo]] = {"rae": Rae, "hierarchical_grpo": HierarchicalGrpo}
 """Those that give each trained agent of a rollout an advantage of its own; they may be of an environment, too."""
 ALGORITHMS: dict[str, type[Algorithm]] = {**ADVANTAGES, **PER_AGENT, "opd": Opd, "opsd": Opd}
-"""From `[orchestrator.algo] type` to the class. A new algorithm is one file, one line here, one test."""
+"""From `[orchestrator.algo] type` to the class. A new algorithm is one class, one line here, one test."""
 
 
 def make_algorithms(settings: OrchestratorConfig, code: CustomCode) -> dict[str, Algorithm]:

@@ -1,4 +1,4 @@
-"""GRPO (arXiv 2402.03300), by default without the division by the deviation (Dr. GRPO, arXiv 2503.20783; PRIME-RL)."""
+"""Algorithms that turn rewards, or a teacher's scores, into credit per token."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -14,6 +14,9 @@ from millrace.rollouts.types import Rollout, Sample, are_equal
 
 EPSILON = 1e-6
 """Added to every deviation, as verl and SkyRL do."""
+
+
+# GRPO (arXiv 2402.03300), by default without the division by the deviation (Dr. GRPO, arXiv 2503.20783; PRIME-RL).
 
 
 class Grpo(ScalarAdvantage):

@@ -1,4 +1,4 @@
-"""How commands reach a protected server: `--token-file`, `--tls-ca` and `--insecure`, which may be anywhere.
+"""How commands find and reach a server: its address, running stacks, `--token-file`, `--tls-ca` and `--insecure`.
 
 They are the variables MILLRACE_TOKEN_FILE, MILLRACE_TLS_CA and MILLRACE_INSECURE for one command. A token itself is no
 option: process lists show command lines.

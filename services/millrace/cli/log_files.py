@@ -1,4 +1,4 @@
-"""The logs of a local stack's processes: where they are, which lines are a run's, and what is added to them."""
+"""The logs of a local stack's processes: where they are, which lines are a run's, and `run logs --component`."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have; importing them must cost nothing."""
+"""Arguments and options that several commands have, and names of runs; importing them must cost nothing."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The command line of `millrace rl` and `millrace sft`: files after `@`, one flag per key, a few reserved flags.
+"""Text as typed values: the command line (files after `@`, one flag per key), and environment variables.
 
 `@ a.toml @ b.toml`, `--trainer @ a.toml`, `--trainer.optim.lr 0`, `--trainer.optim.lr=0`, kebab or snake case, `--ckpt`
 (enable with defaults), `--no-ckpt` (disable), JSON for lists and tables.

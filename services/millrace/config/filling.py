@@ -1,4 +1,4 @@
-"""What fields declare about each other's values, applied to a tree in one pass.
+"""What fields and presets declare about other keys' values, applied to a tree in one pass.
 
 A shared key fills the services' keys of the same meaning where those are absent. Where only the services' keys are set
 (the split form: one file per service) and agree, they fill the shared key. What a stronger layer sets overrules the

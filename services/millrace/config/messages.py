@@ -1,4 +1,4 @@
-"""The words of messages: did-you-mean for keys and values, and values that are short and never a secret."""
+"""Notes on how a config was read, and the words of messages: did-you-mean, and values shortened without secrets."""
 
 import difflib
 import json

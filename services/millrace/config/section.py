@@ -1,4 +1,4 @@
-"""Base class and value types of every config section, and what a field can declare about its key.
+"""Base class and value types of config sections, what a field declares about its key, and rules over several keys.
 
 Sections are pydantic models that refuse unknown keys, coerce nothing (``"1"`` is not an integer) and cannot be changed
 after they are built. Files, environment variables and command lines are turned into typed values before they get here

@@ -1,4 +1,4 @@
-"""What arguments of TRL's GRPO and SFT trainers mean here, with the values that TRL takes where its file is silent.
+"""Arguments of TRL's GRPO and SFT trainers: reading their files, and what each argument means here.
 
 Defaults are those of TRL 1.16.0 with transformers 5.23.0.
 """

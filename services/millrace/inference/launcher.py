@@ -451,7 +451,10 @@ class Launcher:
         ]
 
     def _environ(self) -> Mapping[str, str]:
-        """Return the server's environment: this process's, with the ports that were taken."""
+        """Return vLLM's environment: this process's, vLLM's own variables, Millrace's settings, the worker's id.
+
+        The settings have the ports that were taken. HF_HUB_OFFLINE is 1, unless set, if no model of the Hub is fixed.
+        """
         environ = dict(os.environ)
         is_offline = self._own.vllm_model is None or self._is_directory
         offline = {"HF_HUB_OFFLINE": "1"} if is_offline else {}

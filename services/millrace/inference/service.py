@@ -1,4 +1,4 @@
-"""The gRPC PolicyService: what the orchestrator uses to move policy versions into this replica."""
+"""The parts that every replica has: the gRPC PolicyService, health, registration and updates."""
 
 import asyncio
 import contextlib

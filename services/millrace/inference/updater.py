@@ -1,4 +1,4 @@
-"""Updates the engine to the policy version that is asked for, and keeps it serving whatever fails on the way.
+"""Updates the engine to the policy version that is asked for, and counts updates; it serves whatever fails.
 
 Level-triggered: callers say which version shall be served, as often as they like; one background task works on it.
 

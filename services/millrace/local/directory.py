@@ -1,4 +1,4 @@
-"""A directory is one stack's at a time: until its last process is gone, not only its supervisor.
+"""A stack's directory, which is one stack's at a time, and its ports.
 
 The lock is one of the kernel's on an open file that everything of the stack shares: the supervisor, its reaper, every
 service, and Redis (`Supervisor.kept_open`). So the holder of the lock knows that nobody writes to the same append-only

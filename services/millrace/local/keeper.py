@@ -1,4 +1,4 @@
-"""Keeps a started stack alive: starts again what died, and kills what no longer answers so that it dies.
+"""Keeps a started stack alive: probes its processes, kills what no longer answers, and starts again what died.
 
     keeper = Keeper(supervisor, probes, ...)
     await keeper.run()          # returns never; ProcessDiedError when a process is in a crash loop

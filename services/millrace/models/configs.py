@@ -1,4 +1,4 @@
-"""`config.json` as transformers makes a config of it, in more spellings than it takes. No torch."""
+"""`config.json` in more spellings than transformers takes, and small files in transformers 4's words. No torch."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Models with the weights of their directory: every tensor that the class has, and no other, or a typed error.
+"""Models with the weights of their directory, FP8 and MXFP4 included: every tensor of the class, or a typed error.
 
     empty_model ─▶ (adapters, checkpointing, compile, sharding) ─▶ fill_model
 

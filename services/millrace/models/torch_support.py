@@ -1,4 +1,4 @@
-"""Errors by which torch says that memory does not suffice."""
+"""Number formats by the names of manifests, and errors of torch that mean too little memory."""
 
 import contextlib
 from collections.abc import Iterator

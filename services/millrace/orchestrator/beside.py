@@ -1,4 +1,4 @@
-"""What reads the logs of runs beside an orchestrator: lists, audits, exports and the dashboard's pages.
+"""What reads the logs of runs beside an orchestrator (lists, audits, exports, pages), and pages of lists.
 
 It is found by an entry point, so that no service imports a reader.
 """

@@ -1,4 +1,4 @@
-"""Every run of the deployment as views that are brought up to date from the log on demand."""
+"""Every run of the deployment as views of the log, brought up to date on demand, and the search in configs."""
 
 import asyncio
 import contextlib

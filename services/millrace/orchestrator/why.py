@@ -1,4 +1,4 @@
-"""`millrace run why`: what the processes of a run wait for, and the chain from its trainer to what holds it up.
+"""`millrace run why`: what the processes of a run wait for, and runs that something refuses to carry on.
 
 Everything here comes from memory (the registry's heartbeats, this process's waits, the view of the run that was read
 last), so it answers while Redis or the object store does not.

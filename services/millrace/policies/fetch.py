@@ -1,4 +1,4 @@
-"""Reads manifests, small files and data objects of policies; what is read is proved by its sha256."""
+"""Reads and verifies manifests, small files and data objects of policies; what is read is proved by its sha256."""
 
 import contextvars
 import hashlib
@@ -304,9 +304,10 @@ class _Search:
         return None
 
     def _links(self, manifest: PolicyManifest, goal: PolicyManifest | None) -> list[Link]:
-        """Return the encodings that may be read for a version, the best first.
+        """Return the encodings of a version that a chain can go through, the best first.
 
-        Damaged ones and unknown codecs are noted.
+        `goal` is the held version that the chain begins at; None has the chain begin at a full encoding. Damaged
+        encodings and unknown codecs are left out, and noted in `problems`.
         """
         least = manifest.anchor if goal is None else goal.version
         deltas = [encoding for encoding in manifest.deltas if (encoding.base or 0) >= least]

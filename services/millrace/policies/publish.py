@@ -1,4 +1,4 @@
-"""Publishes a policy version: data objects under a fresh name first, the create-only manifest last."""
+"""Uploads shares of a policy version and publishes it: data under a fresh name first, the manifest last."""
 
 import hashlib
 import math

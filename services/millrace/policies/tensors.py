@@ -1,4 +1,4 @@
-"""Tensors as bytes, and the safetensors file layout, without torch.
+"""Tensors as bytes, the safetensors layout, and what differs between two versions of a tensor, without torch.
 
 numpy has no bfloat16, so a tensor travels here as raw little-endian bytes with a dtype tag; the engine and the trainer
 map the tag to their own types. The layout (an 8-byte header length, a JSON header, the data) is that of

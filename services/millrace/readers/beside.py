@@ -1,4 +1,4 @@
-"""The readers of an orchestrator, which finds them by the entry point `millrace.readers`."""
+"""The readers of an orchestrator, found by the entry point `millrace.readers`: lists, dashboard, audits, exports."""
 
 import asyncio
 import contextlib

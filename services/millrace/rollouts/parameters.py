@@ -1,4 +1,4 @@
-"""What becomes of every parameter of a model request: answered, refused by name, or without an effect on the answer.
+"""What becomes of every parameter of a model request, and how several completions of one prompt travel.
 
 One table for each API that is spoken: OpenAI's chats, completions and responses, and Anthropic's messages. Requests are
 read by it, and what it does not have is refused: nothing that changes an answer is ignored. A test walks the signatures

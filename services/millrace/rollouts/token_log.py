@@ -1,4 +1,4 @@
-"""What the trainer computed of the sampled tokens of a step, as stored bytes: log-probs and entropies.
+"""What the trainer computed of a step's sampled tokens, and a teacher's scores, as stored bytes.
 
 The object is written beside the training and no step waits for it, so no header names it: it carries a digest of its
 own and the chain hash of its batch. Which rollouts it has is a function of the header, so that every rank and a resumed

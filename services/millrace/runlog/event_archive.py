@@ -1,4 +1,4 @@
-"""The events of a run in the store: what Redis had is there again after a wipe.
+"""The events of a run, read by cursor, and their archive in the store, from which Redis gets them back.
 
 An archive object holds consecutive entries of the event stream, zstd-compressed: for each its id, format, trace context
 and the raw bytes whose sha256 the stream holds, each as a 32-bit little-endian length and so many bytes. Objects are

@@ -238,7 +238,10 @@ class _Copy:
         return target
 
     def _copy(self, key: str, target: str, *, sha256: str, size_bytes: int | None) -> None:
-        """Copy an object by way of a file, so that its size does not matter; verified on the way."""
+        """Copy an object by way of a file and check its sha256, unless the target exists.
+
+        `size_bytes` is only compared with the size of an existing target; None takes a target of any size.
+        """
         there = self.store.head(target)
         if there is not None and (size_bytes is None or there.size_bytes == size_bytes):
             return  # objects appear whole or not at all: an attempt before this one has verified and copied it

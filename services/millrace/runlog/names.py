@@ -1,4 +1,4 @@
-"""Every name of a run: Redis keys and object keys, in one place.
+"""Every name of a run: Redis keys, object keys, and the name that a person gives it.
 
 Keys are `{prefix}:{uid}:…` with a Redis Cluster hash tag around the uid only, so that one run lives in one slot.
 Objects are `{prefix}/runs/{uid}/…`; their kinds are declared in `runlog/catalogue.py`. These names are the stored

@@ -1,4 +1,4 @@
-"""What Millrace asks of an object store, and the URL that names one.
+"""What Millrace asks of an object store, the URL that names one, and commit points: create-only JSON objects.
 
 The only atomic primitive is `create` (create-only PUT): it holds on every S3-compatible server that we know and on a
 filesystem, while compare-and-swap does not. Everything that must be unique or committed is one such call.

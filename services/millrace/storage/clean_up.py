@@ -1,4 +1,4 @@
-"""Removing what nobody needs any more (blocking): it never fails or holds up the work that it follows.
+"""Removing what nobody needs, which never fails the work before it, and bounded, visible retries (blocking).
 
 Every clean-up goes through here. What cannot be removed stays: a warning names it with the reason, it is counted
 (`millrace_removals_failed_total`), and who asks again before its pause is over is told so at once. The pauses grow from

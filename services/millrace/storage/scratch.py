@@ -1,4 +1,4 @@
-"""Directories for large files that live as long as their process: policies as files, checkpoints on their way.
+"""Directories for large files that live as long as their process, and what a full or refusing disk means.
 
 A process that is killed cannot remove its own. Therefore an owner holds a lock on a file in it for as long as it
 lives, and each process that makes a directory removes the others there whose lock is free. The lock goes last, so that

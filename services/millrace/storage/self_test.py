@@ -98,10 +98,10 @@ def _await_most(races: _Races) -> None:
 
 
 def _judge(store: ObjectStore, key: str, race: dict[bytes, Future[bool]]) -> bool:
-    """Raise if the answers so far show that not exactly one writer has won, or that the object has other bytes.
+    """Raise unless exactly one of the answers so far is a win, and its bytes are the object's.
 
-    `race` has each writer's outcome by the bytes that it wrote. Return whether every writer had answered when this
-    function began; an answer that comes later is not judged.
+    `race` has each writer's outcome by the bytes that it wrote; no win among the answers raises, too. Return whether
+    every writer had answered when this function began; an answer that comes later is not judged.
     """
     answers = {body: outcome.result() for body, outcome in race.items() if outcome.done()}
     won = [body for body, has_won in answers.items() if has_won]

@@ -1,4 +1,4 @@
-"""Logs: one line per event, the same fields everywhere, no secrets.
+"""Logs: one line per event, the same fields everywhere, and secrets that are replaced before they are written.
 
     setup("trainer")
     logger = logging.getLogger(__name__)  # the standard library's

@@ -1,4 +1,4 @@
-"""What the loop works on: the learner of one run, where its work comes from and where it goes to."""
+"""What the loop works on, and the trainer's turn on devices that it shares with replicas."""
 
 import time
 from collections.abc import Callable, Iterator

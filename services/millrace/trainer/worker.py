@@ -1,4 +1,4 @@
-"""The trainer as a worker: waits for an assignment, trains that run, reports, goes idle again.
+"""The trainer as a worker: waits for an assignment, trains that run, and notices a silent orchestrator.
 
     IDLE --assigned--> WORKING --closing header--> FINISHED --assignment ends--> IDLE
                           |------error------------> FAILED ---assignment ends--> IDLE

@@ -1,4 +1,4 @@
-"""`millrace config`: files of prime-rl and of TRL in Millrace's own words."""
+"""`millrace config`, `token`, `merge` and `version`: commands that need no service."""
 
 import importlib.metadata
 import platform

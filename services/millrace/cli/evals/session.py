@@ -1,4 +1,4 @@
-"""An evaluation from its submission to its results: on a local stack of its own, or on a server."""
+"""An evaluation from its submission to its results, on a local stack or on a server, and `eval.json`."""
 
 import asyncio
 import contextlib

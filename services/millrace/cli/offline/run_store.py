@@ -1,4 +1,4 @@
-"""Which object store a command reads without a server, and which run there is meant."""
+"""Runs without a server: which object store a command reads, which run is meant, and what is known of it."""
 
 import contextlib
 import os

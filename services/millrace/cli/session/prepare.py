@@ -1,4 +1,4 @@
-"""From a command line to a checked config: the part that `rl` and `run submit` share, before anything starts."""
+"""From a command line to a checked config, before anything starts: for `rl`, `run submit` and `--dry-run`."""
 
 import importlib
 import json

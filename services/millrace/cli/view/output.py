@@ -1,4 +1,4 @@
-"""Runs as tables for people and as JSON for programs. Tables go to standard output, all else to standard error."""
+"""Runs as tables and JSON, and colours of single lines. Tables go to standard output, all else to standard error."""
 
 import datetime
 import json

@@ -1,4 +1,4 @@
-"""Samples in a terminal: one line each, or the whole conversation.
+"""Samples, lineage and several runs side by side in a terminal.
 
 What a model wrote may hold anything: control characters are shown as signs, so no sample can steer a terminal.
 """

@@ -1,4 +1,4 @@
-"""Keys of prime-rl's RL configs that our schema does not have, and what each means here.
+"""Keys of prime-rl's RL, SFT and evaluation configs that our schema does not have, and what each means here.
 
 A key that our schema has in the same place is not asked about unless its meaning says so (`is_native`): the line of a
 feature that gets built later needs no removal here, though it should go.

@@ -1,4 +1,4 @@
-"""What a key of prime-rl means here: another place, nothing, nothing yet, or a sentence that refuses it."""
+"""What a key of prime-rl means here: the kinds of meanings, and those of algorithms, losses and optimizers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""One layer of a config with the keys of prime-rl put where they belong here, and a note for each that changed."""
+"""Files and layers with keys of prime-rl in our words, and a note for each key that changed."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""`[orchestrator.buffer]`: which tasks are drawn, by what their groups were worth."""
+"""`[orchestrator.buffer]` and `[[orchestrator.filters]]`: which tasks are drawn, and which rollouts are left out."""
 
 from collections.abc import Iterator
 from typing import Literal

@@ -1,4 +1,4 @@
-"""`[[orchestrator.env]]`, `[[orchestrator.eval.env]]` and `[[env]]` of evaluations: one environment each."""
+"""One environment of training or evaluation: its keys, `select`, and `judge`."""
 
 import json
 import re

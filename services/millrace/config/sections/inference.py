@@ -138,7 +138,7 @@ class InferenceConfig(ConfigSection):
 
     @property
     def needs_vllm(self) -> bool:
-        """Return whether a key is set that only vLLM has, or a parser."""
+        """Return whether a key that only vLLM has is set, or a parser that the embedded engine does not have."""
         return any(self._foreign_parsers()) or any(
             node.facts.only_for is _VLLM and (value := value_at(self, node.path)) and value != node.default
             for node in schema_tree(type(self)).walk()

@@ -1,4 +1,4 @@
-"""The config of an RL run: what all parts share, and one section per service."""
+"""The config of an RL run: what all parts share, one section per service, one service alone, and `--bench`."""
 
 from collections.abc import Iterator
 from typing import Any, Literal

@@ -1,4 +1,4 @@
-"""Sections that are at the top of a config file and are the same for RL and SFT."""
+"""Sections at the top of a config file, the same for RL and SFT, and `[client]`: an endpoint that is not ours."""
 
 from typing import Any, Literal
 from urllib.parse import urlsplit

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,6 +31,7 @@ _TASKSETS = "verifiers.v1.tasksets"
 _EXTRA = re.compile(r"extra\s*==\s*['\"](?P<name>[^'\"]+)['\"]")
 _OF_PYTHON = re.compile(r"python(?:_full)?_version\s*>=\s*['\"](?P<major>\d+)\.(?P<minor>\d+)")
 _CONNECT_S = 10.0
+_MOST_COUNTED = 100_000
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _SHOWN = (bool, int, float, str)
 _IN_DATA = (AttributeError, LookupError, TypeError, ValueError)
@@ -88,7 +90,7 @@ def tasks_checked(env_id: str, taskset: Iterable[Any], args: Mapping[str, Any]) 
         if not _is_of_library(env_id):
             raise
         named = [key for key, value in _leaves(args, "args") if isinstance(value, str) and Path(value).exists()]
-        message = f"a task cannot be read{_behind(taskset)} ({_in_words(error)})"
+        message = f"a task cannot be read{_place_of_broken(taskset)} ({_in_words(error)})"
         wrong = Violation(field=named[0] if named else "args", message=message)
         remedy = f"correct the tasks: each has what the taskset {env_id!r} of verifiers {installed()} asks for"
         raise InvalidSpecError([wrong], reason="ENV_DATA_INVALID", remedy=remedy) from error
@@ -101,11 +103,11 @@ def _in_words(error: Exception) -> str:
     return f"lacks the key {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
 
 
-def _behind(taskset: Iterable[Any]) -> str:
-    """Return how many tasks are whole before the one that is not, as in ", after 3 that can"; "" of the first."""
+def _place_of_broken(taskset: Iterable[Any]) -> str:
+    """Return how many tasks can be read before the one that cannot, as in ", after 3 that can"; "" of the first."""
     count = 0
     with contextlib.suppress(*_IN_DATA):
-        for _ in taskset:
+        for _ in islice(taskset, _MOST_COUNTED):  # a taskset may be endless, and the error not be raised again
             count += 1
     return f", after {count} that can" if count else ""
 

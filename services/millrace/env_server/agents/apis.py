@@ -1,4 +1,4 @@
-"""OpenAI's chats: `POST /v1/chat/completions`."""
+"""The APIs that agents speak: OpenAI's chats and responses, and Anthropic's messages."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

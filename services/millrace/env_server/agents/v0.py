@@ -119,7 +119,10 @@ class AgentEnv(vf.MultiTurnEnv):
 
 
 def apply_rules(members: Iterable[Any], rules: AgentRules) -> None:
-    """Apply the run config's rules on training and limits to agents; raise InvalidSpecError if there is no agent."""
+    """Set `branches` of the agents among `members` as the run config says, and put its limits over their own.
+
+    Raises InvalidSpecError if the config sets rules and no member is an `AgentEnv`.
+    """
     agents = [member for member in members if isinstance(member, AgentEnv)]
     if rules.is_set and not agents:
         message = "is of environments whose rollouts an agent plays (AgentEnv); leave it out"

@@ -1,4 +1,4 @@
-"""Level `container`: a worker in process, mount, network, IPC and host name namespaces of its own, without a daemon.
+"""Level `container`: a worker in namespaces of its own, without a daemon, and the calls of the C library for it.
 
     env-server or template ── outer ── init (pid 1 of the namespaces) ── worker (pid 2)
 

@@ -1,4 +1,4 @@
-"""Engines' errors about prompts that are too long, by rollout: `verifiers` ends the rollout, and keeps no numbers."""
+"""What endpoints answer: errors about prompts that are too long, and arguments of tool calls."""
 
 import contextlib
 import functools

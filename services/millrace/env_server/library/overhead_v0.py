@@ -1,4 +1,4 @@
-"""Hops to threads that `verifiers` v0 makes in every rollout, and that are left out.
+"""Changes to `verifiers` v0 and `datasets`: hops to threads left out, and columns named in errors.
 
 Nothing that an environment can see changes: what runs in the event loop instead of a thread is the library's own
 formatting, which holds the interpreter's lock for as long either way.

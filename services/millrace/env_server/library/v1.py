@@ -1,4 +1,4 @@
-"""What differs between releases with the v1 API: what happened, in words, and names of the MCP library's fields."""
+"""Changes to `verifiers` v1: names that differ between releases, interception, relayed answers, and thread hops."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Asks a teacher how likely given tokens are: `POST {base_url}/completions` with `prompt_logprobs` of token ids.
+"""Asks a teacher how likely given tokens are, another model or the policy itself with a demonstration (opsd).
 
 vLLM and Millrace's embedded engine answer it (a vLLM extension of OpenAI's API). Retries are those of an external
 endpoint: bounded, logged, with the pause that the server asks for, and going round the URLs where there are several.

@@ -1,4 +1,4 @@
-"""Frames between the env-server and its workers: 4 bytes little-endian length, then the encoded message."""
+"""Frames between the env-server and its workers, and the echo by which a worker shows that it runs."""
 
 import asyncio
 import contextlib

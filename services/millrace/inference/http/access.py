@@ -1,4 +1,4 @@
-"""Who may use a replica's HTTP API, whichever engine serves it: TLS by its files, and a bearer token.
+"""Who may use a replica's HTTP API, and how much one request may ask for, whichever engine serves it.
 
 The workers' token and those of the tokens file do; one that may only read sees which models are there. `GET /health`
 needs none and tells only its status. See `millrace.rpc.access` for the rules and docs/security.md for how to set it up.

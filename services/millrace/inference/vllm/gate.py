@@ -1,4 +1,4 @@
-"""The gate between vLLM's HTTP handlers and its engine: which requests begin, under which salt, and when answers leave.
+"""The gate between vLLM's HTTP handlers and its engine, and how far vLLM rests: generating, paused, or asleep.
 
 vLLM's serving objects get `GatedClient` in place of the engine client, so that everything that generates goes through
 here, whatever route it came by:

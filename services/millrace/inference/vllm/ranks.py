@@ -135,7 +135,10 @@ class Ranks:
         return order
 
     async def _fetch(self, order: dict[str, Any], staged: StagedPolicy) -> None:
-        """Have the other nodes pull the policy by themselves, while the old one serves."""
+        """Have the other nodes pull the policy, and wait until all have it; the old one serves meanwhile.
+
+        Adds the policy and a number to `order`. Raises UnavailableError if a node is late.
+        """
         manifest = staged.manifest
         order["number"] = number = secrets.token_hex(8)
         order["policy"] = {

@@ -1,5 +1,7 @@
-"""Stages a version in the workers while the old one serves, and reads back what they hold: in small calls, as none
-decodes in them."""
+"""Stages a version in the workers while the old one serves, verifies what they hold, and probes the new version.
+
+Reading back is cut into small calls, because nothing is decoded during a call.
+"""
 
 import asyncio
 import logging
@@ -93,9 +95,9 @@ class BackgroundVerifier:
             wait.over()
 
     async def _is_over(self, answers: list[Any], began: float) -> bool:
-        """Return whether the verification has ended, and report damage that a rank has found.
+        """Return whether the verification has ended: all is verified, cannot be, or is damaged, which is reported.
 
-        `answers` has what is left, the problem and whether all is proved, by rank; `began` is the time of the start.
+        `answers` has what is left, the problem and whether all is proved, by rank; `began` is for the log line.
         """
         if problem := next((problem for _, problem, _ in answers if problem), ""):
             logger.error("the engine's memory is damaged", extra={"error": problem})

@@ -1,4 +1,4 @@
-"""The commit of each header: the only writer of a run's batch stream.
+"""Cuts batches and commits their headers: the only writer of a run's batch stream.
 
 Nothing counts before its header object exists in the store.
 """

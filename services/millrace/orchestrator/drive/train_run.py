@@ -1,4 +1,4 @@
-"""A run that trains: the loop under the driver, with evaluations before, during and after it.
+"""Runs that train, with evaluations before, during and after, and runs that only evaluate.
 
     restore ──▶ environments, policy ──▶ take over ──▶ RUNNING ──▶ loop ──▶ last version served ──▶ last evaluation
                                                           └──▶ evaluations at an interval of versions

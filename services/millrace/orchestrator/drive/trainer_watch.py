@@ -1,4 +1,4 @@
-"""The run's trainer as the driver sees it: keep one assigned, notice that it gave up, wait until it is finished."""
+"""The run's trainer as the driver sees it, and whose turn it is on devices that trainer and replicas share."""
 
 import asyncio
 import logging

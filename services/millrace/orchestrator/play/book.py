@@ -1,4 +1,4 @@
-"""The book of a run's ordinals: which are open or whole, and which are resolved, in a header or for the next one.
+"""The book of a run's ordinals, open, whole or resolved, and the one reading position in its rollout stream.
 
     not drawn ──open──▶ open ──add──▶ whole ──settle (trained or without advantage)──▶ pending ──committing──▶ frontier
                           └──────────drop (stale, surplus, error, cancelled, ...)─────────▲

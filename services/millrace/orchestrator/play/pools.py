@@ -1,4 +1,4 @@
-"""Which tasks of a run are easy, hard or normal: a fold over the groups that its headers resolve.
+"""Which tasks are easy, hard or normal, a fold over resolved groups, and which task an ordinal draws from them.
 
     normal ──group's mean reward ≥ easy_threshold──▶ easy      for good, but for the share that `easy_fraction` and
        └─────group's mean reward ≤ hard_threshold──▶ hard      `hard_fraction` return where a run begins anew
@@ -381,7 +381,7 @@ class TaskBuffer:
 
     def _normal_of(self, env: str, placed: Placed) -> np.ndarray:
         """Return the normal tasks of an environment, ascending."""
-        key = (id(placed), env)  # `_behind` keeps it alive
+        key = (id(placed), env)  # `_draws` keeps it alive
         if key not in self._normal:
             taken = np.fromiter(placed.get(env, {}), np.int64)
             self._normal[key] = np.setdiff1d(np.arange(self._sources[env].num_tasks), taken)

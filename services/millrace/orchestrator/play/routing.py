@@ -1,4 +1,4 @@
-"""Which replica a play goes to: one that is new enough, the one that played it before, else the least busy.
+"""When a group may start and its rollouts may be trained on, and which replica a play goes to.
 
 A rollout stays on its replica for all of its turns, and so does a group, because the request names one base URL: their
 common prefix is computed once. A group that is played again prefers the replica of the attempt before for the same

@@ -106,7 +106,10 @@ class HeaderCheck:
         return self._audit.names.batch_header(self.closing.step, self.closing.revision)
 
     def check_epoch(self, newest: int) -> None:
-        """Check that no header is of an epoch that nobody took; `newest` is read after the headers."""
+        """Report a violation if a header has a later epoch than `newest`, the newest that was taken.
+
+        Read `newest` after the headers, because an epoch may be taken meanwhile.
+        """
         if self._last_epoch > newest:
             self._audit.findings.violation(
                 "WRITER_EPOCH_UNKNOWN",

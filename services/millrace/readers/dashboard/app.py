@@ -1,4 +1,4 @@
-"""The routes of the dashboard: pages, the JSON behind them, login, and the three things that can be asked of a run."""
+"""The routes of the dashboard (pages, JSON, login, three actions), and the guard before them."""
 
 import asyncio
 import hashlib

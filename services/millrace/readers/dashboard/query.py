@@ -1,4 +1,4 @@
-"""Pages of samples: what is asked for, and the rows that answer it."""
+"""The index of samples: a row for each resolved rollout, followed from the log, and pages of rows."""
 
 import math
 import re

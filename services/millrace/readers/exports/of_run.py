@@ -1,4 +1,4 @@
-"""The exports of a run that its orchestrator keeps going: to W&B, and of traces to an OpenTelemetry collector."""
+"""The exports of a run that its orchestrator keeps going (W&B, OpenTelemetry), and the keeper of their processes."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The record of a run, `run.json`: written once, when the run is made, and parsed here only."""
+"""The record of a run, `run.json`, and lists of a run's checkpoints and policies."""
 
 import json
 from collections.abc import Collection, Iterator

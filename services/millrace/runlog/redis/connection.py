@@ -1,4 +1,4 @@
-"""The connection to Redis: bounded, visible retries, then an `UnavailableError` that names the address.
+"""The connection to Redis, with bounded, visible retries, and the self-test of what a run asks of Redis.
 
 redis-py's own retries are off, because nobody can see them: `Connection.call` retries what lost its connection, with a
 log line and a registered wait. Every command that goes through it may therefore run twice; the log's appends are made

@@ -1,4 +1,4 @@
-"""The index of a checkpoint: which bytes of which file hold which elements of which tensor. A stored format.
+"""The index of a checkpoint, a stored format, and the proof that it holds the weights that were published.
 
     {"tensors": [{"name": "model.a", "dtype": "float32", "shape": [8, 3],
                   "pieces": [["rank-00000.bin", 0, 0, 12], ["rank-00001.bin", 0, 12, 12]]}, …]}

@@ -1,4 +1,4 @@
-"""Continues from the newest checkpoint that is whole; a damaged one is passed over, and reported.
+"""Saves checkpoints while training goes on, and continues from the newest one that is whole.
 
 One that is whole but not of this trainer (other conditions, another base, other shapes) is no damage: resuming stops
 and says what differs. But all checkpoints of a run are alike in that, so that one which differs while an older one fits
@@ -244,7 +244,10 @@ def restore(
     base_digest: str = "",
     more: Mapping[str, torch.Tensor] = _NOTHING,
 ) -> None:
-    """Fill model and optimizer, and `more`, from a checkpoint on the same base. Collective in a gang."""
+    """Fill model, optimizer and `more` from a checkpoint, and set the random generators. Collective in a gang.
+
+    Raises InvalidStateError if `base_digest` is not the checkpoint's; "" means no base model.
+    """
     with agreed(gang):
         require_same_base(manifest, base_digest=base_digest)
     state = {**state_tensors(model, optimizer, gang=gang), **more}

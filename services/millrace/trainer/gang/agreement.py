@@ -1,4 +1,4 @@
-"""What fails at one rank fails at all of them, with the same error: none waits in a collective for one that left.
+"""What fails at one rank fails at all of them, with the same error, and the roll call that names a late rank.
 
 What ranks tell each other is plain data: bytes as they are, everything else as JSON, an error as a status. After JSON
 a tuple is a list.

@@ -1,4 +1,4 @@
-"""Log-probs of the tokens of a micro-batch under the model.
+"""Log-probs and entropies of the tokens of a micro-batch, from hidden states in chunks, without whole logits.
 
 Shape suffixes: B samples, T longest sample, N tokens whose log-probs are needed, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""What one step measured, token by token, over all micro-batches and ranks, under prime-rl's metric names."""
+"""What one step measured, under prime-rl's metric names, and the warnings about numbers that are wrong."""
 
 import math
 from collections import deque

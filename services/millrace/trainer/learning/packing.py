@@ -1,4 +1,4 @@
-"""Which samples a model may compute at once: those of one row, those of one micro-batch, or each alone.
+"""Which samples a model may compute at once, and the floating point operations of a step.
 
 What keeps the samples of a row apart is transformers' reading of position ids that restart: a dense block-diagonal mask
 for sdpa, or, on a GPU, a kernel for rows of varying lengths. What keeps rows apart is that nothing looks across them.

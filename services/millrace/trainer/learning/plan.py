@@ -137,9 +137,10 @@ def _packed(order: Sequence[int], lengths: Sequence[int], max_tokens: int, packi
 
 
 def _dealt(micro_batches: list[Rows], lengths: Sequence[int], world_size: int) -> list[list[Rows]]:
-    """Deal micro-batches to ranks; halve the largest until all ranks have equally many.
+    """Deal micro-batches to ranks in turn; halve the largest until all ranks have equally many.
 
-    Consecutive ones go to consecutive ranks, so that the ranks' work is nearly equal.
+    `lengths` has the tokens of each sample. Empty micro-batches are added if none can be halved any more. Consecutive
+    micro-batches go to consecutive ranks, so that the ranks' work is nearly equal.
     """
     while len(micro_batches) % world_size:
         # Splitting costs less than an empty micro-batch, in which a rank would only take part in collectives.

@@ -1,4 +1,4 @@
-"""The run's batches in order, proven: right run, right config, unbroken chain.
+"""The run's batches in order, proven, from Redis and the store, or from the store alone.
 
 Rank 0 waits for each header and hands its bytes to the others, so that no rank waits inside a collective for longer
 than one poll. Every rank then plans the same micro-batches from the header's sample table and reads only the chunks
@@ -264,7 +264,10 @@ class StoreLog:
         self._headers: dict[int, batch_pb2.BatchHeader] = {}
 
     def poll_header(self, step: int, *, timeout_s: float) -> bytes | None:
-        """Return the header of a committed step; raise InvalidStateError naming the kept range if it is missing."""
+        """Return the newest header of a step at once: nothing is waited for, and `timeout_s` is ignored.
+
+        Raises InvalidStateError naming the kept range if the step has no header.
+        """
         found = load_step(self._store, self._names, step)
         if found is None:
             raise self.not_kept(step)

@@ -1,4 +1,4 @@
-"""Policy losses, one small file each, corrections for off-policy data, and how tokens are weighted."""
+"""Policy losses, one small function each, corrections for off-policy data, and how tokens are weighted."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ LOSSES: dict[str, PolicyLoss] = {
     "importance_sampling": importance_sampling,
     "ipo": ipo,
 }
-"""From `[trainer.loss] type` to the function. A new loss is one file, one line here, one row in its test's table."""
+"""From `[trainer.loss] type` to the function. A new loss is one function, one line here, one row in its test."""
 
 
 def token_losses(inputs: LossInputs, config: LossConfig) -> TokenLosses:

@@ -1,4 +1,6 @@
-"""Corrections for off-policy data: weights and masks from the ratio of two policies, that before the batch (p) to the
+"""Corrections for off-policy data, aggregation over tokens, KL to the start model, and entropy.
+
+A correction is a weight or a mask from the ratio of two policies, that before the batch (p) to the
 one that sampled (i).
 
 Truncated importance sampling (Yao et al. 2025), IcePop (arXiv:2510.18855), masks by sequence and by geometric mean.

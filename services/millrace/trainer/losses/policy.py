@@ -1,10 +1,12 @@
-"""`default`: DPPO with binary total variation (arXiv:2602.04879), as prime-rl has it."""
+"""The policy losses: a factor for every sampled token, from log-probs and advantages."""
 
 import torch
 
 from millrace.config.sections.loss import LossConfig
 from millrace.trainer.losses.base import LossInputs, Multiplier, between, clip_range, sample_means
 from millrace.trainer.losses.corrections import ratio_of
+
+# `default`: DPPO with binary total variation (arXiv:2602.04879), as prime-rl has it.
 
 
 def dppo(inputs: LossInputs, config: LossConfig) -> Multiplier:

@@ -1,4 +1,4 @@
-"""Rows cut over ranks: each computes a piece of every row, and only attention sees the whole.
+"""Rows cut over ranks, and the kernels of attention that see the whole row.
 
 Before attention the ranks exchange tokens for heads, so that each has all tokens of its share of the heads (all-to-all,
 as in DeepSpeed-Ulysses), and back after it. Where heads do not divide, each gathers keys and values of all tokens and

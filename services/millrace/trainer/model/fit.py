@@ -1,4 +1,4 @@
-"""Whether ranks and model fit what the config says of their layout: everything that does not, before anything loads."""
+"""Whether ranks and model fit the layout of the config, before anything loads, and the plan of tensor parallel."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

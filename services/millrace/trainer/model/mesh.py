@@ -1,4 +1,4 @@
-"""How the ranks of a gang are laid out: dp_replicate × dp_shard × cp × tp, the last one the innermost.
+"""How the ranks of a gang are laid out (dp_replicate × dp_shard × cp × tp), and what they exchange with gradients.
 
     rank = ((replica · dp_shard + shard) · cp + piece) · tp + part
 

@@ -1,4 +1,4 @@
-"""Under which lineage a trainer publishes, and from which version on."""
+"""Under which lineage a trainer publishes, from which version on, and where to."""
 
 import logging
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Publishes the model's weights as policy versions and announces them in the log, beside the training.
+"""Publishes the model's weights or its adapters as policy versions, beside the training.
 
     main thread      step n ─▶ snapshot, probe ─▶ step n + 1 ─▶ (waits for version n + 1) snapshot, probe ─▶ …
     beside it                  compare, encode, upload, manifest, announce version n + 1

@@ -1,4 +1,4 @@
-"""The checkpoints of a fine-tuning, found by its run, and the record of what is trained there.
+"""The checkpoints of a fine-tuning, the record of its data, and the directories that it writes.
 
 They are in the run's own directory. A run that is started again continues from the newest one, also to more steps; it
 is refused if a key changed that makes it another training.
@@ -239,7 +239,10 @@ class Handover:
         return 0 if self._config is None else self._config.max_pending
 
     def begin(self, step: int) -> None:
-        """Remove weights and evaluations of steps after `step`, which are trained again, and note the step."""
+        """Remove weights and evaluations of steps after `step` (all of them at 0), which are trained again.
+
+        Writes `evals/begun`, for which the command that evaluates waits. Does nothing without a config.
+        """
         if self._config is None:
             return
         with agreed(self._gang), io_errors(self._root, "write", setting="output_dir"):

@@ -1,4 +1,4 @@
-"""What a fine-tuning learns from and is validated on: its rows, and which of them each step takes."""
+"""What a fine-tuning learns from and is validated on: rows, their samples, and which rows each step takes."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""`millrace run audit`: check the promises of a run against its log, by its server or from the store itself."""
+"""`millrace run audit`, `repair` and `replay`: check a run against its log, restore it, and compute a step again."""
 
 import contextlib
 import functools
@@ -341,7 +341,8 @@ def replay(name: str, step: int, loss: str | None, store: str | None, prefix: st
     """Recompute a step of a run from its log and compare the policy with the published one, bit for bit.
 
     Begins at the newest kept checkpoint at or before the step. Reads the object store only, writes nothing into it, and
-    needs neither Redis nor a server. Exits 0 if the digests are equal, else 1 with the tensors that differ.
+    needs neither Redis nor a server. `--loss` only adds metrics of another loss. Exits 0 if the digests are equal, else
+    1 with the tensors that differ.
     """
     if loss == "":
         raise click.BadParameter("is empty; name a MODULE:FUNCTION or leave it out", param_hint="--loss")

@@ -1,4 +1,4 @@
-"""`millrace run compare`: curves, last values and configs of several runs side by side."""
+"""`millrace run compare` and `lineage`: runs side by side, and where a sample or a policy version comes from."""
 
 import os
 from typing import TYPE_CHECKING

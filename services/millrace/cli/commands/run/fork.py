@@ -1,4 +1,4 @@
-"""`millrace run fork`: a new run that goes on from a step of another one, under settings of its own."""
+"""`millrace run fork`, `pause` and `resume`: a run from a step of another one, and a stop at a step boundary."""
 
 import json
 from collections.abc import Callable, Coroutine, Mapping

@@ -112,7 +112,10 @@ def _write_rows(samples: "Iterable[SampleRecord]") -> None:
 
 
 def _first(found: "Iterator[SampleRecord]", order: str, limit: int) -> "tuple[list[SampleRecord], int]":
-    """Return the first `limit` in an order, and how many there are; no more than about `limit` are held at a time."""
+    """Return the first `limit` records in an order, and the number of all records found.
+
+    `order` is a name in `SORTS`, descending with a `-` before it. About 2 * `limit` records are held at a time.
+    """
     kept: list[SampleRecord] = []
     total = 0
     for each in found:

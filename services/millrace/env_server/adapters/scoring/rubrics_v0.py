@@ -1,4 +1,4 @@
-"""Watches how a v0 rubric scores, so that nothing that it swallows or adds is taken for the author's.
+"""Checks a v0 rubric's arguments, and watches how it scores, so that what it swallows does not pass for a reward.
 
 * A `verifiers` v0 rubric swallows what a reward function raises, logs one line and scores 0.0, which would train the
   policy away from whatever made the function fail; it does the same of a result that is no number, such as the None of

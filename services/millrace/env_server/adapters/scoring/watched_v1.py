@@ -1,4 +1,4 @@
-"""What our engines and judges need of the library's v1, put into its classes: once in a worker, before it plays."""
+"""Checks reward functions' arguments in v1, and puts our engines and judges into the library's classes."""
 
 import asyncio
 import copy

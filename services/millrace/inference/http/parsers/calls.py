@@ -1,4 +1,4 @@
-"""Tool calls, and the JSON objects that models write them as."""
+"""Tool calls as JSON objects: what they are, and the parsers `hermes` and `llama3_json`."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Where each element of a checkpoint is in a vLLM model: found by watching vLLM's own loaders at work on no data.
+"""Where each element of a checkpoint is in a vLLM model, and a worker's memory as flat bits.
 
 `load_weights` knows how names are mapped, projections fused and shards cut. It is called once with tensors and
 parameters on the meta device, and every copy between the two is noted as a `Region`: which strided box of which tensor

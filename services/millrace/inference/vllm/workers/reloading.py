@@ -63,9 +63,9 @@ class _DirectCopies(TorchDispatchMode):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Take what loaders copy straight into tensors on the meta device while the block runs.
+        """Hand vLLM what loaders copy into meta tensors in this block, as if they had called `weight_loader`.
 
-        What vLLM loads only to count elements is not taken.
+        What vLLM loads only to count elements is left alone.
         """
         count = self._vllm.get_numel_loaded
 
