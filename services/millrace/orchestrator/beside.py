@@ -124,7 +124,7 @@ class Readers(Protocol):
 
 
 def open_readers(place: LogPlace) -> Readers:
-    """Return the readers that are installed; InternalError if there are none, or several."""
+    """Open the installed readers of a deployment's logs; raise InternalError unless exactly one is installed."""
     found = metadata.entry_points(group=GROUP)
     if len(found) != 1:
         raise InternalError(
@@ -142,8 +142,9 @@ _NUMBERS = re.compile(r"[0-9a-f]{8}((?:\.[0-9]{1,10}){1,4})")
 
 
 def page_size(size: int) -> int:
-    """Return how many items the request asks for, within the limits; raise InvalidSpecError if the number is
-    negative.
+    """Return the number of items on a page: `size`, at most `PAGE_MAX`, or `PAGE_DEFAULT` for 0.
+
+    Raise InvalidSpecError if `size` is negative.
     """
     if size < 0:
         raise InvalidSpecError([Violation(field="page_size", value=str(size), message="must not be negative")])
@@ -151,7 +152,10 @@ def page_size(size: int) -> int:
 
 
 def page(size: int, token: str) -> tuple[int, int]:
-    """Return the size and the first index of a page."""
+    """Return the size of a page and the index of its first item; raise InvalidSpecError if either argument is invalid.
+
+    `size` and `token` are those of the request: 0 means `PAGE_DEFAULT`, and an empty token the first page.
+    """
     wanted = page_size(size)
     try:
         start = int(base64.urlsafe_b64decode(token.encode())) if token else 0
@@ -163,7 +167,7 @@ def page(size: int, token: str) -> tuple[int, int]:
 
 
 def next_token(start: int, total: int) -> str:
-    """Return the token of the page that begins at `start`; empty at the end."""
+    """Return the token of the page that begins at index `start`; empty if there are only `total` items."""
     return base64.urlsafe_b64encode(str(start).encode()).decode() if start < total else ""
 
 

@@ -62,7 +62,7 @@ class RunView:
 
     @property
     def run(self) -> run_pb2.Run:
-        """Return the resource; DAMAGED, with reason and remedy, while the run cannot be read."""
+        """Return the run as the API shows it: DAMAGED, with reason and remedy, while it cannot be read."""
         self.status.fill(self._run)
         if self.damage is None:
             return self._run
@@ -86,7 +86,7 @@ class RunView:
         return self.status.state == run_pb2.RUN_STATE_FAILED
 
     def reopen(self) -> None:
-        """Reopen a failed run; the next event sets its state."""
+        """Set this view of a failed run back, because the run was reopened; the next event sets its state."""
         self.is_closed = False
         self.status.reopen()
 
@@ -120,10 +120,11 @@ class RunCatalog:
         return list(self._views.values())
 
     async def refresh(self) -> list[RunView]:
-        """Return all runs, oldest first, with every event of their logs folded in; those that cannot be read are
-        DAMAGED.
+        """Read the new events of every run's log and return all runs, oldest first.
 
-        One of the runs that have failed is looked at in turn: another replica may have reopened it.
+        A run that cannot be read is DAMAGED. While Redis or the store does not answer for a run, its view stays
+        as it is; what fails to answer for the list of runs is raised. At each call one of the failed runs is
+        checked in the store for a reopening by another replica.
         """
         failed = [uid for uid, view in self._views.items() if view.has_failed]
         self._turn += 1
@@ -142,8 +143,9 @@ class RunCatalog:
         return sorted(self._views.values(), key=lambda view: view.record.uid)
 
     async def find(self, name: str) -> RunView:
-        """Return the run called `runs/{name}`, `{name}` or with that uid; raise NotFoundError with a suggestion
-        otherwise.
+        """Read the run called `runs/{name}`, `{name}` or with that uid as it is now, and return its view.
+
+        Raise NotFoundError, with a suggestion, if there is none.
         """
         wanted = name.removeprefix("runs/")
         index = await read_index(self._redis, self._store, self._prefix)
@@ -154,7 +156,10 @@ class RunCatalog:
         return await self.look_at(index.runs[found], found, is_looked_at=True)
 
     def known(self, name: str) -> RunView | None:
-        """Find a run in memory by name, uid, unique prefix, or `-` for the newest, as it was last seen."""
+        """Return a run from memory as it was last seen, by name, uid, unique prefix, or `-` for the newest.
+
+        None if no run has that name, or several have the prefix.
+        """
         views = {view.record.name: view for view in self._views.values()}
         try:
             return views[run_name.resolve(name, {name: view.record.uid for name, view in views.items()})]
@@ -174,7 +179,7 @@ class RunCatalog:
         return await asyncio.to_thread(is_end, self._store, Names(self._prefix, uid), state_name(state))
 
     def drive_failed(self, uid: str, error: MillraceError) -> None:
-        """Show the damage that a drive found, which reading the run does not show, until a drive makes progress."""
+        """Show the run as DAMAGED because a drive found damage that reading does not show; until a drive gets ahead."""
         self._drive_damage[uid] = error
         self._note_damage(uid, error)
 
@@ -183,7 +188,10 @@ class RunCatalog:
         return view.damage is not None and view.record.uid not in self._drive_damage
 
     def _note_names(self, index: RunIndex) -> None:
-        """Show runs as DAMAGED of which only the name is known."""
+        """Show runs whose entry in the index is damaged as DAMAGED, and remove those whose entry can be read again.
+
+        Such a run has a placeholder for its uid.
+        """
         known = {_key_of(name): (name, error) for name, error in index.damaged.items()}
         for key in [key for key, view in self._views.items() if not view.record.uid and key not in known]:
             del self._views[key]
@@ -192,7 +200,7 @@ class RunCatalog:
             self._note_damage(key, error)
 
     def _note_damage(self, uid: str, error: Exception, *, name: str = "") -> RunView:
-        """Show the run as DAMAGED until it can be read."""
+        """Show the run as DAMAGED until it can be read, and return its view; `name` is for a run that has no view."""
         view = self._views.get(uid)
         if view is None:
             view = self._views[uid] = RunView(RunRecord.unreadable(uid, name or uid))
@@ -203,7 +211,11 @@ class RunCatalog:
         return view
 
     async def look_at(self, uid: str, name: str, *, is_looked_at: bool) -> RunView:
-        """Read the run as it is now, DAMAGED if it cannot be read; raise while Redis or the store is away."""
+        """Read the run as it is now, DAMAGED if it cannot be read; raise while Redis or the store is away.
+
+        `name` is for a run that was never read. `is_looked_at` also has a failed run checked in the store for a
+        reopening.
+        """
         try:
             view = await self._refresh_one(uid, is_looked_at=is_looked_at)
         except (UnavailableError, CapacityError, PermissionDeniedError):
@@ -235,7 +247,11 @@ class RunCatalog:
                 return await self._fold(view)
 
     async def _fold(self, view: RunView) -> RunView:
-        """Fold new events in. On another copy of the log all of them: ids of lost ones may be others' now."""
+        """Apply the new events of the run's log to the view and return it.
+
+        A new view if Redis holds another copy of the log, which is read from its beginning: the ids of lost
+        events may be reused there. An end that no header confirms is taken back.
+        """
         run_log = await self.open_log(view.record.uid)
         instance = await run_log.read_instance()
         if view.log_instance not in ("", instance):
@@ -266,7 +282,10 @@ class RunCatalog:
         return view
 
     async def _look_for_reopening(self, view: RunView) -> None:
-        """Notice that a run which has failed was reopened: the store says so before any event does."""
+        """Set the view of a failed run back if the store has a further record of its reopening.
+
+        The store has that record before the log has any event of it.
+        """
         names, number = Names(self._prefix, view.record.uid), view.num_reopened
         while await asyncio.to_thread(self._store.head, names.reopened(number + 1)) is not None:
             number += 1
@@ -281,7 +300,10 @@ def _key_of(name: str) -> str:
 
 
 def _as_damage(error: Exception, name: str) -> MillraceError:
-    """Return the problem with a run as a typed error."""
+    """Return the problem with a run as a typed error.
+
+    InternalError (RUN_UNREADABLE) unless it is one, or for a bad config.
+    """
     if isinstance(error, MillraceError) and not isinstance(error, InvalidSpecError):
         return error
     return InternalError(
@@ -304,11 +326,17 @@ class ConfigText:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], *, secrets: tuple[str, ...]) -> Self:
-        """Make the searchable text of a resolved config."""
+        """Return the searchable text of a resolved config.
+
+        Values that are, or have in them, one of `secrets` are masked.
+        """
         return cls(tuple(_values(masked(config, secrets), "")))
 
     def matches(self, words: str) -> bool:
-        """Return whether every word is part of a key or value; `key=value` must match both at one place."""
+        """Return whether each of the first `MAX_WORDS` words is part of a key or value.
+
+        `key=value` must match at one key.
+        """
         return all(any(_matches(word, *each) for each in self.values) for word in words.lower().split()[:MAX_WORDS])
 
 

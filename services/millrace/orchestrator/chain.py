@@ -87,9 +87,9 @@ class Chain:
 
 
 def find_chain(components: Sequence[Component], *, starts: Sequence[str]) -> Chain:
-    """Return the worst path from the components named `starts`, of which earlier ones win among equals.
+    """Return the worst path of waits that begins at one of the components named `starts`; empty if none of them waits.
 
-    A start that waits for nobody is left out where another one waits.
+    Names are worker ids, kinds, or URLs of engines. Among paths that are equally bad, the earlier start's wins.
     """
     graph = _Graph(components)
     paths = [graph.from_component(component, ()) for name in starts for component in graph.resolve(name)]
@@ -97,7 +97,7 @@ def find_chain(components: Sequence[Component], *, starts: Sequence[str]) -> Cha
     if not waiting:
         return Chain()
     # `max` keeps the first of equals, which is the order of `starts`.
-    return max(waiting, key=lambda path: path.severity)  # the first of equals
+    return max(waiting, key=lambda path: path.severity)
 
 
 class _Graph:
@@ -110,7 +110,10 @@ class _Graph:
         return [c for c in self._components if name in (c.name, c.kind) or (c.url and name == c.url)]
 
     def from_component(self, component: Component, seen: tuple[str, ...]) -> Chain:
-        """Return the worst path that begins at a component."""
+        """Return the worst path that begins at a component.
+
+        `seen` are the names of the components before it on the path.
+        """
         if component.is_silent:
             return _silent(component, observer=self._observer)
         paths = [self._along(component, wait, (*seen, component.name)) for wait in component.waits]
@@ -119,7 +122,10 @@ class _Graph:
         return max(paths, key=_weight)
 
     def _along(self, component: Component, wait: Wait, seen: tuple[str, ...]) -> Chain:
-        """Return the worst path that begins with one wait."""
+        """Return the worst path that begins with one wait.
+
+        `seen` are the names on the path so far, `component`'s included.
+        """
         link = WaitLink(text=_describe(component, wait), wait=wait)
         tails = [self._to(target.strip(), component, wait, seen) for target in wait.waits_on.split(",")]
         ends = [tail for tail in tails if tail is not None]
@@ -145,14 +151,17 @@ class _Graph:
 
 
 def storage_of(error: MillraceError) -> str:
-    """Return which of Redis and the store an error is of; empty if of neither."""
+    """Return `REDIS` or `STORE` by the reason of an error; empty if the error is of neither."""
     if error.reason.startswith("REDIS_"):
         return REDIS
     return STORE if error.reason.startswith(("STORE_", "BUCKET_", "CLOCK_")) else ""
 
 
 def _is_unanswered(wait: Wait, target: str) -> bool:
-    """Return whether Redis, the store or a disk does not answer in time. A download as a whole may take long."""
+    """Return whether a wait shows that Redis, the store or a disk does not answer.
+
+    Each wait for Redis does; one for the store or a disk if a single operation takes longer than `SILENT_S`.
+    """
     is_operation = target == DISK or wait.reason.startswith(STORE)
     return target == REDIS or (is_operation and wait.age_s > SILENT_S)
 
@@ -205,7 +214,11 @@ def _missing(kind: str, component: Component, wait: Wait) -> Chain:
 
 
 def _idle_engine(engine: Component, component: Component, wait: Wait) -> Chain | None:
-    """Return the chain to the environment's own work if rollouts wait for an engine that has no open request."""
+    """Return a chain that ends at the environment's own code, if that is why an env-server waits.
+
+    It is if the engine that `component`, the env-server, waits for has no open request and waits for nobody. None
+    else.
+    """
     if component.kind != "env-server" or engine.num_requests != 0 or engine.is_silent or engine.waits:
         return None
     text = f"{engine.name} has no open request: the environment's own code works"

@@ -49,12 +49,18 @@ class OrchestratorSource:
         self._secrets = secrets_of(os.environ)
 
     def list_runs(self, *, config: str = "") -> list[dict[str, Any]]:
-        """Return every run as the manager last saw it; the manager looks twice a second."""
+        """Return a summary of every run, or of those whose configs match the words `config`, the newest first.
+
+        Each is as the manager last saw it, which looks twice a second.
+        """
         views = sorted(self._catalog.views, key=lambda view: view.record.uid, reverse=True)
         return [self._summary(view) for view in views if not config or self._config_text(view).matches(config)]
 
     async def find_run(self, name: str) -> dict[str, Any]:
-        """Find one run with its config."""
+        """Return a run's summary, its config with secrets masked, its hash, and the figures of its status.
+
+        Raise NotFoundError if the run is unknown.
+        """
         view = self._known(name)
         model = EvalRunConfig if view.record.kind == EVAL else RLConfig
         config = masked(view.record.config or {}, self._secrets)  # by its own names, which are values in the answer
@@ -78,7 +84,7 @@ class OrchestratorSource:
         return self._known(name).record.uid
 
     async def checkpoints(self, name: str) -> list[dict[str, Any]]:
-        """Return the run's committed checkpoints, oldest first."""
+        """Return the run's committed checkpoints, oldest first; raise UnavailableError after `CALL_S`."""
         listing = self._listed_checkpoints(self._known(name).record.uid)
         async with _deadline():
             found = await asyncio.shield(listing)
@@ -95,7 +101,8 @@ class OrchestratorSource:
     def _listed_checkpoints(self, uid: str) -> asyncio.Task[run_service_pb2.ListCheckpointsResponse]:
         """Return the running task that lists a run's checkpoints, or start one.
 
-        It reads every manifest, in a thread that no deadline ends: pages that ask again must not take more.
+        It reads every manifest, in a thread that no deadline ends: pages that ask again must not start another
+        one.
         """
         found = self._listings.get(uid)
         if found is None or found.done():
@@ -106,7 +113,10 @@ class OrchestratorSource:
         return found
 
     def explain(self, name: str) -> dict[str, Any]:
-        """Explain from memory why the run does not move."""
+        """Return from memory why the run does not move: a summary, the chain of waits as boxes, and at most 200 waits.
+
+        A run that has ended has no chain.
+        """
         view = self._known(name)
         is_held = self._manager.holds(view.record.uid)
         found = explain(view, self._registry, owner=self._owner, name_of=self._name_of, is_held=is_held)
@@ -127,7 +137,7 @@ class OrchestratorSource:
         }
 
     async def act(self, name: str, action: str, *, reason: str) -> None:
-        """Request the action as any client does."""
+        """Pause, resume or cancel the run through the public API; raise NotFoundError for another action."""
         uid = self._known(name).record.uid
         async with _deadline():
             match action:
@@ -143,14 +153,14 @@ class OrchestratorSource:
                     raise NotFoundError(f"nothing of a run is called {action!r}", reason="PAGE_NOT_FOUND")
 
     async def audit(self, name: str) -> audit_pb2.AuditReport:
-        """Return the audit's report on its log."""
+        """Audit the run's whole log and return the report; raise UnavailableError after `AUDIT_S`."""
         request = run_service_pb2.AuditRunRequest(name=self._known(name).record.uid)
         async with _deadline(AUDIT_S, remedy=f"an audit of a long run takes longer: `millrace run audit {name}`"):
             found = await self._service.AuditRun(request, _NO_CALL)
         return found.report
 
     def trouble(self) -> str:
-        """Name what does not answer at the moment: Redis, the store, or neither."""
+        """Return in words what of Redis and the store does not answer at the moment; empty if both answer."""
         return unanswered(self._owner)
 
     def _known(self, name: str) -> RunView:
@@ -162,7 +172,7 @@ class OrchestratorSource:
         return view
 
     def _config_text(self, view: RunView) -> ConfigText:
-        """Return the text of a run's config to search in; a config never changes."""
+        """Return the text of a run's config to search in, made once: a config never changes."""
         found = self._config_texts.get(view.record.uid)
         if found is None:
             found = ConfigText.of(view.record.config or {}, secrets=self._secrets)
@@ -220,7 +230,7 @@ def _error(error: run_pb2.RunError) -> dict[str, str]:
 
 
 def _worker(record: WorkerRecord, name: str) -> dict[str, Any]:
-    """Return a worker with the GPUs that it may use."""
+    """Return what the dashboard shows of a worker, whose short name is `name`: its host, state, activity and GPUs."""
     is_silent = time.monotonic() - record.last_seen > QUIET_S
     return {
         "id": record.worker_id,

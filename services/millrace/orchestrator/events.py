@@ -52,9 +52,10 @@ class RunEvents:
         pools: PoolSizes | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Record a committed batch; `chain_hash` (hex) is that after it, `pools` are there where tasks move.
+        """Write the event of a committed batch, and count the batch for Prometheus.
 
-        `metrics` say what its rollouts were.
+        `num_trained` are groups, `dropped` groups by reason, `filtered` rollouts by the filter that found them.
+        `chain_hash` (hex) is the chain's after the batch. `pools` is None unless tasks move between pools.
         """
         self.meters.batch_committed(num_trained=num_trained, dropped=dropped, filtered=filtered, num_tokens=num_tokens)
         if pools is not None:
@@ -110,16 +111,16 @@ class RunEvents:
         await self._writer.write(event_pb2.Event(wait_reported=event_pb2.WaitReported(wait=to_proto([wait])[0])))
 
     async def flush(self) -> None:
-        """Return when everything queued is in the log."""
+        """Wait until every queued event is in the log."""
         await self._writer.flush()
 
     async def close(self) -> None:
-        """Write what is queued."""
+        """Write the queued events, and end the writer."""
         await self._writer.close()
 
 
 def is_reported(count: int) -> bool:
-    """Return whether to report the `count`-th occurrence: the first, and each at which the count has doubled."""
+    """Return whether to report the `count`-th occurrence: the first, second, fourth, eighth, …"""
     return count & (count - 1) == 0
 
 

@@ -42,7 +42,10 @@ class DesiredState:
     """Why it shall pause or end, in the words of the user."""
 
     def after(self, intents: Sequence[Intent]) -> "DesiredState":
-        """Return the desired state after further intents, in order; unknown kinds change nothing."""
+        """Return the desired state after further intents, in order.
+
+        Unknown kinds change nothing, and a cancellation stays.
+        """
         desired = self
         for intent in intents:
             reason = str(intent.payload.get("reason") or "")
@@ -69,7 +72,10 @@ class DesiredStates:
         self._known: dict[str, _Known] = {}
 
     async def read(self, uid: str) -> DesiredState:
-        """Read the desired state of the run."""
+        """Return the desired state of the run.
+
+        Read its new intents from the store if what is known is older than `POLL_S`.
+        """
         known = self._known.setdefault(uid, _Known(DesiredState(), 0, float("-inf")))
         now = time.monotonic()
         if now - known.read >= POLL_S:
@@ -80,7 +86,7 @@ class DesiredStates:
         return known.desired
 
     def expire(self, uid: str) -> None:
-        """Drop the cached state, because an intent was written just now."""
+        """Have the next `read` ask the store, because an intent was written just now."""
         if uid in self._known:
             self._known[uid].read = float("-inf")
 
@@ -102,7 +108,10 @@ class IntentCalls:
         self._on_intent = on_intent
 
     async def cancel(self, view: RunView, *, reason: str, request_id: str) -> None:
-        """Ask the run to end."""
+        """Write the intent to end the run, unless it is cancelled or shall be.
+
+        InvalidStateError if it ended otherwise.
+        """
         if view.run.state == run_pb2.RUN_STATE_CANCELLED:
             return
         _require_open(view, "cancel")
@@ -110,7 +119,10 @@ class IntentCalls:
             await self._write(view, "cancel", {"reason": reason, "request_id": request_id})
 
     async def pause(self, view: RunView, *, reason: str, request_id: str) -> None:
-        """Ask the run to pause."""
+        """Write the intent to pause the run, unless it shall pause already.
+
+        InvalidStateError if it ends or has ended.
+        """
         _require_open(view, "pause")
         desired = await self._desired(view)
         if desired.is_cancelled or view.run.state == run_pb2.RUN_STATE_STOPPING:
@@ -124,7 +136,11 @@ class IntentCalls:
             await self._write(view, "pause", {"reason": reason, "request_id": request_id})
 
     async def resume(self, view: RunView, *, request_id: str) -> None:
-        """Let the run go on: it is paused, or has failed. InvalidStateError (RUN_DAMAGED) if it cannot be read."""
+        """Write the intent that a paused run goes on, or reopen a failed one; do nothing to a run that is not to pause.
+
+        Raise InvalidStateError if the run cannot be read (RUN_DAMAGED), ended otherwise, or was cancelled
+        before it failed.
+        """
         _require_readable(view, "resume")
         if view.has_failed:
             await self._reopen(view, request_id)
@@ -155,13 +171,13 @@ class IntentCalls:
         await self._on_intent(view.record.uid)
 
     async def _was_done(self, names: Names, intents: Sequence[Intent], request_id: str) -> bool:
-        """Return whether this request id has reopened the run before, which then failed again."""
+        """Return whether this request id reopened the run before, which has failed again since; False without an id."""
         asked = {i.payload.get("closing_sha256") for i in intents if i.payload.get("request_id") == request_id}
         records = await asyncio.to_thread(load_reopenings, self._store, names)
         return bool(request_id) and any(record.closing_sha256 in asked for record in records)
 
     async def _desired(self, view: RunView) -> DesiredState:
-        """Read the desired state of the run, with every acknowledged intent."""
+        """Return the desired state of the run after all intents in the store."""
         return DesiredState().after(await read_intents(self._store, Names(self._prefix, view.record.uid)))
 
     async def _write(self, view: RunView, kind: str, payload: dict[str, str]) -> None:
@@ -170,7 +186,10 @@ class IntentCalls:
 
 
 def _require_readable(view: RunView, verb: str) -> None:
-    """Refuse an intent for a run that cannot be read, because nobody could follow it."""
+    """Raise InvalidStateError if the run cannot be read, because nobody could follow an intent.
+
+    `verb` names the intent.
+    """
     if view.damage is not None:
         name = view.record.name
         raise InvalidStateError(

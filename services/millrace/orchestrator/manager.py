@@ -36,7 +36,7 @@ RETRY_S = 30.0
 
 
 class Sealer:
-    """Looks once at every ended run of which it hears, one after the other."""
+    """Seals ended runs that have no seal, one after the other."""
 
     def __init__(self, catalog: RunCatalog, *, owner: str) -> None:
         self._catalog = catalog
@@ -46,14 +46,17 @@ class Sealer:
         self._todo: asyncio.Queue[RunView] = asyncio.Queue()
 
     def note(self, view: RunView) -> None:
-        """Note that a run has ended, also for the second time after a reopening."""
+        """Queue an ended run to be sealed, once for each of its ends.
+
+        After a failed try not before `RETRY_S` have passed.
+        """
         end = view.record.uid, view.run.end_time.ToNanoseconds()
         if end not in self._seen and time.monotonic() >= self._not_before.get(view.record.uid, 0.0):
             self._seen.add(end)
             self._todo.put_nowait(view)
 
     async def run(self) -> None:
-        """Seal what is not sealed; ends by cancellation."""
+        """Seal the queued runs that are not sealed; one that fails can be queued again. Ends by cancellation."""
         while True:
             view = await self._todo.get()
             uid = view.record.uid
@@ -153,7 +156,10 @@ class RunManager:
         return [(c.driver.parts, c.lease.may_write) for c in claims if c.driver is not None and c.lease is not None]
 
     async def apply(self, uid: str) -> None:
-        """Pass an acknowledged intent to the run's driver, if it is here, and look at the run now."""
+        """Pass the run's newest intents to its driver, if it is driven here, and look for open runs now.
+
+        Called after an intent was written; a pause before another try to drive the run ends.
+        """
         self._desired.expire(uid)
         if uid in self._claims:
             desired = await self._desired.read(uid)
@@ -163,7 +169,7 @@ class RunManager:
         self.wake()
 
     async def run(self) -> None:
-        """Claim and drive; ends by cancellation, which releases every lease."""
+        """Claim and drive runs; ends by cancellation, which releases every lease."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._registry.keep_pulse())
@@ -187,7 +193,11 @@ class RunManager:
                 await _try_to("write the last events", events.close())
 
     async def _claimable(self) -> list[tuple[RunView, Work]]:
-        """Open runs that nobody drives here, oldest first, and what is to be done with each."""
+        """Return the runs to work on now that nobody drives here, oldest first, and what is to be done with each.
+
+        Runs that have ended are retired and queued for their seals. Nothing is returned if the runs cannot be
+        listed.
+        """
         try:
             views = await self._catalog.refresh()
         except MillraceError as error:
@@ -214,7 +224,11 @@ class RunManager:
         return [(view, work) for view, work in works if work is not None]
 
     def _work_on(self, view: RunView, desired: DesiredState) -> Work | None:
-        """Drive the run if it gets a trainer, or needs none for what is left; None if there is nothing to do now."""
+        """Return what is to be done with a run now: drive it, reopen it or queue it again; None if nothing.
+
+        Claims a free trainer for a run that trains. Without one, a run is driven only if it is to pause, end or
+        close.
+        """
         if view.status.is_reopened:
             return self._reopen
         is_paused = view.status.state == run_pb2.RUN_STATE_PAUSED
@@ -247,7 +261,11 @@ class RunManager:
             self.wake()
 
     def _put_off(self, view: RunView, error: Exception) -> None:
-        """Try a run again later; at once if its log is gone, because the next look rebuilds it."""
+        """Log and count a failed drive, and set when the run is tried again.
+
+        That is at once if its log is gone, because the next look rebuilds it; after damage the pause is longer,
+        and the run is shown as DAMAGED. `run why` names the error meanwhile.
+        """
         uid, now = view.record.uid, time.monotonic()
         causes = list(all_errors(error))
         pause_s = BACKOFF_S
@@ -275,7 +293,10 @@ class RunManager:
             pause.over()
 
     async def _drive(self, view: RunView) -> None:
-        """Claim a run and drive it as long as the claim holds."""
+        """Take the run's lease and a new epoch, and drive the run until it ends, pauses, or the lease is lost.
+
+        If another orchestrator has the lease, do nothing until the next scan.
+        """
         uid, claim = view.record.uid, self._claims[view.record.uid]
         run_log = await self._catalog.open_log(uid)
         lease = await Lease.acquire(run_log, ROLE, self._owner, LEASE_TTL_S, slot=self.slot)
@@ -322,7 +343,7 @@ class RunManager:
             await _try_to("release the lease", lease.release())
 
     async def _keep(self, claim: _Claim, driver: RunDriver, lease: Lease, run_log: RunLog, watchdog: Watchdog) -> None:
-        """Drive, and keep the lease and an eye on intents and on what stands still meanwhile."""
+        """Run the driver; meanwhile renew the lease, apply new intents, and run the watchdog."""
         async with asyncio.TaskGroup() as tasks:
             keepers = [
                 tasks.create_task(self._renew(lease, run_log)),
@@ -335,7 +356,7 @@ class RunManager:
         self._gone.pop(run_log.uid, None)
 
     async def _events(self, view: RunView) -> RunEvents:
-        """Return the writer of the run's events: the previous drive's, if that drive ended because the log was gone."""
+        """Return a writer of the run's events: the previous drive's if that ended because the log was gone."""
         kept = self._kept_events.pop(view.record.uid, None)
         return kept or await resumed_events(self._catalog, view, owner=self._owner)
 
@@ -355,7 +376,10 @@ class RunManager:
         logger.info("run reopened", extra={"run": view.record.name, "step": records[-1].step, "number": len(records)})
 
     async def _queue(self, view: RunView, run_log: RunLog, reason: str, *, was: run_pb2.RunState | None = None) -> None:
-        """Write that the run is QUEUED, under its lease; `was` is its state until now, else that of the view."""
+        """Write that the run is QUEUED, under its lease; `was` is its state until now, else that of the view.
+
+        Does nothing if another orchestrator has the lease, or has queued a reopened run already.
+        """
         lease = await Lease.acquire(run_log, ROLE, self._owner, LEASE_TTL_S, slot=self.slot)
         if lease is None:
             self._not_before[view.record.uid] = time.monotonic() + SCAN_S
@@ -372,7 +396,7 @@ class RunManager:
             await _try_to("release the lease", lease.release())
 
     async def _renew(self, lease: Lease, run_log: RunLog) -> None:
-        """Renew the lease at a third of its ttl; losing it ends the drive."""
+        """Renew the lease at a third of its ttl; raise FencedError, which ends the drive, when it is another's."""
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             await asyncio.sleep(LEASE_TTL_S / 3)
@@ -384,7 +408,10 @@ class RunManager:
                 )
 
     async def _follow_intents(self, claim: _Claim, uid: str) -> None:
-        """Apply intents that another replica acknowledged."""
+        """Apply the run's intents every `POLL_S`, also those that another replica acknowledged.
+
+        Log what cannot be read.
+        """
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             await asyncio.sleep(POLL_S)
@@ -396,7 +423,10 @@ class RunManager:
                 )
 
     def _note_ended(self, view: RunView) -> None:
-        """Let workers forget a run that ended a short while ago."""
+        """Have workers release a run that ended within `RETIRED_S`, and queue it for its seal.
+
+        Its metrics are removed if it ended earlier. It is not queued while its drive still runs.
+        """
         if time.time() - view.run.end_time.ToNanoseconds() / 1e9 < RETIRED_S:
             self._tell_once(view, has_ended=True)
         else:
@@ -407,7 +437,7 @@ class RunManager:
             self._sealer.note(view)
 
     def _forget_end(self, uid: str) -> None:
-        """Note that a run which workers should have released goes on."""
+        """Stop asking workers to release a run, because it goes on."""
         if uid in self._told:
             self._told.discard(uid)
             self._registry.goes_on(uid)
@@ -423,9 +453,9 @@ def _is_gone(causes: Iterable[BaseException]) -> bool:
 
 
 async def resumed_events(catalog: RunCatalog, view: RunView, *, owner: str) -> RunEvents:
-    """Return the writer of a run's events, which goes on from what the run's log says.
+    """Return a writer of a run's events that goes on from the state in the run's view.
 
-    With a log of its own: it adopts a rebuilt one in place, which the driver must notice by itself.
+    It has a log object of its own: it adopts a rebuilt log in place, which the driver must notice by itself.
     """
     events = RunEvents(EventWriter(await catalog.open_log(view.record.uid), owner), run=view.record.name)
     events.state = view.status.state
@@ -434,7 +464,7 @@ async def resumed_events(catalog: RunCatalog, view: RunView, *, owner: str) -> R
 
 
 async def _try_to(what: str, work: Awaitable[None]) -> None:
-    """Await the end of a drive. An error here is logged, so that it does not hide why the drive ended."""
+    """Await a step of a drive's end and log its error, which would hide why the drive ended."""
     try:
         await work
     except MillraceError as error:

@@ -115,7 +115,7 @@ for _kind in WorkerKind:
 
 
 def registry_of(manager: RunManager, catalog: RunCatalog, workers: WorkerRegistry) -> CollectorRegistry:
-    """Make the registry of metrics that this orchestrator exports."""
+    """Return the registry of metrics that this orchestrator exports, and begin to count lost workers."""
 
     def read(sheet: MetricSheet) -> None:
         _read_runs(sheet, catalog)
@@ -139,7 +139,10 @@ def _read_runs(sheet: MetricSheet, catalog: RunCatalog) -> None:
 
 
 def _read_open(sheet: MetricSheet, catalog: RunCatalog, *, driven: Collection[str]) -> None:
-    """Update the series of every run that has not ended, also while nobody drives the run."""
+    """Write the time since the last batch of each open run that is not in `driven`.
+
+    Begin the counters of every open run.
+    """
     for view in catalog.views:
         run, moved = view.record.name, view.status.batches.moved
         if not view.is_terminal:

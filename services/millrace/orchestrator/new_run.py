@@ -55,7 +55,7 @@ def validate(request: run_service_pb2.CreateRunRequest) -> RLConfig | EvalRunCon
 
 
 def make_record(request: run_service_pb2.CreateRunRequest, config: RLConfig | EvalRunConfig) -> RunRecord:
-    """Return the run's record under a new uid."""
+    """Return the run's record under a new uid; its name is the request's, else the config's, else a made one."""
     document = json.loads(config.resolved_json())
     uid = new_uid()
     return RunRecord(
@@ -104,7 +104,10 @@ def _violations(check: Callable[[str], object], value: str) -> tuple[Violation, 
 def as_create(
     request: run_service_pb2.ForkRunRequest, parent: RunRecord, *, uid: str
 ) -> run_service_pb2.CreateRunRequest:
-    """Return the request for the new run: the parent's config, and a name from the parent's unless one is given."""
+    """Return the request that creates the fork: with the parent's config unless it brings its own.
+
+    Unless a name is given, it is made of the parent's, the step and the end of `uid`.
+    """
     return run_service_pb2.CreateRunRequest(
         kind=run_pb2.RUN_KIND_RL,
         run_id=request.run_id or names.make(parent.name, f"at-{request.step}-{uid[-4:]}"),
@@ -115,7 +118,10 @@ def as_create(
 
 
 def _with_own_wandb_run(config_json: str, parent: RunRecord) -> str:
-    """Remove the parent's W&B id from the config, because W&B would mix the parent's rows with the fork's."""
+    """Remove a W&B id that is the parent's from a config, because W&B would mix the parent's rows with the fork's.
+
+    A config that cannot be decoded is returned as it is: its validation reports that.
+    """
     theirs = (parent.config or {}).get("wandb") or {}
     try:
         document = decode_object(config_json.encode(), what="config_json", reason="CONFIG_INVALID")
@@ -166,14 +172,14 @@ def check_config(config: RLConfig, parent: RunRecord, plan: ForkPlan) -> None:
 
 
 def is_same_fork(record: RunRecord, earlier: RunRecord) -> bool:
-    """Return whether a repeated request asks for what was made before."""
+    """Return whether both runs are forks of one step of one run, or neither is a fork."""
     if record.parent is None or earlier.parent is None:
         return record.parent is earlier.parent
     return all(record.parent[name] == earlier.parent[name] for name in ("uid", "step"))
 
 
 def _relevant(config: RLConfig, plan: ForkPlan) -> dict[str, Any]:
-    """Return the settings that a trained step depends on, flat."""
+    """Return the settings that a trained step depends on, by dotted key."""
     trainer = json.loads(config.trainer.model_dump_json())
     del trainer["ckpt"]
     if config.trainer.scheduler.type == "constant":

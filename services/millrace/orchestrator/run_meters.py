@@ -129,12 +129,15 @@ class RunMeters:
         return None if self._batches.moved is None else max(0.0, time.monotonic() - self._batches.moved)
 
     def resume(self, moved: float | None) -> None:
-        """Go on with what the log says: when the run last got ahead, in seconds since the epoch."""
+        """Set when the run last got ahead, in seconds since the epoch; None changes nothing."""
         if moved is not None:
             self._batches.committed(time.monotonic() - seconds_since(moved))
 
     def state_changed(self, state: run_pb2.RunState, *, failed_in: str = "") -> None:
-        """Set the run's state; `failed_in` is the component with whose error it fails."""
+        """Note the run's state for the time since its last batch, and count a run that fails by component.
+
+        `failed_in` is the component whose error it fails with; an unknown one counts as the orchestrator.
+        """
         self._batches.state_changed(state, time.monotonic())
         if state == run_pb2.RUN_STATE_FAILED:
             RUNS_FAILED.labels(failed_in if failed_in in _COMPONENTS else "orchestrator").inc()
@@ -162,7 +165,10 @@ class RunMeters:
             TASKS.labels(self.run, pool).set(count)
 
     def trained(self, plays: Iterable[Play], *, step: int, metrics: Mapping[str, float]) -> None:
-        """Count the groups in the batch of a step, described by `metrics`."""
+        """Count why the rollouts of a trained batch ended and how stale they are; set the gauges of its environments.
+
+        `metrics` are those of the batch (`batch_metrics`), with the rewards and shares of each environment.
+        """
         ages, envs = STALENESS.labels(self.run), set[str]()
         for play in plays:
             envs.add(play.task.env)
@@ -186,7 +192,7 @@ def seconds_since(moment: float) -> float:
 
 
 def seen(run: str) -> None:
-    """Begin the series that alerts count at 0, so that `increase` misses nothing that happens later."""
+    """Create the series that alerts watch, at 0, so that `increase` misses nothing that happens later."""
     if run in _runs:
         return
     _runs.add(run)

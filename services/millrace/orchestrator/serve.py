@@ -78,14 +78,17 @@ class _Process:
         )
 
     def register(self, server: grpc.aio.Server, draining: asyncio.Event) -> list[str]:
-        """Add both services to the server; returns their names."""
+        """Add both services to the server and return their names."""
         run_service_pb2_grpc.add_RunServiceServicer_to_server(self.servicer(draining), server)
         worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(self.registry), server)
         return [_RUN_SERVICE, _WORKER_SERVICE]
 
     def start(self, port: int) -> None:
-        """Start the orchestrator's work once the server listens: the process that has bound the address holds its
-        place."""
+        """Mark both services as ready, and expect scans of the manager from now on.
+
+        Called once the server listens on `port`. The process that has bound the address holds its slot: it may
+        take over the leases of a predecessor there.
+        """
         host, _ = parse_address(self.settings.require("listen"))
         self.manager.slot = worker_slot(join_address(host, port))
         self.board.set_ready(_RUN_SERVICE)
@@ -138,7 +141,11 @@ def _dashboard(process: _Process) -> contextlib.AbstractAsyncContextManager[int]
 async def serve_orchestrator(
     settings: Settings, *, on_started: Callable[[int], None] | None = None, handle_signals: bool = True
 ) -> None:
-    """Serve RunService and WorkerService until a signal; raises what ends the manager. `on_started` gets the port."""
+    """Serve RunService and WorkerService until a signal; raise what ends the manager. `on_started` gets the port.
+
+    Runs are claimed once the server listens and the stores were tested, but the test is waited for `TEST_STORES_S`
+    at most.
+    """
     listen = settings.require("listen")  # before anything is open that would have to be closed
     process = _assemble(settings)
     started_once, tested_once, stopping = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -181,9 +188,10 @@ async def serve_orchestrator(
 
 
 async def _test_stores(process: _Process, tested: asyncio.Event) -> None:
-    """Try out what runs rest on, Redis and the object store; `tested` is set after one try, before its last answers.
+    """Try out Redis and the object store until they pass; raise InvalidStateError if one of them cannot hold runs.
 
-    InvalidStateError if one of them cannot carry runs. One that does not answer, or is no primary now, is tried again.
+    `tested` is set after the first try, whatever came of it, and before the store's last answers. One that does not
+    answer, or is no primary at the moment, is tried again.
     """
     prefix = process.settings.prefix
     for failures in itertools.count(1):
@@ -207,9 +215,9 @@ async def _test_stores(process: _Process, tested: asyncio.Event) -> None:
 
 
 async def _manage(manager: RunManager, started: asyncio.Event, tested: asyncio.Event, stopping: asyncio.Event) -> None:
-    """Run the manager from when the server listens until it is asked to stop: then a successor may claim at once.
+    """Run the manager from when the server listens until `stopping` is set, then release its runs within `GIVE_BACK_S`.
 
-    Raises what ends the manager by itself.
+    It begins after the first test of the stores, or after `TEST_STORES_S`. Raises what ends the manager by itself.
     """
     await started.wait()
     with contextlib.suppress(TimeoutError):
@@ -242,7 +250,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
     async def RegisterWorker(
         self, request: worker_service_pb2.RegisterWorkerRequest, context: grpc.aio.ServicerContext
     ) -> worker_service_pb2.RegisterWorkerResponse:
-        """Add a worker to the registry."""
+        """Add a worker to the registry, or renew its description; raise InvalidSpecError if that is invalid."""
         _check_worker(request.worker)
         self._registry.register(request.worker)
         return worker_service_pb2.RegisterWorkerResponse(heartbeat_seconds=HEARTBEAT_S, lease_seconds=LEASE_S)
@@ -250,7 +258,10 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
     async def Heartbeat(
         self, request: worker_service_pb2.HeartbeatRequest, context: grpc.aio.ServicerContext
     ) -> worker_service_pb2.HeartbeatResponse:
-        """Renew a worker's lease and answer its assignments: as soon as they are new, if it asks to hold the answer."""
+        """Take a worker's report and answer with its assignments; an unknown worker is asked to register again.
+
+        With `hold_seconds`, the answer waits until there are new ones, for at most that time or `HEARTBEAT_S`.
+        """
         record = self._registry.heartbeat(request)
         if record is not None and request.hold_seconds > 0:
             await record.hold(min(request.hold_seconds, HEARTBEAT_S))
@@ -263,7 +274,10 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
 
 
 def _check_worker(worker: worker_service_pb2.Worker) -> None:
-    """Raise InvalidSpecError unless the worker says who it is and where it can be called."""
+    """Raise InvalidSpecError unless the worker has an id and a kind.
+
+    Its address, URL and image must be well-formed if they are set.
+    """
     wrong: list[Violation] = []
     if not worker.worker_id:
         wrong.append(Violation(field="worker.worker_id", message="must not be empty"))

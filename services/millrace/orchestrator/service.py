@@ -91,7 +91,10 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     async def CreateRun(
         self, request: run_service_pb2.CreateRunRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.CreateRunResponse:
-        """Validate and queue a run."""
+        """Validate the config and queue a run; with `validate_only` only validate, and create nothing.
+
+        A repeated `request_id` returns the run that it created; AlreadyExistsError if that has another config.
+        """
         config, record = await self._validated(request)
         if request.request_id and not request.validate_only:
             earlier = await find_request(self._store, self._prefix, request.request_id)
@@ -107,7 +110,11 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     async def ForkRun(
         self, request: run_service_pb2.ForkRunRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.ForkRunResponse:
-        """Copy what the new run begins with, and queue it."""
+        """Create a run that continues another one at a step: copy what it begins with, and queue it.
+
+        A repeated `request_id` returns the run that it created. Raise InvalidStateError for a fork of an
+        evaluation.
+        """
         parent = (await self._catalog.find(request.name)).record
         if parent.kind == EVAL:
             raise InvalidStateError(
@@ -132,7 +139,10 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     async def AuditRun(
         self, request: run_service_pb2.AuditRunRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.AuditRunResponse:
-        """Check the promises of a run against its log."""
+        """Check the promises of a run against its log and return the report.
+
+        One audit at a time, others wait for their turn.
+        """
         uid = (await self._catalog.find(request.name)).record.uid
         with waits.waiting(f"an audit of run {uid}: its turn", waits_on="object store") as wait:
             async with self._auditing:
@@ -144,7 +154,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     async def GetRun(
         self, request: run_service_pb2.GetRunRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.GetRunResponse:
-        """Show one run."""
+        """Return one run; its error is set while something refuses to let it get ahead, too."""
         view = await self._catalog.find(request.name)
         run = run_pb2.Run()
         run.CopyFrom(view.run)
@@ -169,7 +179,10 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     async def CancelRun(
         self, request: run_service_pb2.CancelRunRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.CancelRunResponse:
-        """Write the intent, then tell the driver. Cancelling a run that ended is an error; twice is not."""
+        """Write the intent to end the run, then pass it to the driver.
+
+        Cancelling a run that ended is an error; twice is not.
+        """
         view = await self._catalog.find(request.name)
         _check_intent(request.reason, request.request_id)
         await self._intents.cancel(view, reason=request.reason, request_id=request.request_id)
@@ -178,7 +191,10 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     async def PauseRun(
         self, request: run_service_pb2.PauseRunRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.PauseRunResponse:
-        """Write the intent, then tell the driver. Pausing a run that ends or ended is an error; twice is not."""
+        """Write the intent to pause the run, then pass it to the driver.
+
+        Pausing a run that ends or ended is an error; pausing twice is not.
+        """
         view = await self._catalog.find(request.name)
         _check_intent(request.reason, request.request_id)
         await self._intents.pause(view, reason=request.reason, request_id=request.request_id)
@@ -187,15 +203,22 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     async def ResumeRun(
         self, request: run_service_pb2.ResumeRunRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.ResumeRunResponse:
-        """Write the intent, then look for a free trainer. A failed run is reopened; an open one goes on as it does."""
+        """Write the intent that the run goes on, then look for a free trainer.
+
+        Reopens a failed run; an open one stays as it is.
+        """
         view = await self._catalog.find(request.name)
         _check_intent("", request.request_id)
         await self._intents.resume(view, request_id=request.request_id)
         return run_service_pb2.ResumeRunResponse(run=view.run)
 
     async def WatchRun(self, request: run_service_pb2.WatchRunRequest, context: grpc.aio.ServicerContext):
-        """Replay the events, then follow new ones until the terminal state. FAILED is not terminal for a reopened
-        run."""
+        """Yield the events after `request.after`, then new ones until the run has ended.
+
+        Empty messages show that it is open. FAILED is no end of a run that was reopened. Raises
+        UnavailableError when this process drains, RefusedError while something refuses to let the run get
+        ahead, CorruptObjectError if the run cannot be read.
+        """
         view = await self._catalog.find(request.name)
         if request.after and not _CURSOR.fullmatch(request.after):
             problem = Violation(field="after", value=request.after[:80], message="is not the cursor of an event")
@@ -251,7 +274,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     async def ListRollouts(
         self, request: run_service_pb2.ListRolloutsRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.ListRolloutsResponse:
-        """List what the committed batches of a run resolved."""
+        """Return a page of the rollouts that the committed batches of a run resolved."""
         return await self._readers.rollouts(request, (await self._catalog.find(request.parent)).record)
 
     async def GetLineage(
@@ -263,7 +286,10 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     async def ExplainRun(
         self, request: run_service_pb2.ExplainRunRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.ExplainRunResponse:
-        """Explain what every service waits for."""
+        """Return what every service of a run waits for; from memory if the log cannot be read within `EXPLAIN_READ_S`.
+
+        Raise UnavailableError if the run is not in memory either.
+        """
         # Redis or the store may be the very cause; then the view of the last look has to do.
         known, note = self._catalog.known(request.name), ""
         try:
@@ -341,7 +367,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         return found
 
     def _checkpoint(self, record: RunRecord, names: Names, step: int) -> checkpoint_pb2.Checkpoint | None:
-        """Return a committed checkpoint; None, and a line in the log, if its manifest is damaged or not there."""
+        """Return a committed checkpoint; None if it has no manifest, or a damaged one, which is logged."""
         key = newest_revision(self._store, names.checkpoint_manifest(step))
         if (info := self._store.head(key)) is None:
             return None
@@ -361,7 +387,10 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
 
 
 def _manifest_bytes(data: bytes, *, what: str) -> int:
-    """Return the bytes of the objects that a checkpoint's manifest names."""
+    """Return the total size in bytes of the objects that a checkpoint's manifest names.
+
+    Raise CorruptObjectError, naming `what`, if the manifest cannot be read.
+    """
     reason = "CHECKPOINT_MANIFEST_INVALID"
     raw = decode_object(data, what=what, reason=reason)
     try:
@@ -412,7 +441,10 @@ class EventFeed:
         """Cursor of the newest event that was read."""
 
     async def read(self, *, block_s: float) -> Sequence[event_pb2.Event]:
-        """Return the next events; wait up to `block_s` for the first one."""
+        """Return the next events that the watcher does not have; wait up to `block_s` seconds for the first one.
+
+        Empty also if the log is gone: the next call opens the rebuilt one.
+        """
         try:
             run_log = self._log
             if run_log is None or await run_log.read_instance() != self._instance:
@@ -452,10 +484,10 @@ def _position(cursor: str) -> tuple[int, ...]:
 
 
 async def check_environments(config: RLConfig | EvalRunConfig, registry: WorkerRegistry) -> None:
-    """Load every environment on an env-server, where the run will find them loaded.
+    """Have an env-server load every environment of the config, where the run will find them loaded.
 
-    InvalidStateError names the environment that cannot be loaded and its error, or that has no training tasks,
-    InvalidSpecError the key that is not set, UnavailableError says that there is no env-server.
+    Raise InvalidStateError if one cannot be loaded or has no training tasks, InvalidSpecError if a key is not set,
+    and UnavailableError if no env-server is registered.
     """
     servers = EnvServers(run_uid="", epoch=0, registry=registry, trained=trained_envs(config))
     try:
@@ -483,9 +515,9 @@ def _keys(config: RLConfig | EvalRunConfig) -> KeyVariables:
 
 
 def require_env_images(config: RLConfig | EvalRunConfig, registry: WorkerRegistry) -> None:
-    """Raise InvalidSpecError naming every image of an environment that no registered env-server announces.
+    """Raise InvalidSpecError naming every image in the config that no registered env-server announces.
 
-    Without any env-server the run waits for one: what waits names the image.
+    Do nothing while no env-server is registered: the run waits for one, and its wait names the image.
     """
     records = registry.alive(WorkerKind.ENV_SERVER)
     announced = {record.worker.env_image for record in records}
@@ -504,7 +536,7 @@ def require_env_images(config: RLConfig | EvalRunConfig, registry: WorkerRegistr
 
 
 def _environments(config: RLConfig | EvalRunConfig) -> Iterator[tuple[str, NamedEnv]]:
-    """Yield every environment with the key of its image; one that evaluation takes from training comes once."""
+    """Yield every environment with the config key of its image; one that is trained on and evaluated comes once."""
     if isinstance(config, EvalRunConfig):
         yield from ((f"env[{index}].image", env) for index, env in enumerate(config.env))
         return
@@ -522,9 +554,10 @@ FIELD = "trainer.loss.import_path"
 
 
 def require_loadable_loss(config: RLConfig, registry: WorkerRegistry) -> None:
-    """Raise InvalidSpecError if the loss is a function of the user's own whose module no registered trainer may load.
+    """Raise InvalidSpecError if the config's loss is the user's own and no registered trainer may import its module.
 
-    Whether the function is any good is for the trainer to say, which has what it imports.
+    Do nothing while no trainer is registered: the run waits for one. Whether the function works, only a trainer can
+    say.
     """
     import_path = config.trainer.loss.import_path
     codes = [CustomCode(tuple(each.worker.custom_modules)) for each in registry.alive(WorkerKind.TRAINER)]

@@ -128,7 +128,7 @@ class Watchdog:
         )
 
     async def run(self) -> None:
-        """Look and tell; ends by cancellation."""
+        """Look once per `TICK_S` and report; ends by cancellation."""
         waits.watch()
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
@@ -136,7 +136,10 @@ class Watchdog:
             await self.look()
 
     async def look(self) -> None:
-        """Check once whether the run stands still, and report it."""
+        """Report silent workers, a standstill, overdue waits and outages of Redis, by events of the run.
+
+        After this process itself stood still report only that: what was seen before is out of date.
+        """
         now = self._clock()
         still_s = self._meter.within(self._looked, now)
         self._looked = now
@@ -172,7 +175,10 @@ class Watchdog:
             seen.record, seen.last_seen = record, record.last_seen
 
     async def _tell_gone(self, seen: _Seen, current: dict[str, WorkerRecord], now: float) -> None:
-        """Report a worker that is no longer among the run's: it was lost, replaced or released."""
+        """Report a worker that no longer serves the run: replaced by another one in its slot, or lost.
+
+        Not if it was released.
+        """
         record, slot = seen.record, seen.record.worker.slot
         silence_s = now - seen.last_seen
         heir = next((r for r in current.values() if slot and r.worker.slot == slot), None)
@@ -215,8 +221,10 @@ class Watchdog:
         await self._tell_wait(_end_of(chain, owner=self._owner, idle_s=idle_s))
 
     async def _look_at_waits(self, now: float) -> None:
-        """Report each overdue wait, the same one at most every `OVERDUE_AGAIN_S`; numbers in its reason make no
-        difference."""
+        """Report each overdue wait of components that answer, the same one at most every `OVERDUE_AGAIN_S`.
+
+        Waits whose reasons differ only in numbers are the same one.
+        """
         self._overdue = {key: at for key, at in self._overdue.items() if now - at < OVERDUE_AGAIN_S}
         for component in components(self._run_uid, self._registry, owner=self._owner):
             if component.is_silent:
@@ -228,7 +236,7 @@ class Watchdog:
                     await self._tell_wait(wait)
 
     async def _look_at_redis(self, now: float) -> None:
-        """Report outages that are over; while one lasts no event could be written anyway."""
+        """Report outages of Redis that are over; while one lasts no event could be written anyway."""
         for outage in list(OUTAGES):
             if not self._outages_until < outage.ended < now - OUTAGE_SETTLES_S:
                 continue
@@ -250,9 +258,7 @@ class Watchdog:
             await self._events.wait_reported(wait)
 
     def _may_send(self) -> bool:
-        """Return whether the run's event log takes another report; reports are for people, and their number is
-        bounded.
-        """
+        """Return whether the run's log may get another event (`MAX_EVENTS` in `PER_S`), and count the event."""
         now = self._clock()
         while self._sent and now - self._sent[0] > PER_S:
             self._sent.popleft()
@@ -263,7 +269,10 @@ class Watchdog:
 
 
 async def report_takeover(context: RunContext, *, owner: str, spoke_at: Mapping[str, float]) -> None:
-    """Name the orchestrator that held the run before; `spoke_at`: when each writer wrote its last event."""
+    """Write an event that this orchestrator, `owner`, took the run over from another one.
+
+    Nothing if none held it before. `spoke_at` has by orchestrator the wall-clock time of its last event.
+    """
     epoch, run_log = context.epoch, context.log
     before = ""
     if epoch.number > 1:
@@ -290,13 +299,13 @@ def _name(record: WorkerRecord) -> str:
 
 
 def _threshold_s(num_reported: int) -> float:
-    """Return the age of a standstill at which it is reported next."""
+    """Return the age in seconds at which a standstill is reported that was reported `num_reported` times."""
     last = len(NO_PROGRESS_S) - 1
     return NO_PROGRESS_S[num_reported] if num_reported <= last else NO_PROGRESS_S[last] * (num_reported - last + 1)
 
 
 def _end_of(chain: Chain, *, owner: str, idle_s: float) -> Wait:
-    """Return the wait at the end of the chain, which an event reports."""
+    """Return the wait at the end of the chain; for an empty one, a wait of `owner` for any progress."""
     if chain.links:
         return chain.links[-1].wait
     return Wait(owner=owner, reason="any progress of the run; no service says that it waits", age_s=idle_s)

@@ -34,9 +34,10 @@ def explain(
     name_of: NameOf = str,
     is_held: bool = False,
 ) -> run_service_pb2.ExplainRunResponse:
-    """Collect what the run's processes wait for; `note` says why the view may be old.
+    """Return what the run's processes wait for, longest first, and a summary; `note` says why the view may be old.
 
-    A run that has ended has waits as long as this orchestrator still holds it (`is_held`): its exports write the rest.
+    A run that has ended has waits only while this orchestrator still holds it (`is_held`): its exports write the
+    rest. `name_of` gives a run's name for a uid.
     """
     if view.is_terminal:
         last = _last_waits(view.record.uid, owner) if is_held else []
@@ -65,7 +66,10 @@ def unanswered(owner: str) -> str:
 
 
 def stood_still(owner: str, *, meter: Meter = METER) -> str:
-    """Return when and how long this process stood still lately, in words; empty if it did not."""
+    """Return when and for how long this process did not run in the last `RECENT_S`, in words.
+
+    Empty if it always ran.
+    """
     now = time.monotonic()
     last = next((each for each in reversed(meter.found) if each.seconds > SILENT_S), None)
     if last is None or now - last.ended > RECENT_S:
@@ -80,7 +84,10 @@ def chain_of(uid: str, registry: WorkerRegistry, *, owner: str) -> Chain:
 
 
 def components(uid: str, registry: WorkerRegistry, *, owner: str) -> list[Component]:
-    """Return this orchestrator and the workers that serve the run, each with its waits of this run or of no run."""
+    """Return this orchestrator and the workers that serve the run, each with its waits for this run or for no run.
+
+    A lost worker is among them if no other one of its kind serves the run.
+    """
     now = time.monotonic()
     own = _of_run(waits.snapshot(owner), uid)
     found = [Component(name=owner, kind="orchestrator", waits=own)]
@@ -118,7 +125,7 @@ def _component(record: WorkerRecord, uid: str, now: float, *, is_lost: bool = Fa
 
 
 def _collapsed(found: Sequence[Wait]) -> list[Wait]:
-    """Merge an owner's waits that differ only in age into the oldest one, with their number."""
+    """Merge an owner's waits that differ only in age into the oldest one, whose reason gets their number."""
     same: dict[tuple[str, str, str, float, str], list[Wait]] = {}
     for wait in found:
         key = (wait.owner, wait.reason, wait.waits_on, wait.deadline_s, wait.run)
@@ -152,7 +159,7 @@ def _chain(found: Sequence[Component], *, owner: str) -> Chain:
 def _summary(
     view: RunView, registry: WorkerRegistry, found: Sequence[Component], *, owner: str, name_of: NameOf
 ) -> str:
-    """Return one line about the run that begins with what is special about its state."""
+    """Return one line about the run: what is special about its state, then its troubles and its chain of waits."""
     match view.run.state:
         case run_pb2.RUN_STATE_QUEUED:
             return f"queued: {_held_up(view.record.uid, found) or _why_queued(view.record.uid, registry, name_of)}"
@@ -198,7 +205,7 @@ def _held_up(uid: str, found: Sequence[Component]) -> str:
 
 
 def _why_queued(uid: str, registry: WorkerRegistry, name_of: NameOf) -> str:
-    """Return why a queued run does not start; a trainer that waits for this very run is never the reason."""
+    """Return in words why a queued run does not start: no trainer is free, or no orchestrator has taken it yet."""
     held = [run for record in registry.alive(WorkerKind.TRAINER) if (run := record.run_uid or record.reported) != uid]
     if not all(held) or len(held) < len(registry.alive(WorkerKind.TRAINER)):
         return "a trainer is free, an orchestrator takes the run as soon as its log can be read"
@@ -245,7 +252,7 @@ class _Refused:
 
 
 class HeldUp:
-    """Looks at every open run once per second. Refusals are those of waits of this process and of workers."""
+    """Looks at every open run once per second for waits, of this process and of workers, that have a refusal."""
 
     def __init__(self, registry: WorkerRegistry, *, owner: str, clock: Callable[[], float] = time.monotonic) -> None:
         """Take `owner`, which names this orchestrator."""
@@ -263,7 +270,7 @@ class HeldUp:
             self.look(views())
 
     def look(self, views: Iterable[RunView]) -> None:
-        """Record for each open run whether Redis or the store refuses it."""
+        """Note for each open run since when something refuses to carry it on; progress begins that time anew."""
         now = self._clock()
         uids = set[str]()
         for view in views:
@@ -275,7 +282,7 @@ class HeldUp:
                 del known[uid]
 
     def problem(self, uid: str) -> RefusedError | None:
-        """Return why a run gets nowhere, once it has lasted; None while it may still."""
+        """Return the error of a run that was refused for `HELD_UP_S` without getting ahead; None for any other run."""
         found, now = self._refused.get(uid), self._clock()
         if found is None or found.wait.refusal is None or now - found.since < HELD_UP_S:
             return None
@@ -304,7 +311,10 @@ class HeldUp:
             del self._refused[uid]
 
     def _find(self, uid: str) -> tuple[str, Wait] | None:
-        """Return the longest refused wait of a run, and whose it is; of several alike all have to be refused."""
+        """Return the kind of service that waits, and its longest wait with a refusal; None if nothing refuses the run.
+
+        Of a kind's components all must have such a wait: while one works, the run gets ahead.
+        """
         by_kind: dict[str, list[Wait | None]] = {}
         for component in components(uid, self._registry, owner=self._owner):
             refused = [wait for wait in component.waits if wait.refusal is not None]

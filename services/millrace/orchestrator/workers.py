@@ -100,7 +100,7 @@ class WorkerRecord:
         return self.trainer.run_uid if self.trainer is not None and not self.trainer.is_finished else ""
 
     async def hold(self, longest_s: float) -> None:
-        """Return when there is something new for the worker to hear, after `longest_s` in any case."""
+        """Wait until the worker has news, `longest_s` seconds at most, and take the news as answered."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(longest_s):
                 await self.news.wait()
@@ -141,7 +141,10 @@ class WorkerRegistry:
         self.changed = asyncio.Event()
 
     def register(self, worker: worker_service_pb2.Worker) -> None:
-        """Add a worker, or take its new description."""
+        """Add a worker, or take its new description; drop the worker that had its slot before.
+
+        Raise CapacityError if `MAX_WORKERS` are registered.
+        """
         self.lost.pop(worker.worker_id, None)
         self._replace_slot(worker)
         known = self.by_id.get(worker.worker_id)
@@ -159,7 +162,10 @@ class WorkerRegistry:
         self.notify()
 
     def heartbeat(self, request: worker_service_pb2.HeartbeatRequest) -> WorkerRecord | None:
-        """Take a worker's report; None if it is not known and shall register again."""
+        """Store a worker's report, renew its lease and return its record.
+
+        None if it is unknown and has to register again.
+        """
         record = self.by_id.get(request.worker_id)
         if record is None:
             return None
@@ -176,7 +182,7 @@ class WorkerRegistry:
         return record
 
     def alive(self, kind: WorkerKind) -> list[WorkerRecord]:
-        """Return the workers of a kind whose lease holds, in order of id."""
+        """Return the workers of a kind whose lease holds, in order of id; others are removed as lost."""
         self._expire()
         return sorted(
             (record for record in self.by_id.values() if record.kind is kind),
@@ -192,11 +198,12 @@ class WorkerRegistry:
         return [record for record in self.alive(kind) if record.run_uid == run_uid]
 
     def claim(self, kind: WorkerKind, run_uid: str, *, limit: int | None = None, fresh: bool = False) -> int:
-        """Give free workers of a kind to a run, `limit` at most; returns how many it has then.
+        """Give free workers of a kind to a run, until it has `limit` or all that are free; return how many it has then.
 
-        A worker that reports to work on the run already (we restarted) goes first; one that reports another run is
-        not free. One that leaves does not count: its work goes to another. `fresh`: nor is a trainer free that says how
-        the run ended for it, before the run was reopened perhaps; without an assignment it forgets that.
+        Workers that are leaving do not count. A worker that already reports the run, as after a restart of
+        ours, goes first; one that reports another run is not free. With `fresh`, neither is a trainer that
+        reports how the run ended for it: that may be from before a reopening, and a trainer without an
+        assignment forgets it.
         """
         self._retired.pop(run_uid, None)
         mine = [record for record in self.owned(kind, run_uid) if not record.is_leaving]
@@ -211,7 +218,10 @@ class WorkerRegistry:
         return len(mine)
 
     def release(self, run_uid: str) -> None:
-        """Take every worker from a run that this orchestrator does not drive any more; it may go on elsewhere."""
+        """Free all workers of a run that this orchestrator does not drive any more; it may go on elsewhere.
+
+        Workers get no further news of it.
+        """
         for record in self.by_id.values():
             if record.run_uid == run_uid:
                 record.run_uid = ""
@@ -223,18 +233,18 @@ class WorkerRegistry:
         self.notify()
 
     def give_back(self, kind: WorkerKind, run_uid: str) -> None:
-        """Take the run's workers of a kind from it; it goes on with others, or with these once they are free."""
+        """Free the run's workers of a kind, while it is still driven here: it gets others, or these again."""
         for record in self.owned(kind, run_uid):
             record.run_uid = ""
             record.news.set()
         self.notify()
 
     def goes_on(self, run_uid: str) -> None:
-        """Note that the run was resumed, so workers need not release it."""
+        """Stop asking workers to release a run, because it was resumed."""
         self._retired.pop(run_uid, None)
 
     def retire(self, run_uid: str, *, has_ended: bool) -> None:
-        """Tell workers for a while to release a run, because it is paused or has ended."""
+        """Have heartbeats ask workers for `RETIRED_S` to release a run, because it is paused or has ended."""
         self._retired.pop(run_uid, None)
         self._retired[run_uid] = _Retired(until=time.monotonic() + RETIRED_S, has_ended=has_ended)
         while len(self._retired) > MAX_RETIRED:
@@ -244,21 +254,30 @@ class WorkerRegistry:
         self.notify()
 
     def set_watermark(self, run_uid: str, resolved_below: int) -> None:
-        """Tell workers by heartbeat below which ordinal a run is resolved."""
+        """Set the ordinal below which the run is resolved, which workers get by heartbeat.
+
+        The run counts as going on.
+        """
         self._resolved_below[run_uid] = resolved_below
         self._retired.pop(run_uid, None)
 
     def set_log_instance(self, run_uid: str, log_instance: str) -> None:
-        """Tell workers by heartbeat which copy of a run's log Redis holds."""
+        """Set which copy of the run's log Redis holds, which workers get by heartbeat."""
         self._log_instances[run_uid] = log_instance
 
     def report_damage(self, run_uid: str, policy: policy_pb2.PolicyEntry) -> None:
-        """Tell the run's trainer by heartbeat that a replica found a policy damaged, once more."""
+        """Count once more that a replica found a policy damaged.
+
+        The run's trainer gets policy and count by heartbeat.
+        """
         _, count = self._damaged.get(run_uid, (policy, 0))
         self._damaged[run_uid] = policy, count + 1
 
     def lend_devices(self, run_uid: str, trainer_id: str, turn: int) -> None:
-        """Tell a trainer of the run that a turn on the devices is its own, which it shares with replicas."""
+        """Give a trainer of the run its turn on the devices that it shares with replicas.
+
+        It gets the number by heartbeat.
+        """
         if self._lent.get(run_uid) == (trainer_id, turn):
             return
         self._lent[run_uid] = trainer_id, turn
@@ -266,16 +285,17 @@ class WorkerRegistry:
             record.news.set()
 
     def lent_turn(self, run_uid: str) -> tuple[str, int]:
-        """Return the trainer of the run that has a turn, and which; ("", 0) if none has."""
+        """Return the id of the run's trainer that has the devices, and the number of its turn; ("", 0) if none has."""
         return self._lent.get(run_uid, ("", 0))
 
     def take_devices(self, run_uid: str) -> None:
-        """End the turn of the run's trainers."""
+        """End the turn that a trainer of the run has on the devices."""
         self._lent.pop(run_uid, None)
 
     def assignments(self, record: WorkerRecord) -> Iterator[worker_service_pb2.Assignment]:
-        """Yield the runs that a worker shall work on: its own or, for an env-server, all, those that just ended
-        included.
+        """Yield the assignments of a worker: of the run that it works on or, for an env-server, of all.
+
+        An env-server also gets the runs that ended within `RETIRED_S`, as over.
         """
         env_server = record.kind is WorkerKind.ENV_SERVER
         for run_uid in list(self._resolved_below) if env_server else filter(None, [record.run_uid]):
@@ -313,9 +333,9 @@ class WorkerRegistry:
         return self._names.of(Numbered(each.worker_id, each.kind, each.worker.slot) for each in self.by_id.values())
 
     async def keep_pulse(self) -> None:
-        """Notice when this process stood still, and do not count that time as the workers' silence.
+        """Add the time in which this process did not run to the workers' last signs of life. Ends by cancellation.
 
-        Ends by cancellation. Without it a stopped orchestrator would lose every worker in the moment it goes on.
+        Without it an orchestrator that was stopped would lose every worker in the moment it goes on.
         """
         self._pulse = time.monotonic()
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
@@ -346,7 +366,7 @@ class WorkerRegistry:
                 self._remove(record, "WORKER_LOST")
 
     def _replace_slot(self, worker: worker_service_pb2.Worker) -> None:
-        """Drop the worker that was registered for the same place: it is dead, since its successor holds the place."""
+        """Remove another worker that has the new worker's slot: it is dead, since its successor holds the slot."""
         for record in list(self.by_id.values()):
             if worker.slot and record.worker.slot == worker.slot and record.worker_id != worker.worker_id:
                 fields = {"worker": record.worker_id, "by": worker.worker_id, "slot": worker.slot}
@@ -377,7 +397,11 @@ class WorkerNames:
     _numbers: dict[str, tuple[Numbered, int]] = field(default_factory=dict)
 
     def of(self, workers: Iterable[Numbered]) -> dict[str, str]:
-        """Return the name of each worker by its id; `workers` are all workers in order of registration."""
+        """Return each worker's name by its id, such as `trainer-1`, and number the new ones.
+
+        `workers` are all that are registered, in order of registration: the number of one that is missing is
+        free, first for its successor in the slot.
+        """
         living = {place.worker_id: place for place in workers}
         gone = [self._numbers.pop(worker) for worker in list(self._numbers) if worker not in living]
         left = {(place.kind, place.slot): number for place, number in gone if place.slot}

@@ -64,11 +64,14 @@ class DamageBook:
         """Damaged entries of the rollouts that were removed: env-servers append what is missing now."""
 
     def note(self, stream: Stream, entry: Entry) -> None:
-        """Count a skipped entry."""
+        """Keep a skipped entry for the next `tell`; the same entry counts once."""
         self._met.setdefault((stream, entry.id), entry.damage)
 
     async def tell(self) -> bool:
-        """Report and remove what was met since the last call; return whether there was anything."""
+        """Report the entries noted since the last call in an event, and remove them from Redis.
+
+        Return whether there were any.
+        """
         met, self._met = self._met, {}
         for stream in Stream:
             found = {id_: cause for (of, id_), cause in met.items() if of is stream}
@@ -198,7 +201,7 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig, *, reported_
 
 
 def trained_envs(config: RLConfig | EvalRunConfig) -> dict[str, Sampling]:
-    """Return how the environments that are trained on are sampled, by name."""
+    """Return by name how the environments that are trained on are sampled; empty for an evaluation run."""
     if isinstance(config, EvalRunConfig):
         return {}
     settings = config.orchestrator
@@ -206,9 +209,7 @@ def trained_envs(config: RLConfig | EvalRunConfig) -> dict[str, Sampling]:
 
 
 def task_sources(parts: RunParts, config: RLConfig) -> list[TaskSource]:
-    """Return the training tasks of a run whose environments are open; raise InvalidStateError if an environment
-    has none.
-    """
+    """Return the training tasks of each environment, all of which are open; raise InvalidStateError if one has none."""
     return [_source(env, parts.envs.envs[env.name]) for env in config.orchestrator.env]
 
 
@@ -220,7 +221,11 @@ def make_loop(
     sampler: Sampler | None,
     is_stopping: Callable[[], bool],
 ) -> RolloutLoop:
-    """Return the loop of a run whose environments are open, with the algorithm of each."""
+    """Return the loop of a run whose environments are open; `algorithms` are by name of the environment.
+
+    The writer drops pools of other task sets than those that are open. Raise InvalidStateError if there are no
+    tasks.
+    """
     settings, opened, sources = config.orchestrator, parts.envs.envs, task_sources(parts, config)
     writer = parts.writer
     writer.opened({source.env: source.digest for source in sources})
@@ -314,7 +319,7 @@ def _rule(config: RLConfig) -> AdmissionRule:
 
 
 def _failures(config: RLConfig | EvalRunConfig) -> Failures:
-    """Make the counter of failed rollouts; an evaluation has a counter of its own."""
+    """Return the counter of failed rollouts; that of an evaluation run never fails the run."""
     if isinstance(config, EvalRunConfig):
         return Failures(num_groups=1, group_sizes={}, max_share=1.0)
     settings = config.orchestrator
@@ -350,7 +355,10 @@ def env_specs(config: RLConfig | EvalRunConfig) -> list[EnvSpec]:
 
 
 def failure_window_of(groups_per_step: int) -> int:
-    """Return the number of groups over which failed rollouts are counted if the config names none."""
+    """Return the number of groups over which failed rollouts are counted if the config names none: those of two steps.
+
+    It is at least `_MIN_FAILURE_WINDOW` and at most `MAX_FAILURE_WINDOW`.
+    """
     return max(min(2 * groups_per_step, MAX_FAILURE_WINDOW), _MIN_FAILURE_WINDOW)
 
 
@@ -382,7 +390,7 @@ class FixedEndpoints:
         return 0 if self._endpoints else None
 
     def up_to(self, version: int) -> str:
-        """Return an empty text: no other component has to act."""
+        """Return `inference`, which waits for a policy name: endpoints have no trainer."""
         return "inference"
 
     def hold(self, version: int) -> None:

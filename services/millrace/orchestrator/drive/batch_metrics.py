@@ -78,7 +78,7 @@ class Durations:
     def note(self, env: str, seconds: float | None, *, is_stale: bool) -> None:
         """Take a group that was trained, or dropped as stale; `seconds` since it began, None if nobody knows.
 
-        One that was dropped took longer than that, so the figures are lower bounds until the slow ones come.
+        A group that was dropped would have taken longer, so the figures are lower bounds until slow ones come.
         """
         self.num_stale[env] += is_stale
         self._ended.append(_Ended(env, math.nan if seconds is None else seconds, is_stale))
@@ -87,14 +87,17 @@ class Durations:
         self._by_env.setdefault(env, deque(maxlen=self._window)).append(seconds)
 
     def patience_s(self, env: str) -> float:
-        """Return for how many seconds a group of an environment is waited for; infinite while few have come."""
+        """Return for how many seconds a group of an environment is waited for: a little more than most groups take.
+
+        Infinite before `MIN_MEASURED` groups of the environment were measured.
+        """
         measured = self._by_env.get(env, ())
         if len(measured) < MIN_MEASURED:
             return math.inf
         return PATIENCE_SLACK * float(np.quantile(measured, PATIENCE_QUANTILE))
 
     def stale_shares(self) -> Mapping[str, StaleShare]:
-        """Return what became of each environment's groups of the window."""
+        """Return by environment how many of the groups in the window were stale, of all and of the slowest quarter."""
         found: dict[str, StaleShare] = {}
         for env in sorted({each.env for each in self._ended}):
             mine = [each for each in self._ended if each.env == env]
@@ -114,10 +117,10 @@ class Durations:
 def batch_metrics(
     groups: Sequence[Play], *, seq_len: int, stale: Mapping[str, int], shares: Mapping[str, StaleShare]
 ) -> dict[str, float]:
-    """Return the metrics of the groups that a batch is made of.
+    """Return the metrics of the groups that a batch is made of, by name.
 
-    Samples are trained on up to `seq_len` tokens. `stale` are the groups dropped as stale since the batch before, by
-    environment; `shares` those of the last groups.
+    `seq_len` is the number of tokens to which samples are cut. `stale` has by environment the groups dropped as
+    stale since the batch before, `shares` those among the last groups.
     """
     by_env: dict[str, list[Play]] = defaultdict(list)
     for group in groups:
@@ -172,7 +175,10 @@ def _of_environment(env: str, groups: Sequence[Play]) -> dict[str, float]:
 
 
 def _functions(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return the mean of each reward function and metric over the rollouts that have it."""
+    """Return the mean of each reward function and metric over the rollouts that have it.
+
+    Only the first `MAX_NAMES` are returned, by name.
+    """
     found: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         for name, value in rollout.metrics.items():
@@ -181,7 +187,7 @@ def _functions(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _solved(groups: Sequence[Play]) -> dict[str, float]:
-    """Return shares of groups, but for rounding: all rollouts have reward 1 or more, 0 or less, or the same."""
+    """Return the shares of groups whose rewards are all at least 1, all at most 0, or all equal, but for rounding."""
     rewards = [[rollout.reward for rollout in group.rollouts()] for group in groups]
     return {
         "solve_all": _mean(all(reaches(reward, 1.0) for reward in each) for each in rewards),
@@ -210,7 +216,10 @@ class RecentShare:
         self._num_told = 0
 
     def note(self, number: int, total: int) -> bool:
-        """Count a batch, `number` of whose `total` rollouts have it; return whether to report that."""
+        """Count a batch, `number` of whose `total` rollouts have the property; return whether to report that.
+
+        To report are the first, second, fourth, … batch at which the share over the window is at least `MOST`.
+        """
         self._batches.append((number, total))
         is_most = self.number >= MOST * self.total and number > 0
         self._num_told += is_most
@@ -247,7 +256,7 @@ class BatchWarnings:
         self._num_env_cut = Counter[str]()
 
     async def look(self, groups: Sequence[Play], *, step: int) -> None:
-        """Warn of what batch `step` shows."""
+        """Write warnings of what the rollouts of batch `step` show; a repeated one after 1, 2, 4, … such batches."""
         rollouts = [rollout for group in groups for rollout in group.rollouts()]
         await self._note_truncated(rollouts, step=step)
         await self._note_cut(rollouts, step=step)

@@ -63,7 +63,10 @@ class CutBatch:
 
 
 def credit_group(group: Play, algorithm: Algorithm, *, seq_len: int) -> list[Credited]:
-    """Give a whole group its credit; return its samples, cut at `seq_len` tokens, that have a sampled token left."""
+    """Compute the credit of a whole group; return its samples, cut at `seq_len` tokens, that have a sampled token left.
+
+    Raise InvalidSpecError if an advantage is not finite.
+    """
     rollouts = group.rollouts()
     credits = algorithm.credit(rollouts)
     for rollout, own in zip(rollouts, credits, strict=True):
@@ -78,7 +81,7 @@ def credit_group(group: Play, algorithm: Algorithm, *, seq_len: int) -> list[Cre
 
 
 def _absurd(rollout: Rollout) -> InvalidSpecError:
-    """Return the error for a config that turns a rollout's reward into a number beyond float32."""
+    """Return the error for a config that makes an advantage that is not finite of a rollout's reward."""
     message = (
         f"make of the reward {rollout.reward:g} of ordinal {rollout.ordinal}, member {rollout.member}, environment "
         f"{rollout.env!r} an advantage that is no finite number; lower what is taken off (`filters`, `overlong`)"
@@ -92,7 +95,7 @@ def _number(value: int | None) -> int:
 
 
 def train_sample(item: Credited, credit: Credit, *, seq_len: int) -> TrainSample:
-    """Return one row of a batch: the first `seq_len` tokens of a sample, their credit, and the facts of the rollout."""
+    """Return one row of a batch: the first `seq_len` tokens of the sample in `item`, with `credit`, the final one."""
     rollout, sample = item.rollout, item.sample
     return TrainSample(
         token_ids=sample.token_ids[:seq_len],
@@ -129,12 +132,13 @@ def cut(
     filters: Sequence[FilterConfig] = (),
     baselines: Baselines = Baselines(),  # noqa: B008 - immutable
 ) -> CutBatch:
-    """Make a batch of whole groups, with the algorithm of each one's environment.
+    """Make batch `step` of whole groups, with the algorithm of each one's environment.
 
-    An algorithm that several environments share finishes all of their samples together. Only then are samples without
-    an advantage left out, if the config lets the batch shrink. A group of which nothing is left is resolved as dropped.
-    Where batches are refilled, such groups were replaced before the cut, and the others stay whole, but for samples of
-    which filters leave nothing.
+    An algorithm that several environments share finishes all of their samples together. Only then are samples
+    without an advantage left out, if `filter_zero_advantages` has the batch shrink. A group of which nothing is
+    left is resolved as dropped. Where batches are refilled, such groups were replaced before the cut, and the
+    others stay whole, but for samples of which filters leave nothing. Raise InvalidSpecError if an advantage is not
+    finite.
     """
     is_shrinking = filter_zero_advantages in (True, "shrink")
     batch = CutBatch(step=step, samples=[], rewards=[])
@@ -157,14 +161,18 @@ def teaches(group: Play, algorithm: Algorithm, *, seq_len: int) -> bool:
 
 
 def has_advantage(item: Credited, final: Credit) -> bool:
-    """Return whether the sample kept an advantage from its group and the batch, or trains on tokens of other roles."""
+    """Return whether a sample has an advantage both in its group (`item.credit`) and in the batch (`final`).
+
+    True also if it trains on tokens of other roles.
+    """
     has_ce = final.ce_weights is not None and bool(final.ce_weights[: item.num_tokens].any())
     return has_ce or all(bool(credit.advantages[: item.num_tokens].any()) for credit in (item.credit, final))
 
 
 def finish(credited: Sequence[Credited], algorithms: Mapping[str, Algorithm]) -> list[Credit]:
-    """Return the final credit of a batch's samples, in order; each algorithm sees the samples of its own
-    environments.
+    """Return the final credit of each sample of a batch, in order; `algorithms` are by environment.
+
+    An algorithm gets the samples of all environments that share it in one call.
     """
     credits: dict[int, Credit] = {}
     for algorithm in {id(each): each for each in algorithms.values()}.values():
@@ -174,7 +182,7 @@ def finish(credited: Sequence[Credited], algorithms: Mapping[str, Algorithm]) ->
 
 
 def count_dropped(resolved: Sequence[Resolved]) -> Counter[str]:
-    """Return the dropped ordinals by reason."""
+    """Count the dropped ordinals by reason."""
     return Counter(item.reason for item in resolved if item.reason)
 
 
@@ -233,8 +241,8 @@ def encode_state(
     """Encode the orchestrator's bounded state for a header, from which a successor continues to count.
 
     `read_until` is the newest entry of the rollout stream that was read: duplicates up to there are counted.
-    `scored_whole` are the environments whose groups must come from one attempt; `pools` are there where draws depend
-    on them, `baselines` where rae trains.
+    `scored_whole` are the environments whose groups must come from one attempt. `pools` is None unless draws depend
+    on pools; `baselines` is empty unless rae trains.
     """
     state = {
         "next_ordinal": next_ordinal,
@@ -255,7 +263,10 @@ def encode_state(
 
 
 def decode_state(data: bytes) -> WriterState:
-    """Decode the state in a header; raise CorruptObjectError if it is malformed."""
+    """Decode the state in a header; raise CorruptObjectError if it is malformed.
+
+    No bytes are the state of a new run.
+    """
     if not data:
         return WriterState()
     what, reason = "the orchestrator's state in the last header", "HEADER_CORRUPT"
@@ -328,10 +339,10 @@ class BatchWriter:
         """Batches in a row without any advantage."""
 
     def restore(self, committed: Committed, *, origin: RunOrigin) -> None:
-        """Continue after the last committed header, or at the log's origin.
+        """Continue after the last committed header, or at the log's origin: step, frontier, counters, pools and chain.
 
-        After a closing header that was reopened, continue at its step, which it did not train, and with the ordinals
-        after those that it dropped.
+        After a closing header that was reopened, continue at its step, which it did not train, and with the
+        ordinals after those that it dropped.
         """
         self.chain, last, self.known = committed.chain, committed.last, KnownObjects(committed.headers)
         self.num_reopened = committed.num_reopened
@@ -360,7 +371,10 @@ class BatchWriter:
         self._restore_pools(state.pools, step=self._book.step, begins_anew=begins_anew)
 
     def _restore_pools(self, pools: Pools | None, *, step: int, begins_anew: bool) -> None:
-        """Go on with the pools of the log; where a run begins anew, a share of the easy and hard tasks returns."""
+        """Continue with the pools of the log.
+
+        If the run `begins_anew`, return a share of the easy and hard tasks to normal.
+        """
         self.pools, config = pools or Pools(step=step), self._buffer
         if begins_anew and config is not None and pools is not None:
             self.pools = pools.begun_anew(
@@ -371,11 +385,14 @@ class BatchWriter:
             )
 
     def opened(self, digests: Mapping[str, str]) -> None:
-        """Drop the pools of task sets whose digests are not among those of the opened environments."""
+        """Drop the pools of task sets that are not those of the opened environments; `digests` are by environment."""
         self.pools = self.pools.of_task_sets(digests)
 
     def _pools_after(self, step: int, frontier: Frontier) -> Pools | None:
-        """Return the pools after the header that resolves the pending plays; None if tasks are not drawn from pools."""
+        """Return the pools after the header that resolves the pending plays; None if tasks are not drawn from pools.
+
+        `step` is the next batch, `frontier` that of the header.
+        """
         if self._buffer is None or not self._buffer.changes_draws:
             return None
         # By ordinal, not by arrival: a successor that resolves the same groups must move the same tasks.
@@ -389,9 +406,11 @@ class BatchWriter:
         )
 
     async def commit(self, batch: CutBatch, *, metrics: Callable[[Mapping[str, int]], Mapping[str, float]]) -> None:
-        """Commit batch n: its ordinals are resolved with it, and those dropped since batch n-1.
+        """Commit a batch: its ordinals are resolved with it, and those dropped since the batch before.
 
-        `metrics` says what its rollouts were, given how many groups of each environment were dropped as stale.
+        A batch without samples is not committed: it is counted (`count_empty`), and its ordinals wait for the
+        next header. `metrics` returns what the rollouts were, given by environment how many groups were dropped
+        as stale. Raise FencedError if the lease is another orchestrator's.
         """
         await self._hold_lease()
         self._book.settle(batch.resolved)
@@ -430,7 +449,11 @@ class BatchWriter:
         evaluation: Sequence[Rollout] = (),
         error: run_pb2.RunError | None = None,
     ) -> None:
-        """Write the closing header: every open ordinal ends, and the final evaluation's samples go to the trainer."""
+        """Write the closing header, which resolves every open ordinal as dropped for `reason`.
+
+        The trainer scores the samples of `evaluation` without training on them. Raise FencedError if the lease
+        is another orchestrator's.
+        """
         self.is_closing = True
         await self._hold_lease()
         self._book.close(reason)
@@ -449,9 +472,11 @@ class BatchWriter:
         num_rollouts: int = 0,
         replaced: Mapping[str, int] | None = None,
     ) -> None:
-        """Report one more batch, or a batch's worth of groups, without any advantage; raise InternalError at the
-        limit. `filtered` are the batch's rollouts that filters found, by type, of `num_rollouts`; `replaced`
-        says why groups were replaced before the cut.
+        """Count one more batch, or a batch's worth of replaced groups, without any advantage.
+
+        Raise InternalError at the limit. Writes a warning after 1, 2, 4, … of them. `filtered` are the batch's
+        rollouts that filters found, by type, of `num_rollouts`; `replaced` says why groups were replaced before
+        the cut.
         """
         self.num_empty += 1
         step = self._book.step
@@ -500,7 +525,10 @@ class BatchWriter:
         return header
 
     async def _write(self, header: batch_pb2.BatchHeader, samples: Sequence[TrainSample]) -> None:
-        """Commit a header that was made without an await since: what is dropped from here on is in the next one."""
+        """Commit a header and its samples as the next of the chain; take over pools and baselines made for it.
+
+        There must be no await between `_header` and this: what is dropped from here on is in the next header.
+        """
         self._context.lease.require()
         # From here to the end of the commit the book keeps what this header resolves apart, so that a failure loses
         # nothing.
@@ -519,7 +547,10 @@ class BatchWriter:
             raise cancelled
 
     async def _hold_lease(self) -> None:
-        """Renew the lease if it is not fresh, because Redis or we stood still for a while."""
+        """Renew the lease if it is not fresh, because Redis or this process stood still.
+
+        FencedError if it is another's.
+        """
         lease = self._context.lease
         if not lease.may_write and not await lease.renew():
             raise FencedError(
@@ -531,7 +562,7 @@ class BatchWriter:
 
 
 def _nothing_to_learn(filtered: Mapping[str, int], num_rollouts: int, replaced: Mapping[str, int]) -> tuple[str, str]:
-    """Return why nothing is learned, and the remedy."""
+    """Return in words why a batch has no advantage, and the remedy; the parameters are those of `count_empty`."""
     easy, hard = replaced.get("easy", 0), replaced.get("hard", 0)
     if easy or hard:
         return (

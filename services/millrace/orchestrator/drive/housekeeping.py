@@ -42,16 +42,16 @@ class Housekeeper:
         """Which copy of the log Redis held at the last look."""
 
     async def start(self) -> None:
-        """Record which copy of the log Redis holds, tell the workers, and append the missing batches again."""
+        """Append the committed batches that Redis lacks, and pass workers which copy of the log Redis holds."""
         self.log_instance = await self._log.read_instance()
         self._parts.context.registry.set_log_instance(self._log.uid, self.log_instance)
         await reappend_committed(self._log, self._parts.context.epoch)
 
     async def watch_log(self) -> None:
-        """Notice that Redis restarted, which may have lost the newest entries, and bring its copy up to date.
+        """Append again what Redis lacks after each of its restarts, which may have lost the newest entries.
 
-        Raises LogGoneError when the log is gone, or was rebuilt as another generation: who claims the run next begins
-        on that one.
+        Raises LogGoneError when the log is gone, or was rebuilt as another generation: who claims the run next
+        begins on that one.
         """
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
@@ -86,7 +86,7 @@ class Housekeeper:
         )
 
     async def follow_policies(self) -> None:
-        """Take every published version from the policy stream, as its manifest in the store confirms it."""
+        """Make each version of the policy stream the one to serve, if its manifest in the store confirms it."""
         while True:
             rewinds = self._policy_rewinds
             for entry in await self._log.read("policies", after=self._policy_cursor, block_s=5.0):
@@ -101,7 +101,10 @@ class Housekeeper:
                     self._parts.writer.lineage = max(policy.lineage, self._parts.writer.lineage)
 
     async def remove_damaged(self) -> None:
-        """Report damaged entries and remove them; env-servers append again what the log then lacks."""
+        """Report damaged entries and remove them from Redis; env-servers then append again what the log lacks.
+
+        Pauses between two reports grow while damage keeps coming.
+        """
         mended = num_met = 0
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
@@ -113,7 +116,10 @@ class Housekeeper:
                 await self._parts.envs.playing(f"{self.log_instance}~{mended}")  # as if it were another copy of the log
 
     async def watch_workers(self) -> None:
-        """Wake the loop when workers change, tell them the watermark, open environments where servers joined."""
+        """Pass workers the watermark, open environments on env-servers that joined, and wake the loop.
+
+        At each change of workers.
+        """
         parts = self._parts
         while True:
             changed = parts.context.registry.changed
@@ -128,7 +134,7 @@ class Housekeeper:
             parts.book.changed.set()
 
     async def trim_batches(self) -> None:
-        """Remove from Redis the batches below the newest durable checkpoint; the store keeps them."""
+        """Remove from Redis the batches below the newest durable checkpoint, every `TRIM_S`; the store keeps them."""
         trimmed = 0
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
@@ -147,7 +153,7 @@ class Housekeeper:
         return await asyncio.to_thread(self._newest_checkpoint)
 
     async def archive_events(self) -> None:
-        """Copy new events to the store every few seconds, however long the store is away."""
+        """Copy new events to the store every `ARCHIVE_S`; while the store is away, try again. Raise LogGoneError."""
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             await asyncio.sleep(ARCHIVE_S)
@@ -167,7 +173,10 @@ class Housekeeper:
             await self._archive.archive()
 
     async def seal(self, state: str) -> None:
-        """Seal the run, whose terminal state is archived. If that fails, a later look seals it (`sealing`)."""
+        """Write the seal of the run, whose end in `state` is archived.
+
+        A failure is logged: a later look seals it (`Sealer`).
+        """
         store, names, writer = self._log.store, self._log.names, self._parts.writer
         by = f"{self._parts.context.epoch.role}, epoch {self._parts.context.epoch.number}"
         try:
@@ -177,7 +186,10 @@ class Housekeeper:
             logger.warning("run not sealed, trying again later", extra={"uid": names.uid, "error": str(error)})
 
     async def archive_last(self) -> None:
-        """Copy what a moment allows when this process stops; the successor copies the rest."""
+        """Copy the last events to the store within `LAST_ARCHIVE_S`, as this process stops.
+
+        The successor copies the rest.
+        """
         try:
             async with asyncio.timeout(LAST_ARCHIVE_S):
                 await self.archive_now()

@@ -123,7 +123,10 @@ class RolloutLoop:
             raise error
 
     async def admit(self) -> None:
-        """Start new groups while there is room and an env-server for them; after failed groups, pause first."""
+        """Start new groups while there is room and an env-server for them; none during the pause after failed groups.
+
+        Raise InvalidStateError if no task is left to draw and the groups make no batch.
+        """
         plays = self.book.plays
         while (served := self.policies.served_version()) is not None:
             ahead = num_rollouts(plays.values())
@@ -145,7 +148,10 @@ class RolloutLoop:
                 return  # it stays open, and `place_open` tries again
 
     def require_groups(self) -> None:
-        """Raise InvalidStateError if every task is retired and the finished groups make no batch."""
+        """Raise InvalidStateError if nothing is played and the finished groups make no batch.
+
+        Called when no task is left.
+        """
         if not self.book.open and num_rollouts(self.book.whole) < self.rule.rollouts_per_step:
             raise InvalidStateError(
                 f"no task is left to draw for batch {self.book.step}: every one is easy or hard",
@@ -155,7 +161,10 @@ class RolloutLoop:
             )
 
     async def drain(self) -> None:
-        """Let open groups finish for a while before a pause; finished rollouts stay in the log."""
+        """Wait until the open groups have finished, `DRAIN_S` at most, before a pause.
+
+        Finished rollouts stay in the log.
+        """
         try:
             async with asyncio.timeout(DRAIN_S):
                 while any(group.state is PlayState.PLACED for group in self.book.open):
@@ -178,7 +187,10 @@ class RolloutLoop:
             await self.report_stale()
 
     async def report_stale(self) -> None:
-        """Report environments many of whose groups are dropped as stale: the first time, and at each doubling."""
+        """Write an event for each environment many of whose groups are dropped as stale.
+
+        It is repeated whenever their number has doubled.
+        """
         for env, found in self.durations.stale_shares().items():
             number, reported = self.durations.num_stale[env], self.num_stale_reported.get(env, 0)
             is_much = found.share >= MUCH and found.num_stale >= self.settings.groups_per_step
@@ -200,7 +212,7 @@ class RolloutLoop:
         return self.settings.filter_zero_advantages == "refill" or buffer.online_difficulty_filtering
 
     def verdict(self, group: Play) -> str:
-        """Return why a complete group is replaced by another task's; empty if it is kept."""
+        """Return the reason for which a complete group is to be replaced by another task's; empty if it is kept."""
         if self.settings.buffer.online_difficulty_filtering and (found := self.ranges.extreme(group.rollouts())):
             return found
         if self.settings.filter_zero_advantages != "refill":
@@ -209,9 +221,10 @@ class RolloutLoop:
         return "" if is_taught else "zero_advantage"
 
     async def drop_equal(self) -> None:
-        """Drop every filtered complete group where batches are refilled; admission draws another task instead.
+        """Drop every complete group that teaches nothing, where batches are refilled.
 
-        What a group is worth follows from its rollouts alone, so a successor drops and counts the same groups.
+        Admission draws another task instead. What a group is worth follows from its rollouts alone, so a
+        successor drops and counts the same groups. Raises InternalError after too many of them in a row.
         """
         if not self.is_refilling:
             return
@@ -231,18 +244,24 @@ class RolloutLoop:
                 await self.writer.count_empty(filtered=found, num_rollouts=len(rollouts), replaced=replaced)
 
     async def drop(self, groups: Sequence[Play], *, reason: str) -> None:
-        """Drop groups and stop those that are still being played."""
+        """Resolve groups as dropped for `reason`, and stop those that are still being played."""
         playing = [group for group in groups if group.is_open]
         self.book.drop(groups, reason=reason)
         await self.player.stop(playing)
 
     def is_eligible(self, group: Play) -> bool:
-        """Return whether the group may still be trained at the step that is cut next."""
+        """Return whether a group may still be trained at the step that is cut next.
+
+        True while its versions are unknown.
+        """
         oldest = group.min_policy_version
         return oldest is None or self.rule.is_eligible(step=self.book.step, min_policy_version=oldest)
 
     def take(self) -> list[Play]:
-        """Return the groups of the next batch in order of arrival, or nothing if there are not enough."""
+        """Return the groups of the next batch; empty if there are not enough, or if the batch has to wait.
+
+        A batch waits for a newer policy to be served, and for slow groups that would grow too old (`awaited`).
+        """
         served = self.policies.served_version()
         if served is None or not self.rule.may_cut(step=self.book.step, served_version=served):
             return []
@@ -253,7 +272,10 @@ class RolloutLoop:
         return [] if not batch or self.awaited(batch) else batch
 
     def first_of(self, ready: Sequence[Play]) -> list[Play]:
-        """Return the groups that make a batch, or none: those that grow too old first, else in order of arrival."""
+        """Return as many of the groups as make a batch, or none if they do not: those that grow too old first.
+
+        Groups that grow too old at the same step are taken in their order in `ready`.
+        """
         batch: list[Play] = []
         for group in sorted(ready, key=self.last_step):
             batch.append(group)
@@ -269,12 +291,11 @@ class RolloutLoop:
         return math.inf if oldest is None else oldest + self.rule.max_off_policy_steps
 
     def awaited(self, batch: Sequence[Play]) -> list[Play]:
-        """Return the open groups that would become too old if `batch` were cut now, though they are no slower than
-        most.
+        """Return the open groups, no slower than most, that would become too old if `batch` were cut now.
 
-        A cut waits for them: else batches would be made of quick tasks alone. By step d no more than (d - step) * B
-        rollouts can be trained after this cut. Not at async level 0, where a step's surplus is dropped, and not where
-        more groups are played than are needed, so that the slowest are dropped.
+        The cut waits for them: else batches would be made of quick tasks alone. By step d no more than (d -
+        step) * B rollouts can be trained after this cut. Empty at async level 0, where a step's surplus is
+        dropped, and where more groups are played than are needed, so that the slowest are dropped.
         """
         if self.rule.async_level == 0 or self.rule.oversampling_factor > 1:
             return []
@@ -290,11 +311,17 @@ class RolloutLoop:
         return []
 
     def is_in_time(self, group: Play) -> bool:
-        """Return whether an open group is no slower than most groups of its environment."""
+        """Return whether an open group has taken no longer than most groups of its environment.
+
+        False if it has not begun.
+        """
         return group.seconds is not None and group.seconds <= self.durations.patience_s(group.task.env)
 
     async def commit(self, groups: list[Play]) -> None:
-        """Turn groups into batch n and commit it; at async level 0 what is left over is dropped."""
+        """Make the next batch of groups and commit it; at async level 0 drop all other groups.
+
+        A batch without any advantage is not committed, and its step is cut again.
+        """
         batch = cut(
             groups,
             self.algorithms,
@@ -324,7 +351,7 @@ class RolloutLoop:
             await self.warnings.look(groups, step=batch.step)
 
     async def wait_for_change(self) -> None:
-        """Sleep until a group finishes, a version is served or a worker changes; the wait has a name and an age."""
+        """Register what the next batch waits for, and sleep until something changes (`tick`)."""
         step, have, need = self.book.step, num_rollouts(self.book.whole), self.rule.rollouts_per_step
         if self.policies.served_version() is None:
             self.wait.on(
@@ -351,7 +378,7 @@ class RolloutLoop:
         await self.tick()
 
     def missing(self, count: int, *, of: int) -> str:
-        """Return how many rollouts are missing, in groups where all are of one size."""
+        """Describe how many of a batch's rollouts are missing: in groups where all are of one size."""
         sizes = set(self.settings.group_sizes.values())
         if len(sizes) > 1:
             return f"{count} of {of} rollouts"
@@ -359,7 +386,7 @@ class RolloutLoop:
         return f"{count // size} of {of // size} groups"
 
     async def tick(self) -> None:
-        """Sleep until something changes, `TICK_S` has passed, or the pause after failed groups is over."""
+        """Sleep until something changes, `TICK_S` has passed, or a pause after failed groups or plays is over."""
         now = time.monotonic()
         due = [self.failures.not_before, *(play.not_before for play in self.book.open)]
         pause_s = min((at - now for at in due if at > now), default=TICK_S)

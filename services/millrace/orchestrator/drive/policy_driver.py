@@ -70,7 +70,7 @@ class PolicyDriver:
         self.desired: policy_pb2.PolicyEntry | None = None
 
     def publish(self, entry: policy_pb2.PolicyEntry) -> None:
-        """Take a newly published version as the desired one; older ones are ignored."""
+        """Make a newly published version the one that replicas shall serve; one that is no newer is ignored."""
         current = self.desired
         if current is not None and (entry.lineage, entry.version) <= (current.lineage, current.version):
             return
@@ -90,7 +90,7 @@ class PolicyDriver:
         self._wake()
 
     def release(self) -> None:
-        """Let the replica that was held go on to the newest version."""
+        """Let the replica that was held go on to the newest version, and wake the loop."""
         self._wanted = self._held = None
         self._holder = ""
         self._wake()
@@ -107,7 +107,10 @@ class PolicyDriver:
         return next((replica.version for replica in self.ready() if replica.is_held), None)
 
     def _hold_due(self) -> None:
-        """Hold what is wanted once it is published, on the replica that is nearest to it."""
+        """Choose what version to hold, once the wanted one is published, and the replica that is nearest to it.
+
+        A holder that is lost is replaced.
+        """
         if self._held is None and self._wanted is not None and self._due and self._due.version >= self._wanted:
             self._held = self._due
         if self._held is None:
@@ -169,8 +172,9 @@ class PolicyDriver:
         return next((record.worker_id for record in owned if record.worker.http_url == http_url), "")
 
     def suspect(self, worker_id: str) -> None:
-        """Give the replica nothing new, because a rollout lost its engine there, and ask it at once whether it
-        serves.
+        """Treat a replica as not ready, because a rollout lost its engine there, until it answers that it serves.
+
+        It is asked at once.
         """
         if self._served.pop(worker_id, None) is not None:
             logger.warning("replica lost a request, asking whether it serves", extra={"worker": worker_id})
@@ -178,7 +182,7 @@ class PolicyDriver:
             self._on_change()
 
     async def run(self) -> None:
-        """Keep one task per replica of the run; ends by cancellation."""
+        """Claim replicas for the run while it has a trainer, and keep a task for each; ends by cancellation."""
         tasks: dict[str, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as group:
             # unregistered wait: a periodic look; what it awaits is registered where it is awaited

@@ -87,7 +87,7 @@ class RunDriver(ABC):
         """Play the run from STARTING to STOPPING and return the rollouts that the trainer shall score at the end."""
 
     def apply(self, desired: DesiredState) -> None:
-        """Pause or end the run if it shall; it stops at the next turn of the loop."""
+        """Take what the run shall do: if it shall pause or end, its driver stops at the next turn of the loop."""
         self._desired = desired
         if desired.is_cancelled:
             self._cancelled.set()
@@ -170,7 +170,7 @@ class RunDriver(ABC):
         ]
 
     async def _play_and_close(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]) -> None:
-        """Play until the last step, a cancellation or a pause; the first two end with the closing header."""
+        """Play until the last step, a cancellation or a pause; write the closing header after the first two."""
         evaluation: list[Rollout] = []
         outcome, reason, why = batch_pb2.RUN_OUTCOME_SUCCEEDED, "run_ended", self.PLAYED
         try:
@@ -198,7 +198,7 @@ class RunDriver(ABC):
         await parts.intake.take_over(parts.stream, playing)
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work`, or end it and raise RunStoppedError when the run shall stop meanwhile."""
+        """Return the result of `work`; if the run shall pause or end meanwhile, cancel it and raise RunStoppedError."""
         return await self._unless(self._asked_to_stop, work)
 
     async def _unless(self, event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
@@ -208,7 +208,10 @@ class RunDriver(ABC):
         return working.result()
 
     async def _pause(self) -> None:
-        """Record that the run is paused; whichever orchestrator resumes it continues from the log."""
+        """Record the state PAUSED and archive the events.
+
+        The orchestrator that resumes the run continues from the log.
+        """
         self.is_paused = True
         reason = f"paused on request: {self._desired.reason}" if self._desired.reason else "paused on request"
         if self._events.state != run_pb2.RUN_STATE_PAUSED:
@@ -216,7 +219,11 @@ class RunDriver(ABC):
         await self._keeper.archive_now()
 
     async def _end(self, *, was_closed: bool) -> None:
-        """Let the trainer consume the closing header, then record the terminal state that the header says."""
+        """Wait until the trainer has read the closing header, then record the terminal state that the header names.
+
+        A failed run does not wait. A trainer that does not finish is reported, and changes nothing.
+        `was_closed` says that an earlier driver wrote the header.
+        """
         closing = self._writer.closing
         assert closing is not None
         if closing.outcome == batch_pb2.RUN_OUTCOME_FAILED:
@@ -255,7 +262,10 @@ class RunDriver(ABC):
         await self._keeper.seal(run_pb2.RunState.Name(state).removeprefix("RUN_STATE_"))
 
     async def _fail(self, error: MillraceError) -> None:
-        """Close the run as failed, unless it is closed; the header says why even if the events are lost."""
+        """Write a closing header of a failed run, with its error, unless the run is closed.
+
+        Then record the state FAILED.
+        """
         detail = run_pb2.RunError(
             reason=error.reason, message=error.message, component=_component(error), remedy=error.remedy or ""
         )
@@ -266,7 +276,7 @@ class RunDriver(ABC):
         await self._record_end(run_pb2.RUN_STATE_FAILED, error.message, error=detail)
 
     async def _abandon(self, reason: str) -> None:
-        """Drop every open play at the end of the run, also a predecessor's if not all rollouts are read yet."""
+        """Resolve every open play as dropped for `reason`, a predecessor's too if not all rollouts are read yet."""
         intake = self._parts.intake
         if not intake.has_begun or intake.is_taking_over:
             await self._parts.stream.catch_up()
@@ -275,7 +285,10 @@ class RunDriver(ABC):
 
 
 async def lasting(start: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Await what ends by cancellation only. InternalError if it ends otherwise: the drive would go on without it."""
+    """Await work that ends by cancellation only.
+
+    Raise InternalError if it returns: the drive would go on without it.
+    """
     task, work = asyncio.current_task(), start()
     assert task is not None
     try:
@@ -290,7 +303,7 @@ async def lasting(start: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def _decisive(error: Exception) -> Exception:
-    """Return the first error after which the run can go on elsewhere, or the first error if there is none."""
+    """Return the first error after which another driver can continue the run; the first of all if there is none."""
     errors = [inner for inner in all_errors(error) if isinstance(inner, Exception)]
     handed_over = (inner for inner in errors if isinstance(inner, ConflictError | UnavailableError | CapacityError))
     return next(handed_over, errors[0])

@@ -46,7 +46,10 @@ class TrainRunDriver(RunDriver):
         """Versions due before the last one that are not evaluated, by environment."""
 
     async def _play(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]) -> list[Rollout]:
-        """Play the run from STARTING to STOPPING and return the rollouts of the final evaluation."""
+        """Evaluate the first policy, train to the last step or a stop, and return the rollouts of the final evaluation.
+
+        Raises RunStoppedError when the run shall pause or end.
+        """
         loop = await self._unless_stopped(self._start())
         self._parts.intake.begin(loop.make_play, has_predecessor=self._context.epoch.number > 1)
         await self._take_over()
@@ -70,7 +73,7 @@ class TrainRunDriver(RunDriver):
         return await self._unless_stopped(self._evaluate(self._parts.book.step, skipped=self._skipped))
 
     async def _start(self) -> RolloutLoop:
-        """Wait for environments and for the start policy to be served; build the loop."""
+        """Open the environments and wait until the first policy is served; return the loop."""
         envs, settings, code = self._parts.envs, self._config.orchestrator, self._parts.context.custom_code
         # In threads: they may import modules of the user's. Bounded by nothing but their imports, which submission saw.
         algorithms = await asyncio.to_thread(make_algorithms, settings, code)
@@ -95,7 +98,7 @@ class TrainRunDriver(RunDriver):
         )
 
     async def _evaluate_periodically(self) -> None:
-        """Evaluate during training, whenever a version that is a multiple of the interval is served.
+        """Evaluate during training whenever a version that is a multiple of the interval is served.
 
         The version of the last step is left to the end of the run.
         """
@@ -156,7 +159,7 @@ class TrainRunDriver(RunDriver):
         return held
 
     async def _tell_skipped(self, due: Mapping[str, Sequence[int]], *, cause: str) -> None:
-        """Warn of versions that are not evaluated, because later ones were due by the time that they could be."""
+        """Write a warning that names the versions that are not evaluated, by environment; `cause` says why."""
         if skipped := {env: steps for env, steps in due.items() if steps}:
             named = "; ".join(f"{env}: {version_names(steps)}" for env, steps in skipped.items())
             await self._events.warning(
@@ -174,10 +177,10 @@ class TrainRunDriver(RunDriver):
         is_pinned: bool = False,
         skipped: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> list[Rollout]:
-        """Evaluate with the policy of `step` what is not `done` on `envs`, or on all; returns the OK rollouts.
+        """Evaluate `envs`, or all, with the policy of `step`, except for what is in `done`; return the good rollouts.
 
-        While versions come, a pinned evaluation is played by the replica that is held at its own. `skipped` are the
-        versions due before it that are not evaluated, by environment: its record names them.
+        While versions come, a pinned evaluation is played by the replica that is held at its own. `skipped` are
+        the versions due before it that are not evaluated, by environment: its record names them.
         """
         rollouts: list[Rollout] = []
         chosen = self._parts.evals.names if envs is None else envs
@@ -224,7 +227,7 @@ class EvalRunDriver(RunDriver):
         self._evaluations: list[Evaluation] = []
 
     async def _play(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]) -> list[Rollout]:
-        """Play every environment; there are no rollouts for a trainer to score."""
+        """Play every environment that the log has no evaluation of; return no rollouts: no trainer scores them."""
         parts = self._parts
         await self._unless_stopped(parts.envs.open_all(parts.specs))
         archived = await asyncio.to_thread(self._load_archived)
@@ -263,7 +266,7 @@ class EvalRunDriver(RunDriver):
         return [rollout for rollout in found if rollout.status is RolloutStatus.OK]
 
     def progress(self) -> run_pb2.RunProgress:
-        """Return how many rollouts came back of how many, and the mean reward so far."""
+        """Return how many rollouts came back (`step`) of those planned (`max_steps`), and their mean reward."""
         good = [rollout for each in self._evaluations for rollout in each.good()]
         wanted = sum(each.num_planned for each in self._evaluations)
         missing = sum(each.num_missing for each in self._evaluations)

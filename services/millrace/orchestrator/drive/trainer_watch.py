@@ -48,10 +48,10 @@ class TrainerWatch:
         self._registry = registry
 
     async def run(self, *, is_closing: Callable[[], bool] = lambda: False) -> None:
-        """Keep a trainer assigned; raises TrainerFailedError when it gives up. Ends by cancellation.
+        """Keep a trainer assigned to the run; raise TrainerFailedError when it gives up. Ends by cancellation.
 
-        A trainer that has finished although the run is not `is_closing` read a closing header from before a reopening.
-        It is released, and can be assigned again once it has forgotten the run.
+        A trainer that has finished although the run is not `is_closing` read a closing header from before a
+        reopening. It is released, and can be assigned again once it has forgotten the run.
         """
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
@@ -61,9 +61,10 @@ class TrainerWatch:
             await asyncio.sleep(POLL_S)
 
     async def wait_finished(self, *, is_needed: bool, spare_s: float = 0.0) -> None:
-        """Wait until the closing header is consumed; a run that needs no trainer and has none waits `spare_s` for one.
+        """Wait until the trainer has read the closing header and written everything.
 
-        Raises TrainerFailedError, or InternalError after the deadline.
+        Unless a trainer `is_needed`, wait only `spare_s` seconds for one to show up, and return without one.
+        Raises TrainerFailedError, or InternalError after `FINISH_TIMEOUT_S`.
         """
         began = time.monotonic()
         try:
@@ -154,7 +155,10 @@ class DeviceTurns:
             self._wait.over()
 
     async def leave(self) -> None:
-        """Wake the replicas after the step that is being computed, if any is; no other turn begins."""
+        """Let the step that is being computed end, then wake all replicas; no other turn begins. What fails is logged.
+
+        Takes `LEAVE_S` at most.
+        """
         try:
             with waits.waiting("replicas to wake at the run's end", waits_on="trainer", deadline_s=LEAVE_S):
                 async with asyncio.timeout(LEAVE_S):
@@ -170,7 +174,7 @@ class DeviceTurns:
             self._wait.over()
 
     async def _until(self, changed: asyncio.Event, *, is_settled: bool) -> None:
-        """Wait for something new; what is not settled is tried again after a while, whatever comes."""
+        """Wait until workers change if all is settled, else pause before the next try, whatever comes."""
         if is_settled:
             self._wait.over()
             self._num_failed = 0
@@ -180,9 +184,9 @@ class DeviceTurns:
             await asyncio.sleep(RETRIES.after(self._num_failed))
 
     async def _settle(self, *, begins: bool = True) -> bool:
-        """Give the devices to the trainer if it asks for them, else to the replicas; return whether they have them.
+        """Give the devices to the trainer if it asks for them, else to the replicas; return whether that is done.
 
-        Unless a turn `begins` the trainer keeps the one that it has, and gets no other.
+        Without `begins` a trainer keeps the turn that it has, and gets no other.
         """
         trainers = self._registry.owned(WorkerKind.TRAINER, self._run_uid)
         if any(each.trainer is None for each in trainers):
@@ -218,15 +222,18 @@ class DeviceTurns:
         return wanted == lent or (not lent[1] and any(map(_says_it_sleeps, replicas)))
 
     def _turn_of(self, trainer: WorkerRecord) -> int:
-        """Return the turn that a trainer asks for or has; 0 for none.
+        """Return the number of the turn that a trainer asks for or has; 0 for none.
 
-        One that failed may have it still: a gang's processes hold what they held until they end.
+        A trainer that failed may still have it: a gang's processes hold what they held until they end.
         """
         status = trainer.trainer
         return status.device_turn if status is not None and status.run_uid == self._run_uid else 0
 
     async def _all(self, replicas: Sequence[WorkerRecord], ask: Ask, what: str) -> bool:
-        """Ask replicas to sleep or to wake; whether all did. InvalidStateError if one never can."""
+        """Ask replicas to sleep or to wake, as `what` names it; return whether all did.
+
+        InvalidStateError if one cannot sleep.
+        """
         if not replicas:
             return True
         names = ", ".join(each.worker_id for each in replicas[:3]) + ", …" * (len(replicas) > 3)

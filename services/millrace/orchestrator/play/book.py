@@ -87,7 +87,10 @@ class Book:
         self._committing: frozenset[int] = frozenset()
 
     def restore(self, *, step: int, frontier: Frontier, num_duplicates: int = 0, counted_until: str = "") -> None:
-        """Continue after a header. Duplicates up to the entry `counted_until` of the stream are counted already."""
+        """Continue at `step`, with the ordinals that committed headers resolve.
+
+        Duplicates up to the entry `counted_until` of the stream are in `num_duplicates` already.
+        """
         self.step, self.frontier = step, frontier
         self.num_duplicates, self._counted_until = num_duplicates, counted_until
         self.cursor = frontier.resolved_below
@@ -121,13 +124,16 @@ class Book:
         return is_known or any(item.ordinal == ordinal for item in self._pending)
 
     def next_ordinal(self) -> int:
-        """Return the smallest ordinal that is neither resolved nor played."""
+        """Return the smallest ordinal that is neither resolved nor played; it stays the same until it is."""
         while self.cursor in self.plays or self.is_resolved(self.cursor):
             self.cursor += 1
         return self.cursor
 
     def add(self, rollout: Rollout) -> Arrival:
-        """Put a rollout, with its `entry_id`, into its play; one that no play wants is discarded and counted."""
+        """Put a rollout, with its `entry_id`, into its play, and return what that did.
+
+        A play that cannot become whole ends. One that no play wants is counted as a duplicate.
+        """
         play = self.plays.get(rollout.ordinal)
         arrival = Arrival.DUPLICATE if play is None else play.add(rollout)
         if arrival is Arrival.DUPLICATE:
@@ -151,13 +157,13 @@ class Book:
         return arrival
 
     def drop(self, plays: Sequence[Play], *, reason: str) -> None:
-        """Resolve ordinals that are not trained on; the next header says so."""
+        """Resolve plays as dropped for `reason`; the next header records that."""
         for play in plays:
             play.resolve(reason)
             self._remove(play)
 
     def settle(self, resolved: Sequence[Resolved]) -> None:
-        """Resolve the ordinals of a batch that was cut; the next header says so."""
+        """Resolve the plays of a batch that was cut, as trained or dropped; the next header records that."""
         for item in resolved:
             play = self.plays.pop(item.ordinal)
             play.resolve(item.reason)
@@ -166,9 +172,10 @@ class Book:
         self._pending += resolved
 
     def close(self, reason: str) -> None:
-        """Drop every play before the closing header. A batch that could not be committed trains nobody.
+        """Resolve every drawn ordinal as dropped for `reason` before the closing header.
 
-        What a predecessor had drawn, and nothing came back from, is resolved, too: only its number is known.
+        Also those of a batch that could not be committed. Of an ordinal that a predecessor had drawn, and
+        nothing came back from, only the number is known.
         """
         self.drop([*self.open, *self.whole], reason=reason)
         self._pending = [replace(item, reason=item.reason or reason) for item in self._pending]
@@ -182,18 +189,18 @@ class Book:
         self._archive += rollouts
 
     def keep_evaluated(self, rollout: Rollout, *, counts: bool) -> None:
-        """Archive a rollout of an evaluation, unless the newest header that was read after it has done so.
+        """Archive a rollout of an evaluation with the next header, unless an earlier one has archived it.
 
-        One that no report counts, of an evaluation that began anew, is marked as a duplicate.
+        One that no report `counts`, of an evaluation that began anew, is marked as a duplicate.
         """
         if entry_key(rollout.entry_id) > entry_key(self._counted_until):
             self._archive.append(rollout if counts else replace(rollout, is_duplicate=True))
 
     def abandon(self, rollouts: Sequence[Rollout], *, reason: str) -> None:
-        """Resolve as dropped, before a closing header, the plays that a predecessor left open, given the rollouts in
-        the log.
+        """Resolve as dropped for `reason`, before a closing header, the plays that a predecessor left open.
 
-        The archive keeps these. Of an ordinal that nothing came back from only the number is known.
+        `rollouts` are those in the log: of training, they are counted and archived. Of an ordinal that nothing
+        came back from only the number is known.
         """
         left = [r for r in rollouts if r.purpose is Purpose.TRAIN and not self.frontier.is_resolved(r.ordinal)]
         self._archive += left
@@ -212,11 +219,10 @@ class Book:
 
     @contextmanager
     def committing(self) -> Iterator[list[Rollout]]:
-        """Yield what the header archives that resolves everything pending; commit it in the block. Then the next step
-        begins.
+        """Yield the rollouts to archive with the header that resolves everything pending; commit it in the block.
 
-        If the commit fails, the next header resolves and archives the same. What is dropped meanwhile is in the next
-        one.
+        After the block the next step begins. If the commit fails, the next header resolves and archives the
+        same. What is dropped during the block is in the next header.
         """
         resolved, rollouts = self._pending, self._archive
         # Emptied before the commit, so that what is dropped during the commit goes into the next header.
@@ -247,7 +253,10 @@ class Book:
         self._archive += self._archived(self.plays.pop(play.ordinal))
 
     def _archived(self, play: Play) -> list[Rollout]:
-        """Return the rollouts of a resolved play that the archive keeps."""
+        """Return the rollouts of a resolved play that the archive keeps.
+
+        Those that its group did not use are duplicates.
+        """
         kept = self._rollouts.pop(play.ordinal, [])
         if not play.is_scored_whole:
             return kept
@@ -317,14 +326,14 @@ class RolloutStream:
             await self._poll(block_s=FOLLOW_BLOCK_S)
 
     async def catch_up(self) -> None:
-        """Take every entry that the stream holds now. Safe while `follow` runs."""
+        """Take every entry that the stream holds now, and return; safe while `follow` runs."""
         while await self._poll(block_s=0.0):
             pass
 
     def rewind(self) -> None:
-        """Read from the first entry again, because Redis came back with another copy of the stream.
+        """Begin at the first entry again, because Redis came back with another copy of the stream.
 
-        What was taken before is known by its hash, also where it was appended again under a new id.
+        What was taken before is recognised by its hash, also where it was appended again under a new id.
         """
         self._cursor = START
         self._rewinds += 1
@@ -351,7 +360,7 @@ class RolloutStream:
         return bool(entries)
 
     async def _decode(self, entries: Sequence[Entry]) -> dict[str, Rollout]:
-        """Return the rollouts of entries that were not taken yet, by entry id, without those that are refused."""
+        """Return by entry id the rollouts of entries that were not taken yet, without those that cannot be decoded."""
         new = [entry for entry in entries if not entry.damage and bytes.fromhex(entry.h) not in self._seen]
         if self._is_scored:  # side by side: each is a request to the store
             found = await asyncio.gather(*(self._rollout(entry) for entry in new))
@@ -372,13 +381,14 @@ class RolloutStream:
             return None
 
     def _skip(self, entry: Entry) -> None:
-        """Skip an entry that holds no rollout; its member is appended or played again."""
+        """Report an entry that holds no rollout to `on_damaged`; its member is appended or played again."""
         if self._on_damaged is not None:
             self._on_damaged(Stream.ROLLOUTS, entry)
 
     async def _scored(self, rollout: Rollout) -> Rollout:
-        """Return the rollout with the teacher's scores, stored by its env-server before the append; wait while
-        the store is away.
+        """Return the rollout with the teacher's scores, which its env-server stored before the append.
+
+        Wait while the store is away.
         """
         with waits.waiting("the teacher's scores of a rollout", waits_on="object store", quiet_s=STORE_PAUSE_S):
             while True:

@@ -110,17 +110,20 @@ class EnvServers:
         return [record.worker_id for record in records if record.worker.env_image == spec.image]
 
     def servers_with(self, env: str) -> list[str]:
-        """Return the env-servers that take work and on which `env` is ready, least busy first."""
+        """Return the env-servers on which `env` is ready and that take work, least busy first.
+
+        One that did not answer is left out for `SILENCE_S`.
+        """
         ready = self._ready.get(env, set())
         records = self._registry.accepting(WorkerKind.ENV_SERVER)
         found = [r.worker_id for r in sorted(records, key=lambda r: r.num_playing) if r.worker_id in ready]
         return [worker_id for worker_id in found if self._silent_until.get(worker_id, 0.0) <= time.monotonic()]
 
     async def open_all(self, specs: Sequence[EnvSpec], *, keys: KeyVariables = KeyVariables()) -> None:
-        """Open every environment on at least one env-server, which must have the `keys`.
+        """Have every environment loaded, each on at least one env-server, which must have the `keys`.
 
-        Raises InvalidSpecError if a key is not set, and InvalidStateError naming
-        the environment if it cannot be loaded, or is not within the deadline.
+        Wait until all are ready. Raises InvalidSpecError if a key is not set, and InvalidStateError naming the
+        environment if it cannot be loaded, or not within `OPEN_TIMEOUT_S`.
         """
         for spec in specs:
             try:
@@ -139,7 +142,7 @@ class EnvServers:
         return "".join(f"; {name} is {env.played_in}" for name, env in sorted(self.envs.items()) if env.played_in)
 
     def is_complete(self, specs: Sequence[EnvSpec]) -> bool:
-        """Return whether every environment is ready on every living env-server."""
+        """Return whether every environment is ready on every living env-server that may play it."""
         return all(
             worker_id in self._ready.get(spec.name, set()) for spec in specs for worker_id in self.places_of(spec)
         )
@@ -262,7 +265,11 @@ class EnvServers:
         self._ready.setdefault(spec.name, set()).add(worker_id)
 
     async def play(self, worker_id: str, request: PlayRequest) -> bool:
-        """Ask an env-server to play a group; False if it cannot now (full, gone, draining, sick, of another token)."""
+        """Ask an env-server to play a group; return False if it does not take the group now.
+
+        It may be full, gone, draining or of another token; one whose environment failed gets none of its groups
+        any more.
+        """
         try:
             await call(
                 self._stub(worker_id).PlayGroup, play_to_wire(request), timeout_s=PLAY_TIMEOUT_S, waits_on=worker_id
@@ -282,9 +289,10 @@ class EnvServers:
         return True
 
     async def wait_for_return(self) -> None:
-        """Wait shortly, after a takeover, until the predecessor's env-servers are back.
+        """Wait for the predecessor's env-servers after a takeover, `RETURN_LIMIT_S` at most.
 
-        What those play that have not registered when the groups are taken over is played a second time.
+        It ends when no further one has registered for `RETURN_PAUSE_S`. What those play that have not
+        registered by then is played a second time.
         """
         ends = time.monotonic() + RETURN_LIMIT_S
         with waits.waiting("env-servers to come back", waits_on="env-server", deadline_s=RETURN_LIMIT_S):
@@ -298,9 +306,10 @@ class EnvServers:
     async def playing(
         self, log_instance: str, *, workers: Collection[str] | None = None, timeout_s: float = LIST_TIMEOUT_S
     ) -> dict[str, list[PlayedGroup]]:
-        """Return the groups that each living env-server, or each of `workers`, plays for the run, without silent ones.
+        """Return by env-server the groups that it plays for the run; those that do not answer are left out.
 
-        Each one first appends what that copy of the log lacks of its finished rollouts; "" is the copy that it knows.
+        All living env-servers are asked, or only `workers`. Each first appends its finished rollouts that the
+        copy `log_instance` of the log lacks; "" is the copy that it knows.
         """
         request = env_service_pb2.ListPlayingRequest(
             run_uid=self._run_uid, epoch=self._epoch, log_instance=log_instance
@@ -323,7 +332,10 @@ class EnvServers:
         return {worker_id: list(found) for worker_id, found in zip(asked, answers, strict=True) if found is not None}
 
     async def cancel(self, groups: Sequence[PlayedGroup], *, timeout_s: float = RPC_TIMEOUT_S) -> None:
-        """Stop groups on every env-server (none named: all of the run); best effort, late rollouts are discarded."""
+        """Stop groups on every env-server, or all of the run if none is named.
+
+        Best effort: late rollouts are discarded.
+        """
         request = env_service_pb2.CancelGroupsRequest(
             run_uid=self._run_uid, groups=map(group_to_wire, groups), epoch=self._epoch
         )
@@ -337,7 +349,7 @@ class EnvServers:
         await asyncio.gather(*(cancel_on(worker_id) for worker_id in self.alive()))
 
     async def stop_all(self, log_instance: str) -> None:
-        """Stop all plays before a pause, but let env-servers keep finished rollouts."""
+        """Stop all plays before a pause; env-servers first append their finished rollouts, and keep them."""
         playing = [group for groups in (await self.playing(log_instance)).values() for group in groups]
         if playing:
             await self.cancel(playing)
@@ -360,7 +372,7 @@ class EnvServers:
 
 
 def images_in_words(records: Sequence[WorkerRecord]) -> str:
-    """Return which images env-servers announce, and how many of them each."""
+    """Describe which images env-servers announce, and how many announce each; `none` without env-servers."""
     counts = Counter(record.worker.env_image for record in records)
     return ", ".join(f"{count} with {image or 'none'}" for image, count in sorted(counts.items())) or "none"
 
@@ -372,7 +384,7 @@ def _to_load(spec: EnvSpec) -> str:
 def env_spec(
     env: NamedEnv, *, takes_several_traces: bool = False, is_text_only: bool, select_json: str = "", demo_key: str = ""
 ) -> EnvSpec:
-    """Make the message that describes an environment of the run config to env-servers."""
+    """Return the description of an environment of the run config that env-servers get."""
     return EnvSpec(
         name=env.name,
         id=env.id,
@@ -391,7 +403,7 @@ def env_spec(
 
 
 def _failure(spec: EnvSpec, worker_id: str, answer: env_service_pb2.OpenEnvResponse) -> InvalidStateError:
-    """Return what an env-server that could not load an environment has answered."""
+    """Return the error for an environment that an env-server could not load, with what it answered."""
     metadata = {"env": spec.name, "error_type": answer.error_type}
     if answer.error_type == OWN_SAMPLING:
         return InvalidStateError(

@@ -67,7 +67,7 @@ class Evaluation:
         return sum(play.group_size for play in self.plays.values())
 
     def add(self, rollout: Rollout) -> Arrival:
-        """Take a rollout of one of the evaluation's tasks."""
+        """Put a rollout into the play of its task and return what that did; DUPLICATE if it is of no task here."""
         if rollout.ordinal not in self.plays:
             return Arrival.DUPLICATE
         self.last_answer = time.monotonic()
@@ -124,22 +124,22 @@ class Evaluator:
 
     @property
     def interval(self) -> int:
-        """Return the number of steps after which some environment may be due."""
+        """Return the greatest common divisor of the environments' intervals: some may be due at its multiples."""
         return math.gcd(*(env.interval for env in self.settings.envs))
 
     def may_be_due(self, version: int, *, before: int | None) -> bool:
-        """Return whether a version is one that some environment is evaluated at during training, `before` the
-        last step.
+        """Return whether some environment may be evaluated with a version during training.
+
+        The version `before`, of the last step, and later ones are not: they are evaluated at the end.
         """
         is_last = before is not None and version >= before
         return self._settings is not None and version % self.interval == 0 and not is_last
 
     def due(self, step: int, *, last: Mapping[str, int]) -> dict[str, list[int]]:
-        """Return the environments to evaluate with the policy of a step, each with the steps that were skipped before
-        it.
+        """Return the environments to evaluate with the policy of a step, each with the due steps it missed before.
 
-        `last` is the newest step that each was evaluated at, 0 if left out. A step may have passed while others were
-        evaluated, or while nobody drove the run; it is made up for at the next one.
+        `last` is the newest step that each was evaluated at, 0 if left out. A step is missed while others are
+        evaluated, or while nobody drives the run.
         """
         found: dict[str, list[int]] = {}
         for env in () if self._settings is None else self._settings.envs:
@@ -155,16 +155,17 @@ class Evaluator:
         return self._settings
 
     def load(self) -> Counter[str]:
-        """Count the rollouts of evaluations that are being played, by replica."""
+        """Count the rollouts of open evaluations that are being played, by replica."""
         return load_of(play for current in self._open.values() for play in current.plays.values())
 
     def begin(
         self, env: str, *, step: int, min_version: int, is_pinned: bool = False, skipped: Sequence[int] = ()
     ) -> Evaluation:
-        """Open an evaluation of `env`: from now on it takes rollouts.
+        """Open an evaluation of `env` and return it, with plays of all its tasks; from now on it takes rollouts.
 
-        Its training tasks are played where the settings say so, or where it has no others. A pinned one is played by a
-        replica that is held at its version. `skipped` are the versions due before it that are not evaluated.
+        Training tasks are played where the settings say so, or where `env` has no others. A pinned one is
+        played by a replica that is held at its version. `skipped` are the versions due before it that are not
+        evaluated.
         """
         settings, opened = self.settings, self._envs.envs[env]
         use_train_tasks = settings.use_train_tasks or opened.num_eval == 0
@@ -198,9 +199,9 @@ class Evaluator:
     async def evaluate(
         self, env: str, *, step: int, min_version: int, is_pinned: bool = False, skipped: Sequence[int] = ()
     ) -> tuple[event_pb2.EvalCompleted, list[Rollout]]:
-        """Play `env` on replicas at `min_version` or newer, or on a held one; returns the report and the OK rollouts.
+        """Play `env` on replicas at `min_version` or newer, or on a held one; return the report and the good rollouts.
 
-        It lasts as long as answers come; raises InvalidStateError if not one rollout came back OK.
+        It lasts as long as answers come; raises InvalidStateError if not one rollout is good.
         """
         current = self.begin(env, step=step, min_version=min_version, is_pinned=is_pinned, skipped=skipped)
         try:
@@ -209,7 +210,7 @@ class Evaluator:
             del self._open[current.eval_id]
 
     async def finish(self, current: Evaluation) -> event_pb2.EvalCompleted:
-        """Play what is missing of an evaluation and report; raises InvalidStateError as `evaluate` does."""
+        """Play what an evaluation lacks and return its report; raise InvalidStateError if not one rollout is good."""
         current.last_answer = current.began = time.monotonic()
         await self._play(current)
         return self._report(current, seconds=time.monotonic() - current.began)

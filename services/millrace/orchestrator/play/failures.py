@@ -92,7 +92,7 @@ class EnvCount(GroupCount):
         self.failed += group.failed
 
     def explain(self) -> str:
-        """Describe how many rollouts failed and, unless reported before, the first error and the remedy."""
+        """Return in words how many rollouts failed and, unless reported before, the first error and the remedy."""
         counts = f"{self.num_failed} of {self.num_rollouts} rollouts of environment {self.env!r} failed"
         if self.is_reported_before:
             return f"{counts} by now ({by_status(self.failed)})"
@@ -127,7 +127,10 @@ class Losses:
     last_error: str = ""
 
     def note(self, rollout: Rollout) -> None:
-        """Count a rollout; what was cancelled says nothing."""
+        """Count a rollout that the infrastructure lost.
+
+        A good one sets the count to 0, and all others change nothing.
+        """
         if rollout.status == RolloutStatus.OK:
             self.statuses.clear()
         elif rollout.status != RolloutStatus.CANCELLED and not rollout.is_environment_failure:
@@ -135,7 +138,7 @@ class Losses:
             self.last_error = describe_error(rollout)[:MAX_ERROR_CHARS]
 
     def explain(self) -> str:
-        """Describe how many rollouts were lost, the last error and the remedy."""
+        """Return in words how many rollouts were lost in a row, the last error and the remedy."""
         return (
             f"{self.statuses.total()} rollouts in a row were lost to what they run on ({by_status(self.statuses)}); "
             f"the last: {self.last_error}; the run goes on once it works: see the logs of inference and env-server"
@@ -164,7 +167,10 @@ class Failures:
         """Monotonic time before which no new group shall start."""
 
     def note(self, rollout: Rollout) -> None:
-        """Count a rollout that was accepted into a group."""
+        """Count a rollout that was accepted into a group, and note whether the infrastructure lost it.
+
+        What the infrastructure lost, or was cancelled, is not counted in the group.
+        """
         self._losses.note(rollout)
         is_ok = rollout.status == RolloutStatus.OK
         if is_ok:
@@ -187,12 +193,15 @@ class Failures:
             total.frames = error.frames[:MAX_FRAMES_CHARS] if error else ""
 
     def resolve(self, play: Play) -> None:
-        """Note that a play is over."""
+        """Count a play that is over (`close`)."""
         self.close(play.ordinal, has_failed=play.has_failed_members)
 
     def close(self, ordinal: int, *, has_failed: bool) -> None:
-        """Count a resolved ordinal. After a group of which nothing is trained (`has_failed`) the next ones wait a
-        while."""
+        """Add the rollouts of a resolved ordinal's group to the totals.
+
+        If its members failed, so that nothing of it is trained, new groups start only after a pause
+        (`not_before`).
+        """
         if has_failed:
             self._num_in_a_row += 1
             self.not_before = time.monotonic() + BACKOFF.after(self._num_in_a_row)
@@ -223,9 +232,10 @@ class Failures:
         return [count for count in found.values() if count.num_failed]
 
     def report(self, *, is_final: bool = False) -> Iterator[EnvCount]:
-        """Yield the environments to report now: at the first failing group, then whenever the number has doubled.
+        """Yield the environments to report now: at the first failing group, then whenever the failures have doubled.
 
-        `is_final`: also those of which the last report is out of date.
+        `is_final`: also those whose last report is out of date. Yields nothing if the run fails because an
+        environment sets sampling of its own.
         """
         if not self._has_failed or self._own_sampling:  # which the end of the run tells
             return
@@ -241,11 +251,14 @@ class Failures:
 
     @property
     def outage(self) -> str:
-        """Describe what the infrastructure lost since the last OK rollout; empty if less than a group."""
+        """Return in words what the infrastructure lost since the last good rollout; empty if less than a group."""
         return self._losses.explain() if self._losses.statuses.total() >= self._largest_group else ""
 
     def outage_report(self) -> str:
-        """Return the outage to report now: at the first lost group, then whenever the number has doubled."""
+        """Return in words the rollouts lost in a row if they are to be reported now, else an empty text.
+
+        They are at the first lost group, then whenever their number has doubled.
+        """
         count = self._losses.statuses.total()
         if count < self._num_losses_reported:
             self._num_losses_reported = 0
@@ -255,7 +268,10 @@ class Failures:
         return self._losses.explain()
 
     def error(self) -> RolloutsFailedError | None:
-        """Return why the run cannot learn; None while it can or it is too early to decide."""
+        """Return the error with which the run ends because it cannot learn.
+
+        None while it can, or it is too early to decide.
+        """
         if self._own_sampling:  # of what an environment is, not of one task: all of its rollouts would say the same
             return RolloutsFailedError(
                 self._own_sampling,
@@ -296,8 +312,10 @@ class Failures:
         return Tally(environments=self._totals, groups=self._closed, reported_counts=self._reported_counts)
 
     def restore(self, tally: Tally, *, is_reopened: bool) -> None:
-        """Continue after a header. A run that was reopened, or is a fork, gets a new window: the cause may be
-        removed."""
+        """Continue with the counts of a header.
+
+        A run that was reopened, or is a fork, gets an empty window: what failed before may have been corrected.
+        """
         self._totals = dict(tally.environments)
         self._has_failed = any(count.num_failed for count in self._totals.values())
         self._closed = deque([] if is_reopened else tally.groups, maxlen=self._num_groups)
@@ -361,7 +379,7 @@ def encode_tally(tally: Tally) -> dict[str, Any]:
 
 
 def decode_tally(fields: Fields | None) -> Tally:
-    """Decode a tally from plain data; raise ValueError if it is malformed."""
+    """Decode a tally from plain data, an empty one from None; raise ValueError if the data are malformed."""
     if fields is None:
         return Tally()
     environments = {

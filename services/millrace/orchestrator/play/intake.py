@@ -45,12 +45,18 @@ class Intake:
         self.noted: list[Rollout] = []
 
     def begin(self, make_play: MakePlay | None, *, has_predecessor: bool) -> None:
-        """Put rollouts into their plays from now on; `make_play` opens those of training, if the run trains."""
+        """Put rollouts into their plays from now on, instead of only noting them.
+
+        `make_play` opens plays of training that a predecessor began; None if the run does not train.
+        """
         self.has_begun, self._make_play = True, make_play
         self.is_taking_over = has_predecessor
 
     def take(self, rollout: Rollout) -> None:
-        """Take one rollout: the stream calls this for every entry, once."""
+        """Give one rollout to the play of its task; the stream calls this once for every entry.
+
+        Before `begin` only note it.
+        """
         if not self.has_begun:
             self.noted.append(rollout)
         elif rollout.purpose is Purpose.TRAIN:
@@ -66,10 +72,10 @@ class Intake:
                 self._book.keep_evaluated(rollout, counts=counts)
 
     async def take_over(self, stream: RolloutStream, playing: Mapping[str, Sequence[PlayedGroup]]) -> None:
-        """Take every rollout that a predecessor's log holds, then what env-servers still play.
+        """Take every rollout that the log holds, then place the plays that env-servers still work on (`playing`).
 
-        Each env-server first appended what it has finished and the log lacks. What nobody plays, or a silent env-server
-        does, is left to be placed as the next attempt.
+        Each env-server first appended what it has finished and the log lacks. What nobody plays, or a silent
+        env-server does, is left to be placed as the next attempt.
         """
         await stream.catch_up()
         # The stream is at its end: from here on an unknown attempt is a late one, not a predecessor's.
@@ -93,8 +99,7 @@ class Intake:
         logger.info("rollouts taken over", extra=fields | {"being_played": sum(bool(play.env_server) for play in left)})
 
     def _prepare(self, play: Play | None, rollout: Rollout) -> None:
-        """Take over a predecessor's attempt, and suspect a replica that lost the rollout, before `play` takes the
-        rollout."""
+        """Move an open play to a predecessor's attempt before it takes the rollout; suspect a replica that lost it."""
         if play is None or not play.is_open:
             return
         if self.is_taking_over:
@@ -103,10 +108,10 @@ class Intake:
             self._policies.suspect(play.replica)
 
     def _of_predecessor(self, rollout: Rollout) -> Play | None:
-        """Return the play of a rollout that a predecessor asked for; None if the rollout's ordinal is resolved.
+        """Open the play of a rollout that a predecessor asked for; None if the rollout's ordinal is resolved.
 
-        Also after a takeover: an env-server of a predecessor that did not answer may play on, and what it
-        sends must not be generated again.
+        Also after a takeover: an env-server of a predecessor that did not answer may play on, and what it sends
+        must not be generated again.
         """
         play = self._opened(rollout.ordinal, rollout.planned_step)
         if play is not None:
@@ -116,14 +121,20 @@ class Intake:
         return play
 
     def _offered(self, group: PlayedGroup) -> Play | None:
-        """Return the play that an env-server reports as being played."""
+        """Return the play that an env-server reports as being played, opened if need be.
+
+        None if it is resolved or unknown.
+        """
         if group.purpose is Purpose.TRAIN:
             return self._opened(group.ordinal, group.planned_step)
         evaluation = self._evaluations.get(group.eval_id)
         return evaluation.plays.get(group.ordinal) if evaluation is not None else None
 
     def _opened(self, ordinal: int, planned_step: int) -> Play | None:
-        """Return the play of an ordinal that is not resolved, opened if it is not known."""
+        """Return the play of an ordinal, opened if it is not known.
+
+        None if the ordinal is resolved, or nothing is trained.
+        """
         book = self._book
         if ordinal not in book.plays and self._make_play is not None and not book.is_resolved(ordinal):
             book.plays[ordinal] = self._make_play(ordinal, planned_step)

@@ -164,7 +164,7 @@ class Play:
     def place(self, env_server: str, *, replica: str, timeout_s: float, version: int | None = None) -> None:
         """Note that an env-server plays the missing members of this attempt; after `timeout_s` they count as lost.
 
-        `version` is what the replica serves.
+        `version` is what the replica serves; None for a predecessor's placement, whose beginning is not known.
         """
         assert self.state is PlayState.UNPLACED, self.state
         self.state = PlayState.PLACED
@@ -174,7 +174,7 @@ class Play:
         self.deadline, self.num_put_off = time.monotonic() + timeout_s, 0
 
     def add(self, rollout: Rollout) -> Arrival:
-        """Take a rollout of the task; one that fills no place is discarded."""
+        """Take a rollout of the task, and return what it did to the play; one that fills no place is discarded."""
         if not self._wants(rollout):
             return Arrival.DUPLICATE
         if rollout.status == RolloutStatus.OK:
@@ -196,9 +196,10 @@ class Play:
         self.deadline = time.monotonic() + self.settings.timeout_s
 
     def lose(self, *, keeps_home: bool = False) -> None:
-        """Give the current attempt up: nobody plays the task until it is placed again.
+        """Give the current attempt up: nobody plays the task until it is placed again, as the next attempt.
 
-        `keeps_home`: its replica answers and has the prefix, so that it is preferred; else it goes to any with room.
+        `keeps_home`: its replica answers and has the prefix, so that it is preferred; else any replica with
+        room gets it.
         """
         assert self.is_open, self.state
         self.state = PlayState.UNPLACED
@@ -212,9 +213,9 @@ class Play:
         self.state, self.reason = PlayState.RESOLVED, reason
 
     def follow(self, attempt: int) -> None:
-        """Go on to a later attempt, which may be a predecessor's; what is over stays as it is.
+        """Move on to a later attempt, which may be a predecessor's.
 
-        A task that is scored whole begins anew.
+        An earlier one, or a play that is over, changes nothing. A task that is scored whole begins anew.
         """
         if attempt > self.attempt and self.is_open:
             self.attempt = attempt
@@ -247,7 +248,7 @@ class Play:
         return rollout.attempt == self.attempt and (not self.members or rollout.env_server == self.source)
 
     def _settle(self) -> Arrival:
-        """Draw the consequences of a rollout that was taken."""
+        """Change the state after a rollout was taken, and return the change: whole, open, next attempt, or over."""
         statuses = [failure.status for failure in self.failures.values()]
         if not self.missing:
             self.state, self.ended = PlayState.WHOLE, time.monotonic()

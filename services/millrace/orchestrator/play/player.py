@@ -48,9 +48,10 @@ class Player:
         self._orphaned: dict[str, float] = {}  # as many as replicas were lost with work of the run
 
     async def place_open(self, plays: Collection[Play]) -> None:
-        """Play again, as the next attempt, what was lost; place what nobody plays, until somebody must be waited for.
+        """Give lost plays up, and place all that nobody plays and whose pause is over, as far as env-servers take them.
 
-        The stream is read to its end before: what the log holds is never generated twice.
+        Before anything is played again, the stream is read to its end: what the log holds is never generated
+        twice.
         """
         await self._keep_on(plays)
         if lost := [(play, play.attempt) for play in self.lost(plays)]:
@@ -72,11 +73,12 @@ class Player:
                 refused.add(play.task.env)
 
     async def place(self, play: Play, plays: Collection[Play]) -> bool:
-        """Have an unplaced play's missing members played; False if there is no room, or nobody can take it now.
+        """Ask an env-server to play the missing members of an unplaced play.
 
-        `plays` are all that share the room. After a lost answer the play stays unplaced although an env-server may
-        play it: asking again is harmless there, and its rollouts count whatever was asked. A task that is scored as a
-        whole and has come in part is never asked for again: it is left to the env-server that plays it.
+        Return False if there is no room for it now. `plays` are all that share the room. After a lost answer
+        the play stays unplaced although an env-server may play it: asking again is harmless there, and its
+        rollouts count whatever was asked. A task that is scored as a whole and has come in part is never asked
+        for again: it is left to the env-server that plays it.
         """
         if play.source:
             # The members of such a task end together: the others are on their way, unless `lost` says otherwise.
@@ -124,7 +126,7 @@ class Player:
                 play.go_on()
 
     def lost(self, plays: Iterable[Play]) -> list[Play]:
-        """Return the placed plays whose env-server or replica is gone, or whose deadline passed."""
+        """Return the placed plays whose env-server or replica is gone, or whose deadline passed, and log each."""
         now = time.monotonic()
         env_servers, replicas = self._envs.alive(), self._policies.known()
         placed = [play for play in plays if play.state is PlayState.PLACED]
@@ -148,7 +150,7 @@ class Player:
         return lost
 
     async def stop(self, plays: Sequence[Play]) -> None:
-        """Ask the env-servers to stop what is not wanted any more, or is played again elsewhere; best effort."""
+        """Ask the env-servers to stop plays that are over, or are played again elsewhere; best effort."""
         if plays:
             playing = [
                 PlayedGroup(purpose=play.settings.purpose, eval_id=play.settings.eval_id, ordinal=play.ordinal)
@@ -189,7 +191,7 @@ class Player:
 
 
 def _has_room(play: Play, plays: Iterable[Play]) -> bool:
-    """Return whether the bound leaves room for the play; a play larger than the bound is played alone."""
+    """Return whether the play's `max_playing` leaves room for it beside `plays`; a larger play is played alone."""
     bound = play.settings.max_playing
     playing = sum(other.num_playing for other in plays) if bound is not None else 0
     return bound is None or not playing or playing + len(play.missing) <= bound

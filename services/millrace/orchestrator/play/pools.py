@@ -110,8 +110,10 @@ class Pools:
     def after(
         self, groups: Iterable[GroupResult], thresholds: Thresholds, *, step: int, drawn_below: int, resolved_below: int
     ) -> "Pools":
-        """Return the pools after the header that resolves `groups`, in this order; `step` is the step after that
-        header.
+        """Return the pools after the header that resolves `groups`, in this order.
+
+        Of a task's groups the first decides. `step` is the step after that header. `drawn_below` is the first
+        ordinal that was not drawn at its cut, and below `resolved_below` all are resolved.
         """
         now = self.newest()
         moved: dict[str, dict[int, Pool]] = {}
@@ -152,7 +154,10 @@ class Pools:
         return replace(self, recent=(*self.recent, moves))
 
     def of_task_sets(self, digests: Mapping[str, str]) -> "Pools":
-        """Return the pools without the tasks of environments whose task set has changed."""
+        """Return the pools without the tasks of environments whose task set has changed.
+
+        `digests` are the present ones.
+        """
         gone = {env for env, digest in digests.items() if self.digests.get(env, digest) != digest}
         known = {**self.digests, **digests}
         if not gone:
@@ -212,7 +217,7 @@ def _rng(material: str) -> np.random.Generator:
 
 
 def _apply(placed: Placed, moves: Sequence[Moves]) -> Placed:
-    """Return the pools after these moves; a task that became normal is in no set."""
+    """Return the pools after these moves, in order; tasks that became normal are left out."""
     if not moves:
         return placed
     result = {env: dict(tasks) for env, tasks in placed.items()}
@@ -283,7 +288,7 @@ class PoolSizes:
 
 
 def thresholds_of(config: BufferConfig) -> Thresholds:
-    """Return the thresholds at which a task changes its pool."""
+    """Return the mean rewards of a group at which its task changes its pool."""
     return Thresholds(easy=config.easy_threshold, hard=config.hard_threshold, replays_hard=bool(config.hard_replay))
 
 
@@ -313,7 +318,10 @@ class TaskBuffer:
         self._normal: dict[tuple[int, str], np.ndarray] = {}
 
     def task(self, ordinal: int) -> TaskRef:
-        """Return the task of `ordinal` (from 0); that of the task order if no task is normal."""
+        """Return the task that `ordinal` (from 0) draws: from pools, by ratios or by the sampler, where there are any.
+
+        Otherwise, or if no task is normal, it is that of the task order.
+        """
         if not self._is_on:
             return self._order.task(ordinal)
         step, placed = self._at(ordinal)
@@ -337,7 +345,10 @@ class TaskBuffer:
         return TaskRef(ordinal=ordinal, env=env, task_index=int(rng.choice(self._normal_of(env, placed))))
 
     def is_exhausted(self, ordinal: int) -> bool:
-        """Return whether no task is left that this ordinal could draw."""
+        """Return whether no normal task is left that this ordinal could draw.
+
+        Never where all tasks are drawn for ever.
+        """
         if not self._is_on:
             return False
         step, placed = self._at(ordinal)
@@ -370,7 +381,7 @@ class TaskBuffer:
         return int(rng.choice(tasks)) if rng.random() < self._hard_replay and tasks else None
 
     def _at(self, ordinal: int) -> tuple[int, Placed]:
-        """Return the step at which an ordinal is drawn and the pools it is drawn from, cached for equal arguments."""
+        """Return the step at which an ordinal is drawn and its pools, cached until the pools change."""
         pools = self._pools()
         if pools is not self._seen:
             self._seen, self._draws, self._normal = pools, {}, {}

@@ -103,17 +103,17 @@ class Router:
         self._loads: list[Load] = []
 
     def count(self, load: Load) -> None:
-        """Take somebody's rollouts into account from now on."""
+        """Take the rollouts that `load` counts into account from now on."""
         self._loads.append(load)
 
     def pick(
         self, replicas: Iterable[ReadyReplica], *, min_version: int, home: str = "", is_pinned: bool = False
     ) -> ReadyReplica | None:
-        """Return the replica for a play, of those at `min_version` or newer; None if there is none.
+        """Return the replica for a play, the least busy at `min_version` or newer; None if there is none.
 
-        `home` is the worker id of the replica that has the prefix already; it is left when it is full and another one
-        is not. One that is taking a new version gets something only if all do that. Pinned plays go to held replicas
-        alone; others go there only if no other fits, because what is held grows old.
+        `home` is the worker id of the replica that has the prefix already, which is preferred unless it is full
+        and another one is not. One that is taking a new version gets something only if all do that. Pinned
+        plays go to held replicas alone; others go there only if no other fits, because what is held grows old.
         """
         fit = [each for each in replicas if each.version >= min_version and (each.is_held or not is_pinned)]
         if not is_pinned:
@@ -172,11 +172,11 @@ class AdmissionRule:
         return max(0, math.ceil(steps_ahead * self.rollouts_per_step * self.oversampling_factor))
 
     def may_cut(self, *, step: int, served_version: int) -> bool:
-        """Return whether `step` may be cut: never more than L + 1 steps ahead of what engines serve."""
+        """Return whether `step` may be cut: batches are at most L + 1 steps ahead of what engines serve."""
         return step <= served_version + self.async_level
 
     def planned_step(self, *, step: int, num_ahead: int) -> int:
-        """Step that a group will be cut into if `num_ahead` rollouts come before it and none is dropped."""
+        """Return the step that a group will be cut into if `num_ahead` rollouts come before it and none is dropped."""
         return step + int(num_ahead // (self.rollouts_per_step * self.oversampling_factor))
 
     def min_version(self, *, planned_step: int) -> int:

@@ -89,7 +89,7 @@ class EvalSettings:
 
 
 def plays_of_training(config: OrchestratorConfig, env: EnvConfig) -> PlaySettings:
-    """Return how what is trained on is played in an environment."""
+    """Return the settings of plays of an environment that is trained on."""
     sampling = config.sampling_of(env)
     return PlaySettings(
         purpose=Purpose.TRAIN,
@@ -110,8 +110,10 @@ def plays_of_training(config: OrchestratorConfig, env: EnvConfig) -> PlaySetting
 
 
 def _temperature_at(schedule: TemperatureSchedule | None, *, max_steps: int | None) -> Callable[[int], float] | None:
-    """Return the temperature as a function of the planned step; every rollout records its temperature for the
-    trainer.
+    """Return the temperature as a function of the planned step; None without a schedule.
+
+    The schedule ends after its own number of steps, else after `max_steps`. Every rollout records its temperature
+    for the trainer.
     """
     if schedule is None:
         return None
@@ -127,7 +129,7 @@ def _temperature_at(schedule: TemperatureSchedule | None, *, max_steps: int | No
 
 
 def of_training(config: OrchestratorConfig) -> EvalSettings | None:
-    """Return the evaluation during training; None if it is off."""
+    """Return the settings of evaluations during training; None if they are off."""
     settings = config.eval
     if settings is None:
         return None
@@ -176,7 +178,10 @@ def of_run(config: EvalRunConfig) -> EvalSettings:
 
 
 def _taken(extra: dict[str, Any], name: str) -> float:
-    """Take a number out of the further fields of a request; 0 without one."""
+    """Remove a number from the further fields of a request and return it.
+
+    0, and nothing is removed, without a number.
+    """
     value = extra.get(name)
     if not isinstance(value, int | float):
         return 0.0

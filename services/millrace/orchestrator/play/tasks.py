@@ -75,7 +75,8 @@ class TaskOrder:
 def _interleave(weights: Sequence[float]) -> tuple[list[int], list[int], list[int]]:
     """Spread sources over a cycle in proportion to their weights (stride scheduling).
 
-    Returns, per slot, the source and how many slots of that source came before it; and, per source, its slots.
+    Return for each slot the source, and how many slots of that source came before it; and for each source the
+    number of its slots.
     """
     if len(weights) == 1:
         return [0], [0], [1]
@@ -116,14 +117,18 @@ class Sampler:
 
     @classmethod
     def load(cls, config: BufferConfig, code: CustomCode, *, seed: int) -> Self | None:
-        """Load the function, if the run has one; InvalidSpecError says why it cannot be."""
+        """Load the user's function, or None if the run has none; raise InvalidSpecError if it cannot be loaded."""
         if config.sampler is None:
             return None
         function = code.load(config.sampler, field=FIELD)
         return cls(function, import_path=config.sampler, kwargs=config.sampler_kwargs, seed=seed)
 
     def choose(self, ordinal: int, tasks: Mapping[str, np.ndarray], *, step: int) -> tuple[str, int]:
-        """Return the environment and the task of an ordinal; InvalidSpecError if the function names none of them."""
+        """Ask the user's function for the environment and the task of an ordinal, and return both.
+
+        `tasks` has by environment the indices that may be drawn. Raise InvalidSpecError if the function fails,
+        or names none of them.
+        """
         given = {env: indices.copy() for env, indices in tasks.items()}
         try:
             answer = self._function(ordinal, given, step=step, seed=self._seed, **self._kwargs)
@@ -139,7 +144,10 @@ class Sampler:
         return env, int(index)
 
     async def try_out(self, sources: Sequence[TaskSource]) -> None:
-        """Ask for the first tasks, twice; InvalidSpecError if the answers differ, or take too long."""
+        """Ask the user's function for the first tasks, twice.
+
+        InvalidSpecError if the answers differ, or it is too slow.
+        """
         tasks = {source.env: np.arange(source.num_tasks) for source in sources}
 
         def ask() -> list[tuple[str, int]]:
