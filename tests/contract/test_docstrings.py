@@ -21,7 +21,7 @@ VERBS = frozenset(
         Abort Accept Accumulate Activate Add Admit Adopt Advance Allow Announce Answer Append Apply Archive
         Ask Assert Assemble Assign Attend Audit Await Be Become Begin Bind Bound Bring Broadcast Build Call Cancel
         Carry Cast Chain Change Check Choose Claim Clear Clip Close Collect Combine Commit Compare Compile
-        Compute Condemn Configure Connect Continue Convert Copy Count Cover Create Credit Cut Deal Decide
+        Compute Condemn Configure Confine Connect Continue Convert Copy Count Cover Create Credit Cut Deal Decide
         Declare Decode Delete Deliver Demand Derive Describe Digest Divide Do Download Draw Drive Drop
         Encode End Enter Estimate Evaluate Examine Exchange Explain Export Extend Extrapolate Fail Feed Fetch
         Fill Find Fine-tune Finish Fit Flush Fold Follow Forget Fork Format Free Freeze Gather Generate Get

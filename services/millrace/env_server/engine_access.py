@@ -1,4 +1,4 @@
-"""How environments call the engines of their own deployment: TLS by MILLRACE_TLS_CA, and a token for that alone.
+"""Access of environments to the engines of their deployment: TLS by MILLRACE_TLS_CA, and a token for engines alone.
 
 Env workers are foreign code, so they do not get the workers' token: `EngineToken` of the env-server writes what follows
 from it into a file for them. Foreign engines get nothing: their certificates are the system's to check, and our token
@@ -37,11 +37,12 @@ _TOTAL_TIMEOUT_S = 6 * 3600.0
 
 
 class EngineAccess:
-    """Of one process; files are read again when they change."""
+    """TLS, token and HTTP sessions of one process for calls to engines; files are read again when they change."""
 
     def __init__(self, access: ClientAccess | None = None) -> None:
-        """Take `access`, by default from this process's variables; raise InvalidSpecError if one of its files is
-        wrong.
+        """Take `access`, by default from this process's variables.
+
+        Raise InvalidSpecError if a file it names is wrong.
         """
         self._access = ClientAccess.engine(Settings.from_env(os.environ)) if access is None else access
         self._context: ssl.SSLContext | None = None
@@ -49,7 +50,10 @@ class EngineAccess:
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
 
     def headers(self, url: str) -> dict[str, str]:
-        """Return the header with the token; raise InvalidStateError if it would leave this machine in plain text."""
+        """Return the header with the engine token; empty if there is none.
+
+        Raises InvalidStateError if the URL would carry it to another machine in plain text.
+        """
         if self._access.secret is None:
             return {}
         parts = urlsplit(url)
@@ -60,7 +64,7 @@ class EngineAccess:
         return self._access.headers()
 
     def context(self) -> ssl.SSLContext | None:
-        """Return the context for `https`; None is the library's own, which trusts what the system trusts."""
+        """Return the TLS context for `https`; None is the library's own, which trusts the system's certificates."""
         tls = self._access.tls
         if tls is None:
             return None
@@ -70,8 +74,9 @@ class EngineAccess:
         return self._context
 
     def session(self) -> aiohttp.ClientSession:
-        """Return the event loop's session, until `close`. It has no limit of connections: the env-server's
-        capacity is one.
+        """Return the HTTP session of the running event loop, made at the first call and kept until `close`.
+
+        It does not limit connections, because the env-server's capacity does.
         """
         loop = asyncio.get_running_loop()
         if loop not in self._sessions:
@@ -79,7 +84,7 @@ class EngineAccess:
         return self._sessions[loop]
 
     async def close(self) -> None:
-        """Close the event loop's session, if there is one."""
+        """Close the HTTP session of the running event loop, if there is one."""
         if session := self._sessions.pop(asyncio.get_running_loop(), None):
             await session.close()
 
@@ -94,7 +99,7 @@ def make_session() -> aiohttp.ClientSession:
 
 
 class EngineToken:
-    """The env-server's side: what its workers need to call engines."""
+    """The env-server's side: the variables and the token file with which its workers call engines."""
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         """Take `environ`, by default this process's; raise InvalidSpecError if a file named there is wrong."""
@@ -111,7 +116,7 @@ class EngineToken:
         """uid and gid of the workers, if they are not those of this process."""
 
     def environ(self) -> dict[str, str]:
-        """Return the variables for an env worker."""
+        """Return the variables for an env worker, and write the token file that they name."""
         variables = self._shared.access_environ()
         if self._workers is not None:
             variables["MILLRACE_ENGINE_TOKEN_FILE"] = str(self._path())
@@ -119,12 +124,12 @@ class EngineToken:
         return variables
 
     def visible(self) -> list[str]:
-        """Return the paths that an env worker needs for its access to engines."""
+        """Return the paths that an env worker must be able to read for its access to engines."""
         shared = [path for path in self._shared.access_environ().values() if os.path.isabs(path)]
         return shared if self._workers is None else [*shared, str(self._path().parent)]
 
     def refresh(self) -> None:
-        """Follow the workers' token, if it has changed. Costs microseconds."""
+        """Write the workers' token file again if the token has changed. Costs microseconds if not."""
         if self._workers is None or (tokens := self._workers.engine_tokens()) == self._written:
             return
         path = self._path()
@@ -148,14 +153,14 @@ _TOKEN: list[EngineToken] = []
 
 
 def engine_access() -> EngineAccess:
-    """Return the access to engines of this env worker."""
+    """Return this env worker's access to engines, made at the first call."""
     if not _OURS:
         _OURS.append(EngineAccess())
     return _OURS[0]
 
 
 def engine_token_for_workers() -> EngineToken:
-    """Return the token for engines of this env-server's workers."""
+    """Return this env-server's token for its workers, made at the first call."""
     if not _TOKEN:
         _TOKEN.append(EngineToken())
     return _TOKEN[0]
@@ -164,9 +169,9 @@ def engine_token_for_workers() -> EngineToken:
 # Which failures of a model call mean that the engine went away, and how often a call is tried before that is reported.
 #
 # A lost engine (connection refused or broken off; a replica that starts, drains, or is being updated for longer than
-# a moment; one that refuses our token while tokens are being changed) says nothing about the task: its rollout ends
-# as ENGINE_LOST and the orchestrator plays it again, whole, where an engine answers. Everything else that an engine
-# answers (400, 500) is the engine's word about this request.
+# a moment; one that refuses our token while tokens are being changed) does not depend on the task: its rollout ends
+# as ENGINE_LOST and the orchestrator plays it again, whole, where an engine answers. Every other status of an engine
+# (400, 500) depends on the request.
 
 EXTERNAL_RETRIED_STATUSES = frozenset({408, 429, 500, 502, 503, 504, *range(520, 525)})
 """An endpoint that is not ours has no other replica that we know of: what may pass by itself is tried again there. A
@@ -178,9 +183,9 @@ MAX_RETRY_AFTER_S = 30.0
 RETRIED_STATUSES = frozenset({429, 503})
 """The engine refused before it did any work: it is starting, updating its policy, or full."""
 LOST_STATUSES = frozenset({429, 502, 503, 504})
-"""After the last try: nobody serves this request here."""
+"""After the last try the engine counts as lost."""
 REFUSED_STATUSES = frozenset({401, 403})
-"""Of an engine of ours: it or we do not have the new token yet. An endpoint that is not ours means what it says."""
+"""An engine of ours answers so while it or we do not have the new token yet; another endpoint refuses for good."""
 MAX_ATTEMPTS = 4
 """Tries of one model call, within two seconds: longer outages are the orchestrator's, which knows other replicas."""
 ENGINE_LOST_MARK = "engine lost:"
@@ -190,8 +195,10 @@ _EXTERNAL_BACKOFF = Backoff(1.0, MAX_RETRY_AFTER_S, spread=(1.0, 1.25))
 
 
 def external_pause_s(attempt: int, retry_after: str | None) -> float:
-    """Return the seconds before the try that follows the `attempt`-th, from 1: what the endpoint asks for, else
-    1, 2, 4, ...
+    """Return the seconds to wait after the `attempt`-th try (from 1): what the endpoint asks for, else about 1, 2, 4,
+    ...
+
+    Both are at most MAX_RETRY_AFTER_S, but for some jitter. A `Retry-After` with a date is ignored.
     """
     try:
         asked_s = 0.0 if retry_after is None else float(retry_after)
@@ -202,13 +209,15 @@ def external_pause_s(attempt: int, retry_after: str | None) -> float:
 
 
 def retry_pause_s(attempt: int) -> float:
-    """Return the seconds before the try that follows the `attempt`-th, from 1; spread over a group."""
+    """Return the seconds to wait after the `attempt`-th try (from 1), with jitter that spreads the rollouts of a
+    group.
+    """
     return _BACKOFF.after(attempt)
 
 
 # Where each play of this worker is: at the engine, at a tool, at a reward function, or in other code.
 #
-# A rollout that runs into its deadline says so, and so does the env-server of what it waits for.
+# The error of a rollout that misses its deadline has it, and so has the env-server's report of what it waits for.
 
 ENGINE = "the engine"
 ELSEWHERE = "the environment's own code"
@@ -217,7 +226,7 @@ _NUMBERS = itertools.count()
 
 @dataclass(slots=True)
 class Standing:
-    """What one play does now: several things at once, where it plays several members."""
+    """The places where one play is now: several at once, if it plays several members."""
 
     _now: dict[int, tuple[str, float]] = field(default_factory=dict)
 
@@ -233,19 +242,23 @@ class Standing:
 
     @property
     def longest(self) -> tuple[str, float] | None:
-        """Return the place where the play has been longest, with the seconds; None if nothing is noted."""
+        """Return the place where the play has been longest of those where it is, with the seconds.
+
+        None if it is at none.
+        """
         found = min(self._now.values(), key=lambda entry: entry[1], default=None)
         return None if found is None else (found[0], time.monotonic() - found[1])
 
     @property
     def place(self) -> str:
-        """Return the place where the play has been longest."""
+        """Return the place where the play has been longest of those where it is; ELSEWHERE if it is at none."""
         longest = self.longest
         return ELSEWHERE if longest is None else longest[0]
 
     def describe(self, own_line: str) -> str:
-        """Describe where the play is, as in `for 18.2 s at reward function 'slow'`; by default a line of the
-        environment's code.
+        """Describe where the play is, as in `for 18.2 s at reward function 'slow'`.
+
+        `own_line` if it is at no noted place.
         """
         if (longest := self.longest) is not None:
             return f"for {longest[1]:.1f} s at {longest[0]}"
@@ -256,14 +269,14 @@ _STANDING: contextvars.ContextVar[Standing | None] = contextvars.ContextVar("mil
 
 
 def begin() -> Standing:
-    """Begin to note, in this task and those that it starts, where the play is."""
+    """Return a new Standing, which notes where this task, and tasks that it starts, are."""
     standing = Standing()
     _STANDING.set(standing)
     return standing
 
 
 def at(place: str) -> contextlib.AbstractContextManager[None]:
-    """Note that the block runs at that place; outside of a play nothing is noted."""
+    """Note during the block that the play is at that place; do nothing outside of a play."""
     standing = _STANDING.get()
     return contextlib.nullcontext() if standing is None else standing.at(place)
 
@@ -274,7 +287,7 @@ def places(standings: Iterable[Standing]) -> Counter[str]:
 
 
 def noting_engine() -> aiohttp.TraceConfig:
-    """Return what makes every request of a session count as time at the engine."""
+    """Return a trace config that counts every request of an HTTP session as time at the engine."""
     config = aiohttp.TraceConfig()
 
     async def start(_: Any, context: Any, __: Any) -> None:

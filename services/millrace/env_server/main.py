@@ -15,7 +15,7 @@ from millrace.telemetry.startup import without_gc
 
 
 def main() -> NoReturn:
-    """Serve until SIGTERM or SIGINT; exits with the code of the error that ended it."""
+    """Serve until SIGTERM or SIGINT, then exit: 0, or the code of the error that ended it."""
     run_service(_run, before=lambda: require_tried("env-server"))
 
 
@@ -31,7 +31,10 @@ def _run() -> None:
 
 
 def _read_settings(environ: Mapping[str, str]) -> tuple[Settings, EnvServerSettings]:
-    """Read both parts of the settings; raise InvalidSpecError with everything that is wrong in them."""
+    """Read the settings of every service and those of the env-server.
+
+    Raise one InvalidSpecError with all that is wrong.
+    """
     violations: list[Violation] = []
     settings, own = Settings(), EnvServerSettings()
     try:

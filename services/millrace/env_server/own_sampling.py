@@ -1,4 +1,4 @@
-"""What an environment sent of its own in a model call, in place of the run's sampling: recorded, or refused.
+"""Sampling that an environment's model call asks for in place of the run's: recorded, or refused.
 
 Every request to an engine of ours leaves through `completed`, whichever client makes it, and what it then says is noted
 with its answer (`span_log`). The turns that are trained on are held against the run's request: what the trainer
@@ -26,7 +26,7 @@ from millrace.rollouts.requests import EnvSpec, PlayRequest, Sampling
 from millrace.rollouts.types import OWN_SAMPLING, Truncation
 
 Way = tuple[float, Truncation]
-"""A temperature, and what cuts the distribution."""
+"""How a turn is sampled: temperature and truncation."""
 
 NEUTRAL: Mapping[str, Any] = {
     "temperature": 1.0,
@@ -35,7 +35,7 @@ NEUTRAL: Mapping[str, Any] = {
     "min_p": 0.0,
     **BIASING,
 }
-"""What is sampled by where a request says nothing. Engines may have other defaults: vLLM those of the model."""
+"""Our defaults of parameters that a request lacks. Engines may have other defaults: vLLM those of the model."""
 _PROMPT = frozenset({"messages", "prompt", "token_ids", "tools", "features"})
 _COMPUTED = frozenset({"temperature", "top_p", "top_k", "min_p"})
 _WITHOUT_EFFECT = frozenset(
@@ -49,7 +49,7 @@ _WITHOUT_EFFECT = frozenset(
         *("extra_headers", "extra_query", "timeout", "routed_experts_prompt_start"),
     }
 )
-"""Fields that say what is asked, when it ends or what is answered, and not by which distribution tokens are drawn."""
+"""Fields for the prompt, the end and the form of an answer, which do not change the distribution of its tokens."""
 _VALUES_WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {"n": (1,), "best_of": (1,), "tool_choice": ("auto", "none")}
 _SHOWN_CHARS, _MOST_SHOWN = 80, 16
 
@@ -61,34 +61,36 @@ class OwnSamplingError(Exception):
 
 
 def completed(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a request's sampling parameters with all of our defaults filled in; null counts as missing."""
+    """Return a request's sampling parameters with NEUTRAL filled in where they are missing or null."""
     return {**NEUTRAL, **{name: value for name, value in parameters.items() if value is not None}}
 
 
 def merged(args: Mapping[str, Any], extra_body: Mapping[str, Any]) -> dict[str, Any]:
     """Return a request's fields with `extra_body` taking precedence, as in OpenAI's SDK.
 
-    A neutral value there counts less: it is the run's, so that no default of the engine's counts.
+    Neutral values in `extra_body` do not replace others: the run sets them, so that no default of the engine applies.
     """
     neutral = {name: extra_body[name] for name in NEUTRAL if name in extra_body and extra_body[name] == NEUTRAL[name]}
     return {**neutral, **args, **{name: value for name, value in extra_body.items() if name not in neutral}}
 
 
 def flat(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sampling args with `extra_body` merged in and taking precedence; null counts as missing."""
+    """Return sampling args as one table, in which `extra_body` takes precedence; null counts as missing."""
     merged = {**args, **(args.get("extra_body") or {})}
     return {name: value for name, value in merged.items() if name != "extra_body" and value is not None}
 
 
 def sent_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a request's sampling fields without the prompt, for chats and `/inference/v1/generate` alike."""
+    """Return a request's fields without the prompt, those in `sampling_params` included (of
+    `/inference/v1/generate`).
+    """
     fields = {name: value for name, value in body.items() if name not in _PROMPT and name != "sampling_params"}
     return fields | dict(body.get("sampling_params") or {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedSampling:
-    """How a run asks for its rollouts to be sampled, and what an environment may change of it."""
+    """The sampling that a run asks for, and what an environment may change of it."""
 
     env: str
     model: str
@@ -100,12 +102,12 @@ class AskedSampling:
 
     @classmethod
     def of(cls, request: PlayRequest) -> Self:
-        """Return the way in which our engines sample a request for rollouts."""
+        """Return the sampling that a play request asks for."""
         return cls.by(request.env, request.sampling, model=request.model, is_training=request.is_training)
 
     @classmethod
     def by(cls, env: EnvSpec, sampling: Sampling, *, model: str = "", is_training: bool = True) -> Self:
-        """Return the way in which a run samples an environment's rollouts."""
+        """Return the sampling that a run asks for in an environment."""
         return cls(
             env=env.label,
             model=model,
@@ -117,7 +119,7 @@ class AskedSampling:
         )
 
     def own_way(self, sent: Mapping[str, Any] | None) -> Way | None:
-        """Return how a turn was sampled if its request deviates from the run's sampling, else None.
+        """Return how a turn was sampled from the request `sent`; None if as the run asks, or if `sent` is None.
 
         Raises OwnSamplingError if the turn is for training and the trainer could not compute it.
         """
@@ -132,7 +134,10 @@ class AskedSampling:
         return None if way == self.way else way
 
     def require_declared(self, declared: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raise OwnSamplingError if what an environment declares, by place, could not be trained on."""
+        """Raise OwnSamplingError if sampling that an environment declares could not be trained on.
+
+        `declared` has parameters by the place of the declaration.
+        """
         for where, values in declared.items():
             for name, value in values.items():
                 if problem := self._problem(name, value):
@@ -140,12 +145,14 @@ class AskedSampling:
                     raise OwnSamplingError(f"environment {self.env!r} {what}, which {problem}")
 
     def require(self, refused: Iterable[Mapping[str, Any] | None]) -> None:
-        """Raise OwnSamplingError if one of these requests, which the engine refused, could not be trained on anyway."""
+        """Raise OwnSamplingError if one of these requests, which the engine refused, has sampling that could not be
+        trained on.
+        """
         for sent in refused:
             self.own_way(sent)
 
     def instead(self, turns: Iterable[Mapping[str, Any] | None]) -> list[dict[str, Any]]:
-        """Return the deviations of turns from the run's sampling, each once, for people."""
+        """Return the parameters of requests that differ from the run's, each set once, at most `_MOST_SHOWN` sets."""
         found: dict[str, dict[str, Any]] = {}
         for sent in turns:
             own = {name: value for name, value in (sent or {}).items() if self.parameters.get(name, value) != value}
@@ -154,7 +161,7 @@ class AskedSampling:
         return list(found.values())[:_MOST_SHOWN]
 
     def _problem(self, name: str, value: Any) -> str:
-        """Return why a field of a request cannot be trained on, or ""."""
+        """Return why this field of a request keeps its tokens from being trained on, or ""."""
         if name in self.parameters and self.parameters[name] == value and type(value) is not bool:
             return ""
         if name == "model":
@@ -194,7 +201,7 @@ def _shown(value: Any) -> str:
 
 
 def _way(sent: Mapping[str, Any]) -> Way:
-    """Return the distribution that a request asks for; values that an engine refuses count as missing."""
+    """Return the temperature and truncation that a request asks for; values of a wrong type count as missing."""
     values = {name: _number(sent.get(name), NEUTRAL[name]) for name in _COMPUTED}
     cut = Truncation(top_p=min(values["top_p"], 1.0), top_k=max(int(values["top_k"]), 0), min_p=values["min_p"])
     return values["temperature"], cut

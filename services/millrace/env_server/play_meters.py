@@ -42,7 +42,7 @@ env_label = BoundedLabel()
 
 
 def rollout_ended(rollout: Rollout) -> None:
-    """Count a rollout that ended and is to be appended."""
+    """Count a rollout that ended, by environment and status, with its seconds."""
     env = env_label(rollout.env)
     ROLLOUTS.labels(env, rollout.status.value).inc()
     ROLLOUT_SECONDS.labels(env).observe(rollout.seconds)
@@ -54,10 +54,10 @@ def env_opened(env: str) -> None:
 
 
 def worker_died(env: str) -> None:
-    """Count a worker of the environment that ended by itself."""
+    """Count a worker of the environment that ended without being asked to."""
     WORKER_DEATHS.labels(env_label(env)).inc()
 
 
 def worker_started(how: str) -> None:
-    """Count the start of a worker process."""
+    """Count the start of a worker process; `how` is fork or spawn."""
     WORKER_STARTS.labels(how).inc()

@@ -42,8 +42,8 @@ from millrace.telemetry.metrics import Family, MetricSheet, StateCollector, make
 from millrace.telemetry.settings import Settings
 
 SERVICE_NAME = env_service_pb2.DESCRIPTOR.services_by_name["EnvService"].full_name
-# What a predecessor left is appended before this env-server registers, so that the orchestrator finds it in the log
-# instead of playing it again; an unreachable log must not keep it from registering.
+# Rollouts in the spool of a predecessor are appended before this env-server registers, so that the orchestrator finds
+# them in the log instead of playing them again; an unreachable log must not keep it from registering.
 _RECOVER_S = 3.0
 
 
@@ -55,56 +55,65 @@ _RECOVER_S = 3.0
 DEFAULT_IDLE_S = 600.0
 DEFAULT_IDLE_WORKERS = 4
 _LOOK_S = 5.0
-# What is known of resting environments (ids of tasks, quarantined ones) is small, but not nothing.
+# The state of a resting environment (ids of tasks, quarantined ones) is small, but not nothing.
 _MAX_RESTING = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmLimits:
-    """How long and how many."""
+    """Limits of idle environments' workers."""
 
     idle_s: float = DEFAULT_IDLE_S
     """Seconds that an environment keeps its workers after its last rollout."""
     num_workers: int = DEFAULT_IDLE_WORKERS
-    """Workers of environments that no live run has played; above it those end that were used longest ago."""
+    """Idle workers of environments that no live run has played; beyond it those used longest ago are ended."""
 
 
 def to_rest(
     pools: Sequence[EnvPool], *, live_runs: Collection[str], now: float, limits: WarmLimits
 ) -> Sequence[EnvPool]:
-    """Return the idle environments whose workers shall end at `now` (monotonic)."""
+    """Return the idle environments whose workers are to be ended at `now` (monotonic).
+
+    They have failed, were idle for longer than `idle_s`, or are beyond `num_workers` and of no live run.
+    """
     idle = [(since, pool) for pool in pools if (since := pool.idle_since) is not None and not pool.is_resting]
     idle.sort(key=lambda one: one[0], reverse=True)
     ending: list[EnvPool] = []
     num_kept = 0
     for since, pool in idle:
-        is_wanted = not pool.runs.isdisjoint(live_runs)
-        if not is_wanted:
+        is_of_live_run = not pool.runs.isdisjoint(live_runs)
+        if not is_of_live_run:
             num_kept += pool.num_workers
-        if pool.failure is not None or now - since > limits.idle_s or (not is_wanted and num_kept > limits.num_workers):
+        if (
+            pool.failure is not None
+            or now - since > limits.idle_s
+            or (not is_of_live_run and num_kept > limits.num_workers)
+        ):
             ending.append(pool)
-            num_kept -= 0 if is_wanted else pool.num_workers
+            num_kept -= 0 if is_of_live_run else pool.num_workers
     return ending
 
 
 @dataclass(kw_only=True)
 class WarmKeeper:
-    """Lets idle environments rest, again and again."""
+    """Ends the workers of idle environments, looking every few seconds."""
 
     service: EnvService
     limits: WarmLimits = field(default_factory=WarmLimits)
     live_runs: frozenset[str] = frozenset()
-    """Uids of the runs that go on, as the orchestrator tells them by heartbeat."""
+    """Uids of the runs that go on, as the orchestrator's heartbeat replies have them."""
 
     async def run(self) -> None:
-        """Look every few seconds until cancelled."""
+        """Look every `_LOOK_S` seconds until cancelled."""
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             await asyncio.sleep(_LOOK_S)
             self.look()
 
     def look(self) -> None:
-        """End the workers of environments that have been idle for too long."""
+        """End the workers of environments that `to_rest` returns, and forget the oldest resting ones beyond a
+        number.
+        """
         for pool in to_rest(self.service.pools, live_runs=self.live_runs, now=time.monotonic(), limits=self.limits):
             logger.info("idle environment rests", extra={"env": pool.env.id, "workers": pool.num_workers})
             pool.rest()
@@ -117,7 +126,10 @@ logger = logging.getLogger(__name__)
 
 
 async def run(settings: Settings, own: EnvServerSettings, confinement: Confinement) -> None:
-    """Serve until SIGTERM or SIGINT. Raises MillraceError if it cannot start or is refused for good."""
+    """Run the env-server until SIGTERM or SIGINT, then drain it.
+
+    Raises MillraceError if it cannot start or the orchestrator refuses it for good.
+    """
     own.make_private()
     extra = {"isolation": confinement.isolation.value, "landlock": namespaces.version()}
     logger.info("environments are confined", extra=extra)
@@ -150,7 +162,7 @@ async def run(settings: Settings, own: EnvServerSettings, confinement: Confineme
 
 @contextlib.asynccontextmanager
 async def _open_starter(confinement: Confinement) -> AsyncIterator[WorkerStarter]:
-    """Open the starter of workers, whose template imports while the rest starts."""
+    """Yield the starter of workers, while its template process imports in the background; close both at the end."""
     starter = WorkerStarter(confinement)
     warming = asyncio.create_task(starter.warm(), name="warm the template")
     try:
@@ -163,7 +175,7 @@ async def _open_starter(confinement: Confinement) -> AsyncIterator[WorkerStarter
 
 @contextlib.asynccontextmanager
 async def _open_sink(settings: Settings, own: EnvServerSettings) -> AsyncIterator[RolloutSink]:
-    """Open the sink over the spool, the logs in Redis and the store."""
+    """Yield the sink over the spool, the logs in Redis and the store; close it at the end."""
     spool = await asyncio.to_thread(Spool, own.spool_dir, limit_bytes=own.spool_bytes)
     store = await asyncio.to_thread(open_store, settings.require("store_url"))
     redis = open_redis(settings.require("redis_url"))
@@ -183,7 +195,7 @@ async def _open_sink(settings: Settings, own: EnvServerSettings) -> AsyncIterato
 
 
 class _EnvWorker:
-    """The env-server as a worker: what it tells the orchestrator, and what it takes from the answers."""
+    """The env-server as a registered worker: its heartbeats, and what it does with the orchestrator's replies."""
 
     def __init__(
         self, settings: Settings, service: EnvService, sink: RolloutSink, keeper: WarmKeeper, worker_id: str
@@ -203,7 +215,7 @@ class _EnvWorker:
         self._registered = RegisteredWorker(settings, worker, self._report, on_assignments=self._note_assignments)
 
     async def serve(self) -> None:
-        """Serve until SIGTERM or SIGINT; raise the orchestrator's permanent refusals."""
+        """Register and serve until SIGTERM or SIGINT; raise the orchestrator's permanent refusals."""
 
         def add_service(server: grpc.aio.Server, _: asyncio.Event) -> list[str]:
             env_service_pb2_grpc.add_EnvServiceServicer_to_server(self._service, server)
@@ -260,7 +272,7 @@ FAMILIES = (
 
 
 def registry_of(service: EnvService, sink: RolloutSink) -> CollectorRegistry:
-    """Return the series that this env-server exports."""
+    """Return a registry with this env-server's metrics: its state, read when Prometheus asks, and the counters."""
 
     def read(sheet: MetricSheet) -> None:
         unappended, playing = sink.num_pending, sum(pool.num_playing for pool in service.pools)

@@ -1,4 +1,4 @@
-"""EnvService: opens environments, plays groups, answers what is being played."""
+"""EnvService: opens environments, plays groups, lists what is being played."""
 
 import asyncio
 import logging
@@ -47,12 +47,12 @@ _DRAIN_POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admits:
-    """Which environments an env-server plays."""
+    """The environments that an env-server plays."""
 
     pythons: Sequence[str] = ()
-    """Directories of the interpreters that environments may name."""
+    """Directories below which environments may name interpreters."""
     image: str = ""
-    """Container image that it announces, "" if none: it plays the environments that name it, and no others."""
+    """The container image that the env-server announces, "" if none: it plays only environments that name the same."""
 
 
 # The groups that are being played: their identity, what is left of them, and which were played before.
@@ -86,7 +86,7 @@ class PlayingGroup:
         return group_key(self.request)
 
     def described(self) -> PlayedGroup:
-        """Return the group's description for the orchestrator."""
+        """Return the group as a `PlayedGroup`, with the members that are left and its age."""
         request = self.request
         return PlayedGroup(
             purpose=request.purpose,
@@ -119,7 +119,7 @@ class Groups:
         return sum(len(group.left) for group in self._playing.values())
 
     def check_epoch(self, run_uid: str, epoch: int) -> None:
-        """Raise FencedError if a newer orchestrator has spoken for the run; else remember this one."""
+        """Raise FencedError if a call of the run had a newer epoch; else remember this epoch as the newest."""
         newest = self._epochs.get(run_uid, 0)
         if epoch < newest:
             raise FencedError(
@@ -134,11 +134,11 @@ class Groups:
         return key in self._playing or key in self._finished
 
     def add(self, group: PlayingGroup) -> None:
-        """Begin a group."""
+        """Add a group to those being played."""
         self._playing[group.key] = group
 
     def finish_member(self, group: PlayingGroup, member: int) -> None:
-        """Note that a member is done; the group ends with its last member."""
+        """Remove a member from those left; with its last member the group is finished."""
         group.left.discard(member)
         if not group.left and self._playing.get(group.key) is group:
             del self._playing[group.key]
@@ -155,7 +155,7 @@ class Groups:
         return list(self._playing.values())
 
     def cancel(self, group: PlayingGroup) -> None:
-        """Stop a group; a later request for the same attempt would play it again."""
+        """Cancel a group's tasks and forget it; a later request for the same attempt would play it again."""
         self._playing.pop(group.key, None)
         group.left.clear()
         for task in group.tasks:
@@ -163,7 +163,7 @@ class Groups:
 
 
 class EnvService(env_service_pb2_grpc.EnvServiceServicer):
-    """The servicer. `worker_id` names this env-server in its rollouts."""
+    """The gRPC service. `worker_id` names this env-server in its rollouts."""
 
     def __init__(
         self,
@@ -177,13 +177,11 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         teachers: Teachers | None = None,
         admits: Admits | None = None,
     ) -> None:
-        """Take `teachers`, without which no rollout is scored, and `admits`, which says which environments are
-        played.
-        """
+        """Take `teachers`, without which no rollout is scored, and `admits`, the environments that may be played."""
         self.groups = Groups()
         self.capacity = capacity
         self.is_leaving = False
-        """No new groups are taken."""
+        """Whether new groups are refused."""
         self._sink = sink
         self._tokenizers = tokenizers
         self._teachers = teachers
@@ -197,7 +195,9 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
 
     @property
     def num_rollouts(self) -> int:
-        """Return the number of rollouts that count against the capacity: being played, or waiting for their append."""
+        """Return the number of rollouts that count against the capacity: being played, or not appended yet, orphans
+        included.
+        """
         return self.groups.num_rollouts + self._sink.num_orphans
 
     @property
@@ -206,11 +206,11 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         return list(self._pools.values())
 
     def forget(self, pool: EnvPool) -> None:
-        """Forget a resting environment; the next OpenEnv loads it again."""
+        """Remove a resting environment; the next OpenEnv loads it again."""
         self._pools = {key: known for key, known in self._pools.items() if known is not pool}
 
     def look_for_end(self, run_uid: str) -> None:
-        """Handle word that a run has ended: if the store confirms it, stop its plays and drop what is kept of it."""
+        """Cancel a run's groups and drop its data, if the store confirms that the run has ended; else do nothing."""
         if not self._sink.look_for_end(run_uid):
             return  # the next heartbeat says it again
         for group in self.groups.of_run(run_uid):
@@ -219,13 +219,13 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
             self._teachers.forget(run_uid)
 
     async def leave(self) -> None:
-        """Take nothing new. From now on the death of a worker is not reported."""
+        """Refuse new groups, and report no death of a worker from now on."""
         self.is_leaving = True
         for pool in self._pools.values():
             await pool.leave()
 
     async def drain(self, *, grace_s: float) -> None:
-        """Take nothing new, and let what is played finish and reach the log for `grace_s` at most."""
+        """Refuse new groups, and wait `grace_s` at most until what is being played has finished and reached the log."""
         await self.leave()
         with waits.waiting("rollouts to finish before the end", waits_on="env worker", deadline_s=grace_s):
             try:
@@ -237,7 +237,10 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
                 logger.warning("stopping before everything was played and appended", extra=left)
 
     async def close(self) -> None:
-        """Stop every group and every worker. What is not finished is lost; what is finished is in the spool."""
+        """Cancel every group and close every environment.
+
+        Unfinished rollouts are lost; finished ones are in the spool.
+        """
         for group in self.groups.all():
             tasks = list(group.tasks)
             self.groups.cancel(group)
@@ -247,7 +250,10 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
     async def OpenEnv(
         self, request: env_service_pb2.OpenEnvRequest, context: grpc.aio.ServicerContext
     ) -> env_service_pb2.OpenEnvResponse:
-        """Begin to load, or say where loading is; InvalidSpecError if a key that it needs is not set."""
+        """Begin to load an environment, or answer its state: loading, ready, or failed with the error.
+
+        Raises InvalidSpecError if a variable for a key is unset, or the interpreter or image is refused.
+        """
         wrong = [
             ("api_key_var", request.api_key_var, api_key_problem(request.api_key_var)),
             ("teacher_key_var", request.teacher_key_var, teacher_key_problem(request.teacher_key_var)),
@@ -267,7 +273,11 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
     async def PlayGroup(
         self, request: env_service_pb2.PlayGroupRequest, context: grpc.aio.ServicerContext
     ) -> env_service_pb2.PlayGroupResponse:
-        """Begin to play; answers at once."""
+        """Begin to play a group and answer at once; a group that is known already is not begun again.
+
+        Raises FencedError for an old epoch, InvalidSpecError for a malformed request, CapacityError and
+        UnavailableError without room, and InvalidStateError if the environment has failed.
+        """
         check_play(request)
         play = play_from_wire(request)
         self.groups.check_epoch(play.run_uid, play.epoch)
@@ -287,9 +297,9 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
     async def ListPlaying(
         self, request: env_service_pb2.ListPlayingRequest, context: grpc.aio.ServicerContext
     ) -> env_service_pb2.ListPlayingResponse:
-        """List the run's groups and fence off older orchestrators.
+        """List the run's groups that are being played, and refuse calls of older orchestrators from now on.
 
-        First the copy of the log that the request names gets what it lacks of what is kept here.
+        First the copy of the log that the request names gets the run's rollouts that are kept here and not in it.
         """
         self.groups.check_epoch(request.run_uid, request.epoch)
         left_s = context.time_remaining()
@@ -301,7 +311,7 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
     async def CancelGroups(
         self, request: env_service_pb2.CancelGroupsRequest, context: grpc.aio.ServicerContext
     ) -> env_service_pb2.CancelGroupsResponse:
-        """Stop groups of the run: the named ones, every attempt of them, or all."""
+        """Cancel groups of the run, every attempt of those named, or all if none is named; answer how many."""
         self.groups.check_epoch(request.run_uid, request.epoch)
         named = {(int(group.purpose), group.eval_id, group.ordinal) for group in request.groups}
         stopped = 0
@@ -328,10 +338,10 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
             )
 
     async def _placed(self, env: EnvSpec) -> tuple[EnvSpec, Choice]:
-        """Return the environment with the interpreter that it names, or that is chosen; raise InvalidSpecError if none
-        fits.
+        """Return the environment with its interpreter, named or chosen, and the choice.
 
-        What failed long enough ago is chosen anew: packages may have been installed meanwhile.
+        Raise InvalidSpecError if none fits. An interpreter is chosen anew for an environment that failed long enough
+        ago, because packages may have been installed since; its failed pools are closed.
         """
         if env.python:
             return env, Choice(python=env.python)
@@ -355,9 +365,9 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         closing.add_done_callback(self._closing.discard)
 
     def _pool(self, env: EnvSpec) -> EnvPool:
-        """Return the environment's pool, made anew if it failed long enough ago.
+        """Return the environment's pool, started; one that failed long enough ago is replaced.
 
-        InvalidSpecError if it names an interpreter that this env-server may not use, or another image than its own.
+        Raises InvalidSpecError for an interpreter that this env-server may not use, or another image than its own.
         """
         require_image(env.image, self.admits.image)
         require_allowed(env.python, self.admits.pythons)
@@ -372,7 +382,11 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         return pool
 
     def _ready_pool(self, request: PlayRequest) -> EnvPool:
-        """Return the pool, if the request can be played there now."""
+        """Return the pool of the request's environment, if it can be played now.
+
+        Raises InvalidStateError if it failed, UnavailableError while it loads, and InvalidSpecError for a task that it
+        does not have or an incomplete group of compared members.
+        """
         pool = self._pool(request.env)
         if pool.failure is not None:
             raise InvalidStateError(
@@ -407,7 +421,7 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
             task.add_done_callback(group.tasks.discard)
 
     async def _play(self, group: PlayingGroup, part: PlayRequest, pool: EnvPool) -> None:
-        """Play some members and append their rollouts, whatever happens."""
+        """Play some members and append their rollouts, failed ones too; an abandoned play appends none."""
         with waits.of_run(part.run_uid):
             try:
                 rollouts = await self._rollouts(part, pool)
@@ -433,7 +447,7 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
             return rollouts if self._teachers is None else await self._teachers.score(part, rollouts)
         except PlayAbandonedError:
             raise
-        # A rollout that the orchestrator waits for must end; what is not a rollout's own failure is ours.
+        # A rollout that the orchestrator waits for must end; an error that is not the rollout's own is infrastructure.
         except Exception as error:  # a rollout's edge: it ends with a typed error
             kind = error.reason if isinstance(error, MillraceError) else type(error).__name__
             logger.exception("rollout could not be played", extra={"ordinal": part.ordinal, "run": part.run_uid})

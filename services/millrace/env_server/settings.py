@@ -72,7 +72,7 @@ def _paths(text: str) -> tuple[str, ...]:
 
 
 def _spool_dir(text: str) -> Path:
-    """Check the spool directory, which need not exist yet."""
+    """Return the spool directory, which need not exist yet; raise ValueError if it cannot be made or written."""
     path = Path(text)
     if not path.is_absolute():
         raise ValueError("must be an absolute path")
@@ -90,23 +90,23 @@ def _variable(name: str, parse: Callable[[str], Any], default: Any) -> Any:
 
 # The container image that an env-server announces (`MILLRACE_ENV_IMAGE`), and whose environments it therefore plays.
 #
-# An env-server cannot find out what image it runs: a variable names it. The orchestrator places environments by
-# it (`orchestrator.env.image`); what is here refuses those that came to the wrong place.
+# An env-server cannot find out which image it runs: a variable names it. The orchestrator places environments by it
+# (`orchestrator.env.image`); the check here refuses those that came to the wrong place.
 
 IMAGE_VARIABLE = "MILLRACE_ENV_IMAGE"
 FIELD = "orchestrator.env.image"
 
 
 def parse_image(text: str) -> str:
-    """Return the image of a value of the variable; raise ValueError if it cannot be one."""
+    """Return a value of the variable if it can be an image's name; raise ValueError otherwise."""
     if not re.fullmatch(IMAGE_PATTERN, text):
         raise ValueError("must be the name of a container image, such as registry.example.com/team/my-env:1.2")
     return text
 
 
 def require_image(wanted: str, announced: str) -> None:
-    """Raise InvalidSpecError unless an env-server that announces that image ("" if none) plays environments that
-    want it.
+    """Raise InvalidSpecError (ENV_IMAGE_REFUSED) unless the environment's image equals the announced one; "" is
+    none.
     """
     if wanted == announced:
         return
@@ -169,7 +169,10 @@ class EnvServerSettings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "EnvServerSettings":
-        """Read the variables; InvalidSpecError lists everything that is malformed."""
+        """Read the settings from variables, those for agents checked too.
+
+        Raise one InvalidSpecError with all that is malformed.
+        """
         values: dict[str, Any] = {}
         violations: list[Violation] = []
         for part in fields(cls):
@@ -186,7 +189,10 @@ class EnvServerSettings:
         return cls(**values)
 
     def confinement(self) -> Confinement:
-        """Return how workers are confined; raise InvalidSpecError if this machine or user cannot do that."""
+        """Return how workers are confined; raise InvalidSpecError if this machine or user cannot do that.
+
+        Blocks while it tries level `container`, or the user's Python at level `user`.
+        """
         limits = WorkerLimits(
             memory_bytes=self.memory_bytes,
             max_processes=self.max_processes,
@@ -242,7 +248,9 @@ class EnvServerSettings:
         return confinement
 
     def make_private(self) -> None:
-        """Close spool and scratch files to other users, from level `user` on."""
+        """Make the directories of spool and scratch files, readable by this user alone, at levels `user` and
+        `container`.
+        """
         scratch = os.environ.get(SCRATCH_VARIABLE, "")
         for path in [self.spool_dir, Path(scratch) if scratch else None]:
             if self.isolation in (Isolation.USER, Isolation.CONTAINER) and path is not None:
@@ -255,8 +263,9 @@ def _refused(name: str, value: object, message: str) -> Violation:
 
 
 def _find_user(text: str, *, must_import: bool) -> tuple[int, int]:
-    """Return uid and gid; raise ValueError if workers cannot run as that user or, with `must_import`, read
-    Python's files.
+    """Return uid and gid of a user, by name or uid; raise ValueError if workers cannot run as that user.
+
+    `must_import` runs Python as that user, who must be able to import Millrace.
     """
     if not text:
         raise ValueError(f"must name the user that workers run as, with {ISOLATION_VARIABLE}=user or container")

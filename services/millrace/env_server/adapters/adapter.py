@@ -24,7 +24,10 @@ class EnvAdapter(Protocol):
     loaded: LoadedEnv
 
     async def play(self, request: PlayRequest, *, tokenizer_dir: str) -> Sequence[Outcome]:
-        """Play one task for every member of the request. Deadlines are the caller's."""
+        """Play the request's task once for each member and return their outcomes; limit no time.
+
+        `tokenizer_dir` has the policy's tokenizer.
+        """
         ...
 
     async def start(self) -> None:
@@ -37,9 +40,10 @@ class EnvAdapter(Protocol):
 
 
 def found_modules(env_id: str) -> Iterator[ModuleType]:
-    """Import one module after the other that may be the environment's; their own import errors pass through.
+    """Import and yield, one after the other, the modules that may be the environment's.
 
-    The last is the library's own taskset of that name: `textarena` is a package of games, and a taskset of theirs.
+    The last is the library's own taskset of that name: `textarena` is a package of games, and a taskset of `verifiers`.
+    Errors that a module raises while it is imported pass through, but for those that `_imported` translates.
     """
     name = environment_module(env_id)
     for candidate in dict.fromkeys((name, name.lower(), f"verifiers.v1.tasksets.{name.lower()}")):
@@ -53,8 +57,9 @@ def found_modules(env_id: str) -> Iterator[ModuleType]:
 
 
 def _imported(name: str, env_id: str) -> ModuleType:
-    """Import the module; raise InvalidSpecError if it needs another release of the library, else the module's own
-    errors.
+    """Import a module; raise InvalidSpecError for an import error that names `verifiers`, which is of another release.
+
+    All other errors of the import pass through.
     """
     try:
         return importlib.import_module(name)
@@ -74,7 +79,8 @@ def exports_taskset(module: ModuleType) -> bool:
 def load_adapter(env: EnvSpec) -> EnvAdapter:
     """Load an environment of either generation. Must run in the main thread: v0 installs signal handlers.
 
-    Raises NotFoundError if there is none.
+    Raises NotFoundError if no module of its name is found, or none that is an environment, and InvalidSpecError for
+    args that are no JSON object or a release of `verifiers` without that generation.
     """
     args = parse_args(env)
     others: list[str] = []
@@ -101,8 +107,8 @@ def load_adapter(env: EnvSpec) -> EnvAdapter:
     name = environment_module(env.id)
     # A worker has a directory of its own: so the env-server's search path comes first in the worker's.
     place = Path(next(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), os.getcwd()))
-    beside = (Path("environments") / name, Path(name))
-    packages = (path for path in beside if (place / path / "pyproject.toml").is_file())
+    candidates = (Path("environments") / name, Path(name))
+    packages = (path for path in candidates if (place / path / "pyproject.toml").is_file())
     install = f"pip install -e {next(packages, 'DIRECTORY')}"
     raise NotFoundError(
         f"environment {env.id!r} was not found: no Python module {name!r} in {place} and its venv {sys.prefix}",

@@ -66,48 +66,48 @@ class EngineLostError(vf.ModelError):
 
 
 class RetryLog:
-    """How many tries of each rollout had to be repeated, until its adapter takes the number."""
+    """Counts the tries of each rollout that had to be repeated, until the rollout's adapter takes the number."""
 
     def __init__(self) -> None:
         self._counts: OrderedDict[str, int] = OrderedDict()
 
     def note(self, rollout_id: str) -> None:
-        """Count a failed try."""
+        """Count a failed try of a rollout. Beyond MAX_ROLLOUTS rollouts the oldest count is forgotten."""
         self._counts[rollout_id] = self._counts.get(rollout_id, 0) + 1
         while len(self._counts) > MAX_ROLLOUTS:
             self._counts.popitem(last=False)
 
     def take(self, rollout_id: str) -> int:
-        """Return and forget the number of failed tries of a rollout."""
+        """Return the number of failed tries of a rollout, and forget it."""
         return self._counts.pop(rollout_id, 0)
 
 
-# What rollouts ask an engine at the same time with the same words, as the first turns of a group: one request.
+# Equal requests that rollouts make at the same time, such as the first turns of a group, become one request with
+# several choices.
 #
-# It costs a fraction of what one request each does, on both sides. The engine answers each choice as soon as it has
-# ended (`rollouts.choices_wire`), so no rollout waits for a longer one. To each of them its answer is that of a
-# request of its own: status, tokens, log-probs, spans and errors are those of its choice. One that is cancelled
-# leaves the others alone; what it asked for is computed to its end unless it was the last.
-
+# One request costs a fraction of what many cost, on both sides. The engine answers each choice as soon as it has
+# ended (`rollouts.choices_wire`), so no rollout waits for a longer one. Each rollout gets the status, tokens,
+# log-probs, spans and errors of its own choice, as from a request of its own. A cancelled rollout does not disturb the
+# others; its choice is computed to its end, unless no other rollout waits for the request.
 WINDOW_S = 0.005
-"""How long the first rollout waits for others that ask the same."""
+"""How long the first rollout waits for others with the same request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What came of a request: a status with its body, parsed or not, or the error that broke it off."""
+    """The result of a request: a status with its body, parsed or not, or the error that broke it off."""
 
     status: int = 0
     body: Any = b""
     retry_after: str | None = None
     streams_choices: bool = False
-    """Whether the server says that it can send choices one by one."""
+    """Whether the server declares that it can send choices one by one."""
     error: Exception | None = None
 
 
 @dataclass(eq=False, slots=True)
 class _Asking:
-    """Rollouts that ask the same; the first one's session is that of the request."""
+    """Rollouts with the same request; the request is sent with the session id of the first one."""
 
     session_id: str
     waiting: list["asyncio.Future[Reply | None]"] = field(default_factory=list)
@@ -115,7 +115,7 @@ class _Asking:
 
     @property
     def is_abandoned(self) -> bool:
-        """Return whether nobody waits for a reply any more."""
+        """Return whether no rollout waits for a reply any more."""
         return all(waiter.done() for waiter in self.waiting)
 
 
@@ -124,7 +124,7 @@ Post = Callable[[bytes, str], AbstractAsyncContextManager[aiohttp.ClientResponse
 
 
 class AskedTogether:
-    """Of one client; `alone` sends one request and never raises for what the server or the network does."""
+    """Sends equal requests of one client as one; `alone` sends a single one and returns network errors as a Reply."""
 
     def __init__(self, post: Post, alone: Callable[[bytes, str], Awaitable[Reply]]) -> None:
         self._post = post
@@ -133,7 +133,11 @@ class AskedTogether:
         self._sending: set[asyncio.Task[None]] = set()
 
     async def ask(self, body: Mapping[str, Any], session_id: str) -> Reply | None:
-        """Return the reply to this request; None if the server does not split choices, so the caller must ask alone."""
+        """Send a request, together with equal ones that come within `WINDOW_S`, and return this one's reply.
+
+        Returns None if the server does not split choices, so that the caller has to send the request alone. Network
+        errors are in the reply. If all who wait are cancelled, the request is too.
+        """
         loop = asyncio.get_running_loop()
         key = orjson.dumps(body)
         asking = self._open.get(key)
@@ -152,7 +156,10 @@ class AskedTogether:
             raise
 
     def _send(self, key: bytes, asking: _Asking) -> None:
-        """Send what was asked so far, once."""
+        """Send the equal requests that came so far as one, without those that were cancelled.
+
+        A second call does nothing.
+        """
         if asking.sending is not None:
             return  # there were as many as one request takes before the time was over
         del self._open[key]
@@ -163,7 +170,7 @@ class AskedTogether:
             asking.sending.add_done_callback(self._sending.discard)
 
     async def _answer(self, key: bytes, asking: _Asking) -> None:
-        """Give every waiter its reply, whatever happens."""
+        """Make the request and give every waiter its reply; any error becomes the reply of those that have none."""
         error: Exception | None = None
         try:
             if len(asking.waiting) == 1:
@@ -180,8 +187,8 @@ class AskedTogether:
     async def _answer_many(self, key: bytes, asking: _Asking) -> None:
         waiting = asking.waiting
         more = orjson.dumps({"n": len(waiting), parameters.FIELD: True})
-        wanted = key[:-1] + b"," + more[1:]  # the bytes that all agreed on, a JSON object that is not empty
-        async with self._post(wanted, asking.session_id) as reply:
+        combined = key[:-1] + b"," + more[1:]  # the bytes that all agreed on, a JSON object that is not empty
+        async with self._post(combined, asking.session_id) as reply:
             if reply.status != 200 or reply.content_type != parameters.CONTENT_TYPE:
                 raw, after = await reply.read(), reply.headers.get("Retry-After")
                 whole = None if reply.status == 200 else Reply(status=reply.status, body=raw, retry_after=after)
@@ -198,7 +205,7 @@ class AskedTogether:
 
 
 def _take(waiting: list["asyncio.Future[Reply | None]"], line: bytes) -> None:
-    """Give one waiter its choice; raise aiohttp.ClientPayloadError for a malformed line."""
+    """Give a line's choice to the waiter with its index; raise aiohttp.ClientPayloadError for a malformed line."""
     try:
         choice = orjson.loads(line)
         index, status, body = choice["index"], choice["status"], choice["body"]
@@ -224,7 +231,7 @@ class LeanClient(OpenAIChatCompletionsClient):
     def __init__(
         self, base_url: str, session: aiohttp.ClientSession, *, is_external: bool = False, api_key: str = ""
     ) -> None:
-        """Take `is_external`: whether the endpoint is foreign, so that requests use OpenAI's parameters only."""
+        """Take `is_external`: whether the endpoint is not ours, so that requests use OpenAI's parameters only."""
         self._base_url = base_url.rstrip("/")
         self._session = session
         self._is_external = is_external
@@ -236,16 +243,20 @@ class LeanClient(OpenAIChatCompletionsClient):
         super().__init__(ClientConfig(api_base_url=base_url))
 
     def setup_client(self, config: ClientConfig) -> Any:
-        """Make no SDK client."""
+        """Return None, because no SDK client is used."""
         return None
 
     async def close(self) -> None:
-        """Leave the session to its owner."""
+        """Do nothing: the HTTP session is its owner's to close."""
 
     async def get_native_response(  # type: ignore[override]
         self, prompt: Any, model: str, sampling_args: dict[str, Any], tools: list[Any] | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Return one completion as parsed JSON; raise vf.Error types only."""
+        """Post the request and return the answer as parsed JSON; raise vf.Error types only.
+
+        What was sent of sampling parameters is added as `_sent`, the rollout's id as `_session_id`. A request that the
+        engine refuses is noted in SPANS, unless a reward function made it.
+        """
         body = self.native_body(prompt, model, sampling_args, tools)
         state = kwargs.get("state")
         session_id = str(state.get("trajectory_id") or "") if state is not None else ""
@@ -262,11 +273,14 @@ class LeanClient(OpenAIChatCompletionsClient):
     def native_body(
         self, prompt: Any, model: str, sampling_args: Mapping[str, Any], tools: list[Any] | None
     ) -> dict[str, Any]:
-        """Return the request's body."""
+        """Return the JSON object to post, in the form of `request_body`."""
         return request_body(prompt, model, sampling_args, tools, wants_tokens=not self._is_external)
 
     async def _answer(self, body: Mapping[str, Any], session_id: str) -> dict[str, Any]:
-        """Return the object of a 200 answer, after as many tries as allowed."""
+        """Post until the answer is 200, as often as allowed, and return its object; raise a vf.Error otherwise.
+
+        An endpoint of ours is tried again only where it did no work: for some statuses and failed connections.
+        """
         url = self._url
         attempts = EXTERNAL_MAX_ATTEMPTS if self._is_external else MAX_ATTEMPTS
         for attempt in range(1, attempts + 1):
@@ -293,8 +307,9 @@ class LeanClient(OpenAIChatCompletionsClient):
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def _ask(self, body: Mapping[str, Any], session_id: str) -> Reply:
-        """Ask once: together with others that ask the same now, if the engine sends choices one by one."""
-        # Choices with a seed would differ, where requests with one do not; what a reward asks has deadlines of its own.
+        """Post once: together with equal requests of other rollouts, if the engine sends choices one by one."""
+        # With a seed, equal requests get equal answers, and choices of one request do not. A request of a reward
+        # function has a deadline of its own.
         if self._streams_choices and not body.keys() & {"seed", "n", "stream"} and not judges.is_scoring():
             reply = await self._together.ask(body, session_id)
             self._streams_choices = reply is not None
@@ -328,7 +343,10 @@ class LeanClient(OpenAIChatCompletionsClient):
         )
 
     def _parsed(self, body: Any) -> dict[str, Any]:
-        """Return the JSON object of a body, which may be parsed already."""
+        """Return the JSON object of a body, which may be parsed already.
+
+        Raise vf.InvalidModelResponseError if it is none.
+        """
         raw = body
         if isinstance(body, bytes):
             try:
@@ -355,11 +373,11 @@ class LeanClient(OpenAIChatCompletionsClient):
         await asyncio.sleep(pause_s)
 
     async def raise_from_native_response(self, response: Any) -> None:
-        """Refuse what is not exactly one choice with a message.
+        """Raise a vf error unless the answer has exactly one choice, with a message that is not empty.
 
-        A completion without text is refused only if it has no tokens either: one whose only token ends the sequence
-        is what the policy chose, and it is trained on with the reward that it earns. An endpoint that is not ours sends
-        no tokens: there an empty answer that ended by itself is the model's, and playing it again would flatter it.
+        A choice of our engines without text passes if it has tokens: one whose only token ends the sequence is what the
+        policy chose, and it is trained on with the reward that it earns. Other endpoints send no tokens: their empty
+        answer passes if it ended by itself, because it is the model's, and playing it again would flatter the model.
         """
         choices = response.get("choices")
         if not isinstance(choices, list) or len(choices) != 1:
@@ -374,7 +392,10 @@ class LeanClient(OpenAIChatCompletionsClient):
             raise vf.EmptyModelResponseError(f"{self._base_url} answered with no text, no tool calls and no tokens")
 
     async def from_native_response(self, response: Any) -> Response:
-        """Return the typed response; its `tokens` are None unless ids and log-probs are all there."""
+        """Return the typed response; its `tokens` are None unless ids and log-probs are all there.
+
+        Tokens are noted in SPANS with their policy spans, for the adapter.
+        """
         choice = response["choices"][0]
         message = choice["message"]
         tokens = _tokens(response, choice)
@@ -398,10 +419,10 @@ class LeanClient(OpenAIChatCompletionsClient):
 
 
 class LeanCompletionsClient(LeanClient):
-    """For environments that have a text completed, which the library calls `message_type="completion"`; of our engines.
+    """Posts texts to complete to our engines, for environments of the library's `message_type="completion"`.
 
-    The policy goes on where the prompt ends, without a chat template. Messages are joined as the library's own client
-    does it; all else is as with chats, once the choice was given their shape.
+    The policy continues the prompt, without a chat template. Messages are joined as the library's own client does it.
+    Answers are brought into the shape of chat completions, and then treated like those.
     """
 
     route = "completions"
@@ -422,7 +443,7 @@ class LeanCompletionsClient(LeanClient):
     async def get_native_response(  # type: ignore[override]
         self, prompt: Any, model: str, sampling_args: dict[str, Any], tools: list[Any] | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Return one completion as parsed JSON in the shape of a chat completion; raise vf.Error types only."""
+        """Post the request and return the answer in the shape of a chat completion; raise vf.Error types only."""
         answer = await super().get_native_response(prompt, model, sampling_args, tools, **kwargs)
         choices = answer.get("choices")
         for choice in choices if isinstance(choices, list) else ():
@@ -435,7 +456,11 @@ class LeanCompletionsClient(LeanClient):
 def request_body(
     prompt: Any, model: str, sampling_args: Mapping[str, Any], tools: list[Any] | None, *, wants_tokens: bool = True
 ) -> dict[str, Any]:
-    """Return the request body: the environment's parameters and, for our engines, the request for exact tokens."""
+    """Return the JSON object of a chat request with the environment's sampling parameters, without those that are None.
+
+    `wants_tokens` is for engines of ours: every parameter that is missing is then set (`completed`), and exact tokens
+    and log-probs are asked for. Other endpoints get the parameters and tools as they are.
+    """
     args = {key: value for key, value in sampling_args.items() if value is not None}
     extra_body = args.pop("extra_body", None) or {}
     if "max_tokens" in args:
@@ -452,7 +477,7 @@ def request_body(
 def _unconstrained(tool: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tool without `strict`, which the library sets on every tool.
 
-    vLLM allows the model no call then that breaks the schema: what is sampled would not be what the trainer computes.
+    With it vLLM samples no call that breaks the schema, so the trainer would compute other log-probs than the engine.
     """
     function = {key: value for key, value in tool["function"].items() if key != "strict"}
     return {**tool, "function": function}

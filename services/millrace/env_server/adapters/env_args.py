@@ -19,7 +19,10 @@ OURS = "millrace"  # a table of the same keys, for environments that have an opt
 
 
 def parse_args(env: EnvSpec) -> dict[str, Any]:
-    """Parse the environment's arguments; raise InvalidSpecError."""
+    """Parse the environment's arguments.
+
+    Raise InvalidSpecError if they are no JSON object or larger than MAX_ARGS_BYTES.
+    """
     what = f"what environment {env.id!r} shall be loaded with"
     try:
         return decode_object(env.args_json or "{}", what=what, reason="ENV_ARGS_INVALID", max_bytes=MAX_ARGS_BYTES)
@@ -32,10 +35,10 @@ def parse_args(env: EnvSpec) -> dict[str, Any]:
 def split_args(
     args: Mapping[str, Any], *, keys: Collection[str], options: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split the arguments into those for the environment and those among `keys`, which the env-server uses itself.
+    """Split the arguments into the environment's and those among `keys`, which the env-server uses itself.
 
-    A key that is among the environment's `options` is the environment's; ours is in the table `millrace` then, as
-    it always may. Raises InvalidSpecError.
+    A key that is also among the environment's `options` goes to the environment. The env-server's own may always be in
+    a table `millrace`, and must be for such a key. Raises InvalidSpecError if that table is none or has an unknown key.
     """
     own = dict(args)
     ours = table_of(own.pop(OURS, None), where=f"args.{OURS}") if OURS not in options else {}

@@ -42,29 +42,30 @@ _roles_at: list[str] = []
 
 
 def remember_roles(where: str) -> None:
-    """Have messages name the keys of roles as they are in the args of this worker's environment."""
+    """Set where the args of this worker's environment have its roles, such as `args.env`; `role_key` uses it."""
     _roles_at[:] = [where]
 
 
 def role_key(path: str) -> str:
-    """Return the key of a setting of a role, such as `agent.timeout.setup`, as the user writes it below
-    `orchestrator.env`.
+    """Return a role's setting, such as `agent.timeout.setup`, as the key below `orchestrator.env` that the user
+    writes.
     """
     return f"{_roles_at[0] if _roles_at else 'args.env'}.{path}"
 
 
 def remember_code(spec: ModuleSpec) -> None:
-    """Remember the module of this worker's environment, whose file or package is the environment's own code."""
+    """Set the module of this worker's environment: its package's directories, or its file, are the environment's own
+    code.
+    """
     directories = spec.submodule_search_locations
     _own_code[:] = [os.path.join(each, "") for each in directories] if directories else [spec.origin or ""]
 
 
 def frames_of(error: BaseException | str) -> str:
-    """Return the last frames of the environment's own code in an exception or a traceback's text, one per line,
-    bounded.
+    """Return the last frames of the environment's own code in an exception or a traceback's text, one a line.
 
-    They are those of the first error of a chain that has any. Without any they are those of other code that is neither
-    ours nor of the standard library nor of `verifiers`; "" if there are none either.
+    They are at most four, of the first error of the chain that has any. If none has, they are frames of foreign code:
+    neither Millrace's nor of `verifiers` nor of the standard library; "" if there are none either.
     """
     text = error if isinstance(error, str) else trace_text(error)
     chain = [list(_FRAME.finditer(part)) for part in _NEXT_ERROR.split(text)]
@@ -111,9 +112,7 @@ def trace_text(error: BaseException) -> str:
 
 
 def our_spelling(text: str) -> str:
-    """Return the text with the flags of the library's own command as keys of the environment's args:
-    `args.env.agent.…`.
-    """
+    """Return the text with flags of the library's own command written as keys of the args: `args.env.agent.…`."""
     return _FLAG.sub(lambda flag: _key(flag[0][2:].rstrip(".").replace("-", "_")), text)
 
 
@@ -123,9 +122,10 @@ def _key(path: str) -> str:
 
 
 def describe_error(error: BaseException) -> tuple[str, str, str]:
-    """Return (class, message, remedy) of an error in the environment's code; the message has the place.
+    """Return (class, message, remedy) of an error in the environment's code; the message ends with file and line.
 
-    A refusal of ours with a reason of its own, such as ENV_DATA_MISSING, has that instead of the class.
+    A NotFoundError, and an InvalidSpecError with a reason of its own such as ENV_DATA_MISSING, keep their message and
+    remedy; the reason is then in place of the class.
     """
     if isinstance(error, NotFoundError):
         return "EnvironmentNotFound", error.message, error.remedy or ""
@@ -143,13 +143,13 @@ def describe_error(error: BaseException) -> tuple[str, str, str]:
 
 
 def is_engine_fault(error: BaseException) -> bool:
-    """Return whether an engine's answer of 500 or above caused the exception."""
+    """Return whether an exception of the chain has a `status_code` of 500 or above, as an engine's answer gives it."""
     codes = (getattr(each, "status_code", None) for each in _chain(error))
     return any(isinstance(code, int) and code >= 500 for code in codes)
 
 
 def _chain(error: BaseException | None, seen: set[int] | None = None) -> Iterator[BaseException]:
-    """Yield the exception and all its causes."""
+    """Yield the exception, then all its causes and contexts, each once."""
     seen = set() if seen is None else seen
     if error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -175,7 +175,7 @@ def _is_foreign(file: str) -> bool:
 
 
 def _describe(frame: re.Match[str]) -> str:
-    """Describe a frame, as in `pkg/module.py:12 in reward: raise ValueError(x)`."""
+    """Format a frame, as in `pkg/module.py:12 in reward: raise ValueError(x)`."""
     code = f": {frame['code'].strip()}" if frame["code"] else ""
     return f"{_shown_path(frame['file'])}:{frame['line']} in {frame['name']}{code}"
 

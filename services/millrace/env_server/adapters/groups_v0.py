@@ -16,8 +16,10 @@ _ROWS_KEPT = 1024  # a group's members play the same task, and finding a row tak
 
 
 def completes_text(env: vf.Environment, *, renderer: str) -> bool:
-    """Return whether the policy completes texts there; raise InvalidSpecError for an environment that cannot be
-    played.
+    """Return whether the policy completes texts in this environment, where it would chat in others.
+
+    Raises InvalidSpecError if texts are completed and some members of a group chat, a member has tools, or a renderer
+    is configured.
     """
     members = list(members_of(env))
     num_completing = sum(getattr(each, "message_type", "chat") == _COMPLETION for each in members)
@@ -45,7 +47,7 @@ def members_of(env: vf.Environment) -> Iterator[vf.Environment]:
 
 
 def member_of(env: vf.Environment, row: Any) -> vf.Environment:
-    """Return the environment that plays a row."""
+    """Return the environment of a group, and of groups in it, that plays a row; `env` itself if it is no group."""
     while isinstance(env, vf.EnvGroup):
         name, row, _ = env._route_child_input(row)
         env = env.get_env_for_name(name)
@@ -53,9 +55,9 @@ def member_of(env: vf.Environment, row: Any) -> vf.Environment:
 
 
 def tasks_of(env: vf.Environment, *, is_eval: bool) -> EveryTask | None:
-    """Return one of the environment's task sets; None if it has none.
+    """Return the environment's task set for training or for evaluation; None if it has none.
 
-    `get_eval_dataset` would fall back to the training tasks: not held out.
+    `get_eval_dataset` of the library would fall back to the training tasks, which are not held out.
     """
     dataset: Any = env.build_eval_dataset() if is_eval else env.build_dataset()
     if dataset is None:
@@ -83,9 +85,9 @@ def tasks_of(env: vf.Environment, *, is_eval: bool) -> EveryTask | None:
 
 
 def interleaved_rows(env: vf.EnvGroup, dataset: Any) -> list[int]:
-    """Return a group's rows interleaved by environment; the library concatenates them.
+    """Return the indices of a group's rows, one of each environment in turn.
 
-    So the first rows, which evaluations play, are of all of them.
+    The library's order is one after the other. So the first rows, which evaluations play, are of all environments.
     """
     rows: dict[tuple[str, ...], list[int]] = {}
     for index, row in enumerate(dataset.select_columns(["info"])):

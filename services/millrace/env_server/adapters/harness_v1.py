@@ -41,7 +41,7 @@ class Tools:
         self._owners: dict[str, tuple[ClientSession, str]] = {}
 
     async def add(self, server: str, session: ClientSession) -> None:
-        """Offer a server's tools. Raises ValueError if a name is taken."""
+        """Add a server's tools to those offered, as `SERVER_TOOL`. Raises ValueError if a name is taken."""
         await session.initialize()
         for tool in (await session.list_tools()).tools:
             name = f"{server}_{tool.name}" if server else tool.name
@@ -56,7 +56,11 @@ class Tools:
             self.definitions.append({"type": "function", "function": function})
 
     async def answer(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        """Make a call of the policy's; the policy gets the error of an invalid call."""
+        """Make a tool call of the policy's and return the message with its result.
+
+        For an unknown tool, or arguments that are no JSON object, the message has the error. Errors of the server are
+        raised.
+        """
         function = call["function"]
         return {
             "role": "tool",
@@ -86,7 +90,10 @@ def _part(block: Any) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def opened_tools(urls: Mapping[str, str], *, timeout_s: float) -> AsyncIterator[Tools]:
-    """Connect to MCP servers by name, for calls that may take `timeout_s` each."""
+    """Connect to MCP servers, given by name, and yield their tools until the block ends.
+
+    Each HTTP request to a server may take `timeout_s`.
+    """
     tools = Tools()
     async with contextlib.AsyncExitStack() as stack:
         for server, url in urls.items():
@@ -121,7 +128,11 @@ class InprocessHarness(vf.Harness[InprocessHarnessConfig]):
         data: Any,
         **kwargs: Any,
     ) -> ProgramResult:
-        """Make model calls until one calls no tool."""
+        """Call the model, and the tools that it asks for, until a reply calls no tool.
+
+        Returns exit code 1 if a model call is not answered with 200 or the library stops the rollout, with the reason
+        in `stderr`; else 0.
+        """
         system, prompt = self.resolve_prompt(data)
         messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
@@ -151,7 +162,7 @@ class InprocessHarness(vf.Harness[InprocessHarnessConfig]):
 
 
 def register() -> str:
-    """Make the harness loadable by its id, which is returned."""
+    """Make this module what the library loads for HARNESS_ID, and return that id."""
     # Found under the first name the library does not look for it on the disk, which it would in every rollout.
     for name in (f"verifiers.v1.harnesses.{HARNESS_ID}", HARNESS_ID):
         sys.modules[name] = sys.modules[__name__]

@@ -40,9 +40,9 @@ _IN_DATA = (AttributeError, LookupError, TypeError, ValueError)
 
 @contextlib.contextmanager
 def options_checked(*, roles: str) -> Iterator[None]:
-    """Refuse options that an environment's config does not take, each by its key. Raises InvalidSpecError.
+    """Raise InvalidSpecError for what pydantic rejects in this block of an environment's options, each by its key.
 
-    `roles` is the place of the config beside the taskset's, such as `args.env`.
+    `roles` is the place of the config of the roles, such as `args.env`.
     """
     try:
         yield
@@ -70,10 +70,11 @@ def _wrong_option(found: Mapping[str, Any], *, roles: str, is_whole: bool) -> Vi
 
 @contextlib.contextmanager
 def tasks_checked(env_id: str, taskset: Iterable[Any], args: Mapping[str, Any]) -> Iterator[None]:
-    """Refuse files of tasks that cannot be read. Raises InvalidSpecError (ENV_DATA_MISSING, ENV_DATA_INVALID).
+    """Raise InvalidSpecError (ENV_DATA_MISSING, ENV_DATA_INVALID) if the block fails to read the tasks' files.
 
-    A missing file that `args` name is refused for every taskset. Other errors are refused for tasksets of the library
-    alone: an author of other code looks for the line that raised.
+    A file named in `args` that is missing is refused for every taskset. Other errors are translated for tasksets of the
+    library alone, and pass through for others: their author looks for the line that raised. `taskset` is read again to
+    count the tasks before the broken one.
     """
     try:
         yield
@@ -104,7 +105,9 @@ def _in_words(error: Exception) -> str:
 
 
 def _place_of_broken(taskset: Iterable[Any]) -> str:
-    """Return how many tasks can be read before the one that cannot, as in ", after 3 that can"; "" of the first."""
+    """Return how many tasks can be read before the one that cannot, as in ", after 3 that can"; "" if it is the
+    first.
+    """
     count = 0
     with contextlib.suppress(*_IN_DATA):
         for _ in islice(taskset, _MOST_COUNTED):  # a taskset may be endless, and the error not be raised again
@@ -131,9 +134,9 @@ def _is_of_library(env_id: str) -> bool:
 
 
 def require_packages(env_id: str) -> None:
-    """Refuse a taskset of the library whose extra is not here. Raises InvalidSpecError (ENV_PACKAGE_MISSING).
+    """Raise InvalidSpecError (ENV_PACKAGE_MISSING) if the taskset imports a package of a library extra that is missing.
 
-    Its modules are imported already. What is asked for is what these import, if an extra of the library brings it.
+    The taskset's modules must be imported already: their sources are searched for imports, in functions as well.
     """
     lacking = sorted(root for root in _imported(environment_module(env_id)) if find_spec(root) is None)
     extras = {_canonical(name): requirement for requirement in _extras() if (name := _name(requirement))}
@@ -144,9 +147,10 @@ def require_packages(env_id: str) -> None:
 
 
 def require_data(taskset: Any) -> None:
-    """Refuse tasks of Harbor that are not on this machine, if their hub does not answer. Raises InvalidSpecError.
+    """Raise InvalidSpecError if Harbor tasks are not on this machine and their hub does not accept a connection.
 
-    A registry of the user's own (`registry_url`, `registry_path`, `repo`) and what a proxy reaches are not asked.
+    Nothing is tried for other tasksets, with a registry of the user's own (`registry_url`, `registry_path`, `repo`), or
+    where a proxy is set.
     """
     harbor, config = sys.modules.get(f"{_TASKSETS}.harbor.taskset"), taskset.config
     if harbor is None or not isinstance(config, harbor.HarborConfig) or getproxies():
@@ -174,7 +178,7 @@ def require_data(taskset: Any) -> None:
 
 
 def _imported(module: str) -> set[str]:
-    """Return the packages that the loaded modules of a taskset of the library import, in functions as well."""
+    """Return the top-level packages that the loaded modules of a library taskset import anywhere in their sources."""
     package = f"{_TASKSETS}.{module}"
     found: set[str] = set()
     for name, loaded in list(sys.modules.items()):
@@ -193,7 +197,10 @@ def _roots(tree: ast.AST) -> Iterator[str]:
 
 
 def _extras() -> list[str]:
-    """Return what the library's extras install, as its package says it."""
+    """Return the requirements of all the library's extras, as in its package's metadata.
+
+    Empty if it is not installed.
+    """
     try:
         return [each for each in distribution(LIBRARY).requires or () if _EXTRA.search(each)]
     except PackageNotFoundError:
@@ -212,7 +219,7 @@ def _lacks(root: str, requirement: str) -> str:
 
 
 def _remedy(requirement: str, env_id: str) -> str:
-    """Return the commands that make an interpreter in which the taskset is played."""
+    """Return a text with the commands that make an interpreter with the extra, in which the taskset can be played."""
     extra, release = _EXTRA.search(requirement), installed()
     python = f"python{_dotted(max(_python_of(requirement), sys.version_info[:2]))}"
     place = f"{default_place()}/{_canonical(environment_module(env_id))}"
@@ -225,7 +232,7 @@ def _remedy(requirement: str, env_id: str) -> str:
 
 
 def _python_of(requirement: str) -> tuple[int, int]:
-    """Return the oldest Python that the requirement is for; (0, 0) if it says none."""
+    """Return the oldest Python that the requirement's marker allows; (0, 0) if it names none."""
     found = _OF_PYTHON.search(requirement)
     return (int(found["major"]), int(found["minor"])) if found else (0, 0)
 

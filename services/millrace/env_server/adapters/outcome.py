@@ -37,7 +37,7 @@ _LOOKED_AT = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How one member ended. `samples` is empty unless the status is OK."""
+    """The result of one member's play. `samples` is empty unless the status is OK."""
 
     status: RolloutStatus
     error_type: str = ""
@@ -45,7 +45,7 @@ class Outcome:
     frames: str = ""
     """Last frames of the environment's own code, one per line."""
     is_infrastructure: bool = False
-    """Not the environment's doing."""
+    """Whether the failure is not the environment's fault."""
     samples: Sequence[Sample] = ()
     reward: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -55,9 +55,9 @@ class Outcome:
     model_s: float = 0.0
     messages: Sequence[Mapping[str, Any]] = ()
     task: Mapping[str, Any] = field(default_factory=dict)
-    """What the task's author gave to score it with."""
+    """What the task's author provides to score it with, such as `answer`."""
     traces: Sequence[Trace] = ()
-    """What each of several trained agents did; empty where one agent did everything."""
+    """One for each of several trained agents; empty where one agent did everything."""
     demonstration: str = ""
     """The task's demonstration, for the teacher of opsd alone."""
     sent_instead: Sequence[Mapping[str, Any]] = ()
@@ -85,7 +85,7 @@ def failed(
 
 
 def failed_like(error: Outcome, *, of: Outcome) -> Outcome:
-    """Return the played outcome `of` with another outcome's failure."""
+    """Return the played outcome `of` with the status and error of `error`, without samples, traces and reward."""
     return replace(
         of,
         status=error.status,
@@ -100,9 +100,9 @@ def failed_like(error: Outcome, *, of: Outcome) -> Outcome:
 
 
 def require_demonstrations(tasks: Iterable[Mapping[str, Any]], key: str) -> None:
-    """Raise InvalidSpecError if none of the first training tasks has a value under `key`.
+    """Raise InvalidSpecError if the first tasks (at most 256) exist and none of them has a value under `key`.
 
-    A task alone without it fails its rollouts (`demonstrated`).
+    A single task without one fails only its own rollouts (`demonstrated`).
     """
     looked_at = list(itertools.islice(tasks, _LOOKED_AT))
     if looked_at and all(_is_missing(task.get(key)) for task in looked_at):
@@ -122,7 +122,11 @@ def _is_missing(value: Any) -> bool:
 
 
 def demonstrated(outcome: Outcome, key: str) -> Outcome:
-    """Add the demonstration that the task has under `key`, or fail the outcome: without it there is no teacher."""
+    """Return the outcome with the demonstration that its task has under `key`, which opsd's teacher sees.
+
+    An OK outcome becomes an ENV_ERROR if the task has none, or one that is neither text nor a number, or is too large.
+    Other outcomes are returned as they are.
+    """
     if outcome.status is not RolloutStatus.OK:
         return outcome
     value = outcome.task.get(key)
@@ -144,13 +148,13 @@ def demonstrated(outcome: Outcome, key: str) -> Outcome:
 
 
 class NotANumberError(TypeError):
-    """What an environment says is no number."""
+    """A value of the environment's that must be a number is none."""
 
 
 def number_of(value: Any) -> float:
-    """Return what an environment says as a number: of Python, numpy or torch. Raises NotANumberError; texts are none.
+    """Return a number of Python, numpy or torch as a float; raise NotANumberError for anything else.
 
-    So are numpy's texts and complex numbers, of which Python would make a float.
+    Texts are refused, also those of digits, and so are numpy's texts and complex numbers, which `float` would take.
     """
     kind = type(value)
     is_other = isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "cSU"
@@ -163,7 +167,11 @@ def number_of(value: Any) -> float:
 
 
 def checked(outcome: Outcome) -> Outcome:
-    """Refuse an OK outcome with a reward that cannot be trained on: it would poison every advantage of its group."""
+    """Return an OK outcome as it is, or as an ENV_ERROR if a reward in it is not finite or above MAX_REWARD.
+
+    Looks at the rewards of the rollout, of its agents and of its turns. Such a reward would poison every advantage of
+    its group.
+    """
     if outcome.status is not RolloutStatus.OK:
         return outcome
     turns = [turn.reward for sample in outcome.samples for turn in sample.turns]
@@ -192,8 +200,10 @@ def _is_unusable(value: Any) -> bool:
 
 
 def bounded_json(messages: Sequence[Mapping[str, Any]], *, limit_bytes: int = MAX_MESSAGES_JSON_BYTES) -> str:
-    """Encode the conversation as JSON of at most `limit_bytes`: cut long contents, then drop messages from the
-    middle.
+    """Encode the conversation as JSON of at most `limit_bytes`.
+
+    If it is too long, contents are cut, and of more than 32 messages the first 32 are kept; at last only a note is
+    left.
     """
 
     def encode(items: Sequence[Mapping[str, Any]]) -> str:
@@ -216,7 +226,7 @@ def bounded_json(messages: Sequence[Mapping[str, Any]], *, limit_bytes: int = MA
 
 
 def finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics that are finite numbers; others cannot be averaged."""
+    """Return the metrics that are finite numbers, as floats; leave out all others, which cannot be averaged."""
     numbers: dict[str, float] = {}
     for name, value in metrics.items():
         with contextlib.suppress(NotANumberError):
@@ -226,7 +236,10 @@ def finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _sampling_json(request: PlayRequest, instead: Sequence[Mapping[str, Any]]) -> str:
-    """Encode the run's sampling and, under `environment`, what the requests used instead, if that is short."""
+    """Encode the run's sampling with `instead`, what requests used in its place, under `environment`.
+
+    `instead` is left out if the JSON would be too long.
+    """
     asked = request.sampling.parameters(is_external=request.is_external)
     whole = json.dumps(asked | ({"environment": list(instead)} if instead else {}), sort_keys=True, default=str)
     return whole if len(whole) <= MAX_SAMPLING_JSON_CHARS else json.dumps(asked, sort_keys=True)
@@ -241,7 +254,7 @@ def make_rollout(
     seconds: float,
     env_server: str = "",
 ) -> Rollout:
-    """Make the rollout of `member` from the request and the outcome."""
+    """Make the rollout of `member` from the request and the outcome; texts are cut to what may be stored."""
     is_ok = outcome.status is RolloutStatus.OK
     error = None
     if not is_ok:
@@ -285,30 +298,30 @@ def make_rollout(
     )
 
 
-# What a task is scored with, as the log keeps it: JSON of a bounded size, whatever an environment's author put there.
+# The data that a task is scored with, as the log keeps it: JSON of a bounded size, whatever the author put there.
 #
-# An answer or an info may be anything: an array, bytes, an object of a class, a table of a gigabyte, itself. None of
-# it may cost a rollout or hold up the worker, so no more of a value is looked at than is kept.
+# An answer or an info may be anything: an array, bytes, an object of a class, a table of a gigabyte, or a mapping that
+# has itself as a value. None of it may cost a rollout or block the worker, so no more of a value is read than is kept.
 
 _MAX_DEPTH = 16
 _MAX_NAME_CHARS = 200
 _MAX_INTEGER = 1 << 53
-"""What every reader of JSON has exactly; larger ones are text."""
+"""The largest integer that every reader of JSON has exactly; larger ones become text."""
 _MAX_NAMES = 256
 _LEFT_OUT = "…"
-"""The name under which a mapping says how many of its names are left out."""
+"""The name under which a mapping has the number of names that were left out."""
 _ROOM_OF_LEFT_OUT = 64
 
 
 class _Budget:
-    """How many more characters of one value are kept."""
+    """Counts how many more characters of one value may be kept."""
 
     def __init__(self, chars: int) -> None:
         self.chars = chars
         self.is_cut = False
 
     def take(self, count: int) -> bool:
-        """Return whether there is room for so many more characters; from the first refusal on there is none."""
+        """Take `count` characters from the budget; return whether they fitted. After one refusal all are refused."""
         self.chars -= count
         self.is_cut = self.is_cut or self.chars < 0
         return not self.is_cut
@@ -317,8 +330,9 @@ class _Budget:
 def bounded_object(given: Mapping[str, Any], *, limit_bytes: int = MAX_TASK_JSON_BYTES) -> str:
     """Return a mapping as a JSON object of at most `limit_bytes`, `answer` first; "" for an empty one.
 
-    A value whose JSON is long is cut, and kept as text; names that do not fit then are left out, and counted. What JSON
-    does not have (arrays, objects of classes, NaN) is a list or text.
+    A value whose JSON is longer than an eighth of the limit is cut, and kept as text. Names that then do not fit are
+    left out, and their number is added. What JSON does not have (arrays, objects of classes, NaN) becomes a list or
+    text.
     """
     kept: dict[str, Any] = {}
     used, left_out = 2, 0
@@ -338,13 +352,16 @@ def bounded_object(given: Mapping[str, Any], *, limit_bytes: int = MAX_TASK_JSON
 
 
 def _names(given: Mapping[str, Any]) -> list[str]:
-    """Return the names, `answer` first and the others sorted, unless there are too many to sort."""
+    """Return the names, `answer` first and the others sorted; of more than `_MAX_NAMES` only the first."""
     others = [name for name in itertools.islice(given, _MAX_NAMES) if name != "answer"]
     return [*(["answer"] if "answer" in given else []), *sorted(others, key=str)]
 
 
 def _bounded(value: Any, limit: int) -> Any:
-    """Return a value as plain data whose JSON has about `limit` characters at most."""
+    """Return a value as plain data; as cut text if its JSON has more than about `limit` characters.
+
+    An object whose methods raise becomes a text that names its class.
+    """
     try:
         if isinstance(value, str):
             return storable(shortened(value, limit))
@@ -358,7 +375,7 @@ def _bounded(value: Any, limit: int) -> Any:
 
 
 def _plain(value: Any, budget: _Budget, depth: int) -> Any:
-    """Return as much of a value as fits into the limit, as plain data."""
+    """Return as much of a value as fits into the budget, as plain data; `depth` counts the containers around it."""
     if value is None or isinstance(value, bool | np.bool_):
         budget.take(5)
         return None if value is None else bool(value)
@@ -408,10 +425,10 @@ def _text(value: Any, limit: int) -> str:
 
 
 def shortened(text: str, limit: int) -> str:
-    """Return the text, or its beginning and how much is missing."""
+    """Return the text, or its first `limit` characters and how many were cut."""
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text) - limit} characters cut)"
 
 
 def storable(text: str) -> str:
-    """Return the text without lone surrogates, which cannot be stored as UTF-8."""
+    """Return the text with `?` for lone surrogates, which cannot be stored as UTF-8."""
     return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,4 +1,4 @@
-"""Client-side tokenization with the `renderers` package: which renderer, and what it forgets.
+"""Client-side tokenization with the `renderers` package: the choice of a renderer, and the spans that it leaves out.
 
 `renderers.client.generate` posts token ids to `/inference/v1/generate` and returns a dictionary of the fields that it
 knows; the engine's `policy_spans` are not among them. So `generate` is replaced by a function that hands the original a
@@ -45,7 +45,7 @@ from millrace.errors import CorruptObjectError
 SESSION_HEADER = "X-Session-ID"
 # Marks a provider error that is really a reply without usable tokens, through layers that keep only its text.
 MISSING_TOKENS_MARK = "missing tokens:"
-# Marks one that is a reply which nobody can read: the engine's fault, which trying again does not fix.
+# Marks a provider error that is really a reply which cannot be read: a fault of the engine that a retry does not fix.
 UNREADABLE_MARK = "unreadable reply:"
 DEFAULT = "default"
 _NOT_JSON = "ENGINE_ANSWER_INVALID"
@@ -76,7 +76,10 @@ class EngineLostReplyError(OpenAIError):
 
 
 class GenerateClient:
-    """What `renderers.client.generate` asks of an AsyncOpenAI: `base_url`, `get` and `post`; one per call."""
+    """Implements what `renderers.client.generate` calls of an AsyncOpenAI: `base_url`, `get` and `post`.
+
+    One per call.
+    """
 
     def __init__(self, base_url: str) -> None:
         self.base_url = base_url
@@ -86,7 +89,7 @@ class GenerateClient:
         """The last `post`'s request without its prompt."""
 
     async def get(self, path: str, **_: object) -> Any:
-        """Get the JSON value at a path below the base URL; raise OpenAIError and aiohttp's errors."""
+        """Return the JSON value at a path below the base URL; raise OpenAIError and aiohttp's errors."""
         url = self.base_url.rstrip("/") + path
         status, raw = await self._ask("GET", url)
         if not _is_good(status):
@@ -96,10 +99,10 @@ class GenerateClient:
     async def post(
         self, url: str, *, body: Mapping[str, Any], options: Mapping[str, Any] | None = None, **_: object
     ) -> Self:
-        """Post a body to the engine and keep the answer in `content`.
+        """Post a body to the engine and return this client, with the answer in `content` and the parameters in `sent`.
 
         Tries again, a bounded number of times, if the engine refuses the request before it begins to generate. Raises
-        OpenAIError.
+        OpenAIError; of `options` only `headers` are used.
         """
         body = {**body, "sampling_params": completed(body.get("sampling_params") or {})}
         self.sent = sent_of(body)
@@ -163,7 +166,11 @@ _stock_generate = renderers.client.generate
 
 
 async def generate_with_spans(*, client: Any, **kwargs: Any) -> dict[str, Any]:
-    """Generate as `renderers.client.generate` does, noting the engine's policy spans and typing its errors."""
+    """Generate as `renderers.client.generate` does, with `GenerateClient` instead of `client`.
+
+    Notes the engine's policy spans in SPANS under the request's session id, and raises GenerateResponseError for a
+    reply without usable tokens or one that cannot be read. Requests that the engine refuses are noted, too.
+    """
     lean: Any = GenerateClient(str(client.base_url))
     session_id = (kwargs.get("extra_headers") or {}).get(SESSION_HEADER)
     try:
@@ -198,10 +205,10 @@ def install_span_capture() -> None:
 
 @lru_cache(maxsize=64)  # every rollout asks, and building the type's schema costs milliseconds
 def renderer_config(name: str, tokenizer_dir: str) -> Any:
-    """Return the cached config of a renderer by name; an empty name chooses by the policy's files.
+    """Return the config of a renderer by name, cached; "" chooses one by the policy's files (`choose_renderer`).
 
-    What has no renderer of its own gets the default one, which applies the tokenizer's chat template, parses no tool
-    calls, and renders the whole conversation anew in every turn.
+    The renderer `default` applies the tokenizer's chat template, parses no tool calls, and renders the whole
+    conversation anew in every turn.
     """
     from pydantic import TypeAdapter
     from renderers import RendererConfig
@@ -228,8 +235,8 @@ def choose_renderer(tokenizer_dir: Path) -> str:
 
 
 def _writes_like_template(name: str, tokenizer_dir: Path) -> bool:
-    """Return whether a renderer and the chat template give the same tokens for conversations of one and of two
-    turns.
+    """Return whether a renderer and the chat template give equal token ids for a one-turn and a two-turn
+    conversation.
     """
     from renderers import create_renderer
     from transformers import AutoTokenizer
@@ -237,7 +244,7 @@ def _writes_like_template(name: str, tokenizer_dir: Path) -> bool:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, local_files_only=True)
     renderer = create_renderer(tokenizer, renderer_config(name, str(tokenizer_dir)))
     for messages in _PROBES:
-        wanted = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
-        if list(renderer.render_ids(messages, add_generation_prompt=True)) != list(wanted):
+        expected = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
+        if list(renderer.render_ids(messages, add_generation_prompt=True)) != list(expected):
             return False
     return True

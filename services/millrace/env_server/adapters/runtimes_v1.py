@@ -1,4 +1,4 @@
-"""Who plays the roles of a v1 environment, and where they and its tool servers run: on this machine, or in containers.
+"""The harnesses of a v1 environment's roles, and the runtimes of roles and tool servers: this machine or containers.
 
 The library's own defaults are a shell that runs in a remote sandbox. Ours are a chat loop in this process, on this
 machine. They apply only where neither the environment nor the user names one, and where they fit what is
@@ -41,7 +41,11 @@ _NOT_PLAYED = ("validate",)
 
 
 def with_roles(base: Mapping[str, Any], *, harness: str, where: str) -> dict[str, Any]:
-    """Return an environment's config (as data) with our harness and runtime in every role that names none."""
+    """Return an environment's config (as data) with `harness` and the local runtime in every role that names none.
+
+    `where` is the config's place in messages. Raises InvalidSpecError for a runtime that the library does not have, or
+    a role that is no table.
+    """
     config = dict(base)
     taskset_id = str(config["taskset"]["id"])
     named = {key: config[key] for key in ("id", "taskset") if key in config}
@@ -67,8 +71,8 @@ def _roles(config: Any) -> Iterator[tuple[str, AgentConfig]]:
             yield name, field.default
 
 
-def _require_known(said: Mapping[str, Any], *, key: str) -> None:
-    kind = table_of(said.get("runtime"), where=key).get("type")
+def _require_known(configured: Mapping[str, Any], *, key: str) -> None:
+    kind = table_of(configured.get("runtime"), where=key).get("type")
     if isinstance(kind, str) and kind not in _kinds():
         raise InvalidSpecError([Violation(field=f"{key}.type", value=kind, message=problem_of(kind))])
 
@@ -78,7 +82,9 @@ def _names_runtime(configured: Mapping[str, Any], author: AgentConfig) -> bool:
 
 
 def check_runtimes(env: Any, *, where: str) -> None:
-    """Refuse an environment whose roles or tool servers cannot run here. Raises InvalidSpecError."""
+    """Raise InvalidSpecError if a role or tool server of an environment has a runtime or harness that cannot be used
+    here.
+    """
     task_class = env.taskset.task_type()
     roles = [(name, role) for name, role in env.config if isinstance(role, AgentConfig)]
     kinds = [(f"{where}.{name}.runtime.type", str(role.runtime.type)) for name, role in roles]
@@ -104,10 +110,10 @@ def _unfit_harnesses(env: Any, roles: Mapping[str, AgentConfig], *, where: str) 
 
 
 def check_default_runtime(env: Any, task: Any, configured: Mapping[str, Any], *, where: str) -> None:
-    """Refuse a task that works on the machine of its rollouts where no runtime is named.
+    """Raise InvalidSpecError if a task works on its rollout's machine and a role names no runtime.
 
-    By default it is this one, which its rollouts share: paths that are fixed would be those of all of them. Raises
-    InvalidSpecError.
+    `configured` has the user's tables of roles. The default runtime is this machine, which rollouts share: a fixed path
+    would be the same for all of them.
     """
     hook = _hook_on_machine(task)
     roles = [
@@ -125,9 +131,11 @@ def check_default_runtime(env: Any, task: Any, configured: Mapping[str, Any], *,
 
 
 def check_task_fits(env: Any, task: Any, *, where: str) -> None:
-    """Refuse an environment of one role whose first task needs what the runtime does not have. Raises InvalidSpecError.
+    """Raise InvalidSpecError if the only role's runtime lacks what the first task needs, such as an image or a network
+    policy.
 
-    It may be an image, or a network policy (of 0.4). The library would find it out in every rollout.
+    A container of the image is started to try it. Environments of several roles are not checked. The library would fail
+    in every rollout.
     """
     roles = [(name, role) for name, role in env.config if isinstance(role, AgentConfig)]
     if len(roles) != 1:
@@ -146,7 +154,7 @@ def check_task_fits(env: Any, task: Any, *, where: str) -> None:
 
 
 def _hook_on_machine(task: Any) -> str:
-    """Return the name of a task function that uses its runtime; "" if there is none."""
+    """Return the name of a function of the task's own that uses its runtime; "" if there is none."""
     kind = type(task)
     own = (getattr(kind, name) for name in dir(kind) if getattr(kind, name) is not getattr(vf.Task, name, None))
     plugged = (hook for attr in ("stop", "metric", "reward") for hook in task.hooks(attr))
@@ -168,14 +176,14 @@ def _uses_runtime(function: Callable[..., Any]) -> bool:
 
 
 def tool_servers(env: Any) -> list[Any]:
-    """Return every tool server that the environment declares, of all rollouts and of each."""
+    """Return every tool server that the environment declares: those of the taskset and those of each task."""
     taskset = env.taskset
     task_class = taskset.task_type()
     return [*type(taskset).toolsets(taskset.config), *task_class.toolsets(taskset.config.task)]
 
 
 def problem_of(kind: str) -> str:
-    """Return why no runtime of that kind can run here, or ""."""
+    """Return why no runtime of that kind can run here, or "" (blocking, a few seconds at most)."""
     known = _kinds()
     if kind == LOCAL:
         return ""
@@ -208,7 +216,10 @@ def _problem_of_engine() -> str:
 
 
 def _problem_of_command(command: str) -> str:
-    """Return why a program that makes containers without an engine is of no use here, or "" (blocking, a moment)."""
+    """Return why a program that makes containers without an engine cannot be used here, or "".
+
+    Blocks while it runs `COMMAND version`, at most `_ANSWER_S`.
+    """
     try:
         asked = subprocess.run(
             [command, "version"], capture_output=True, stdin=subprocess.DEVNULL, timeout=_ANSWER_S, check=False
@@ -225,7 +236,7 @@ def _problem_of_command(command: str) -> str:
 
 
 def _kinds() -> dict[str, bool]:
-    """Return the kinds of runtimes that the installed library has, and whether each is of this machine."""
+    """Return the kinds of runtimes that the installed library has, and whether each runs on this machine."""
     known: dict[str, bool] = {}
     parts: list[Any] = [AgentConfig.model_fields["runtime"].annotation]
     while parts:
@@ -237,7 +248,7 @@ def _kinds() -> dict[str, bool]:
 
 
 def problem_of_image(command: str, image: str) -> str:
-    """Return why no container of that image starts here, or "" (blocking, the time of one container's life).
+    """Return why no container of that image starts here, or "". Blocks while it starts one, at most `_START_S`.
 
     An image that is still being fetched when the time is up counts as one that starts.
     """
@@ -251,17 +262,18 @@ def problem_of_image(command: str, image: str) -> str:
     if tried.returncode == 0:
         return ""
     lines = tried.stderr.decode(errors="replace").strip().splitlines()
-    said = next((line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "")
+    reported = next((line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "")
     message = (
-        f"no container of it starts where workers run ({said[:_SHOWN_CHARS] or f'exit code {tried.returncode}'}); "
+        f"no container of it starts where workers run ({reported[:_SHOWN_CHARS] or f'exit code {tried.returncode}'}); "
     )
-    if "not permitted" in said or ("denied" in said.lower() and command == "podman"):
+    # What the command reports where a confined worker may not make containers.
+    if "not permitted" in reported or ("denied" in reported.lower() and command == "podman"):
         return message + _CONFINED.format(command)
     return message + f"put the image there (`{command} pull`, `{command} load`), or name another"
 
 
 def _containers() -> tuple[str, ...]:
-    """Return the kinds of this machine that give each rollout a container."""
+    """Return the kinds of runtimes on this machine that give each rollout a container."""
     return tuple(kind for kind, is_local in _kinds().items() if is_local and kind != LOCAL)
 
 

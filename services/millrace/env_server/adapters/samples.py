@@ -53,11 +53,10 @@ class Turn:
 
 
 def engine_spans(choice: Mapping[str, Any]) -> tuple[PolicySpan, ...]:
-    """Return the policy spans of a choice's tokens as the engine reports them; empty if it reports none that is
-    readable.
+    """Return the policy spans of a choice's tokens as the engine reports them; empty if none can be read.
 
     Millrace's servers answer `policy_spans`; vLLM's own routes answer `weight_versions`, whose `version` is the text
-    `<lineage>-<version>` that Millrace set. Where both are there, `policy_spans` counts.
+    `<lineage>-<version>` that Millrace set. If both can be read, `policy_spans` are returned.
     """
     return parse_spans(choice.get("policy_spans")) or parse_spans(choice.get("weight_versions"))
 
@@ -119,9 +118,11 @@ def check_turn(turn: Turn, *, index: int, requires_spans: bool) -> None:
 
 
 def merge_turns(turns: Sequence[Turn], *, requires_spans: bool, is_agent: bool = False) -> tuple[Sample, ...]:
-    """Merge the turns of one rollout, in order, into its samples. Raises MissingTokensError.
+    """Merge the turns of one rollout, in order, into its samples: a turn whose prompt begins with a sample extends it.
 
-    An agent (`is_agent`) may have several conversations at the same time: there a turn extends whichever sample it can.
+    Without `is_agent` only the last sample can be extended; an agent may have several conversations at the same time,
+    so its turn extends the newest sample that fits. With `requires_spans` every sampled token must have a policy
+    version. Raises MissingTokensError, also for no turns.
     """
     if not turns:
         raise MissingTokensError("the rollout made no model call")
@@ -142,14 +143,17 @@ def merge_turns(turns: Sequence[Turn], *, requires_spans: bool, is_agent: bool =
 
 
 class OwnRanges:
-    """Ranges of a sample that were sampled in a way of their own; neighbouring turns of the same way are one."""
+    """Collects ranges of a sample that were not sampled as the run asks.
+
+    Neighbouring turns of the same way are one range.
+    """
 
     def __init__(self) -> None:
         self._found: list[OwnSampling] = []
         self._last: Way | None = None
 
     def add(self, start: int, end: int, way: Way | None) -> None:
-        """Add the tokens of a turn, `[start, end)`; None was sampled as the run asks for it."""
+        """Add a turn's tokens `[start, end)`; a `way` of None was sampled as the run asks, and gets no range."""
         if way is not None and way == self._last:
             self._found[-1] = replace(self._found[-1], end=end)
         elif way is not None:
@@ -158,12 +162,15 @@ class OwnRanges:
 
     @property
     def ranges(self) -> tuple[OwnSampling, ...]:
-        """Return all own sampling ranges in order."""
+        """Return the collected ranges in order."""
         return tuple(self._found)
 
 
 def spans_of_roles(found: Sequence[str], *, start: int) -> list[RoleSpan]:
-    """Return where neighbouring tokens from `start` on have the same role; an empty one is nobody's."""
+    """Return ranges of neighbouring tokens with the same role, for one role a token from index `start` on.
+
+    Tokens whose role is "" get no range.
+    """
     spans: list[RoleSpan] = []
     at = start
     for role, same in itertools.groupby(found):
@@ -191,7 +198,7 @@ class _SampleBuilder:
         return list(prompt_ids[: len(self.token_ids)]) == self.token_ids
 
     def add(self, turn: Turn) -> None:
-        """Append what the prompt adds (not trained), then the sampled tokens (trained)."""
+        """Append the tokens that the turn's prompt adds, which are not trained, then its sampled tokens, which are."""
         added = list(turn.prompt_ids[len(self.token_ids) :])
         if self.token_ids and turn.asked_by in ROLES:
             self.roles += spans_of_roles([turn.asked_by] * len(added), start=len(self.token_ids))
@@ -222,13 +229,13 @@ class _SampleBuilder:
         )
 
 
-# What was asked and which policy versions answered, by completion: `verifiers` has no place for it in its records.
+# The parameters of each model call and the policy versions that answered it; records of `verifiers` cannot have them.
 #
 # The engine returns `policy_spans` in the body of a completion. Neither generation of `verifiers` carries unknown
 # fields of a response into its records, so the HTTP layer notes them here under the rollout's id (v0:
 # `trajectory_id`, v1: the trace id, which its clients send as `X-Session-ID`), and the adapter takes them when the
-# rollout is over. A completion is found again by its token ids, in the order of the calls; what the request asked of
-# the sampling is noted with it.
+# rollout is over. A completion is found again by its token ids, in the order of the calls. The sampling parameters of
+# its request are noted with it.
 
 # Rollouts that failed half-way never take their notes; the oldest ones are forgotten beyond this number. It is far
 # above the rollouts that one worker plays at once.
@@ -248,7 +255,7 @@ NO_CALL = Call()
 
 
 class SpanLog:
-    """Notes of one worker, by rollout."""
+    """The model calls of one worker's rollouts, until their adapters take them."""
 
     def __init__(self) -> None:
         self._notes: OrderedDict[str, list[Call]] = OrderedDict()
@@ -260,7 +267,10 @@ class SpanLog:
         spans: tuple[PolicySpan, ...],
         sent: Mapping[str, Any] | None = None,
     ) -> None:
-        """Remember one completion. Without tokens it is a request that the engine refused."""
+        """Remember one model call of a rollout. A call without tokens is a request that the engine refused.
+
+        `sent` has the request's parameters. Beyond MAX_ROLLOUTS rollouts the oldest are forgotten.
+        """
         self._notes.setdefault(rollout_id, []).append(
             Call(completion_ids=tuple(completion_ids), spans=spans, sent=sent)
         )
@@ -268,12 +278,12 @@ class SpanLog:
             self._notes.popitem(last=False)
 
     def take(self, rollout_id: str) -> "Spans":
-        """Return and forget the notes of one rollout."""
+        """Return the model calls of one rollout, and forget them."""
         return Spans(self._notes.pop(rollout_id, []))
 
 
 class Spans:
-    """The notes of one rollout, used up completion by completion."""
+    """The model calls of one rollout, each found once."""
 
     def __init__(self, notes: Sequence[Call]) -> None:
         self.calls = tuple(notes)
@@ -283,24 +293,24 @@ class Spans:
         """The requests that the engine refused."""
 
     def find(self, completion_ids: Sequence[int]) -> Call:
-        """Find the first unused call with these ids, else one whose ids begin with them, with its spans cut to their
-        length.
+        """Return the first call not returned yet with these ids, else the first whose ids begin with them.
 
-        The environment may have cut it short; but calls may also end in another order than they are recorded in.
+        Else NO_CALL. Spans are cut to the length of `completion_ids`, because the environment may have cut the
+        completion. Calls may be recorded in another order than they ended in.
         """
-        wanted = tuple(completion_ids)
-        index = next((at for at, call in enumerate(self._notes) if call.completion_ids == wanted), None)
+        sought = tuple(completion_ids)
+        index = next((at for at, call in enumerate(self._notes) if call.completion_ids == sought), None)
         if index is None:
-            begins = (at for at, call in enumerate(self._notes) if call.completion_ids[: len(wanted)] == wanted)
+            begins = (at for at, call in enumerate(self._notes) if call.completion_ids[: len(sought)] == sought)
             index = next(begins, None)
         if index is None:
             return NO_CALL
         call = self._notes.pop(index)
-        return replace(call, spans=clipped(call.spans, len(wanted)))
+        return replace(call, spans=clipped(call.spans, len(sought)))
 
 
 def clipped(spans: Sequence[PolicySpan], end: int) -> tuple[PolicySpan, ...]:
-    """Return the spans of the first `end` tokens."""
+    """Return the spans of the first `end` tokens, the last one cut there."""
     if not spans or spans[-1].end <= end:
         return tuple(spans)
     return tuple(replace(span, end=min(span.end, end)) for span in spans if span.start < end)

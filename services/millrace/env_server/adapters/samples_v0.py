@@ -1,4 +1,4 @@
-"""The steps of a v0 rollout → turns, with what the library has cut off them.
+"""The steps of a v0 rollout → turns, and the tokens that the library has cut off them.
 
 With `max_seq_len` an environment has the library cut what a model call brought: the ends of completions, or all of them
 where the prompt alone is longer. What is left is trained on; a turn of which nothing is left is not, and what it earned
@@ -19,7 +19,7 @@ from millrace.rollouts.types import CUT_METRIC
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptTurns:
-    """Those of a rollout."""
+    """The turns of a rollout that are trained on, and counts of what is not."""
 
     kept: Sequence[Turn]
     num_cut: int
@@ -33,18 +33,22 @@ class KeptTurns:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return what the rollout tells of tokens and calls that are not trained on."""
+        """Return the rollout's metrics of tokens that were cut and calls that were left out, without zeros."""
         counts = {CUT_METRIC: self.num_cut, LEFT_OUT_METRIC: self.num_left_out}
         return {name: float(count) for name, count in counts.items() if count}
 
     @property
     def are_all_cut(self) -> bool:
-        """Return whether nothing is left that could be trained on."""
+        """Return whether no turn is left because the sampled tokens of a turn were all cut."""
         return not self.kept and bool(self.why_cut)
 
 
 def turns_of(steps: Sequence[Mapping[str, Any]], spans: Spans, asked: AskedSampling) -> KeptTurns:
-    """Return the turns of a rollout's steps. Raises MissingTokensError, NotANumberError and OwnSamplingError."""
+    """Return the turns of a rollout's steps, in order; `spans` are used up.
+
+    A turn whose sampled tokens were all cut is left out, and its reward added to the turn before it, or to the next one
+    if there is none before. Raises MissingTokensError, NotANumberError and OwnSamplingError.
+    """
     kept: list[Turn] = []
     num_cut, num_left_out, why = 0, 0, ""
     is_agent = False
@@ -89,7 +93,7 @@ def turns_of(steps: Sequence[Mapping[str, Any]], spans: Spans, asked: AskedSampl
 
 
 def _asked_by(prompt: Any) -> str:
-    """Return the role of the messages after the last reply in a prompt, if they have the same one; "" otherwise."""
+    """Return the role of the messages after the last reply in a prompt; "" without a reply, or if the roles differ."""
     if not isinstance(prompt, Sequence) or isinstance(prompt, str):
         return ""
     roles = [str(each.get("role") if isinstance(each, Mapping) else getattr(each, "role", "")) for each in prompt]
@@ -105,7 +109,10 @@ def _both(first: float | None, second: float | None) -> float | None:
 
 
 def _answered(step: Mapping[str, Any], tokens: Mapping[str, Any]) -> tuple[Sequence[int], Sequence[int]]:
-    """Return a model call's prompt ids and sampled ids from before the library cut them, as far as available."""
+    """Return a model call's prompt ids and sampled ids as they were before the library cut them.
+
+    They are those in `tokens` if the response has none, or others than the step begins with.
+    """
     message = getattr(step.get("response"), "message", None)
     whole = getattr(message, "tokens", None)
     prompt, sampled = getattr(whole, "prompt_ids", None), getattr(whole, "completion_ids", None)
@@ -126,7 +133,7 @@ def _nothing_left(index: int, tokens: Mapping[str, Any], *, num_prompt: int) -> 
 
 
 def _step_reward(value: Any, *, number: int) -> float | None:
-    """Return the reward of a step, if it has one. Raises NotANumberError."""
+    """Return the reward of a step; None if it has none. Raises NotANumberError that names turn `number`."""
     if value is None:
         return None
     try:

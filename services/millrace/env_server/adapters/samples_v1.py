@@ -23,7 +23,7 @@ from millrace.rollouts.types import ROLES, PolicySpan, RoleSpan, Sample
 
 
 def kept_nodes(trace: Any, mode: str) -> set[int]:
-    """Return the ids (of Python) of sampled nodes whose calls are trained on (`agents.branches`)."""
+    """Return the Python ids of the sampled nodes whose calls are trained on, by the mode of `agents.branches`."""
     nodes = list(trace.nodes)
     sampled = [index for index, node in enumerate(nodes) if node.sampled]
     if mode == "all" or len(trace.branches) < 2:
@@ -58,13 +58,14 @@ def branch_samples(
 ) -> tuple[Sample, ...]:
     """Return one sample per trainable branch; shared tokens are trained once, in the first branch.
 
-    Of the sampled nodes those are trained that are `kept`, by the ids of Python; None is all of them. Raises
-    MissingTokensError, and OwnSamplingError where calls are held against what was `asked`.
+    Only the sampled nodes in `kept` (Python ids) are trained; None is all of them. Raises MissingTokensError, also if
+    no branch has a trained token, and OwnSamplingError if a call deviates from `asked` in a way that cannot be trained
+    on.
     """
     if not branches:
         raise MissingTokensError("the rollout made no model call")
     trained: set[int] = set()
-    heard: set[int] = set()
+    with_roles: set[int] = set()
     samples: list[Sample] = []
     noted = _noted(branches, spans)
     for branch in branches:
@@ -76,7 +77,7 @@ def branch_samples(
         policy_spans: list[PolicySpan] = []
         own = OwnRanges()
         roles: list[RoleSpan] = []
-        is_behind_reply = False
+        is_after_reply = False
         for node in branch.nodes:
             num_sampled = sum(node.mask)
             is_new = bool(node.sampled) and id(node) not in trained and (kept is None or id(node) in kept)
@@ -86,10 +87,10 @@ def branch_samples(
                 start = len(token_ids) + len(node.mask) - num_sampled
                 policy_spans += [replace(span, start=start + span.start, end=start + span.end) for span in turn.spans]
                 own.add(start, start + num_sampled, turn.own_way)
-            elif is_behind_reply and not node.sampled and id(node) not in heard:
-                heard.add(id(node))
+            elif is_after_reply and not node.sampled and id(node) not in with_roles:
+                with_roles.add(id(node))
                 roles += spans_of_roles(_roles_of(node), start=len(token_ids))
-            is_behind_reply |= bool(node.sampled)
+            is_after_reply |= bool(node.sampled)
             token_ids += node.token_ids
             num_prompt = len(node.token_ids) - (num_sampled if is_new else 0)
             mask += [0] * num_prompt + [1] * (len(node.token_ids) - num_prompt)
@@ -111,9 +112,9 @@ def branch_samples(
 
 
 def _roles_of(node: Any) -> list[str]:
-    """Return the role of each token of a message that the environment added; of what the template adds none.
+    """Return the role of each token of a message that the environment added; "" for tokens that the template adds.
 
-    Where the renderer does not say which tokens are the message's, all of them are.
+    If the renderer does not mark which tokens are the message's content, all have the role.
     """
     name = str(node.message.role)
     role = name if name in ROLES else ""
@@ -124,7 +125,10 @@ def _roles_of(node: Any) -> list[str]:
 
 
 def _noted(branches: Sequence[Any], spans: Spans) -> dict[int, Call]:
-    """Match noted calls to sampled nodes; nodes of untrained branches use up their notes as well."""
+    """Return the model call of each sampled node, by the node's Python id.
+
+    Nodes of untrained branches use up calls, too.
+    """
     noted: dict[int, Call] = {}
     for node in (node for branch in branches for node in branch.nodes if node.sampled):
         if id(node) not in noted:
@@ -133,7 +137,10 @@ def _noted(branches: Sequence[Any], spans: Spans) -> dict[int, Call]:
 
 
 def _turn(node: Any, found: Call, *, call: int, requires_spans: bool, asked: AskedSampling | None) -> Turn:
-    """Return the checked model call of a sampled node, whose last tokens are the sampled ones."""
+    """Return the model call of a sampled node as a checked turn; the node's last tokens are the sampled ones.
+
+    `call` is the number for messages. Raises MissingTokensError and OwnSamplingError.
+    """
     num_sampled = sum(node.mask)
     if not num_sampled or not all(node.mask[-num_sampled:]):
         raise MissingTokensError(f"model call {call}: the trace has no token ids; the engine must return `token_ids`")
@@ -176,7 +183,7 @@ def _shown(agent: str, played: Outcome) -> list[Mapping[str, Any]]:
 
 
 def timeout_remedy(message: str, trace: Any) -> str:
-    """Return which of the environment's args sets the deadline."""
+    """Return the remedy for a deadline that was missed: which of the environment's args sets it."""
     role = str(getattr(getattr(trace, "agent", None), "name", None) or "agent")
     stages = [stage for stage in ("setup", "finalize", "scoring") if stage in message]
     key = role_key(f"{role}.timeout.{stages[0] if stages else 'rollout'}")

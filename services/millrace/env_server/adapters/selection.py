@@ -1,7 +1,7 @@
 """Which tasks of an environment are played: `select` of the run config, applied to the tasks that were loaded.
 
-Every name and every position has to be there, and what is evaluated may not be trained on: else a typing error would
-train on other tasks than those that were meant, and nothing would say so.
+Every name and every position must exist, and evaluated tasks may not be trained on: else a typing error would silently
+train on other tasks than those that were meant.
 """
 
 import hashlib
@@ -31,8 +31,9 @@ TASK_ID_DIGITS = 16
 
 
 def canonical_json(value: Any) -> bytes:
-    """Return the canonical JSON: sorted keys, no spaces, UTF-8. What JSON cannot say is written as its type and
-    repr.
+    """Return the canonical JSON: sorted keys, no spaces, UTF-8.
+
+    A value that JSON cannot have is written as type and repr.
     """
     text = json.dumps(
         value,
@@ -46,13 +47,15 @@ def canonical_json(value: Any) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskTable(TaskSet):
-    """The tasks of one set. `row` gives task i in the environment's own form."""
+    """The tasks of one set with their ids. `row` gives task i in the environment's own form."""
 
     row: Callable[[int], Any]
 
 
 def build_task_table(num_tasks: int, *, row: Callable[[int], Any], content: Callable[[int], Any]) -> TaskTable:
-    """Hash every task once. `content(i)` is what the task is, as plain data."""
+    """Return a table of `num_tasks` tasks, with an id and a digest of the set hashed from `content(i)`, task i as plain
+    data.
+    """
     whole = hashlib.sha256()
     ids: list[str] = []
     for index in range(num_tasks):
@@ -74,14 +77,14 @@ class EveryTask:
     size: int
     row: Callable[[int], Any]
     content: Callable[[int], Any]
-    """What task i is, as plain data: its id is a digest of it."""
+    """Gives task i as plain data, whose digest is the task's id."""
     named: Callable[[int, str], Iterable[str]] = lambda index, kind: ()
-    """By what task i is known: its `ids`, `keys` or `names`."""
+    """Gives the `ids`, `keys` or `names` of task i, by which it can be selected."""
     mixed: Sequence[int] | None = None
     """Another order, in which the first tasks are of every environment of a group."""
 
     def table(self, positions: Sequence[int]) -> TaskTable:
-        """Return the table of some of its tasks."""
+        """Return the table of the tasks at these positions, in this order."""
         return build_task_table(
             len(positions),
             row=lambda index: self.row(positions[index]),
@@ -89,7 +92,10 @@ class EveryTask:
         )
 
     def names_of(self, kind: str, ids: Sequence[str]) -> list[set[str]]:
-        """Return the names of each task by position; a mapping's keys are names, too."""
+        """Return the names of each task by position, of the kind `ids`, `keys` or `names`.
+
+        A task's id in `ids` is a key, too.
+        """
         own = [{str(name) for name in self.named(index, kind)} for index in range(self.size)]
         return [names | {ids[index]} for index, names in enumerate(own)] if kind == "keys" else own
 
@@ -101,9 +107,11 @@ NO_TASKS = EveryTask(size=0, row=lambda index: index, content=lambda index: inde
 def selected_tables(
     text: str, *, train: EveryTask, held_out: EveryTask | None, is_mixed: bool
 ) -> tuple[TaskTable, TaskTable]:
-    """Return the tables of training tasks and of evaluated ones, as `EnvSpec.select_json` chooses them.
+    """Return the table of training tasks and that of evaluated ones, as `EnvSpec.select_json` (`text`) chooses them.
 
-    `is_mixed`: training tasks are in the order `mixed`, because evaluations play them. Raises InvalidSpecError.
+    Without a selection the tables have all tasks. `is_mixed`: evaluations play training tasks, which are then in the
+    order `mixed`. Raises InvalidSpecError for an empty selection, unknown names or positions, and evaluated tasks that
+    are trained on.
     """
     tables = decode_object(text or "{}", what="select", reason="ENV_ARGS_INVALID", max_bytes=MAX_ARGS_BYTES)
     every = list(train.mixed if train.mixed is not None and (is_mixed or tables) else range(train.size))
@@ -132,7 +140,7 @@ def stop_of(text: str) -> int:
 
 
 def tasks_of(taskset: Any, num_tasks: int) -> EveryTask:
-    """Return all tasks of a v1 taskset, or the first `num_tasks` of an endless one."""
+    """Return all tasks of a v1 taskset, or the first `num_tasks` of an endless one, with their names."""
     tasks = list(itertools.islice(taskset, num_tasks) if taskset.INFINITE else taskset)
 
     def named(index: int, kind: str) -> Iterable[str]:
@@ -155,7 +163,11 @@ def _order(whole: EveryTask) -> Sequence[int]:
 def _choose(
     whole: EveryTask, select: Mapping[str, Any], ids: Sequence[str], *, of: str, key: str = "orchestrator.env.select"
 ) -> list[int]:
-    """Return the positions that a selection has, in the order in which they are played. Raises InvalidSpecError."""
+    """Return the positions that a selection chooses, in the order in which they are played.
+
+    `ids` are the tasks' ids by position; `of` and `key` are for messages. Raises InvalidSpecError, also for an empty
+    choice.
+    """
     kept, dropped = (_matched(whole, select[side], ids, of=of, key=f"{key}.{side}") for side in ("include", "exclude"))
     left = [at for at in _order(whole) if (kept is None or at in kept) and not (dropped and at in dropped)]
     if select["shuffle"]:
@@ -174,7 +186,10 @@ def _choose(
 
 
 def _matched(whole: EveryTask, match: Mapping[str, Any], ids: Sequence[str], *, of: str, key: str) -> set[int] | None:
-    """Return the positions that any list names; None if all lists are empty. InvalidSpecError for what is not there."""
+    """Return the positions that any list of `match` names; None if all lists are empty.
+
+    Raises InvalidSpecError for positions and names that do not exist.
+    """
     if not any(match.values()):
         return None
     found: set[int] = set()
@@ -187,23 +202,23 @@ def _matched(whole: EveryTask, match: Mapping[str, Any], ids: Sequence[str], *, 
             wrong.append(Violation(field=f"{key}.idx", value=shown, message=message))
         found.update(range(start, whole.size if stop is None else min(stop, whole.size), step))
     for kind in _IDENTITIES:
-        if not (wanted := match[kind]):
+        if not (sought := match[kind]):
             continue
         names = whole.names_of(kind, ids)
         there = set().union(*names)
-        if missing := [name for name in wanted if name not in there]:
-            message = f"names {len(missing)} of {len(wanted)} tasks that are not there: {_shown(missing)}; " + (
+        if missing := [name for name in sought if name not in there]:
+            message = f"names {len(missing)} of {len(sought)} tasks that are not there: {_shown(missing)}; " + (
                 f"the {whole.size} {of} have {kind} such as {_shown(sorted(there))}" if there else _nameless(kind)
             )
             wrong.append(Violation(field=f"{key}.{kind}", value=_shown(missing), message=message))
-        found.update(at for at, own in enumerate(names) if own & set(wanted))
+        found.update(at for at, own in enumerate(names) if own & set(sought))
     if wrong:
         raise _refused(wrong)
     return found
 
 
 def _require_apart(evaluated: TaskTable, trained: set[str]) -> None:
-    """Raise InvalidSpecError if what is evaluated is trained on."""
+    """Raise InvalidSpecError if an evaluated task is among the ids `trained`."""
     if shared := list(dict.fromkeys(task for task in evaluated.ids if task in trained)):
         message = (
             f"chooses {len(shared)} of its {len(evaluated)} tasks that are trained on, too: the first are "

@@ -1,4 +1,4 @@
-"""Engines of ours are asked with text alone: a rollout's tokens are all that a trainer gets to see of its messages.
+"""Refusal of content that is not text in requests to our engines: of messages a trainer sees the tokens alone.
 
 Without this check an image fails wherever the chat template or the engine meets it first, in words that name neither.
 """
@@ -24,7 +24,7 @@ def other_part(messages: Iterable[Any]) -> str:
 
 
 def refusal(kind: str) -> str:
-    """Return the message for a content part of that type."""
+    """Return the error message for a content part of type `kind`."""
     return (
         f"a message of the environment has a content part {kind!r}, and Millrace plays and trains on text alone; "
         "leave such parts out of its prompts and replies, or evaluate it at an endpoint that takes them "
@@ -35,8 +35,8 @@ def refusal(kind: str) -> str:
 def refuse_other_parts(prompts: Iterable[Any], *, tasks: str) -> None:
     """Raise InvalidSpecError if a task of the environment has content parts that our engines do not accept.
 
-    `prompts` are lists of messages, or texts; `tasks` says which set they are of. What comes up only in the course of a
-    rollout fails that rollout.
+    `prompts` are lists of messages, or texts; `tasks` names their set in the message. Parts that come up only in the
+    course of a rollout fail that rollout.
     """
     for index, prompt in enumerate(prompts):
         if kind := other_part(prompt if isinstance(prompt, list | tuple) else ()):
@@ -45,8 +45,9 @@ def refuse_other_parts(prompts: Iterable[Any], *, tasks: str) -> None:
 
 
 def with_plain_text(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with text parts joined by line ends, as our engine does it: many templates take one
-    string only.
+    """Return the message with its text parts joined by line ends, because many chat templates take one string only.
+
+    A message with other parts, or with a string, is returned unchanged.
     """
     content = message.get("content")
     if not isinstance(content, list) or other_part([message]):
@@ -59,7 +60,5 @@ def _field(thing: Any, name: str) -> Any:
 
 
 def not_text_error(base: type[Exception]) -> type[Exception]:
-    """Return the class of `NotTextError` that this generation of `verifiers` treats as the environment's own
-    mistake.
-    """
+    """Make a class `NotTextError` derived from `base`, which `verifiers` treats as the environment's own mistake."""
     return type("NotTextError", (base,), {"__doc__": "The environment sends what is not text to an engine of ours."})

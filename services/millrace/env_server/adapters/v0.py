@@ -102,7 +102,11 @@ class V0Adapter:
 
     @classmethod
     def load(cls, spec: EnvSpec, module: ModuleType, args: Mapping[str, Any]) -> Self:
-        """Call the module's `load_environment` with the args that are not ours. Its exceptions pass through."""
+        """Call the module's `load_environment` with the args that are not the env-server's, and check the result.
+
+        Installs the gate of judges in this process. Exceptions of the environment's code pass through; InvalidSpecError
+        is raised if the environment cannot be played as the run config asks.
+        """
         judges.JudgeGate(max_concurrent=spec.judge_max_concurrent, timeout_s=spec.judge_timeout_s).install()
         options = inspect.signature(module.load_environment).parameters
         own, ours = split_args(args, keys=(RENDERER,), options=options)
@@ -127,18 +131,22 @@ class V0Adapter:
         return loaded
 
     async def start(self) -> None:
-        """Open the HTTP session, and the pool of threads for what environments run beside the event loop."""
+        """Open the HTTP session, and set the threads in which environments run blocking code."""
         asyncio.get_running_loop().set_default_executor(EnvExecutor(_ENV_THREADS, "env"))
         os.environ.setdefault(_API_KEY_VARIABLE, "EMPTY")
         self._session = engine_access().session()
 
     async def close(self) -> None:
-        """Close the access to engines and the agents' address."""
+        """Close the connections to engines and the server for agents."""
         await agent_server().close()
         await engine_access().close()
 
     async def play(self, request: PlayRequest, *, tokenizer_dir: str) -> Sequence[Outcome]:
-        """Play the request's members: together if rewards compare them, else there is one."""
+        """Play a rollout for each member and return the outcomes, one after the other, or as a group if rewards compare
+        them.
+
+        Of a compared group all fail if one does. `tokenizer_dir` has the policy's tokenizer, for rendering here.
+        """
         row: Any = (self.train if request.has_train_task else self.eval).row(request.task_index)
         client = self._client(request, tokenizer_dir)
         args = sampling_args(request.sampling, is_external=request.is_external, declared=self._declared)
@@ -185,7 +193,10 @@ class V0Adapter:
         return self._clients[key]
 
     def _choose_renderer(self, tokenizer_dir: str) -> str:
-        """Return the name of the renderer that tokenizes here; empty where the engine tokenizes."""
+        """Return the name of the renderer that tokenizes here; "" where the engine tokenizes.
+
+        By default that is for environments of several turns whose model's family has a renderer of its own.
+        """
         if self._renderer:
             return "" if self._renderer == NO_RENDERER else self._renderer
         has_turns = isinstance(self._env, vf.MultiTurnEnv) and not isinstance(self._env, vf.SingleTurnEnv)
@@ -199,7 +210,10 @@ class V0Adapter:
 
 
 def fail_together(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Fail all members of a group-scored play if one failed, because the comparison is spoilt; name the first one."""
+    """Return outcomes of a group-scored play in which all failed if one did, because the comparison is spoilt.
+
+    The members that were OK get an error that names the first failure.
+    """
     broken = next((outcome for outcome in outcomes if outcome.status is not RolloutStatus.OK), None)
     if broken is None:
         return list(outcomes)
@@ -220,9 +234,9 @@ def fail_together(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def _watched(client: Client, *, is_external: bool) -> Client:
-    """Return the client, of whichever route, which then notes engines' errors about prompts that are too long.
+    """Return the client with its `get_response` replaced: it notes errors about prompts that are too long in TOO_LONG.
 
-    One that asks an engine of ours refuses content parts that are not text.
+    A client of an engine of ours then also refuses content parts that are not text.
     """
     stock = client.get_response
 
@@ -263,7 +277,7 @@ def _renderer_client(base_url: str, tokenizer_dir: str, renderer: str) -> Client
 
 
 def _no_client() -> LeanClient:
-    """Return a client for states of which no rollout is played."""
+    """Return a client without a session, for states that are never played."""
     session: Any = None
     return LeanClient("http://127.0.0.1", session)
 
@@ -277,9 +291,10 @@ def _no_renderers(renderer: str) -> InvalidSpecError:
 
 
 def _outcome(output: Mapping[str, Any], of_play: Scored, asked: AskedSampling) -> Outcome:
-    """Apply the usable-for-training rule: an error, a timeout, a reward that raised or a missing token is a failure.
+    """Return how a rollout ended, with its samples if it can be trained on.
 
-    So is a turn that was sampled in a way which the trainer cannot compute.
+    A failure is an error, a timeout, a reward that raised, a missing token, or a turn sampled in a way that the trainer
+    cannot compute. Takes the rollout's model calls out of SPANS.
     """
     played = _judged(output, of_play)
     spans = SPANS.take(str(output.get("trajectory_id") or ""))
@@ -303,7 +318,11 @@ def _outcome(output: Mapping[str, Any], of_play: Scored, asked: AskedSampling) -
 
 
 def _external_outcome(output: Mapping[str, Any], of_play: Scored, client: Client) -> Outcome:
-    """Make the outcome of a rollout without tokens from a foreign endpoint, with the number of tries as a metric."""
+    """Return how a rollout at a foreign endpoint ended, without samples, and with the number of repeated tries as a
+    metric.
+
+    A rollout without a model call is a failure.
+    """
     played = _judged(output, of_play)
     steps = output.get("trajectory") or []
     if isinstance(client, LeanClient) and steps:
@@ -315,7 +334,10 @@ def _external_outcome(output: Mapping[str, Any], of_play: Scored, client: Client
 
 
 def _judged(output: Mapping[str, Any], of_play: Scored) -> Outcome:
-    """Return how the rollout ended, without its tokens."""
+    """Return how the rollout ended, without its tokens: its reward and metrics, or its failure.
+
+    Takes the rollout's notes out of SCORED and TOO_LONG; `of_play` has notes of states without an id.
+    """
     steps = output.get("trajectory") or []
     rollout_id = str(output.get("trajectory_id") or "")
     scored, too_long = SCORED.take(rollout_id), TOO_LONG.take(rollout_id)
@@ -348,14 +370,14 @@ def _judged(output: Mapping[str, Any], of_play: Scored) -> Outcome:
 
 
 def _given(output: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the task's answer and the fields of its info."""
+    """Return the task's answer, under `answer`, and the fields of its info."""
     answer, info = output.get("answer"), output.get("info")
     found = {} if _is_nothing(info) else dict(info) if isinstance(info, Mapping) else {"info": info}
     return found if _is_nothing(answer) else {**found, "answer": answer}
 
 
 def with_read_info(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a task whose `info` is read where it is JSON, as the library reads it when it plays the task."""
+    """Return a task with its `info` parsed if that is a text of JSON, as the library does when it plays the task."""
     info = row.get("info")
     if not isinstance(info, str):
         return row
@@ -366,7 +388,7 @@ def with_read_info(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _is_nothing(value: Any) -> bool:
-    """Return whether the value is the library's for a missing field; 0, False and empty lists are values."""
+    """Return whether the value is None or "", which the library has for a missing field; 0, False and [] are values."""
     return value is None or (isinstance(value, str) and not value)
 
 
@@ -404,20 +426,20 @@ def _model_seconds(timing: Mapping[str, Any]) -> float:
     return float(sum(max(0.0, span.get("end", 0.0) - span.get("start", 0.0)) for span in spans))
 
 
-# What v0's model calls are asked for: the run's sampling, and what the environment was made with (`sampling_args`).
+# The sampling of v0's model calls: the run's, filled with that of the environment's constructor (`sampling_args`).
 #
-# The library's own `generate` (0.1.14 as 0.3.1) takes an environment's `sampling_args` where who calls it says
-# nothing; `run_rollout`, which trainers call, does not look at them. Here a run says what is not neutral. Of a group
-# of environments those of the group count, as with the library, and not those of its members.
+# The library's own `generate` (0.1.14 and 0.3.1) uses an environment's `sampling_args` where its caller passes none;
+# `run_rollout`, which trainers call, ignores them. Here they apply where the run's value is neutral. Of a group of
+# environments those of the group apply, as with the library, and not those of its members.
 
 _ARGUMENTS = ("temperature", "max_tokens", "top_p")
-"""What OpenAI's API knows; the rest goes into `extra_body`."""
+"""Parameters of OpenAI's API; the rest goes into `extra_body`."""
 _TOKENS = ("max_tokens", "max_completion_tokens")
 _ONE_ANSWER = ("n", 1)  # the library's own default
 
 
 def declared_by(env: Any) -> dict[str, Any]:
-    """Return what an environment was made with, without an `extra_body`."""
+    """Return the sampling of an environment's constructor as one flat table, without the library's default `n = 1`."""
     declared = flat(getattr(env, "sampling_args", None) or {})
     return {name: value for name, value in declared.items() if (name, value) != _ONE_ANSWER}
 
@@ -425,8 +447,9 @@ def declared_by(env: Any) -> dict[str, Any]:
 def sampling_args(
     sampling: Sampling, *, is_external: bool = False, declared: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the request's sampling as v0 sampling args, with what the environment `declared` where the run says
-    nothing.
+    """Return the run's sampling as v0 sampling args.
+
+    `declared`, the environment's own, applies where the run's value is neutral.
     """
     parameters = sampling.parameters(is_external=is_external)
     if declared:

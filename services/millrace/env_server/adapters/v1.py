@@ -87,7 +87,7 @@ _MAX_ROLLOUTS_PER_RENDERER = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedTraces:
-    """How many trainable traces an episode may have, and has as far as the environment's config says."""
+    """Whether an episode may have several trainable traces, and whether it has, as far as its config tells."""
 
     takes_several: bool
     has_several: bool
@@ -112,7 +112,11 @@ class V1Adapter:
 
     @classmethod
     def load(cls, spec: EnvSpec, args: Mapping[str, Any]) -> Self:
-        """Build the environment. Its exceptions pass through."""
+        """Build and check the environment, with its tasks. Exceptions of the environment's code pass through.
+
+        Replaces methods of the library in this process, for the gate of judges. Raises InvalidSpecError if the
+        environment cannot be played as the run config asks.
+        """
         takes_several = spec.takes_several_traces
         judges.JudgeGate(max_concurrent=spec.judge_max_concurrent, timeout_s=spec.judge_timeout_s).install()
         watched_v1.mark_scoring()
@@ -156,7 +160,9 @@ class V1Adapter:
         return loaded
 
     async def start(self) -> None:
-        """Start the interception server and shared tools, for the life of the process."""
+        """Replace what Millrace replaces in the library, and start the interception server and shared tools, until
+        `close`.
+        """
         os.environ.setdefault(_API_KEY_VARIABLE, "EMPTY")
         install_span_capture()
         watched_v1.keep_whole_traces()
@@ -177,7 +183,11 @@ class V1Adapter:
         await self._stack.aclose()
 
     async def play(self, request: PlayRequest, *, tokenizer_dir: str) -> Sequence[Outcome]:
-        """Play one episode per member."""
+        """Play one episode for each member, one after the other, and return the outcomes.
+
+        `tokenizer_dir` has the policy's tokenizer. Raises ValueError if it is "" and the engine is ours. Fails all
+        members if the environment has tools and the policy's tool calls cannot be parsed.
+        """
         if not tokenizer_dir and not request.is_external:
             raise ValueError("v1 environments tokenize on the client side: the request needs a tokenizer_manifest_key")
         task = (self.train if request.has_train_task else self.eval).row(request.task_index)
@@ -197,7 +207,7 @@ class V1Adapter:
         return outcomes
 
     def _no_tool_parser(self, tokenizer_dir: str) -> str:
-        """Return why the policy's tool calls cannot be parsed, or ""."""
+        """Return why the policy's tool calls cannot be parsed, or "" if they can or the environment has no tools."""
         name = self._renderer or choose_renderer(Path(tokenizer_dir))
         if name != DEFAULT or not self._has_tools:
             return ""
@@ -208,8 +218,9 @@ class V1Adapter:
         )
 
     def _client_config(self, request: PlayRequest, tokenizer_dir: str) -> Any:
-        """Return the config of the train client, which gives exact tokens, or of the relaying client for a
-        foreign endpoint.
+        """Return the config of the train client, which gives exact tokens.
+
+        For a foreign endpoint, of the relaying client.
         """
         if request.is_external:
             return vf.EvalClientConfig(base_url=request.base_url, api_key_var=request.api_key_var or _API_KEY_VARIABLE)
@@ -223,17 +234,20 @@ class V1Adapter:
 
 
 def _config(env_id: str, taskset_args: Mapping[str, Any], extra: Mapping[str, Any], *, where: str) -> Any:
-    """Make the environment's config; `where` says which args `extra` came from."""
+    """Make the environment's config from the taskset's args and `extra`, the other keys.
+
+    `where` names their place in messages.
+    """
     base = {**extra, "taskset": {"id": env_id, **taskset_args}}
     with options_checked(roles=where):
         return vf.resolve_env_config(with_roles(base, harness=harness_v1.register(), where=where))
 
 
 def _outcome(episode: Any, expected: ExpectedTraces, asked: AskedSampling | None) -> Outcome:
-    """Apply the usable-for-training rule: `ok` everywhere, no timeout, every reward present, exact tokens.
+    """Return how an episode ended, with its samples if it can be trained on.
 
-    So is a turn that was sampled in a way which the trainer cannot compute a failure. `asked` is None of an endpoint
-    that is not ours, which sends no tokens.
+    A failure is an error or timeout, a missing reward or token, several traces where one is expected, or a turn sampled
+    in a way that the trainer cannot compute. `asked` is None for an endpoint that is not ours, which sends no tokens.
     """
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     spans = {trace.id: SPANS.take(trace.id) for trace in episode.traces}
@@ -291,7 +305,7 @@ def _outcome(episode: Any, expected: ExpectedTraces, asked: AskedSampling | None
 
 
 def _replaced_replies(traces: Sequence[Any]) -> str:
-    """Return why replies have no tokens that the environment replaced, or "" if it replaced none."""
+    """Return a message about replies that the environment replaced, which have no tokens; "" if it replaced none."""
     handlers = sorted({record.handler for trace in traces for record in trace.response_rewrites})
     if not handlers:
         return ""
@@ -319,12 +333,12 @@ def _played(trace: Any) -> Outcome:
 
 
 def _given(trace: Any) -> dict[str, Any]:
-    """Return what a task's data has beyond that of every task, and `info`."""
+    """Return the fields that a task's data has beyond those of every task, and the trace's `info`."""
     return own_data(trace.task.data) | (trace.info or {})
 
 
 def own_data(data: Any) -> dict[str, Any]:
-    """Return what a task's data has beyond that of every task: its answer, what its class adds."""
+    """Return the fields that a task's data has beyond those of every task, such as its answer, without None."""
     return {
         name: value
         for name, value in data.model_dump().items()
@@ -333,9 +347,9 @@ def own_data(data: Any) -> dict[str, Any]:
 
 
 def _failure(episode: Any, trace: Any, played: Outcome) -> Outcome | None:
-    """Return the typed failure of an episode, or None.
+    """Return the typed failure of an episode with the conversation of `played`; None if it did not fail.
 
-    The order is: deadline, context length, lost engine, error, reward.
+    The first of these is returned: deadline, context length, lost engine, error, missing reward.
     """
     errors = _errors(episode)
     error = errors[0] if errors else None
@@ -376,10 +390,10 @@ def _failure(episode: Any, trace: Any, played: Outcome) -> Outcome | None:
 
 
 def _errors(episode: Any) -> list[Any]:
-    """Return the errors of what did not end well, the cause first.
+    """Return the errors of the traces and of the episode if they did not end well, the cause first.
 
-    A trace or an episode that was repeated (`retries`) has the errors of each attempt, the last attempt's last; one
-    that ended well has those of the attempts before.
+    A trace or an episode that was repeated (`retries`) has the errors of each attempt, the last attempt's last: they
+    are returned in reverse. Traces and episodes that ended well have errors of earlier attempts, which are left out.
     """
     if episode.ok:
         return []
@@ -441,19 +455,20 @@ class _Roles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What of an environment is trained, as far as its config says."""
+    """Which traces of an environment are trained, as far as its config tells."""
 
     has_several: bool
-    """An episode has several trainable traces."""
+    """Whether an episode has several trainable traces."""
     roles: Sequence[str]
-    """Those that are known to be trained."""
+    """The roles that are known to be trained."""
 
 
 def check_trainable(env: Any, *, takes_several: bool, where: str) -> Trained:
-    """Refuse an environment whose config already says that an episode has too many trainable traces, or none.
+    """Return what of an environment is trained.
 
-    What only its code decides is found out by the rollouts. Must run outside of an
-    event loop. `where` says where the config is in the args. Raises InvalidSpecError.
+    Raise InvalidSpecError if that is no trace, or several but one is allowed. Runs the environment's `setup`, outside
+    of an event loop. Environments whose code decides only in an episode pass. `where` is the config's place in the
+    args.
     """
     attempts = list(_several_attempts(env.config, where=where))
     configs = {name: value for name, value in env.config if isinstance(value, AgentConfig)}
@@ -468,7 +483,7 @@ def check_trainable(env: Any, *, takes_several: bool, where: str) -> Trained:
 
 
 def declared_sampling(env: Any, trained: Trained, *, where: str) -> dict[str, dict[str, Any]]:
-    """Return the sampling that config or code declare for trained roles, by its place in the args."""
+    """Return the sampling that the environment's config or code sets for trained roles, by its place in the args."""
     roles = {name: getattr(env.config, name) for name in trained.roles}
     declared = {
         name: flat(role.sampling.model_dump(exclude_unset=True)) for name, role in roles.items() if role.sampling
@@ -501,7 +516,10 @@ def _not_one_role(env: Any, trained: Sequence[str], *, where: str) -> Violation:
 
 
 def _trained_roles(env: Any, configs: Mapping[str, AgentConfig]) -> list[str] | None:
-    """Return the roles that `Env.setup` leaves trainable; None if it needs the agents of a real episode."""
+    """Run `Env.setup` and return the roles that it leaves trainable.
+
+    None if it raises without the agents of an episode.
+    """
     roles = _Roles(configs)
 
     async def set_up() -> None:
@@ -517,7 +535,7 @@ def _trained_roles(env: Any, configs: Mapping[str, AgentConfig]) -> list[str] | 
 
 
 def _require_own_loop(env: Any, rules: AgentRules) -> None:
-    """Refuse limits of agents where our own harness plays them all, without an address. Raises InvalidSpecError."""
+    """Raise InvalidSpecError if the run limits agents and all roles have our own harness, which no address serves."""
     roles = [value for _, value in env.config if isinstance(value, AgentConfig)]
     harnesses = {role.harness.id for role in roles if role.harness is not None}
     if rules.limits and harnesses == {harness_v1.HARNESS_ID}:

@@ -31,12 +31,12 @@ _FIELDS = frozenset(
 
 
 class Chats:
-    """The API."""
+    """OpenAI's chat completions."""
 
     name = "chats"
 
     def read(self, body: Mapping[str, Any], *, drops: Sequence[str]) -> AgentRequest:
-        """Read a request. Raises InvalidSpecError."""
+        """Read a request body, ignoring the parameters in `drops`. Raises InvalidSpecError."""
         read = applied(body, AGENT_CHAT, drops=drops)
         fields = read.fields
         limits = [count_of(fields[name], name) for name in ("max_tokens", "max_completion_tokens") if name in fields]
@@ -52,7 +52,7 @@ class Chats:
         )
 
     def body(self, asked: AgentRequest, replies: Sequence[PolicyReply], model: str) -> dict[str, Any]:
-        """Write the answer."""
+        """Return the replies as a `chat.completion` object; `asked` is not used."""
         choices = [
             {"index": index, "message": each.message, "finish_reason": each.finish, "logprobs": None}
             for index, each in enumerate(replies)
@@ -60,7 +60,7 @@ class Chats:
         return {**_head("chat.completion", model), "choices": choices, "usage": _usage(replies)}
 
     def events(self, asked: AgentRequest, replies: Sequence[PolicyReply], model: str) -> Events:
-        """Write the answer as events."""
+        """Yield the replies as chunks of a stream, each whole reply in one."""
         head = _head("chat.completion.chunk", model)
         for index, each in enumerate(replies):
             delta = dict(each.message)
@@ -75,18 +75,18 @@ class Chats:
         yield "", None
 
     def error(self, status: int, message: str, param: str | None) -> dict[str, Any]:
-        """Write an error."""
+        """Return an error as the API's JSON object; `param` is the parameter that is wrong."""
         return {"error": {"message": message, "type": error_type(status), "param": param, "code": str(status)}}
 
 
 def error_type(status: int) -> str:
-    """Return OpenAI's name of a kind of error."""
+    """Return the `type` that an OpenAI error of an HTTP status has."""
     names = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 410: "rollout_ended"}
     return names.get(status, "server_error" if status >= 500 else "invalid_request_error")
 
 
 def read_messages(value: Any) -> list[dict[str, Any]]:
-    """Return the messages of a chat with texts as contents. Raises InvalidSpecError."""
+    """Return the messages of a chat request, checked, with their contents as texts. Raises InvalidSpecError."""
     if not isinstance(value, list) or not value:
         raise wrong("messages", "must be a list with a message")
     return [_message(message, f"messages[{index}]") for index, message in enumerate(value)]
@@ -137,7 +137,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _not_strict(tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Name the schemas that calls would be forced into."""
+    """Yield the places of `strict` in tools: calls are not forced into their schemas."""
     for index, tool in enumerate(tools):
         if tool["function"].get("strict"):
             yield f"tools[{index}].function.strict"
@@ -158,12 +158,12 @@ _PARTS = ("input_text", "output_text", "text")
 
 
 class Responses:
-    """The API."""
+    """OpenAI's responses."""
 
     name = "responses"
 
     def read(self, body: Mapping[str, Any], *, drops: Sequence[str]) -> AgentRequest:
-        """Read a request. Raises InvalidSpecError."""
+        """Read a request body, ignoring the parameters in `drops`. Raises InvalidSpecError."""
         read = applied(body, RESPONSES, drops=drops)
         fields, tools = read.fields, read.tools
         messages = _messages(fields.get("input"))
@@ -182,7 +182,7 @@ class Responses:
         )
 
     def body(self, asked: AgentRequest, replies: Sequence[PolicyReply], model: str) -> dict[str, Any]:
-        """Write the answer."""
+        """Return the only reply as a `response` object."""
         [each] = replies
         is_cut = each.finish == "length"
         return {
@@ -200,7 +200,7 @@ class Responses:
         }
 
     def events(self, asked: AgentRequest, replies: Sequence[PolicyReply], model: str) -> Events:
-        """Write the answer as events."""
+        """Yield the only reply as events of a stream, each item whole."""
         whole = self.body(asked, replies, model)
         begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
         bare: list[tuple[str, dict[str, Any]]] = [
@@ -214,7 +214,7 @@ class Responses:
             yield f"response.{kind}", {"type": f"response.{kind}", "sequence_number": number, **data}
 
     def error(self, status: int, message: str, param: str | None) -> dict[str, Any]:
-        """Write an error."""
+        """Return an error as the API's JSON object; `param` is the parameter that is wrong."""
         return {"error": {"message": message, "type": error_type(status), "param": param, "code": str(status)}}
 
 
@@ -261,7 +261,10 @@ def _thought(item: Mapping[str, Any], where: str) -> str:
 
 
 def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
-    """Add a call to the message of the policy that made it: what it wrote and its calls are items of their own."""
+    """Add a function call to the last message if the policy wrote it, else to a new one of the policy's.
+
+    In this API a text of the policy and its calls are items of their own. Raises InvalidSpecError.
+    """
     if not all(isinstance(item.get(name), str) for name in ("call_id", "name", "arguments")):
         raise wrong(where, "must have texts as `call_id`, `name` and `arguments`")
     function = {"name": item["name"], "arguments": item["arguments"]}
@@ -348,12 +351,12 @@ _ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "perm
 
 
 class Messages:
-    """The API."""
+    """Anthropic's messages."""
 
     name = "messages"
 
     def read(self, body: Mapping[str, Any], *, drops: Sequence[str]) -> AgentRequest:
-        """Read a request. Raises InvalidSpecError."""
+        """Read a request body, ignoring the parameters in `drops`. Raises InvalidSpecError."""
         read = applied(body, MESSAGES, drops=drops)
         fields, tools = read.fields, read.tools
         value = fields.get("messages")
@@ -378,7 +381,7 @@ class Messages:
         )
 
     def body(self, asked: AgentRequest, replies: Sequence[PolicyReply], model: str) -> dict[str, Any]:
-        """Write the answer."""
+        """Return the only reply as a `message` object; `asked` is not used."""
         [each] = replies
         return {
             "id": new_id("msg"),
@@ -392,7 +395,7 @@ class Messages:
         }
 
     def events(self, asked: AgentRequest, replies: Sequence[PolicyReply], model: str) -> Events:
-        """Write the answer as events."""
+        """Yield the only reply as events of a stream, each content block whole."""
         whole = self.body(asked, replies, model)
         begun = {**whole, "content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 0}}
         yield _event("message_start", message=begun)
@@ -406,7 +409,7 @@ class Messages:
         yield _event("message_stop")
 
     def error(self, status: int, message: str, param: str | None) -> dict[str, Any]:
-        """Write an error."""
+        """Return an error as the API's JSON object; `param` is the parameter that is wrong."""
         kind = _ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": message, "param": param}}
 
@@ -416,7 +419,10 @@ def _event(kind: str, **data: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _messages_messages(message: Any, where: str) -> Iterator[dict[str, Any]]:
-    """Yield the messages of a chat that one of these is: results of tools are messages of their own there."""
+    """Yield a message of this API as messages of OpenAI's chats, in which each tool result is a message of its own.
+
+    Raises InvalidSpecError.
+    """
     role = message.get("role") if isinstance(message, Mapping) else None
     if role not in ("user", "assistant"):
         raise wrong(f"{where}.role", "must be user or assistant")
@@ -448,7 +454,7 @@ def _messages_messages(message: Any, where: str) -> Iterator[dict[str, Any]]:
 
 
 def _failed(messages: list[Any]) -> Iterator[str]:
-    """Name the results of tools that are marked as errors: a chat has no place for the mark, only for what they say."""
+    """Yield the places of tool results marked `is_error`: chats have no place for the mark."""
     for index, message in enumerate(messages):
         content = message.get("content")
         for at, block in enumerate(content if isinstance(content, list) else ()):
@@ -488,7 +494,7 @@ def _blocks(reply: PolicyReply) -> list[dict[str, Any]]:
         try:
             values = decode_object(function["arguments"] or "{}", what="arguments", reason="TOOL_ARGUMENTS_INVALID")
         except CorruptObjectError:
-            # This API has no place for arguments that are none; the agent's tool says what it misses.
+            # This API has no place for arguments that are no JSON object; the agent's tool reports what it misses.
             values = {}
         blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": values})
     return blocks

@@ -1,6 +1,6 @@
-"""A request of an agent in whichever API, as one thing; and the policy's answer to it, which each API tells in its way.
+"""A request of an agent and the policy's answer to it, independent of the API; each API converts from and to them.
 
-`chats`, `responses` and `messages` read requests into `AgentRequest`, and write `PolicyReply` as bodies and as events.
+`agents.apis` reads requests into `AgentRequest`, and writes `PolicyReply` as bodies and as events.
 """
 
 import secrets
@@ -26,10 +26,10 @@ MAX_CHOICES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentRequest:
-    """What an agent asks for."""
+    """A model call that an agent asks for."""
 
     messages: Sequence[dict[str, Any]]
-    """As OpenAI's chats have them, with texts as contents."""
+    """Messages as OpenAI's chats have them, with texts as contents."""
     tools: Sequence[dict[str, Any]] = ()
     max_tokens: int | None = None
     stop: Sequence[str] = ()
@@ -38,9 +38,9 @@ class AgentRequest:
     wants_usage: bool = True
     """Whether a stream ends with the usage."""
     not_applied: Sequence[str] = ()
-    """Parameters that the run decides in the agent's place, or that the environment's author lets go."""
+    """Parameters that the run sets instead of the agent, or that the environment's author has ignored."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Those of the HTTP request."""
+    """Headers of the HTTP request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,10 @@ class PolicyReply:
 
     @classmethod
     def of(cls, completion: Mapping[str, Any]) -> "PolicyReply":
-        """Read the reply from a chat's completion with one choice."""
+        """Read the reply from a chat completion with one choice.
+
+        A reply with tool calls that finished with `stop` has `tool_calls` as its finish.
+        """
         choice = completion["choices"][0]
         message, usage = choice["message"], completion.get("usage") or {}
         finish = str(choice.get("finish_reason") or "stop")
@@ -72,7 +75,7 @@ class PolicyReply:
 
     @property
     def message(self) -> dict[str, Any]:
-        """Return the reply as a chat message."""
+        """Return the reply as a chat message; the content is None if there are only tool calls."""
         return {
             "role": "assistant",
             "content": self.content if self.content or not self.calls else None,
@@ -82,38 +85,41 @@ class PolicyReply:
 
 
 Events = Iterator[tuple[str, dict[str, Any] | None]]
-"""Of a stream: type ("" for none) and data (None for the mark at the end)."""
+"""Events of a stream: type ("" for none) and data (None for the mark at the end)."""
 
 
 class Api(Protocol):
-    """One API."""
+    """An API that agents use."""
 
     name: str
 
     def read(self, body: Mapping[str, Any], *, drops: Sequence[str]) -> AgentRequest:
-        """Read a request. Raises InvalidSpecError with the names of what would not be honoured."""
+        """Read a request body, ignoring the parameters in `drops`.
+
+        Raises InvalidSpecError with the names of parameters that would have no effect.
+        """
         ...
 
     def body(self, asked: AgentRequest, replies: Sequence[PolicyReply], model: str) -> dict[str, Any]:
-        """Write the answer."""
+        """Return the answer's JSON object."""
         ...
 
     def events(self, asked: AgentRequest, replies: Sequence[PolicyReply], model: str) -> Events:
-        """Write the answer as events of a stream."""
+        """Yield the answer as events of a stream."""
         ...
 
     def error(self, status: int, message: str, param: str | None) -> dict[str, Any]:
-        """Write an error."""
+        """Return an error as the API's JSON object; `param` is the parameter that is wrong."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Applied:
-    """What counts of a request."""
+    """The parts of a request that have an effect."""
 
     fields: Mapping[str, Any]
     gone: Sequence[str]
-    """Names of what does not count."""
+    """Names of the parameters that are ignored."""
     options: Mapping[str, Any]
     """`stream_options`."""
     tools: Sequence[Any]
@@ -121,9 +127,10 @@ class Applied:
 
 
 def applied(body: Mapping[str, Any], known: Mapping[str, Parameter], *, drops: Sequence[str]) -> Applied:
-    """Return what counts of a request in whichever API; null says nothing.
+    """Split a request's parameters into those with an effect and those ignored: in `drops`, or set by the run instead.
 
-    Raises InvalidSpecError for what can neither be honoured nor be left to the run.
+    `known` has the API's parameters; a null counts as absent. Raises InvalidSpecError for parameters that are unknown
+    or can be neither applied nor ignored.
     """
     fields = {name: value for name, value in body.items() if value is not None}
     gone = [name for name in fields if name in drops]
@@ -142,7 +149,10 @@ def applied(body: Mapping[str, Any], known: Mapping[str, Parameter], *, drops: S
 
 
 def offered(tools: Any, choice: Any) -> list[dict[str, Any]]:
-    """Return the tools that the policy may call. Raises InvalidSpecError."""
+    """Return the tools that the policy may call, with their schemas; none if `choice` is "none".
+
+    Raises InvalidSpecError.
+    """
     check_tool_choice(choice)
     if not tools:
         return []
@@ -158,7 +168,7 @@ def offered(tools: Any, choice: Any) -> list[dict[str, Any]]:
 
 
 def known_keys(tool: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    """Refuse keys of a tool that would not reach the policy. Raises InvalidSpecError."""
+    """Raise InvalidSpecError if a tool has a key with a value that is not among `known`; `where` is for the message."""
     for name, value in tool.items():
         if value not in (None, False, []) and name not in known:
             raise wrong(f"{where}.{name}", "is not known here, and what is not known is not ignored; leave it out")
@@ -172,7 +182,10 @@ def _plain(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain_text(content: Any, where: str, *, kinds: Sequence[str] = ("text",)) -> str:
-    """Return the text of a content, whose parts are of these kinds. Raises InvalidSpecError for anything else."""
+    """Return the text of a message's content, its parts joined by line ends; None is "".
+
+    Raises InvalidSpecError, at `where`, for a part whose type is not among `kinds`.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -188,14 +201,20 @@ def plain_text(content: Any, where: str, *, kinds: Sequence[str] = ("text",)) ->
 
 
 def count_of(value: Any, field: str, *, most: int = 2**31 - 1) -> int:
-    """Return a whole number of at least 1. Raises InvalidSpecError."""
+    """Return the value if it is a whole number from 1 to `most`.
+
+    Raise InvalidSpecError that names `field` otherwise.
+    """
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         raise wrong(field, f"must be a whole number from 1 to {most}")
     return value
 
 
 def stops_of(value: Any, field: str) -> list[str]:
-    """Return stop strings. Raises InvalidSpecError."""
+    """Return a stop string, or several, as a list.
+
+    Raise InvalidSpecError that names `field` if one is no text, or empty.
+    """
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
         raise wrong(field, "must be texts that are not empty")
@@ -203,19 +222,19 @@ def stops_of(value: Any, field: str) -> list[str]:
 
 
 def flag(value: Any, field: str) -> bool:
-    """Return true or false. Raises InvalidSpecError."""
+    """Return the value if it is true or false; raise InvalidSpecError that names `field` otherwise."""
     if not isinstance(value, bool):
         raise wrong(field, "must be true or false")
     return value
 
 
 def wrong(field: str, message: str) -> InvalidSpecError:
-    """Return the error of one field."""
+    """Make the InvalidSpecError (REQUEST_INVALID) of one field."""
     return InvalidSpecError([Violation(field=field, message=message)], reason="REQUEST_INVALID")
 
 
 def new_id(kind: str) -> str:
-    """Return a name that nothing else has."""
+    """Return a random id that begins with `kind`."""
     return f"{kind}_{secrets.token_hex(12)}"
 
 

@@ -31,7 +31,7 @@ _TELLING_CHARS, _TELLING_ID_CHARS = 20, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """A model call, in the order in which they ended."""
+    """A model call that was answered; calls are in the order in which they ended."""
 
     prompt: Sequence[Mapping[str, Any]]
     reply: Mapping[str, Any]
@@ -39,7 +39,7 @@ class Made:
 
 
 def trained_calls(calls: Sequence[Made], mode: str) -> set[int]:
-    """Return the indices of the calls that are trained on."""
+    """Return the indices of the calls that are trained on, by a mode of the table above."""
     if mode == "all" or not calls:
         return set(range(len(calls)))
     parents = _parents(calls)
@@ -70,7 +70,10 @@ def trained_calls(calls: Sequence[Made], mode: str) -> set[int]:
 
 
 def _parents(calls: Sequence[Made]) -> list[int | None]:
-    """Return for each call the latest earlier call that its conversation continues."""
+    """Return for each call the index of the latest earlier call that its conversation continues.
+
+    None if there is none.
+    """
     ends: dict[int, int] = {}
     parents: list[int | None] = []
     for index, call in enumerate(calls):
@@ -100,10 +103,12 @@ def _is_quoted(text: str, messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _is_named(ids: Sequence[str], messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a message answers the call, or a text mentions its unique id."""
+    """Return whether a message answers one of these calls, or its text has one of their ids (if the id is not too
+    short).
+    """
     return any(
-        name == message.get("tool_call_id") or (len(name) >= _TELLING_ID_CHARS and name in _text(message))
-        for name in ids
+        call_id == message.get("tool_call_id") or (len(call_id) >= _TELLING_ID_CHARS and call_id in _text(message))
+        for call_id in ids
         for message in messages
     )
 

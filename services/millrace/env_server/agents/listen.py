@@ -27,7 +27,11 @@ class AgentListen:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "AgentListen":
-        """Read where to listen from a process's variables; raise InvalidSpecError."""
+        """Read the address and ports to listen at from a process's variables; by default loopback and any free port.
+
+        Raises InvalidSpecError, also for an address beyond loopback without MILLRACE_INSECURE, because requests are in
+        plain text.
+        """
         text = environ.get(LISTEN_VARIABLE, "").strip() or _LOOPBACK
         host, _, ports = text.rpartition(":") if text.count(":") == 1 else (text.strip("[]"), "", "")
         first, _, last = ports.partition("-")

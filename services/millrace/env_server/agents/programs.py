@@ -1,4 +1,4 @@
-"""An agent that is a program, run with the variables that lead it to the policy; a failure has its cause."""
+"""An agent that is a program, run with the variables by which it finds the policy; and why such a program failed."""
 
 import asyncio
 import re
@@ -23,7 +23,7 @@ class AgentFailedError(Exception):
     """The agent's program ended with another status than 0."""
 
     def __init__(self, message: str, *, output: str = "") -> None:
-        """Take `said`, the output of the program."""
+        """Take `output`, what the program wrote."""
         super().__init__(message)
         self.output = output
 
@@ -44,10 +44,11 @@ async def run_program(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> Ran:
-    """Run an agent to its end; what it started ends with it, and when this is cancelled.
+    """Run an agent's program to its end and return its output, at most the last MiB of each stream.
 
-    It gets this worker's variables, those of the address, and `env`. Raises AgentFailedError with the last line of its
-    traceback first, and OSError if it cannot be started.
+    It gets this worker's variables without Millrace's own, those of the address, and `env`. Its process group is killed
+    when it ends, and when this is cancelled. Raises AgentFailedError, with the cause first, if its status is not 0, and
+    OSError if it cannot be started.
     """
     process = await start(
         argv,
@@ -73,7 +74,7 @@ async def run_program(
 
 
 async def _tail(stream: asyncio.StreamReader | None) -> bytes:
-    """Read to the end, and keep the last part."""
+    """Read to the end, and return the last `_MAX_OUTPUT_BYTES`."""
     kept = b""
     while stream is not None and (part := await stream.read(1 << 16)):
         kept = (kept + part)[-_MAX_OUTPUT_BYTES:]
@@ -93,9 +94,9 @@ async def _feed(stream: asyncio.StreamWriter | None, text: str) -> None:
 
 
 def cause_of(text: str) -> str:
-    """Return the line of a program's output that says why it failed.
+    """Return the line of a failed program's output that names the error, cut to `_CAUSE_CHARS`; "" without output.
 
-    The cause is the error after the last frame of a traceback, or without a traceback the last line with text.
+    It is the line after the last frame of a traceback, or without a traceback the last line with text.
     """
     lines = [line.rstrip() for line in text.splitlines() if any(char.isalnum() for char in line)]
     frames = [at for at, line in enumerate(lines) if _FRAME.match(line)]
@@ -107,10 +108,10 @@ def cause_of(text: str) -> str:
 
 
 def cause_first(message: str) -> str:
-    """Return a message about a program that failed, with the cause before the rest of what the program wrote.
+    """Return a message about a program that failed with the cause moved before the program's output.
 
-    Messages are cut at their ends, and the cause is what a traceback ends with. The message is the library's own, or
-    that of a harness or a tool which quotes a traceback.
+    Messages are cut at their ends, and a traceback ends with the cause. A message of another form, or of one line, is
+    returned unchanged.
     """
     found = _EXIT.match(message) or _TRACEBACK.match(message)
     if found is None or "\n" not in found["said"]:

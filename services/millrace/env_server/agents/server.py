@@ -35,7 +35,7 @@ _MAX_BODY_BYTES = 64 << 20
 
 
 class AgentServer:
-    """Of one worker, opened with the first address."""
+    """The HTTP server of one worker, opened with the first address."""
 
     def __init__(self, listen: AgentListen | None = None) -> None:
         """Take `listen`, by default from this process's variables."""
@@ -50,7 +50,11 @@ class AgentServer:
     async def opened(
         self, ask: Ask, *, model: str, limits: AgentLimits | None = None, drops: Sequence[str] = ()
     ) -> AsyncIterator[tuple[AgentAddress, AgentSession]]:
-        """Answer an agent until the block is left. Raises UnavailableError if no port is free."""
+        """Yield an address for an agent, and its session, whose model calls `ask` makes, until the block is left.
+
+        Later requests with the address's token get 410. `drops` are parameters that are ignored rather than refused.
+        Raises UnavailableError if no port is free.
+        """
         async with self._opening:
             if self._runner is None:
                 await self._start()
@@ -69,7 +73,7 @@ class AgentServer:
                 self._ended.popitem(last=False)
 
     async def close(self) -> None:
-        """Stop listening."""
+        """Stop listening; do nothing if no address was opened."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -129,13 +133,13 @@ class AgentServer:
 
 
 def shown_token(headers: Mapping[str, str]) -> str:
-    """Return the token that a request shows, or ""."""
+    """Return the token in a request's headers, as bearer token or API key; "" if there is none."""
     scheme, _, token = headers.get("Authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", headers.get("api-key", "")).strip()
 
 
 def web_response(answer: AgentAnswer) -> web.Response:
-    """Return the answer as aiohttp sends it."""
+    """Convert an answer to aiohttp's response."""
     kind = "text/event-stream" if answer.streams else "application/json"
     headers = {**answer.headers, "Content-Type": kind, "Cache-Control": "no-cache"}
     if answer.status == 401:
@@ -157,7 +161,7 @@ _OURS: list[AgentServer] = []
 
 
 def agent_server() -> AgentServer:
-    """Return the one of this worker."""
+    """Return this worker's server, made at the first call."""
     if not _OURS:
         _OURS.append(AgentServer())
     return _OURS[0]

@@ -1,4 +1,4 @@
-"""One rollout as its agent reaches it: a token, limits, and model calls that are answered in the API of the request."""
+"""One rollout's model calls by an agent over HTTP: a token, limits, and answers in the API of the request."""
 
 import asyncio
 import hashlib
@@ -28,13 +28,13 @@ ROUTES: Mapping[str, Api] = {
     "/v1/messages": Messages(),
 }
 NOT_APPLIED_HEADER = "X-Millrace-Not-Applied"
-"""Header of an answer: parameters of its request that did not count."""
+"""Header of an answer: the parameters of its request that were ignored."""
 _RETRY_HEADERS = ("x-stainless-retry-count", "x-retry-count")
 _KEPT_ANSWERS = 64
 _MAX_JSON_BYTES = 64 << 20
 
 Ask = Callable[[AgentRequest], Awaitable[Mapping[str, Any]]]
-"""Makes one model call of a rollout: a chat's completion with one choice. Raises CallRefusedError."""
+"""Makes one model call of a rollout and returns a chat completion with one choice. Raises CallRefusedError."""
 
 
 class CallRefusedError(Exception):
@@ -49,21 +49,21 @@ class CallRefusedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentLimits:
-    """What an agent may do with its address; 0 is no limit."""
+    """Limits of what an agent may do with its address; 0 is no limit."""
 
     max_requests: int = 0
-    """Model calls; one with `n` choices is that many."""
+    """Most model calls; one with `n` choices counts as `n`."""
     max_tokens: int = 0
-    """Sampled tokens of all of them."""
+    """Most sampled tokens of all calls together."""
     max_concurrent: int = 16
-    """Model calls at once; more wait."""
+    """Most model calls at once; others wait."""
     max_body_bytes: int = 16 << 20
-    """Of one request."""
+    """Most bytes in the body of one request."""
     deadline_s: float = 0.0
-    """Seconds from the opening of the address."""
+    """Seconds from the opening of the address until it answers no more."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no limit. Raises InvalidSpecError."""
+        """Raise InvalidSpecError if a limit is no number from 0 on."""
         for name in ("max_requests", "max_tokens", "max_concurrent", "max_body_bytes", "deadline_s"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 2**40:
@@ -73,17 +73,18 @@ class AgentLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentRules:
-    """What the run config says of an environment's agents (`EnvSpec.agent_json`)."""
+    """The run config's settings for an environment's agents (`EnvSpec.agent_json`)."""
 
     branches: str = DEFAULT
     """Which calls are trained on (`agents.branches`)."""
     limits: Mapping[str, float] = field(default_factory=dict)
-    """Limits by name, which count in the place of the environment's own."""
+    """Limits by name, which replace the environment's own."""
     is_set: bool = False
+    """Whether the config has any of these settings."""
 
     @classmethod
     def decode(cls, text: str) -> "AgentRules":
-        """Decode the rules; raise CorruptObjectError or InvalidSpecError."""
+        """Decode the rules from JSON; raise CorruptObjectError or InvalidSpecError."""
         fields = decode_object(text or "{}", what="agent", reason="ENV_ARGS_INVALID")
         branches, limits = fields.get("branches", DEFAULT), fields.get("limits", {})
         if branches not in MODES:
@@ -97,24 +98,24 @@ class AgentRules:
         return cls(branches=branches, limits=limits, is_set=bool(fields))
 
     def over(self, own: AgentLimits | None) -> AgentLimits:
-        """Return the limits of a rollout whose environment has its own."""
+        """Return the environment's own limits with those of the run config in their place."""
         changes: dict[str, Any] = dict(self.limits)
         return replace(own or AgentLimits(), **changes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentAddress:
-    """Where an agent finds the policy of its rollout."""
+    """The URL, token and model name by which an agent reaches the policy of its rollout."""
 
     base_url: str
-    """Of OpenAI's APIs; it ends with `/v1`."""
+    """The base URL for OpenAI's APIs; it ends with `/v1`."""
     api_key: str
-    """The token that names the rollout; worth nothing once the rollout has ended."""
+    """The token that identifies the rollout; it is refused once the rollout has ended."""
     model: str
-    """What to ask for; other names are answered as well."""
+    """The model's name for requests; other names are answered as well."""
 
     def environ(self) -> dict[str, str]:
-        """Return the variables by which the SDKs of OpenAI and Anthropic, and what is built on them, find it."""
+        """Return the address as variables that the SDKs of OpenAI and Anthropic, and programs built on them, read."""
         root = self.base_url.removesuffix("/v1")
         return {
             **dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), self.base_url),
@@ -126,7 +127,7 @@ class AgentAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentAnswer:
-    """What is sent back: JSON, or a stream's events."""
+    """An HTTP response: JSON, or the events of a stream."""
 
     status: int
     body: bytes
@@ -135,7 +136,7 @@ class AgentAnswer:
 
 
 class AgentSession:
-    """Model calls of one rollout, from `ask`."""
+    """Answers the model calls of one rollout's agent, each made by `ask`."""
 
     def __init__(
         self,
@@ -145,13 +146,13 @@ class AgentSession:
         limits: AgentLimits | None = None,
         drops: Sequence[str] = (),
     ) -> None:
-        """Take `drops`, parameters that are ignored rather than refused, which answers report."""
+        """Take `drops`, parameters that are ignored rather than refused, and named in a header of the answer."""
         self.token = secrets.token_urlsafe(24)
         self.limits = limits or AgentLimits()
         self.made: list[Made] = []
-        """Calls that were answered."""
+        """The calls that were answered."""
         self.last_refusal = ""
-        """Why the last refused call was refused."""
+        """Status and message of the last refused call."""
         self.is_closed = False
         self._ask = ask
         self.model = model
@@ -164,17 +165,20 @@ class AgentSession:
 
     @property
     def is_late(self) -> bool:
-        """Return whether its deadline has passed."""
+        """Return whether the deadline of the address has passed."""
         return bool(self.limits.deadline_s) and time.monotonic() - self._begun > self.limits.deadline_s
 
     def close(self) -> None:
-        """Answer nothing any more, and stop what is being asked."""
+        """Refuse all further calls with 410, and cancel those in progress."""
         self.is_closed = True
         for task in self._answers.values():
             task.cancel()
 
     async def read_and_answer(self, api: Api, request: web.Request) -> AgentAnswer:
-        """Answer an HTTP request, whose body is not read if it says that it is too long."""
+        """Read an HTTP request and answer it.
+
+        Refuse a body over the limit with 413, unread if its length is declared.
+        """
         size, limit = 0 if request.content_length is None else request.content_length, self.limits.max_body_bytes
         raw = b"" if limit and size > limit else await request.read()
         if limit and max(size, len(raw)) > limit:
@@ -182,7 +186,11 @@ class AgentSession:
         return await self.answer(api, raw, request.headers)
 
     async def answer(self, api: Api, raw: bytes, headers: Mapping[str, str]) -> AgentAnswer:
-        """Answer a request. A client's repetition of one that it gave up gets the answer of the first."""
+        """Answer a request, or refuse it; errors become answers with a status.
+
+        The same request again, marked as a retry, gets the answer of the first, unless that failed. A model call goes
+        on when its client hangs up.
+        """
         key = hashlib.blake2b(api.name.encode() + raw, digest_size=16).digest()
         known = self._answers.get(key)
         if known is None or known.cancelled() or not _is_repeated(headers) or _has_failed(known):
@@ -191,7 +199,7 @@ class AgentSession:
             self._answers[key] = known
             while len(self._answers) > _KEPT_ANSWERS and (old := _done(self._answers)) is not None:
                 del self._answers[old]
-        # A client that hangs up leaves the call alone: its tokens are sampled, and its repetition gets them.
+        # The call goes on when its client hangs up: its tokens are sampled, and a retry of the client gets them.
         await asyncio.wait({known})
         return self._ended(api) if known.cancelled() else known.result()
 
@@ -213,7 +221,7 @@ class AgentSession:
             return self.refused(api, error.status, str(error), param=error.param)
 
     async def _say(self, asked: AgentRequest) -> list[PolicyReply]:
-        # They are made one after the other: each is a turn of the rollout.
+        # The choices are made one after the other, because each is a turn of the rollout.
         replies: list[PolicyReply] = []
         for _ in range(asked.n):
             async with self._free:
@@ -241,18 +249,18 @@ class AgentSession:
         return self.refused(api, 410, "the rollout of this token has ended")
 
     def refused(self, api: Api, status: int, message: str, *, param: str | None = None) -> AgentAnswer:
-        """Return a refusal, which is kept in mind for the error of an agent that ends because of it."""
+        """Return a refusal, and keep it as `last_refusal`, for the error of an agent that ends because of it."""
         self.last_refusal = f"{status}: {message}"
         return refusal(api, status, message, param=param)
 
 
 def refusal(api: Api, status: int, message: str, *, param: str | None = None) -> AgentAnswer:
-    """Return a refusal in the words of an API."""
+    """Return an answer with an error in the form of an API."""
     return AgentAnswer(status=status, body=orjson.dumps(api.error(status, message, param)))
 
 
 def program_environ(address: AgentAddress) -> dict[str, str]:
-    """Return this process's variables with those of an address, for a program that is an agent."""
+    """Return this process's variables without Millrace's own, and with those of an address, for an agent's program."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith("MILLRACE_")}
     return {**ours, **address.environ()}
 

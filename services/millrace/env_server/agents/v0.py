@@ -18,7 +18,7 @@ from millrace.env_server.library.v0 import TimeSpan, Tool, normalize_messages
 from millrace.errors import InvalidSpecError, Violation
 
 IS_TRAINED = "is_trained"
-"""Of a step's `extras`: false where its branch is not trained on."""
+"""Key of a step's `extras`: false where its branch is not trained on."""
 _PROBLEM = "agent_problem"
 ENDED = "agent_ended"
 """Stop condition of a rollout whose agent ended by itself."""
@@ -31,12 +31,12 @@ class AgentError(vf.Error):
 class AgentEnv(vf.MultiTurnEnv):
     """Opens an address for the agent of each rollout and calls `run_agent`; each model call is a step of the rollout.
 
-    Rewards are those of any other environment: the rubric sees `state["trajectory"]` and the last conversation as
-    `completion`, and what `run_agent` has put into `state`.
+    Rewards are those of any other environment: the rubric sees `state["trajectory"]`, the last conversation as
+    `completion`, and whatever `run_agent` has put into `state`.
     """
 
     branches = DEFAULT
-    """Which calls are trained on (`agents.branches`), as the run config says."""
+    """Which calls are trained on (`agents.branches`); the run config sets it."""
 
     def __init__(self, *, limits: AgentLimits | None = None, drops: Sequence[str] = (), **kwargs: Any) -> None:
         """Take `drops`, request parameters such as `tool_choice` to ignore rather than refuse."""
@@ -45,17 +45,20 @@ class AgentEnv(vf.MultiTurnEnv):
         self.drops = tuple(drops)
 
     async def run_agent(self, address: AgentAddress, state: vf.State) -> None:
-        """Run the agent to its end (override): it finds the policy at `address`, until this returns."""
+        """Run the agent to its end (to be overridden). The policy answers at `address` until this returns."""
         raise NotImplementedError(f"{type(self).__name__} has no run_agent(address, state)")
 
     async def env_response(self, messages: Any, state: vf.State, **kwargs: Any) -> Any:
-        """Return nothing: the agent has the conversation."""
+        """Return an empty list: the agent itself continues the conversation."""
         return []
 
     async def rollout(  # type: ignore[override] - final for the library's loop, which this one is not
         self, input: Any, client: Any, model: str, sampling_args: dict[str, Any] | None = None
     ) -> vf.State:
-        """Play a task."""
+        """Play a task by running the agent at an address of its own, and return the state.
+
+        A vf.Error is put into `state["error"]` and a missed deadline marked as a timeout; other exceptions are raised.
+        """
         state = await self.init_state(input, client, model, sampling_args)
         state["timing"].generation.start = time.time()
         deadline = asyncio.timeout(self.timeout_seconds)
@@ -134,7 +137,7 @@ def apply_rules(members: Iterable[Any], rules: AgentRules) -> None:
 
 
 def _sampling(run: Mapping[str, Any], asked: AgentRequest) -> dict[str, Any]:
-    """Return the run's sampling with what an agent may say of its own: an earlier end."""
+    """Return the run's sampling, with a lower `max_tokens` and further `stop` strings if the agent asks for them."""
     args = dict(run)
     limits = [limit for limit in (args.get("max_tokens"), asked.max_tokens) if limit]
     if limits:

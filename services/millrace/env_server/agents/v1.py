@@ -1,4 +1,4 @@
-"""The library's interception of v1 rollouts, which answers agents by the rules of `sessions`.
+"""Replaces the library's interception of v1 rollouts, so that it answers agents by the rules of `sessions`.
 
 A harness gives its agent the endpoint and the secret that `launch` gets. The library itself answers chats alone where
 tokens are wanted, and some releases no streams; it ignores most of what a request says. Requests to an engine of ours
@@ -31,9 +31,9 @@ from millrace.env_server.agents.sessions import (
 from millrace.env_server.library import v1
 
 ENDS = "millrace_ends"
-"""Field of a chat between this module and the train client: when the agent wants the reply to end."""
+"""Field of a chat between this module and the train client: `max_tokens` and `stop` that the agent asks for."""
 _ENDED_KEPT = 4096
-# What is of the connection, or of the client's repetition, which is answered here.
+# Headers of the connection, or of the client's retries, which are answered here.
 _OWN_HEADERS = frozenset(
     {"host", "connection", "accept", "accept-encoding", "authorization", "x-api-key", "api-key", "transfer-encoding"}
     | {"content-length", "content-type", "content-encoding", "x-stainless-retry-count", "x-retry-count"}
@@ -46,15 +46,19 @@ _ended: OrderedDict[bytes, None] = OrderedDict()
 
 
 def apply_rules(secret: str, *, limits: AgentLimits | None = None, drops: Sequence[str] = ()) -> None:
-    """Set the limits of a rollout's agent, and what of its requests does not count, before it is started.
+    """Set the limits of a rollout's agent, and the parameters that its requests may have in vain, before it is started.
 
-    `secret` is what `Harness.launch` is given.
+    `secret` is the argument of that name of `Harness.launch`.
     """
     _rules[secret] = (limits, drops)
 
 
 def install(rules: AgentRules) -> None:
-    """Make every interception server of this process answer agents by the rules of its environment. Idempotent."""
+    """Have every interception server of this process answer agents, with the limits in `rules`. Idempotent.
+
+    Replaces methods of the library's server. Its own answers remain for in-process requests, other paths and clients
+    that relay.
+    """
     if getattr(InterceptionServer.handle_request, "_is_millraces", False):
         return
     stock_handle: Any = InterceptionServer.handle_request
@@ -95,7 +99,10 @@ def install(rules: AgentRules) -> None:
 
 
 def ends_of(body: dict[str, Any], sampling: Any) -> Any:
-    """Return the run's sampling with the earlier end that an agent asks for, which is taken out of the body."""
+    """Remove the agent's `max_tokens` and `stop` from the body, and return the run's sampling with them.
+
+    The lower `max_tokens` applies; the stop strings of both apply.
+    """
     ends: Mapping[str, Any] = body.pop(ENDS, None) or {}
     if not ends:
         return sampling

@@ -1,1 +1,1 @@
-"""Interpreters that environments bring with them: which may be used, what they lack, how a worker goes over to one."""
+"""Interpreters that environments bring with them: which are allowed, what they lack, how a worker switches to one."""

@@ -16,19 +16,20 @@ FIELD = "orchestrator.env.python"
 
 
 def default_place() -> str:
-    """Return the directory for virtual environments of environments, on a machine of the user's own."""
+    """Return the directory in which a user's own machine has virtual environments for environments."""
     data = os.environ.get("XDG_DATA_HOME") or os.path.join(os.path.expanduser("~"), ".local", "share")
     return os.path.join(data, "millrace", "pythons")
 
 
 def own_pythons() -> tuple[str, ...]:
-    """Return what a user's own programs allow: every interpreter, with `default_place` as one to look in."""
+    """Return the value of the variable for a user's own programs: every interpreter, and `default_place` to search."""
     return (default_place(), ANY)
 
 
 def parse_pythons(text: str) -> tuple[str, ...]:
-    """Return the directories of a value of the variable, separated by `:`; raise ValueError if one is no absolute
-    path.
+    """Return the directories in a value of the variable, which `:` separates; `*` is one of them if it is there.
+
+    Raises ValueError if another part is no absolute path.
     """
     parts = tuple(part for part in text.split(os.pathsep) if part)
     if not all(part == ANY or os.path.isabs(part) for part in parts):
@@ -37,10 +38,10 @@ def parse_pythons(text: str) -> tuple[str, ...]:
 
 
 def problem_of(python: str, allowed: Sequence[str]) -> str:
-    """Return why workers may not run in that interpreter, or "". The path as named must be below an allowed directory.
+    """Return why workers may not run in that interpreter, or "", also for no interpreter.
 
-    A virtual environment's interpreter is a link to another one: what counts is where the environment is, without a
-    way out by `..`, or by a link among its directories.
+    Its path must be below an allowed directory once links among its directories are resolved. The interpreter itself
+    may be a link to another place, as in every virtual environment.
     """
     if not python:
         return ""
@@ -65,7 +66,7 @@ def problem_of(python: str, allowed: Sequence[str]) -> str:
 
 
 def require_allowed(python: str, allowed: Sequence[str]) -> None:
-    """Raise InvalidSpecError if workers of an env-server with that setting may not run in that interpreter."""
+    """Raise InvalidSpecError (ENV_PYTHON_REFUSED) if `problem_of` finds a reason against the interpreter."""
     if problem := problem_of(python, allowed):
         raise InvalidSpecError([Violation(field=FIELD, value=python, message=problem)], reason="ENV_PYTHON_REFUSED")
 

@@ -33,31 +33,31 @@ _ASKS = re.compile(r"^Requires-Dist:\s*verifiers(?![\w.-])", re.IGNORECASE | re.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """An environment as it is in one interpreter."""
+    """An environment as it is installed in one interpreter."""
 
     package: str = ""
     """What installs it, as pip takes it; "" of modules that no package brings."""
     asks: str = ""
-    """Which releases of the library its package asks for, such as `>=0.4,<0.5`; "" is any."""
+    """The releases of the library that its package requires, such as `>=0.4,<0.5`; "" is any."""
     fits: bool = True
-    """The release that is there is one of these."""
+    """Whether the installed release is one of these."""
     is_complete: bool = True
-    """What a taskset of the library is known to play with is there as well."""
+    """Whether the packages that a taskset of the library is known to need are installed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interpreter:
-    """One that environments can be played in."""
+    """An interpreter that environments can be played in."""
 
     python: str
     """Its path; "" is the env-server's own."""
     paths: tuple[str, ...] | None
-    """Directories of its packages; None is where this process finds its own."""
+    """Directories of its packages; None is this process's own path."""
     release: str
-    """Of the library; "" if it is not there."""
+    """The library's release there; "" if it is not installed."""
 
     def find(self, module: str) -> Found | None:
-        """Return the environment with that module; None if it is not there."""
+        """Return the environment with that module as it is installed here; None if it is not."""
         package = self._package(module)
         asks = _asked(package) if package is not None else []
         if not asks and (of_library := self._of_library(module)) is not None:  # `textarena` is a package of games, too
@@ -101,12 +101,12 @@ class Interpreter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Where an environment is played, and why."""
+    """The interpreter in which an environment is played, and why."""
 
     python: str = ""
     """The interpreter; "" is the env-server's own."""
     why: str = ""
-    """In words; "" where nothing was to be chosen."""
+    """A sentence; "" for the env-server's own interpreter."""
 
 
 def known_interpreters(allowed: Sequence[str]) -> list[Interpreter]:
@@ -128,11 +128,12 @@ def known_interpreters(allowed: Sequence[str]) -> list[Interpreter]:
 
 
 def choose(env_id: str, allowed: Sequence[str]) -> Choice:
-    """Return where an environment is played that names no interpreter (blocking: reads packages' metadata).
+    """Return the interpreter for an environment that names none (blocking: reads packages' metadata).
 
-    It is the first interpreter that has the environment and the release of `verifiers` that its package asks for.
-    One that is in none is left to the env-server's own, whose worker says what is missing. InvalidSpecError
-    (ENV_RELEASE_UNSUPPORTED) if interpreters have it, and none of them the release: with the command that makes one.
+    It is one that has the environment and the release of `verifiers` that its package requires; the env-server's own
+    before others, unless only others have all that it needs. If no interpreter has the environment, it is the
+    env-server's own, whose worker reports what is missing. Raises InvalidSpecError (ENV_RELEASE_UNSUPPORTED), with the
+    command that makes an interpreter, if some have the environment and none the release.
     """
     module = environment_module(env_id)
     known = known_interpreters(allowed)
@@ -204,13 +205,16 @@ def _package_directories(home: Path) -> tuple[str, ...]:
 
 
 def _changed(paths: tuple[str, ...]) -> tuple[int, ...]:
-    """Return when packages were last installed there."""
+    """Return the times at which packages were last installed in these directories, for the key of a cache."""
     return tuple(os.stat(each).st_mtime_ns for each in paths if os.path.isdir(each))
 
 
 @functools.lru_cache(64)
 def _modules(paths: tuple[str, ...], _: tuple[int, ...]) -> dict[str, str]:
-    """Return the packages that ask for the library, by the modules that they bring under another name than theirs."""
+    """Return the names of packages that require the library, by each module that they install.
+
+    The second argument is part of the cache's key alone.
+    """
     modules: dict[str, str] = {}
     for each in distributions(path=list(paths)):
         if not _ASKS.search(each.read_text("METADATA") or ""):
@@ -223,7 +227,7 @@ def _modules(paths: tuple[str, ...], _: tuple[int, ...]) -> dict[str, str]:
 
 
 def _requirements(package: Distribution) -> list["Requirement"]:
-    """Return what it asks for, extras included; without what cannot be read."""
+    """Return the package's requirements, those of extras included; leave out what cannot be parsed."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     read: list[Requirement] = []
@@ -236,7 +240,7 @@ def _requirements(package: Distribution) -> list["Requirement"]:
 
 
 def _asked(package: Distribution) -> list["Requirement"]:
-    """Return what it asks of the library, where it always does."""
+    """Return the package's requirements of the library that apply without an extra."""
     return [
         each
         for each in _requirements(package)
@@ -260,9 +264,7 @@ def _within(asks: str, release: str) -> bool:
 
 
 def _installed_from(package: Distribution) -> str:
-    """Return what pip takes to install that package elsewhere: its name and version, or the directory that it
-    came from.
-    """
+    """Return what pip takes to install the package elsewhere: `NAME==VERSION`, or the directory that it came from."""
     try:
         origin = decode_object((package.read_text("direct_url.json") or "{}").encode(), what="", reason="")
     except CorruptObjectError:

@@ -1,7 +1,7 @@
-"""Whether a worker can run in an interpreter that an environment brings with it, and what it is to be shown of files.
+"""Whether a worker can run in an interpreter that an environment brings with it, and which files it must see there.
 
-The worker asks by itself, once it is confined: the interpreter, and what its packages do when it starts, is code of
-the environment's.
+The worker itself asks, once it is confined: the interpreter, and what its packages do when it starts, is code of the
+environment's.
 """
 
 import os
@@ -28,10 +28,10 @@ NEEDED: Mapping[str, str] = {
     "pydantic": ">=2.11",
     "zstandard": ">=0.23",
 }
-"""What the worker's own code imports; the extra `env-worker` says the same."""
+"""The packages that the worker's own code imports, as in the extra `env-worker`."""
 LIBRARY = "verifiers"
 COMPANIONS: Mapping[str, Mapping[str, str]] = {"0.3.1": {"renderers": ">=0.1.10,<0.1.11"}}
-"""By release of the library, packages whose later releases it takes and cannot be imported with."""
+"""By release of the library, bounds of packages that it allows in later releases, with which it cannot be imported."""
 ENTRANCE = str(Path(__file__).with_name("outside.py"))
 ROOT = str(Path(millrace.__file__).parents[1])
 _ANSWER_S = 30.0
@@ -45,13 +45,16 @@ def command(python: str, arguments: Sequence[str]) -> list[str]:
 
 
 def require_usable(python: str) -> None:
-    """Raise InvalidSpecError if a worker cannot run in that interpreter, with the reason (blocking, a moment)."""
+    """Raise InvalidSpecError (ENV_PYTHON_UNUSABLE) if a worker cannot run in that interpreter, with the reason.
+
+    Blocks while the interpreter runs and answers, at most `_ANSWER_S`.
+    """
     if problem := _problem_of(python):
         raise InvalidSpecError([Violation(field=FIELD, value=python, message=problem)], reason="ENV_PYTHON_UNUSABLE")
 
 
 def shown_files(python: str) -> list[str]:
-    """Return the files that a worker of level `container` must see to run in that interpreter."""
+    """Return the directories that a worker of level `container` must see to run in that interpreter; none for ""."""
     if not python:
         return []
     named_home, home = Path(python).parent.parent, Path(os.path.realpath(os.path.dirname(python))).parent
@@ -98,7 +101,7 @@ def _problem_of(python: str) -> str:
 
 
 def _missing(python: str, versions: Mapping[str, str]) -> str:
-    """Describe what the interpreter lacks and the command that installs it."""
+    """Return which packages the interpreter lacks and the command that installs them; "" if none."""
     needed = needed_with(versions.get(LIBRARY, ""))
     lacking = [f"{name}{bounds}" for name, bounds in needed.items() if not _is_within(versions.get(name, ""), bounds)]
     if LIBRARY not in versions:
@@ -113,7 +116,7 @@ def _missing(python: str, versions: Mapping[str, str]) -> str:
 
 
 def needed_with(release: str) -> dict[str, str]:
-    """Return what workers need beside that release of the library: bounds by package."""
+    """Return the packages, with their bounds, that a worker needs beside that release of the library."""
     return {**NEEDED, **COMPANIONS.get(release, {})}
 
 
@@ -133,14 +136,19 @@ def _is_within(version: str, bounds: str) -> bool:
 
 
 def go_over(python: str, arguments: Sequence[str]) -> NoReturn:
-    """Replace this process by a worker in that interpreter, whose packages alone it finds. Raises OSError."""
+    """Replace this process by a worker in that interpreter, which finds the interpreter's packages alone.
+
+    Raises OSError.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(python, command(python, arguments), _environ(python))
 
 
 def _environ(python: str) -> dict[str, str]:
-    """Return this process's variables without those that say where our interpreter finds packages."""
+    """Return this process's variables with the interpreter's directory first in PATH, and without Python's search
+    paths.
+    """
     environ = {name: value for name, value in os.environ.items() if name not in _SEARCHED}
     environ["PATH"] = os.pathsep.join([os.path.dirname(python), environ.get("PATH", os.defpath)])
     return environ

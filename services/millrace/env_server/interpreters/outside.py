@@ -14,7 +14,7 @@ from importlib import util
 
 
 def check(distributions: "list[str]") -> None:
-    """Print the version of Python and, of these packages, which versions are there."""
+    """Print Python's version and the versions of those packages that are installed, as JSON."""
     versions = {}
     with contextlib.suppress(ImportError):  # before Python 3.8, which is too old anyway
         from importlib import metadata
@@ -26,7 +26,7 @@ def check(distributions: "list[str]") -> None:
 
 
 def run(root: str, arguments: "list[str]") -> None:
-    """Become a worker with these arguments."""
+    """Import `millrace` from `root` alone, and run this process as an env worker with these arguments."""
     place = os.path.join(root, "millrace")
     first = os.path.join(place, "__init__.py")
     spec = util.spec_from_file_location("millrace", first, submodule_search_locations=[place])

@@ -1,1 +1,1 @@
-"""What keeps an environment's processes from what is around them: limits, powers, files, network."""
+"""Confinement of an environment's processes: limits, capabilities, files, network."""

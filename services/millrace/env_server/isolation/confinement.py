@@ -1,4 +1,4 @@
-"""How an environment's worker is kept from what is around it: `MILLRACE_ENV_ISOLATION`.
+"""How an environment's worker is confined, by level: `MILLRACE_ENV_ISOLATION`.
 
 Every level: a session of its own, a private working directory that is deleted with it, no open files but its two
 sockets, no core dumps, and no variables of ours (`inherited`).
@@ -51,7 +51,7 @@ class Isolation(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confinement:
-    """Of every worker of an env-server."""
+    """How every worker of an env-server is confined."""
 
     isolation: Isolation = Isolation.PROCESS
     limits: WorkerLimits = field(default_factory=WorkerLimits)
@@ -68,7 +68,7 @@ class Confinement:
         return self.isolation is Isolation.CONTAINER
 
     def to_json(self) -> dict[str, Any]:
-        """Encode the settings for the worker's process."""
+        """Return the settings as plain data, for the worker's process."""
         return {
             "isolation": self.isolation.value,
             "limits": self.limits.to_json(),
@@ -79,7 +79,7 @@ class Confinement:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `to_json` made."""
+        """Read the settings from what `to_json` returned."""
         user = values["user"]
         return cls(
             isolation=Isolation(values["isolation"]),
@@ -92,8 +92,9 @@ class Confinement:
     def enter(self, directory: str, *, files: Sequence[int] = (), control: int | None = None) -> None:
         """Apply the confinement to this process, which must have one thread; raise OSError if the kernel refuses.
 
-        At level `container` others stay outside (`namespaces.enter`): `files` are the worker's alone, `control`
-        is theirs.
+        With `control`, at level `container`, this returns in a child inside new namespaces (`namespaces.enter`), while
+        two parents stay outside: `files` are the descriptors that only the child keeps, and `control` is the parents'
+        socket. `directory` is the working directory.
         """
         if control is not None:
             namespaces.enter(self.visible, directory, control=control, keep=files)
@@ -115,14 +116,14 @@ class Confinement:
                 landlock.restrict(connect_ports=self.connect_ports or None)
 
     def _limit_processes(self) -> None:
-        """Limit the processes, which the kernel counts by user or user namespace."""
+        """Limit the processes and threads, which the kernel counts by user or user namespace."""
         most = self.limits.max_processes * _THREADS_PER_PROCESS
         if most:
             resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
 
     @staticmethod
     def _become(uid: int, gid: int) -> None:
-        """Become another user irrevocably."""
+        """Change this process's user irrevocably."""
         os.setgroups([])
         os.setresgid(gid, gid, gid)
         os.setresuid(uid, uid, uid)
@@ -131,7 +132,7 @@ class Confinement:
 
 @contextlib.contextmanager
 def _unless_needed(*, is_needed: bool) -> Any:
-    """Run a Landlock call and ignore its failure unless the operator asked for the restriction."""
+    """Ignore an OSError of the block, unless the operator asked for the restriction."""
     try:
         yield
     except OSError:
@@ -148,7 +149,7 @@ _SHOWN_CHARS = 300
 
 
 def furnish(directory: Path, user: tuple[int, int] | None) -> None:
-    """Make what `mounts.enter_root` needs in there; the worker's own part is the user's."""
+    """Make the files in `directory` that `enter_root` needs; its `tmp` belongs to `user`, if one is given."""
     (directory / "root").mkdir()
     (directory / "tmp").mkdir(mode=0o700)
     if user is not None:
@@ -159,7 +160,10 @@ def furnish(directory: Path, user: tuple[int, int] | None) -> None:
 
 
 def why_no_container(confinement: Confinement) -> str:
-    """Return why this machine cannot confine by namespaces; "" if it can (blocking, a second)."""
+    """Return why this machine cannot confine by namespaces; "" if it can.
+
+    Blocks while a process tries it, about a second.
+    """
     with TemporaryDirectory(prefix="millrace-check-") as place:
         furnish(Path(place), confinement.user)
         command = [sys.executable, "-m", __name__, json.dumps(confinement.to_json()), place]
@@ -174,7 +178,7 @@ def why_no_container(confinement: Confinement) -> str:
 
 
 def _try(confinement: Confinement, directory: str) -> None:
-    """Become a worker, and import there what it imports."""
+    """Confine this process as a worker, and replace it by one that imports a worker's code."""
     ours, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.close()
     os.environ["HOME"] = os.environ["TMPDIR"] = "/tmp"

@@ -1,4 +1,4 @@
-"""The only way out of a worker of level `container`: to the engines that the env-server has it play with.
+"""The only connections out of a worker of level `container`: to the engines that the env-server has it play with.
 
 A worker's network has no device but loopback, on which every address of the world is. Where an engine is played with,
 `init` of the worker listens at the engine's own address and port and hands the listening socket to the env-server,
@@ -32,11 +32,11 @@ _NAMES = ipaddress.ip_network("127.77.0.0/16")
 
 
 class DoorError(Exception):
-    """The worker has no way to that engine."""
+    """The worker cannot be connected to that engine."""
 
 
 class Door:
-    """Of one worker. Of one event loop."""
+    """The connections of one worker to its engines, in one event loop."""
 
     def __init__(self, control: socket.socket, hosts: Path) -> None:
         """Take `control`, the socket to `init`, and `hosts`, the worker's /etc/hosts."""
@@ -49,9 +49,9 @@ class Door:
         self._passing: set[asyncio.Task[None]] = set()
 
     async def open(self, base_url: str) -> None:
-        """Let the worker connect to the host and port of this URL from now on.
+        """Let the worker connect to the host and port of this URL until `close`; do nothing if it can already.
 
-        Raises DoorError; ConnectionError if the worker has ended.
+        Raises DoorError, and ConnectionError if the worker has ended.
         """
         parts = urlsplit(base_url)
         host, port = parts.hostname or "", parts.port or _PORTS.get(parts.scheme, 0)
@@ -70,7 +70,7 @@ class Door:
             self._servers[address, port] = await asyncio.start_server(take, sock=listener)
 
     async def close(self) -> None:
-        """Close the worker's connections to the outside."""
+        """Close all of the worker's connections to the outside, and the socket to `init`."""
         for server in self._servers.values():
             server.close()
         for passing in self._passing:
@@ -79,7 +79,7 @@ class Door:
         self._control.close()
 
     def _address(self, host: str) -> str:
-        """Return the address at which the worker finds the host."""
+        """Return the address at which the worker finds the host; a name is written into the worker's /etc/hosts."""
         if host == "localhost":
             return "127.0.0.1"
         with contextlib.suppress(ValueError):
@@ -91,7 +91,10 @@ class Door:
         return self._names[host]
 
     def _ask(self, address: str, port: int) -> socket.socket:
-        """Ask `init` for the listening socket (blocking); raise DoorError or ConnectionError."""
+        """Have `init` listen at the address, and return its listening socket (blocking).
+
+        Raise DoorError or ConnectionError.
+        """
         try:
             self._control.send(json.dumps({"host": address, "port": port}).encode())
             data, files, _, _ = socket.recv_fds(self._control, _MAX_MESSAGE_BYTES, 1)
@@ -106,7 +109,7 @@ class Door:
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, port: int) -> None:
-    """Carry bytes both ways until both sides have ended, or one breaks off."""
+    """Connect to the engine and copy bytes both ways, until both sides have ended or one breaks off."""
     theirs: asyncio.StreamWriter | None = None
     try:
         answers, theirs = await _connect(host, port)
@@ -126,7 +129,7 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, h
 
 
 async def _connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect, as often as the worker itself would try where it is not confined. Raises OSError."""
+    """Connect to the engine, as often as the worker itself would try without confinement. Raises OSError."""
     with waits.shared(f"{waits.COUNT} connections to the engine at {host}:{port}", waits_on=f"{host}:{port}"):
         for attempt in range(1, MAX_ATTEMPTS + 1):
             try:

@@ -1,9 +1,9 @@
 """Which variables of the env-server its workers inherit: environments are foreign code that runs code of models.
 
-They need variables of their own (keys of judges, caches, proxies), whose names we cannot know; so what leads to our
-data or to the machine's identity is withheld, by name and by value:
+They need variables of their own (keys of judges, caches, proxies), whose names we cannot know; so variables that lead
+to our data or to the machine's identity are withheld, by name and by value:
 
-* everything of ours (`MILLRACE_*`), but how to log and the marks by which orphans are found;
+* everything of ours (`MILLRACE_*`), except how to log, where agents reach workers, and marks for finding orphans;
 * credentials and addresses of stores, clouds, clusters, agents and container engines;
 * every variable whose value holds the URL of Redis or of the store, or a path of the spool or of scratch files.
 
@@ -50,7 +50,7 @@ _BASE = [
 
 
 def worker_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of `environ` that a worker inherits."""
+    """Return the variables of `environ` that a worker inherits, by name and value as described above."""
     allowed = environ.get(PASS_VARIABLE, "").replace(",", " ").split()
     patterns = [*_BASE, *_TOLD, *allowed] if allowed else ["*"]
     secrets = [text for name in _URLS if (text := environ.get(name, ""))]
@@ -66,23 +66,25 @@ def worker_environ(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_withheld(name: str) -> bool:
-    """Return whether workers never get a variable of this name."""
+    """Return whether workers never get a variable of this name, whatever its value."""
     if name.startswith(_OURS):
         return name not in _TOLD
     return _WITHHELD.fullmatch(name) is not None
 
 
 def is_ours(name: str) -> bool:
-    """Return whether the variable says where Redis, the store or token files are, or holds the store's keys.
+    """Return whether the variable has the place of Redis, the store or token files, or the store's keys.
 
-    No run's config may name such a variable as the one that holds a key.
+    A run's config may not name such a variable as one that holds an API key.
     """
     is_placement = name.startswith(_OURS) and not name.startswith(WITHHELD_KEY_PREFIX) and name not in _TOLD
     return is_placement or name in _PLACEMENT or name.startswith(_STORE_CREDENTIALS)
 
 
 def api_key_problem(variable: str) -> str:
-    """Return why the endpoint's key is missing, or ""; a variable hidden from workers cannot be an endpoint's key."""
+    """Return why a worker has no key in this variable: it is unset or withheld from workers. "" if it has, or none is
+    named.
+    """
     if not variable or worker_environ(os.environ).get(variable):
         return ""
     if os.environ.get(variable):
@@ -91,8 +93,9 @@ def api_key_problem(variable: str) -> str:
 
 
 def teacher_key_problem(variable: str) -> str:
-    """Return why the teacher's key is missing, or ""; workers need not see the key, as only this process asks the
-    teacher.
+    """Return why this process has no teacher's key in the variable; "" if it has, or none is named.
+
+    Only this process asks the teacher, so workers need not have the key. A variable of the deployment is refused.
     """
     if variable and is_ours(variable):  # a run's config names it, and the URL that it would be sent to
         return "is a variable of the deployment; put the teacher's key into one of its own"

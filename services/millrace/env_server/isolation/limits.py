@@ -1,4 +1,4 @@
-"""What a worker and its children may use: bounds against accidents and runaway code."""
+"""Limits of a worker and its children, as bounds against accidents and runaway code; and how workers end."""
 
 import contextlib
 import resource
@@ -18,7 +18,7 @@ from millrace.processes.table import Table
 MEMORY_VARIABLE = "MILLRACE_ENV_MEMORY_BYTES"
 PROCESSES_VARIABLE = "MILLRACE_ENV_MAX_PROCESSES"
 # What one process may map above what all may hold: thread stacks and reserves of allocators are mapped and never used.
-# (pyarrow's allocator alone maps 1 GiB.) A single huge allocation fails there; what grows slowly is seen and ended.
+# (pyarrow's allocator alone maps 1 GiB.) A single huge allocation fails there; slow growth is found by `exceeded_by`.
 _UNUSED_BYTES = 2 << 30
 
 
@@ -34,7 +34,7 @@ _SHARE_OF_TIME = 50.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Of one worker and its children."""
+    """Resources that one worker and its children use."""
 
     num_processes: int = 0
     rss_bytes: int = 0
@@ -45,16 +45,17 @@ class Usage:
 
 
 class Census:
-    """The process table, read again when it is old."""
+    """Counts resources in the process table, which is read again when it is old."""
 
     def __init__(self) -> None:
         self._until = 0.0
         self._table: Table | None = None
 
     def usage(self, leader: int, *, is_container: bool = False) -> Usage:
-        """Return the resources used by a session leader's processes; nothing without /proc.
+        """Return the resources used by a session leader's processes, from a table up to a moment old.
 
-        At level `container` it and its child are ours (`isolation.namespaces`), and not counted.
+        Nothing without /proc. At level `container` the leader and its child are ours (`isolation.namespaces`), and not
+        counted.
         """
         began = time.monotonic()
         if self._table is None or began >= self._until:
@@ -71,7 +72,10 @@ class Census:
 
 
 def proportional_bytes(pids: tuple[int, ...]) -> int | None:
-    """Return the processes' memory with shared pages counted once; None if the kernel does not report it."""
+    """Return the processes' memory with shared pages counted once, ended processes as none.
+
+    None if the kernel does not report it for one of them.
+    """
     total = 0
     for pid in pids:
         try:
@@ -96,12 +100,12 @@ def peak_bytes(pid: int) -> int:
 
 
 CENSUS = Census()
-"""The one of this process."""
+"""The census of this process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLimits:
-    """Of one worker; 0 is no limit."""
+    """Limits of one worker; 0 is no limit."""
 
     memory_bytes: int = 4 << 30
     """Resident memory of the worker and its children."""
@@ -113,7 +117,7 @@ class WorkerLimits:
     """Size of each file that is written."""
 
     def exceeded_by(self, usage: Usage) -> str:
-        """Return which limit the usage exceeds, or ""."""
+        """Return a sentence about the limit of processes or memory that the usage exceeds; "" if it exceeds none."""
         if self.max_processes and usage.num_processes > self.max_processes:
             return (
                 f"ended by its limit of processes: it had {usage.num_processes} and {PROCESSES_VARIABLE} "
@@ -131,7 +135,10 @@ class WorkerLimits:
         )
 
     def apply(self) -> None:
-        """Set those that the kernel keeps, in this process and for its children."""
+        """Set the limits that the kernel enforces for each process, on this one and its children.
+
+        Those of memory and processes of the whole worker are checked by `exceeded_by`.
+        """
         _set(resource.RLIMIT_CORE, 0)
         if self.memory_bytes:
             _set(resource.RLIMIT_DATA, self.memory_bytes + _UNUSED_BYTES)
@@ -141,17 +148,17 @@ class WorkerLimits:
             _set(resource.RLIMIT_FSIZE, self.max_file_bytes)
 
     def to_json(self) -> dict[str, int]:
-        """Encode the settings for the worker's process."""
+        """Return the limits as plain data, for the worker's process."""
         return {name: getattr(self, name) for name in self.__slots__}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "WorkerLimits":
-        """Read what `to_json` made."""
+        """Read the limits from what `to_json` returned."""
         return cls(**values)
 
 
 def _set(kind: int, value: int) -> None:
-    """Set a limit to the given value, at most this process's own limit."""
+    """Set the soft and hard limit `kind` to the value, or to this process's hard limit if that is lower."""
     _, hard = resource.getrlimit(kind)
     bounded = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(kind, (bounded, bounded))
@@ -169,17 +176,17 @@ class DeathCause(Enum):
     """Who ended a worker."""
 
     ITSELF = "itself"
-    """Its own code: an exit, a crash, a closed socket, or answers that were none."""
+    """Its own code: an exit, a crash, a closed socket, or answers that could not be read."""
     BLOCKED = "blocked"
-    """We did: its event loop waited in one call for too long, or did not answer after a rollout's deadline."""
+    """We killed it: its event loop waited in one call for too long, or did not answer after a rollout's deadline."""
     LIMIT = "limit"
-    """We did: the environment took more memory or started more processes than it may."""
+    """We killed it: the environment took more memory or started more processes than it may."""
     FROZEN = "frozen"
-    """We did: its process did not run at all, which somebody outside did to it."""
+    """We killed it: its process did not run at all, because somebody outside had stopped it."""
     OUTSIDE = "outside"
-    """Somebody killed it, the kernel for want of memory included."""
+    """Somebody else killed it; that may be the kernel for want of memory."""
     ASKED = "asked"
-    """Somebody asked it to end (SIGTERM and the like): that, unlike SIGKILL, is nothing that a want of memory does."""
+    """Somebody else asked it to end (SIGTERM and the like), which the kernel does not do for want of memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +195,7 @@ class Death:
 
     cause: DeathCause
     how: str
-    """`exit code 17, peak memory 210 MiB`, for people."""
+    """A description such as `exit code 17, peak memory 210 MiB`."""
 
     @property
     def is_from_outside(self) -> bool:
@@ -197,9 +204,10 @@ class Death:
 
 
 def describe_death(returncode: int | None, *, killed: tuple[DeathCause, str] | None, peak_bytes: int) -> Death:
-    """Describe the end of a process with this return code; `killed` says why we killed it, if we did.
+    """Describe the end of a process with this return code.
 
-    `peak_bytes` is the most memory that was seen of it; 0 if nothing was.
+    `killed` has the cause and reason if this env-server killed it. `peak_bytes` is the most memory that it was seen to
+    have; 0 if none was seen.
     """
     memory = f", peak memory {mebibytes(peak_bytes)}" if peak_bytes else ""
     if killed is not None:
@@ -232,7 +240,7 @@ class WorkerDiedError(Exception):
 
 
 class EnvLoadError(Exception):
-    """The environment could not be loaded; `is_from_outside` says that it was not its own doing."""
+    """The environment could not be loaded; `is_from_outside` is true if its own code is not the cause."""
 
     def __init__(self, error_type: str, message: str, *, remedy: str = "", is_from_outside: bool = False) -> None:
         super().__init__(message)

@@ -34,20 +34,20 @@ _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = (1 << bit for bit in (17,
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 _SYS_ADMIN, _NET_ADMIN, _SETUID, _SETGID = 21, 12, 7, 6
 DIRECTORY = "/tmp"
-"""The worker's own, inside."""
+"""The worker's own directory, as it is named inside."""
 _MAX_MESSAGE_BYTES = 4096
 _BACKLOG = 1024
 _SETUP_FAILED = 71
 
 
 def is_administrator() -> bool:
-    """Return whether this process may make namespaces without a user namespace, and become another user in them."""
+    """Return whether this process may make namespaces without a user namespace, and change its user in them."""
     return has({_SYS_ADMIN, _NET_ADMIN, _SETUID, _SETGID})
 
 
-# What of the file system a worker of level `container` sees: programs and what they need, and nothing of ours.
+# The part of the file system that a worker of level `container` sees: programs and what they need, nothing of ours.
 #
-# A list of what is shown, not of what is hidden: everything else is not there. It is shown read-only.
+# It is a list of what is shown, not of what is hidden: everything else does not exist there. It is shown read-only.
 
 VISIBLE_VARIABLE = "MILLRACE_ENV_VISIBLE"
 _OURS = "MILLRACE_"
@@ -67,30 +67,30 @@ _NAMED = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "SSL_CERT_FILE", "SSL_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisibleFiles:
-    """Absolute paths; what does not exist when a worker starts is left out."""
+    """Absolute paths that a worker sees; paths that do not exist when a worker starts are left out."""
 
     shown: tuple[str, ...] = ()
     hidden: tuple[str, ...] = ()
-    """Shown to nobody, also where they are in what is shown."""
+    """Paths that are covered, also where they are below a path that is shown."""
 
     def to_json(self) -> dict[str, Any]:
-        """Encode the settings for the worker's process."""
+        """Return the paths as plain data, for the worker's process."""
         return {"shown": list(self.shown), "hidden": list(self.hidden)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `to_json` made."""
+        """Read the paths from what `to_json` returned."""
         return cls(shown=tuple(map(str, values["shown"])), hidden=tuple(map(str, values["hidden"])))
 
     def with_shown(self, paths: Iterable[str]) -> Self:
-        """Return the visible files with these paths added, which are then not hidden."""
+        """Return the visible files with these paths added to those shown, and removed from those hidden."""
         added = list(paths)
         hidden = tuple(path for path in self.hidden if path not in added)
         return type(self)(shown=tuple(dict.fromkeys([*self.shown, *added])), hidden=hidden)
 
 
 def covered(files: VisibleFiles) -> list[str]:
-    """Return what is there and cannot be shown: workers have directories of their own in the place where it is."""
+    """Return the paths that exist and cannot be shown, because a worker has a directory of its own in that place."""
     found = [path for path in files.shown if os.path.exists(path)]
     return [
         path
@@ -102,8 +102,8 @@ def covered(files: VisibleFiles) -> list[str]:
 def visible_to_workers(environ: Mapping[str, str], visible: Sequence[str]) -> VisibleFiles:
     """Return the files that workers of this env-server see; `visible` are paths that the operator adds.
 
-    Where environments are found is where this process finds modules, but for its working directory, which may be
-    anything: an operator who wants it shown names it in PYTHONPATH.
+    Modules are found where this process finds them, except in its working directory, which may be anything: an operator
+    who wants it shown names it in PYTHONPATH.
     """
     search = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     modules = [path for path in sys.path if path and path != os.getcwd()]
@@ -114,10 +114,10 @@ def visible_to_workers(environ: Mapping[str, str], visible: Sequence[str]) -> Vi
 
 
 def _hidden(environ: Mapping[str, str], shown: Iterable[str]) -> list[str]:
-    """Return every path that our variables name: spool, scratch, store, Redis' URL, keys, tokens.
+    """Return every path that our variables name: spool, scratch, store, files of Redis' URL, keys and tokens.
 
-    Of a file, its whole directory, unless something that is shown is in there: beside the URL of the one-machine
-    stack's Redis are its password and its data.
+    The directory of such a file is hidden, too, unless a shown path is in it: beside the URL of the one-machine stack's
+    Redis are its password and its data.
     """
     found: list[str] = []
     for name, value in environ.items():
@@ -137,10 +137,11 @@ def _hidden(environ: Mapping[str, str], shown: Iterable[str]) -> list[str]:
 
 
 def enter(visible: VisibleFiles, directory: str, *, control: int, keep: Sequence[int]) -> None:
-    """Become a worker in namespaces of its own; returns in the worker, with `keep` and the standard files open.
+    """Fork into namespaces of their own and return in the worker, which has `keep` and the standard files open.
 
-    This process must have one thread. `control` is a socket (SOCK_SEQPACKET) on which `init` takes requests. Raises
-    OSError if the kernel refuses a namespace; what fails later ends the process, and its reason is on standard error.
+    This process and its child stay as `outer` and `init`, and never return. This process must have one thread.
+    `control` is a socket (SOCK_SEQPACKET) on which `init` takes requests; `directory` is for `enter_root`. Raises
+    OSError if the kernel refuses a namespace; a later failure ends the process, with its reason on standard error.
     """
     uid, gid = os.geteuid(), os.getegid()
     is_admin = is_administrator()
@@ -176,7 +177,7 @@ def _map_user(uid: int, gid: int) -> None:
 
 
 def _be_outer(init: int, receive: int, *, close: Sequence[int]) -> NoReturn:
-    """Wait, and end as the worker did."""
+    """Wait for `init` and end with the worker's exit code or signal, which `init` writes into the pipe `receive`."""
     for file in close:
         os.close(file)
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -191,8 +192,11 @@ def _be_outer(init: int, receive: int, *, close: Sequence[int]) -> NoReturn:
     os._exit(code)
 
 
-def _be_init(worker: int, tell: int, control: int, *, close: Sequence[int]) -> NoReturn:
-    """Reap, and listen where the env-server asks, until the worker has ended; then the kernel ends what is left."""
+def _be_init(worker: int, report: int, control: int, *, close: Sequence[int]) -> NoReturn:
+    """Reap processes, and answer requests for listening sockets, until the worker has ended.
+
+    The worker's exit code is then written into the pipe `report`, and the kernel ends the processes that are left.
+    """
     for file in close:
         os.close(file)
     _guard()
@@ -202,7 +206,7 @@ def _be_init(worker: int, tell: int, control: int, *, close: Sequence[int]) -> N
     poll.register(pidfd, select.POLLIN)
     poll.register(asked, select.POLLIN)
     while True:
-        # Orphans become zombies that count until somebody reaps them: now and then does.
+        # Orphans become zombies, which count against limits until they are reaped: once a second suffices.
         for file, _ in poll.poll(1000):
             if file == asked.fileno() and not _answer(asked):
                 poll.unregister(asked)
@@ -212,7 +216,7 @@ def _be_init(worker: int, tell: int, control: int, *, close: Sequence[int]) -> N
             except ChildProcessError:
                 os._exit(_SETUP_FAILED)
             if pid == worker:
-                os.write(tell, str(os.waitstatus_to_exitcode(how)).encode())
+                os.write(report, str(os.waitstatus_to_exitcode(how)).encode())
                 os._exit(0)
             if pid == 0:
                 break
@@ -225,7 +229,10 @@ def _guard() -> None:
 
 
 def _answer(asked: socket.socket) -> bool:
-    """Make one listening socket and hand it over; False when nobody asks any more."""
+    """Read a request from `asked` and send a listening socket, or the problem.
+
+    Return False once nobody can ask any more.
+    """
     try:
         data = asked.recv(_MAX_MESSAGE_BYTES)
     except OSError:
@@ -257,7 +264,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _start_network() -> None:
-    """Bring up loopback and route every address to it; `init` listens there for the engines."""
+    """Bring up loopback and route every address to it, so that `init` can listen at the engines' addresses."""
     with named("start the loopback device"), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as device:
         _set_up(device)
     with named("route every address to the loopback device"):
@@ -289,7 +296,7 @@ def _route(family: int) -> None:
         raise OSError(-code, os.strerror(-code))
 
 
-# A root directory of a worker's own (level `container`): what `VisibleFiles` shows, read-only, and a private /tmp.
+# The root directory of a worker (level `container`): the paths of `VisibleFiles`, read-only, and a private /tmp.
 
 _RDONLY, _NOSUID, _NODEV, _NOEXEC, _BIND, _REC, _PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
 _MNT_DETACH = 2
@@ -300,14 +307,15 @@ _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _DEVICE_LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1"}
 _DEVICE_LINKS |= {"stderr": "/proc/self/fd/2"}
-# Shared memory is memory: more of it is not to be had than a worker with little of it needs.
+# Shared memory counts as memory: a worker gets no more of it than one that uses little of it needs.
 _SHM_BYTES = 256 << 20
 
 
 def enter_root(visible: VisibleFiles, directory: str) -> None:
-    """Make the new root and enter it. `directory` holds `root` (empty), `tmp` (the worker's) and `hosts`.
+    """Make a root directory with the visible files and make it this process's root.
 
-    Of a process with a mount namespace of its own and the right to mount in it. Raises OSError, which names the step.
+    `directory` has `root` (empty), `tmp` (the worker's) and `hosts`. The process needs a mount namespace of its own and
+    the right to mount in it. Raises OSError, which names the step.
     """
     root = f"{directory}/root"
     _mount("", "/", flags=_REC | _PRIVATE)
@@ -333,7 +341,7 @@ def enter_root(visible: VisibleFiles, directory: str) -> None:
 
 
 def _show(visible: VisibleFiles, root: str) -> list[tuple[str, str]]:
-    """Bind what is shown, where it is and where it was named: (what, where) of each."""
+    """Bind every shown path at its real place and at the place it was named by; return (real path, target) of each."""
     bound: list[tuple[str, str]] = []
     for path in sorted(visible.shown, key=len):
         real = os.path.realpath(path)
@@ -353,7 +361,7 @@ def _show(visible: VisibleFiles, root: str) -> list[tuple[str, str]]:
 
 
 def _hide(visible: VisibleFiles, bound: list[tuple[str, str]]) -> None:
-    """Cover what is hidden wherever it would be seen: a directory by an empty one, a file by nothing."""
+    """Cover hidden paths wherever a bound path would show them: directories by empty ones, files by /dev/null."""
     for path in visible.hidden:
         real = os.path.realpath(path)
         for what, where in bound:
@@ -382,7 +390,7 @@ def _make_read_only(root: str) -> None:
 
 
 def _change_root(root: str) -> None:
-    """Change the root, so that no path leads outside."""
+    """Make `root` the root directory and unmount the old one, so that no path leads outside. Raises OSError."""
     machine = platform.machine()
     with named(f"change the root directory ({machine})"):
         if machine not in _PIVOT_ROOT:
@@ -402,7 +410,7 @@ def _mount(what: str, where: str, *, kind: str = "", flags: int = 0, options: st
         libc("mount", what.encode(), where.encode(), kind.encode() or None, ctypes.c_ulong(flags), options.encode())
 
 
-# Calls of the C library, with errors that say what was tried.
+# Calls of the C library, with errors that name what was tried.
 
 
 def libc(function: str, *args: Any) -> int:
@@ -421,14 +429,14 @@ def prctl(option: int, value: int) -> None:
 
 @contextlib.contextmanager
 def named(step: str) -> Iterator[None]:
-    """Name the failed step in an OSError of the block."""
+    """Raise an OSError of the block again with `step`, what was tried, in its message."""
     try:
         yield
     except OSError as error:
         raise OSError(error.errno, f"cannot {step}: {error.strerror}") from error
 
 
-# Which powers of root a worker keeps where the env-server is root: those that programs in containers have, at most.
+# The capabilities of root that a worker keeps where the env-server is root: at most those of programs in containers.
 #
 # With the others it could raise its own limits, read the memory of processes around it, or mount file systems. At
 # level `container` it keeps none.
@@ -450,14 +458,17 @@ class _Sets(ctypes.Structure):
     _fields_ = (("effective", ctypes.c_uint32), ("permitted", ctypes.c_uint32), ("inheritable", ctypes.c_uint32))
 
 
-def has(wanted: Collection[int]) -> bool:
+def has(capabilities: Collection[int]) -> bool:
     """Return whether all of these capabilities are in effect in this process."""
     _, sets = _own()
-    return all(sets[one // 32].effective & (1 << (one % 32)) for one in wanted)
+    return all(sets[one // 32].effective & (1 << (one % 32)) for one in capabilities)
 
 
 def drop(*, keep: Collection[int] = KEPT) -> None:
-    """Give up all other capabilities, for this process and its children; raise OSError."""
+    """Give up all capabilities but `keep`, for this process and its children; raise OSError.
+
+    Does nothing if the process has none.
+    """
     header, sets = _own()
     if not any(half.permitted for half in sets):
         return
@@ -506,18 +517,19 @@ def version() -> int:
 
 
 def restrict(*, connect_ports: Iterable[int] | None) -> bool:
-    """Keep this thread, and what it starts, from the processes around it, and from other TCP ports than these.
+    """Confine this thread, and what it starts, with Landlock; return False where the kernel has none.
 
-    Nothing outside can be traced, read by /proc (environment, memory, open files) or signalled any more, nor reached by
-    an abstract Unix socket. `connect_ports` None leaves connections alone. Returns False where the kernel has no
-    Landlock. Raises OSError if it refuses, or has none of the rules that `connect_ports` needs.
+    Processes outside can then not be traced, read by /proc (environment, memory, open files), signalled, or reached by
+    an abstract Unix socket, as far as the kernel's version has it. TCP connections are allowed to `connect_ports`
+    alone; None allows all. Raises OSError if the kernel refuses, or cannot limit ports and `connect_ports` is not None.
     """
     has = version()
     if connect_ports is not None and has < CONNECT_VERSION:
         raise OSError(f"this kernel cannot limit connections (Landlock {has}, needed is {CONNECT_VERSION})")
     if not has:
         return False
-    # A rule set must handle something: nobody may make block devices. What it keeps from others comes with any.
+    # A rule set must handle some access: making block devices is one that no worker needs. The protection of other
+    # processes comes with any rule set.
     attributes = struct.pack("Q", _FS_MAKE_BLOCK)
     if has >= CONNECT_VERSION:
         attributes += struct.pack("Q", 0 if connect_ports is None else _NET_CONNECT)

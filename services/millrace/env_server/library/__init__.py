@@ -1,1 +1,1 @@
-"""What differs between releases of `verifiers`: which ones are hosted, and where their parts are."""
+"""Differences between releases of `verifiers`: which releases are hosted, and where their parts are."""

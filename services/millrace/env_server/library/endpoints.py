@@ -1,4 +1,4 @@
-"""What endpoints answer: errors about prompts that are too long, and arguments of tool calls."""
+"""Reading of endpoints' answers: errors about prompts that are too long, and arguments of tool calls."""
 
 import contextlib
 import functools
@@ -15,20 +15,23 @@ _MAX_ROLLOUTS = 8192  # as many as `span_log` remembers, for the same reason
 
 
 class TooLongLog:
-    """The last words of engines, until the adapter takes them."""
+    """Messages of engines about prompts that are too long, by rollout, until the adapter takes them."""
 
     def __init__(self) -> None:
-        self._said: OrderedDict[str, str] = OrderedDict()
+        self._messages: OrderedDict[str, str] = OrderedDict()
 
     def note(self, rollout_id: str, message: str) -> None:
-        """Note that an engine refused a prompt of that rollout as too long."""
-        self._said[rollout_id] = message
-        while len(self._said) > _MAX_ROLLOUTS:
-            self._said.popitem(last=False)
+        """Keep the message with which an engine refused a prompt of that rollout as too long.
+
+        It replaces an earlier one.
+        """
+        self._messages[rollout_id] = message
+        while len(self._messages) > _MAX_ROLLOUTS:
+            self._messages.popitem(last=False)
 
     def take(self, rollout_id: str) -> str:
-        """Return and forget the error of one rollout; "" if there is none."""
-        return self._said.pop(rollout_id, "")
+        """Return the message of one rollout and forget it; "" if there is none."""
+        return self._messages.pop(rollout_id, "")
 
 
 # One per process: a worker hosts one environment.
@@ -36,7 +39,7 @@ TOO_LONG = TooLongLog()
 
 
 def watch_v1() -> None:
-    """Have the v1 API's clients note engines' errors about prompts that are too long. Idempotent."""
+    """Wrap the v1 clients' methods so that refusals of prompts that are too long are noted in TOO_LONG. Idempotent."""
     # Imported here: the v0 API, and releases that have it alone, do without.
     from verifiers.v1.clients.eval import EvalClient
     from verifiers.v1.clients.train import TrainClient
@@ -64,7 +67,7 @@ def _noting(stock: Callable[..., Any], error_class: type[Exception]) -> Callable
 
 
 def explain(message: str) -> str:
-    """Return the error of a rollout whose first prompt does not fit: how long it is, and which limit there is.
+    """Return the first part of an engine's message about a prompt that is too long, shortened; a general text for "".
 
     The remedy depends on whose rollout it is, and is added by the caller.
     """
@@ -73,13 +76,13 @@ def explain(message: str) -> str:
 
 
 def explain_trace(episode: Any, error: Any | None) -> str:
-    """Explain a refusal in an episode of the v1 API; some releases record it as the episode's error."""
+    """Return the explanation of a refused prompt in a v1 episode, from TOO_LONG or else from the episode's error."""
     message = next(filter(None, [TOO_LONG.take(trace.id) for trace in episode.traces]), "")
     return explain(message or (str(error.message) if error is not None else ""))
 
 
 def sentence_of(body: bytes) -> str:
-    """Return the message in an engine's answer, in the shape of OpenAI's or that of older engines; "" if there is
+    """Return the error message in the body of an engine's answer, of OpenAI's form or an older one; "" if there is
     none.
     """
     with contextlib.suppress(CorruptObjectError):
@@ -94,7 +97,7 @@ def sentence_of(body: bytes) -> str:
 
 
 def arguments_text(arguments: Any) -> str:
-    """Return the arguments as JSON; an empty object for none."""
+    """Return the arguments of a tool call as JSON text; "{}" for none. A text is returned as it is."""
     if arguments is None or arguments == "":
         return "{}"
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""What `verifiers` and pydantic look up anew in every rollout is kept here: signatures, and decorated methods.
+"""Caches of what `verifiers` and pydantic look up anew in every rollout: signatures, and decorated methods.
 
 Nothing that an environment can see changes: a signature is the function's own, and decorators mark a class's methods
 when it is made.
@@ -13,7 +13,7 @@ from typing import Any
 
 _NUM_KEPT = 1024
 _SELF = object()
-# pydantic asks for that of a field's default factory whenever it makes a model without validation.
+# pydantic reads the signature of a field's default factory whenever it makes a model without validation.
 _PYDANTIC = "pydantic._internal._typing_extra"
 _DECORATORS, _DISCOVER = "verifiers.v1.utils.decorators", "discover_decorated"
 
@@ -50,8 +50,10 @@ def _decorated_names(kind: type, attr: str) -> tuple[str, ...]:
 
 
 def discover_decorated(obj: object, attr: str) -> list[Callable[..., Any]]:
-    """Return the same as `verifiers.v1.utils.decorators.discover_decorated`, which inspects every attribute, from
-    a cache.
+    """Return an object's methods marked with `attr`, in order, as the library's function of that name does, but from a
+    cache.
+
+    The library's inspects every attribute of the object.
     """
     names = _decorated_names(type(obj), attr)
     methods = [method for name in names if hasattr(method := getattr(obj, name), attr)]
@@ -69,7 +71,7 @@ class _Inspection:
 
 
 def remember_lookups() -> None:
-    """Have the libraries' modules that look such things up in every rollout ask for each of them once."""
+    """Replace these lookups by cached ones in the modules of `verifiers` and pydantic that are imported."""
     inspection = _Inspection()
     for name, module in list(sys.modules.items()):
         known = vars(module)

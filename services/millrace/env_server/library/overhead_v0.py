@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 class EnvExecutor(ThreadPoolExecutor):
-    """A pool for what environments run in threads; the library's formatting of one rollout runs at once."""
+    """A pool for blocking code of environments, which runs the library's formatting of one rollout without a thread."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Run a formatting call at once, and submit other calls as the base class does."""
+        """Run a formatting call in this thread and return a finished asyncio future; submit other calls to the pool."""
         if not _is_formatting(fn):
             return super().submit(fn, *args, **kwargs)
         # An asyncio future that is done: the loop takes it as it is, where it would wake itself up for another kind.
@@ -38,13 +38,16 @@ def _is_formatting(fn: Callable[..., Any]) -> bool:
     return wrapped[0] is state_to_output or getattr(wrapped[0], "__module__", "") == response_utils.__name__
 
 
-# Has an error of a missing column say which columns the data set has: `datasets` raises a bare KeyError of a row's.
+# An error of a missing column names the columns that the data set has: `datasets` raises the bare KeyError of a row.
 
 _WATCHED = "_millrace_watched"
 
 
 def note_columns() -> None:
-    """Watch what calls a function with rows of a data set, in this process. Idempotent."""
+    """Wrap `Dataset.map` and `filter` so that a KeyError for a missing column names those that there are.
+
+    Idempotent.
+    """
     for name in ("map", "filter"):
         stock = getattr(datasets.Dataset, name)
         if not hasattr(stock, _WATCHED):
@@ -58,8 +61,8 @@ def _telling(stock: Callable[..., Any]) -> Callable[..., Any]:
             return stock(self, *args, **kwargs)
         except KeyError as error:
             key = error.args[0] if error.args else None
-            is_told = bool(getattr(error, "__notes__", ()))  # one of these may call another
-            if isinstance(key, str) and key not in self.column_names and not is_told:
+            has_note = bool(getattr(error, "__notes__", ()))  # one of these may call another
+            if isinstance(key, str) and key not in self.column_names and not has_note:
                 error.add_note(f"the data set has columns {', '.join(map(repr, self.column_names)) or '(none)'}")
             raise
 

@@ -1,7 +1,7 @@
 """Which releases of `verifiers` a worker hosts, by generation of the environment.
 
-An environment with an interpreter of its own brings its own release; ours is one of several. What is not hosted is
-refused at load by a sentence, where its imports would fail with a name that says nothing.
+An environment with an interpreter of its own brings its own release; ours is one of several. An environment that is not
+hosted is refused at load with a message; its imports would fail with a bare name.
 """
 
 import functools
@@ -21,7 +21,7 @@ _OTHER = {
 }
 
 HOSTED = " and ".join(f"{generation} with {text}" for generation, (_, text) in _TEXT.items())
-"""In words."""
+"""The hosted releases as a text for messages."""
 TRIED = ("0.4.0", "0.3.1", "0.1.14")
 """Releases that were tried, the newest first (`docs/versions.md`)."""
 FIELD, _REASON = "orchestrator.env.id", "ENV_RELEASE_UNSUPPORTED"
@@ -32,7 +32,7 @@ _REMEDY = (
 
 @functools.cache
 def installed() -> str:
-    """Return the release of this process; "" if there is none."""
+    """Return the release of `verifiers` that this process has; "" if it has none. Cached."""
     try:
         return version("verifiers")
     except PackageNotFoundError:
@@ -57,7 +57,7 @@ def problem_of(generation: str, release: str) -> str:
 
 
 def unfit(env_id: str, error: BaseException) -> InvalidSpecError:
-    """Return the error for an environment whose imports fail with this process's release."""
+    """Make the InvalidSpecError for an environment whose import failed with `error` in this process's release."""
     release, asks = installed(), _asked_by_its_package(env_id)
     message = (
         f"cannot be imported with verifiers {release or '(none)'}, which is installed with it: {error}. "
@@ -75,9 +75,7 @@ def require(generation: str, env_id: str) -> None:
 
 
 def _asked_by_its_package(env_id: str) -> str:
-    """Return a sentence with what the environment's package says of the release that it needs; "" if it says
-    nothing.
-    """
+    """Return a sentence with the release that the environment's package requires; "" if it requires none."""
     module = env_id.rpartition("/")[2].replace("-", "_").partition(".")[0]
     for package in packages_distributions().get(module, ()):
         for requirement in requires(package) or ():

@@ -27,7 +27,7 @@ from millrace.env_server.library.endpoints import arguments_text
 from millrace.errors import CorruptObjectError
 
 OUTGROWN = "context_length"
-"""The stop condition of a conversation that does not fit the context any more."""
+"""The stop condition of a conversation that has outgrown the context."""
 # The texts of engines, and that of the renderer's own check before it asks one.
 _TEXTS = (
     "maximum context length",
@@ -39,8 +39,9 @@ _TEXTS = (
 
 
 def is_too_long(stop_condition: str, error: Any | None) -> bool:
-    """Return whether an episode ended because the prompt does not fit: 0.3.1 stops it, 0.4 records the provider's
-    error.
+    """Return whether an episode ended because its prompt does not fit the context.
+
+    Release 0.3.1 stops the episode with that condition, 0.4 records an error of the provider.
     """
     if stop_condition == OUTGROWN:
         return True
@@ -54,10 +55,9 @@ def _says_too_long(message: str) -> bool:
 
 
 def stop_what_outgrows() -> None:
-    """Have a conversation stop when it outgrows the context, and be scored as it is. Idempotent.
+    """Have a conversation that outgrows the context stop and be scored, in release 0.4. Idempotent.
 
-    Release 0.3.1 does so by itself. Release 0.4 leaves it to the harness: a rollout whose harness does not end well
-    fails, and is not scored.
+    Release 0.3.1 does so by itself. Release 0.4 leaves it to the harness: a rollout whose harness fails is not scored.
     """
     from verifiers.v1 import errors
     from verifiers.v1.rollout import Rollout
@@ -81,19 +81,20 @@ def _stopping(stock: Callable[..., None], error_class: type[Exception]) -> Calla
 
 
 def mcp_field(thing: Any, name: str) -> Any:
-    """Return a field of the MCP library by its name in release 1, such as `inputSchema`; release 2, of 0.4:
-    `input_schema`.
+    """Return a field of an object of the MCP library by its name in release 1, such as `inputSchema`.
+
+    In release 2, which 0.4 has, the same field is read as `input_schema`.
     """
     return getattr(thing, name if hasattr(thing, name) else re.sub("[A-Z]", lambda found: f"_{found[0].lower()}", name))
 
 
 # Hops to a thread that `verifiers` v1 makes in every turn to tokenize, left out while they cost more than they save.
 #
-# A hop and its way back cost more than a short prompt does; a long one would hold up every other rollout of the
-# worker. So a renderer that was quick of late renders at once, and one that was not does so in a thread, as the
-# library has it: the longest time counts, and is forgotten by a tenth with each render.
+# A hop and its way back cost more than a short prompt does; a long one would block every other rollout of the worker.
+# So a renderer that was quick lately renders in the event loop, and one that was not does so in a thread, as the
+# library has it: the longest time counts, and shrinks by a tenth with each render.
 #
-# Members of a group begin with the same messages: what was rendered of late is kept, and each gets lists of its own.
+# Members of a group begin with the same messages: recent results are cached, and each caller gets lists of its own.
 
 T = TypeVar("T")
 
@@ -103,23 +104,26 @@ _TOOK, _FORGOTTEN = "millrace_took_s", 0.9
 
 
 KEPT_TOKENS = 1 << 19
-"""Per renderer, at most 50 MB; a renderer has one tokenizer and one template, so messages and tools are the key."""
+"""Cached tokens per renderer, 50 MB at most; it has one tokenizer and one template: messages and tools are the key."""
 _TOKENS_OF_AN_ENTRY = 64
-"""What key and objects of a prompt weigh, as tokens do."""
+"""The memory of a prompt's key and objects, in tokens."""
 
 
 class KeptPrompts:
-    """The `render` of one renderer, whose prompts of late it gives again. Called by one thread at a time."""
+    """The `render` of one renderer, with a cache of recent results. Called by one thread at a time."""
 
     def __init__(self, render: Callable[..., Any]) -> None:
         self._render = render
         self._kept: OrderedDict[bytes, Any] = OrderedDict()
         self.num_tokens = 0
         self.was_known = False
-        """Whether the last prompt was there already."""
+        """Whether the last prompt was in the cache."""
 
     def __call__(self, messages: Any, **options: Any) -> Any:
-        """Render as the renderer's own method does."""
+        """Return what the renderer's own method returns, from the cache if it can be.
+
+        Lists in it are the caller's own.
+        """
         try:
             # In their order, which templates may write. The text itself may be longer than what is rendered of it.
             key = hashlib.sha256(orjson.dumps([messages, options])).digest()
@@ -154,7 +158,10 @@ def _timed(slot: RendererSlot, render: Callable[[], T]) -> T:
 
 
 def install_rendering() -> None:
-    """Make the library's renderers keep rendered prompts. Idempotent."""
+    """Replace how the library runs renderers: results are cached, and quick ones render in the event loop.
+
+    Idempotent.
+    """
     stock: Any = getattr(RendererSlot.run, "__wrapped__", RendererSlot.run)
 
     @functools.wraps(stock)
@@ -172,18 +179,18 @@ def install_rendering() -> None:
     RendererSlot.run = run
 
 
-# What endpoints that are not ours answer, before the library's relaying client looks at it.
+# Answers of endpoints that are not ours, corrected before the library's relaying client reads them.
 #
-# Some give the arguments of a tool call as an object (or leave them null), where OpenAI's APIs have a text of JSON.
-# The library takes such an answer for a broken one, and its rollout ends. They are made texts here, for whole answers
-# and for events of a stream alike, so that harness and trace get what the API promises.
+# Some have the arguments of a tool call as an object (or null), where OpenAI's APIs have a text of JSON. The library
+# treats such an answer as broken, and its rollout ends. The arguments are made texts here, in whole answers and in
+# events of a stream, so that harness and trace get what the API promises.
 
 _DATA = re.compile(rb"(?m)^data:[ \t]*(\{.*\})[ \t]*\r?$")
 """The line of an event that has an object."""
 
 
 def install_relaying() -> None:
-    """Make every answer's tool arguments texts. Idempotent."""
+    """Wrap the library's relaying client so that tool arguments in every answer are texts. Idempotent."""
     if getattr(EvalClient.relay, "_is_millraces", False):
         return
     for kind in {type(dialect) for dialect in DIALECTS}:
@@ -223,7 +230,10 @@ def _data(line: re.Match[bytes]) -> bytes:
 
 
 def make_texts(answer: Any) -> bool:
-    """Make the tool arguments of an answer, or of an event of a stream, texts in place; return whether any were not."""
+    """Replace tool arguments that are no text by their JSON, in place, in an answer or an event of a stream.
+
+    Return whether there were any.
+    """
     found = [call for call in _calls(answer) if not isinstance(call.get("arguments", ""), str)]
     for call in found:
         call["arguments"] = arguments_text(call["arguments"])
@@ -231,7 +241,7 @@ def make_texts(answer: Any) -> bool:
 
 
 def _calls(answer: Any) -> Iterator[dict[str, Any]]:
-    """Yield what is called, in an answer or event of OpenAI's chats or of its responses."""
+    """Yield the tables of called functions in an answer or event of OpenAI's chats or of its responses."""
     for choice in _tables(answer, "choices"):
         for name in ("message", "delta"):
             for call in _tables(choice.get(name), "tool_calls"):
@@ -254,10 +264,9 @@ def _tables(value: Any, name: str) -> Iterator[dict[str, Any]]:
 
 # The interception of a v1 rollout, asked without a connection.
 #
-# The library catches a harness's model calls with an HTTP server, because a harness is a program. Ours is a coroutine
-# in the server's own process: it gives the server's handler what a request would have brought, and takes its answer.
-# What the handler does is the same: limits and stops, the model call, the trace. Tool servers, which are programs,
-# still come over HTTP.
+# The library serves a harness's model calls with an HTTP server, because a harness is a program. Ours is a coroutine
+# in the server's own process: it calls the server's handler with a request object, and takes its answer. The handler
+# does the same either way: limits and stops, the model call, the trace. Tool servers, which are programs, use HTTP.
 
 _PATH = "/v1/chat/completions"
 _CHAT = next(dialect for dialect in DIALECTS if isinstance(dialect, ChatDialect))
@@ -266,7 +275,7 @@ GATES_CALLS = hasattr(RolloutSession, "decide_tool")
 """Whether the library lets an environment deny a tool call before it is made."""
 
 servers: dict[str, InterceptionServer] = {}
-"""That of each rollout, by the secret that its harness is given."""
+"""The server of each rollout, by the secret that its harness gets."""
 
 
 class StoppedError(Exception):
@@ -275,19 +284,19 @@ class StoppedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallAnswer:
-    """What the handler answered."""
+    """The handler's answer to a model call."""
 
     status: int
     body: bytes
 
     @property
     def text(self) -> str:
-        """Return the body, for messages."""
+        """Return the body as text, for messages."""
         return self.body.decode("utf-8", "replace")
 
 
 class InProcessRequest(dict[Any, Any]):
-    """As much of an aiohttp request as the handler reads, which also keeps things in it."""
+    """The parts of an aiohttp request that the handler uses; it also stores items in it, as in a mapping."""
 
     def __init__(self, secret: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
         super().__init__()
@@ -302,7 +311,7 @@ class InProcessRequest(dict[Any, Any]):
 
 
 def install_interception() -> None:
-    """Register every interception server of this process by the secrets of its rollouts. Idempotent."""
+    """Wrap the library's server so that `servers` has the server of each rollout of this process. Idempotent."""
     if getattr(InterceptionServer.register, "_is_millraces", False):
         return
     stock_register, stock_unregister = InterceptionServer.register, InterceptionServer.unregister
@@ -321,9 +330,9 @@ def install_interception() -> None:
 
 
 async def verdict(secret: str, call: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return what the environment says in the place of a tool's answer to a call; None if the call may be made.
+    """Return the message that the environment gives instead of a tool's answer; None if the call may be made.
 
-    Release 0.4 asks the hooks of the environment before a call is made. Raises StoppedError if they end the rollout.
+    Only release 0.4 asks hooks of the environment before a call. Raises StoppedError if they end the rollout.
     """
     if not GATES_CALLS:
         return None
@@ -339,7 +348,11 @@ async def verdict(secret: str, call: Mapping[str, Any]) -> Mapping[str, Any] | N
 
 
 async def ask(secret: str, body: Mapping[str, Any], *, headers: Mapping[str, str] | None = None) -> CallAnswer:
-    """Make a model call for the rollout with this secret; `headers` are those of the program that asks, if one does."""
+    """Make a model call for the rollout with this secret, and return the handler's answer.
+
+    The status is 499 if the rollout ends first, 500 for an unexpected error. `headers` are of the agent's request, if
+    any.
+    """
     handler: Any = servers[secret].handle_request
     # A task of its own, as in a server: the library cancels what still answers when the rollout is over.
     answering = asyncio.create_task(

@@ -31,11 +31,11 @@ _is_scoring: contextvars.ContextVar[bool] = contextvars.ContextVar("millrace_is_
 
 
 class JudgeTimeoutError(Exception):
-    """An endpoint did not answer a reward function in time."""
+    """An endpoint that a reward function asked did not answer in time."""
 
 
 class JudgeGate:
-    """Of one worker. Every limit may be 0, which is none."""
+    """Limits the calls of one worker's reward functions. Each limit may be 0, which is none."""
 
     def __init__(self, *, max_concurrent: int, timeout_s: float) -> None:
         self._max_concurrent = max_concurrent
@@ -43,7 +43,10 @@ class JudgeGate:
         self._free: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
     async def call(self, call: Callable[[], Awaitable[Any]]) -> Any:
-        """Make one call, once there is room for it. Raises JudgeTimeoutError."""
+        """Make one call once a place is free, and return its result; raise JudgeTimeoutError if it takes too long.
+
+        Requests that it makes in turn do not pass the gate again.
+        """
         token = _is_scoring.set(False)  # the SDK's own requests and repetitions are part of this call
         try:
             async with self._room():
@@ -70,7 +73,7 @@ class JudgeGate:
         return self._free.setdefault(loop, asyncio.Semaphore(self._max_concurrent))
 
     def install(self) -> None:
-        """Let the clients of this process pass the gate while a rollout is scored."""
+        """Have the HTTP clients of this process pass the gate while a rollout is scored, by replacing their methods."""
         for owner, name in _CALLS:
             setattr(owner, name, self._gated(getattr(owner, name)))
 
@@ -109,15 +112,15 @@ def is_scoring() -> bool:
 
 
 def is_being_cancelled(error: BaseException) -> bool:
-    """Return whether an error cancels the rollout whose reward is computed, and not something that the reward
-    awaits.
-    """
+    """Return whether the error cancels the task that computes a reward, and not something that the reward awaits."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 def failure_type(error: BaseException) -> str:
-    """Return the failure type if a reward function's error was caused by an endpoint, else ""."""
+    """Return TIMEOUT_TYPE or ERROR_TYPE if an endpoint's failure is in the chain of an error of a reward function, else
+    "".
+    """
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -131,5 +134,5 @@ def failure_type(error: BaseException) -> str:
 
 
 def with_remedy(kind: str, message: str) -> str:
-    """Return the message with the remedy for an endpoint's error, unless the call timed out."""
+    """Return the message with the remedy for ERROR_TYPE; for other kinds, as it is."""
     return f"{message}; {_REMEDY}" if kind == ERROR_TYPE else message

@@ -39,12 +39,14 @@ _MAX_WRAPPED = 1024
 
 
 class RewardAbortedError(Exception):
-    """A reward function raised what would end its rollout's task, or the whole process, in the place of an error."""
+    """A reward function raised what would end its rollout's task, or the whole process, and is raised instead of
+    that.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardFailure:
-    """What one reward function raised."""
+    """The error of one reward function."""
 
     message: str
     frames: str
@@ -53,7 +55,7 @@ class RewardFailure:
 
 @dataclass(slots=True, kw_only=True)
 class Scored:
-    """What rubrics did with one rollout, beside its reward."""
+    """What rubrics noted of one rollout, beside its reward."""
 
     failures: list[RewardFailure] = field(default_factory=list[RewardFailure])
     metrics: dict[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
@@ -61,9 +63,10 @@ class Scored:
     num_warnings: int = 0
 
     def metrics_with(self, known: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the library's metrics with those that functions returned as mappings, each under its own key.
+        """Return the library's metrics, with each mapping that a function returned split into its keys, and the
+        warnings' count.
 
-        A key that is taken, such as by a reward function, is written after the name of the function that returned it.
+        A key that is taken already, such as by another reward function, is written `FUNCTION/KEY`.
         """
         found = {name: value for name, value in known.items() if name not in self.metrics}
         if self.num_warnings:
@@ -75,14 +78,17 @@ class Scored:
 
 
 class ScoredLog:
-    """What was scored in this process, by `trajectory_id`; a state without one is of the play that scores it."""
+    """The notes of this process's rollouts by `trajectory_id`.
+
+    Those of states without one are of the play in this task.
+    """
 
     def __init__(self) -> None:
         self._notes: OrderedDict[str, Scored] = OrderedDict()
         self._play: contextvars.ContextVar[Scored | None] = contextvars.ContextVar("millrace_scored", default=None)
 
     def of(self, state: Any) -> Scored:
-        """Return the notes of a rollout, made if there are none."""
+        """Return the notes of a state's rollout, to be added to; new ones are made if there are none."""
         key = state.get("trajectory_id") if isinstance(state, Mapping) else None
         if not key:
             return self._play.get() or Scored()
@@ -92,12 +98,14 @@ class ScoredLog:
         return found
 
     def take(self, trajectory_id: str) -> Scored:
-        """Return and forget the notes of one rollout."""
+        """Return the notes of one rollout, and forget them; empty notes if there are none."""
         return self._notes.pop(trajectory_id, Scored())
 
     @contextlib.contextmanager
     def playing(self) -> Iterator[Scored]:
-        """Collect what is noted of states without an id inside the block, in this task and those that it starts."""
+        """Yield notes for states without an id that are scored inside the block, in this task and those that it
+        starts.
+        """
         notes = Scored()
         token = self._play.set(notes)
         try:
@@ -120,8 +128,9 @@ class _Call:
     """Whether its result has weight 0."""
 
     def accepted(self, name: str, result: Any) -> Any:
-        """Return the result as the library adds it up: a number, or one per member of a group; raise TypeError
-        otherwise.
+        """Return a reward function's result as a float, or a list with one for each member of the group.
+
+        A mapping from a function of weight 0 is noted as metrics and counts as 0.0. Raises TypeError for anything else.
         """
         if not self.is_of_group:
             return self._number(name, result, self.scored[0])
@@ -154,12 +163,12 @@ class _Turns:
         self.look()
 
     def look(self) -> None:
-        """Find the steps without a reward after the environment's code has run."""
+        """Note the steps that have no reward now; called after the environment's code has run."""
         steps = [step for state in self._states for step in state.get("trajectory") or ()]
         self._silent = [step for step in steps if isinstance(step, MutableMapping) and step.get("reward") is None]
 
     def restore(self) -> None:
-        """Remove the rewards that the library has written into those steps since."""
+        """Set the reward of the noted steps back to None, which the library has filled in since."""
         for step in self._silent:
             step["reward"] = None
 
@@ -168,7 +177,11 @@ _turns: contextvars.ContextVar[_Turns | None] = contextvars.ContextVar("millrace
 
 
 def watch_rubrics(rubric_class: Any) -> None:
-    """Watch the library's class `Rubric` and what is derived from it, now or later, in this process."""
+    """Wrap the scoring methods of the library's class `Rubric` and of all its subclasses, made before or later.
+
+    Their failures, metrics and warnings are then noted in SCORED, and rewards that the library writes into turns are
+    removed. A second call does nothing.
+    """
     if "_millrace_watched" in vars(rubric_class):
         return
     rubric_class._millrace_watched = True
@@ -215,7 +228,7 @@ def _watching(stock: Callable[..., Any], *, is_of_group: bool) -> Callable[..., 
 
 
 def _is_metric(rubric: Any, func: Any) -> bool:
-    """Return whether a rubric weighs a function's result with 0 everywhere; False if the rubric lacks the function."""
+    """Return whether a rubric gives a function weight 0 everywhere; False if the rubric does not have the function."""
     weights = [weight for each, weight in zip(rubric.funcs, rubric.weights, strict=False) if each is func]
     return bool(weights) and not any(weights)
 
@@ -231,7 +244,7 @@ def _watched_once(func: Any) -> Any:
 
 @functools.lru_cache(_MAX_WRAPPED)
 def _watched(func: Callable[..., Any]) -> Callable[..., Any]:
-    # `wraps` sets __wrapped__, so inspect.signature, by which a rubric picks arguments and tells group functions,
+    # `wraps` sets __wrapped__, so inspect.signature, by which a rubric picks arguments and recognises group functions,
     # still sees the original.
     @functools.wraps(func)
     async def watched(*args: Any, **kwargs: Any) -> Any:
@@ -274,16 +287,16 @@ def _without_rewards_of_turns(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _WarningCounter(logging.Handler):
-    """Counts what rubrics warn of while they score: some catch what goes wrong, and score 0."""
+    """Counts warnings that rubrics log while they score: some catch what goes wrong, and score 0."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Count the warning for the rollouts that are being scored."""
+        """Count a warning for each rollout that is being scored in this task."""
         if (call := _call.get()) is not None:
             for each in call.scored:
                 each.num_warnings += 1
 
 
-# Refuses a v0 environment whose reward functions want arguments that its rubric does not pass.
+# Refusal of v0 environments whose reward functions need arguments that their rubric does not pass.
 #
 # A rubric passes by name what a function's signature names, of what it has: fields of the state, columns of the data
 # set, its class objects. Which these are differs between releases, so the rubric itself is asked, with a function
@@ -294,8 +307,10 @@ _LIBRARY = "verifiers"
 
 
 def refuse_unknown_arguments(env: vf.Environment, row: Mapping[str, Any], *, client: Any) -> None:
-    """Raise InvalidSpecError if a reward function could never be called; `row` is a task of the environment's
-    data set.
+    """Raise InvalidSpecError if a reward function requires an argument that its rubric does not pass.
+
+    `row` is a task of the environment's data set. Environments and rubrics with code of their own that could add
+    arguments are not checked.
     """
     for member in members_of(env):
         if any(_own_methods(type(env))) or any(_own_methods(type(member))):
@@ -315,22 +330,22 @@ def _check(
     if offered is None or not (missing := _missing(func, offered)):
         return
     name = getattr(func, "__name__", repr(func))
-    wanted = " and ".join(repr(each) for each in missing)
+    names = " and ".join(repr(each) for each in missing)
     message = (
-        f"reward function {name!r} wants {wanted}, which its rubric does not pass; "
+        f"reward function {name!r} wants {names}, which its rubric does not pass; "
         f"it may ask for {', '.join(sorted(offered))}"
     )
     raise InvalidSpecError(
         [Violation(field="orchestrator.env.id", message=message)],
         message=f"{message}{_place(func)}",
         reason="ENV_REWARD_ARGUMENTS",
-        remedy=f"let it ask for one of those, or give {wanted} a default"
+        remedy=f"let it ask for one of those, or give {names} a default"
         + ("" if is_of_group else ", or the data set a column of that name"),
     )
 
 
 def _missing(func: Callable[..., Any], offered: Mapping[str, Any]) -> list[str]:
-    """Return the names of required arguments that the library would not pass to a function."""
+    """Return the required parameters of a function that the library would not pass, given what it has to offer."""
     shown = inspect.signature(func).parameters.values()
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in shown)
     passed = {name for name in offered if takes_all or any(each.name == name for each in shown)}
@@ -344,7 +359,10 @@ def _missing(func: Callable[..., Any], offered: Mapping[str, Any]) -> list[str]:
 def _offered(
     env: vf.Environment, rubric: vf.Rubric, row: Mapping[str, Any], client: Any, *, is_of_group: bool
 ) -> Mapping[str, Any] | None:
-    """Return what a rubric passes to a function that takes everything; None if that is unknown without a rollout."""
+    """Return the arguments that a rubric passes to a function that takes everything.
+
+    None if that cannot be known without a rollout, because the library's code raises.
+    """
     seen: dict[str, Any] = {}
 
     async def ask(**values: Any) -> Any:
@@ -366,8 +384,9 @@ def _offered(
 
 
 def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine that awaits nothing and return its result; raise RuntimeError if it awaits, as there is no
-    loop.
+    """Run a coroutine that awaits nothing, without an event loop, and return its result.
+
+    Raises RuntimeError if it awaits something.
     """
     try:
         coroutine.send(None)
@@ -379,7 +398,10 @@ def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def _rubrics_of(rubric: vf.Rubric) -> Iterator[vf.Rubric]:
-    """Return the rubrics that call functions as the library does: those of a group, or the one that there is."""
+    """Yield the rubrics that call functions as the library does: those of a group, or the rubric itself.
+
+    A group with methods of its own in place of the library's yields none.
+    """
     if any(hasattr(vf.RubricGroup, name) for name in _own_methods(type(rubric))):
         return
     if not isinstance(rubric, vf.RubricGroup):
@@ -390,7 +412,9 @@ def _rubrics_of(rubric: vf.Rubric) -> Iterator[vf.Rubric]:
 
 
 def _own_methods(kind: type) -> Iterator[str]:
-    """Yield the names of methods that a class or its bases add to the library's, without constructors."""
+    """Yield the names of methods that classes outside the library define among a class and its bases, without
+    dunders.
+    """
     for each in kind.__mro__:
         if each.__module__.split(".")[0] not in (_LIBRARY, "builtins", "abc", "typing"):
             yield from (name for name, value in vars(each).items() if _is_code(value) and not name.startswith("__"))

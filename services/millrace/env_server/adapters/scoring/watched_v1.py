@@ -1,4 +1,4 @@
-"""Checks reward functions' arguments in v1, and puts our engines and judges into the library's classes."""
+"""Checks reward functions' arguments in v1, and wraps methods of the library's classes that score and record."""
 
 import asyncio
 import copy
@@ -25,7 +25,7 @@ _JUDGE_ERRORS = {kind: type(kind, (vf.TaskError,), {}) for kind in judges.TYPES}
 
 
 def keep_whole_traces() -> None:
-    """Let recorded errors name their first cause.
+    """Replace the library's recording of errors so that a traceback begins with the first cause.
 
     The library wraps what a task's code raises in an error that it does not raise, or whose cause it overwrites.
     """
@@ -44,7 +44,10 @@ def keep_whole_traces() -> None:
 
 
 def take_numbers() -> None:
-    """Make traces accept only numbers as rewards, where the library converts texts that look like numbers."""
+    """Replace the library's recording of rewards so that only numbers are taken.
+
+    A text that looks like one is a TypeError.
+    """
     stock = vf.Trace.record_reward
 
     def record_reward(self: Any, name: str, value: Any, weight: float = 1.0) -> None:
@@ -58,7 +61,11 @@ def take_numbers() -> None:
 
 
 def mark_scoring() -> None:
-    """Have what a task's rewards and judges ask pass the gate of judges, and errors say that it began there."""
+    """Replace the library's `Task.score` so that requests of rewards and judges pass the gate of judges.
+
+    A failed endpoint is raised as a TaskError of the judges' types, an exit or cancellation by the task's code as one,
+    too.
+    """
     stock = vf.Task.score
 
     @functools.wraps(stock)
@@ -79,7 +86,10 @@ def mark_scoring() -> None:
 
 
 def refuse_other_parts_of_chats() -> None:
-    """Have the train client refuse content parts that are not text; the relaying one takes them."""
+    """Have the library's train client refuse messages with content that is not text; its relaying client takes them.
+
+    Replies also end earlier where an agent's request asks for it (`agents.ends_of`).
+    """
     stock = TrainClient.get_response
 
     async def get_response(
@@ -106,7 +116,10 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 
 def refuse_unknown_arguments(tasks: Iterable[Any]) -> None:
-    """Raise InvalidSpecError if a reward or metric function of a task could never be called; one task of each class."""
+    """Raise InvalidSpecError if a reward or metric function requires an argument that the library does not pass.
+
+    One task of each class is looked at; those with a `score` of their own are not.
+    """
     for task in {type(each): each for each in tasks}.values():
         if type(task).score.__module__.split(".")[0] != _LIBRARY:
             continue
@@ -126,7 +139,10 @@ def _required(function: Callable[..., Any]) -> set[str]:
 
 
 def _passed(task: Any) -> dict[str, set[str]] | None:
-    """Return the arguments that `score` passes to each function, and under "" all of them; None if they are unknown."""
+    """Return the names of arguments that `score` passes to each function, and under "" all that it has.
+
+    None if the library's code raises when it is asked without a rollout.
+    """
     seen: dict[str, set[str]] = {}
     asked = copy.copy(task)
     candidates = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in _CANDIDATES]
@@ -144,7 +160,7 @@ def _passed(task: Any) -> dict[str, set[str]] | None:
 
 
 def _stand_in(name: str, signature: inspect.Signature, seen: dict[str, set[str]]) -> Callable[..., Any]:
-    """Return a function of that name and signature which notes what it is called with."""
+    """Return a function of that name and signature that notes in `seen` which arguments it is called with."""
 
     async def called(**values: Any) -> float:
         seen.setdefault(name, set()).update(values)
@@ -156,7 +172,7 @@ def _stand_in(name: str, signature: inspect.Signature, seen: dict[str, set[str]]
 
 
 class _Trace:
-    """What `score` writes into."""
+    """Stands in for a trace that `score` writes into."""
 
     def __init__(self) -> None:
         self.metrics: dict[str, Any] = {}
@@ -169,9 +185,9 @@ class _Trace:
 
 
 def _refusal(function: Callable[..., Any], kind: str, missing: list[str], offered: set[str]) -> InvalidSpecError:
-    wanted = " and ".join(repr(each) for each in missing)
+    names = " and ".join(repr(each) for each in missing)
     message = (
-        f"{kind} function {function.__name__!r} wants {wanted}, which the library does not pass; it may ask for "
+        f"{kind} function {function.__name__!r} wants {names}, which the library does not pass; it may ask for "
         f"{', '.join(sorted(offered))}"
     )
     code = getattr(inspect.unwrap(function), "__code__", None)
@@ -180,5 +196,5 @@ def _refusal(function: Callable[..., Any], kind: str, missing: list[str], offere
         [Violation(field="orchestrator.env.id", message=message)],
         message=f"{message}{place}",
         reason="ENV_REWARD_ARGUMENTS",
-        remedy=f"let it ask for one of those, or give {wanted} a default; the task's own fields are `task.NAME`",
+        remedy=f"let it ask for one of those, or give {names} a default; the task's own fields are `task.NAME`",
     )
