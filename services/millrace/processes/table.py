@@ -129,6 +129,8 @@ class Seen(NamedTuple):
     rss_bytes: int
     cpu_s: float
     """Seconds of CPU that it and the children that it has waited for have used."""
+    is_ready: bool
+    """Whether its main thread runs, or would if a processor were free."""
 
 
 class Table:
@@ -143,8 +145,9 @@ class Table:
                 fields = _stat(pid)
                 if fields[0] not in (b"Z", b"X"):
                     parent, session = int(fields[1]), int(fields[3])
+                    rss_bytes = int(fields[21]) * _PAGE_BYTES
                     cpu_s = sum(map(int, fields[11:15])) / _TICKS_PER_S
-                    self.seen[pid] = Seen(parent, session, int(fields[19]), int(fields[21]) * _PAGE_BYTES, cpu_s)
+                    self.seen[pid] = Seen(parent, session, int(fields[19]), rss_bytes, cpu_s, fields[0] == b"R")
                     self._children[parent].append(pid)
                     self._sessions[session].append(pid)
 

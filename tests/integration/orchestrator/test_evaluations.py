@@ -37,7 +37,8 @@ async def test_the_only_replica_keeps_its_version_until_the_evaluation_is_over(s
     env.evals_go_on.clear()
     run = await create(stack, max_steps=5, eval=EVERY_TWO)
     await until(lambda: len(trainer.headers) >= 4, what="the trainer is as far ahead as async_level lets it")
-    assert replica.status.version == 2 and any("@2-" in request.eval_id for request in env.requests)
+    await until(lambda: any("@2-" in request.eval_id for request in env.requests), what="the evaluation has begun")
+    assert replica.status.version == 2
     env.evals_go_on.set()
     events = await watch(stack, run)
     assert states(events)[-1] == "SUCCEEDED"

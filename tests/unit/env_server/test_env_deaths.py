@@ -15,6 +15,7 @@ from millrace.env_server.isolation import limits as census
 from millrace.env_server.isolation.limits import NO_LIMITS, Usage, WorkerLimits, describe_death
 from millrace.env_server.isolation.limits import DeathCause as Cause
 from millrace.processes.table import kill_session
+from millrace_testing.polling import block_until
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,20 @@ def test_shared_pages_count_once() -> None:
     assert "ended by its memory limit: it held" in WorkerLimits(memory_bytes=1 << 20).exceeded_by(
         Usage(num_processes=1, rss_bytes=rss, pids=(os.getpid(),))
     )
+
+
+@pytest.mark.parametrize(("call", "is_ready"), [("while True: pass", True), ("time.sleep(600)", False)])
+def test_a_process_that_computes_is_ready_to_run_and_one_that_sleeps_is_not(call: str, is_ready: bool) -> None:
+    """Whether or not it gets a processor: a busy machine is no reason to take a computing call for one that waits."""
+    code = f"import time\nprint('up', flush=True)\n{call}"
+    process = subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline()
+        block_until(lambda: census.Census().usage(process.pid).is_ready is is_ready)
+        assert [census.Census().usage(process.pid).is_ready for _ in range(5)] == [is_ready] * 5
+    finally:
+        kill_session(process.pid)
+        process.wait()
 
 
 async def test_children_that_left_the_session_are_counted_and_ended() -> None:

@@ -41,6 +41,8 @@ class Usage:
     """Resident memory; pages that processes share count in each."""
     cpu_s: float = 0.0
     """Seconds of CPU; what a child used counts on where its parent waits for it."""
+    is_ready: bool = False
+    """Whether one of them runs, or would if a processor were free."""
     pids: tuple[int, ...] = ()
 
 
@@ -66,9 +68,14 @@ class Census:
         if is_container:
             ours = {leader, *self._table.children_of(leader)}
             pids = [pid for pid in pids if pid not in ours]
-        rss_bytes = sum(self._table.seen[pid].rss_bytes for pid in pids)
-        cpu_s = sum(self._table.seen[pid].cpu_s for pid in pids)
-        return Usage(num_processes=len(pids), rss_bytes=rss_bytes, cpu_s=cpu_s, pids=tuple(pids))
+        seen = [self._table.seen[pid] for pid in pids]
+        return Usage(
+            num_processes=len(pids),
+            rss_bytes=sum(each.rss_bytes for each in seen),
+            cpu_s=sum(each.cpu_s for each in seen),
+            is_ready=any(each.is_ready for each in seen),
+            pids=tuple(pids),
+        )
 
 
 def proportional_bytes(pids: tuple[int, ...]) -> int | None:

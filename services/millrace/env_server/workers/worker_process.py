@@ -113,8 +113,10 @@ class WorkerProcess:
     _killed: tuple[DeathCause, str] | None = field(default=None, init=False)
     _places: Counter[str] = field(default_factory=Counter[str], init=False)
     _heard: float = field(default=0.0, init=False)
+    _ready_s: float = field(default=0.0, init=False)
+    """Seconds for which it or one of its children was seen ready to run."""
     _moved: tuple[float, float] | None = field(default=None, init=False)
-    """When its loop was last seen to get ahead, and the seconds of CPU that it had used by then."""
+    """When its event loop last made progress, and the seconds that it had computed or been ready to by then."""
     _listener: asyncio.Task[None] = field(init=False)
     _watch: asyncio.Task[None] = field(init=False)
 
@@ -273,7 +275,7 @@ class WorkerProcess:
                     self.writer.write(encode_frame(env_worker_pb2.WorkerCommand()))
                 frozen_s = self.echo.ask()
                 usage = self._weigh()
-                self._bound_waits(usage.cpu_s, now=now, frozen_s=frozen_s)
+                self._bound_waits(usage, now=now, frozen_s=frozen_s)
                 self._judge(wait, frozen_s=frozen_s, silent_s=now - self._heard)
         finally:
             wait.over()
@@ -288,14 +290,19 @@ class WorkerProcess:
             self.kill(problem, DeathCause.LIMIT)
         return usage
 
-    def _bound_waits(self, cpu_s: float, *, now: float, frozen_s: float) -> None:
-        """Kill the worker if one call has held up its loop for `waits_s` and neither it nor its children computed."""
+    def _bound_waits(self, usage: census.Usage, *, now: float, frozen_s: float) -> None:
+        """Kill the worker if one call has held up its loop for `waits_s` and neither it nor its children computed.
+
+        Being ready to run counts as computing: on a machine that is overloaded a call may wait long for a processor.
+        """
+        self._ready_s += _PING_S * usage.is_ready
+        computed_s = usage.cpu_s + self._ready_s
         gets_ahead = self.echo.stuck_s < _PING_S
         if self._moved is None or gets_ahead or not self.loaded.done() or frozen_s >= _SILENT_S:
-            self._moved = now, cpu_s
-        since, cpu_before_s = self._moved
+            self._moved = now, computed_s
+        since, computed_before_s = self._moved
         waited_s = now - since
-        is_standing = bool(self.waits_s) and cpu_s - cpu_before_s < _COMPUTES_SHARE * waited_s
+        is_standing = bool(self.waits_s) and computed_s - computed_before_s < _COMPUTES_SHARE * waited_s
         self.standing_s = waited_s if is_standing else 0.0
         if is_standing and waited_s >= self.waits_s:
             where = self.echo.place or "in code that is not the environment's own"
