@@ -134,6 +134,11 @@ def pack_digests(parts: Sequence[TensorPart], digests: Mapping[str, int]) -> lis
     return [[part.name, part.dtype, part.shape, part.count, digest_hex(digests[part.name])] for part in parts]
 
 
+def unpack_digests(packed: Iterable[Sequence[Any]]) -> dict[str, int]:
+    """Return the digests of a rank's parts, by tensor, from what `pack_digests` made."""
+    return {name: int(digest, 16) for name, _, _, _, digest in packed}
+
+
 def merge_digests(shares: Iterable[list[Any]]) -> tuple[TensorEntry, ...]:
     """Return the tensors of the version, in the order of the first rank that has each: digests are sums over the
     ranks'.

@@ -8,12 +8,16 @@ and what rank 0 alone does; the work that takes long is a `ShareWriter`'s, on th
 Where that process dies under a version, all ranks do the version again, from its first look at the store: nothing is
 committed but by the manifest. What the next version is compared with is always what was committed: the copy is replaced
 after the manifest, never before.
+
+The file is in the order of the calls: what a method calls is below it. First the three collective operations, then the
+steps that they share, then what one rank does by itself.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any
 
 from millrace.config.sections.trainer import PolicyConfig
 from millrace.errors import ConflictError, CorruptObjectError, InvalidStateError, UnavailableError
@@ -33,29 +37,39 @@ from millrace.policies.publish import (
     PublishedPolicy,
     TensorPart,
     commit_policy,
-    digest_conflict,
     existing_policy,
     merge_digests,
     merge_encodings,
     pack_digests,
+    unpack_digests,
     upload_prefix,
 )
 from millrace.policies.share import Digests, EncodedDelta, ShareWriter
+from millrace.runlog.names import Names
 from millrace.runlog.records.numbered import latest_epoch
-from millrace.storage.base import find_newest, next_revision
+from millrace.storage.base import ObjectStore, find_newest, next_revision
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
+from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.log.hold import ROLE, require_newest
 from millrace.trainer.publish.plan import PublishTarget
 from millrace.trainer.publish.share_process import PUBLISHER_DIED
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 _MOST_DEATHS = 3  # of processes that publish under one version; then the run is released, and tried again as a whole
 _DELTA_BELOW = 0.9  # of a full copy; a full copy that costs hardly more is an anchor as well
 _SKIP_BELOW = 0.5  # of a full copy; a replica that lacks versions may as well read the anchor then
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionInput:
+    """What a version is made of: this rank's parts, which are not written to while they are held."""
+
+    version: int
+    parts: list[TensorPart]
+    probe: Probe | None
+    adapter: AdapterEntry | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,16 +88,6 @@ class RepublishedVersion:
     damage: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VersionInput:
-    """What a version is made of: this rank's parts, which are not written to while they are held."""
-
-    version: int
-    parts: list[TensorPart]
-    probe: Probe | None
-    adapter: AdapterEntry | None = None
-
-
 class Committer:
     """Commits the versions of one lineage, in order. Each call is collective in a gang, and one thread's at a time."""
 
@@ -98,8 +102,12 @@ class Committer:
         is_strict: bool = True,
         upload_files: Callable[[], tuple[FileEntry, ...]] | None = None,
         share: ShareWriter | None = None,
+        on_death: Callable[[UnavailableError], None] = lambda death: None,
     ) -> None:
-        """Take `share`, which does this rank's work; by default the calling thread does it."""
+        """Take `share`, which does this rank's work; by default the calling thread does it.
+
+        `on_death` is called at every rank with each death of a process that publishes a version.
+        """
         self._store = target.store
         self._names = target.names
         self._gang = target.gang
@@ -111,25 +119,12 @@ class Committer:
         self._is_strict = is_strict
         self._upload_files = upload_files
         self._share = share or target.share_writer(config, is_process=False)
-        self.on_death: Callable[[UnavailableError], None] = lambda death: None
-        """Called at every rank with each death of a process that publishes a version."""
+        self._on_death = on_death
         self._anchor = 0
 
     def holds(self, parts: list[TensorPart]) -> bool:
         """Return whether the next version will be compared with exactly these parts."""
         return self._share.holds(parts)
-
-    def adopt(self, version: int, parts: list[TensorPart]) -> None:
-        """Take the weights of a committed version as what the next one is compared with, if they are its weights."""
-        self._persist(version, lambda: self._adopt(version, parts))
-
-    def _adopt(self, version: int, parts: list[TensorPart]) -> None:
-        _, found = self._committed(version)
-        digests, entries = self._prove(parts, version)
-        if found is None or whole_digest(entries) != found.digest:
-            logger.info("the next policy is published in full", extra={"version": version + 1})
-            return
-        self._advance(VersionInput(version=version, parts=parts, probe=None), found, digests)
 
     def commit(self, version: VersionInput) -> CommittedVersion:
         """Commit a version, or prove that the committed one has equal weights.
@@ -137,8 +132,11 @@ class Committer:
         If it has others: ConflictError naming both. Unless strict that can only be of a trainer that had the run before
         and woke up: UnavailableError then, and the next try begins a lineage after it (`publish_plan`).
         """
+        deaths = _Deaths(version.version, on_death=self._on_death, should_stop=self._should_stop)
         try:
-            return self._persist(version.version, lambda: self._commit(version))
+            while True:
+                with deaths:
+                    return self._commit(version)
         except ConflictError as error:
             if self._is_strict or error.reason != DIGEST_MISMATCH:
                 raise
@@ -148,26 +146,12 @@ class Committer:
                 remedy="the run goes on from its last checkpoint in a new lineage",
             ) from error
 
-    def _persist(self, version: int, work: Callable[[], T]) -> T:
-        """Do the work; where the process that publishes dies under it, at any rank, do it again at all of them."""
-        deaths = 0
+    def adopt(self, version: int, parts: list[TensorPart]) -> None:
+        """Take the weights of a committed version as what the next one is compared with, if they are its weights."""
+        deaths = _Deaths(version, on_death=self._on_death, should_stop=self._should_stop)
         while True:
-            try:
-                return work()
-            except UnavailableError as death:
-                # A lost publisher process costs only its memory of bases: everything that it committed is found again
-                # by `_committed`.
-                deaths += 1
-                if death.reason != PUBLISHER_DIED or self._should_stop():
-                    raise
-                logger.warning(death.message, extra={"version": version, "deaths": deaths})
-                if deaths == _MOST_DEATHS:
-                    raise UnavailableError(
-                        f"{death.message} ({deaths} deaths in a row)",
-                        reason=PUBLISHER_DIED,
-                        remedy=death.remedy,
-                    ) from death
-                self.on_death(death)
+            with deaths:
+                return self._adopt(VersionInput(version=version, parts=parts, probe=None))
 
     def republish(
         self, version: VersionInput, *, lineage: int, digest: str, sha256: bytes
@@ -178,177 +162,153 @@ class Committer:
         the version's, whose `digest` was announced (it is empty if a damaged
         manifest was all that was left): then nobody has them any more.
         """
-        return self._persist(
-            version.version, lambda: self._republish(version, lineage=lineage, digest=digest, sha256=sha256)
+        deaths = _Deaths(version.version, on_death=self._on_death, should_stop=self._should_stop)
+        while True:
+            with deaths:
+                return self._republish(version, lineage=lineage, digest=digest, sha256=sha256)
+
+    def _commit(self, version: VersionInput) -> CommittedVersion:
+        key, committed = self._find(version.version)
+        if committed is None:
+            return self.publish(version, key)
+        digests, entries = self._digest(version)
+        with agreed(self._gang):  # rank 0 raises the conflict for all
+            published = existing_policy(self._store, key, whole_digest(entries)) if self._gang.is_leader else None
+        self._advance(version, committed, digests)
+        return CommittedVersion(published=published, changed_fraction=1.0)
+
+    def publish(self, version: VersionInput, key: str) -> CommittedVersion:
+        """Upload a version and commit it under `key`."""
+        digests, entries, deltas = self._encode(version)
+        previous = version.version - 1
+        is_delta = bool(deltas) and deltas[0].base == previous
+        num_elements = sum(entry.num_elements for entry in entries)
+        changed = deltas[0].num_changed / max(1, num_elements) if is_delta else 1.0
+        faults.reach(Point.TRAINER_BEFORE_UPLOAD, version=version.version)
+        bases = worthwhile_bases(deltas, previous=previous, full_bytes=sum(entry.size_bytes for entry in entries))
+        # A full copy begins a new chain of deltas: when there is no delta to the previous version, and at least every
+        # `anchor_interval` versions, so that a new replica never reads a long chain.
+        is_anchor = previous not in bases or version.version - self._anchor >= self._config.anchor_interval
+        anchor = version.version if is_anchor else self._anchor
+        encodings = self._upload(version, is_anchor=is_anchor, bases=bases)
+        manifest = self._manifest(
+            version, key, tensors=entries, encodings=encodings, anchor=anchor, lineage=self._lineage
         )
+        published = self._write_manifest(manifest)
+        self._advance(version, _Committed(digest=manifest.digest, anchor=anchor), digests)
+        return CommittedVersion(published=published, changed_fraction=changed)
+
+    def _adopt(self, version: VersionInput) -> None:
+        _, committed = self._find(version.version)
+        digests, entries = self._digest(version)
+        if committed is None or whole_digest(entries) != committed.digest:
+            logger.info("the next policy is published in full", extra={"version": version.version + 1})
+            return
+        self._advance(version, committed, digests)
 
     def _republish(
         self, version: VersionInput, *, lineage: int, digest: str, sha256: bytes
     ) -> RepublishedVersion | None:
-        found: list[str] = []
-
-        def look() -> str | None:
-            first_key = self._names.policy_manifest(lineage, version.version)
-            if (damage := damage_of(self._store, first_key, digest=digest, sha256=sha256)) is None:
-                logger.info("a policy that was reported damaged is whole", extra={"version": version.version})
-                return None
-            found.append(damage)
-            return next_revision(self._store, first_key)
-
-        if (key := self._gang.from_leader(look)) is None:
+        first_key = self._names.policy_manifest(lineage, version.version)
+        found = self._gang.from_leader(lambda: find_damage(self._store, first_key, digest=digest, sha256=sha256))
+        if found is None:
             return None
-        _, entries = self._prove(version.parts, version.version)
+        key, damage = found
+        _, entries = self._digest(version)
         if digest and whole_digest(entries) != digest:
-            # Not so under trainer.determinism = "strict": there each version is proved to be the published one.
-            why = "" if self._is_strict else " (it computed the step again, which best_effort does not make bit-exact)"
-            raise InvalidStateError(
-                f"policy {lineage}-{version.version} of run {self._names.uid} is damaged, and this trainer cannot make "
-                f"it again: its digest is {digest}, these weights have {whole_digest(entries)}{why}",
-                reason="POLICY_LOST",
-                remedy="restore its objects from a replica of the bucket (`millrace run repair RUN --from URL "
-                "--apply`), then `millrace run resume` the run",
-            )
-        self._renew_files()
-        uploaded = self._upload(version, [], full_bytes=0)
-        published = self._write_manifest(self._manifest(version, key, entries, *uploaded, lineage=lineage))
+            raise self._lost(f"{lineage}-{version.version}", digest=digest, held=whole_digest(entries))
+        with agreed(self._gang):  # the small files may be what is damaged; only rank 0's manifests name them
+            if self._gang.is_leader and self._upload_files is not None:
+                self._files = self._upload_files()
+        encodings = self._upload(version, is_anchor=True, bases=[])
+        manifest = self._manifest(
+            version, key, tensors=entries, encodings=encodings, anchor=version.version, lineage=lineage
+        )
+        published = self._write_manifest(manifest)
         if lineage == self._lineage:
             self._anchor = version.version
-        return RepublishedVersion(published=published, damage=found[0]) if published is not None else None
+        return RepublishedVersion(published=published, damage=damage) if published is not None else None
 
-    def _renew_files(self) -> None:
-        """Rank 0 uploads the small files again: they may be what is damaged. Only its manifests name them."""
+    def _lost(self, name: str, *, digest: str, held: str) -> InvalidStateError:
+        """Return the error of a damaged version, such as `0-7`, of which nobody has the weights any more."""
+        # Not so under trainer.determinism = "strict": there each version is proved to be the published one.
+        why = "" if self._is_strict else " (it computed the step again, which best_effort does not make bit-exact)"
+        return InvalidStateError(
+            f"policy {name} of run {self._names.uid} is damaged, and this trainer cannot make it again: its digest is "
+            f"{digest}, these weights have {held}{why}",
+            reason="POLICY_LOST",
+            remedy="restore its objects from a replica of the bucket (`millrace run repair RUN --from URL "
+            "--apply`), then `millrace run resume` the run",
+        )
 
-        def renew() -> None:
-            if self._upload_files is not None:
-                self._files = self._upload_files()
-
-        self._gang.from_leader(renew)
-
-    def _commit(self, version: VersionInput) -> CommittedVersion:
-        key, found = self._committed(version.version)
-        if found is None:
-            return self.publish(version, key)
-        digests, entries = self._prove(version.parts, version.version)
-        digest = whole_digest(entries)
-        # At rank 0 this raises the conflict with both digests; the other ranks compare by themselves below.
-        published = existing_policy(self._store, key, digest) if self._gang.is_leader else None
-        if found.digest != digest:  # rank 0 has raised above
-            raise digest_conflict(
-                found.run_uid, self._lineage, version.version, published=found.digest, computed=digest
-            )
-        self._advance(version, found, digests)
-        return CommittedVersion(published=published, changed_fraction=1.0)
-
-    def _committed(self, version: int) -> tuple[str, "_Found | None"]:
+    def _find(self, version: int) -> "tuple[str, _Committed | None]":
         """Return a version's committed manifest with its key, or the key to commit under if it is missing or
         damaged.
         """
+        key, facts = self._gang.from_leader(
+            lambda: find_committed(self._store, self._names, lineage=self._lineage, version=version)
+        )
+        return key, None if facts is None else _Committed(**facts)
 
-        def look() -> list[Any]:
-            first_key, found = self._names.policy_manifest(self._lineage, version), None
-            key = first_key
-            try:
-                if (newest := find_newest(self._store, first_key)) is not None:
-                    key, found = newest, read_manifest(self._store, newest)
-            except CorruptObjectError as error:
-                logger.warning("a damaged policy is published anew", extra={"version": version, "error": error.message})
-                key = next_revision(self._store, key)
-            return [key, None if found is None else [found.run_uid, found.digest, found.anchor]]
+    def _digest(self, version: VersionInput) -> tuple[Digests, tuple[TensorEntry, ...]]:
+        """Return the digests of this rank's parts, and the tensors of the version over all ranks."""
+        shares = self._gang.agree(
+            lambda: pack_digests(version.parts, self._share.digests(version.parts, version.version))
+        )
+        return unpack_digests(shares[self._gang.rank]), merge_digests(shares)
 
-        key, facts = self._gang.from_leader(look)
-        return key, None if facts is None else _Found(run_uid=facts[0], digest=facts[1], anchor=facts[2])
+    def _encode(self, version: VersionInput) -> tuple[Digests, tuple[TensorEntry, ...], list[EncodedDelta]]:
+        """Return what `_digest` does, and the deltas that all ranks have to upload, that to the version before
+        first.
+        """
+        shares = self._gang.agree(lambda: encode_share(self._share, version))
+        digests = unpack_digests(shares[self._gang.rank]["parts"])
+        return digests, merge_digests(each["parts"] for each in shares), merge_deltas(each["deltas"] for each in shares)
 
-    def _prove(self, parts: Sequence[TensorPart], version: int) -> tuple[Digests, tuple[TensorEntry, ...]]:
-        digests: Digests = {}
-
-        def prove() -> list[Any]:
-            digests.update(self._share.digests(parts, version))
-            return pack_digests(parts, digests)
-
-        return digests, merge_digests(self._gang.agree(prove))
-
-    def publish(self, version: VersionInput, key: str) -> CommittedVersion:
-        """Upload and commit a version."""
-        parts, digests = version.parts, Digests()
-
-        def encode() -> dict[str, Any]:
-            encoded = self._share.encode(parts, version.version)
-            digests.update(encoded.digests)
-            return {"parts": pack_digests(parts, digests), "deltas": [asdict(delta) for delta in encoded.deltas]}
-
-        encoded = self._gang.agree(encode)
-        entries = merge_digests(each["parts"] for each in encoded)
-        deltas = merge_deltas(each["deltas"] for each in encoded)
-        num_elements = sum(entry.num_elements for entry in entries)
-        is_delta = bool(deltas) and deltas[0].base == version.version - 1
-        changed = deltas[0].num_changed / max(1, num_elements) if is_delta else 1.0
-        faults.reach(Point.TRAINER_BEFORE_UPLOAD, version=version.version)
-        encodings, anchor = self._upload(version, deltas, full_bytes=sum(entry.size_bytes for entry in entries))
-        manifest = self._manifest(version, key, entries, encodings, anchor, lineage=self._lineage)
-        published = self._write_manifest(manifest)
-        self._advance(version, _Found(run_uid=self._names.uid, digest=manifest.digest, anchor=anchor), digests)
-        return CommittedVersion(published=published, changed_fraction=changed)
+    def _upload(self, version: VersionInput, *, is_anchor: bool, bases: list[int]) -> tuple[Encoding, ...]:
+        """Upload every rank's share of a version: in full if it is an anchor, and the deltas against `bases`."""
+        uid, prefix = self._names.uid, self._names.prefix
+        place = PolicyPlace(prefix=prefix, uid=uid, lineage=self._lineage, version=version.version)
+        base = self._gang.from_leader(lambda: upload_prefix(place, epoch=self._epoch))
+        if not self._gang.is_alone:
+            base += f"r{self._gang.rank:05d}-"
+        return merge_encodings(
+            self._gang.agree(
+                lambda: self._share.upload(base, version.parts, version.version, is_anchor=is_anchor, bases=bases)
+            )
+        )
 
     def _manifest(
         self,
         version: VersionInput,
         key: str,
-        entries: tuple[TensorEntry, ...],
+        *,
+        tensors: tuple[TensorEntry, ...],
         encodings: tuple[Encoding, ...],
         anchor: int,
-        *,
         lineage: int,
     ) -> PolicyManifest:
+        """Return the manifest of an uploaded version, to be committed under `key`."""
         return PolicyManifest(
             key=key,
             lineage=lineage,
             version=version.version,
             anchor=anchor,
-            tensors=entries,
+            tensors=tensors,
             encodings=encodings,
             files=self._files,
             probe=version.probe,
             adapter=version.adapter,
             is_delta_base=self._config.delta,
             run_uid=self._names.uid,
-            digest=whole_digest(entries),
+            digest=whole_digest(tensors),
         )
-
-    def _upload(
-        self, version: VersionInput, deltas: list[EncodedDelta], *, full_bytes: int
-    ) -> tuple[tuple[Encoding, ...], int]:
-        """Upload what is worth it; return the encodings of all ranks, and the newest anchor."""
-        previous = version.version - 1
-        # A delta that saves too little is not worth its decoding; a skip over several versions must save more, since it
-        # only helps replicas that lack versions.
-        worth = [
-            delta.base
-            for delta in deltas
-            if delta.size_bytes < full_bytes * (_DELTA_BELOW if delta.base == previous else _SKIP_BELOW)
-        ]
-        # A full copy begins a new chain of deltas: when there is no delta to the previous version, and at least every
-        # `anchor_interval` versions, so that a new replica never reads a long chain.
-        is_anchor = previous not in worth or version.version - self._anchor >= self._config.anchor_interval
-        uid, prefix = self._names.uid, self._names.prefix
-        base = self._gang.from_leader(
-            lambda: upload_prefix(
-                PolicyPlace(prefix=prefix, uid=uid, lineage=self._lineage, version=version.version), epoch=self._epoch
-            )
-        )
-        if not self._gang.is_alone:
-            base += f"r{self._gang.rank:05d}-"
-
-        def upload() -> dict[str, Any]:
-            return self._share.upload(base, version.parts, version.version, is_anchor=is_anchor, bases=worth)
-
-        encodings = merge_encodings(self._gang.agree(upload))
-        return encodings, version.version if is_anchor else self._anchor
 
     def _write_manifest(self, manifest: PolicyManifest) -> PublishedPolicy | None:
         """Rank 0 commits; the others learn that it did."""
-        published: list[PublishedPolicy] = []
-
-        def commit() -> None:
+        with agreed(self._gang):
+            if not self._gang.is_leader:
+                return None
             if self._should_stop():
                 raise InvalidStateError(
                     f"policy {manifest.lineage}-{manifest.version} is not committed: the trainer lets go",
@@ -360,16 +320,93 @@ class Committer:
             # although Redis may be away; what is taken between this look and the next line is POLICY_TAKEN's.
             newest = latest_epoch(self._store, self._names, ROLE)
             require_newest(newest, held=self._epoch, uid=self._names.uid)
-            published.append(commit_policy(self._store, manifest.key, manifest))
+            return commit_policy(self._store, manifest.key, manifest)
 
-        self._gang.from_leader(commit)
-        return published[0] if published else None
-
-    def _advance(self, version: VersionInput, found: "_Found", digests: Digests) -> None:
-        self._anchor = found.anchor
+    def _advance(self, version: VersionInput, committed: "_Committed", digests: Digests) -> None:
+        """Go on from a committed version: the next one is compared with it."""
+        self._anchor = committed.anchor
         # Adapters are published whole: they are small, and a base for comparison would cost a copy of them.
         if self._config.delta and version.adapter is None:
-            self._share.advance(version.parts, version.version, digest=found.digest, digests=digests)
+            self._share.advance(version.parts, version.version, digest=committed.digest, digests=digests)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Committed:
+    """What a committed manifest says of the version, as far as the next one needs it."""
+
+    digest: str
+    anchor: int
+
+
+class _Deaths:
+    """Leaves a block that a process that publishes died under, at any rank, so that the version is done again.
+
+    Entered once for each try. Every other error passes, and so does the third death in a row.
+    """
+
+    def __init__(
+        self, version: int, *, on_death: Callable[[UnavailableError], None], should_stop: Callable[[], bool]
+    ) -> None:
+        self._version = version
+        self._on_death = on_death
+        self._should_stop = should_stop
+        self._count = 0
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, death: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if not isinstance(death, UnavailableError):
+            return False
+        self._count += 1
+        if death.reason != PUBLISHER_DIED or self._should_stop():
+            return False
+        # A lost process costs only its memory of bases: everything that it committed is found again in the store.
+        logger.warning(death.message, extra={"version": self._version, "deaths": self._count})
+        if self._count == _MOST_DEATHS:
+            raise UnavailableError(
+                f"{death.message} ({self._count} deaths in a row)", reason=PUBLISHER_DIED, remedy=death.remedy
+            ) from death
+        self._on_death(death)
+        return True
+
+
+def find_committed(
+    store: ObjectStore, names: Names, *, lineage: int, version: int
+) -> tuple[str, dict[str, Any] | None]:
+    """Return the key of a version's newest manifest with its digest and anchor, for the other ranks.
+
+    If there is none, or a damaged one: the key to commit the version under, and None.
+    """
+    key = first_key = names.policy_manifest(lineage, version)
+    try:
+        if (newest := find_newest(store, first_key)) is None:
+            return first_key, None
+        key = newest
+        manifest = read_manifest(store, newest)
+    except CorruptObjectError as error:
+        logger.warning("a damaged policy is published anew", extra={"version": version, "error": error.message})
+        return next_revision(store, key), None
+    return key, {"digest": manifest.digest, "anchor": manifest.anchor}
+
+
+def find_damage(store: ObjectStore, first_key: str, *, digest: str, sha256: bytes) -> tuple[str, str] | None:
+    """Return the key that a damaged version is published anew under, and its damage; None if every byte is intact."""
+    if (damage := damage_of(store, first_key, digest=digest, sha256=sha256)) is None:
+        logger.info("a policy that was reported damaged is whole", extra={"manifest": first_key})
+        return None
+    return next_revision(store, first_key), damage
+
+
+def encode_share(share: ShareWriter, version: VersionInput) -> dict[str, Any]:
+    """Encode this rank's share of a version; return its digests and the sizes of its deltas, for the other ranks."""
+    encoded = share.encode(version.parts, version.version)
+    return {
+        "parts": pack_digests(version.parts, encoded.digests),
+        "deltas": [asdict(delta) for delta in encoded.deltas],
+    }
 
 
 def merge_deltas(shares: Iterable[list[dict[str, Any]]]) -> list[EncodedDelta]:
@@ -387,10 +424,14 @@ def merge_deltas(shares: Iterable[list[dict[str, Any]]]) -> list[EncodedDelta]:
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
-    """What a committed manifest says."""
+def worthwhile_bases(deltas: Sequence[EncodedDelta], *, previous: int, full_bytes: int) -> list[int]:
+    """Return the bases of the deltas that are worth an upload, beside a full copy of `full_bytes`.
 
-    run_uid: str
-    digest: str
-    anchor: int
+    A delta against the `previous` version that saves too little is not worth its decoding. A skip over several versions
+    must save more, since it only helps replicas that lack versions.
+    """
+    return [
+        delta.base
+        for delta in deltas
+        if delta.size_bytes < full_bytes * (_DELTA_BELOW if delta.base == previous else _SKIP_BELOW)
+    ]
