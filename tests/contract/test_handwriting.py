@@ -141,7 +141,7 @@ def test_tests_use_what_is_public() -> None:
     found = [
         (f"{path.relative_to(TESTS)}:{line}", name)
         for path in sorted(TESTS.rglob("*.py"))
-        for line, name in _private(ast.parse(path.read_text()))
+        for line, name in _private(syntax.parse(path.read_text()))
     ]
     taken = [f"{place}: {name}" for place, name in found if name not in FOREIGN]
     assert not taken, f"test by what others can see: {taken}"

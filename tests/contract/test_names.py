@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import millrace
+from millrace_testing import syntax
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = Path(millrace.__file__).parent
@@ -19,7 +20,7 @@ def _classes() -> dict[str, list[str]]:
     found: defaultdict[str, list[str]] = defaultdict(list)
     for path in SERVICES.rglob("*.py"):
         if "_pb2" not in path.name:
-            names = [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+            names = [node.name for node in syntax.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
             for name in (name for name in names if not name.startswith("_")):
                 found[name].append(str(path.relative_to(SERVICES)))
     return found

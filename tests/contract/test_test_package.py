@@ -4,12 +4,14 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from millrace_testing import syntax
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def _path_changes(path: Path) -> Iterator[str]:
     """Yield calls of `sys.path.insert` and the like, modules loaded by their path, imports of test modules."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(syntax.parse(path.read_text())):
         match node:
             case ast.Call(func=ast.Attribute(value=ast.Attribute(value=ast.Name("sys"), attr="path"))):
                 yield f"{path.relative_to(ROOT)}:{node.lineno}: changes sys.path"

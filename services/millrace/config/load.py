@@ -42,6 +42,7 @@ _checked: OrderedDict[str, Document] = OrderedDict()
 ConfigT = TypeVar("ConfigT", bound=Document)
 
 _ROUNDS = 5
+_LONG_ABOUT = 160  # characters of a key's description that would hide the list of its values
 _BOUNDS = {
     "greater_than": ("gt", "above"),
     "greater_than_equal": ("ge", "at least"),
@@ -206,6 +207,8 @@ def _message(detail: ErrorDetails, node: SchemaKey | None) -> str:
     else:
         wrong = detail["msg"][:1].lower() + detail["msg"][1:]
     about = node.about(said=said) if node is not None else ""
+    if kind == "literal_error" and len(about) > _LONG_ABOUT:
+        about = "docs/configuration.md says what each of them is"
     return f"{wrong}{'' if wrong.endswith('?') else '.'} {about}" if about else wrong
 
 

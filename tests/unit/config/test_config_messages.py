@@ -161,3 +161,18 @@ def test_a_required_key_says_how_it_is_written(violations):
 def test_a_bound_is_said_once(violations):
     (found,) = violations("--async-level", "-1")
     assert found.message.count("at least 0") == 1
+
+
+def test_a_value_of_a_long_list_is_answered_by_the_list_alone(violations) -> None:
+    (found,) = violations("--orchestrator.algo.type", "gar")
+    assert 'must be "grpo" or "rloo"' in found.message and found.message.endswith("says what each of them is")
+    assert len(found.message) < 300
+
+
+def test_prime_rls_bench_is_a_switch(load_rl, violations, tmp_path) -> None:
+    """A key of `bench` that nothing reads is refused: the whole table would pass as the switch."""
+    (tmp_path / "bench.toml").write_text("bench = true")
+    assert load_rl("@", "bench.toml").notes
+    (tmp_path / "bench.toml").write_text("bench = 3")
+    assert [found.field for found in violations("@", "bench.toml")] == ["bench"]
+    assert [found.field for found in violations("--bench.prompt-tokens", "32")] == ["bench"]

@@ -5,6 +5,7 @@ feature that gets built later needs no removal here, though it should go.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from millrace.config.messages import Effect
 from millrace.config.prime_rl import conversions, lab, meanings, sources
@@ -172,7 +173,7 @@ def process_keys(prefix: str) -> dict[str, Meaning]:
         f"{prefix}output_dir": converted(conversions.output_dir),
         f"{prefix}env_vars": nothing(ENVIRON, {}),
         f"{prefix}slurm": nothing(SLURM),
-        f"{prefix}bench": nothing("write --bench on the command line", False),
+        f"{prefix}bench": replace(nothing("write --bench on the command line", False), form=bool),
         **same(nothing(STORE), prefix, "weight_broadcast rollout_transport"),
         **same(
             nothing(WATCH), prefix, "heartbeat metrics_server monitors.file monitors.prime monitor.file monitor.prime"
