@@ -52,7 +52,7 @@ class SigningKey:
         return private.sign(message).hex()
 
     def verifies(self, message: bytes, signature: str) -> bool:
-        """Return whether a signature (hex) is of this key."""
+        """Return whether `signature` (hex) is that of `message` by this key."""
         if self.algorithm == HMAC:
             return hmac.compare_digest(self.sign(message).encode(), signature.encode())
         from cryptography.exceptions import InvalidSignature
@@ -76,7 +76,7 @@ class Attestation:
     step: int
     """The newest header; its step."""
     chain_hash: str
-    """Chain hash behind it, hex."""
+    """Chain hash after it, hex."""
     seal_sha256: str
     """sha256 (hex) of the seal; empty if the run had not ended."""
     time: str
@@ -96,7 +96,10 @@ class Attestation:
 
     @classmethod
     def decode(cls, data: bytes, *, where: str) -> "Attestation":
-        """Parse an attestation; `CorruptObjectError` if the bytes are none."""
+        """Parse an attestation without checking its signature.
+
+        `CorruptObjectError`, naming `where`, if the bytes are none.
+        """
         raw = decode_object(data, what=where, reason="ATTESTATION_CORRUPT", max_bytes=1 << 20)
         fields = {name: raw.get(name) for name in cls.__slots__}
         texts = [value for name, value in fields.items() if name not in ("number", "step")]
@@ -111,7 +114,7 @@ class Attestation:
 
 
 def load_key(path: Path) -> SigningKey:
-    """Return the key in a file; `InvalidSpecError` naming the file if it is none."""
+    """Load the key in a file; `InvalidSpecError` naming the file if it holds no key."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_KEY_BYTES + 1)
@@ -130,7 +133,10 @@ def load_key(path: Path) -> SigningKey:
 
 
 def write_attestation(store: ObjectStore, names: Names, attestation: Attestation, key: SigningKey) -> Attestation:
-    """Sign and store one under the next free number (blocking); returns it signed."""
+    """Sign an attestation and store it under the next free number (blocking); return it signed.
+
+    Its number, algorithm and key id are set here.
+    """
 
     def signed(number: int) -> Attestation:
         draft = replace(attestation, number=number, algorithm=key.algorithm, key_id=key.key_id)
@@ -150,7 +156,11 @@ def write_attestation(store: ObjectStore, names: Names, attestation: Attestation
 
 
 def unsigned(names: Names, *, run: str, step: int, chain: bytes, seal_sha256: str) -> Attestation:
-    """Return the current attestation of a run without a signature; `seal_sha256` (hex) is empty if it has not ended."""
+    """Return an attestation of the run's present state, with the time but without number, key and signature.
+
+    `step` is that of the newest header and `chain` the chain hash after it. `seal_sha256` (hex) is empty if the run
+    has not ended.
+    """
     return Attestation(
         number=0,
         run_uid=names.uid,

@@ -50,7 +50,7 @@ class ObjectKind:
     numbering: str = ""
     """What the numbers of its key count: `DENSE`, "by step", …"""
     has_revisions: bool = False
-    """A successor `.r1`, `.r2`, … may stand in for a damaged object (`storage/base.py`)."""
+    """A successor `.r1`, `.r2`, … may replace a damaged object (`storage/base.py`)."""
     finding: str = ""
     """How the names of the audit's findings about the object begin; empty if there are none."""
     named_by: tuple[str, ...]
@@ -81,7 +81,10 @@ class ObjectKind:
         return self.key.format(**fields)
 
     def decode(self, data: bytes, *, where: str) -> Any:
-        """Return what its codec reads; CorruptObjectError, which says `where`, if the bytes are damaged."""
+        """Decode the bytes of an object with the kind's codec.
+
+        CorruptObjectError, naming `where`, if they are damaged.
+        """
         found = _codec(self.codec)
         taken = inspect.signature(found).parameters.keys() & {"where", "source"}
         return found(data, **dict.fromkeys(taken, where))
@@ -89,8 +92,8 @@ class ObjectKind:
     def parse(self, key: str) -> Mapping[str, int | str] | None:
         """Parse the fields of a key without the run's prefix; None if it is no key of the kind.
 
-        `revision` is the number of the successor, 0 for the first, where the kind has revisions. A number with more
-        zeros in front than its key gives it is none: each object has one key.
+        `revision` is the number of the successor, 0 for the first, where the kind has revisions. A number with
+        more leading zeros than the format gives it does not count: each object has one key.
         """
         match = _pattern(self).fullmatch(key)
         if match is None:
@@ -320,18 +323,24 @@ def kind_at(key: str) -> ObjectKind | None:
 
 
 def finding_at(key: str) -> str:
-    """Return how findings about an object begin, by the folder of its key; empty if no header or seal may name it."""
+    """Return how the audit's findings about an object begin, by the folder of its key.
+
+    Empty if no header or seal may name the object.
+    """
     namers = {HEADER, TRAINED, SEALED}
     return next((kind.finding for kind in KINDS if namers & {*kind.named_by} and _is_within(kind, key)), "")
 
 
 def is_place(key: str) -> bool:
-    """Return whether a key is in a folder, or is a file, that a run has; what is in a folder may be left over."""
+    """Return whether a key, without the run's prefix, is in a folder that a run has, or is a file of a run.
+
+    An object in such a folder may still be of no kind.
+    """
     return any(_is_within(kind, key) for kind in KINDS)
 
 
 def table() -> str:
-    """Return the table of all kinds for the documents, in Markdown, with empty cells for the usual answers."""
+    """Return the table of all kinds for the documents, in Markdown; a cell with the usual answer is empty."""
     usual = {_KEPT, _BACKUP, _PROVED_BY_HASH}
     heads = ("object", "key", "numbers", "named by", "kept", "if it is damaged", "a repair takes")
     rows: list[tuple[str, ...]] = [heads, ("---",) * len(heads)]

@@ -52,10 +52,10 @@ class EventArchive:
         self._is_loaded = False
 
     async def archive(self) -> int:
-        """Write the events that the store lacks; returns how many. One Redis command when there are none.
+        """Write the events that the store lacks, and return how many. One Redis command when there are none.
 
-        `LogGoneError` also when Redis has lost events that the store has: what it numbers now would collide with them,
-        and `open_or_rebuild` has to begin a new generation.
+        `LogGoneError` also when Redis has lost events that the store has: what it numbers now would collide
+        with them, and `open_or_rebuild` has to begin a new generation.
         """
         if not self._is_loaded:
             self._last = await asyncio.to_thread(load_newest_archived, self._log.store, self._log.names)
@@ -69,7 +69,7 @@ class EventArchive:
                 self._last = entries[-1]
                 count += len(entries)
                 page = await self._read_new()
-            else:  # nothing but damage: what is behind it
+            else:  # nothing but damaged entries: read what follows them
                 page = await read_page(self._log, f"({page[-1].id}")
                 await self._log.check()
         return count
@@ -107,7 +107,7 @@ class EventArchive:
 
 
 def _readable(page: Iterable[Entry], on_damaged: OnDamaged | None) -> list[Entry]:
-    """Return the entries that hold events."""
+    """Return the entries that hold events; call `on_damaged` with each of the others."""
     entries = []
     for entry in map(with_damage, page):
         if not entry.damage:
@@ -118,9 +118,9 @@ def _readable(page: Iterable[Entry], on_damaged: OnDamaged | None) -> list[Entry
 
 
 async def read_page(log: RunLog, first: str) -> list[Entry]:
-    """Return the entries of the event stream from the id `first` on, at most a page; what is damaged says so.
+    """Return the entries of the event stream from the id `first` on, at most a page.
 
-    `(` in front of the id leaves it out.
+    `(` in front of the id excludes it. A damaged entry has a `damage`.
     """
     if first == f"({LAST_ID}":
         return []
@@ -149,7 +149,7 @@ class ArchiveFollower:
         self._ids: set[str] = set()
 
     def read(self) -> list[Entry]:
-        """Return the entries that were archived since the last call, in the order of the ids, each id once."""
+        """Return the events that were archived since the last call, in the order of their ids, each id once."""
         new = [key for key in _objects(self._store, self._names) if key not in self._objects]
         with ThreadPoolExecutor(_PARALLEL_GETS, thread_name_prefix="events") as pool:
             parts = list(pool.map(lambda key: decode_archive(_get(self._store, key), self._store.uri(key)), new))
@@ -177,9 +177,9 @@ def _get(store: ObjectStore, key: str) -> bytes:
 
 
 def _objects(store: ObjectStore, names: Names) -> list[str]:
-    """Return the keys of the archive.
+    """Return the keys of the archive's objects.
 
-    What else is under its prefix is not ours, nor is what came after the run's seal.
+    Others under its prefix, and what came after the run's seal, are logged.
     """
     keys = [info.key for info in store.list(names.event_archive)]
     ours = [key for key in keys if EVENT_ARCHIVE.parse(key.removeprefix(names.root))]
@@ -269,10 +269,9 @@ class EventReader:
     async def read(self, *, after: str = "", count: int = 256, block_s: float = 0.0) -> Sequence[event_pb2.Event]:
         """Return events after the cursor `after` ("" = from the oldest), each with its own cursor.
 
-        Waits up to `block_s` ≤ 5.
-
-        What is damaged is left out. `InvalidStateError` (CURSOR_EXPIRED, metadata `oldest_cursor`) when events after
-        the cursor were trimmed.
+        Damaged ones are left out. Waits up to `block_s` ≤ 5 seconds for the first one. `InvalidStateError`
+        (CURSOR_EXPIRED, metadata `oldest_cursor`) when events after the cursor were trimmed, `InvalidSpecError`
+        if `after` is no cursor.
         """
         if after and not (_CURSOR.fullmatch(after) and max(id_order(after)) < 1 << 64):
             raise InvalidSpecError(
@@ -290,8 +289,9 @@ class EventReader:
         return []
 
     async def _require_untrimmed(self, after: str) -> None:
-        """Require that the trim removed only the oldest events: one missing after an existing event was damaged, and
-        left out.
+        """Raise InvalidStateError if all remaining events come after the cursor `after`: those between were trimmed.
+
+        A gap after an event that is still there is a damaged entry, and no error.
         """
         oldest = await self._log.read(Stream.EVENTS, after="0", count=1)
         if oldest and id_order(oldest[0].id) > id_order(after):
@@ -345,7 +345,7 @@ def decode_event(entry: Entry) -> event_pb2.Event:
 
 
 def with_damage(entry: Entry) -> Entry:
-    """Return the entry, or one that says why no event can be read from it."""
+    """Return the entry as it is, or a placeholder with the reason if no event can be decoded from it."""
     try:
         if not entry.damage:
             decode_event(entry)

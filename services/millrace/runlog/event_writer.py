@@ -52,9 +52,10 @@ class EventWriter:
         return self._queue.qsize()
 
     async def write(self, event: event_pb2.Event) -> None:
-        """Queue an event; its `time` is now unless set.
+        """Queue a copy of an event; its `time` is now unless set. Waits only while the queue is full.
 
-        Raises the error that ended the writer (such as `NotFoundError`).
+        Raises CapacityError if the event is too large, and the error that ended the writer (such as
+        `NotFoundError`).
         """
         if self._failure is not None:
             raise self._failure
@@ -79,7 +80,7 @@ class EventWriter:
             self._queue.put_nowait(copy)
 
     async def flush(self, *, timeout_s: float = FLUSH_S) -> None:
-        """Return when every event is in the log as Redis holds it now; `UnavailableError` after `timeout_s`."""
+        """Wait until every event is in the log as Redis holds it now; `UnavailableError` after `timeout_s`."""
         if self._pump is None:
             return
         is_flushed = False
@@ -96,7 +97,7 @@ class EventWriter:
             )
 
     async def close(self, *, timeout_s: float = FLUSH_S) -> None:
-        """Flush, then stop the background task in any case."""
+        """Wait until every event is in the log, then stop the background task, whether that succeeded or not."""
         try:
             await self.flush(timeout_s=timeout_s)
         finally:
@@ -105,13 +106,19 @@ class EventWriter:
                 await asyncio.wait((self._pump,), timeout=timeout_s)
 
     async def _join(self, pump: asyncio.Task[None]) -> bool:
-        """Have Redis checked after what is queued; returns whether that ended before the task did."""
+        """Wait until the queue is empty and Redis was asked once more.
+
+        Return False if the background task ended before.
+        """
         await self._put(None)
         joined, _ = await first_of(self._queue.join(), pump)
         return joined is not None
 
     async def _put(self, item: event_pb2.Event | None) -> None:
-        """Wait for room, or for the end of the background task, which would leave none for ever."""
+        """Wait for room in the queue.
+
+        Raise the error of the background task if that ends, because no room comes then.
+        """
         assert self._pump is not None
         await first_of(self._queue.put(item), self._pump)
         if self._failure is not None:
@@ -166,7 +173,7 @@ class EventWriter:
                 self._sequence = None
 
     async def _look(self) -> None:
-        """Append again the events that Redis has lost, if any; then the next number is known."""
+        """Append the newest events again that Redis lacks, if it is another copy now, and read the next number."""
         instance = await self._log.read_instance()
         if self._sequence is not None and instance == self._instance:
             return
@@ -183,7 +190,10 @@ class EventWriter:
         self._instance = instance
 
     async def _append_again(self, number: int, data: bytes) -> None:
-        """Append an event of the ring under its old number, unless what came before it is lost for ever."""
+        """Append an event that Redis lost again, under its old number.
+
+        Under the next one if events before it are lost.
+        """
         assert self._sequence is not None
         if number != self._sequence + 1:
             self._ring.remove((number, data))

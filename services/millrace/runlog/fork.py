@@ -72,7 +72,11 @@ class ForkPlan:
 
 
 def plan_fork(store: ObjectStore, parent: Names, *, name: str, step: int) -> ForkPlan:
-    """Plan a fork of `parent` at `step` (blocking); `InvalidStateError` naming the range if the step is not kept."""
+    """Return what a fork of `parent` at `step` is made of (blocking); `name` is the parent's.
+
+    `InvalidStateError` naming the range if the step is not kept, `CorruptObjectError` if the checkpoint is not of
+    this history.
+    """
     origin = load_origin(store, parent)
     num_steps = _count_steps(store, parent, origin)
     kept = _kept_checkpoints(store, parent, origin, num_steps)
@@ -108,12 +112,10 @@ def plan_fork(store: ObjectStore, parent: Names, *, name: str, step: int) -> For
 
 
 def copy_fork(store: ObjectStore, prefix: str, uid: str, run_json: bytes) -> None:
-    """Copy what the fork `uid` begins with, as its run.json says (blocking). Repeating it completes it.
+    """Copy what the fork `uid` begins with, as its run.json says (blocking); do nothing for a run that is no fork.
 
-    Another run begins with nothing.
-
-    `InvalidStateError` (PARENT_GONE) if the parent does not keep it any more, `CorruptObjectError` if the parent's
-    objects are not what their hashes say.
+    Repeating it completes it. `InvalidStateError` (PARENT_GONE) if the parent does not keep it any more,
+    `CorruptObjectError` if the parent's objects are not what their hashes say.
     """
     where = store.uri(Names(prefix, uid).run_json)
     record = RunRecord.parse(run_json, where=where, needs=["run_hash"])
@@ -179,12 +181,15 @@ class _Copy:
         return header
 
     def _verify_follower(self, step: int, chain: bytes) -> None:
-        """Verify that the header after the last copied one proves that one, if it is committed already."""
+        """Raise `CorruptObjectError` if a header of `step`, the first that is not copied, does not continue `chain`."""
         if self.store.head(self.source.batch_header(step)) is not None:
             self._decode_header(step, 0, read_header(self.store, self.source, step), chain)
 
     def _headers(self, step: int, chain: bytes, own_chain: bytes) -> tuple[bytes, bytes]:
-        """Rewrite a step's headers as the fork's own; returns both chain hashes after them."""
+        """Write a step's headers as the fork's own; return both chain hashes after them, the parent's and the fork's.
+
+        What they name is noted to be copied. NotFoundError if the parent does not have them.
+        """
         found = load_step(self.store, self.source, step)
         if found is None:
             raise NotFoundError(f"{self.store.uri(self.source.batch_header(step))} does not exist")
@@ -200,7 +205,10 @@ class _Copy:
     def _header(
         self, step: int, revision: int, data: bytes, chain: bytes, own_chain: bytes
     ) -> tuple[bytes, bytes, bytes]:
-        """Rewrite one header as the fork's own; returns the chain hashes after it, and its own bytes."""
+        """Write one header as the fork's own.
+
+        Return the chain hashes after it, the parent's and the fork's, and its bytes.
+        """
         header = self._decode_header(step, revision, data, chain)
         for chunk in header.chunks:
             chunk.key = self._later(chunk.key, sha256=chunk.sha256.hex(), size_bytes=chunk.size_bytes)
@@ -214,7 +222,7 @@ class _Copy:
         return chain_hash(chain, data), chain_hash(own_chain, own), own
 
     def _checkpoint(self, step: int) -> bytes | None:
-        """Return the manifest of the copied checkpoint, None for the start model.
+        """Return the fork's manifest of the copied checkpoint, None for the start model.
 
         Its objects are noted to be copied.
         """
@@ -232,7 +240,7 @@ class _Copy:
         return with_checksum(manifest)
 
     def _later(self, key: str, *, sha256: str, size_bytes: int | None = None) -> str:
-        """Note an object to be copied; returns its key in the fork."""
+        """Note an object to be copied by `run`, and return its key in the fork; for the rest see `_copy`."""
         target = self.target.root + key.removeprefix(self.source.root)
         self._todo.append(lambda: self._copy(key, target, sha256=sha256, size_bytes=size_bytes))
         return target
@@ -268,7 +276,10 @@ class _Copy:
 
 
 def _count_steps(store: ObjectStore, names: Names, origin: RunOrigin) -> int:
-    """Return the number of the step after the last committed training step."""
+    """Return the number of the step after the last committed training step.
+
+    CorruptObjectError if a header is missing.
+    """
     steps = [origin.base_step - 1, *(step for step, revision in list_headers(store, names) if not revision)]
     for before, after in pairwise(steps):
         if after != before + 1:
@@ -281,9 +292,7 @@ def _count_steps(store: ObjectStore, names: Names, origin: RunOrigin) -> int:
 
 
 def _kept_checkpoints(store: ObjectStore, names: Names, origin: RunOrigin, num_steps: int) -> list[int]:
-    """Return steps that a copy can begin at, ascending: committed checkpoints, and 0 while the batches since are
-    kept.
-    """
+    """Return the steps that a copy can begin at, ascending: committed checkpoints, and 0 if the first batch is kept."""
     kept = set(list_checkpoints(store, names))
     if origin.base_step == 0 and (num_steps == 0 or _has_batch(store, names, 0)):
         kept.add(0)  # the start model
@@ -296,7 +305,7 @@ def _has_batch(store: ObjectStore, names: Names, step: int) -> bool:
 
 
 def _state_before(store: ObjectStore, names: Names, origin: RunOrigin, step: int) -> tuple[bytes, Frontier, bytes]:
-    """Return h(step - 1), the ordinals that are resolved before `step`, and what the orchestrator kept there."""
+    """Return what holds before `step`: the chain hash, the resolved ordinals, and the orchestrator's state."""
     if step == origin.base_step:
         return origin.chain_hash, origin.frontier, origin.orchestrator_state
     data = _last_header(store, names, step - 1)
@@ -323,7 +332,10 @@ def _last_header(store: ObjectStore, names: Names, step: int) -> bytes:
 
 
 def _load_manifest(store: ObjectStore, first_key: str) -> dict[str, Any]:
-    """Return a checkpoint's manifest, or its successor's, with its objects checked; NotFoundError if there is none."""
+    """Return the newest revision of a checkpoint's manifest, its fields checked; NotFoundError if there is none.
+
+    CorruptObjectError if it is damaged.
+    """
     key, reason = newest_revision(store, first_key), "CHECKPOINT_MANIFEST_INVALID"
     what, remedy = f"checkpoint manifest {store.uri(key)}", "fork at a step before this checkpoint"
     manifest = decode_object(store.get(key, max_bytes=MAX_JSON_BYTES), what=what, reason=reason, remedy=remedy)

@@ -10,7 +10,7 @@ Creating a run writes, in this order, all create-only and each by a rule that le
 
 A name whose object cannot be read, when the hash is built again, is marked there (`!name`) and looked at each time.
 
-What a crash leaves behind before step 4 is invisible, and the same request id completes it.
+What a crash before step 4 leaves is invisible, and the same request id completes it.
 """
 
 import asyncio
@@ -97,7 +97,7 @@ async def find_request(store: ObjectStore, prefix: str, request_id: str) -> str 
 
 
 async def read_index(redis: redis_asyncio.Redis, store: ObjectStore, prefix: str) -> RunIndex:
-    """Return every run. Rebuilds the Redis hash from the store when Redis has lost it."""
+    """Return every run, and the names whose objects are damaged; build the Redis hash again where Redis has lost it."""
     deployment = Deployment(prefix)
     found = await _hash(redis, deployment, "HGETALL")
     runs = {as_text(name): as_text(uid) for name, uid in found.items()}
@@ -144,7 +144,7 @@ def _find_request(store: ObjectStore, prefix: str, request_id: str) -> str | Non
 
 
 def _is_ours(field: str, value: str) -> bool:
-    """Return whether a field of the hash may be a run, or a mark of one."""
+    """Return whether a field of the hash may be a run, or a mark of one, by its form."""
     if field.startswith(_DAMAGED):
         uid, name = "any", field.removeprefix(_DAMAGED)
         if value != name:
@@ -191,7 +191,10 @@ def _claim(store: ObjectStore, key: str, uid: str) -> str:
 
 
 def read_uid(store: ObjectStore, key: str) -> str | None:
-    """Return the uid that an object of the index names, or None if there is none."""
+    """Return the uid that an object of the index names.
+
+    None if there is no such object, CorruptObjectError if it has none.
+    """
     try:
         data = store.get(key, max_bytes=_MAX_UID_BYTES)
     except NotFoundError:
@@ -207,7 +210,7 @@ def read_uid(store: ObjectStore, key: str) -> str | None:
 
 
 def read_names(store: ObjectStore, deployment: Deployment) -> RunIndex:
-    """Return every run, from the store (blocking); an unreadable one is logged, and hides no other."""
+    """Return every run, from the store (blocking); a name that cannot be read is logged, and is in `damaged`."""
     index = RunIndex()
     for info in store.list(deployment.names_prefix):
         name = info.key.removeprefix(deployment.names_prefix)

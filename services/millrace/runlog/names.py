@@ -48,8 +48,9 @@ def check_request_id(request_id: str) -> str:
 
 
 def rollout_id(step: int, revision: int, place: int) -> str:
-    """Return the name of a rollout in lists: the step and revision of the header that resolved it, its place in the
-    archive.
+    """Return the name of a rollout in lists, such as `12-3` or `12r1-3`.
+
+    It has the step and revision of the header that resolved the rollout, and its place in the archive.
     """
     return f"{step}{f'r{revision}' if revision else ''}-{place}"
 
@@ -70,7 +71,10 @@ class Deployment:
 
     @property
     def runs_key(self) -> str:
-        """Return Redis hash run name → uid; in another slot than the runs, never in one script with their keys."""
+        """Return the key of the Redis hash run name → uid.
+
+        In another slot than the runs, so in no script with their keys.
+        """
         return f"{self.prefix}:runs"
 
     @property
@@ -106,24 +110,24 @@ class Names:
     # Redis keys.
 
     def stream(self, stream: Stream) -> str:
-        """Return key of a stream."""
+        """Return the key of a stream."""
         return f"{self._key}:{stream.value}"
 
     @property
     def meta(self) -> str:
-        """Hash: generation, format, run_hash, epoch:{role}, seq:{writer}, base:{stream}."""
+        """Return the key of the hash with generation, format, run_hash, epoch:{role}, seq:{writer}, base:{stream}."""
         return f"{self._key}:meta"
 
     def rebuilt_events(self, generation: int) -> str:
-        """Return stream that a rebuild fills and then renames to the events; expires if it does not get to that."""
+        """Return the key of the stream that a rebuild fills and then renames to the events; it expires otherwise."""
         return f"{self.stream(Stream.EVENTS)}:rebuild:{generation}"
 
     def lease(self, role: str) -> str:
-        """Return string with the holder of a role; expires."""
+        """Return the key of the string with the holder of a role; it expires."""
         return f"{self._key}:lease:{role}"
 
     def lease_end(self, role: str) -> str:
-        """Return string with the last words of the last holder of a role that gave it back; expires."""
+        """Return the key of the string with the last words of the last holder that gave the role back; it expires."""
         return f"{self.lease(role)}:end"
 
     @property
@@ -147,7 +151,7 @@ class Names:
 
     @property
     def tombstone(self) -> str:
-        """Return Its existence says that the run is being deleted; removed last."""
+        """Return the key of the object whose existence means that the run is being deleted; it is removed last."""
         return self._object(catalogue.TOMBSTONE)
 
     @property
@@ -222,14 +226,17 @@ class Names:
         return self._folder(catalogue.BATCH_HEADER)
 
     def batch_header(self, step: int, revision: int = 0) -> str:
-        """Return the key of a step's create-only commit point.
+        """Return the key of a step's create-only header, its commit point.
 
-        From revision 1 on the successor of a failed closing header.
+        From revision 1 on, of a failed closing one's successor.
         """
         return revision_key(self._object(catalogue.BATCH_HEADER, step=step), revision)
 
     def quarantined(self, key: str, sha256: str) -> str:
-        """Return the key under which `run repair` keeps a damaged object of the deployment; sha256 in hex."""
+        """Return the key under which `run repair` keeps a damaged object of the deployment.
+
+        `key` is whole, `sha256` hex.
+        """
         own = key.removeprefix(self.root) if key.startswith(self.root) else f"deployment/{key}"
         return self._object(catalogue.QUARANTINED, key=own, sha256=sha256[:16])
 
@@ -249,9 +256,9 @@ class Names:
         return f"{self.root}rollouts/{step:08d}/e{epoch:08d}-{nonce}/"
 
     def scores(self, digest: str) -> str:
-        """Return a teacher's log-probs of one rollout's tokens, by the digest of those tokens.
+        """Return the key of a teacher's log-probs of one rollout's tokens, by the digest of those tokens.
 
-        Written before its entry.
+        Written before the rollout's entry.
         """
         return self._object(catalogue.SCORES, digest=digest)
 
@@ -260,9 +267,7 @@ class Names:
         return f"{self.root}token_logs/{step:08d}/"
 
     def token_log(self, step: int, lineage: int) -> str:
-        """Return the key of create-only log-probs and entropies of sampled tokens of a step, by the trainer of a
-        lineage.
-        """
+        """Return the key of the log-probs and entropies that a lineage's trainer computed of a step's tokens."""
         return self._object(catalogue.TOKEN_LOG, step=step, lineage=lineage)
 
     @property
@@ -322,7 +327,7 @@ def is_legal(name: str) -> bool:
 
 
 def suggest(text: str) -> str:
-    """Return a legal name made of the text, `forkA` → `fork-a`; empty if it has no letter."""
+    """Return a legal name made of the text, such as `fork-a` of `forkA`; empty if the text has no letter."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", text).lower()
     words = re.sub(r"[^a-z0-9]+", "-", words).lstrip("-0123456789")
     return words[:MAX_NAME].rstrip("-")
@@ -331,7 +336,7 @@ def suggest(text: str) -> str:
 def make(stem: str, tail: str = "", *, is_taken: Callable[[str], bool] = lambda name: False) -> str:
     """Return a legal name, `{stem}-{tail}` with the stem cut where it is too long.
 
-    Where that is taken, with `-2`, `-3`, ….
+    Where it is taken, with `-2`, `-3`, …
     """
     words = stem if is_legal(stem) else re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-") or "run"
     words = words if words[0].isalpha() else f"run-{words}"

@@ -1,4 +1,4 @@
-"""Open the log of a run; where Redis does not hold it, or holds a copy that is behind the store, rebuild it first.
+"""Open the log of a run; where Redis does not hold it, or holds a copy that lacks what the store has, rebuild it first.
 
 What is restored: meta with the epochs of every role, so that older holders stay fenced, and the archived events under
 their old ids. They are written into a key of their own that expires, and one script puts it in place together with
@@ -69,7 +69,7 @@ class Restored:
 
 
 def load_restored(store: ObjectStore, names: Names) -> Restored:
-    """Return the contents of the store for a rebuild (blocking)."""
+    """Load from the store what a rebuilt log holds: meta with the epochs, and the archived events (blocking)."""
     run_json = store.get(names.run_json, max_bytes=MAX_JSON_BYTES)
     origin = parse_origin(run_json, where=store.uri(names.run_json))
     step = _first_batch(store, names, origin)
@@ -87,7 +87,7 @@ def load_restored(store: ObjectStore, names: Names) -> Restored:
 
 
 async def read_events(log: RunLog) -> list[Entry]:
-    """Return the events that Redis still has, whatever generation it says it is of; none if the key is no stream."""
+    """Return the events that Redis still has, of whatever generation; none if they cannot be read."""
     found: list[Entry] = []
     try:
         while page := await read_page(log, f"({found[-1].id}" if found else "-"):
@@ -101,13 +101,12 @@ async def read_events(log: RunLog) -> list[Entry]:
 def merge_events(
     restored: Restored, held: Sequence[Entry], *, generation: int, now_ns: int, why: str = LOST
 ) -> Restored:
-    """Add events that only Redis has, under ids of the new generation, then the event about the rebuild.
+    """Return `restored` with the events that only Redis has (`held`) and the event about the rebuild.
 
-    What is damaged is left out, and so is what the store has under ids of generations that are still to come. `why`
-    says why the log is rebuilt.
-
-    Their old ids may be those of other events that the store has. Their bytes stay, and so do their numbers unless an
-    archived event of the writer has that number (of a process that died, whose successor did not know it).
+    These get ids of the new generation, because their old ids may be those of other events that the store has.
+    Their bytes stay, and so do their numbers unless an archived event of the writer has that number (of a process
+    that died, whose successor did not know it). Damaged events are left out, and archived ones with ids of later
+    generations. `why` is the reason for the rebuild, for people.
     """
     hashes = {entry.h for entry in restored.events}
     events, newest = _readable(restored, before=generation)
@@ -143,14 +142,15 @@ def merge_events(
 
 
 def as_sealed(restored: Restored) -> Restored:
-    """Return the state of a sealed run: its archived events, and no event about the rebuild."""
+    """Return what the log of a sealed run holds: its archived events, and no event about the rebuild."""
     events, newest = _readable(restored, before=None)
     return Restored(meta=restored.meta | _sequences(newest), events=events, summary=restored.summary)
 
 
 def _readable(restored: Restored, *, before: int | None) -> tuple[list[Entry], dict[str, tuple[int, str]]]:
-    """Return the archived events below a generation, and number and hash of the newest of each writer, as meta has
-    them.
+    """Return the archived events below a generation, and the number and hash of each writer's newest one.
+
+    `before` None takes all; damaged events are left out.
     """
     newest: dict[str, tuple[int, str]] = {}
     events: list[Entry] = []
@@ -178,13 +178,13 @@ def _entry(event: event_pb2.Event) -> Entry:
 
 
 def _roles(store: ObjectStore, names: Names) -> list[str]:
-    """Return every role that ever had an epoch but the log's own."""
+    """Return every role that ever had an epoch, except the log itself."""
     found = (prefix.removeprefix(names.all_epochs).rstrip("/") for prefix in store.list_prefixes(names.all_epochs))
     return [role for role in found if role != GENERATION_ROLE]
 
 
 def _first_batch(store: ObjectStore, names: Names, origin: RunOrigin) -> int:
-    """Return the step from which batches are wanted in Redis: that of the oldest checkpoint that the headers reach."""
+    """Return the step of the first batch that Redis has to hold: that of the oldest checkpoint with a header before."""
     step = next((step for step in list_checkpoints(store, names) if step >= origin.base_step), 0)
     is_backed = step > 0 and store.head(names.batch_header(step - 1)) is not None
     return step if is_backed else origin.base_step
@@ -272,7 +272,10 @@ async def _is_proven(log: RunLog) -> bool:
 
 
 async def _mend(log: RunLog, owner: str) -> bool:
-    """Open the log if it is current, else try once to rebuild it; returns whether it is open."""
+    """Return True if the log is current, with the log opened; else try once to rebuild it and return False.
+
+    `LogGoneError` if a damaged log was rebuilt so often that the next try has to wait.
+    """
     stale = await _find_stale(log)
     proof_of(log).damage = stale.why if stale is not None and stale.is_damaged else ""
     if stale is None:
@@ -284,7 +287,10 @@ async def _mend(log: RunLog, owner: str) -> bool:
 
 
 async def open_reopened(redis: redis_asyncio.Redis, store: ObjectStore, *, prefix: str, uid: str, owner: str) -> RunLog:
-    """Open the log as `open_or_rebuild` does, of a run that was reopened since Redis' copy was last read."""
+    """Open the log of a run that was reopened, rebuilt without the closing header that does not end the run any more.
+
+    Redis' copy is compared with the store anew; else as `open_or_rebuild`.
+    """
     proof_of(RunLog(redis, store, names=Names(prefix, uid), generation=0, run_hash="")).instance = ""
     return await open_or_rebuild(redis, store, prefix=prefix, uid=uid, owner=owner)
 
@@ -313,7 +319,7 @@ async def _find_stale(log: RunLog) -> _Stale | None:
 
 
 def _pace(log: RunLog, damage: str) -> None:
-    """Raise `LogGoneError` if the log was rebuilt because of damage so often of late that the next time has to wait."""
+    """Note a rebuild because of damage; `LogGoneError` if there were so many lately that it has to wait."""
     proof, now = proof_of(log), time.monotonic()
     proof.rebuilt = [at for at in proof.rebuilt if now - at < _DAMAGE_WINDOW_S]
     extra = len(proof.rebuilt) - MAX_PROMPT
@@ -331,7 +337,10 @@ def _pace(log: RunLog, damage: str) -> None:
 
 
 async def _why_stale(log: RunLog) -> str:
-    """Return why the copy that Redis holds cannot stay; empty if it is as new as the store."""
+    """Return why the copy that Redis holds has to be replaced; empty if it is as new as the store.
+
+    The mark of its generation is written if its rebuilder died before it did.
+    """
     installed = await asyncio.to_thread(_newest_installed, log.store, log.names)
     where = {"uid": log.uid, "held": log.generation, "installed": installed}
     if log.generation < installed:
@@ -387,9 +396,9 @@ async def _rebuild(log: RunLog, stale: _Stale, owner: str) -> None:
 
 
 async def _put_back(log: RunLog, stale: _Stale) -> bool:
-    """Install what the store has of a sealed run, of the generation that it ended with: nothing is written there.
+    """Install the log of a sealed run as it ended, from the store, which is not written; False if that has no event.
 
-    Nobody appends to it any more, so that of two who do so both install the same. False if it has no event at all.
+    Nobody appends to it any more, so that of two who do so both install the same.
     """
     generation = await asyncio.to_thread(_newest_installed, log.store, log.names)
     restored = as_sealed(await asyncio.to_thread(load_restored, log.store, log.names))
@@ -403,7 +412,7 @@ async def _put_back(log: RunLog, stale: _Stale) -> bool:
 
 
 async def _fill(rebuild: _Rebuild, restored: Restored) -> None:
-    """Write the events into their temporary key; it has its expiry from the first write on."""
+    """Write the restored events into the rebuild's temporary key, which expires."""
     log = rebuild.log
     key = log.names.rebuilt_events(rebuild.generation)
     for first in range(0, len(restored.events), PAGE_ENTRIES):
@@ -428,7 +437,10 @@ async def _fill(rebuild: _Rebuild, restored: Restored) -> None:
 
 
 async def _install(rebuild: _Rebuild, restored: Restored) -> str:
-    """Run the script that makes the new generation the log; its answer."""
+    """Put a rebuilt log in place of the stale one, or of none.
+
+    Return "OK", or what the script answers if it may not.
+    """
     log, names = rebuild.log, rebuild.log.names
     keys = [
         names.meta,

@@ -60,10 +60,10 @@ class Committed:
 
 
 async def load_history(log: RunLog) -> Committed:
-    """Return every committed header from the log's origin on, chain checked: one that was replaced or lost is found
-    here.
+    """Load every committed header from the log's origin on; CorruptObjectError if one was replaced or lost.
 
-    The origin's chain hash is 32 zero bytes but for a fork (`load_origin`).
+    Each is checked against the chain hash before it, which at the origin is 32 zero bytes but for a fork
+    (`load_origin`).
     """
     headers: list[batch_pb2.BatchHeader] = []
     origin = await asyncio.to_thread(load_origin, log.store, log.names)
@@ -94,7 +94,7 @@ def _next_header(log: RunLog, step: int, revision: int, data: bytes, chain: byte
 
 
 async def reappend_committed(log: RunLog, epoch: Epoch) -> int:
-    """Append to Redis every committed step that it lacks at its end; returns how many.
+    """Append to Redis every committed step that it lacks at its end, and return how many.
 
     `LogGoneError`, and a rebuild, if Redis has a step that was never committed.
     """
@@ -113,10 +113,10 @@ async def reappend_committed(log: RunLog, epoch: Epoch) -> int:
 
 
 async def reappend_policies(log: RunLog, epoch: Epoch) -> int:
-    """Append to Redis every published policy version that it lacks at its end; returns how many.
+    """Append to Redis every published policy version that it lacks at its end, and return how many.
 
-    Of several lineages of a version the newest counts.
-    `LogGoneError`, and a rebuild, if Redis has a version that was never published.
+    Of several lineages of a version the newest counts. `LogGoneError`, and a rebuild, if Redis has a version that
+    was never published.
     """
     version = await log.next_position(Stream.POLICIES)
     if await log.last_id(Stream.POLICIES) is not None:
@@ -168,7 +168,10 @@ def _load_policies(log: RunLog, first: int) -> list[policy_pb2.PolicyEntry]:
 
 
 def _require_end(log: RunLog, step: int, rest: Sequence[StepHeaders | None]) -> None:
-    """Require that no header comes after a missing one: headers are written in order, so an object was lost."""
+    """Raise CorruptObjectError if a step after `step`, which has no header, is committed: an object was lost.
+
+    `rest` has the headers of `step` and of the steps after it.
+    """
     behind = [step + offset for offset, data in enumerate(rest) if data is not None]
     if behind:
         where = log.store.uri(log.names.batch_header(step))

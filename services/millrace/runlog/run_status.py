@@ -13,7 +13,7 @@ from millrace.decoding import MAX_INTEGER
 from millrace.v1 import event_pb2, run_pb2
 
 GONE_BEHIND = 8
-"""A replica that is more versions behind the newest one is gone, or replaced under another id."""
+"""A replica whose version is older than the newest one by more than this is gone, or replaced under another id."""
 MAX_ENVIRONMENTS = 1000
 """Environments that are kept of one run, whatever its events name."""
 TERMINAL = frozenset({run_pb2.RUN_STATE_SUCCEEDED, run_pb2.RUN_STATE_FAILED, run_pb2.RUN_STATE_CANCELLED})
@@ -26,9 +26,7 @@ def is_terminal(state: run_pb2.RunState) -> bool:
 
 
 def resumed_words(body: event_pb2.TrainingResumed) -> str:
-    """Return `training goes on after step 4 (checkpoint 4), step 5 is trained again: trainer-1 gave the run back:
-    …`.
-    """
+    """Describe how training began again: after which step, which steps are trained again, and why."""
     begins = f"after step {body.step} ({body.start})" if body.step else f"from {body.start}"
     again = ""
     if body.published == body.step + 1:
@@ -51,7 +49,7 @@ def state_name(state: run_pb2.RunState) -> str:
 
 
 def ended_words(name: str, status: "RunStatus") -> str:
-    """Say how a run has ended: its state, and of one that failed the error and its remedy."""
+    """Return a sentence about how a run has ended: its state, and of one that failed the error and its remedy."""
     words = f"run {name} has ended as {state_name(status.state)}"
     if (error := status.error) is not None:
         words += f": {error.message} [{error.reason}]" + (f"; {error.remedy}" if error.remedy else "")
@@ -71,7 +69,10 @@ class BatchAge:
         self._is_due = True
 
     def state_changed(self, state: run_pb2.RunState, at: float) -> None:
-        """Set the run's state since `at`."""
+        """Note that the run entered a state at `at`.
+
+        RUNNING begins the time if a batch is due, STARTING changes nothing, and any other state ends the time.
+        """
         if state == run_pb2.RUN_STATE_RUNNING:
             if self.moved is None and self._is_due:
                 self.moved = at
@@ -79,7 +80,7 @@ class BatchAge:
             self.moved = None  # paused, queued or at its end
 
     def committed(self, at: float, *, is_last: bool = False) -> None:
-        """Record that a batch is in the log."""
+        """Begin the time anew because a batch is in the log; after the last one (`is_last`) no batch is due."""
         self._is_due = not is_last
         self.moved = None if is_last else at
 
@@ -113,8 +114,9 @@ class Staleness:
 
     @property
     def lost(self) -> str:
-        """Return `12 groups dropped as stale (31% of its last ones, 80% of the slowest quarter)`; empty if there are
-        none.
+        """Describe the groups dropped as stale, as in `12 groups dropped as stale (31% of its last ones, …)`.
+
+        Empty without any.
         """
         if not self.num_stale:
             return ""
@@ -132,7 +134,7 @@ class Staleness:
 
 
 def note_batch(known: dict[str, Staleness], metrics: Mapping[str, float]) -> None:
-    """Take the metrics of a batch in."""
+    """Add a batch's stale groups to `known`, by environment, and set the shares of stale groups."""
     for name, value in metrics.items():
         if env := _between(name, "batch/dropped/stale/"):
             _of(known, env).num_stale += round(value)
@@ -143,7 +145,7 @@ def note_batch(known: dict[str, Staleness], metrics: Mapping[str, float]) -> Non
 
 
 def note_step(known: dict[str, Staleness], metrics: Mapping[str, float]) -> None:
-    """Take the metrics of a step in."""
+    """Set in `known`, by environment, how old the tokens of a step were: the mean, and the largest so far."""
     for name, value in metrics.items():
         if env := _between(name, "staleness/", "/mean"):
             _of(known, env).mean = value
@@ -244,16 +246,16 @@ class RunStatus:
         progress.environments.extend(self.environments[name] for name in sorted(self.environments))
 
     def reopen(self) -> None:
-        """Reopen the run that had failed; its state is that of the next event."""
+        """Note that the failed run was reopened: it is QUEUED without an end until the next event sets its state."""
         self.is_reopened = True
         self._leave_end(run_pb2.RUN_STATE_QUEUED)
 
     def take_end_back(self) -> None:
-        """Forget an end that no closing header confirms: the run goes on as it was."""
+        """Return to the state before an end that no closing header confirms."""
         self._leave_end(self._state_before_end)
 
     def apply(self, event: event_pb2.Event) -> None:
-        """Fold one event in. Events of a kind that this version does not know change nothing."""
+        """Apply one event; events come in the order of their cursors, and those of an unknown kind change nothing."""
         self.last_time = self.spoke_at[event.writer] = event.time.ToNanoseconds() / 1e9
         match event.WhichOneof("body"):
             case "state_changed":

@@ -34,10 +34,10 @@ _MAX_OTHERS = 1 << 18
 def write_seal(
     store: ObjectStore, names: Names, key: str, known: KnownObjects, *, chain: bytes, state: str, by: str
 ) -> bool:
-    """Seal a run whose terminal state is archived (blocking); False if it is sealed already.
+    """Seal a run whose terminal state is archived (blocking); return False if it is sealed already.
 
     `key` is that of the end that is sealed: the run may have been reopened since. `known` are the objects that its
-    headers name, `chain` is the chain hash after the closing one.
+    headers name, `chain` is the chain hash after the closing one, `by` names the writer.
     """
     if store.head(key) is not None:
         return False
@@ -70,7 +70,7 @@ def write_seal(
 
 
 async def seal_late(log: RunLog, *, state: str, by: str) -> bool:
-    """Archive and seal a run whose end left that undone; False if it is sealed."""
+    """Archive and seal a run whose end left that undone; return False if it is sealed already, or goes on."""
     if await asyncio.to_thread(log.store.head, await asyncio.to_thread(seal_key, log.store, log.names)) is not None:
         return False
     await EventArchive(log).archive()
@@ -86,9 +86,9 @@ async def seal_late(log: RunLog, *, state: str, by: str) -> bool:
 def _others_by_size(
     store: ObjectStore, names: Names, known: KnownObjects, objects: dict[str, str]
 ) -> dict[str, int] | None:
-    """Return everything that neither the headers nor `objects` name, and that is no attestation.
+    """Return the size of everything in the store that neither the headers nor `objects` name; None if it is too much.
 
-    None if it is too much.
+    Attestations and scores are left out.
     """
     others: dict[str, int] = {}
     named = objects.keys() | known.named("").keys()

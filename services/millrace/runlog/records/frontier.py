@@ -8,7 +8,7 @@ from millrace.errors import CorruptObjectError, InternalError
 from millrace.internal.v1 import batch_pb2
 
 ZERO_CHAIN_HASH = bytes(32)
-"""Stands where a genesis hash continues nothing."""
+"""The parent of a genesis hash that continues nothing."""
 
 
 def genesis_hash(parent: bytes, run_json: bytes) -> bytes:

@@ -33,15 +33,15 @@ class KnownObjects:
         self._places.add(header.rollouts_key.rpartition("/")[0])
 
     def named(self, prefix: str) -> dict[str, bytes]:
-        """Return sha256 by key, without the run's prefix, of the objects that headers name under a prefix."""
+        """Return the objects that headers name under a prefix: sha256 by key, both without the run's prefix."""
         return {key: sha256 for key, sha256 in self._named.items() if key.startswith(prefix)}
 
     def holds(self, key: str) -> bool:
-        """Return whether a whole object key is that of a chunk or an archive of a header, by its place."""
+        """Return whether a whole object key is in a folder in which a header has its chunks or its archive."""
         return key.rpartition("/")[0] in self._places
 
     def fill(self, store: ObjectStore, names: Names, header: batch_pb2.BatchHeader) -> None:
-        """Add new objects to a header (blocking); those that it names already and that are not found here stay."""
+        """Add the objects to a header that no header names yet (blocking); what it names already stays."""
         found = {item.key: item for item in (*header.objects, *self.find_new(store, names))}
         del header.objects[:]
         header.objects.extend(found[key] for key in sorted(found))

@@ -29,10 +29,10 @@ def create_next(
     what: str,
     reason: str,
 ) -> int:
-    """Create the object after number `last` under the first number that is free, and return it (blocking).
+    """Create an object under the first free number after `last` (blocking), and return the number.
 
-    Exactly one caller ever gets each number, from which `data_of` makes what is stored. `what` and `reason` are for the
-    error.
+    Exactly one caller ever gets each number, from which `data_of` makes what is stored, and `key_of` its key.
+    `UnavailableError`, with `what` and `reason`, after many lost races.
     """
     for number in range(last + 1, last + 1 + _MAX_ATTEMPTS):
         if store.create(key_of(number), data_of(number)):
@@ -67,7 +67,10 @@ class Epoch:
 
 
 def latest_epoch(store: ObjectStore, names: Names, role: str) -> int:
-    """Return the highest epoch of a role in the store, 0 if there is none (blocking)."""
+    """Return the highest epoch of a role in the store, 0 if there is none (blocking).
+
+    CorruptObjectError for another object.
+    """
     highest = 0
     for info in store.list(names.epochs(role)):
         number = info.key.removeprefix(names.epochs(role))
@@ -97,7 +100,7 @@ def decode_epoch(data: bytes, *, where: str) -> str:
 
 
 def first_generation(store: ObjectStore, names: Names) -> int:
-    """Record generation 1 of a run's Redis copy, if none is; returns the newest that is recorded (blocking)."""
+    """Record generation 1 of a run's Redis copy, unless it is recorded; return the newest that is (blocking)."""
     store.create(names.epoch(GENERATION_ROLE, 1), _body("create"))
     return latest_epoch(store, names, GENERATION_ROLE)
 
@@ -165,7 +168,7 @@ async def read_intents(store: ObjectStore, names: Names, *, after: int = 0) -> l
 
 
 def load_intents(store: ObjectStore, names: Names, after: int) -> list[Intent]:
-    """Return the intents after `after` in the store, in their order."""
+    """Return the intents with a number above `after`, in order (blocking)."""
     intents = []
     for info in store.list(names.intents, start_after=names.intent(after)):
         number = _number(names, info.key)

@@ -48,7 +48,7 @@ class Reopening:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepHeaders:
-    """What is committed of one step: the stored bytes of its headers by revision."""
+    """The stored bytes of the committed headers of one step, by revision."""
 
     revisions: tuple[bytes, ...]
     is_reopened: bool
@@ -79,7 +79,7 @@ def decode_stored(store: ObjectStore, names: Names, step: int, revision: int, da
 
 
 def chain_broken(names: Names, step: int, message: str) -> CorruptObjectError:
-    """Return the error of a header that is missing, or does not come next."""
+    """Return the error for a header of `step` that is missing, or does not continue the chain."""
     return CorruptObjectError(
         message,
         reason="CHAIN_BROKEN",
@@ -204,7 +204,7 @@ def read_rollouts(store: ObjectStore, header: batch_pb2.BatchHeader) -> list[Rol
 
 
 def has_ended(store: ObjectStore, names: Names) -> bool:
-    """Return whether nobody will ever read this run's rollouts again: it is closed and not reopened, or deleted."""
+    """Return whether a run is closed and not reopened, or deleted, so that nobody reads its rollouts any more."""
     try:
         newest = load_newest(store, names)
     except NotFoundError:
@@ -217,8 +217,9 @@ def has_ended(store: ObjectStore, names: Names) -> bool:
 
 
 def is_end(store: ObjectStore, names: Names, state: str) -> bool:
-    """Return whether a run has ended in `state` ("SUCCEEDED", …), or had failed so before it was reopened, or is
-    deleted.
+    """Return whether an event of the terminal `state` ("SUCCEEDED", …) is true of a run.
+
+    It is if a closing header says so, also one that was reopened, or if the run is deleted.
     """
     try:
         newest = load_newest(store, names)
@@ -273,7 +274,7 @@ class Closing:
 
 
 def reopen(store: ObjectStore, names: Names, closing: Closing, *, epoch: int, owner: str) -> bool:
-    """Record that a closing header does not end its run; False if it is recorded already, by whomever.
+    """Record that a closing header does not end its run; return False if that is recorded already, by any process.
 
     Of several callers one wins. Each record is for a closing header that was written after the record before, so a
     caller that is late finds its number taken and its own header named.
@@ -291,5 +292,6 @@ def reopen(store: ObjectStore, names: Names, closing: Closing, *, epoch: int, ow
         known = load_reopenings(store, names)
         if any(each.closing_sha256 == closing.sha256 for each in known):
             return False
+        # Another record took that number meanwhile: look whether it is of this closing header.
         if store.create(names.reopened(len(known) + 1), record.encode()):
             return True

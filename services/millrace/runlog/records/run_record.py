@@ -41,9 +41,10 @@ class RunRecord:
 
     @classmethod
     def parse(cls, data: bytes, *, where: str, needs: Collection[str] = ()) -> Self:
-        """Parse what is there; `CorruptObjectError` names the document by `where`. Unknown fields are ignored.
+        """Parse a record that may lack fields; `CorruptObjectError` names the document by `where`.
 
-        A field of `needs` that is missing is an error, and one of another type, unless it is only shown.
+        Unknown fields are ignored. It is an error if a field of `needs` is missing, or any has another type,
+        except for those that are only shown.
         """
         document = decode_object(data, what=where, reason="RUN_JSON_CORRUPT", remedy=REMEDY)
         found: dict[str, Any] = {}
@@ -59,7 +60,10 @@ class RunRecord:
 
     @classmethod
     def decode(cls, data: bytes, *, where: str) -> Self:
-        """Parse the record of a run that shall be shown or driven: every field must be there and make sense."""
+        """Parse the record of a run that is shown or driven.
+
+        `CorruptObjectError` unless every field is there and valid.
+        """
         record = cls.parse(data, where=where, needs=_TYPES.keys() - {"parent"})
         try:
             record.describe()
@@ -191,16 +195,16 @@ def parse_origin(run_json: bytes, *, where: str) -> RunOrigin:
 
 
 def list_objects(store: ObjectStore, names: Names, kind: ObjectKind, *, behind: str = "") -> Iterator[str]:
-    """Yield the keys of all objects of a kind that sort after `behind`; keys are behind the run's prefix."""
+    """Yield the keys, without the run's prefix, of all objects of a kind that sort after the key `behind`."""
     for info in store.list(names.root + kind.folder, start_after=names.root + behind if behind else ""):
         if kind.parse(key := info.key.removeprefix(names.root)) is not None:
             yield key
 
 
 def list_checkpoints(store: ObjectStore, names: Names) -> Iterator[int]:
-    """Yield steps of the committed checkpoints, ascending.
+    """Yield the steps of the committed checkpoints, ascending.
 
-    What has no manifest was never committed, or is being pruned.
+    One without a manifest is not committed, or being pruned.
     """
     places = (checkpoint_at(names, prefix) for prefix in store.list_prefixes(names.checkpoints))
     for step in sorted(step for step in places if step is not None):
@@ -217,7 +221,7 @@ def list_policies(store: ObjectStore, names: Names) -> list[tuple[int, int]]:
 def published_policies(store: ObjectStore, names: Names) -> Iterator[tuple[int, str]]:
     """Yield version and manifest's key of every published policy, the newest version and lineage first.
 
-    Of a run that has succeeded, those that its seal names: nobody publishes behind it.
+    Of a run that has succeeded, those that its seal names: what was published after the seal does not count.
     """
     seal = load_seal(store, names)
     is_whole = seal is not None and seal.others is not None and seal.state == "SUCCEEDED"

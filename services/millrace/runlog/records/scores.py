@@ -21,12 +21,15 @@ def store_scores(
     scores: list[Float32Array],
     taught: list[Taught | None] | None = None,
 ) -> None:
-    """Keep the scores of a rollout's samples (blocking); a second play of the same tokens keeps the first ones."""
+    """Store the teacher's scores of a rollout's samples (blocking); scores of the same tokens that are stored stay."""
     store.create(names.scores(scored_digest(rollout)), encode_scores(rollout.samples, scores, taught))
 
 
 def name_scores(names: Names, rollouts: Iterable[Rollout]) -> list[batch_pb2.ObjectRef]:
-    """Return the references in a header to the scores of the rollouts that it archives, as far as they have any."""
+    """Return the references that a header has to the scores of the rollouts that it archives.
+
+    Of some there are none.
+    """
     found: dict[str, batch_pb2.ObjectRef] = {}
     for rollout in rollouts:
         scores = [sample.teacher_logprobs for sample in rollout.samples if sample.teacher_logprobs is not None]

@@ -15,20 +15,20 @@ from millrace.storage.base import ObjectStore, find_newest, next_revision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTokenLog:
-    """A log that is durable. `key` is behind the run's prefix, `sha256` (hex) of its bytes."""
+    """A log that is durable. `key` is without the run's prefix, `sha256` (hex) of the log's bytes."""
 
     step: int
     key: str
     sha256: str
     size_bytes: int
     is_another: bool
-    """One with other bytes was there, after which it is now the next one."""
+    """Another log of the step was stored before; this one is its next revision."""
 
 
 def store_token_log(store: ObjectStore, names: Names, log: TokenLog) -> StoredTokenLog:
-    """Keep the log of a step (blocking).
+    """Store the log of a step (blocking), as the next revision if another log of that step and lineage is stored.
 
-    A step that is trained again gives equal bytes where the run is strict, and writes nothing then.
+    Equal bytes, as of a step that is trained again in a strict run, are not written again.
     """
     first, data = names.token_log(log.step, log.lineage), encode_token_log(log)
     key, is_another = first, False
@@ -47,10 +47,7 @@ def store_token_log(store: ObjectStore, names: Names, log: TokenLog) -> StoredTo
 
 
 def find_token_log(store: ObjectStore, names: Names, step: int) -> str | None:
-    """Return the key of a step's log: of its newest lineage, which is the one that the run went on with.
-
-    None without any.
-    """
+    """Return the key of the newest revision of a step's log, of the newest lineage; None without any."""
     prefix = names.token_logs(step)
     found = ((TOKEN_LOG.parse(info.key.removeprefix(names.root)), info.key) for info in store.list(prefix))
     numbered = [(int(place["lineage"]), int(place["revision"]), key) for place, key in found if place]

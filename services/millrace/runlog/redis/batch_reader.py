@@ -27,10 +27,11 @@ _REOPENED_POLL_S = 1.0  # each time the store is asked, too
 async def read_batch(
     log: RunLog, step: int, *, want_chunks: Sequence[int] | None = None, timeout_s: float | None = None
 ) -> tuple[batch_pb2.BatchHeader, bytes, dict[int, bytes]]:
-    """Wait for batch `step`: its header, the header's stored bytes, and chunks by index (all unless named).
+    """Wait for batch `step`; return its header, the header's stored bytes, and its chunks by index.
 
-    What Redis lacks comes from the store; every chunk is checked against the sha256 in the header.
-    `UnavailableError` (BATCH_WAIT_TIMEOUT) after `timeout_s`.
+    Only the chunks `want_chunks` are read, or all. What Redis lacks comes from the store; every chunk is checked
+    against the sha256 in the header. `UnavailableError` (BATCH_WAIT_TIMEOUT) after `timeout_s`; None waits without
+    end.
     """
     header_bytes = await _wait_in_force(log, step, timeout_s=timeout_s)
     header = decode_header(header_bytes)
@@ -52,9 +53,7 @@ async def read_batch(
 
 
 async def _wait_in_force(log: RunLog, step: int, *, timeout_s: float | None) -> bytes:
-    """Return the header of a step that counts: a failed closing header may be superseded, whatever Redis still
-    holds.
-    """
+    """Wait for the header of a step that counts: after a failed closing header that was reopened, for its successor."""
     started = time.monotonic()
     left_s = timeout_s
     while True:
@@ -73,12 +72,12 @@ async def _wait_in_force(log: RunLog, step: int, *, timeout_s: float | None) -> 
 
 
 async def wait_for_header(log: RunLog, step: int, *, timeout_s: float | None = None) -> bytes:
-    """Return the stored bytes of header `step`, as soon as Redis or the store has it.
+    """Wait until Redis or the store has header `step`, and return its stored bytes.
 
-    The store is asked first, and whenever Redis was silent for 5 s: the step may be trimmed, or its append lost. What
-    Redis has is compared with it, too: an entry that is not the committed header costs the log a rebuild.
-    While Redis does not hold the log the store goes on being asked, and a rebuilt log is adopted; `NotFoundError` when
-    the run is being deleted.
+    The store is asked first, and whenever Redis was silent for 5 s: the step may be trimmed, or its append lost.
+    What Redis has is compared with it, too: an entry that is not the committed header costs the log a rebuild.
+    While Redis does not hold the log the store goes on being asked, and a rebuilt log is adopted; `NotFoundError`
+    when the run is being deleted. `UnavailableError` (BATCH_WAIT_TIMEOUT) after `timeout_s`.
     """
     started = time.monotonic()
     # The first look must not block: the store may have the step although Redis has trimmed it.
@@ -129,7 +128,10 @@ async def _read_or_adopt(log: RunLog, step: int, block_s: float) -> list[Entry] 
 
 
 async def _require_lost(log: RunLog, step: int, entry: Entry, error: NotFoundError) -> None:
-    """Raise `error` if the header was lost: Redis has that step or a later one, the store has not the header."""
+    """Raise `error` if the store lost the header: Redis has a later step, which the store has, too.
+
+    What Redis has and the store never had is foreign: the copy is marked as damaged, and nothing is raised.
+    """
     found = int(entry.id.partition("-")[0])
     try:
         if found == step:

@@ -128,12 +128,11 @@ async def call(
     deadline_s: float = RETRY_DEADLINE_S,
     block_s: float = 0.0,
 ) -> T:
-    """Await `command()`, repeating it while Redis is unreachable; `what` says in words what is being done.
+    """Await `command()`, repeating it while Redis is unreachable; `what` describes it in messages.
 
-    `block_s` is how long the command itself may wait in Redis for something to come. Time in which this process stood
-    still is not held against Redis.
-
-    The deadline of one try is set here and not by redis-py's `socket_timeout`: that one sends through
+    `block_s` is how long the command itself may wait in Redis for something to come. Time in which this process did
+    not run does not count. `UnavailableError` after `deadline_s`, or at once the error for what Redis refuses
+    (`refusal`). The deadline of one try is set here and not by redis-py's `socket_timeout`: that one sends through
     `asyncio.wait_for`, which on Python 3.11 swallows a cancellation that arrives while the send completes
     (python/cpython#81839), so that a cancelled reader would go on reading for ever.
     """
@@ -199,13 +198,13 @@ async def _retry(
 
 
 def _awake_s(began: float) -> float:
-    """Return seconds since a moment in which this process ran."""
+    """Return the seconds since a moment, without those in which this process did not run."""
     now = time.monotonic()
     return now - began - standstill.METER.within(began, now)
 
 
 def _note_outage(address: str, began: float) -> None:
-    """Remember an outage, or that the newest one was longer than other commands saw."""
+    """Add an outage that ends now to `OUTAGES`; one that overlaps the newest of that address extends it."""
     now = time.monotonic()
     if OUTAGES and OUTAGES[-1].address == address and OUTAGES[-1].ended >= began:
         last = OUTAGES.pop()
@@ -239,7 +238,7 @@ def refusal(error: RedisError, what: str, *, address: str) -> MillraceError:
 
 
 def known_refusal(error: Exception, what: str, *, address: str) -> MillraceError | None:
-    """Return the same as `refusal`; None for an error that says nothing of its cause."""
+    """Return the error to raise for what Redis refused, if its text names a cause; else None."""
     return _of_role(error, what, address) or _of_rights_and_room(error, what, address)
 
 
@@ -252,7 +251,7 @@ def is_read_only(error: Exception) -> bool:
 
 
 def _of_role(error: Exception, what: str, address: str) -> MillraceError | None:
-    """Return the role that keeps Redis from writing."""
+    """Return the error for a Redis that is a replica, lacks replicas or its disk, or is a cluster's node; else None."""
     metadata = {"address": address}
     if is_read_only(error):
         return RefusedError(
@@ -458,7 +457,7 @@ class _Trial:
             await asyncio.sleep(_LEASES_MS[0] / 2000)
 
     async def _hold_lease(self) -> int:
-        """Take a lease that is seen to be there; returns how long it is. On a busy machine a short one may be over."""
+        """Take a lease that is long enough to be seen before it expires, and return its milliseconds."""
         for lease_ms in _LEASES_MS:
             await self._client.delete(self._lease)
             began = time.monotonic()

@@ -65,11 +65,10 @@ def log_damaged(text: str) -> LogGoneError:
 
 
 async def mark_damaged(log: LogCopy, what: str, cause: str) -> LogGoneError:
-    """Mark this generation of the log as damaged, so that it is rebuilt.
+    """Mark this generation of the log as damaged, so that it is rebuilt, and return the error to raise.
 
-    Returns the error to raise. `what` such as `stream batches`.
-
-    Nothing happens where another generation is there by now.
+    `what` is a part such as `stream batches`, `cause` what is wrong with it. Nothing is marked if Redis holds
+    another generation by now.
     """
     text = f"{what} of run {log.uid} is damaged{cause and ' '}{cause}"
     answer, _ = await connection.call(
@@ -85,9 +84,10 @@ async def mark_damaged(log: LogCopy, what: str, cause: str) -> LogGoneError:
 
 
 async def check_entries(log: LogCopy, stream: Stream, entries: list[Entry]) -> list[Entry]:
-    """Return the entries of a page, read while the log was there, if they may be of its stream.
+    """Return the entries of a page, read while the log was there, if they are fit for its stream.
 
-    Else it is condemned.
+    Else mark the log as damaged and raise `LogGoneError`: for a damaged batch or policy, or an event of a later
+    generation.
     """
     for entry in entries:
         if stream in (Stream.BATCHES, Stream.POLICIES) and entry.damage:
@@ -100,9 +100,10 @@ async def check_entries(log: LogCopy, stream: Stream, entries: list[Entry]) -> l
 
 
 async def require_backed(log: LogCopy, stream: Stream, position: int) -> None:
-    """Mark the Redis copy as damaged if its stream goes on after `position`, the newest step or version in the store.
+    """Raise `LogGoneError`, and mark the Redis copy as damaged, unless the store has the step or version `position`.
 
-    Redis gets a batch or policy after the store, so that it never holds one that the store never had.
+    Redis gets a batch or policy after the store, so that it never holds one that the store never had. A later
+    version in the store will do.
     """
     if not await asyncio.to_thread(_is_in_store, log, stream, position):
         raise await mark_damaged(
@@ -111,18 +112,19 @@ async def require_backed(log: LogCopy, stream: Stream, position: int) -> None:
 
 
 async def require_committed(log: LogCopy, step: int, data: bytes) -> None:
-    """Mark the Redis copy as damaged if it has a header of a step that was never committed.
+    """Mark the Redis copy as damaged, without raising, unless `data` is a committed header of the step in the store.
 
-    Nothing is raised: the store says what was. Where a run was reopened a step has several headers (`revisions`).
+    Where a run was reopened a step has several headers (`revisions`).
     """
     if not await asyncio.to_thread(_is_in_store, log, Stream.BATCHES, step, data):
         await mark_damaged(log, f"stream {Stream.BATCHES}", f"at {step}-1: it is not the committed header")
 
 
 async def require_own(log: LogCopy, stream: Stream, position: int, data: bytes) -> None:
-    """Mark the Redis copy as damaged if its entry differs from the store's.
+    """Raise `LogGoneError`, and mark the Redis copy as damaged, if its entry at `position` is not from the store.
 
-    `data` is what was to be appended. Returns if the stream is just further, or if the store has not `data` itself.
+    `data` is what was to be appended there. Returns if the stream is just further, or if the store has not `data`
+    itself.
     """
     newest = await log.next_position(stream) - 1
     if newest >= position and await asyncio.to_thread(_is_in_store, log, stream, position, data):
@@ -137,8 +139,9 @@ async def require_own(log: LogCopy, stream: Stream, position: int, data: bytes) 
 async def checked_policy(log: LogCopy, entry: Entry) -> policy_pb2.PolicyEntry | None:
     """Return the policy version that an entry announces; None if the store does not keep it any more.
 
-    `LogGoneError`, and a rebuild, where its manifest in the store is another's or was never written. One that is
-    damaged is nothing that a rebuild fixes: its reader finds it, and the trainer publishes it anew.
+    `LogGoneError`, and a rebuild, if its manifest in the store is another one, or was never written. A damaged
+    manifest is no error here, because a rebuild does not repair it: its reader finds it, and the trainer publishes
+    it anew.
     """
     try:
         policy = _decode_policy(entry.d)
@@ -176,7 +179,10 @@ def _decode_policy(data: bytes) -> policy_pb2.PolicyEntry:
 
 
 def _is_in_store(log: LogCopy, stream: Stream, position: int, data: bytes | None = None) -> bool:
-    """Return whether the store has a batch or policy of that number, or a later policy; with `data`: this very one."""
+    """Return whether the store has a batch of that number, or a policy of that or a later one.
+
+    With `data`, just that one.
+    """
     if stream is Stream.BATCHES:
         stored = _headers(log, position)
         return data in stored if data is not None else bool(stored)

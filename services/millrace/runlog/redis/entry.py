@@ -24,7 +24,7 @@ MAX_ENTRY_BYTES = 256 << 20
 """Largest entry that is decoded; a batch in Redis has at most 32 MiB, a rollout seldom more than one.
 
 A reply is in memory before its size is known, so the Redis servers that we start take no larger value
-(`proto-max-bulk-len`); docs/security.md asks it of others."""
+(`proto-max-bulk-len`); docs/security.md asks the same for all other servers."""
 MAX_TRACE_BYTES = 512
 """Longest trace context (a W3C `traceparent` has 55): it is archived with the event, whose size is bounded."""
 
@@ -39,7 +39,10 @@ class AppendResult(StrEnum):
     LOGGONE = "LOGGONE"
 
     def require(self, what: str) -> None:
-        """Return if the entry is in the log (a repeated append is a success), else raise the error of the answer."""
+        """Return for OK and ALREADY, as the entry is in the log then.
+
+        Raise the error of any other answer, naming `what`.
+        """
         match self:
             case AppendResult.OK | AppendResult.ALREADY:
                 return
@@ -69,12 +72,12 @@ class Entry:
     d: bytes
     tp: str
     damage: str = ""
-    """What is wrong with it, in words; then `d` and `h` are empty, and a reader goes on behind it."""
+    """What is wrong with it, in words; then `d` and `h` are empty, and a reader skips it."""
 
 
 Page = Sequence[tuple[bytes, Mapping[bytes, bytes]]]
 LAST_ID = "18446744073709551615-18446744073709551615"
-"""The highest id there is: nothing can follow it, and Redis refuses to read behind it."""
+"""The highest id there is: nothing can follow it, and Redis refuses to read after it."""
 OnDamaged: TypeAlias = Callable[[Stream, Entry], None]
 """Called for each entry that is skipped, and again at every look as long as the entry is there. From any thread."""
 
@@ -86,7 +89,7 @@ def id_order(id_: str) -> tuple[int, int]:
 
 
 def read_entry(key: str, id_: bytes, fields: Mapping[bytes, bytes]) -> Entry:
-    """Read as `decode_entry` does, but name a damaged entry's fault in its `damage`."""
+    """Return the entry of a raw one, or, if it is damaged, a placeholder with the reason in `damage`."""
     try:
         return decode_entry(key, id_, fields)
     except (CorruptObjectError, InvalidStateError) as error:
@@ -99,7 +102,10 @@ def damaged_entry(id_: str, error: MillraceError) -> Entry:
 
 
 def decode_entry(key: str, id_: bytes, fields: Mapping[bytes, bytes]) -> Entry:
-    """Check format, size and hash of a raw stream entry."""
+    """Return the entry of a raw one, with format, size and hash checked.
+
+    CorruptObjectError or InvalidStateError if they fail.
+    """
     where = f"entry {as_text(id_)} of {key}"
     try:
         version, stored_hash, data = fields[b"v"], as_text(fields[b"h"]), fields[b"d"]
@@ -130,7 +136,10 @@ def decode_entry(key: str, id_: bytes, fields: Mapping[bytes, bytes]) -> Entry:
 
 
 def check_format(version: str, where: str) -> int:
-    """Return the major number of a format version; `InvalidStateError` if it is not the one that this release reads."""
+    """Return the major number of a format version; `InvalidStateError` if this release does not read it.
+
+    `CorruptObjectError` if it is no version.
+    """
     major = version.partition(".")[0]
     if not re.fullmatch(r"[1-9][0-9]{0,8}", major):
         raise CorruptObjectError(f"{where} has the format {version[:40]!r}", reason="ENTRY_CORRUPT")
@@ -154,7 +163,11 @@ def check_format(version: str, where: str) -> int:
 async def scan(
     read_page: Callable[[str, int], Awaitable[Page | None]], num_at_once: int
 ) -> AsyncIterator[tuple[bytes, Mapping[bytes, bytes]]]:
-    """Yield every raw entry of a stream; `read_page` reads at most so many from an id on, and ends it with None."""
+    """Yield every raw entry of a stream, page by page.
+
+    `read_page` gets an id to begin at, exclusive after a `(`, and the most entries to return; None from it ends the
+    scan.
+    """
     start = "-"
     while page := await read_page(start, num_at_once):
         for raw in page:

@@ -97,9 +97,7 @@ class Lease:
 
     @property
     def may_write(self) -> bool:
-        """Return whether less than half the ttl has passed, on our own monotonic clock, since the last renewal was
-        sent.
-        """
+        """Return whether the last renewal was sent less than half the ttl ago, on this process's monotonic clock."""
         return time.monotonic() - self._renewed < self.ttl_s / 2
 
     def require(self) -> None:
@@ -112,10 +110,10 @@ class Lease:
             )
 
     async def renew(self, *, epoch: int = 0) -> bool:
-        """Extend the lease by its ttl and note the holder's epoch; False if another holds it (then stop writing).
+        """Extend the lease by its ttl and record the holder's epoch; False if another holds it, or it was released.
 
-        A lease that is not there (Redis was wiped, lost its tail, or it ran out and nobody took it) is taken again:
-        epochs, not leases, fence.
+        The holder must not write after False. A lease that is not there (Redis was wiped, lost its tail, or it
+        ran out and nobody took it) is taken again: epochs, not leases, fence.
         """
         if self._is_released:
             return False
@@ -142,7 +140,10 @@ class Lease:
         return False
 
     async def release(self, why: str = "") -> None:
-        """Give the lease back if we still hold it; `why` is kept for those who holds it next."""
+        """Give the lease back if it is still ours.
+
+        The next holder can read `why` (`last_end`), if there is any text.
+        """
         self._is_released = True
         self._renewed = -math.inf
         words = json.dumps({"owner": self.owner, "epoch": self._epoch, "why": why[:_MAX_WORDS]}) if why else ""
@@ -155,10 +156,7 @@ class Lease:
 
 
 async def last_end(run_log: RunLog, role: str) -> LeaseEnd | None:
-    """Return the last words of the last holder that gave a role back.
-
-    None without any, and for what is no such words.
-    """
+    """Return what the last holder of a role wrote when it gave the role back; None if nothing, or nothing readable."""
     key = run_log.names.lease_end(role)
     found = await run_log.call(f"reading the end of the lease of {role}", lambda: run_log.redis.get(key))
     if found is None:
@@ -172,7 +170,7 @@ async def last_end(run_log: RunLog, role: str) -> LeaseEnd | None:
 
 
 async def _expire(run_log: RunLog, role: str, held: bytes, ttl_s: float, error: CorruptObjectError) -> None:
-    """Bound how long a value that is no lease keeps everybody out."""
+    """Have a value that is no lease expire within a ttl, so that it does not keep everybody out for ever."""
     key = run_log.names.lease(role)
     is_bounded = await run_log.call(
         f"bounding the lease of {role}",

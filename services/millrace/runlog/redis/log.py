@@ -114,8 +114,8 @@ class RunLog:
     async def reopen(self, *, is_checked: bool = True) -> None:
         """Adopt, in place, the generation that Redis holds now; `LogGoneError` while it holds none, or a damaged one.
 
-        A generation below ours is a copy that a restarted Redis brought back from before a rebuild: as good as none.
-        `is_checked`: one that is new to us is compared with what the store knows.
+        A generation below ours is a copy that a restarted Redis brought back from before a rebuild: as good as
+        none. With `is_checked`, one that is new to us is compared with the store.
         """
         names = ("generation", "format", "run_hash", "damage")
         found: Any = await self.command("opening the log", "HMGET", self.names.meta, *names)
@@ -142,7 +142,7 @@ class RunLog:
         self.generation, self.run_hash = generation, run_hash
 
     async def require_true(self) -> None:
-        """Raise `LogGoneError`, which leads to a rebuild, if meta differs from the store in what it says of the run."""
+        """Raise `LogGoneError`, and mark meta as damaged, if its generation or run hash is not the store's."""
 
         def compare() -> str:
             if numbered.latest_epoch(self.store, self.names, numbered.GENERATION_ROLE) < self.generation:
@@ -158,9 +158,10 @@ class RunLog:
             raise await damage.mark_damaged(self, "meta", cause)
 
     async def wait_reopened(self, why: str) -> None:
-        """Wait, visibly and without end, until the orchestrator has rebuilt the log, and adopt it; `why` says for what.
+        """Wait without end until the orchestrator has rebuilt the log, and adopt it.
 
-        `NotFoundError` if the run is gone or about to be: nobody will rebuild its log.
+        `why` names the purpose in the wait. `NotFoundError` if the run is gone or about to be: nobody will
+        rebuild its log.
         """
         reason = f"{why}: the log of the run to be rebuilt"
         with waits.waiting(reason, waits_on="orchestrator") as wait:
@@ -175,10 +176,9 @@ class RunLog:
     async def read_instance(self) -> str:
         """Return the identity of Redis' copy of the log: `{generation}.{run id of the server}`.
 
-        `LogGoneError` if it is another run's.
-
-        It changes when the log was rebuilt, and when the server restarted, which may have lost the newest entries:
-        a writer that sees a change appends again what that copy lacks. Where INFO is denied the run id is empty.
+        It changes when the log was rebuilt, and when the server restarted, which may have lost the newest
+        entries: a writer that sees a change appends again what that copy lacks. Where INFO is denied the run id
+        is empty. `LogGoneError` if Redis does not hold this generation.
         """
         try:
             info = await self.command("asking for the server's run id", "INFO", "server")
@@ -214,7 +214,10 @@ class RunLog:
         return epoch
 
     async def current_epoch(self, role: str) -> int:
-        """Return the epoch that Redis enforces for a role, 0 if none."""
+        """Return the epoch that Redis enforces for a role, 0 if none.
+
+        `LogGoneError`, and a rebuild, if the store never had that epoch.
+        """
         number = await self._meta_number(f"epoch:{role}", f"the epoch of {role}")
         if number > self._epochs.get(role, 0):
             self._epochs[role] = await asyncio.to_thread(numbered.latest_epoch, self.store, self.names, role)
@@ -227,9 +230,9 @@ class RunLog:
     # Append.
 
     async def append_rollouts(self, many: Sequence[bytes], *, tp: str = "") -> AppendResult:
-        """Append finished rollouts. After a lost answer they may be there twice; readers know each by its attempt.
+        """Append finished rollouts in one command, which blocks Redis for as long: a few MiB are enough.
 
-        All in one command: it holds Redis up for as long, so a few MiB are enough.
+        After a lost answer they may be there twice; readers know each by its attempt.
         """
         return await self._append(Stream.ROLLOUTS, "auto", "", 0, 0, many, tp)
 
@@ -240,7 +243,11 @@ class RunLog:
     async def append_batch(
         self, epoch: Epoch, header: bytes, chunks: Sequence[bytes] = (), *, tp: str = ""
     ) -> AppendResult:
-        """Append a committed header, and its chunks unless they stay in the store only, in one atomic step."""
+        """Append a committed header, and its chunks unless they stay in the store only, in one atomic step.
+
+        The result says whether it is in the log (`require`). `LogGoneError`, and a rebuild, if another entry
+        that the store does not have is in its place.
+        """
         step = decode_message(batch_pb2.BatchHeader, header, what="a header", reason="BATCH_INVALID").step
         result = await self._append(Stream.BATCHES, "step", epoch.role, epoch.number, step, [header, *chunks], tp)
         if result is AppendResult.CONFLICT:
@@ -248,7 +255,10 @@ class RunLog:
         return result
 
     async def append_policy(self, epoch: Epoch, data: bytes, version: int, *, tp: str = "") -> AppendResult:
-        """Append a published policy version (a serialized `PolicyEntry`)."""
+        """Append a published policy version (a serialized `PolicyEntry`); the result says whether it is in the log.
+
+        `LogGoneError`, and a rebuild, if another entry that the store does not have is in its place.
+        """
         result = await self._append(Stream.POLICIES, "step", epoch.role, epoch.number, version, [data], tp)
         if result is AppendResult.CONFLICT:
             await damage.require_own(self, Stream.POLICIES, version, data)
@@ -259,10 +269,10 @@ class RunLog:
     async def read(
         self, stream: Stream | str, *, after: str = "0", count: int = 100, block_s: float = 0.0
     ) -> list[Entry]:
-        """Return entries after the id `after`, at most `count`; waits up to `block_s` (≤ 5) for the first one.
+        """Return entries after the id `after`, at most `count`; wait up to `block_s` (≤ 5) seconds for the first one.
 
-        `LogGoneError` when the log is gone, or is given up because of a damaged batch or policy. Rollouts and events
-        that are damaged come with a `damage`.
+        `LogGoneError` when the log is gone, or is given up because of a damaged batch or policy. Damaged
+        rollouts and events are returned with a `damage`.
         """
         stream = Stream(stream)
         key = self.names.stream(stream)
@@ -353,7 +363,7 @@ class RunLog:
             raise await damage.mark_damaged(self, "a key", f"of another type than ours ({what})") from error
 
     async def _meta_number(self, field: str, what: str) -> int:
-        """Return the number that a field of meta begins with, 0 if it is not there."""
+        """Return the number that a field of meta begins with, 0 if it is not there; `LogGoneError` if it is none."""
         held = as_text(await self.command(f"reading {what}", "HGET", self.names.meta, field)).partition(" ")[0]
         if held and not _NUMBER.fullmatch(held):
             raise await damage.mark_damaged(self, "meta", f"in its field {field}: {held[:40]!r} is no number")
@@ -410,7 +420,10 @@ class RunLog:
         return True
 
     async def _trim(self, stream: Stream, below: str) -> int:
-        """Remove what is older than an entry; where that fails, the stream is longer, and the next trim takes it."""
+        """Remove the entries older than the id `below` and return how many.
+
+        A failure is counted, and the next trim removes them.
+        """
         key = self.names.stream(stream)
         try:
             return await self.command(f"trimming {stream}", "XTRIM", key, "MINID", "=", below)
@@ -426,7 +439,7 @@ def parse_run_hash(run_json: bytes) -> str:
     return RunRecord.parse(run_json, where="run.json", needs=["run_hash"]).run_hash
 
 
-# Which copies of logs this process has compared with the store and found not to be behind it.
+# Which copies of logs this process has compared with the store and found complete.
 
 
 @dataclass(slots=True)
@@ -434,7 +447,7 @@ class Proof:
     """What is known of one run's log at one Redis."""
 
     instance: str = ""
-    """The log instance that was compared last; "" if none was, or it was found behind."""
+    """The log instance that was compared last; "" if none was, or it lacked what the store has."""
     rebuilt: list[float] = field(default_factory=list)
     """When this process rebuilt it because of damage, on the monotonic clock; the newest ones, oldest first."""
     damage: str = ""
@@ -444,7 +457,7 @@ class Proof:
 
 
 _PROOFS: weakref.WeakKeyDictionary[redis_asyncio.Redis, dict[str, Proof]] = weakref.WeakKeyDictionary()
-"""By client and run. A copy gets behind the store only by becoming another instance."""
+"""By client and run. A copy that lacks what the store has is always another instance."""
 
 
 def proof_of(log: RunLog) -> Proof:
@@ -482,10 +495,7 @@ return {'OK', last, hashes}
 
 
 async def read_hashes(log: RunLog, stream: Stream) -> Mapping[str, int]:
-    """Return the number of times that each sha256 (hex) is in a stream.
-
-    `LogGoneError` if this generation of the log is gone.
-    """
+    """Count how often each sha256 (hex) is in a stream; `LogGoneError` if this generation of the log is gone."""
     keys, after = [log.names.stream(stream), log.names.meta], "0-0"
     counts: dict[str, int] = {}
     while after:
