@@ -1,9 +1,8 @@
-"""Where finished rollouts go: into the spool, then into their run's log, and there they are kept until resolved.
+"""Writes finished rollouts into the spool, then appends them to their run's log; the spool keeps them until resolved.
 
-The service hands every finished rollout over and counts it against its capacity until it is in the log. While the log
-is away (Redis unreachable, or wiped and not yet rebuilt) appending is tried again for as long as it takes, with a wait
-that `millrace run why` prints. A rollout is given up only when nobody needs it: its ordinal is resolved, or its run is
-over.
+A rollout counts against the env-server's capacity until it is in the log. While the log is away (Redis unreachable, or
+wiped and not yet rebuilt) appending is tried again for as long as it takes, with a wait that `millrace run why` prints.
+A rollout is given up only when nobody needs it: its ordinal is resolved, or its run is over.
 """
 
 import asyncio
@@ -24,11 +23,11 @@ from millrace.runlog.redis.log import AppendResult, RunLog, read_hashes
 from millrace.telemetry import faults, waits
 from millrace.telemetry.faults import Point
 
-# Appends the kept rollouts of one run to its log, once each, and again when the log lost them.
+# The appender of one run: it appends the kept rollouts to the log, once each, and again when the log has lost them.
 #
-# One task per run, so nothing here can race with itself. It appends what is pending; whenever the log is another copy
-# than the one that it compared with last (this process started, Redis was wiped and the log rebuilt, Redis restarted
-# and may have lost its tail), it first reads which entries that copy holds and makes everything else that is kept
+# It is one task per run, so nothing here can race with itself. It appends the pending rollouts. Whenever the log is
+# another copy than the one that it compared with last (this process started, Redis was wiped and the log rebuilt, Redis
+# restarted and may have lost its tail), it first reads which entries that copy has, and makes all other kept rollouts
 # pending.
 #
 #     offer / note_instance ──▶ [ log open? ] ──▶ [ compare if the instance changed ] ──▶ [ append what is pending ] ─┐
@@ -39,14 +38,14 @@ _FIRST_DELAY_S = 0.2
 MAX_DELAY_S = 5.0
 # RunLog retries a lost connection for 30 s; one append is one such round.
 _CALL_TIMEOUT_S = 60.0
-_FIRST_LOOK_S = 2.0  # a store that answers does so sooner; one that does not is no reason to keep rollouts back
-# What one command appends at most; Redis serves nobody else meanwhile.
+_FIRST_LOOK_S = 2.0  # a store that answers does so sooner; one that does not may not delay rollouts longer
+# The most that one command appends; Redis serves no other client meanwhile.
 _APPENDED_TOGETHER = 64
 _APPENDED_BYTES = 4 * 2**20
 
 
 class RunAppender:
-    """The appender of one run; `close` ends it."""
+    """Appends the kept rollouts of one run, in a task that `close` ends."""
 
     def __init__(
         self,
@@ -58,9 +57,11 @@ class RunAppender:
         max_delay_s: float = MAX_DELAY_S,
         first_look: asyncio.Task[None] | None = None,
     ) -> None:
-        """Take `on_closed_log`, called whenever the log could not be opened because the run may be over.
+        """Take `on_closed_log`, which is called when an append fails and the log is not open, because the run may be
+        over.
 
-        `first_look` sees whether the run has ended, which closes the appender; nothing is appended before, for a while.
+        `first_look` finds out whether the run has ended; nothing is appended until it is done, or `_FIRST_LOOK_S` are
+        over.
         """
         self._uid = run_uid
         self._spool = spool
@@ -70,16 +71,16 @@ class RunAppender:
         self._backoff = Backoff(_FIRST_DELAY_S, max_delay_s, spread=(0.5, 1.0))
         self._log: RunLog | None = None
         self._is_gone = False
-        """The log must be opened anew, and compared with."""
+        """Whether the log must be opened again, and compared with the spool."""
         self._pending: dict[str, Kept] = {kept.h: kept for kept in spool.of_run(run_uid)}
         self._answers: dict[str, asyncio.Future[bool]] = {}
         self._asked = ""
         """The newest instance of the log that was announced."""
         self._compared = ("", "")
-        """What had been asked for when the log was compared with last, and the instance that it was then."""
+        """Of the last comparison: the instance that had been announced, and the one that the log was."""
         self._must_compare = bool(self._pending)
         self._backlog: set[str] = set(self._pending)
-        """What the last comparison, or the start, made pending."""
+        """Rollouts that the last comparison, or the start, made pending."""
         self._problem = ""
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
@@ -88,7 +89,7 @@ class RunAppender:
 
     @property
     def num_orphans(self) -> int:
-        """Return the number of pending rollouts of no group in play here: a predecessor's, or for a rebuilt log."""
+        """Return the number of pending rollouts that no caller of `append` waits for, such as a predecessor's."""
         return len(self._pending.keys() - self._answers.keys())
 
     @property
@@ -97,7 +98,7 @@ class RunAppender:
         return len(self._pending)
 
     async def append(self, kept: Kept) -> bool:
-        """Wait until it is in the log; False if it was given up because nobody needs it any more."""
+        """Wait until a rollout is in the log; return False if it was given up because it is not needed."""
         if not self._spool.holds(kept):
             return False
         if kept.appended_at is not None and not self._has_to_compare():  # the first round takes all that is kept
@@ -111,13 +112,18 @@ class RunAppender:
             self._answers.pop(kept.h, None)
 
     def note_instance(self, instance: str) -> None:
-        """Note which copy of the log Redis holds, as reported by the orchestrator."""
+        """Set the instance of the log that Redis has, as the orchestrator reports it.
+
+        The spool is compared with a new one.
+        """
         if instance and instance != self._asked:
             self._asked = instance
             self._wake.set()
 
     def give_up(self, resolved_below: int, *, all_of_them: bool) -> list[Kept]:
-        """Forget what is resolved; returns what was kept of it."""
+        """Stop appending the training rollouts below an ordinal, or all of the run's, and return them, appended ones
+        included.
+        """
         gone = [
             kept
             for kept in self._spool.of_run(self._uid)
@@ -131,15 +137,16 @@ class RunAppender:
         return gone
 
     async def caught_up(self, instance: str) -> None:
-        """Return when that copy of the log (or a newer one) holds everything that is kept. The caller bounds the
-        wait."""
+        """Wait until that copy of the log, or a newer one, has everything that is kept. The caller bounds the wait."""
         self.note_instance(instance)
         self._take_left()
         while self._has_to_compare() or self._backlog:
             await self._changed.wait()
 
     def _take_left(self) -> None:
-        """Make pending what a play did not get to hand over, because it was stopped while that was being kept."""
+        """Make pending what is in the spool and was never given to `append`, because a play was cancelled while it was
+        written.
+        """
         for kept in self._spool.of_run(self._uid):
             if kept.appended_at is None and kept.h not in self._pending:
                 self._pending[kept.h] = kept
@@ -152,7 +159,7 @@ class RunAppender:
         return f"{what}: {self._problem}" if self._problem else what
 
     async def close(self) -> None:
-        """Stop; what is pending stays in the spool."""
+        """Stop the task; pending rollouts stay in the spool."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
@@ -194,7 +201,7 @@ class RunAppender:
         return f"append of rollout {first.ordinal}{more}: {self._problem}"
 
     async def _round(self) -> str:
-        """Append some of the pending rollouts; the problem in words, or ""."""
+        """Open the log, compare it with the spool if necessary, and append a batch; return the problem, or ""."""
         try:
             log = await self._opened()
             if self._has_to_compare():
@@ -203,7 +210,7 @@ class RunAppender:
         except LogGoneError as error:
             self._is_gone = True
             return str(error)
-        # Whatever it is, giving up here would lose finished rollouts without a word.
+        # Whatever the error is, to give up here would silently lose finished rollouts.
         except Exception as error:  # noqa: BLE001 - reported in the log and in the wait, then tried again
             return f"{type(error).__name__}: {error}"
 
@@ -228,7 +235,9 @@ class RunAppender:
         return self._log
 
     async def _compare(self, log: RunLog) -> None:
-        """Make pending what is kept and not in this copy of the log."""
+        """Read which rollouts this copy of the log has: mark those as appended, and make the other kept ones
+        pending.
+        """
         asked = self._asked
         async with asyncio.timeout(_CALL_TIMEOUT_S):
             instance = await log.read_instance()
@@ -248,7 +257,10 @@ class RunAppender:
         logger.info("spool compared with the log", extra=fields)
 
     async def _append(self, log: RunLog, batch: Sequence[Kept]) -> str:
-        """Try once to append them all; return the problem in words, or "" if they are settled."""
+        """Append a batch once.
+
+        Return the problem, or "" if all of it is settled: appended, or not readable in the spool.
+        """
         data: dict[str, bytes] = {}
         for kept in batch:
             read = await self._spool.read(kept)
@@ -280,7 +292,10 @@ class RunAppender:
         return f"the log answered {result.name}"
 
     async def _after_failure(self, log: RunLog, batch: Sequence[Kept], error: Exception) -> str:
-        """Try each rollout alone after a refusal, and put it last, so that it does not delay the others."""
+        """Try each rollout of a refused batch alone.
+
+        A rollout that fails is put last, so that it does not delay the others. Return the problem, or "".
+        """
         if len(batch) > 1 and not isinstance(error, UnavailableError | TimeoutError):
             problems = [await self._append(log, [kept]) for kept in batch]
             return next(filter(None, problems), "")
@@ -317,7 +332,7 @@ _KNOWN_S = 3600.0
 
 @dataclass(slots=True)
 class _KnownRun:
-    """What the orchestrator reported to this env-server about a run. Times are monotonic."""
+    """What the orchestrator has reported about a run. Times are monotonic."""
 
     resolved_below: int = 0
     log_instance: str = ""
@@ -329,7 +344,7 @@ class _KnownRun:
 
 
 class RolloutSink:
-    """The kept rollouts and the logs of every run that this env-server plays for."""
+    """Keeps and appends the rollouts of every run that this env-server plays for."""
 
     def __init__(
         self,
@@ -353,7 +368,7 @@ class RolloutSink:
 
     @property
     def num_orphans(self) -> int:
-        """Return the number of rollouts that wait for their append and belong to no group of this process."""
+        """Return the number of rollouts that wait for their append and that no play of this process waits for."""
         return sum(appender.num_orphans for appender in self._appenders.values())
 
     @property
@@ -362,7 +377,10 @@ class RolloutSink:
         return sum(appender.num_pending for appender in self._appenders.values())
 
     async def append(self, rollout: Rollout) -> bool:
-        """Keep, then append, as long as it takes; False if it was given up because nobody needs it any more."""
+        """Write a rollout into the spool and append it to its run's log, however long that takes.
+
+        Return False if it was given up because it is not needed.
+        """
         run = self._run(rollout.run_uid)
         if run.has_ended or (not rollout.eval_id and rollout.ordinal < run.resolved_below):
             return False
@@ -376,7 +394,11 @@ class RolloutSink:
         return is_appended
 
     def note_run(self, run_uid: str, resolved_below: int, log_instance: str) -> None:
-        """Take what a heartbeat says about a run that goes on; files are deleted in the background."""
+        """Take a heartbeat's news of a run that goes on: what is resolved is dropped, and a new log instance compared
+        with.
+
+        Files are deleted in the background.
+        """
         run = self._run(run_uid)
         self.note_driven(run_uid)
         run.log_instance = log_instance or run.log_instance
@@ -389,14 +411,15 @@ class RolloutSink:
             self._in_background(self.spool.drop(resolved))
 
     def note_driven(self, run_uid: str) -> None:
-        """Note that an orchestrator drives the run, which was reopened if it had ended."""
+        """Note that an orchestrator drives the run now; a run noted as ended has then been reopened."""
         run = self._run(run_uid)
         run.has_ended, run.driven_at, run.heard_at = False, time.monotonic(), time.monotonic()
 
     def look_for_end(self, run_uid: str) -> bool:
-        """Return whether the run has ended; ask the store now and then while that is unknown.
+        """Return whether the run is known to have ended.
 
-        An orchestrator's word that it has ended may be old: another one may have reopened the run since, and drive it.
+        If not, ask the store in the background, at most every ten seconds. The orchestrator's report of an end does not
+        suffice, because another one may have reopened the run since.
         """
         run, now = self._run(run_uid), time.monotonic()
         run.heard_at = now
@@ -406,7 +429,7 @@ class RolloutSink:
         return run.has_ended
 
     def end_run(self, run_uid: str) -> None:
-        """Forget at once what is kept of a run that has ended; its files are deleted in the background."""
+        """Forget the run's rollouts at once, and delete its files in the background."""
         self._runs[run_uid] = _KnownRun(has_ended=True)
         appender = self._appenders.pop(run_uid, None)
         if appender is None and run_uid not in self.spool.run_uids:
@@ -419,9 +442,9 @@ class RolloutSink:
         self._in_background(self.spool.drop_run(run_uid))
 
     async def catch_up(self, run_uid: str, log_instance: str, *, timeout_s: float) -> None:
-        """Have that copy of the run's log hold everything that is kept of the run.
+        """Wait until that copy of the run's log has everything that is kept of the run.
 
-        UnavailableError (RESYNC_RUNNING) after `timeout_s`; it goes on, so asking again is right.
+        Raises UnavailableError (RESYNC_RUNNING) after `timeout_s`; appending goes on, so the caller may ask again.
         """
         self.note_driven(run_uid)
         run = self._run(run_uid)
@@ -440,7 +463,10 @@ class RolloutSink:
             ) from None
 
     async def recover(self, *, timeout_s: float) -> None:
-        """Append what a predecessor left of runs that go on, as far as that is possible in `timeout_s`."""
+        """Append a predecessor's rollouts, of runs that have not ended, for at most `timeout_s`.
+
+        The rest follows later.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.gather(*map(asyncio.shield, self._first_looks))
@@ -450,7 +476,7 @@ class RolloutSink:
             logger.warning("the predecessor's rollouts are not all appended yet", extra={"pending": self.num_pending})
 
     async def close(self) -> None:
-        """Stop; what is not appended stays in the spool."""
+        """Stop all appending and close the spool, which keeps what is not appended."""
         for task in (looks := [self._tidying, *self._first_looks]):
             task.cancel()
         closing = (appender.close() for appender in self._appenders.values())
@@ -460,7 +486,10 @@ class RolloutSink:
         await self.spool.close()
 
     def _first_look(self, run_uid: str) -> asyncio.Task[None]:
-        """Look whether a predecessor's run has ended; if not, or if that takes long, what is kept is appended."""
+        """Start to look whether a predecessor's run has ended, and its appender, which waits for the answer.
+
+        Return the task.
+        """
         look = asyncio.create_task(self._end_if_over(run_uid), name=f"look for the end of {run_uid}")
         self._appender(run_uid, first_look=look)
         return look
@@ -487,7 +516,7 @@ class RolloutSink:
         return self._runs.setdefault(run_uid, _KnownRun())
 
     async def _tidy(self) -> None:
-        """Drop evaluations that were read long ago, and runs whose end was not reported."""
+        """Drop appended evaluations after `EVAL_KEPT_S`, and runs without news that have ended, again and again."""
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             await asyncio.sleep(self._look_for_end_s)

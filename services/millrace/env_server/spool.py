@@ -1,20 +1,20 @@
-"""Finished rollouts on local disk, until nobody can need them any more.
+"""Finished rollouts on local disk, until they cannot be needed again.
 
 A finished rollout may have cost minutes of GPU time. It is a file here before its append to the log is sent, and it
 stays one until the run's resolved watermark passes its ordinal: so neither `kill -9` of this process nor a Redis that
 lost its tail or everything costs a finished rollout. `appender` appends the files to the log, again to a rebuilt one.
 
     {MILLRACE_SPOOL_DIR}/.lock                                        one env-server per directory
-    {MILLRACE_SPOOL_DIR}/{uid}/{ordinal}-{sha256}.rollouts            named by its first; see `records`
+    {MILLRACE_SPOOL_DIR}/{uid}/{ordinal}-{sha256}.rollouts            named by its first rollout
     {MILLRACE_SPOOL_DIR}/.dropped-{time}-{uid}/                       of a run that ended: being deleted
-    {MILLRACE_SPOOL_DIR}/damaged/{uid}-{name}                         what did not have its sha256: never appended
+    {MILLRACE_SPOOL_DIR}/damaged/{uid}-{name}                         without its sha256: never appended
 
-A file holds what finished while the one before it was written: with hundreds of short rollouts per second a file for
-each costs more than everything else here, because Python's lock changes hands at every call to the kernel. A file is
-deleted with the last of its rollouts; a successor may so find resolved ones, which nobody counts again. It appears
-whole by a rename and is not fsynced: the kernel keeps what a killed process wrote, and a machine that loses power loses
-at most the last half minute of files, torn ones show by their sha256, and what is lost is played again. An fsync per
-file would cost every run milliseconds per rollout to save that.
+A file has the rollouts that finished while the one before it was written: with hundreds of short rollouts per second a
+file for each costs more than everything else here, because Python's lock changes hands at every call to the kernel. A
+file is deleted with the last of its rollouts; so a successor may find resolved ones, which are not counted again. A
+file appears whole by a rename and is not fsynced: the kernel keeps what a killed process wrote, and a machine that
+loses power loses at most the last half minute of files. Torn ones are found by their sha256, and lost rollouts are
+played again. An fsync per file would cost every run milliseconds per rollout to save that.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ _IS_EVAL = 1
 
 
 class Record(NamedTuple):
-    """A rollout of a file; its bytes are at `offset`."""
+    """A rollout's record in a file; the rollout's bytes begin at `offset`."""
 
     is_eval: bool
     ordinal: int
@@ -80,7 +80,7 @@ class Record(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class SpoolFile:
-    """One file, and how many of its rollouts are kept still."""
+    """A file, and how many of its rollouts are still kept."""
 
     path: Path
     num_kept: int = 0
@@ -93,12 +93,15 @@ class SpoolFile:
 
 
 def file_name(ordinal: int, h: str) -> str:
-    """Return the name of the file that begins with this rollout."""
+    """Return the name of the file whose first rollout has this ordinal and sha256."""
     return f"{ordinal:012d}-{h}.rollouts"
 
 
 def write_file(folder: str, rollouts: Sequence[tuple[bool, int, str, bytes]]) -> tuple[SpoolFile, list[int]]:
-    """Write (is_eval, ordinal, h, data) of each; returns the file and where the bytes of each begin. Raises OSError."""
+    """Write rollouts (is_eval, ordinal, sha256, data) of one run into a new file.
+
+    Return it, and where each one's data begins. Raises OSError, and then leaves no file.
+    """
     parts: list[bytes] = []
     offsets: list[int] = []
     end = 0
@@ -124,7 +127,10 @@ def write_file(folder: str, rollouts: Sequence[tuple[bool, int, str, bytes]]) ->
 
 
 def scan_file(path: Path) -> tuple[list[Record], str]:
-    """Scan the heads of a file's records; return the records and the problem with the rest, or ""."""
+    """Read the heads of a file's records; return the records before the first problem, and that problem or "".
+
+    Contents are not checked against their sha256. Raises OSError.
+    """
     found: list[Record] = []
     size, at = path.stat().st_size, 0
     with path.open("rb") as file:
@@ -144,7 +150,7 @@ def scan_file(path: Path) -> tuple[list[Record], str]:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Kept:
-    """One finished rollout. `data` is there until it is both written and appended."""
+    """A finished rollout in the spool. `data` is there until it is both written and appended."""
 
     run_uid: str
     is_eval: bool
@@ -155,11 +161,11 @@ class Kept:
     planned_step: int = 0
     data: bytes | None = field(default=None, repr=False)
     file: SpoolFile | None = None
-    """Where its bytes are; None while they are not written."""
+    """The file with its bytes; None while they are not written."""
     offset: int = 0
-    """Where they begin there."""
+    """Where its bytes begin in the file."""
     appended_at: float | None = None
-    """Monotonic time at which it was known to be in the log; None before."""
+    """Monotonic time at which it was first known to be in the log; None before."""
 
     @property
     def is_written(self) -> bool:
@@ -168,12 +174,13 @@ class Kept:
 
 
 class Spool:
-    """The kept rollouts of every run. Of one event loop; files are touched by one thread of its own."""
+    """The kept rollouts of every run. Used by one event loop; files are touched by one thread of its own."""
 
     def __init__(self, directory: Path | None, *, limit_bytes: int) -> None:
-        """Take the directory and read what it holds; without one a private directory, which dies with this process.
+        """Lock the directory and take over the rollouts in it.
 
-        InvalidStateError if another env-server uses the directory.
+        Without one use a temporary directory, deleted by `close`. Raises InvalidStateError if another env-server uses
+        the directory.
         """
         self._is_private = directory is None
         self.directory = Path(tempfile.mkdtemp(prefix="millrace-spool-")) if directory is None else directory
@@ -185,7 +192,7 @@ class Spool:
         self._rewriting: asyncio.Task[None] | None = None
         self._queue: list[Kept] = []
         self._next_write: asyncio.Task[None] | None = None
-        """Will write the queue."""
+        """The task that will write the queue."""
         self._one_write = asyncio.Lock()
         self.executor = ThreadPoolExecutor(1, "spool")
         self._lock_file = self._take()
@@ -210,7 +217,7 @@ class Spool:
         return kept.h in self._runs.get(kept.run_uid, {})
 
     def require_room(self) -> None:
-        """Raise CapacityError while nothing new should be played: the bound is reached, or the disk takes no more."""
+        """Raise CapacityError if no new rollouts are to be played: the limit is reached, or the disk refuses writes."""
         count = self.num_rollouts
         if self._unwritten:
             raise CapacityError(
@@ -228,7 +235,10 @@ class Spool:
             )
 
     async def keep(self, rollout: Rollout) -> Kept:
-        """Write a finished rollout; where the disk refuses it stays in memory, and writing it is tried again."""
+        """Add a finished rollout and wait until it is written.
+
+        If the disk refuses it, it stays in memory and is tried again.
+        """
         data = encode_rollout(rollout)
         kept = Kept(
             run_uid=rollout.run_uid,
@@ -248,7 +258,10 @@ class Spool:
         return kept
 
     async def _write_queue(self) -> None:
-        """Write what waits. What finishes meanwhile is written together."""
+        """Write the queued rollouts, one file per run.
+
+        Those that are queued meanwhile are written together after it.
+        """
         async with self._one_write:
             batch, self._queue, self._next_write = self._queue, [], None
             by_run: dict[str, list[Kept]] = {}
@@ -261,7 +274,10 @@ class Spool:
                     await self._write_alone(together, error)
 
     async def _write_alone(self, refused: Sequence[Kept], error: OSError) -> None:
-        """Write rollouts one by one after the disk refused them together; some may fit."""
+        """Write rollouts one by one after the disk refused them together, as some may fit.
+
+        The others stay in memory.
+        """
         for kept in refused:
             try:
                 if len(refused) == 1:
@@ -272,8 +288,9 @@ class Spool:
                     self._note_unwritten(kept, problem)
 
     async def read(self, kept: Kept) -> bytes | None:
-        """Read a rollout's bytes; None if it was dropped, or its file is damaged or lost, in which case it is
-        forgotten.
+        """Return a rollout's bytes; None if it was dropped, or its file is damaged or lost.
+
+        A damaged one is then dropped, and its bytes put aside.
         """
         if kept.data is not None:
             return kept.data
@@ -298,31 +315,31 @@ class Spool:
         return None
 
     def note_appended(self, kept: Kept) -> None:
-        """Note that a rollout is in the log; its file stays."""
+        """Note that a rollout is in the log; its file stays, its bytes in memory are freed once it is written."""
         kept.appended_at = time.monotonic()
         if kept.is_written:
             kept.data = None
 
     async def drop(self, dropped: Iterable[Kept]) -> None:
-        """Forget rollouts and delete their files."""
+        """Forget rollouts, and delete files of which no rollout is left."""
         paths = [file.path for kept in dropped if (file := self._forget(kept)) is not None and not file.num_kept]
         if paths:
             await self._in_thread(lambda: _delete(paths))
 
     def forget_run(self, run_uid: str) -> None:
-        """Forget everything of a run; its files stay until `drop_run`."""
+        """Forget a run's rollouts; its files stay until `drop_run`."""
         for kept in self.of_run(run_uid):
             self._forget(kept)
 
     async def drop_run(self, run_uid: str) -> None:
-        """Forget everything of a run at once; its files are deleted where nobody waits for it."""
+        """Forget a run's rollouts at once, then move its files aside and delete them."""
         self.forget_run(run_uid)
         aside = self.directory / f"{_DROPPED}{time.time_ns()}-{run_uid}"
         await self._in_thread(lambda: _move(self.directory / run_uid, aside))
         await asyncio.to_thread(lambda: remove(aside, what=_SPOOLED))
 
     async def close(self) -> None:
-        """Write what the disk refused, if it takes it now, and give the directory to a successor."""
+        """Finish writing, try once more what the disk refused, and release the directory for a successor."""
         if self._next_write is not None:
             await self._next_write
         async with self._one_write:  # the write before it is done
@@ -343,7 +360,7 @@ class Spool:
         self.num_bytes += kept.size_bytes
 
     def _forget(self, kept: Kept) -> SpoolFile | None:
-        """Forget a rollout and return its file, if it was in one."""
+        """Forget a rollout and return its file; None if it was not known or not in a file."""
         run = self._runs.get(kept.run_uid, {})
         if run.pop(kept.h, None) is None:
             return None
@@ -366,7 +383,7 @@ class Spool:
         return waits.shared(reason, waits_on="disk", deadline_s=_SLOW_DISK_S, quiet_s=_QUIET_DISK_S)
 
     async def _write(self, batch: Sequence[Kept]) -> None:
-        """Write rollouts of one run into one file. Raises OSError."""
+        """Write rollouts of one run into one file; those dropped meanwhile are left out. Raises OSError."""
         rollouts = [(kept.is_eval, kept.ordinal, kept.h, kept.data) for kept in batch if kept.data is not None]
         if not rollouts:
             return  # dropped meanwhile
@@ -390,7 +407,7 @@ class Spool:
             self._rewriting = asyncio.create_task(self._rewrite(), name="spool rewrite")
 
     async def _rewrite(self) -> None:
-        """Try again until the disk takes what is in memory; meanwhile `require_room` lets nothing new in."""
+        """Try again to write what is in memory, until the disk takes it; `require_room` raises meanwhile."""
         num_failed = 1
         with waits.waiting("the disk of the spool", waits_on="disk") as wait:
             while self._unwritten:
@@ -400,7 +417,7 @@ class Spool:
                 num_failed = 1 if await self._write_again() else num_failed + 1
 
     async def _write_again(self) -> bool:
-        """Write what is in memory until the disk refuses; whether it took everything."""
+        """Write what is in memory until the disk refuses; return whether it took everything."""
         for kept in list(self._unwritten.values()):
             try:
                 await self._write([kept])
@@ -413,7 +430,11 @@ class Spool:
         return True
 
     def _take(self) -> IO[str]:
-        """Lock the directory for this process; the kernel releases it with the process, however that ends."""
+        """Lock the directory for this process and return the lock's file.
+
+        Raise InvalidStateError if another process has it. The kernel releases the lock with the process, however that
+        ends.
+        """
         self.directory.mkdir(parents=True, exist_ok=True)
         file = (self.directory / _LOCK).open("a+")
         try:
@@ -433,7 +454,10 @@ class Spool:
         return file
 
     def _scan(self) -> None:
-        """Take over what a predecessor left. Contents are proved when they are read."""
+        """Take over the rollouts of a predecessor, and delete its partial and dropped files.
+
+        Contents are checked when they are read.
+        """
         for directory in self.directory.iterdir():
             if not directory.is_dir() or directory.name == _DAMAGED:
                 continue
@@ -450,7 +474,10 @@ class Spool:
             logger.info("spool taken over", extra={"directory": str(self.directory), **extra})
 
     def _take_over(self, path: Path) -> None:
-        """Keep what a predecessor's file holds; what is no record of it goes with it when the others are dropped."""
+        """Add the rollouts of a predecessor's file.
+
+        A damaged file is copied aside; it is deleted if no record can be read.
+        """
         try:
             records, problem = scan_file(path)
         except OSError as error:  # one that cannot be read keeps no env-server from starting; it goes with its run

@@ -18,10 +18,10 @@ _MAX_DIRECTORIES = 8
 
 
 class TokenizerFiles:
-    """A cache of directories. Manifests with equal files share one, so a new version costs no new tokenizer."""
+    """A cache of directories. Manifests with equal files share one, so a new policy version needs no new download."""
 
     def __init__(self, store: ObjectStore, *, parent: Path | None = None) -> None:
-        """Keep the files in a directory below `parent` that every user can read, by default this user's scratch
+        """Make a directory for the files: below `parent` and readable by every user, else among this user's scratch
         files.
         """
         self._store = store
@@ -33,7 +33,10 @@ class TokenizerFiles:
         self._lock = asyncio.Lock()
 
     async def directory(self, manifest_key: str) -> str:
-        """Return the directory with the manifest's files, or "" for an empty key; raise the store's errors."""
+        """Return the directory with the manifest's files, downloaded if necessary; "" for an empty key.
+
+        Raises the store's errors.
+        """
         if not manifest_key:
             return ""
         async with self._lock:
@@ -74,5 +77,5 @@ class TokenizerFiles:
         directory.chmod(0o755)  # the directory above decides whether workers of another user get here
 
     def close(self) -> None:
-        """Delete every directory."""
+        """Delete all directories."""
         self._owned.close()

@@ -1,7 +1,7 @@
 """An environment tried on its own, without an orchestrator or a run: loaded in a worker, and one task of it played.
 
-The worker is confined as this machine's env-server would confine it, and inherits the same variables. So what a run
-would meet shows here: a missing package, a wrong argument, a key that is not set, a reward function that raises.
+The worker is confined as this machine's env-server would confine it, and inherits the same variables. So errors of a
+run appear here: a missing package, a wrong argument, a key that is not set, a reward function that raises.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ _LOOPBACK = "127.0.0.1"
 
 @contextlib.asynccontextmanager
 async def stub_model(reply: str) -> AsyncIterator[str]:
-    """Serve the model and yield its base URL."""
+    """Serve a model that always answers `reply`, and yield its base URL."""
 
     async def chat(request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -78,7 +78,7 @@ def _answer(reply: str, *, is_chunk: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialModel:
-    """What answers: an OpenAI-compatible endpoint, or without a URL a stub that says `reply` each time."""
+    """The model of a trial: an OpenAI-compatible endpoint, or without a URL a stub that always answers `reply`."""
 
     reply: str = "I do not know."
     base_url: str = ""
@@ -88,7 +88,7 @@ class TrialModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialTask:
-    """Which task is played, and for how long."""
+    """The task that is played, and for how long."""
 
     index: int = 0
     is_held_out: bool = False
@@ -98,18 +98,19 @@ class TrialTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedTrial:
-    """An environment that was loaded, and how long that took."""
+    """A loaded environment, and how long the loading took."""
 
     env: EnvSpec
     loaded: LoadedEnv
     load_s: float
     pool: EnvPool
     played_in: str = ""
-    """The interpreter that was chosen for it, and why; empty where that is ours, or named."""
+    """The interpreter that was chosen for it, and why; "" for this process's own, or a named one."""
 
     async def play(self, task: TrialTask, model: TrialModel) -> Rollout:
-        """Play one rollout of a task; raise InvalidSpecError if the task does not exist or the model's key is not
-        set.
+        """Play one rollout of a task.
+
+        Raise InvalidSpecError if the task does not exist or the model's key is not set.
         """
         async with contextlib.AsyncExitStack() as stack:
             base_url = model.base_url or await stack.enter_async_context(stub_model(model.reply))
@@ -148,9 +149,9 @@ class LoadedTrial:
 
 @contextlib.asynccontextmanager
 async def opened(env: EnvSpec, note_start: Callable[[], object] = lambda: None) -> AsyncIterator[LoadedTrial]:
-    """Load an environment in a worker of its own. Raises InvalidStateError if that fails: what, where, remedy.
+    """Load an environment in a worker of its own and yield it; `note_start` is called when loading begins.
 
-    `note_start` is called when it begins.
+    Raises InvalidStateError if loading fails, and InvalidSpecError for an image or interpreter that is not allowed.
     """
     settings = EnvServerSettings.from_env(os.environ)
     # A command runs as its user, who may run whatever is here, unless the variable says what the env-server may.

@@ -19,7 +19,7 @@ _MAX_PENALTY = 100  # vLLM takes any; larger ones are mistakes
 
 
 def loaded_from_wire(message: env_worker_pb2.EnvLoaded) -> LoadedEnv:
-    """Return what a worker has loaded. Raises CorruptObjectError."""
+    """Decode a worker's report of what it has loaded. Raises CorruptObjectError."""
     declared = decode_object(message.declared_json or "{}", what=_DECLARED, reason="WORKER_REPORT_INVALID")
     if not all(isinstance(values, dict) for values in declared.values()):
         raise CorruptObjectError(f"{_DECLARED} must be an object of objects", reason="WORKER_REPORT_INVALID")
@@ -33,7 +33,7 @@ def loaded_from_wire(message: env_worker_pb2.EnvLoaded) -> LoadedEnv:
 
 
 def loaded_to_wire(loaded: LoadedEnv) -> env_worker_pb2.EnvLoaded:
-    """Return the message of what a worker has loaded."""
+    """Encode what a worker has loaded as its report."""
     return env_worker_pb2.EnvLoaded(
         api=loaded.api,
         requires_group=loaded.requires_group,
@@ -46,7 +46,7 @@ def loaded_to_wire(loaded: LoadedEnv) -> env_worker_pb2.EnvLoaded:
 
 
 def tasks_to_wire(tasks: TaskSet) -> env_service_pb2.TaskSet:
-    """Return a task set without the ids."""
+    """Encode a task set's size and digest, without the ids."""
     return env_service_pb2.TaskSet(num_tasks=len(tasks), digest=tasks.digest)
 
 
@@ -57,7 +57,7 @@ def invalid_request(wrong: Sequence[tuple[str, object, str]], *, source: str = "
 
 
 def check_play(request: env_service_pb2.PlayGroupRequest) -> None:
-    """Refuse, all at once, what could not be played."""
+    """Raise one InvalidSpecError with everything in a PlayGroup request that makes it unplayable."""
     wrong: list[tuple[str, object, str]] = []
     if not _is_uid(request.run_uid):  # it becomes the name of a directory
         wrong.append(("run_uid", request.run_uid[:80], "must be the uid of a run: lower-case letters, digits and '-'"))

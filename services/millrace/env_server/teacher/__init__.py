@@ -1,1 +1,1 @@
-"""The teacher of a distillation: asked, checked, and its scores written."""
+"""The teacher of a distillation: its requests, its checks, and the storing of its scores."""

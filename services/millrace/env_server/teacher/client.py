@@ -1,4 +1,4 @@
-"""Asks a teacher how likely given tokens are, another model or the policy itself with a demonstration (opsd).
+"""Asks a teacher for log-probs of given tokens: another model, or the policy itself with a demonstration (opsd).
 
 vLLM and Millrace's embedded engine answer it (a vLLM extension of OpenAI's API). Retries are those of an external
 endpoint: bounded, logged, with the pause that the server asks for, and going round the URLs where there are several.
@@ -53,7 +53,7 @@ class TeacherLostError(Exception):
 
 
 class TeacherRefusedError(Exception):
-    """The teacher's word about this request: 4xx, or an answer without the log-probs that were asked for."""
+    """The teacher refused this request: a 4xx, or an answer without the log-probs that were asked for."""
 
     def __init__(self, message: str, *, status: int = 200) -> None:
         super().__init__(message)
@@ -61,14 +61,14 @@ class TeacherRefusedError(Exception):
 
 
 class TokensDifferError(TeacherRefusedError):
-    """The answer is about other tokens than those that were meant."""
+    """The answer is about other tokens than those that were sent."""
 
 
 class TeacherClient:
-    """One run's connection to its teacher."""
+    """Asks the teacher of one run, a model at its own endpoints."""
 
     def __init__(self, teacher: TeacherConfig, *, api_key: str) -> None:
-        """Call `close` in the same event loop."""
+        """Open an HTTP session; `close` must be called in the same event loop."""
         self._name = teacher.name
         self._urls = teacher.base_url
         self._key_source = f"the key in {teacher.api_key_var}" if api_key else "no key, as the config names none"
@@ -82,7 +82,7 @@ class TeacherClient:
         )
 
     def describe(self) -> str:
-        """Describe the teacher in messages."""
+        """Return the teacher's name and URLs, for messages."""
         return f"teacher {self._name} at {', '.join(self._urls)}"
 
     async def close(self) -> None:
@@ -90,7 +90,10 @@ class TeacherClient:
         await self._session.close()
 
     async def max_model_len(self) -> int | None:
-        """Return the teacher's context length as reported by its server; None if not reported. Tries once."""
+        """Return the context length that the teacher's first URL reports for it; None if it reports none.
+
+        Tries once. Raises TeacherLostError and TeacherRefusedError.
+        """
         try:
             reply = await self._once("GET", self._urls[0], "models", None)
         except TeacherRefusedError as error:
@@ -109,7 +112,9 @@ class TeacherClient:
     ) -> Float32Array:
         """Return the log-prob of each token but the first given those before it, float32 [T - 1], at temperature 1.
 
-        With `text` that is sent instead, and TokensDifferError says if the teacher reads other tokens than these in it.
+        With `text` the text is sent in place of the tokens, and TokensDifferError raised if the teacher reads other
+        tokens than these in it. `first_url` is the index, modulo their number, of the URL tried first; each of the
+        `attempts` takes the next one. Raises TeacherLostError and TeacherRefusedError.
         """
         body = {
             "model": self._name,
@@ -161,7 +166,7 @@ class TeacherClient:
 
 
 class _PassingError(TeacherLostError):
-    """One try failed, and the next one may succeed."""
+    """One try failed; the next one may succeed."""
 
     def __init__(self, message: str, *, retry_after: str | None = None) -> None:
         super().__init__(message)
@@ -169,7 +174,7 @@ class _PassingError(TeacherLostError):
 
 
 def answer_object(raw: bytes, *, of: str) -> Mapping[str, Any]:
-    """Read the JSON object that a request was answered with. Raises TeacherRefusedError."""
+    """Return the JSON object in an answer's body; `of` names the request in the TeacherRefusedError if it is none."""
     shown = raw[:_SHOWN_CHARS].decode("utf-8", "replace")
     try:
         parsed = orjson.loads(raw)
@@ -181,9 +186,10 @@ def answer_object(raw: bytes, *, of: str) -> Mapping[str, Any]:
 
 
 def parse_scores(reply: Mapping[str, Any], token_ids: Sequence[int], *, of: str) -> Float32Array:
-    """Read vLLM's `prompt_logprobs`: per token a table from id to `{logprob, rank, decoded_token}`, null for the first.
+    """Read the log-prob of each token but the first from vLLM's `prompt_logprobs`, float32 [T - 1].
 
-    Returns float32 [T - 1]. Raises TeacherRefusedError.
+    That is a table per token from id to `{logprob, rank, decoded_token}`, null for the first. Raises TokensDifferError
+    if it is about other tokens, and TeacherRefusedError if it is missing or has a value that cannot be used.
     """
     choices = reply.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], Mapping) else {}
@@ -211,12 +217,12 @@ def parse_scores(reply: Mapping[str, Any], token_ids: Sequence[int], *, of: str)
 # The policy as its own teacher (opsd): it scores its own samples with the task's demonstration added to the prompt.
 #
 # The replica that a rollout was played with reads a system message with the demonstration, then the tokens of the
-# sample as they are: nothing is rendered or tokenized a second time. What it says of the policy that computed the
-# scores is kept with them.
+# sample as they are: nothing is rendered or tokenized a second time. The policy that computed the scores, as the
+# replica reports it, is kept with them.
 
 ALGO = "orchestrator.algo"
 _MAX_TRIES = 12
-"""Of one request, within half a minute: an engine that is being updated answers again."""
+"""Tries of one request, within half a minute: an engine that is being updated answers again by then."""
 _ATTEMPT_S = 120.0  # one forward pass over one sample, queued after others
 _SELF_TEACHER_SHOWN_CHARS = 300
 _SELF_TEACHER_QUIET_S = 2.0
@@ -225,17 +231,17 @@ _NOT_CHAT = "needs a chat template that writes a system message alone, to tell t
 
 
 class HintTooLongError(TeacherRefusedError):
-    """What the teacher is to read is longer than the context of the model."""
+    """The tokens for the teacher are more than the context of the model."""
 
     def __init__(self, message: str, *, is_hopeless: bool) -> None:
-        """Take `is_hopeless`: whether no reply is short enough."""
+        """Take `is_hopeless`: whether even an empty reply would not fit."""
         super().__init__(message, status=400)
         self.is_hopeless = is_hopeless
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hint:
-    """What the teacher reads first, and the longest context of its model."""
+    """The tokens that the teacher reads first, and the longest context of its model."""
 
     token_ids: tuple[int, ...]
     begin_id: int | None
@@ -243,7 +249,9 @@ class Hint:
     max_model_len: int
 
     def skipped(self, token_ids: Sequence[int]) -> int:
-        """Return how many tokens of a sample the hint has already."""
+        """Return how many tokens at the beginning of a sample the hint has already: 1 for a token that begins texts,
+        else 0.
+        """
         begins = self.begin_id is not None and self.token_ids[:1] == (self.begin_id,)
         return int(begins and token_ids[0] == self.begin_id)
 
@@ -251,11 +259,11 @@ class Hint:
 class SelfTeacher:
     """Asks the replicas of this deployment for the log-probs of one run's samples after their hints.
 
-    `check` comes first: it learns how the tokenizer begins a text.
+    `check` must be called first, because it finds out how the tokenizer begins a text.
     """
 
     def __init__(self, algo: AlgoConfig) -> None:
-        """Call `close` in the same event loop."""
+        """Take the algorithm's hint template; `close` must be called in the same event loop."""
         self._template, self._demo_key = algo.template, algo.demo_key
         self._access = EngineAccess(ClientAccess.internal_from_environ(os.environ))
         self._begin_id: int | None = None
@@ -265,7 +273,11 @@ class SelfTeacher:
         await self._access.close()
 
     async def check(self, part: PlayRequest) -> None:
-        """Raise InvalidSpecError if the chat template takes no hint, TeacherLostError if its replica is away."""
+        """Render a hint at the request's replica, and find out the token that begins texts.
+
+        Raises InvalidSpecError if the chat template takes no system message alone, TeacherLostError if the replica is
+        away.
+        """
         try:
             await self.hint(part, _PROBE)
             bare, whole = [
@@ -280,7 +292,10 @@ class SelfTeacher:
             raise InvalidSpecError([violation], reason="HINT_NOT_RENDERED", remedy=remedy) from error
 
     async def hint(self, part: PlayRequest, demonstration: str) -> Hint:
-        """Return the tokens that the replica makes of the hint."""
+        """Return the tokens of a hint with this demonstration, as the request's replica renders them.
+
+        Raises TeacherLostError and TeacherRefusedError.
+        """
         text = self._template.replace(HINT, demonstration)
         asked = {"messages": [{"role": "system", "content": text}], "add_generation_prompt": False}
         rendered = await self._tokens(part, asked)
@@ -290,10 +305,11 @@ class SelfTeacher:
     async def score(
         self, part: PlayRequest, hint: Hint, token_ids: Sequence[int], *, num_prompt: int
     ) -> tuple[Float32Array, Taught]:
-        """Return the log-prob of each token but the first given the hint and earlier tokens, float32 [T - 1], and its
-        policy.
+        """Return the log-prob of each token but the first given the hint and earlier tokens, float32 [T - 1], and how
+        it was made.
 
-        `num_prompt` tokens were there before the first that was sampled.
+        `num_prompt` is the number of tokens before the first sampled one. Raises HintTooLongError if the tokens do not
+        fit, TeacherLostError and TeacherRefusedError.
         """
         skipped = hint.skipped(token_ids)
         asked = [*hint.token_ids, *token_ids[skipped:]]
@@ -327,7 +343,10 @@ class SelfTeacher:
         return reply
 
     async def _ask(self, part: PlayRequest, url: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Post the request until it is answered; raise TeacherLostError or TeacherRefusedError."""
+        """Post a request until it is answered with 200, and return the answer's object.
+
+        It is repeated only while the engine is busy or updated. Raises TeacherLostError or TeacherRefusedError.
+        """
         raw = orjson.dumps(body)
         reason = f"the replica at {part.base_url} to score {waits.COUNT} samples as their own teacher"
         with waits.shared(reason, waits_on=part.base_url, quiet_s=_SELF_TEACHER_QUIET_S):
@@ -360,7 +379,8 @@ class SelfTeacher:
 def _policy(reply: Mapping[str, Any], *, of: str) -> tuple[int, int]:
     """Return the lineage and version of the policy that gave the scores.
 
-    The embedded engine names it; vLLM names that of the token after the prompt, which it computes in the same pass.
+    Raise TeacherRefusedError if the reply has none. The embedded engine names it; vLLM names that of the token after
+    the prompt, which it computes in the same pass.
     """
     choice = reply["choices"][0]  # `parse_scores` has found it there
     policy = choice.get("prompt_policy")

@@ -6,9 +6,9 @@ The key is read from this process's environment by its name; it goes to the teac
 inherit every variable that is not withheld: in one that begins with `MILLRACE_KEY_` no environment gets to see it.
 
 A teacher that does not answer is a wait with its name; meanwhile no groups are taken (TEACHER_UNREACHABLE), and
-rollouts that finish end as ENGINE_LOST after the retries, which the orchestrator plays again without blame. So it is
-with one that refuses whatever it is asked (a key that it takes no longer, a route that is gone); what it refuses of one
-sample alone is that rollout's failure.
+rollouts that finish end as ENGINE_LOST after the retries, which the orchestrator plays again without blame. The same
+holds for a teacher that refuses every request (an expired key, a missing route); the refusal of one sample alone is
+that rollout's failure.
 """
 
 import asyncio
@@ -53,15 +53,14 @@ from millrace.runlog.records.scores import store_scores
 from millrace.storage.base import ObjectStore
 from millrace.telemetry import waits
 
-# Whether a teacher can judge a policy's tokens: asked once, before the first rollout is played for it.
-
+# Whether a teacher can score a policy's tokens: checked once, before the first rollout is played for it.
 TEACHER = "orchestrator.algo.teacher"
-"""Where it is in the config."""
+"""The teacher's table in the config."""
 _TOKENIZER_DIFFERS, _VOCABULARY_DIFFERS = "TEACHER_TOKENIZER_DIFFERS", "TEACHER_VOCABULARY_DIFFERS"
 IS_ANOTHER = frozenset({_TOKENIZER_DIFFERS, _VOCABULARY_DIFFERS})
-"""Reasons of refusals that mean another teacher; it may take back every other one (a key, a gateway, a route)."""
+"""Reasons of refusals that need another teacher; all other ones (a key, a gateway, a route) may pass."""
 ABOUT_THE_TOKENS = frozenset({200, 400, 422})
-"""Statuses of refusals that are about the tokens that were sent, and not about the key or the address."""
+"""Statuses of refusals because of the tokens that were sent, and not of the key or the address."""
 # Scripts, digits, blanks and marks that vocabularies cut differently. Short: some teachers have little context.
 _PROBE = "The 2,048 naïve cats'  saw\n\tπ≈3.14159, Ünïcode, 日本語, def f(x): return x**2 🙂"
 _MAX_SPECIAL = 16
@@ -70,8 +69,8 @@ _MAX_SPECIAL = 16
 async def check_teacher(client: TeacherClient, teacher: TeacherConfig, *, tokenizer_dir: str, seq_len: int) -> None:
     """Raise InvalidSpecError if the teacher cannot score this policy, TeacherLostError if it does not answer.
 
-    Looked at: that it takes our key and gives `prompt_logprobs`, its longest context, that it reads a text as the same
-    tokens as the policy, and that it knows the policy's highest token id.
+    It must accept the key, give `prompt_logprobs`, have a context longer than `seq_len`, read a text as the policy's
+    tokens, and know the policy's highest token id. Without a `tokenizer.json` only the context is checked.
     """
     try:
         # unregistered wait: one request while a run is opened, with the deadline of the client's session
@@ -101,13 +100,13 @@ async def check_teacher(client: TeacherClient, teacher: TeacherConfig, *, tokeni
 
 
 def refusal(field: str, teacher: TeacherConfig, problem: str, *, reason: str = "TEACHER_REFUSED") -> InvalidSpecError:
-    """Return the error that ends a run whose teacher cannot score."""
+    """Make the InvalidSpecError of a run whose teacher cannot score; `field` is the config's key that is wrong."""
     violation = Violation(field=field, value=teacher.name, message=problem, source="run config")
     return InvalidSpecError([violation], reason=reason, remedy="correct the teacher, then submit the run again")
 
 
 def _read_tokenizer(directory: Path) -> tuple[list[int], str, int]:
-    """Read the probe's tokens, the tokens of a probe with special tokens, and the highest id."""
+    """Return a probe text's token ids, the text, which ends with special tokens, and the vocabulary's highest id."""
     from tokenizers import Tokenizer  # here: only runs with a teacher need it in this process
 
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
@@ -123,32 +122,32 @@ TEACHER_VERSION = "teacher_version"
 """Metric of rollouts that the policy scored itself: the oldest version that did."""
 REVERSE_KL = "teacher_reverse_kl"
 """Metric of scored rollouts: mean over sampled tokens of the policy's minus the teacher's log-prob."""
-# PlayGroup answers before its caller stops to listen (5 s); what takes longer goes on and is asked for again.
+# PlayGroup must answer within its caller's deadline (5 s); a check that takes longer goes on, and the caller asks
+# again.
 _ANSWER_S = 2.0
 _BACKOFF = Backoff(0.5, 15.0)
 _NOBODY_ASKS_S = 120.0
-"""A teacher that does not answer is asked no longer once nobody wants to play."""
+"""A teacher that does not answer is asked no longer once so much time has passed without a request to play."""
 _SCORE_S = 20.0
 """Least time for scoring a rollout; below the orchestrator's slack of 30 s after the rollout's own deadline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scoring:
-    """What a run's config says of its teacher."""
+    """A run's settings for its teacher."""
 
     algo: AlgoConfig
     seq_len: int
 
 
 class _RunTeacher:
-    """One run's teacher: on its way (`opening`), then known; opened again after it was lost."""
+    """The state of one run's teacher: being checked (`opening`), then ready; checked again after it was lost."""
 
     def __init__(self) -> None:
         self.opening: asyncio.Task[None] | None = None
         self.is_ready = False
         self.was_ready = False
-        """Whether it was checked before: then a refusal is taken for temporary, unless the server has become another
-        teacher."""
+        """Whether an earlier check passed: then a refusal counts as temporary, unless it means another teacher."""
         self.scoring: _Scoring | None = None
         self.client: TeacherClient | SelfTeacher | None = None
         self.asked_at = 0.0
@@ -166,7 +165,7 @@ class Teachers:
         prefix: str,
         key_problem: Callable[[str], str],
     ) -> None:
-        """Take `key_problem`, which says why a variable's value cannot be an endpoint's key, or ""."""
+        """Take `key_problem`, which returns why this process has no key in a variable, or ""."""
         self._store = store
         self._tokenizers = tokenizers
         self._prefix = prefix
@@ -175,9 +174,10 @@ class Teachers:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def require_ready(self, request: PlayRequest) -> None:
-        """Return if the run needs no teacher, or its teacher was checked and answers.
+        """Return if the run needs no teacher, or its teacher passed the check; else begin or go on to check it.
 
-        CapacityError while it does not answer; InvalidSpecError if it cannot do its work.
+        Raises CapacityError (TEACHER_UNREACHABLE) if the check takes longer than a moment, and InvalidSpecError if the
+        teacher cannot do its work.
         """
         if not request.is_training:
             return
@@ -202,7 +202,11 @@ class Teachers:
         opening.result()
 
     async def score(self, part: PlayRequest, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
-        """Score the rollouts and store the scores; a rollout that cannot be scored becomes a failure."""
+        """Score the rollouts and store the scores.
+
+        Return them with metrics of it, or as failures if they cannot be scored. Rollouts of runs without a teacher are
+        returned as they are.
+        """
         run = self._runs.get(part.run_uid)
         if not part.is_training or run is None or run.scoring is None or run.client is None:
             return rollouts
@@ -219,7 +223,7 @@ class Teachers:
         return results
 
     def forget(self, run_uid: str) -> None:
-        """Forget a run that is over; a teacher that is still being opened stays until the next call."""
+        """Forget a run that is over and close its client, unless its teacher is still being checked."""
         run = self._runs.get(run_uid)
         if run is None or (run.opening is not None and not run.opening.done()):
             return
@@ -230,7 +234,7 @@ class Teachers:
             closing.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
-        """Stop asking."""
+        """Stop all checks and close all clients."""
         await asyncio.gather(*self._closing)
         for run in self._runs.values():
             if run.opening is not None:
@@ -242,7 +246,7 @@ class Teachers:
                 await run.client.close()
 
     async def _open(self, request: PlayRequest, run: _RunTeacher) -> None:
-        """Look up the run's teacher, and wait until it was checked."""
+        """Read which teacher the run has, and check it until it answers; mark the run as ready."""
         with waits.of_run(request.run_uid):
             if run.scoring is None:
                 run.scoring = await asyncio.to_thread(self._read_scoring, request.run_uid)
@@ -253,7 +257,10 @@ class Teachers:
             run.is_ready, run.was_ready, run.problem = True, True, ""
 
     async def _check_policy(self, request: PlayRequest, run: _RunTeacher, scoring: _Scoring) -> None:
-        """Look at the replica of a request, which the next one replaces if it is away."""
+        """Check the request's replica as the run's own teacher.
+
+        Raise CapacityError if it is away, as another may be asked next.
+        """
         client = run.client if isinstance(run.client, SelfTeacher) else SelfTeacher(scoring.algo)
         run.client = client
         try:
@@ -292,7 +299,10 @@ class Teachers:
                 await asyncio.sleep(_BACKOFF.after(num_failed))
 
     def _read_scoring(self, run_uid: str) -> _Scoring | None:
-        """Read the scoring from `run.json` (blocking); None if the run has no teacher."""
+        """Read a run's settings for its teacher from `run.json` (blocking).
+
+        None if it has no teacher or was deleted.
+        """
         try:
             data = self._store.get(Names(self._prefix, run_uid).run_json, max_bytes=MAX_JSON_BYTES)
         except NotFoundError:  # deleted: what is played for it is nobody's any more
@@ -306,7 +316,7 @@ class Teachers:
 
 
 class _Scorer(ABC):
-    """Scores rollouts of one play."""
+    """Scores the rollouts of one play."""
 
     def __init__(self, store: ObjectStore, names: Names, *, seq_len: int) -> None:
         self._store = store
@@ -317,14 +327,21 @@ class _Scorer(ABC):
 
     @abstractmethod
     async def _scored(self, rollout: Rollout) -> tuple[list[Float32Array], list[Taught | None]]:
-        """Return the scores of each sample, float32 [T], and how the policy itself made them if it did."""
+        """Return the scores of each sample, float32 [T], and for each how the policy made them.
+
+        None if another model did.
+        """
 
     @abstractmethod
     async def _failure(self, rollout: Rollout, error: TeacherLostError | TeacherRefusedError | TimeoutError) -> Rollout:
-        """Return the rollout as a failure."""
+        """Return the rollout as a failure, whose status depends on the error."""
 
     async def score(self, rollout: Rollout, *, timeout_s: float) -> Rollout:
-        """Score a rollout by its deadline, but for at least `_SCORE_S`; return it scored or failed."""
+        """Score an OK rollout and store its scores; return it with metrics of them, or as a failure.
+
+        The time is what is left of `timeout_s` after the rollout, at least `_SCORE_S`. Other rollouts are returned as
+        they are.
+        """
         if rollout.status is not RolloutStatus.OK:
             return rollout
         budget_s = max(_SCORE_S, timeout_s - rollout.seconds)
@@ -344,7 +361,10 @@ class _Scorer(ABC):
         return replace(rollout, metrics=metrics)
 
     def _places(self, sample: Sample) -> NDArray[np.intp]:
-        """Return which tokens are scored: the sampled ones before seq_len, after which no batch holds any."""
+        """Return the indices of the tokens to score: the sampled ones before seq_len, after which no batch has any.
+
+        Raises TeacherRefusedError if the first token is one, as nothing precedes it.
+        """
         places = np.flatnonzero((sample.loss_mask == 1)[: self._seq_len])
         if len(places) and places[0] == 0:
             raise TeacherRefusedError("the sample begins with a sampled token: nobody can score what nothing precedes")
@@ -352,7 +372,7 @@ class _Scorer(ABC):
 
 
 class _TeacherScorer(_Scorer):
-    """By another model."""
+    """Scores with another model."""
 
     def __init__(self, store: ObjectStore, names: Names, client: TeacherClient, *, seq_len: int) -> None:
         super().__init__(store, names, seq_len=seq_len)
@@ -372,7 +392,10 @@ class _TeacherScorer(_Scorer):
         return _failed(rollout, RolloutStatus.MODEL_ERROR, "TeacherRefused", str(error))
 
     async def _refuses_all(self, error: TeacherRefusedError, rollout: Rollout) -> bool:
-        """Return whether the teacher refuses every request, even one of two tokens."""
+        """Return whether the teacher refuses even a request of two tokens.
+
+        False at once for a status about the tokens.
+        """
         if error.status in ABOUT_THE_TOKENS:
             return False
         tokens = rollout.samples[0].token_ids[:2].tolist()
@@ -384,7 +407,10 @@ class _TeacherScorer(_Scorer):
         return False
 
     async def _score_sample(self, sample: Sample, rollout: Rollout) -> Float32Array:
-        """Score a sample, float32 [T]; after seq_len use the policy's own log-probs, which give no credit."""
+        """Return a sample's scores, float32 [T].
+
+        Tokens that are not scored, such as those after seq_len, have the policy's own log-probs, which give no credit.
+        """
         scores, places = sample.inference_logprobs.copy(), self._places(sample)
         if not len(places):
             return scores
@@ -399,7 +425,7 @@ class _TeacherScorer(_Scorer):
 
 
 class _SelfScorer(_Scorer):
-    """By the policy with the task's demonstration in its prompt."""
+    """Scores with the policy itself, with the task's demonstration in its prompt."""
 
     def __init__(
         self, store: ObjectStore, names: Names, client: SelfTeacher, part: PlayRequest, *, seq_len: int
@@ -422,7 +448,10 @@ class _SelfScorer(_Scorer):
         return scores, taught
 
     async def _failure(self, rollout: Rollout, error: TeacherLostError | TeacherRefusedError | TimeoutError) -> Rollout:
-        """Leave a replica that is away to the orchestrator: the next play has another one."""
+        """Return the rollout as a failure: ENGINE_LOST if the replica is away, as the next play gets another one.
+
+        A hint that is too long is PROMPT_TOO_LONG if no reply would fit, else MODEL_ERROR, as is a refusal.
+        """
         if isinstance(error, HintTooLongError):
             status = RolloutStatus.PROMPT_TOO_LONG if error.is_hopeless else RolloutStatus.MODEL_ERROR
             return _failed(rollout, status, "HintTooLong", str(error))

@@ -1,8 +1,8 @@
 """An environment worker: `python -m millrace.env_server.workers.env_worker --fd N …`, or a fork of `template`.
 
-Hosts one environment: loads it in the main thread, then plays rollouts in one event loop. It speaks frames over the
-socket that it inherits and ends when the socket closes. Its own deadline ends a rollout that waits or overruns; what
-blocks the whole loop is the parent's to kill.
+Hosts one environment: loads it in the main thread, then plays rollouts in one event loop. It exchanges frames over the
+socket that it inherits and ends when the socket closes. The worker itself ends a rollout that waits or overruns its
+deadline; if the whole loop is blocked, the parent kills the worker.
 """
 
 import argparse
@@ -46,24 +46,24 @@ from millrace.rollouts.wire import rollout_to_proto
 from millrace.telemetry.logging import bind, setup
 from millrace.telemetry.startup import without_gc
 
-# Whose code the worker's event loop runs, and for how long.
+# How long the code of each play runs in the worker's event loop.
 #
-# Environments run code that blocks: a reward function of a second holds up every rollout of its worker. A rollout's
-# deadline must not count what others take, or none of them would end in time. So the loop measures each callback, and
-# books it on the play in whose context it runs.
+# Environments run code that blocks: a reward function of a second blocks every rollout of its worker. A rollout's
+# deadline must not count the time of other plays, or no rollout would end in time. So the loop measures each callback,
+# and adds its time to the play in whose context it runs.
 
 _PLAY: contextvars.ContextVar[int | None] = contextvars.ContextVar("play", default=None)
 
 
 class OwnTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop that knows how long the callbacks of each play took, tasks' steps included.
+    """An event loop that measures how long the callbacks of each play take, steps of tasks included.
 
-    It is made in the thread that runs it.
+    It must be made in the thread that runs it.
     """
 
     def __init__(self) -> None:
         self.busy_s = 0.0
-        """Seconds that callbacks took, everybody's."""
+        """Seconds that all callbacks took, of whichever play."""
         self._own_s: defaultdict[int, float] = defaultdict(float)
         self._num_begun = 0
         self._is_running_one = False
@@ -75,9 +75,10 @@ class OwnTimeLoop(asyncio.SelectorEventLoop):
     def call_soon(
         self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
-        """Schedule a callback and measure it; blocking code runs in task steps, which are scheduled here.
+        """Schedule a callback that is measured; steps of tasks, in which blocking code runs, are scheduled here.
 
-        An exit of a task does not end the loop, and all other plays with it: what awaits the task gets it.
+        A SystemExit or KeyboardInterrupt in a callback does not end the loop, and with it all other plays: the task has
+        it.
         """
         return super().call_soon(self._measured, callback, *args, context=context)
 
@@ -97,7 +98,10 @@ class OwnTimeLoop(asyncio.SelectorEventLoop):
                 self._own_s[play] += took
 
     def stuck_at(self) -> str | None:
-        """Return where the loop's callback is if it is still the one of the last call, else None; thread-safe."""
+        """Return the line of environment code that the loop is in, if it runs the same callback as at the last call.
+
+        Else None. Thread-safe.
+        """
         with self._lock:
             before, self._looked_at = self._looked_at, self._num_begun
             is_stuck = self._is_running_one and before == self._looked_at
@@ -108,7 +112,7 @@ class OwnTimeLoop(asyncio.SelectorEventLoop):
         return self._own_s.get(play, 0.0)
 
     def forget(self, play: int) -> None:
-        """Note that the play is over."""
+        """Delete the time of a play that is over."""
         self._own_s.pop(play, None)
 
 
@@ -124,7 +128,7 @@ class OwnTime:
         _PLAY.set(play)
 
     def close(self) -> None:
-        """Note that the play is over."""
+        """Delete the play's time from the loop."""
         if self._loop is not None:
             self._loop.forget(self._play)
 
@@ -148,7 +152,7 @@ _EXIT_S = 5.0
 
 
 def main() -> None:
-    """Run as a process of its own, started without the template."""
+    """Run a worker in this process, confined as `--confinement` asks; a fork of the template calls `run` instead."""
     parser = argparse.ArgumentParser(description="Millrace environment worker; started by the env-server.")
     parser.add_argument("--fd", type=int, action="append", required=True, help="inherited socket, as of `run`")
     parser.add_argument("--directory", required=True, help="working directory of this worker alone")
@@ -169,7 +173,7 @@ def main() -> None:
 
 
 def _go_over(python: str, channel_fd: int, echo_fd: int, directory: str) -> None:
-    """Go on as a worker in that interpreter, which is confined from its first instruction; report why if it cannot."""
+    """Replace this process by a worker in that interpreter; if that cannot be, report why instead of loading."""
     try:
         require_usable(python)
         go_over(python, [f"--fd={channel_fd}", f"--fd={echo_fd}", f"--directory={directory}"])
@@ -181,7 +185,10 @@ def _go_over(python: str, channel_fd: int, echo_fd: int, directory: str) -> None
 
 
 def run(channel_fd: int, echo_fd: int) -> None:
-    """Load, report, play. The sockets are for commands, and for echoes: every byte is answered."""
+    """Load the environment that the first command names, report it, and play until the socket closes.
+
+    Every byte on the echo socket is answered by a thread.
+    """
     for inherited in (channel_fd, echo_fd):
         os.set_inheritable(inherited, False)  # what the environment starts does not get them
     channel = socket.socket(fileno=channel_fd)
@@ -210,17 +217,20 @@ def run(channel_fd: int, echo_fd: int) -> None:
 
 
 def _failure(env_id: str, error: BaseException) -> env_worker_pb2.WorkerReport:
-    """Log why an environment could not be loaded, and return the report of it."""
+    """Log why an environment could not be loaded, and return the report to the parent."""
     kind, message, remedy = describe_error(error)
     fields = {"env": env_id, "error": f"{kind}: {message}", "frames": frames_of(error)}
-    logger.info("environment could not be loaded", extra=fields)  # the process that asked says it as an error
+    logger.info("environment could not be loaded", extra=fields)  # the process that asked logs it as an error
     logger.debug("its whole traceback", exc_info=error)
     failed = env_worker_pb2.EnvFailed(error_type=kind, error_message=message, error_remedy=remedy)
     return env_worker_pb2.WorkerReport(failed=failed)
 
 
 def _read_first(channel: socket.socket) -> env_worker_pb2.WorkerCommand | None:
-    """Read the LoadEnv frame without an event loop: the environment is loaded outside of one."""
+    """Read the LoadEnv command without an event loop, because the environment is loaded outside of one.
+
+    None if it closed.
+    """
 
     def exactly(count: int) -> bytes:
         data = bytearray()
@@ -238,11 +248,13 @@ def _read_first(channel: socket.socket) -> env_worker_pb2.WorkerCommand | None:
 
 
 class EnvironmentExitError(Exception):
-    """What an environment's code raised would end the process, and all that is played in it."""
+    """An environment's code raised SystemExit or KeyboardInterrupt, which would end the process and all that it
+    plays.
+    """
 
 
 class _Worker:
-    """Plays what the parent sends."""
+    """Plays what the parent sends over the socket."""
 
     def __init__(self, adapter: EnvAdapter, channel: socket.socket, *, env_id: str) -> None:
         self._adapter = adapter
@@ -253,7 +265,7 @@ class _Worker:
         self._num_abandoned = 0
 
     async def run(self) -> None:
-        """Serve until the socket closes."""
+        """Start the adapter, report that it is loaded, and carry out commands until the socket closes."""
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_EXECUTOR_THREADS, "env"))
         self._channel.setblocking(False)
         reader, self._writer = await asyncio.open_connection(sock=self._channel)
@@ -315,7 +327,7 @@ class _Worker:
         await self._send(env_worker_pb2.WorkerReport(ended=ended))
 
     async def _played(self, request: PlayRequest, tokenizer_dir: str) -> Sequence[Outcome]:
-        """Play the request. An exit of the environment's code ends this play and no other."""
+        """Play the request; turn a SystemExit or KeyboardInterrupt of its code into an EnvironmentExitError."""
         try:
             return await self._adapter.play(request, tokenizer_dir=tokenizer_dir)
         except (SystemExit, KeyboardInterrupt) as error:
@@ -325,7 +337,7 @@ class _Worker:
     async def _outcomes(self, request: PlayRequest, play: env_worker_pb2.PlayMembers, own: OwnTime) -> list[Outcome]:
         """Play and return one outcome per member in any case, by the deadline plus the grace.
 
-        The deadline counts the play's own time: the time in which other plays' code ran in the loop does not count.
+        The deadline counts the play's own time, without that of other plays' code in the loop.
         """
         playing = asyncio.ensure_future(self._played(request, play.tokenizer_dir))
         count = len(request.members)
@@ -358,7 +370,7 @@ class _Worker:
 
 
 def answer_of(request: PlayRequest, member: int, task_id: str, outcome: Outcome, seconds: float) -> rollout_pb2.Rollout:
-    """Return the answer for a member, valid whatever the environment left in the outcome."""
+    """Return the wire message of a member's rollout; values that cannot be stored make it a failure."""
     try:
         if request.demo_key and request.is_training:
             outcome = demonstrated(outcome, request.demo_key)

@@ -24,7 +24,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 def encode_frame(message: Message) -> bytes:
-    """Return the bytes of one frame."""
+    """Return the bytes of one frame; raise CorruptObjectError if the message is longer than MAX_FRAME_BYTES."""
     data = message.SerializeToString()
     if len(data) > MAX_FRAME_BYTES:
         raise CorruptObjectError(
@@ -48,13 +48,16 @@ def frame_length(head: bytes) -> int:
 
 
 def decode_frame(kind: type[MessageT], data: bytes) -> MessageT:
-    """Decode the message of a frame; raise CorruptObjectError if the bytes hold none."""
+    """Decode the message of a frame; raise CorruptObjectError if the bytes are not a message of that kind."""
     what = f"env worker frame of {len(data)} bytes ({kind.DESCRIPTOR.name})"
     return decode_message(kind, data, what=what, reason="FRAME_UNREADABLE", remedy=_REMEDY, max_bytes=MAX_FRAME_BYTES)
 
 
 async def read_frame(reader: asyncio.StreamReader, message_type: type[MessageT]) -> MessageT | None:
-    """Read one frame; None when the other side closed. Waits as long as the other side lives."""
+    """Read one frame; None when the other side closed. Waits as long as the other side lives.
+
+    Raises CorruptObjectError.
+    """
     try:
         data = await reader.readexactly(frame_length(await reader.readexactly(HEAD_BYTES)))
     except (asyncio.IncompleteReadError, ConnectionError):
@@ -67,8 +70,8 @@ async def read_frame(reader: asyncio.StreamReader, message_type: type[MessageT])
 # Environment code may block the worker's event loop for minutes, which only a rollout's deadline ends. A process that
 # is stopped (SIGSTOP, a debugger, a hanging disk) is another matter: it will not come back by itself, and everything
 # that it plays waits with it. So a thread of the worker answers every byte on a socket of its own, which needs the
-# interpreter for a moment but not the loop. The answer says, too, where the loop is if it runs the same callback
-# as at the last question.
+# interpreter for a moment but not the loop. The answer also has the line where the loop is, if it runs the same
+# callback as at the last question.
 
 _CHUNK_BYTES = 4096
 _STUCK, _MOVES, _END = b"!", b".", b"\n"
@@ -76,9 +79,9 @@ _MAX_PLACE_CHARS = 300
 
 
 def start_answering(channel: socket.socket, stuck_at: Callable[[], str | None] = lambda: None) -> None:
-    """Start a thread that answers until the other side closes.
+    """Start a thread that answers each read on the socket, with `stuck_at()`, until the other side closes.
 
-    `stuck_at` says in which line the loop is stuck, None while it makes progress.
+    `stuck_at` returns the line in which the loop is stuck, None while it makes progress.
     """
 
     def answer() -> None:
@@ -92,26 +95,29 @@ def start_answering(channel: socket.socket, stuck_at: Callable[[], str | None] =
 
 
 class EchoProbe:
-    """The env-server's side; call `ask` regularly."""
+    """The env-server's side of the echo; `ask` must be called regularly."""
 
     def __init__(self, channel: socket.socket, *, stood_still_s: float) -> None:
-        """Take `stood_still_s`, a pause between two calls of `ask` above which this process itself did not run."""
+        """Take `stood_still_s`: a longer pause between two calls of `ask` means that this process itself did not
+        run.
+        """
         channel.setblocking(False)
         self._channel = channel
         self._stood_still_s = stood_still_s
         self._heard = self._asked = self._moved = time.monotonic()
         self.place = ""
-        """The line in which the loop is stuck, as far as that is known."""
+        """The line in which the loop is stuck; "" if it is not, or the line is unknown."""
 
     @property
     def stuck_s(self) -> float:
-        """Return for how many seconds the worker's loop ran one callback or did not answer, at the pace of
-        questions.
-        """
+        """Return the seconds since the worker's loop last reported progress; measured by calls of `ask`."""
         return time.monotonic() - self._moved
 
     def ask(self) -> float:
-        """Return the seconds since the worker's last sign of life; ask for the next one."""
+        """Return the seconds since the worker's last answer, and send the next question.
+
+        A pause in which this process did not run does not count.
+        """
         now = time.monotonic()
         if now - self._asked > self._stood_still_s:
             self._heard = self._moved = now

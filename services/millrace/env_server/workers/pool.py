@@ -2,24 +2,25 @@
 
 Every rollout ends, whatever its environment does, and one bad task does not take its neighbours with it:
 
-* A worker that dies or blocks takes down every rollout that it plays, and nobody knows whose fault it was. Each of
+* A worker that dies or blocks takes down every rollout that it plays, and it is unknown which one is the cause. Each of
   their tasks becomes a suspect.
-* A worker that somebody killed or stopped from outside (SIGKILL, SIGSTOP) makes no suspects the first time: what it
-  played is played again at once, side by side. If that happens to a rollout twice, its task is a suspect like others:
-  the kernel's out-of-memory killer strikes from outside, too.
+* A worker that was killed or stopped from outside (SIGKILL, SIGSTOP) makes no suspects the first time: what it played
+  is played again at once, side by side. If that happens to a rollout twice, its task is a suspect like others: the
+  kernel's out-of-memory killer acts from outside, too.
 * Suspects are replayed alone in probe workers, several tasks side by side (`probes`). A task that ends its rollout
   there is cleared, and its other rollouts go back to the shared workers. A task that kills a probe worker, alone, and
   has been in flight in two deaths, or blocks it, is quarantined, and its rollouts end as QUARANTINED from then on.
 * While an environment's tasks do so often, those that were not tried yet are probed from the start, and when most of
   them do, the environment is given up: ENV_KILLS_WORKERS names tasks and exit codes (`trials`).
-* A worker that was asked to end (SIGTERM, SIGINT, SIGHUP), wherever it played, accuses nobody: the rollout is played
+* A worker that was asked to end (SIGTERM, SIGINT, SIGHUP), wherever it played, makes no suspects: the rollout is played
   again, twice at most; after that such an end counts like others.
-* While the env-server leaves, the death of a worker is no news at all: what is around it is being stopped. Workers
-  are not started again, and a rollout that lost its worker does not end here (PlayAbandonedError): others play it.
+* While the env-server leaves, the death of a worker counts for nothing: its surroundings are being stopped. Workers are
+  not started again, and a rollout that lost its worker does not end here (PlayAbandonedError): other env-servers play
+  it.
 * A rollout is started at most four times (twice shared, twice probed), and twice more if workers are asked to end, so
   it ends even if workers die for other reasons.
 
-An environment that nobody plays rests: its workers end, and what is known of it stays (`rest`). The next play wakes it.
+An idle environment rests: its workers end, and its state stays (`rest`). The next play starts them again.
 """
 
 import asyncio
@@ -59,35 +60,36 @@ _MAX_KILLED_LOADS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolLimits:
-    """How many workers, and how long things may take."""
+    """The number of workers of an environment, and limits of time."""
 
     num_workers: int = 1
     load_timeout_s: float = LOAD_TIMEOUT_S
     blocked_grace_s: float = DEFAULT_BLOCKED_GRACE_S
     frozen_s: float = DEFAULT_FROZEN_S
     waits_s: float = DEFAULT_WAITS_S
-    """Seconds that one call may hold up a worker's event loop without computing; 0 is no limit."""
+    """Seconds that one call may block a worker's event loop without computing; 0 is no limit."""
     num_probes: int = 4
     probe_idle_s: float = 60.0
 
 
 @dataclass(kw_only=True)
 class Loader:
-    """Of one environment."""
+    """Starts the workers of one environment and requires that all load the same tasks."""
 
     env: EnvSpec
     limits: PoolLimits
     starter: WorkerStarter
     is_over: Callable[[], bool]
-    """Whether no more workers are wanted."""
+    """Returns whether no more workers are to be started."""
     info: LoadedEnv | None = None
-    """What the first worker has loaded."""
+    """The environment as the first worker loaded it."""
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
     async def start(self, kind: str, note: Callable[[WorkerProcess], object]) -> WorkerProcess:
-        """Start a worker, for which `note` is called before it has loaded; again if loading was ended from outside.
+        """Start a worker and return it once it has loaded; `note` is called with it before that.
 
-        Raises EnvLoadError, OSError.
+        `kind` is part of its name. Loading is repeated, a few times, if it was ended from outside. Raises EnvLoadError
+        and OSError.
         """
         num_killed_loads = 0
         while not self.is_over():
@@ -117,7 +119,7 @@ class Loader:
         return worker
 
     async def _wait_loaded(self, worker: WorkerProcess) -> None:
-        """Wait until the worker has loaded the tasks of the others. Raises EnvLoadError."""
+        """Wait until the worker has loaded, the same tasks as the first one. Raises EnvLoadError."""
         timeout_s = self.limits.load_timeout_s
         what = f"environment {self.env.id}"
         with progress.work(Activity.LOAD, what, waits_on="env worker", deadline_s=timeout_s):
@@ -157,7 +159,7 @@ KILLS_WORKERS = "ENV_KILLS_WORKERS"
 
 
 class PlayAbandonedError(Exception):
-    """The rollout lost its worker while the env-server leaves: it has no end here and says nothing about its task."""
+    """The rollout lost its worker while the env-server leaves: it has no end here, and its task is not blamed."""
 
 
 class EnvPool:
@@ -191,7 +193,10 @@ class EnvPool:
         self.is_leaving = False
 
     def start(self) -> None:
-        """Begin to load, in the background; nothing if it is loaded, or being loaded."""
+        """Begin to load the environment's workers in the background.
+
+        Do nothing if they run, or the pool failed or leaves.
+        """
         self._used_at = time.monotonic()
         if self._supervisors or self.is_leaving or self.failure is not None:
             return
@@ -211,7 +216,7 @@ class EnvPool:
 
     @property
     def idle_since(self) -> float | None:
-        """Return the monotonic time since which nobody plays here; None during plays and loading."""
+        """Return the monotonic time of the last use; None while a play is in progress or the environment loads."""
         is_loading = self.failure is None and self.info is None
         return None if self._num_plays or is_loading else self._used_at
 
@@ -221,14 +226,17 @@ class EnvPool:
         return not self._supervisors and not self.num_workers
 
     def rest(self) -> asyncio.Task[None]:
-        """End the workers of an idle environment; what it is known for stays, and the next play starts them again."""
+        """End the workers of an idle environment in the background.
+
+        Its state stays, and the next play starts them again.
+        """
         supervisors, self._supervisors = self._supervisors, []
         running = [worker for worker in self.slots if worker is not None]
         self.slots = [None] * self._limits.num_workers
         return self._in_background(self._end(supervisors, running))
 
     async def close(self) -> None:
-        """End every worker; rollouts that are still played end as ENV_ERROR."""
+        """End every worker; rollouts in progress end as ENV_ERROR."""
         if self.failure is None:
             message = "the env-server ended the environment's workers"
             await self._end_as(EnvLoadError("PoolClosed", message, is_from_outside=True))
@@ -248,7 +256,7 @@ class EnvPool:
         return task
 
     async def leave(self) -> None:
-        """Prepare for the env-server's end: plays may finish, and deaths of workers are blamed on no task."""
+        """Prepare for the env-server's end: rollouts may finish, and a worker's death makes no suspects."""
         self.is_leaving = True
         await self._notify()
 
@@ -269,9 +277,9 @@ class EnvPool:
         return len(self.workers)
 
     async def play(self, request: PlayRequest, *, tokenizer_dir: str) -> list[Rollout]:
-        """Play the request's members together; one rollout per member, whatever happens.
+        """Play the request's members together; return one rollout per member, failed ones in case of any problem.
 
-        Raises PlayAbandonedError while the env-server leaves, and only then.
+        Starts the workers if they rest. Raises PlayAbandonedError, only while the env-server leaves.
         """
         self.runs.add(request.run_uid)
         self._num_plays += 1
@@ -283,7 +291,7 @@ class EnvPool:
             self._used_at = time.monotonic()
 
     async def _play(self, request: PlayRequest, tokenizer_dir: str) -> list[Rollout]:
-        """Play the request until it ends."""
+        """Play the request, again after each lost worker, until it ends as described at the top of this module."""
         task_id = self.task_id(request)
         num_deaths = num_asked = 0
         while True:
@@ -333,7 +341,10 @@ class EnvPool:
         return self.is_leaving and (self.failure is not None or not any(self.slots))
 
     async def _play_shared(self, request: PlayRequest, tokenizer_dir: str) -> list[Rollout] | None:
-        """Play in a shared worker; None if there will be none. Raises WorkerDiedError."""
+        """Play in a shared worker; None if the pool failed or was abandoned before one was free.
+
+        Raises WorkerDiedError.
+        """
         worker = await self._free_worker()
         if worker is None:
             return None
@@ -346,9 +357,10 @@ class EnvPool:
     async def _play_probed(
         self, request: PlayRequest, task_id: str, tokenizer_dir: str, *, must_probe: bool
     ) -> list[Rollout] | None:
-        """Play alone in a probe worker; None if its standing, or the environment's, changed meanwhile.
+        """Play alone in a probe worker.
 
-        Raises WorkerDiedError; PlayAbandonedError while the env-server leaves.
+        None if its task was cleared or quarantined, or the pool failed, before its turn came. A worker that cannot be
+        started makes it a failure. Raises WorkerDiedError, and PlayAbandonedError while the env-server leaves.
         """
         async with self.probes.turn(task_id) as give_place:
             is_settled = not must_probe and not self.trials.is_suspect(task_id)
@@ -392,9 +404,9 @@ class EnvPool:
         return self._failures(request, outcome, seconds=seconds)
 
     async def _judge(self, *, is_blocked: bool) -> None:
-        """Give the environment up if most of its tasks end their workers."""
-        standing = self.probes.num_blocked(at_least_s=self._limits.waits_s / 4, at=self.trials.ended_at)
-        hopeless = self.trials.hopeless(num_probing=self.probes.num_probing, num_blocked=standing)
+        """Fail the environment and end its workers, if most of its tasks end their workers."""
+        num_blocked = self.probes.num_blocked(at_least_s=self._limits.waits_s / 4, at=self.trials.ended_at)
+        hopeless = self.trials.hopeless(num_probing=self.probes.num_probing, num_blocked=num_blocked)
         if hopeless and self.failure is None:
             lacks = "raise MILLRACE_ENV_MEMORY_BYTES if memory is what its tasks lack"
             remedy = f"fix the environment: {BLOCKED_REMEDY}" if is_blocked else f"fix the environment, or {lacks}"
@@ -402,7 +414,7 @@ class EnvPool:
             self.rest()
 
     def _failures(self, request: PlayRequest, outcome: Outcome, *, seconds: float = 0.0) -> list[Rollout]:
-        """Return the same failure for every member."""
+        """Return a rollout with the same failed outcome for every member."""
         task_id = self.task_id(request)
         return [
             make_rollout(request, member=member, task_id=task_id, outcome=outcome, seconds=seconds)
@@ -411,7 +423,7 @@ class EnvPool:
 
     @contextmanager
     def _playing(self, request: PlayRequest) -> Iterator[None]:
-        """Register one wait for the engine of the plays in the block; workers report other waits."""
+        """Count the members as playing during the block, and register one shared wait for the engine."""
         reason = f"{waits.COUNT} rollouts of {request.env.label} that are played with the engine at {request.base_url}"
         deadline_s = request.rollout_timeout_seconds + self._limits.blocked_grace_s
         self.num_playing += len(request.members)
@@ -426,7 +438,7 @@ class EnvPool:
             self._changed.notify_all()
 
     async def _free_worker(self) -> WorkerProcess | None:
-        """Wait for the least busy worker; return None if there will be none."""
+        """Wait for a ready worker with room and return the least busy one; None if the pool failed or was abandoned."""
         reason = f"a worker of environment {self.env.id} for {waits.COUNT} rollouts"
         with waits.shared(reason, waits_on="env worker", deadline_s=self._limits.load_timeout_s):
             async with self._changed:
@@ -440,7 +452,10 @@ class EnvPool:
         return None
 
     async def _supervise(self, slot: int) -> None:
-        """Keep one shared worker alive until the pool is closed or the environment cannot be loaded."""
+        """Keep one shared worker alive, started again after each death with a growing pause.
+
+        Ends when the pool is over, or the environment cannot be loaded, which then fails it.
+        """
         num_short_lives = 1
         while not self._is_over:
             began = time.monotonic()

@@ -172,7 +172,7 @@ def _stand_in(name: str, signature: inspect.Signature, seen: dict[str, set[str]]
 
 
 class _Trace:
-    """Stands in for a trace that `score` writes into."""
+    """Takes the place of a trace that `score` writes into."""
 
     def __init__(self) -> None:
         self.metrics: dict[str, Any] = {}
