@@ -1,7 +1,7 @@
 """Batches on the wire: samples ↔ chunks of packed columns plus a table of where each sample is.
 
 A chunk holds whole samples, about 2 MiB of them (Redis and the network are fastest with 1–4 MiB entries), so a rank
-that needs some samples fetches only the chunks that hold them. Samples are views of a chunk's columns (`index.py`).
+that needs some samples fetches only the chunks that hold them. Samples are views of a chunk's columns.
 Nothing is trusted: a chunk must have the hash that the header names, and the table must tile its columns exactly.
 """
 
@@ -150,8 +150,10 @@ def verify_chunk(header: batch_pb2.BatchHeader, index: int, data: bytes) -> None
 def unpack_batch(
     header: batch_pb2.BatchHeader, chunks: Mapping[int, bytes], *, only: Sequence[int] | None = None
 ) -> list[TrainSample]:
-    """Return the samples of a batch (or those with the indices `only`, in that order), as read-only views of the
-    chunks.
+    """Return the samples of a batch as read-only views of its chunks: all, or `only` those with these indices.
+
+    They come in the order of `only`; `chunks` are by index. InvalidStateError if a needed chunk is missing,
+    CorruptObjectError if one is damaged.
     """
     check_header(header)
     indices = range(len(header.samples)) if only is None else only
@@ -248,7 +250,10 @@ def _entry(sample: TrainSample, *, chunk: int, offset: int, env: int) -> batch_p
 
 
 def _encode_chunk(group: Sequence[TrainSample], *, first: int) -> bytes:
-    """Return the chunk of these samples, of which the first has the index `first` in the batch."""
+    """Return the chunk of these samples, of which the first has the index `first` in the batch.
+
+    `CorruptObjectError` names the sample and column that has an invalid value.
+    """
 
     def join(columns: Sequence[np.ndarray] | None) -> np.ndarray | None:
         return None if columns is None else np.concatenate(columns)
@@ -288,7 +293,10 @@ def _encode_chunk(group: Sequence[TrainSample], *, first: int) -> bytes:
 
 
 def decode_chunk(data: bytes, num_tokens: int | None = None, *, where: str) -> _Columns:
-    """Decode the columns of one chunk; raise CorruptObjectError if they are not `num_tokens` (or equally) long."""
+    """Decode the columns of one chunk; raise CorruptObjectError if they are damaged, or not `num_tokens` long.
+
+    By default all columns must have the length of the token ids. `where` names the chunk in errors.
+    """
     chunk = decode_message(
         batch_pb2.BatchChunk, data, what=f"batch {where} of {len(data)} bytes", reason=_REASON, remedy=_REMEDY
     )
@@ -312,7 +320,10 @@ def decode_chunk(data: bytes, num_tokens: int | None = None, *, where: str) -> _
 
 
 def _check_sample(sample: TrainSample, *, where: str) -> None:
-    """Check shapes and numbers of a sample; the values of its columns are checked where they are joined."""
+    """Raise CorruptObjectError if a column of a sample has another shape or type, or a number is out of range.
+
+    The values in columns are checked after they are joined.
+    """
     length = sample.num_tokens
     if not 1 <= length <= MAX_SAMPLE_TOKENS:
         raise _corrupt(f"{where}.token_ids", length, f"is not 1 to {MAX_SAMPLE_TOKENS} tokens")
@@ -334,7 +345,10 @@ def _check_sample(sample: TrainSample, *, where: str) -> None:
 
 
 def _check_values(columns: _Columns | TrainSample, *, where: str) -> None:
-    """Check the values of the columns, of one sample or of many at once: numpy is fast where it is called seldom."""
+    """Raise CorruptObjectError if a column, of one sample or of many joined ones, has an invalid value.
+
+    Joined ones are checked at once, because numpy is fast where it is called seldom.
+    """
     check_masked(columns.loss_mask, columns.inference_logprobs, where=where)
     if columns.token_ids.size and int(columns.token_ids.min()) < 0:
         raise _corrupt(f"{where}.token_ids", int(columns.token_ids.min()), "is negative")
@@ -362,8 +376,9 @@ _RUN_BYTES, _VALUE_BYTES = 8, 4
 
 
 def ids_to_bytes(token_ids: Int32Array) -> tuple[bytes, bytes]:
-    """Return the two low bytes of token ids int32 [T], none negative, and the bytes above in as few as the largest
-    needs.
+    """Return the two low bytes of each token id of int32 [T], and the bytes above them: none, one or two for each.
+
+    No id may be negative; the largest decides how many bytes are above.
     """
     largest = int(token_ids.max()) if token_ids.size else 0
     low = token_ids.astype("<u2")  # keeps the low bytes
@@ -373,7 +388,10 @@ def ids_to_bytes(token_ids: Int32Array) -> tuple[bytes, bytes]:
 
 
 def ids_from_bytes(low: bytes, high: bytes, num_tokens: int, where: str) -> Int32Array:
-    """Return token ids int32 [num_tokens]."""
+    """Return token ids int32 [num_tokens] from their low and high bytes.
+
+    CorruptObjectError if there are not as many.
+    """
     if len(low) != 2 * num_tokens or len(high) not in (0, num_tokens, 2 * num_tokens):
         raise _columns_corrupt(where, f"{len(low)} and {len(high)} bytes", f"are not the parts of {num_tokens} ids")
     ids = np.frombuffer(low, "<u2").astype(np.int32)
@@ -388,7 +406,7 @@ def mask_to_bytes(mask: Uint8Array) -> bytes:
 
 
 def mask_from_bytes(data: bytes, num_tokens: int, where: str) -> Uint8Array:
-    """Return a mask uint8 [num_tokens]."""
+    """Return a mask uint8 [num_tokens] from its bits; CorruptObjectError if there are not as many."""
     if len(data) != -(-num_tokens // 8):
         raise _columns_corrupt(where, f"{len(data)} bytes", f"are not the bits of {num_tokens} tokens")
     return _fixed(np.unpackbits(np.frombuffer(data, np.uint8), count=num_tokens))
@@ -400,7 +418,10 @@ def masked_to_bytes(column: Float32Array, mask: Uint8Array) -> bytes:
 
 
 def masked_from_bytes(data: bytes, mask: Uint8Array, where: str) -> Float32Array:
-    """Return a column float32 [T] with values where the mask is 1."""
+    """Return a column float32 [T] with the values of `data` where the mask is 1, and 0 elsewhere.
+
+    CorruptObjectError if there are not as many values.
+    """
     if len(data) != _VALUE_BYTES * np.count_nonzero(mask):
         raise _columns_corrupt(
             where, f"{len(data)} bytes", f"are not the values of {np.count_nonzero(mask)} sampled tokens"
@@ -411,7 +432,7 @@ def masked_from_bytes(data: bytes, mask: Uint8Array, where: str) -> Float32Array
 
 
 def runs_to_proto(column: Float32Array) -> batch_pb2.RunColumn:
-    """Return a column float32 [T], bit for bit, as runs of equal values where that is smaller."""
+    """Encode a column float32 [T] without loss: as runs of equal values, or plainly where that is not larger."""
     bits = column.view(np.uint32)
     starts = np.flatnonzero(bits[1:] != bits[:-1])
     starts += 1
@@ -423,7 +444,10 @@ def runs_to_proto(column: Float32Array) -> batch_pb2.RunColumn:
 
 
 def runs_from_proto(message: batch_pb2.RunColumn, num_tokens: int, where: str) -> Float32Array:
-    """Return a column float32 [num_tokens]."""
+    """Return a column float32 [num_tokens] from its runs or plain values.
+
+    CorruptObjectError if its length is another.
+    """
     expected = len(message.lengths) or _VALUE_BYTES * num_tokens
     if len(message.values) != expected or expected % _VALUE_BYTES:
         raise _columns_corrupt(

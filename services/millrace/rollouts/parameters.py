@@ -24,7 +24,7 @@ class Treatment(StrEnum):
     REFUSED = "refused"
     HARMLESS = "harmless"
     OVERRULED = "the run's"
-    """The run says it in the place of an agent, which is told so in its answer."""
+    """The run's own value is used in place of an agent's, whose answer says so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,10 +263,10 @@ MESSAGES: Mapping[str, Parameter] = {
 def check_parameters(
     said: Mapping[str, Any], known: Mapping[str, Parameter], *, where: str = "", answered: bool = True
 ) -> None:
-    """Refuse what a request asks for and would not get; null says nothing.
+    """Raise InvalidSpecError naming every parameter that the table `known` lacks or refuses; null counts as not sent.
 
-    `where` is put before names. `answered = False` is for fields that are left once a schema has taken its own: what
-    the table calls answered is none of its. Raises InvalidSpecError with the names of all that is wrong.
+    `where` is put before names. `answered = False` is for fields that are left once a schema has taken its own:
+    those that the table calls answered are refused there as unknown.
     """
     wrong = [
         Violation(field=f"{where}{name}", value=_shown(value), message=problem)
@@ -287,7 +287,10 @@ def _problem(value: Any, parameter: Parameter | None, *, answered: bool) -> str:
 
 
 def check_tools(tools: Any, *, field: str = "tools") -> None:
-    """Refuse tools that are none, which a chat template would write down as they are. Raises InvalidSpecError."""
+    """Raise InvalidSpecError unless these are well-formed function tools, each with a name of its own.
+
+    A chat template would write malformed ones down as they are.
+    """
     if not isinstance(tools, list):
         raise _wrong(field, tools, "must be a list of functions")
     names: set[str] = set()
@@ -310,7 +313,7 @@ def check_tools(tools: Any, *, field: str = "tools") -> None:
 
 
 def check_tool_choice(choice: Any) -> None:
-    """Refuse a choice that would force a call. Raises InvalidSpecError."""
+    """Raise InvalidSpecError for a choice that would force a call: all but null, "auto" and "none"."""
     if choice not in (None, "auto", "none"):
         raise _wrong("tool_choice", choice, f'must be "auto" or "none": {_FREE}')
 

@@ -30,7 +30,7 @@ def sampling_to_wire(sampling: Sampling) -> env_service_pb2.Sampling:
 
 
 def play_from_wire(message: env_service_pb2.PlayGroupRequest) -> PlayRequest:
-    """Return the request of a message; its limits are those that the env-server checks."""
+    """Return the request of a message; its values are not checked here, but by the env-server."""
     values = _values(message, PlayRequest)
     values["purpose"] = purpose_from_wire(message.purpose)
     values["members"] = tuple(message.members)

@@ -37,7 +37,7 @@ class EnvSpec:
     """Which of its tasks are played (`env_server/adapters/selection.py`); empty: all."""
 
     demo_key: str = ""
-    """Field of its training tasks with the demonstration that a teacher is told; empty if none is."""
+    """Field of its training tasks with the demonstration that a teacher gets; empty if it gets none."""
     agent_json: str = ""
     """What of its agents is trained on, and their limits (`env_server/agents/sessions.py`); empty: as it says."""
 
@@ -48,8 +48,9 @@ class EnvSpec:
 
     @property
     def loaded_as(self) -> tuple[object, ...]:
-        """Return the identity of an environment for its workers, apart from the arguments and from the run's name
-        for it.
+        """Return what must be equal for two environments to share workers, apart from their arguments.
+
+        The run's name does not.
         """
         kept = (self.takes_several_traces, self.is_text_only, self.judge_max_concurrent, self.judge_timeout_s)
         return (self.id, self.python, self.select_json, self.demo_key, self.agent_json, *kept)
@@ -79,10 +80,11 @@ class Sampling:
         return Truncation(top_p=_or_neutral(self.top_p), top_k=self.top_k, min_p=self.min_p)
 
     def parameters(self, *, is_external: bool) -> dict[str, Any]:
-        """Return all parameters of a request to an engine.
+        """Return all parameters of a request to an engine, the further fields of `extra_body_json` included.
 
-        Engines of ours are told every one, also those that change nothing: what is left out vLLM takes from the model's
-        `generation_config.json`, and says nothing. Other endpoints may refuse what OpenAI's API does not know.
+        Engines of ours get every parameter, also one that changes nothing: what is left out vLLM takes from the
+        model's `generation_config.json`, without a word. Other endpoints (`is_external`) may refuse what
+        OpenAI's API does not know, so they get only those that change something.
         """
         neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
         asked = {
@@ -175,12 +177,12 @@ class LoadedEnv:
     train: TaskSet
     eval: TaskSet
     declared: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """How it has its model calls sampled where its code or args say so, by where that is said."""
+    """How it has its model calls sampled, by the place in its code or args that sets it; empty if none does."""
 
     def tasks(self, request: PlayRequest) -> TaskSet:
-        """Return the set of the request's task."""
+        """Return the set with the request's task: the training tasks or the held-out ones."""
         return self.train if request.has_train_task else self.eval
 
     def task_id(self, request: PlayRequest) -> str:
-        """Return Id of the request's task."""
+        """Return the id of the request's task."""
         return self.tasks(request).ids[request.task_index]

@@ -49,7 +49,7 @@ class LoggedSample:
 
     @property
     def key(self) -> Member:
-        """Return Its rollout."""
+        """Return ordinal, member and attempt of the sample's rollout."""
         return self.ordinal, self.member, self.attempt
 
 
@@ -78,13 +78,16 @@ def _place(member: Member) -> bytes:
 
 
 def merged(parts: Sequence[TokenLog]) -> TokenLog:
-    """Return the log of a step of which every rank has a part."""
+    """Return the log of a step of which every rank has a part, with all samples in order."""
     samples = sorted((each for part in parts for each in part.samples), key=lambda each: each.sample)
     return replace(parts[0], samples=tuple(samples))
 
 
 def encode_token_log(log: TokenLog) -> bytes:
-    """Return the object: a mark, the sha256 of what follows, a `TokenLog`. CapacityError if it would be too large."""
+    """Encode a log for the store: a mark, the sha256 of what follows, a `TokenLog`.
+
+    CapacityError if it is too large.
+    """
     body = token_log_pb2.TokenLog(
         run_uid=log.run_uid,
         step=log.step,
@@ -145,7 +148,7 @@ def decode_token_log(data: bytes, *, where: str) -> TokenLog:
 
 
 def _samples(message: token_log_pb2.TokenLog, where: str) -> tuple[LoggedSample, ...]:
-    """Return the samples, which fill the columns exactly."""
+    """Return the samples of a message; CorruptObjectError unless they fill the columns exactly."""
     if len(message.logprobs) != 2 * len(message.entropies) or len(message.entropies) % 2:
         raise _corrupt(where, (len(message.logprobs), len(message.entropies)), "bytes are not columns of one length")
     logprobs = column_from_bytes(message.logprobs, "<f4", where)
@@ -182,7 +185,7 @@ def _samples(message: token_log_pb2.TokenLog, where: str) -> tuple[LoggedSample,
 
 
 def samples_by_part(log: TokenLog, rollout: Rollout) -> list[LoggedSample | None]:
-    """Return the log of each token sequence of a rollout; None for one without a sample in the batch.
+    """Return for each token sequence of a rollout its sample in the log; None for one without a sample in the batch.
 
     A batch has the sequences in their order, each cut, and leaves out those of which nothing sampled is left then.
     """
@@ -224,8 +227,9 @@ _TAUGHT = "how a teacher's scores came about"
 
 
 def scored_digest(rollout: Rollout) -> str:
-    """Return hex sha256 over what is scored: ids, masks and log-probs of every sample, each with its length, and the
-    hint.
+    """Return the sha256 (hex) of what a teacher scores: each sample's ids, mask and log-probs, and the demonstration.
+
+    The length of each sample is covered, too.
     """
     whole = hashlib.sha256()
     for sample in rollout.samples:
@@ -240,10 +244,11 @@ def scored_digest(rollout: Rollout) -> str:
 def encode_scores(
     samples: Sequence[Sample], scores: Sequence[Float32Array], taught: Sequence[Taught | None] | None = None
 ) -> bytes:
-    """Return the object: a mark, the sha256 of what follows, the size of a JSON list, the list, then the columns.
+    """Encode a teacher's scores for the store.
 
-    The list has for each sample what `taught` says, null where another model is the teacher, as it is by default. The
-    columns are float32 little-endian, one after the other; the size is a uint32.
+    It is a mark, the sha256 of what follows, the size of a JSON list (uint32), the list, then the columns
+    (float32), one after the other; numbers are little-endian. The list has for each sample what `taught` has, null
+    where another model is the teacher, as it is by default. CorruptObjectError if a column does not fit its sample.
     """
     for index, (sample, column) in enumerate(zip(samples, scores, strict=True)):
         _check(sample, column, where=f"scores[{index}]")
@@ -270,7 +275,10 @@ def with_scores(rollout: Rollout, data: bytes, *, where: str) -> Rollout:
 
 
 def decode_scores(data: bytes, *, where: str) -> tuple[list[Taught | None], Float32Array]:
-    """Return what an object says of each sample, and its columns, float32 [tokens]; CorruptObjectError if damaged."""
+    """Decode a teacher's scores: how each sample was scored, and all columns, float32 [tokens].
+
+    CorruptObjectError if damaged.
+    """
     head, body = data[:_SCORES_HEAD_BYTES], data[_SCORES_HEAD_BYTES:]
     if head != _SCORES_MAGIC + hashlib.sha256(body).digest():
         raise _scores_corrupt(where, f"{len(data)} bytes", "is damaged: its sha256 does not hold")

@@ -126,7 +126,7 @@ class RoleSpan:
 
 
 def _equal_fields(left: object, right: object) -> bool:
-    """Return field-wise equality of two dataclass instances of one class, with arrays compared by dtype and content."""
+    """Return whether two instances of one dataclass have equal fields; arrays are compared by dtype and content."""
     for item in fields(left):  # pyright: ignore[reportArgumentType] - both are dataclass instances
         a, b = getattr(left, item.name), getattr(right, item.name)
         if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
@@ -198,7 +198,7 @@ class Sample(_TokenColumns):
 
     @property
     def unrewarded_turns(self) -> tuple[TurnReward, ...]:
-        """Return Its runs of sampled tokens, each as a turn that earned nothing."""
+        """Return the sample's runs of sampled tokens, each as a turn with the reward 0."""
         ends = np.flatnonzero(np.diff(self.loss_mask.astype(np.int8), append=0) == -1) + 1
         return tuple(TurnReward(end=int(end), reward=0.0) for end in ends)
 
@@ -213,7 +213,10 @@ class Sample(_TokenColumns):
         return max((span.version for span in self.policy_spans), default=None)
 
     def mean_version(self, num_tokens: int) -> float | None:
-        """Mean policy version of the sampled tokens among the first `num_tokens`; None when no span is known."""
+        """Return the mean policy version of the sampled tokens among the first `num_tokens`.
+
+        None when no span is known.
+        """
         sampled = self.loss_mask[:num_tokens]
         counts = [np.count_nonzero(sampled[span.start : span.end]) for span in self.policy_spans]
         if not sum(counts):
@@ -283,13 +286,14 @@ class Rollout:
 
     @property
     def agent_traces(self) -> tuple[Trace, ...]:
-        """Return Its traces; where one agent did everything, a single one of no name."""
+        """Return the rollout's traces; where one agent did everything, a single one without a name."""
         return self.traces or (Trace(agent="", reward=self.reward, num_samples=len(self.samples)),)
 
     def penalised(self, penalty: float, *, has_turns: bool = False) -> "Rollout":
-        """Return the rollout with a lower reward of every trace; of turns with rewards the last one bears it.
+        """Return a copy with `penalty` taken off the reward, off that of every trace, and off that of the last turn.
 
-        `has_turns`: turns of others of its group have rewards, so its own have earned 0 where none has one.
+        A rollout without turn rewards has no turn to take it off. With `has_turns`, another rollout of the
+        group has turn rewards, and the turns of one without any count as 0 each.
         """
         traces = tuple(replace(trace, reward=trace.reward - penalty) for trace in self.traces)
         samples = list(self.samples)
@@ -314,18 +318,16 @@ class Rollout:
 
     @property
     def earned_turns(self) -> tuple[tuple[TurnReward, ...], ...] | None:
-        """Return the turns of each sample with their rewards; None if these do not sum to the rollout's reward.
+        """Return the turns of each sample with their rewards; None if these do not add up to the rollout's reward.
 
-        A turn that nobody gave a reward has earned 0.
+        A turn without a reward has earned 0.
         """
         turns = tuple(sample.turns or sample.unrewarded_turns for sample in self.samples)
         return turns if add_up([turn.reward for own in turns for turn in own], self.reward) else None
 
     @property
     def rewritten_turn(self) -> int | None:
-        """Return the first turn, from 1, whose prompt did not begin with all tokens before it.
-
-        None if every turn's did.
+        """Return the first turn, from 1, whose prompt did not begin with all tokens before it; None if there is none.
 
         Turns are counted within a trace.
         """
@@ -338,7 +340,7 @@ class Rollout:
 
     @property
     def is_environment_failure(self) -> bool:
-        """Return whether the environment itself failed, and not engines, workers, stores or restarts."""
+        """Return whether the rollout failed because of its environment, not of engines, workers, stores or restarts."""
         is_blameless = self.status in (RolloutStatus.OK, RolloutStatus.CANCELLED, RolloutStatus.ENGINE_LOST)
         return not is_blameless and not (self.error is not None and self.error.is_infrastructure)
 
@@ -420,8 +422,9 @@ def reaches(reward: float, threshold: float) -> bool:
 
 
 def add_up(parts: Sequence[float], total: float) -> bool:
-    """Return whether parts are those of a whole but for rounding, that of float32 too, relative to the largest of
-    them all.
+    """Return whether `parts` sum to `total` but for rounding, that of float32 included.
+
+    The tolerance is relative to the largest of them all.
     """
     scale = max([abs(total), *(abs(part) for part in parts)])
     return abs(sum(parts) - total) <= _TOLERANCE * scale

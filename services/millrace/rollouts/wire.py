@@ -73,16 +73,20 @@ def purpose_from_wire(value: int) -> Purpose:
 
 
 def encode_rollout(rollout: Rollout) -> bytes:
-    """Serialize a rollout of a worker; these bytes are what the log stores and hashes.
+    """Serialize a rollout that came from a worker; these bytes are what the log stores and hashes.
 
-    Its fields are validated, because the env-server fills some in. Its samples were when they came in.
+    `CorruptObjectError` if a field is invalid: the env-server fills some in. Samples were checked when they came
+    in.
     """
     _validate_fields(rollout)
     return _to_proto(rollout).SerializeToString(deterministic=True)
 
 
 def decode_rollout(data: bytes) -> Rollout:
-    """Parse and validate what `encode_rollout` made; array columns are read-only views of `data`'s parts."""
+    """Parse a rollout of `encode_rollout`; `CorruptObjectError` if it is invalid.
+
+    Columns are read-only views of `data`.
+    """
     message = decode_message(
         rollout_pb2.Rollout,
         data,
@@ -95,9 +99,10 @@ def decode_rollout(data: bytes) -> Rollout:
 
 
 def encode_archive(rollouts: Iterable[Rollout]) -> bytes:
-    """Return a `RolloutArchive` in order of ordinal, attempt, member, zstd-compressed (level 3), of decoded rollouts.
+    """Return a zstd-compressed (level 3) `RolloutArchive`, in order of ordinal, attempt and member.
 
-    `CorruptObjectError` if it would be larger than what `decode_archive` reads.
+    The rollouts were decoded, and are not checked anew. `CorruptObjectError` if the archive would be larger than
+    what `decode_archive` reads.
     """
     ordered = sorted(rollouts, key=lambda r: (r.ordinal, r.attempt, r.member))
     archive = rollout_pb2.RolloutArchive(rollouts=[_to_proto(rollout) for rollout in ordered])
@@ -126,7 +131,7 @@ def decode_archive(data: bytes) -> list[Rollout]:
 
 
 def _max_archive_bytes(packed: bytes) -> int:
-    """Return the largest size of an archive: a few bytes must not become gigabytes."""
+    """Return the largest size to which these compressed bytes may expand: a few bytes must not become gigabytes."""
     return min(MAX_ARCHIVE_BYTES, max(_SMALL_ARCHIVE_BYTES, _MAX_EXPANSION * len(packed)))
 
 
@@ -151,7 +156,7 @@ def _to_proto(rollout: Rollout) -> rollout_pb2.Rollout:
 
 
 def rollout_from_proto(message: rollout_pb2.Rollout) -> Rollout:
-    """Return the rollout of a protobuf message, validated."""
+    """Return the rollout of a message; `CorruptObjectError` unless it keeps every rule of rollout.proto."""
     if message.status not in STATUS_FROM_WIRE:
         raise _corrupt("status", message.status, "is not a known RolloutStatus")
     values: dict[str, Any] = {name: getattr(message, name) for name in _SAME}
@@ -177,7 +182,10 @@ def truncation_to_wire(truncation: Truncation) -> rollout_pb2.Truncation | None:
 
 
 def truncation_from_wire(message: rollout_pb2.Rollout | rollout_pb2.OwnSampling | batch_pb2.SampleEntry) -> Truncation:
-    """Return the truncation of a message; `CorruptObjectError` if there is no such one."""
+    """Return the truncation of a message, the full distribution without one.
+
+    `CorruptObjectError` if it is out of range.
+    """
     if not message.HasField("truncation"):
         return FULL
     found = message.truncation
@@ -200,7 +208,7 @@ def own_sampling_to_wire(ranges: Sequence[OwnSampling]) -> list[rollout_pb2.OwnS
 
 
 def own_sampling_from_wire(messages: Iterable[rollout_pb2.OwnSampling]) -> tuple[OwnSampling, ...]:
-    """Return the ranges of messages; `CorruptObjectError` for a truncation that there is not."""
+    """Return the ranges of messages; `CorruptObjectError` for a truncation that is out of range."""
     return tuple(
         OwnSampling(start=each.start, end=each.end, temperature=each.temperature, truncation=truncation_from_wire(each))
         for each in messages
@@ -208,7 +216,7 @@ def own_sampling_from_wire(messages: Iterable[rollout_pb2.OwnSampling]) -> tuple
 
 
 def own_sampling_problem(ranges: Sequence[OwnSampling], num_tokens: int) -> str:
-    """Return the problem of ranges of a sample of so many tokens, or ""."""
+    """Return what is wrong with the ranges of a sample of `num_tokens` tokens; empty if nothing is."""
     end = 0
     for number, each in enumerate(ranges):
         if not end <= each.start < each.end <= num_tokens:
@@ -227,7 +235,7 @@ def validate_rollout(rollout: Rollout) -> None:
 
 
 def _validate_fields(rollout: Rollout) -> None:
-    """Check all but what is in the samples."""
+    """Raise `CorruptObjectError` if a field of a rollout breaks a rule; its samples are not looked at."""
     if not rollout.run_uid:
         raise _corrupt("run_uid", rollout.run_uid, "is empty")
     if rollout.group_size < 1 or not 0 <= rollout.member < rollout.group_size:
@@ -261,7 +269,7 @@ def _validate_fields(rollout: Rollout) -> None:
 
 
 def _validate_traces(rollout: Rollout) -> None:
-    """Check that each sample belongs to one trace, and that failed rollouts have none."""
+    """Raise `CorruptObjectError` unless each sample belongs to one trace; failed rollouts must have no trace."""
     if not rollout.traces:
         return
     if rollout.status is not RolloutStatus.OK:
@@ -275,10 +283,10 @@ def _validate_traces(rollout: Rollout) -> None:
 
 
 def validate_sample(sample: Sample, *, where: str, needs_spans: bool) -> None:
-    """Check columns and spans of one sample.
+    """Raise `CorruptObjectError` if columns, spans, ranges or turns of a sample are invalid; `where` names it.
 
-    Spans must cover every sampled token when there are any, and must be there for training samples: staleness is
-    counted by them. (An evaluation against an external endpoint cannot know the version.)
+    Spans must cover every sampled token when there are any, and must be there if it `needs_spans`, as for training:
+    staleness is counted by them. (An evaluation against an external endpoint cannot know the version.)
     """
     length = sample.num_tokens
     if length < 1:
@@ -317,8 +325,9 @@ def validate_sample(sample: Sample, *, where: str, needs_spans: bool) -> None:
 
 
 def _validate_turns(sample: Sample, *, where: str) -> None:
-    """Check that turns ascend, that each ends after a sampled token and the last one after all, and that rewards are
-    finite.
+    """Raise `CorruptObjectError` unless turns ascend, each ends after a sampled token, and the last one after all.
+
+    Their rewards must be finite.
     """
     end = 0
     for number, turn in enumerate(sample.turns):
@@ -332,13 +341,13 @@ def _validate_turns(sample: Sample, *, where: str) -> None:
 
 
 def check_column(column: np.ndarray, dtype: type[np.generic], length: int, where: str) -> None:
-    """Raise unless `column` is one-dimensional, of `dtype`, with `length` items."""
+    """Raise `CorruptObjectError` unless `column` is one-dimensional, of `dtype`, with `length` items."""
     if column.dtype != np.dtype(dtype) or column.shape != (length,):
         raise _corrupt(where, f"{column.dtype}{list(column.shape)}", f"is not {np.dtype(dtype)}[{length}]")
 
 
 def check_masked(loss_mask: np.ndarray, inference_logprobs: np.ndarray, *, where: str) -> None:
-    """Raise unless the mask is 0/1 and log-probs are finite, and 0 where the mask is 0."""
+    """Raise `CorruptObjectError` unless the mask is 0/1 and log-probs are finite, and 0 where the mask is 0."""
     # Counts are what numpy does fastest of short arrays: worker, env-server and orchestrator check every rollout once.
     if loss_mask.size and int(np.maximum.reduce(loss_mask)) > 1:
         raise _corrupt(f"{where}.loss_mask", int(loss_mask.max()), "is neither 0 nor 1")
@@ -349,7 +358,10 @@ def check_masked(loss_mask: np.ndarray, inference_logprobs: np.ndarray, *, where
 
 
 def column_from_bytes(data: bytes, dtype: str, where: str) -> np.ndarray:
-    """Return a read-only view of little-endian column bytes; `dtype` is `<i4`, `u1` or `<f4`."""
+    """Return a read-only view of a column's little-endian bytes.
+
+    `CorruptObjectError` if they are no whole number of items. `dtype` is `<i4`, `u1`, `<f4` or `<f2`.
+    """
     item_size = np.dtype(dtype).itemsize
     if len(data) % item_size:
         raise _corrupt(where, f"{len(data)} bytes", f"is no multiple of {item_size}")

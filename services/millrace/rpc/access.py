@@ -72,7 +72,7 @@ Find = Callable[[str], AcceptedToken | None]
 
 
 def denied() -> UnauthenticatedError:
-    """Return the one answer to callers without the right to call, which tells neither the reason nor what exists."""
+    """Return the one error for callers without the right to call, which names neither the reason nor what exists."""
     return UnauthenticatedError(
         "a valid bearer token is required",
         reason="UNAUTHENTICATED",
@@ -81,7 +81,7 @@ def denied() -> UnauthenticatedError:
 
 
 def read_only() -> PermissionDeniedError:
-    """Return the answer to a caller whose token is accepted, but for reading."""
+    """Return the error for a caller whose token may only read."""
     return PermissionDeniedError(
         "this token may only read: its line in the server's tokens file says access=read",
         reason="READ_ONLY_TOKEN",
@@ -90,7 +90,7 @@ def read_only() -> PermissionDeniedError:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches what listens on `host`."""
+    """Return whether a listener on `host` is reached from this machine only."""
     name = host.strip("[]")
     if name == "localhost":
         return True
@@ -151,10 +151,10 @@ class ServerAccess:
         return cls.of(Settings.from_env(os.environ if environ is None else environ))
 
     def require_safe(self, address: str, kinds: Iterable[str], *, field: str = "MILLRACE_LISTEN") -> None:
-        """Raise InvalidSpecError if a server for these kinds of callers must not listen on `address` with these
-        settings.
+        """Raise InvalidSpecError if a server for these kinds of callers must not listen on `address`.
 
-        `field` is the setting that holds the address, for the message.
+        It must not beyond loopback without TLS and tokens, unless MILLRACE_INSECURE allows it. `field` is the
+        setting that holds the address, for the message.
         """
         host, _ = parse_address(address)
         if self.is_insecure or is_loopback(host):
@@ -177,7 +177,10 @@ class ServerAccess:
             )
 
     def admit(self, method: str, metadata: Sequence[tuple[str, str | bytes]]) -> Grant:
-        """Admit a gRPC call, or raise `denied()` or `read_only()`; certificates were checked before, if demanded."""
+        """Return the grant for a gRPC call, or raise `denied()` or `read_only()`.
+
+        Certificates were checked before, if demanded.
+        """
         if method.startswith(_HEALTH):
             return _free()
         if method.startswith(_PUBLIC_PACKAGE):
@@ -193,7 +196,11 @@ class ServerAccess:
         return grant
 
     def admit_http(self, path: str, authorization: str | None) -> Grant:
-        """Let an HTTP request in, or raise `denied()` or `read_only()`."""
+        """Return the grant for an HTTP request to `path`, or raise `denied()` or `read_only()`.
+
+        `authorization` is the header's value. /health needs no token, and nothing does where this process
+        demands none.
+        """
         has_mtls = self.tls is not None and self.tls.client_ca is not None
         for_scrapers = self.metrics_tokens if path == METRICS_PATH else None
         # Without any secret on this server there is nothing to check. Health is open always: load balancers have no
@@ -214,22 +221,25 @@ class ServerAccess:
         return grant
 
     def admit_metrics(self, authorization: str | None) -> Grant:
-        """Admit a reader of the metrics of a service without an HTTP API, or raise `denied()`.
+        """Return the grant for a reader of the metrics of a service without an HTTP API, or raise `denied()`.
 
-        Env workers may not read them.
+        Every kind of token will do but that of env workers.
         """
         ways = [file.find for file in (self.metrics_tokens, self.worker_tokens, self.tokens) if file is not None]
         return _granted(ways, [] if authorization is None else [authorization]) if ways else _free()
 
     def _admit(self, kinds: Sequence[str], authorizations: Sequence[str]) -> Grant:
-        """Return each kind that has a file of tokens is a way in; without any there is nothing to show."""
+        """Return the grant if a token is accepted by the file of one of the kinds, else raise `denied()`.
+
+        Where none of the kinds has a file, every call is granted.
+        """
         files = {PUBLIC: self.tokens, WORKER: self.worker_tokens}
         ways = [tokens.find for kind in kinds if (tokens := files[kind]) is not None]
         return _granted(ways, authorizations) if ways else _free()
 
 
 def _granted(ways: Sequence[Find], authorizations: Sequence[str]) -> Grant:
-    """Return the grant if one of the ways accepts the token; without a way nobody is admitted."""
+    """Return the grant if one of the `ways` accepts the bearer token in the header's values, else raise `denied()`."""
     token = _bearer(authorizations)
 
     def find() -> AcceptedToken | None:
@@ -276,7 +286,10 @@ class ClientAccess:
 
     @classmethod
     def internal(cls, settings: Settings) -> Self:
-        """Return the access of calls between the services."""
+        """Return the access of calls between the services.
+
+        InvalidSpecError names the variable and file that is wrong.
+        """
         path = settings.worker_token_file
         secret = None if path is None else SecretFile(Path(path), field="MILLRACE_WORKER_TOKEN_FILE").read
         return cls(tls=_client_files(settings), secret=secret, is_insecure=settings.insecure)
@@ -344,7 +357,7 @@ def _require_pair(settings: Settings) -> None:
 
 
 def _bearer(authorizations: Sequence[str]) -> str:
-    """Return the token, or a text that no token equals."""
+    """Return the token in the header's values; empty, which equals no token, unless there is just one."""
     if len(authorizations) != 1 or not authorizations[0].lower().startswith(_SCHEME):
         return ""
     return authorizations[0][len(_SCHEME) :].strip()

@@ -117,7 +117,7 @@ async def call(
     waits_on: str = "",
     quiet_s: float = QUIET_S,
 ) -> Any:
-    """Call a unary method of a stub; raises classes of `millrace.errors`.
+    """Call a unary method of a stub with a deadline and return its answer; raise classes of `millrace.errors`.
 
     `to` says in words who is called ("the orchestrator at host:port"), for messages when it cannot be reached;
     `waits_on` names the component for `run why`, where the call shows itself once it lasts longer than `quiet_s`.
@@ -135,10 +135,10 @@ async def call(
 
 
 def _require_cancelled(to: str) -> None:
-    """Raise UnavailableError unless this task itself was cancelled, and with it the call.
+    """Raise UnavailableError unless this task itself was cancelled; called where a call to `to` was cancelled.
 
-    gRPC cancels a call also where another task has closed the channel under it. Who took that for a cancellation of
-    its own would end without a word.
+    gRPC cancels a call also where another task has closed its channel, and a task that took that for its own
+    cancellation would end without a word.
     """
     task = asyncio.current_task()
     if task is not None and not task.cancelling():
@@ -152,9 +152,9 @@ def _require_cancelled(to: str) -> None:
 async def stream(
     method: Callable[..., Any], request: object, *, timeout_s: float | None = None, to: str = ""
 ) -> AsyncIterator[Any]:
-    """Iterate over the responses of a server-streaming method; raises classes of `millrace.errors`.
+    """Yield the responses of a server-streaming method; raise classes of `millrace.errors`.
 
-    Without `timeout_s` it lives as long as the server talks: the server must send heartbeats. Close it with
+    Without `timeout_s` it lives as long as the server sends: the server must send heartbeats. Close it with
     `contextlib.aclosing` when leaving early, which cancels the call.
     """
     responses = method(request, timeout=timeout_s, metadata=_metadata())
@@ -194,7 +194,10 @@ class RotatingChannel(grpc.aio.Channel):
         self._closing: set[asyncio.Task[None]] = set()
 
     def _now(self) -> grpc.aio.Channel:
-        """Return the channel to call over. Files that are wrong leave it as it is, until they change again."""
+        """Return the channel to call over, a new one if the files have changed.
+
+        Wrong files leave the old one in use.
+        """
         stamp = self._stamp()
         if stamp != self._seen:
             self._seen = stamp
@@ -241,7 +244,7 @@ class RotatingChannel(grpc.aio.Channel):
         await self.close()
 
     async def close(self, grace: float | None = None) -> None:
-        """Close the current channel and those before it."""
+        """Close the current channel and those that it replaced."""
         old, self._old = self._old, []
         for channel in [*old, self._current]:
             await channel.close(grace)

@@ -55,13 +55,13 @@ class HealthBoard:
         self._entries.setdefault(name, _Entry(False, reason, was_serving=False))
 
     def set_ready(self, name: str) -> None:
-        """Let the name serve from now on, if it makes the progress that is demanded of it."""
+        """Mark a known name as ready: it serves from now on, if it makes the progress that is demanded of it."""
         entry = self._entry(name)
         entry.is_ready, entry.reason = True, ""
         self.is_serving(name)
 
     def set_unready(self, name: str, reason: str) -> None:
-        """Let the name stop serving; the reason is for the log."""
+        """Mark a known name as not ready; the reason is for the log."""
         entry = self._entry(name)
         entry.is_ready, entry.reason = False, reason
         self.is_serving(name)
@@ -147,7 +147,10 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """Yield the health of one name now and at every change, until the server drains."""
+        """Yield the health of one name now and at every change, until the server drains.
+
+        An unknown name is SERVICE_UNKNOWN.
+        """
         last: int | None = None
         is_over = False
         while not is_over:

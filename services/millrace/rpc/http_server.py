@@ -85,7 +85,10 @@ class HttpServer:
     async def start(
         cls, app: Any, host: str, port: int, *, tls: ServerFiles | None, bounds: HttpBounds, field: str
     ) -> Self:
-        """Serve the ASGI application; UnavailableError, naming the variable `field`, if the address cannot be bound."""
+        """Serve the ASGI application at an address, and return the running server.
+
+        UnavailableError, naming the variable `field`, if the address cannot be bound.
+        """
         server = cls(app, _listen(host, port, field=field), tls=tls, bounds=bounds)
         # What `uvicorn.Server.serve` does, without its sockets and its signal handlers.
         server._uvicorn.lifespan = server._config.lifespan_class(server._config)
@@ -97,7 +100,7 @@ class HttpServer:
         return server
 
     async def stop(self) -> None:
-        """Accept nothing more, give answers on their way `shutdown_s`, then close every connection."""
+        """Accept nothing more, wait `shutdown_s` for answers on their way, then close every connection."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -149,7 +152,10 @@ class HttpServer:
         return [connection for connection in self._open if not connection.is_busy]
 
     def _note(self, connection: "_Connection", is_open: bool) -> None:
-        """Note that a connection has ended or waits for its next request, which puts it last."""
+        """Note that a connection has ended or, if it `is_open`, waits for its next request.
+
+        It is replaced last then.
+        """
         if connection in self._open:
             del self._open[connection]
             if is_open:
@@ -179,7 +185,7 @@ class _Connection(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def begin(self, link: socket.socket, context: Any) -> None:
-        """Take the accepted socket over; the first header's time begins."""
+        """Take the accepted socket over, with TLS if there is a `context`; the time for the first header begins."""
         self._cut_in(self.bounds.request_s)
         if self.bounds.exchange_s is not None:
             self._end = self.loop.call_later(self.bounds.exchange_s, self.cut)
@@ -260,7 +266,7 @@ class _Connection(HttpToolsProtocol):
 
 
 def _report(task: asyncio.Task[None]) -> None:
-    """Report the end of the task, without which nothing new would be served."""
+    """Log the error with which a task of the server ended, without which nothing new is served."""
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("an HTTP server has broken down", exc_info=error)
 

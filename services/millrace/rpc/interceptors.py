@@ -56,7 +56,11 @@ def request_id_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
 
 @contextlib.asynccontextmanager
 async def _guarded(method: str, request_id: str, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-    """Log the call, and turn what its handler raises into a status."""
+    """Log the call of the block, and end it with a status where its handler raises.
+
+    A class of `millrace.errors` is sent as it is; anything else is a defect, of which the caller gets the request
+    id alone.
+    """
     began = time.monotonic()
 
     def fields(code: str, **more: Any) -> dict[str, Any]:
@@ -102,7 +106,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Wrap the handler of one call."""
+        """Return the method's handler, wrapped: calls are logged, and errors become a status.
+
+        A malformed request is refused. None for an unknown method.
+        """
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler  # unknown method: gRPC answers UNIMPLEMENTED
@@ -127,7 +134,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
 @dataclass(frozen=True, slots=True)
 class _Malformed:
-    """Stands for a request that does not decode. gRPC would answer what its deserializer raises with UNKNOWN."""
+    """In place of a request that does not decode: gRPC would answer what its deserializer raises with UNKNOWN."""
 
     error: InvalidSpecError
 
@@ -144,7 +151,7 @@ def _typed(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | Non
 
 
 def _formed(request: Any) -> Any:
-    """Return the request; malformed bytes or values raise here, where they become a status."""
+    """Return the request; raise InvalidSpecError if its bytes or values are malformed, of a stream at each message."""
     if isinstance(request, _Malformed):
         raise request.error
     check_request(request)
@@ -196,7 +203,7 @@ class DefaultDeadline(grpc.aio.UnaryUnaryClientInterceptor):
     async def intercept_unary_unary(
         self, continuation: Callable[..., Any], client_call_details: Any, request: Any
     ) -> Any:
-        """Set the deadline if there is none."""
+        """Continue the call, with the default deadline if it has none."""
         if client_call_details.timeout is None:
             client_call_details = client_call_details._replace(timeout=self._timeout_s)
         return await continuation(client_call_details, request)
@@ -290,7 +297,10 @@ class Gate(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Ask for the token, then find the handler."""
+        """Return the method's handler if the call's token is accepted, else one that refuses the call.
+
+        A stream of answers is ended once its token is not accepted any more.
+        """
         metadata = tuple(handler_call_details.invocation_metadata or ())
         method: str = handler_call_details.method
         request_id = request_id_of(metadata)
@@ -311,7 +321,7 @@ class Gate(grpc.aio.ServerInterceptor):
 
 
 def _refusal(error: MillraceError, method: str, request_id: str) -> grpc.RpcMethodHandler:
-    """End calls of every arity without reading a message."""
+    """Return a handler for calls of every arity that ends them with the error, without reading a message."""
 
     async def refuse(_: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         fields = {"method": method, "reason": error.reason, "peer": context.peer(), "request_id": request_id}
@@ -351,7 +361,7 @@ class ShowTokenUnary(grpc.aio.UnaryUnaryClientInterceptor):
     async def intercept_unary_unary(
         self, continuation: Callable[..., Any], client_call_details: Any, request: Any
     ) -> Any:
-        """Add the header."""
+        """Continue the call with the current token in its metadata."""
         return await continuation(_with_token(client_call_details, self._access), request)
 
 
@@ -364,5 +374,5 @@ class ShowTokenStream(grpc.aio.UnaryStreamClientInterceptor):
     async def intercept_unary_stream(
         self, continuation: Callable[..., Any], client_call_details: Any, request: Any
     ) -> Any:
-        """Add the header."""
+        """Continue the call with the current token in its metadata."""
         return await continuation(_with_token(client_call_details, self._access), request)

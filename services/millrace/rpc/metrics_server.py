@@ -46,10 +46,10 @@ T = TypeVar("T")
 async def metrics_server(
     address: str | None, registry: CollectorRegistry, *, access: ServerAccess | None = None
 ) -> AsyncIterator[int]:
-    """Serve the registry while the block runs; the value is the port. Without an address nothing is served (port 0).
+    """Serve the registry at `GET /metrics` while the block runs; the value is the port, 0 without an address.
 
-    `access` is by default that of this process's variables. InvalidSpecError if the address needs protection that is
-    not set up, UnavailableError if it cannot be bound.
+    `access` is by default that of this process's variables. InvalidSpecError if the address needs protection that
+    is not set up, UnavailableError if it cannot be bound.
     """
     if address is None:
         yield 0
@@ -133,7 +133,7 @@ def _app(registry: CollectorRegistry, access: ServerAccess, loop: asyncio.Abstra
 
 
 async def _on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of work on the event loop of another thread."""
+    """Run work on the event loop of another thread, and return its result."""
     try:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
     finally:

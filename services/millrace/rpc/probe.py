@@ -20,9 +20,9 @@ from millrace.telemetry.settings import parse_address
 
 
 def probe(address: str, service: str = "", *, timeout_s: float = 3.0, access: ClientAccess | None = None) -> bool:
-    """Return whether the service serves.
+    """Ask a server whether the service, or without one its process, serves.
 
-    UnavailableError if nobody answers, NotFoundError if the server does not know it.
+    UnavailableError if nobody answers, NotFoundError if the server does not know the service.
     """
     with _open(address, ClientAccess.internal_from_environ() if access is None else access) as channel:
         request = health_pb2.HealthCheckRequest(service=service)
@@ -46,7 +46,7 @@ def _open(address: str, access: ClientAccess) -> grpc.Channel:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m millrace.rpc.probe", description="Ask a server for its health.")
     parser.add_argument("address", help="host:port")
     parser.add_argument("service", nargs="?", default="", help="full service name; the process itself if absent")

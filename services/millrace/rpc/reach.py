@@ -1,7 +1,7 @@
 """Where a server of this process listens, and under which address others reach it.
 
 A wildcard (`0.0.0.0`, `[::]`) is every interface of both families, as it is to gRPC: to a plain socket `0.0.0.0` is
-those of IPv4 alone, and where a cluster has IPv6 only nobody would reach it. Hosts stand in addresses and URLs as
+those of IPv4 alone, and where a cluster has IPv6 only nobody would reach it. Hosts are in addresses and URLs as
 `parse_address` takes them, those of IPv6 in brackets; sockets and other programs take them bare.
 """
 
@@ -81,11 +81,11 @@ def _has_ipv6() -> bool:
 
 
 def worker_slot(place: str) -> str:
-    """Return `host7/127.0.0.1:50052`: this host, and what one process at a time can have there, such as a port or
-    directory.
+    """Return the slot of a worker, such as `host7/127.0.0.1:50052`: this host and `place`.
 
-    Servers give the address under which others reach them, so containers with one host name do not collide. An empty
-    place gives no slot: then a successor is another worker, and its predecessor is missed only when its lease ends.
+    `place` is what one process at a time can have on the host: the address under which others reach a server, so
+    that containers with one host name do not collide, or a directory. An empty place, or port 0, gives an empty
+    slot: then a successor is another worker, and its predecessor is missed only when its lease ends.
     """
     is_none = not place or place.endswith(":0")  # port 0 is whatever was free: nobody's place
     return "" if is_none else f"{socket.gethostname()}/{place}"
@@ -118,7 +118,7 @@ SOCKET_OPTIONS: list[tuple[int, int, int]] = [
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Let the kernel probe a connection."""
+    """Have the kernel probe a connection, so that a peer that is gone is noticed within about 30 s."""
     for level, option, value in SOCKET_OPTIONS:
         connection.setsockopt(level, option, value)
 

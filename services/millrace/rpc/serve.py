@@ -72,10 +72,11 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
 
 
 def _as_text(record: logging.LogRecord) -> bool:
-    """Make the line's text at once, so that its record holds nothing but that.
+    """Replace a log record's arguments by its text, and let it pass: a filter.
 
-    A server that was never started is itself an argument of the line that gRPC logs at DEBUG while it frees the server
-    (`AioServer.__dealloc__` of grpcio 1.85). A handler that keeps the record would free it once more: SIGSEGV.
+    A server that was never started is itself an argument of the line that gRPC logs at DEBUG while it frees the
+    server (`AioServer.__dealloc__` of grpcio 1.85). A handler that keeps the record would free it once more:
+    SIGSEGV.
     """
     record.msg, record.args = record.getMessage(), ()
     return True
@@ -159,7 +160,7 @@ async def serve(
 def _add_services(
     server: grpc.aio.Server, register: Register, board: HealthBoard, draining: asyncio.Event
 ) -> Sequence[str]:
-    """Add the servicers, whose names are returned, and health and reflection for them."""
+    """Add the servicers, and health and reflection for them; return their full names."""
     names = register(server, draining)
     for name in names:
         board.add(name)
@@ -169,7 +170,7 @@ def _add_services(
 
 
 async def _start_health(address: str, servicer: HealthServicer) -> grpc.aio.Server:
-    """Return the server for probes without TLS: it tells the health and nothing else."""
+    """Start a server without TLS that answers health checks and nothing else, and return it."""
     server = grpc.aio.server(options=SERVER_OPTIONS)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     _add_port(server, address, None, field="MILLRACE_HEALTH_LISTEN")
@@ -178,7 +179,11 @@ async def _start_health(address: str, servicer: HealthServicer) -> grpc.aio.Serv
 
 
 def _bind(server: grpc.aio.Server, address: str, access: ServerAccess, names: Sequence[str]) -> int:
-    """Bind and return the port; the error says what holds the port and what helps."""
+    """Bind the server's address and return the port.
+
+    InvalidSpecError if the address is malformed or needs protection that is not set up, UnavailableError if it
+    cannot be bound.
+    """
     try:
         parse_address(address)
     except ValueError as error:
@@ -205,7 +210,10 @@ def _add_port(server: grpc.aio.Server, address: str, credentials: grpc.ServerCre
 
 
 def _why_not(host: str, port: int) -> str | None:
-    """Return the system's error for binding the address, which gRPC writes to its own log only."""
+    """Return the system's error for binding an address, which gRPC writes to its own log only.
+
+    None if it can be bound.
+    """
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, where = found[0]
@@ -219,7 +227,10 @@ def _why_not(host: str, port: int) -> str | None:
 
 
 def _install_signals(stopping: asyncio.Event) -> list[signal.Signals]:
-    """Make SIGTERM and SIGINT set `stopping`, and the next one exit at once; returns the signals taken."""
+    """Have SIGTERM and SIGINT set `stopping`, and the next one exit at once; return these signals.
+
+    None are taken on another thread than the main one.
+    """
     if threading.current_thread() is not threading.main_thread():
         return []  # only the main thread can take signals; its owner stops us by the event
 
@@ -300,11 +311,11 @@ class RegisteredWorker:
         drain: Callable[[], Awaitable[None]] = _nothing,
         beside: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
     ) -> None:
-        """Serve until it is asked to stop. Raises what the orchestrator refuses for good, and any error of `beside`.
+        """Serve until it is asked to stop; raise what the orchestrator refuses for good, and any error of `beside`.
 
         `leave` is called as soon as it is asked to stop, `drain` once load balancers have looked away. Without
-        `register` nobody calls this worker: it registers no address, and its server, if the settings have an address
-        for one, only tells its health. `beside` runs meanwhile.
+        `register` nobody calls this worker: it registers no address, and its server, if the settings have an
+        address for one, only answers health checks. `beside` runs meanwhile.
         """
 
         async def drain_and_announce() -> None:
@@ -336,7 +347,10 @@ class RegisteredWorker:
         *,
         handle_signals: bool,
     ) -> None:
-        """Run the server until its end. A worker without calls and without an address has none, and only waits."""
+        """Run the server until it has stopped.
+
+        Without `register` and an address there is none, and only the stop is awaited.
+        """
         if register is None and self._settings.listen is None:
             await self.stopping.wait()
             await before_stop()
@@ -367,7 +381,10 @@ class RegisteredWorker:
         self._find(worker_slot(self._worker.address))
 
     def _find(self, slot: str) -> None:
-        """Take the slot, which says where this worker runs: now it can register."""
+        """Set the slot, and make the agent that registers this worker, if there is an orchestrator.
+
+        It has started then.
+        """
         self._worker.slot = slot
         if self._settings.orchestrator is not None:
             self._agent = WorkerAgent(
@@ -381,7 +398,7 @@ class RegisteredWorker:
         self._started.set()
 
     async def _stay_registered(self) -> None:
-        """Send heartbeats until this worker is gone."""
+        """Register and send heartbeats until this worker is gone; at once over without an orchestrator."""
         await self._started.wait()
         if self._agent is None:
             return
@@ -394,7 +411,7 @@ class RegisteredWorker:
             raise RuntimeError("the worker agent was cancelled, though nobody ended this worker") from None
 
     async def _leave(self, leave: Callable[[], Awaitable[None]]) -> None:
-        """Report to the orchestrator at once that this worker leaves, so that its work goes to others."""
+        """Wait for the stop, call `leave`, and report at once to the orchestrator that this worker leaves."""
         await self.stopping.wait()
         await leave()
         if self._agent is not None:

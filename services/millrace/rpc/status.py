@@ -56,7 +56,7 @@ class CallStatus(Protocol):
 
 
 def to_status(error: MillraceError, *, request_id: str = "") -> status_pb2.Status:
-    """Return the error as a `google.rpc.Status`."""
+    """Return the error as a `google.rpc.Status`; long texts and lists are cut to the bounds of this module."""
     entries = list(error.metadata.items())[:MAX_METADATA_ENTRIES]
     metadata = {_cut(key, MAX_VALUE_CHARS): _cut(value, MAX_METADATA_CHARS) for key, value in entries}
     metadata[_CLASS] = type(error).__name__ if type(error).__name__ in _CLASSES else _BY_CODE[error.code].__name__
@@ -124,7 +124,7 @@ def to_text(error: MillraceError) -> str:
 
 
 def from_text(text: str, *, what: str, reason: str) -> MillraceError:
-    """Return the error that `to_text` has written; CorruptObjectError with `reason` if it is none."""
+    """Return the error in a text of `to_text`; CorruptObjectError, with `what` and `reason`, if it holds none."""
     return from_status(decode_message(status_pb2.Status, base64.b64decode(text), what=what, reason=reason))
 
 
@@ -159,10 +159,10 @@ def _ours(
 
 
 def from_rpc_error(error: grpc.RpcError, *, to: str = "", timeout_s: float | None = None) -> MillraceError:
-    """Return the error of a failed call, whether a handler raised it or the transport did.
+    """Return a failed call's error as a class of `millrace.errors`, whether a handler raised it or the transport did.
 
-    `to` says in words who was called ("the orchestrator at host:port") and `timeout_s` the call's deadline; both are
-    for the message.
+    `to` says in words who was called ("the orchestrator at host:port") and `timeout_s` the call's deadline; both
+    are for the message.
     """
     if not isinstance(error, CallStatus):
         return errors.InternalError(
@@ -175,10 +175,7 @@ def from_rpc_error(error: grpc.RpcError, *, to: str = "", timeout_s: float | Non
 
 
 def _details(error: CallStatus) -> status_pb2.Status | None:
-    """Return the status that came beside the code.
-
-    None for a foreign or broken one: code and message are right without.
-    """
+    """Return the status in a failed call's trailing metadata; None if there is none, or it cannot be decoded."""
     trailing = getattr(error, "trailing_metadata", tuple)() or ()
     for key, value in trailing:
         if key == _DETAILS and isinstance(value, bytes):
@@ -192,7 +189,10 @@ def _details(error: CallStatus) -> status_pb2.Status | None:
 
 
 def _foreign(code: str, details: str, *, to: str = "", timeout_s: float | None = None) -> MillraceError:
-    """Return whether no Millrace handler made a status: it is from gRPC itself, or from another server."""
+    """Return the error for a status that no handler of Millrace made: it is from gRPC itself, or from another server.
+
+    `code` is the status code's name, `details` its message; `to` and `timeout_s` are for the error's message.
+    """
     who = to or "the server"
     match code:
         case "DEADLINE_EXCEEDED":

@@ -18,7 +18,7 @@ from millrace.errors import InvalidSpecError, Violation
 logger = logging.getLogger(__name__)
 
 SYSTEM_CA = Path("system")
-"""Stands for the certificates that the system trusts."""
+"""In place of a file: the certificates that the system trusts."""
 
 Stamp = tuple[object, ...]
 
@@ -41,7 +41,10 @@ class ServerFiles:
         server_context(self)
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Return credentials that read the files at every handshake; InvalidSpecError if they are wrong now."""
+        """Return credentials that follow the files, which are read again at a handshake.
+
+        InvalidSpecError if they are wrong now.
+        """
         self.check()
         seen = self.stamp()
 
@@ -110,7 +113,10 @@ def server_context(files: ServerFiles) -> ssl.SSLContext:
 
 
 def rotating_server_context(files: ServerFiles) -> ssl.SSLContext:
-    """Return `server_context`, which at every handshake becomes the context of the current files."""
+    """Return a context of an HTTP server that follows the files: at every handshake it takes the current ones.
+
+    InvalidSpecError if they are wrong now; wrong ones later are logged, and the last good ones stay.
+    """
     current, seen = server_context(files), files.stamp()
 
     def choose(connection: Any, _: str | None, __: ssl.SSLContext) -> None:
@@ -156,7 +162,7 @@ def client_context(files: ClientFiles) -> ssl.SSLContext:
 
 
 def stamp_of(*paths: Path | None) -> Stamp:
-    """Return a value that differs when the files have changed."""
+    """Return a value that differs when one of the files has changed; None among the paths counts as no file."""
 
     def one(path: Path | None) -> object:
         try:

@@ -7,8 +7,8 @@ Two kinds of file, both mounted secrets:
     a secret file of a bearer       the token itself, one per line; the first is sent, and where the file is also what
                                     a server accepts (the workers' token), all of them are accepted
 
-A file that is missing or unreadable later on accepts nobody; a malformed line is left out and said in the log (without
-its content, which may be a token that somebody pasted there).
+A file that is missing or unreadable later on accepts nobody; a malformed line is left out and logged (without its
+content, which may be a token that somebody pasted there).
 """
 
 import base64
@@ -66,10 +66,7 @@ def new_token() -> str:
 
 
 def token_digest(token: str) -> bytes:
-    """Return the digest that servers keep of a token.
-
-    A caller may show any bytes, which HTTP headers carry as lone surrogates.
-    """
+    """Return the sha256 of a token, which is what servers keep; any bytes of a header will do, as lone surrogates."""
     return hashlib.sha256(token.encode(errors="surrogateescape")).digest()
 
 
@@ -94,7 +91,7 @@ def token_line(token: str, name: str, *, expires: datetime | None = None, may_wr
 
 
 def parse_line(text: str) -> AcceptedToken:
-    """Return one line of a tokens file; ValueError says what is wrong, without showing the line."""
+    """Parse one line of a tokens file; ValueError says what is wrong, without showing the line."""
     match = _LINE.fullmatch(text.strip())
     if match is None:
         raise ValueError(
@@ -130,7 +127,7 @@ def parse_duration(text: str) -> timedelta:
 
 
 def parse_secret(text: str) -> str:
-    """Return the token itself; ValueError says what is wrong, without showing it."""
+    """Return `text` if it is a well-formed token; ValueError says what is wrong, without showing it."""
     if not MIN_TOKEN_CHARS <= len(text) <= MAX_TOKEN_CHARS or not _TOKEN.fullmatch(text):
         raise ValueError(
             f"must be a token of at least {MIN_TOKEN_CHARS} letters, digits or ._~+/=-; `millrace token new` makes one"
@@ -158,7 +155,10 @@ class WatchedFile(Generic[T]):
         self._items = items
 
     def items(self) -> tuple[T, ...]:
-        """Return the current lines of the file; none while it is missing."""
+        """Return the current lines of the file, parsed, without malformed ones, which are logged.
+
+        None while it is missing.
+        """
         if self._is_settled and self._stamp == _stamp(self.path):
             return self._items
         items, wrong = self._read()
@@ -174,7 +174,7 @@ class WatchedFile(Generic[T]):
         return items
 
     def _read(self) -> tuple[tuple[T, ...], list[str]]:
-        """Return the good lines, and what is wrong with the others; remembers the stamp of what it read."""
+        """Read the file; return the lines that parse, and what is wrong with the others. Keeps the file's stamp."""
         self._stamp, self._is_settled = _stamp(self.path), False
         try:
             with self.path.open("rb") as file:
@@ -218,7 +218,10 @@ class TokensFile:
         self._clock = clock
 
     def find(self, token: str) -> AcceptedToken | None:
-        """Return the accepted token, or None: unknown or expired. Every line is compared, in constant time."""
+        """Return what the file says of a token; None if it is unknown or expired.
+
+        Every line is compared, in constant time.
+        """
         return _match(token_digest(token), self._file.items(), now=self._clock())
 
 
@@ -231,12 +234,12 @@ class WorkersFile:
         self._file = WatchedFile(path, parse_secret, field=field)
 
     def find(self, token: str) -> AcceptedToken | None:
-        """Return the accepted token, or None."""
+        """Return the accepted token if `token` is a line of the file; else None."""
         accepted = [AcceptedToken(digest=token_digest(item), name="worker") for item in self._file.items()]
         return _match(token_digest(token), accepted, now=0.0)
 
     def find_engine(self, token: str) -> AcceptedToken | None:
-        """Return the accepted token of an env worker, or None."""
+        """Return the accepted token if `token` is that of an env worker (`engine_tokens`); else None."""
         accepted = [AcceptedToken(digest=token_digest(one), name="env worker") for one in self.engine_tokens()]
         return _match(token_digest(token), accepted, now=0.0)
 

@@ -1,4 +1,4 @@
-"""A worker's connection to the orchestrator: register, report, be told what to do, and survive its restarts.
+"""A worker's connection to the orchestrator: register, report, get assignments, and survive its restarts.
 
 Used by env-server, inference and trainer. Heartbeats are level-triggered: each reply says everything that the worker
 shall do, so a lost one costs one interval and nothing else. A worker whose work begins with an assignment (the trainer)
@@ -83,7 +83,7 @@ class Silence:
     """What the last attempt met, in words."""
 
     def describe(self) -> str:
-        """Describe for people who it is, for how long, and what follows from it."""
+        """Describe the silence for people: of which orchestrator, for how long, and what follows from it."""
         who = f"the orchestrator at {self.orchestrator}"
         if self.is_over:
             return f"{who} answers again after {self.seconds:.0f} s of silence"
@@ -145,7 +145,7 @@ class WorkerAgent:
         return float("inf") if self._last_contact is None else time.monotonic() - self._last_contact
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Register and send heartbeats until `stopping`; raises what the orchestrator refuses for good."""
+        """Register and send heartbeats until `stopping` is set; raise what the orchestrator refuses for good."""
         if self._gpus is not None:
             self._gpus.start()
         try:
@@ -161,7 +161,7 @@ class WorkerAgent:
         self._wake.set()
 
     async def heartbeat_now(self, *, timeout_s: float) -> bool:
-        """Send a heartbeat at once, made after this call, and wait for its answer; False if none came in time."""
+        """Have a heartbeat sent at once, made after this call, and wait for its answer; False if none came in time."""
         self._num_asked += 1
         mine = self._num_asked
         self._wake.set()
@@ -211,9 +211,9 @@ class WorkerAgent:
         logger.info("registered", extra=fields)
 
     async def _heartbeat(self, stub: WorkerServiceStub, *, is_urgent: bool) -> HeartbeatResponse | None:
-        """Return the answer to one heartbeat.
+        """Send a heartbeat and return its answer.
 
-        None if another heartbeat was requested at once while the orchestrator held it.
+        None if another one was requested while the orchestrator held the answer. An urgent one is not held.
         """
         hold_s = min(self._interval_s, self._rpc_timeout_s / 2) if self._is_held and not is_urgent else 0.0
 
@@ -237,9 +237,10 @@ class WorkerAgent:
             return HeartbeatResponse(register_again=True)
 
     async def _until_answered(self, what: str, method: Callable[..., Any], make: Callable[[], Any]) -> Any:
-        """Call until the orchestrator answers; each attempt sends a fresh request.
+        """Call until the orchestrator answers, and return the answer; `make` makes a request for each attempt.
 
-        Visible as a wait, with one log line when it begins and one when it ends, however long it lasts.
+        It is visible as a wait, with one log line when it begins and one when it ends, however long it lasts.
+        Raises what the orchestrator refuses for good.
         """
         answer, failure = await self._attempt(method, make())
         if failure is None:
@@ -265,14 +266,14 @@ class WorkerAgent:
         return answer
 
     def _tell(self, seconds: float, *, is_over: bool, problem: str) -> None:
-        """Send the message to the worker, and log it in any case."""
+        """Call `on_silence`, and log the silence in any case."""
         silence = Silence(orchestrator=self._address, seconds=seconds, is_over=is_over, problem=problem)
         logger.warning(silence.describe())
         if self._on_silence is not None:
             self._on_silence(silence)
 
     async def _attempt(self, method: Callable[..., Any], request: Any) -> tuple[Any, MillraceError | None]:
-        """Return the answer, or the error for which one tries again; raises the others."""
+        """Call once; return the answer, or the error after which to try again; raise an error for good."""
         try:
             # `_until_answered` registers the wait, over all attempts.
             answer = await call(method, request, timeout_s=self._rpc_timeout_s, to=self._to, quiet_s=math.inf)
@@ -349,10 +350,7 @@ def gpu_to_proto(gpu: GpuUse) -> worker_service_pb2.GpuUse:
 
 
 def gpus_from_proto(messages: Sequence[worker_service_pb2.GpuUse]) -> list[GpuUse]:
-    """Return the GPUs that a worker reports, `MAX_GPUS` at most.
-
-    A number that cannot be is as one that is not there.
-    """
+    """Return the GPUs that a worker reports, `MAX_GPUS` at most; a number out of range becomes None."""
     return [
         GpuUse(
             index=each.index,

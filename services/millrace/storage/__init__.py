@@ -1,4 +1,4 @@
-"""Object store: one synchronous protocol, a local directory and any S3-compatible server behind it."""
+"""Object store: one synchronous protocol, for a local directory and for any S3-compatible server."""
 
 from millrace.storage.base import ObjectInfo, ObjectStore
 from millrace.storage.opening import open_store

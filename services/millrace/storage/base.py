@@ -38,10 +38,11 @@ class ObjectStore(Protocol):
         ...
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write an object only if the key is free; False if it exists. Exactly one of many racing callers gets True.
+        """Write an object only if the key is free; return False if it exists.
 
-        A create whose answer was lost and that is found to be stored with equal bytes counts as ours: callers that
-        need *one* winner put something unique (a nonce) into the bytes.
+        Exactly one of many racing callers gets True. A create whose answer was lost and that is found to be
+        stored with equal bytes counts as ours: callers that need *one* winner put something unique (a nonce)
+        into the bytes.
         """
         ...
 
@@ -90,9 +91,10 @@ class ObjectStore(Protocol):
 
 
 def check_key(key: str) -> str:
-    """Return `key` if it is a legal object key (`decoding.require_key`), else raise.
+    """Return `key` if it is a legal object key (`decoding.require_key`), else raise InvalidSpecError.
 
-    A key must not be a directory of another one ("a" and "a/b"): a filesystem cannot hold both.
+    A key must not be a directory of another one ("a" and "a/b"): a filesystem cannot hold both. That is not checked
+    here.
     """
     try:
         return require_key(key, what="key")
@@ -103,7 +105,7 @@ def check_key(key: str) -> str:
 
 
 def require_size(size_bytes: int, max_bytes: int, *, key: str, uri: str) -> None:
-    """Raise CorruptObjectError if an object is larger than its reader takes into memory."""
+    """Raise CorruptObjectError if an object of `size_bytes` is larger than its reader takes (`max_bytes`)."""
     if size_bytes > max_bytes:
         raise CorruptObjectError(
             f"object {uri} has {size_bytes} bytes, and at most {max_bytes} are read of what has its name",
@@ -114,7 +116,7 @@ def require_size(size_bytes: int, max_bytes: int, *, key: str, uri: str) -> None
 
 
 def require_range(data: bytes, start: int, length: int, *, key: str, uri: str) -> bytes:
-    """Return the bytes that were read from `start`; CorruptObjectError if the object ends before all of them."""
+    """Return `data`, which was read from `start`; CorruptObjectError if it is not `length` bytes long."""
     if len(data) != length:
         raise CorruptObjectError(
             f"object {uri} ends before byte {start + length}",
@@ -136,7 +138,7 @@ def cannot_carry_runs(where: str, problem: str) -> InvalidStateError:
 
 
 def check_prefix(prefix: str) -> str:
-    """Return `prefix` if it may be listed: empty, or the beginning of a legal key."""
+    """Return `prefix` if it may be listed: empty, or the beginning of a legal key; else raise InvalidSpecError."""
     if prefix:
         check_key(prefix + "x" if prefix.endswith("/") else prefix)
     return prefix
@@ -168,18 +170,15 @@ def revision_of(key: str) -> int:
 
 
 def newest_revision(store: ObjectStore, key: str) -> str:
-    """Return the key that counts for a commit point: of its newest successor, or its own if it has none (blocking).
+    """Return the key that counts for a commit point: that of its newest revision in the store (blocking).
 
-    The object need not exist: then the key is its own.
+    It is the commit point's own if nothing is stored. `key` may be that of any revision.
     """
     return find_newest(store, key) or revision_key(key, 0)
 
 
 def find_newest(store: ObjectStore, key: str) -> str | None:
-    """Find `newest_revision` of the existing objects in one request.
-
-    None if neither the commit point nor a successor exists.
-    """
+    """Return the key of the newest stored revision of a commit point, in one request; None if none is stored."""
     first = revision_key(key, 0)
     directory, slash, name = first.rpartition("/")
     stem = f"{directory}{slash}{_match(name, key)['stem']}."
@@ -205,7 +204,7 @@ def next_revision(store: ObjectStore, key: str) -> str:
 
 
 def with_checksum(raw: Mapping[str, Any]) -> bytes:
-    """Return canonical JSON of an object (sorted keys, no spaces, no NaN) with a checksum over the rest of it."""
+    """Encode an object as canonical JSON (sorted keys, no spaces, no NaN), with a checksum over all other fields."""
     rest = {name: value for name, value in raw.items() if name != _CHECKSUM}
     return _canonical({**rest, _CHECKSUM: hashlib.sha256(_canonical(rest)).hexdigest()})
 

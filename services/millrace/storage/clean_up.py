@@ -1,8 +1,8 @@
 """Removing what nobody needs, which never fails the work before it, and bounded, visible retries (blocking).
 
 Every clean-up goes through here. What cannot be removed stays: a warning names it with the reason, it is counted
-(`millrace_removals_failed_total`), and who asks again before its pause is over is told so at once. The pauses grow from
-a minute to an hour. What has to be gone, so that a work can go on, is not removed here: its error is that work's.
+(`millrace_removals_failed_total`), and it is not tried again before a pause is over. The pauses grow from a minute to
+an hour. What has to be gone, so that a work can go on, is not removed here: its error is that work's.
 """
 
 import logging
@@ -28,9 +28,11 @@ TEMPORARY = "temporary files"
 
 
 def remove(path: Path, *, what: str) -> Leftover | None:
-    """Remove a file, or a directory with all that is in it; return what is known of it if it stays.
+    """Remove a file, or a directory with all that is in it; return None, or a record of it if it stays.
 
-    One that is not there is gone. Of a directory everything is removed that can be. `what` is a kind of things.
+    It never raises an OSError: a failure is logged and counted, as one of a `what` (a kind of things), and nothing
+    is tried again before a pause is over. What does not exist counts as removed. Of a directory all is removed that
+    can be.
     """
     name = str(path)
     if (paused := LEFTOVERS.is_paused(name)) is not None:
@@ -44,7 +46,11 @@ def remove(path: Path, *, what: str) -> Leftover | None:
 
 
 def delete(store: ObjectStore, key: str, *, what: str) -> Leftover | None:
-    """Delete an object; return what is known of it if it stays. `what` is a kind of things."""
+    """Delete an object; return None, or a record of it if it stays.
+
+    It never raises for the store: a failure is logged and counted, as one of a `what` (a kind of things), and
+    nothing is tried again before a pause is over.
+    """
     name = store.uri(key)
     if (paused := LEFTOVERS.is_paused(name)) is not None:
         return paused
@@ -59,7 +65,7 @@ def delete(store: ObjectStore, key: str, *, what: str) -> Leftover | None:
 class TemporaryDirectory:
     """A directory that lives as long as this object, or the block that it opens; its end raises nothing.
 
-    That of the standard library may raise at its end, also where it is told to ignore errors.
+    That of the standard library may raise at its end, also with `ignore_cleanup_errors`.
     """
 
     def __init__(self, *, prefix: str, directory: Path | None = None) -> None:
@@ -97,7 +103,7 @@ def _remove_tree(path: Path) -> None:
 
 
 def _why(error: OSError, path: Path) -> str:
-    """Return the answer as text; of a directory also the first file in it that stays."""
+    """Return the system's words for an error; of a directory also the first file in it that stays."""
     first = next((Path(at, files[0]) for at, _, files in os.walk(path) if files), None)
     return f"{error.strerror or error}" + (f" ({first} stays)" if first is not None else "")
 
@@ -139,9 +145,10 @@ class RetryPolicy:
     max_attempts: int = 12
 
     def run(self, what: str, where: str, attempt: Callable[[int], T]) -> T:
-        """Call `attempt(number)` until it returns; `UnavailableError` naming `where` when the policy is exhausted.
+        """Call `attempt(number)`, from 0, until it raises no TransientError, and return its result.
 
-        The whole time is one wait, whose reason says what failed last.
+        When the policy is exhausted, raise the last error's `final`, else UnavailableError naming the operation
+        `what` and the store `where`. The whole time is one wait, whose reason has the last error.
         """
         began = time.monotonic()
         number, failing_since = 0, math.inf

@@ -188,7 +188,10 @@ class LocalStore:
         *,
         needed_bytes: int,
     ) -> None:
-        """Write a temporary file, then publish it under its name; FileExistsError is passed on."""
+        """Write a temporary file by `write`, then give it its name by `publish`.
+
+        A full disk is tried again for a while. FileExistsError of `publish` is passed on.
+        """
         path = self._path(key)
 
         def attempt(_: int) -> None:
@@ -246,9 +249,9 @@ class LocalStore:
 
 
 def _entries(directory: Path, base: str) -> list[tuple[str, bool]]:
-    """Return (name, is_directory) in S3's order of keys: a directory sorts as its name with a slash.
+    """Return (name, is_directory) of a directory in S3's order of keys: a directory sorts as its name with a slash.
 
-    What has a name that is no text is nobody's object.
+    `base` is the directory's key. Names that are no text are left out; a missing directory has no entries.
     """
     with io_errors(directory, "list"):
         try:
@@ -262,7 +265,7 @@ def _entries(directory: Path, base: str) -> list[tuple[str, bool]]:
 
 
 def _lock(file: BinaryIO) -> None:
-    """Lock the file as a sign that its writer lives; on a filesystem without locks, skip that."""
+    """Lock the file while it is open, as a sign that its writer lives; do nothing on a filesystem without locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
@@ -286,7 +289,7 @@ def sync(descriptor: int) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Make a new name durable. A directory that was pruned meanwhile holds no name to keep."""
+    """Make new names in a directory durable; do nothing if it was pruned meanwhile, because it holds no name then."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
@@ -316,7 +319,7 @@ def _info(key: str, stat: os.stat_result) -> ObjectInfo:
 
 
 def _copy(source: BinaryIO, target: BinaryIO) -> None:
-    """Copy a file to its end; it counts for the long work of the caller."""
+    """Copy a file to its end; the bytes are counted as progress of the caller's work."""
     with progress.tried() as count:
         while data := source.read(_COPY_BYTES):
             target.write(data)

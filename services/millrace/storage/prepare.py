@@ -21,7 +21,7 @@ _RETRY_S = 2.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m millrace.storage.prepare", description="Prepare the object store.")
     parser.add_argument("--create-bucket", action="store_true", help="create the bucket if it is missing")
     parser.add_argument("--timeout", type=float, default=_DEADLINE_S, metavar="SECONDS", help="default 120")
@@ -40,7 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _until_it_answers(store: S3Store, *, timeout_s: float) -> None:
-    """Create the bucket, trying again until the deadline while the server is not up yet."""
+    """Create the bucket if it is missing, trying again while the server is not up.
+
+    Raise its error after the deadline.
+    """
     ends = time.monotonic() + timeout_s
     # unregistered wait: a command of its own, which prints what it waits for
     while True:

@@ -52,7 +52,7 @@ T = TypeVar("T")
 CONNECT_TIMEOUT_S = 10.0  # also for every block of a body that is sent
 READ_TIMEOUT_S = 20.0  # between two packets, not for a whole object
 _SLOWEST_BYTES_PER_S = 64 << 10  # a download below that, over its first minute and after, is given up and begun again
-_NOT_URGENT_S = 5.0  # of retries: others wait behind it, and it may be done another time
+_NOT_URGENT_S = 5.0  # of retries: other work waits for it, and it may be done another time
 _MAX_CONNECTIONS = 32
 _MULTIPART_BYTES = 64 << 20
 COPY_BYTES = 64 << 10  # small, so that a trickle is noticed
@@ -74,9 +74,7 @@ class _Counted(BaseSubscriber):
 
 @functools.cache
 def _descriptions() -> Loader:
-    """Return what botocore has read about S3 and its endpoints, which takes longer than all else that a client
-    needs.
-    """
+    """Return the loader of botocore's data about S3, shared because reading them takes longest of a client's start."""
     return botocore.session.Session().get_component("data_loader")
 
 
@@ -315,9 +313,10 @@ class S3Store:
         return data.getvalue()
 
     def _receive(self, found: Any) -> Iterator[bytes]:
-        """Yield the body of an answer in pieces.
+        """Yield the body of an answer in pieces, and close it.
 
-        Raises TransientError if it is not as long as its header promised, or slower than `_SLOWEST_BYTES_PER_S`.
+        Raises TransientError if it is not as long as its header promised, or slower than
+        `_SLOWEST_BYTES_PER_S`.
         """
         size_bytes, count = self._said(found, "ContentLength"), 0
         ends = time.monotonic() + ATTEMPT_S + size_bytes / _SLOWEST_BYTES_PER_S
@@ -350,7 +349,7 @@ class S3Store:
             token = {"ContinuationToken": self._said(page, "NextContinuationToken")}
 
     def _said(self, answer: dict[str, Any], field: str) -> Any:
-        """Return a field of an answer that S3 always gives; InvalidStateError from a server that leaves it out."""
+        """Return a field of an answer that S3 always has; InvalidStateError from a server that leaves it out."""
         if field not in answer:
             if "Body" in answer:
                 answer["Body"].close()  # unread: nobody else may use the connection
@@ -362,7 +361,10 @@ class S3Store:
         return ObjectInfo(key=key, size_bytes=self._said(answer, size), modified=modified)
 
     def _takes_host_names(self, error: BaseException) -> bool:
-        """Return whether a server wants the bucket as a host name, which is done from now on."""
+        """Reconnect with the bucket as a host name if an error shows that the server wants that.
+
+        Return whether it does. Once at most, and never where the addressing is given.
+        """
         if not self._may_change_addressing or not isinstance(error, ClientError):
             return False
         if error_code(error) not in VIRTUAL_ONLY:
@@ -372,7 +374,7 @@ class S3Store:
         return True
 
     def _say_why(self, error: ClientError) -> NoReturn:
-        """Raise what a HEAD failed with; its answer is a bare status, and that of another request says more."""
+        """Raise the error of a HEAD, or where that is a bare status, the error of a listing, which has a reason."""
         if error_code(error).isdecimal():
             self.client.list_objects_v2(Bucket=self._bucket, MaxKeys=1)
         raise error
@@ -385,7 +387,11 @@ class S3Store:
     def _run(
         self, action: str, key: str, attempt: Callable[[int], T], *, is_read: bool = False, is_urgent: bool = True
     ) -> T:
-        """Run with retries, few if it is not urgent; what is left over becomes one of our errors."""
+        """Return what `attempt` returns, tried again as the policy says, for `_NOT_URGENT_S` if it is not urgent.
+
+        Errors of the client become ours. With `is_read` an absent object is NotFoundError, else it means a
+        missing bucket.
+        """
         where, uri = self.describe(), self.uri(key)
         what = f"{action} {uri}"
 

@@ -83,7 +83,7 @@ _EXPECTED_REGION = re.compile(r"(?:expecting|expected|region should be)\W+([\w-]
 
 
 def is_unconditional(error: ClientError) -> bool:
-    """Return whether a server says of a conditional write that it knows none, rather than that this one failed."""
+    """Return whether a server says that it has no conditional writes, rather than that this one failed."""
     code, status = error_code(error), http_status(error)
     if status == 501 or code in ("NotImplemented", "501"):
         return True
@@ -93,8 +93,9 @@ def is_unconditional(error: ClientError) -> bool:
 def translate(
     error: BaseException, what: str, *, where: str, bucket: str, uri: str = ""
 ) -> MillraceError | TransientError:
-    """Return the error to raise for one failed attempt at `what`; `uri` names the object where its absence is an
-    answer.
+    """Return the error to raise for a failed attempt at `what`: TransientError where another attempt may help.
+
+    `uri` names the object of a read; where it is empty, a missing object means that the bucket is missing.
     """
     if isinstance(error, ClientError):
         return _answered(error, what, where=where, bucket=bucket, uri=uri)
@@ -210,7 +211,7 @@ def _skewed(error: ClientError, what: str, *, where: str, metadata: dict[str, st
 
 
 def _expected_region(error: ClientError) -> str:
-    """Return the region that the server names; empty if it names none."""
+    """Return the region that the server's answer names for the bucket; empty if it names none."""
     headers = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
     said = error.response.get("Error", {})
     found = _EXPECTED_REGION.search(str(said.get("Message", "")))

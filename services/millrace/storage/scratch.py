@@ -84,10 +84,7 @@ def owned_directory(purpose: str, *, parent: Path | None = None) -> Iterator[Pat
 
 
 def sweep(parent: Path) -> None:
-    """Remove the directories in `parent` whose owners are dead.
-
-    One without a lock is left, because it was not made here.
-    """
+    """Remove the directories in `parent` whose owners are dead; those without a lock file are not ours, and stay."""
     for path in [*parent.glob(f"{_PREFIX}*/{_LOCK}"), *_forsaken(parent)]:
         with contextlib.suppress(OSError):  # somebody owns it, or removes it
             lock = _open_own(path)
@@ -101,7 +98,7 @@ def sweep(parent: Path) -> None:
 
 
 def _forsaken(parent: Path) -> Iterator[Path]:
-    """Yield locks in directories whose makers died before they named them."""
+    """Yield the locks of directories that their makers, which died, have not named yet."""
     for path in parent.glob(f"{_FRESH}*/{_LOCK}"):
         with contextlib.suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > _FRESH_S:
@@ -109,8 +106,9 @@ def _forsaken(parent: Path) -> Iterator[Path]:
 
 
 def _open_own(path: Path) -> IO[str]:
-    """Return the lock, if it is a file of this user: where everybody may write, it might be a link to something
-    else.
+    """Open and return a lock file if it belongs to this user, else raise OSError.
+
+    Where everybody may write, it might be a link to something else.
     """
     file = os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "r+")
     found = os.fstat(file.fileno())
@@ -121,7 +119,7 @@ def _open_own(path: Path) -> IO[str]:
 
 
 def _remove(directory: Path, lock: IO[str]) -> bool:
-    """Remove a directory whose lock is held; whether it is gone.
+    """Remove a directory whose lock is held, and return whether it is gone.
 
     The lock is removed last, and closed before, as network file systems need it.
     """
@@ -181,7 +179,7 @@ def io_errors(
 
 
 def make_parent(path: Path, *, setting: str | None = STORE) -> None:
-    """Make the directory that a local file goes to; `setting` as in `io_errors`."""
+    """Create the directory that a local file goes to; raise as `io_errors` does, with the same `setting`."""
     with io_errors(path, "write", setting=setting):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -202,7 +200,7 @@ def key_is_directory(path: Path) -> ConflictError:
 def _full(
     path: Path, action: str, error: OSError, needed_bytes: int | None, setting: str | None
 ) -> CapacityError | InvalidStateError:
-    """Return the error for a full disk; one that is smaller than what it should take stays so."""
+    """Return the error for a full disk: CapacityError, or InvalidStateError if the disk can never be large enough."""
     free_bytes, free_files, all_bytes = _room(path)
     needed = "" if needed_bytes is None else f"{needed_bytes} bytes are needed, "
     files = ", and no file more fits" if free_files == 0 else ""

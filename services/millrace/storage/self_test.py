@@ -31,9 +31,10 @@ _Races = dict[str, dict[bytes, Future[bool]]]
 
 
 def require_tested(store: ObjectStore, *, prefix: str) -> Future[None]:
-    """Raise and return as `self_test`, unless this store has passed it under this address.
+    """Try the store out (`self_test`), unless a mark in it shows that it has passed before under this address.
 
-    That it has is kept under `prefix`, once all is known. Two that come at once both test it, which does no harm.
+    Raises InvalidStateError as `self_test` does, and returns a future that ends when the last answer was judged;
+    then the mark is written under `prefix`. Two that come at once both test it, which does no harm.
     """
     address = hashlib.sha256(store.describe().encode()).hexdigest()[:16]
     key = f"{prefix}/self-test/passed-{FORMAT}-{address}.json"
@@ -86,7 +87,10 @@ def _begin_race(store: ObjectStore, pool: ThreadPoolExecutor, key: str, writers:
 
 
 def _await_most(races: _Races) -> None:
-    """Wait for a winner of each race, and for the rest as long again, `_PATIENCE_S` at least."""
+    """Wait until each race has a winner, then for the other writers as long again, or until `_PATIENCE_S` have passed.
+
+    Raises the error of a writer.
+    """
     began = time.monotonic()
     writers = [writer for race in races.values() for writer in race.values()]
     for writer in as_completed(writers):
@@ -115,7 +119,7 @@ def _judge(store: ObjectStore, key: str, race: dict[bytes, Future[bool]]) -> boo
 
 
 def _write_alone(store: ObjectStore, key: str) -> None:
-    """Raise unless one writer after the other gets what it should, and a part of the object can be read."""
+    """Raise InvalidStateError unless a create of a free name wins, a second one does not, and a part can be read."""
     whole = b"alone"
     if not store.create(key, whole):
         raise cannot_carry_runs(store.describe(), "a create-only PUT (If-None-Match: *) of a free name was refused")
@@ -136,7 +140,10 @@ def _list_back(store: ObjectStore, base: str, written: list[str]) -> None:
 
 
 def _conclude(store: ObjectStore, races: _Races, written: list[str], passed: Callable[[], None] | None) -> None:
-    """Judge the races in which some writer was still waiting, then tidy up."""
+    """Wait for the writers that had not answered, judge their races, delete what was written, and call `passed`.
+
+    Raises InvalidStateError if a race has another outcome than one winner.
+    """
     try:
         for key, race in races.items():
             wait(race.values())
@@ -154,7 +161,7 @@ def _conclude(store: ObjectStore, races: _Races, written: list[str], passed: Cal
 
 
 def _clean_up(store: ObjectStore, written: list[str]) -> None:
-    """Delete what was written; that it cannot be is no reason to refuse a store, and must not hide one."""
+    """Delete what was written, until a deletion fails: that is no reason to refuse a store, and must not hide one."""
     for key in written:
         if delete(store, key, what="object of the self-test") is not None:
             return
