@@ -1,22 +1,39 @@
-"""Remembers a Ctrl-C that comes while the modules of a command are imported. This one imports next to nothing."""
+"""Remembers a Ctrl-C that Python would swallow. This module imports next to nothing: the others come after it."""
 
+import os
 import signal
+import sys
 import threading
 from types import FrameType
 
 remembered: list[signal.Signals] = []
+"""The signals that came before a command's event loop took them over, and those that it does not take over."""
+_AGAIN_S = 0.05  # the callback that swallowed it has returned by then; if it has not, this one is swallowed as well
 
 
 def listen_early() -> None:
-    """Remember Ctrl-C during imports from now on, in addition to raising it.
+    """Remember each Ctrl-C from now on, in addition to raising it, and raise it again where Python swallows it.
 
-    Python swallows a KeyboardInterrupt that meets a callback of its own (of a weak reference, of an import lock): it
-    prints "Exception ignored in …", and the command would go on as if nobody had asked it to end.
+    Python swallows a KeyboardInterrupt that meets a callback of its own (of a weak reference, of an import lock, of the
+    garbage collector): it prints "Exception ignored in …", and the command would go on as if nobody had asked it to
+    end.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, _note_early)
+        sys.unraisablehook = _raise_again
 
 
 def _note_early(number: int, frame: FrameType | None) -> None:
     remembered.append(signal.Signals(number))
     raise KeyboardInterrupt
+
+
+def _raise_again(swallowed: "sys.UnraisableHookArgs") -> None:
+    """Interrupt the main thread once more, soon, if what was swallowed is an interrupt; print every other error."""
+    if not issubclass(swallowed.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(swallowed)
+        return
+    # By a signal of its own, which a blocking call of the main thread notices, too.
+    again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), signal.SIGINT))
+    again.daemon = True
+    again.start()

@@ -186,8 +186,7 @@ class ForkServerClient:
         self._answers[number] = answer
         try:
             self._channel.send(message, list(files.values()))
-            async with asyncio.timeout(timeout_s):
-                said = await answer
+            said = await _taken(answer, timeout_s=timeout_s)
         except ValueError as error:
             raise ForkServerError(str(error)) from None
         except (OSError, TimeoutError) as error:
@@ -235,7 +234,24 @@ class ForkServerClient:
                 child = self._children[said["pid"]] = ForkedProcess(said["pid"])
                 said = {**said, "child": child}  # the caller may look only when its end has been heard of, too
                 if answer is None or answer.done():
-                    with contextlib.suppress(ProcessLookupError):  # nobody waits for it any more
-                        os.kill(child.pid, signal.SIGKILL)
+                    _kill_unwanted(said)
             if answer is not None and not answer.done():
                 answer.set_result(said)
+
+
+async def _taken(answer: asyncio.Future[Message], *, timeout_s: float) -> Message:
+    """Return an answer of the server; where it comes together with a cancellation or too late, end what was forked."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await answer
+    except BaseException:  # raised on
+        if answer.done() and not answer.cancelled():
+            _kill_unwanted(answer.result())
+        raise
+
+
+def _kill_unwanted(said: Message) -> None:
+    """Kill the process that an answer of the server names, if it names one: nobody waits for it any more."""
+    if "child" in said:
+        with contextlib.suppress(ProcessLookupError):
+            said["child"].send_signal(signal.SIGKILL)

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import random
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +33,8 @@ from millrace.telemetry import progress
 _TMP = ".tmp"
 _STALE_TMP_S = 60.0  # younger files may be between their creation and their lock
 _UNLOCKABLE_TMP_S = 24 * 3600.0  # on a filesystem without locks: no single write takes a day
-_MKDIR_ATTEMPTS = 16  # a concurrent delete may prune a directory between mkdir and link
+PRUNED_DEADLINE_S = 10.0  # a concurrent delete may prune a directory between mkdir and link, again and again
+_PRUNED_PAUSE_S = 0.02  # at most, between two tries
 _COPY_BYTES = 8 << 20
 
 
@@ -213,15 +215,7 @@ class LocalStore:
                 write(file)
                 file.flush()
                 sync(file.fileno())
-                for attempt in range(_MKDIR_ATTEMPTS):
-                    _make_directories(path.parent, self._root)
-                    try:
-                        publish(temporary, path)
-                        break
-                    except FileNotFoundError:
-                        if attempt + 1 == _MKDIR_ATTEMPTS:
-                            raise
-                _sync_directory(path.parent)
+                _publish_below(self._root, path, lambda: publish(temporary, path))
         finally:
             remove(temporary, what=TEMPORARY)  # what was published is published
 
@@ -298,6 +292,26 @@ def _sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _publish_below(root: Path, path: Path, publish: Callable[[], None]) -> None:
+    """Publish a file at `path` and make its name durable; make its directory again where others prune it meanwhile.
+
+    FileNotFoundError where that goes on for ten seconds.
+    """
+    deadline = time.monotonic() + PRUNED_DEADLINE_S
+    while True:
+        _make_directories(path.parent, root)
+        try:
+            publish()
+        except FileNotFoundError:
+            if time.monotonic() > deadline:
+                raise
+            # unregistered wait: milliseconds, for deletes of this directory by others, within a bound
+            time.sleep(random.uniform(0, _PRUNED_PAUSE_S))  # in no step with them, who may run at our every call
+        else:
+            _sync_directory(path.parent)
+            return
 
 
 def _make_directories(directory: Path, root: Path) -> None:

@@ -111,6 +111,33 @@ async def test_one_that_has_ended_before_its_start_is_heard_of_is_known(supervis
     assert is_forked(child) and await exit_code(child) == 7
 
 
+async def test_one_that_is_given_up_while_its_start_is_heard_of_is_ended(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    await exit_code(await supervisor.start(spec_of(tmp_path, "exit 0", name="first")))  # everything is loaded
+    server = supervisor.fork_server
+    assert server is not None
+    spec = spec_of(tmp_path, "sleep")
+    fork = server.fork(
+        GOOD, spec.argv, env=spec.env, marks={table.PROCESS_MARK: "given-up"}, files={}, timeout_s=WITHIN_S
+    )
+    forking = asyncio.create_task(fork)
+    await asyncio.sleep(0)  # it is asked for
+    began = time.monotonic()
+    while not table.marked("given-up", variable=table.PROCESS_MARK):
+        assert time.monotonic() - began < WITHIN_S
+        time.sleep(0.01)  # the event loop stands still: the answer is taken after this, and its taker woken after that
+    time.sleep(0.2)
+    for _ in range(2):
+        await asyncio.sleep(0)
+    forking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await forking
+    async with asyncio.timeout(WITHIN_S):
+        while table.marked("given-up", variable=table.PROCESS_MARK):
+            await asyncio.sleep(0.05)
+
+
 async def test_a_killed_one_is_known_by_its_signal(supervisor: Supervisor, tmp_path: Path) -> None:
     child = await supervisor.start(spec_of(tmp_path, "sleep"))
     await said(child)

@@ -1,4 +1,4 @@
-"""A Ctrl-C that Python swallows during imports still ends the command."""
+"""A Ctrl-C that Python swallows still ends the command."""
 
 import os
 import signal
@@ -71,3 +71,45 @@ def test_the_command_listens_before_its_imports(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 130, done.stderr
     assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize("where", ["finalizer", "weak reference", "collector"])
+def test_one_that_a_callback_swallows_ends_a_command_without_an_event_loop(where: str) -> None:
+    code = (
+        "import gc, os, signal, sys, time, weakref\n"
+        "from millrace.cli import main\n"
+        "class Held:\n"
+        "    pass\n"
+        "class Last(Held):\n"
+        "    def __del__(self):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "def work(*_, **__):\n"
+        f"    where = {where!r}\n"
+        "    held = Last() if where == 'finalizer' else Held()\n"
+        "    if where == 'weak reference':\n"
+        "        held.reference = kept = weakref.ref(held, lambda _: os.kill(os.getpid(), signal.SIGINT))\n"
+        "    if where == 'collector':\n"
+        "        gc.callbacks.append(lambda *_: gc.callbacks.clear() or os.kill(os.getpid(), signal.SIGINT))\n"
+        "        gc.collect()\n"
+        "    del held\n"
+        "    print('the command goes on', flush=True)\n"
+        "    time.sleep(60)\n"
+        "main.cli.main = work\n"
+        "sys.exit(main.main(['audit']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "the command goes on\n", done.stderr
+    assert done.returncode == 130 and "Traceback" not in done.stderr
+
+
+def test_other_errors_that_python_swallows_are_printed_as_ever() -> None:
+    code = (
+        "from millrace.cli.early_interrupts import listen_early\n"
+        "class Odd:\n"
+        "    def __del__(self):\n"
+        "        raise ValueError('odd')\n"
+        "listen_early()\n"
+        "Odd()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and "Exception ignored in" in done.stderr and "ValueError: odd" in done.stderr

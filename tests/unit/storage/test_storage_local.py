@@ -113,6 +113,57 @@ def test_delete_prunes_directories_while_others_write_there(tmp_path):
     assert list(store.list("")) == [] and not (tmp_path / "deep").exists()
 
 
+def test_a_directory_that_is_pruned_all_the_time_is_written_to(tmp_path):
+    store = LocalStore(tmp_path)
+    is_over = threading.Event()
+
+    def prune() -> None:
+        while not is_over.is_set():
+            store.delete("deep/er/nothing")
+
+    threads = [threading.Thread(target=prune) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        for number in range(40):
+            assert store.create(f"deep/er/{number}", b"x")
+            store.delete(f"deep/er/{number}")
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+    assert store.create("deep/er/0", b"x") and store.get("deep/er/0") == b"x"
+
+
+def test_a_directory_that_is_pruned_at_the_worst_moment_is_made_again(tmp_path, monkeypatch):
+    store, link = LocalStore(tmp_path), os.link
+    left = list(range(30))
+
+    def pruned(source, path) -> None:
+        if left:
+            left.pop()
+            os.rmdir(os.path.dirname(path))
+        link(source, path)
+
+    monkeypatch.setattr(os, "link", pruned)
+    assert store.create("deep/er/0", b"x") and not left
+
+
+def test_a_directory_that_does_not_stay_is_given_up_in_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "PRUNED_DEADLINE_S", 0.2)
+    store = LocalStore(tmp_path)
+
+    def gone(*_: object) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+    monkeypatch.setattr(os, "link", gone)
+    began = time.monotonic()
+    with pytest.raises(UnavailableError, match="No such file"):
+        store.create("deep/er/0", b"x")
+    assert 0.2 < time.monotonic() - began < 5
+    assert not list((tmp_path / ".tmp").iterdir()), "nothing is left of it"
+
+
 def test_a_put_file_of_a_missing_file_fails_as_such(tmp_path):
     with pytest.raises(UnavailableError, match="No such file"):
         LocalStore(tmp_path / "s").put_file("k", tmp_path / "nope")
