@@ -75,44 +75,29 @@ def decode_header(data: bytes) -> batch_pb2.BatchHeader:
     return header
 
 
-def closes_run(header: batch_pb2.BatchHeader) -> bool:
+def decode_link(data: bytes) -> batch_pb2.BatchLink:
+    """Parse a header as a link of its chain, without its samples and resolutions, which the chain hash covers.
+
+    `CorruptObjectError` if it is no header, or names what is no key.
+    """
+    what = f"a batch header of {len(data)} bytes"
+    link = decode_message(
+        batch_pb2.BatchLink, data, what=what, max_bytes=MAX_HEADER_BYTES, reason=_REASON, remedy=_REMEDY
+    )
+    _check_kind(link)
+    _check_keys(link)
+    return link
+
+
+def closes_run(header: batch_pb2.BatchHeader | batch_pb2.BatchLink) -> bool:
     """Return whether the header is a closing header, which records how the run ended and trains nothing."""
     return header.kind == batch_pb2.BATCH_KIND_CLOSE
 
 
 def check_header(header: batch_pb2.BatchHeader) -> None:
     """Raise `CorruptObjectError` unless the samples tile the chunks exactly and the counts add up."""
-    is_known = header.kind != batch_pb2.BATCH_KIND_UNSPECIFIED and header.kind in batch_pb2.BatchKind.values()
-    if not is_known or not header.run_uid:
-        raise _corrupt("kind, run_uid", (header.kind, header.run_uid), "must be set, to a kind that is known")
-    # Samples must fill each chunk from 0 on, in order: then no token is missing, shared or read twice.
-    filled = [0] * len(header.chunks)
-    last_chunk = 0
-    for index, entry in enumerate(header.samples):
-        where = f"samples[{index}]"
-        if not last_chunk <= entry.chunk < len(header.chunks):
-            raise _corrupt(f"{where}.chunk", entry.chunk, f"is not ascending below {len(header.chunks)}")
-        if entry.offset != filled[entry.chunk] or entry.length < 1:
-            raise _corrupt(
-                f"{where}.offset", entry.offset, f"must be {filled[entry.chunk]}, with a length of 1 or more"
-            )
-        if entry.env >= len(header.envs):
-            raise _corrupt(f"{where}.env", entry.env, f"is not below {len(header.envs)}")
-        if not all(map(math.isfinite, (entry.reward, entry.temperature, entry.reference_kl))):
-            raise _corrupt(f"{where}.reward", (entry.reward, entry.temperature, entry.reference_kl), "is not finite")
-        truncation_from_wire(entry)
-        if problem := own_sampling_problem(own_sampling_from_wire(entry.own_sampling), entry.length):
-            raise _corrupt(f"{where}.own_sampling", len(entry.own_sampling), problem)
-        if entry.min_policy_version > entry.max_policy_version:
-            raise _corrupt(f"{where}.min_policy_version", entry.min_policy_version, "is above the newest version")
-        if entry.num_sampled_tokens > entry.length:
-            raise _corrupt(f"{where}.num_sampled_tokens", entry.num_sampled_tokens, f"is above {entry.length}")
-        # The mean is optional; without one the oldest version counts, which is always between the bounds.
-        mean = entry.mean_policy_version if entry.HasField("mean_policy_version") else entry.min_policy_version
-        if not entry.min_policy_version <= mean <= entry.max_policy_version:
-            raise _corrupt(f"{where}.mean_policy_version", mean, "is not between the oldest and the newest version")
-        filled[entry.chunk] += entry.length
-        last_chunk = entry.chunk
+    _check_kind(header)
+    filled = _fill_chunks(header)
     for index, (chunk, tokens) in enumerate(zip(header.chunks, filled, strict=True)):
         if chunk.num_tokens != tokens:
             raise _corrupt(f"chunks[{index}].num_tokens", chunk.num_tokens, f"but its samples have {tokens}")
@@ -122,7 +107,76 @@ def check_header(header: batch_pb2.BatchHeader) -> None:
         raise _corrupt("num_tokens", header.num_tokens, f"but the samples have {sum(filled)}")
 
 
-def _check_keys(header: batch_pb2.BatchHeader) -> None:
+def _check_kind(header: batch_pb2.BatchHeader | batch_pb2.BatchLink) -> None:
+    """Raise `CorruptObjectError` unless the header says of which run and of which kind it is."""
+    is_known = header.kind != batch_pb2.BATCH_KIND_UNSPECIFIED and header.kind in batch_pb2.BatchKind.values()
+    if not is_known or not header.run_uid:
+        raise _corrupt("kind, run_uid", (header.kind, header.run_uid), "must be set, to a kind that is known")
+
+
+def _fill_chunks(header: batch_pb2.BatchHeader) -> list[int]:
+    """Check every sample and return the tokens of each chunk; a batch may have thousands of samples.
+
+    Samples must fill each chunk from 0 on, in order: then no token is missing, shared or read twice.
+    """
+    filled = [0] * len(header.chunks)
+    num_chunks, num_envs, is_finite, last_chunk = len(filled), len(header.envs), math.isfinite, 0
+    for index, entry in enumerate(header.samples):
+        chunk, offset, length = entry.chunk, entry.offset, entry.length
+        oldest, newest = entry.min_policy_version, entry.max_policy_version
+        # The mean is optional: 0 is read where there is none.
+        mean = entry.mean_policy_version
+        if not (
+            last_chunk <= chunk < num_chunks
+            and offset == filled[chunk]
+            and length >= 1
+            and entry.env < num_envs
+            and is_finite(entry.reward)
+            and is_finite(entry.temperature)
+            and is_finite(entry.reference_kl)
+            and oldest <= newest
+            and (oldest <= mean <= newest or not entry.HasField("mean_policy_version"))
+            and entry.num_sampled_tokens <= length
+        ):
+            raise _wrong_sample(header, index, filled, last_chunk)
+        if entry.own_sampling or entry.HasField("truncation"):
+            _check_sampling(entry, where=f"samples[{index}]")
+        filled[chunk] = offset + length
+        last_chunk = chunk
+    return filled
+
+
+def _wrong_sample(
+    header: batch_pb2.BatchHeader, index: int, filled: Sequence[int], last_chunk: int
+) -> CorruptObjectError:
+    """Return the error for a sample that does not come after those that filled the chunks so far."""
+    entry, where = header.samples[index], f"samples[{index}]"
+    if not last_chunk <= entry.chunk < len(filled):
+        return _corrupt(f"{where}.chunk", entry.chunk, f"is not ascending below {len(filled)}")
+    if entry.offset != filled[entry.chunk] or entry.length < 1:
+        problem = f"must be {filled[entry.chunk]}, with a length of 1 or more"
+        return _corrupt(f"{where}.offset", entry.offset, problem)
+    if entry.env >= len(header.envs):
+        return _corrupt(f"{where}.env", entry.env, f"is not below {len(header.envs)}")
+    numbers = entry.reward, entry.temperature, entry.reference_kl
+    if not all(map(math.isfinite, numbers)):
+        return _corrupt(f"{where}.reward", numbers, "is not finite")
+    if entry.min_policy_version > entry.max_policy_version:
+        return _corrupt(f"{where}.min_policy_version", entry.min_policy_version, "is above the newest version")
+    if entry.num_sampled_tokens > entry.length:
+        return _corrupt(f"{where}.num_sampled_tokens", entry.num_sampled_tokens, f"is above {entry.length}")
+    problem = "is not between the oldest and the newest version"
+    return _corrupt(f"{where}.mean_policy_version", entry.mean_policy_version, problem)
+
+
+def _check_sampling(entry: batch_pb2.SampleEntry, *, where: str) -> None:
+    """Raise `CorruptObjectError` unless what a sample says about how it was sampled makes sense."""
+    truncation_from_wire(entry)
+    if problem := own_sampling_problem(own_sampling_from_wire(entry.own_sampling), entry.length):
+        raise _corrupt(f"{where}.own_sampling", len(entry.own_sampling), problem)
+
+
+def _check_keys(header: batch_pb2.BatchHeader | batch_pb2.BatchLink) -> None:
     """Raise `CorruptObjectError` unless every key that is set could be that of an object."""
     keys = {f"chunks[{index}].key": chunk.key for index, chunk in enumerate(header.chunks) if chunk.key}
     keys |= {f"objects[{index}].key": item.key for index, item in enumerate(header.objects)}

@@ -86,7 +86,8 @@ async def load_history(log: RunLog) -> Committed:
 
 def _next_header(log: RunLog, step: int, revision: int, data: bytes, chain: bytes) -> batch_pb2.BatchHeader:
     """Return the header in these bytes; `CorruptObjectError` unless it comes next after `chain`."""
-    header = decode_stored(log.store, log.names, step, revision, data)
+    decode_stored(log.store, log.names, step, revision, data)
+    header = decode_header(data)
     if (header.step, header.revision) != (step, revision) or header.previous_chain_hash != chain:
         where = log.store.uri(log.names.batch_header(step, revision))
         raise chain_broken(log.names, step, f"{where} does not continue the chain of batch {step - 1}")

@@ -265,3 +265,29 @@ def test_a_header_of_an_unknown_kind_is_refused():
     header.MergeFromString(batch_pb2.BatchHeader(kind=batch_pb2.BATCH_KIND_TRAIN).SerializeToString()[:-1] + b"\x63")
     with pytest.raises(CorruptObjectError, match="a kind that is known"):
         batch_wire.decode_header(header.SerializeToString())
+
+
+def test_a_link_has_the_fields_of_the_header_under_their_numbers():
+    header, link = batch_pb2.BatchHeader.DESCRIPTOR, batch_pb2.BatchLink.DESCRIPTOR
+    for field in link.fields:
+        same = header.fields_by_number[field.number]
+        kinds = [(each.name, each.type, each.is_repeated, each.message_type, each.enum_type) for each in (field, same)]
+        assert kinds[0] == kinds[1]
+
+
+@given(st.lists(train_samples(), max_size=4))
+def test_a_header_is_read_as_a_link(samples):
+    header, _ = _pack(samples)
+    header.objects.add(key="epochs/orchestrator/00000001", sha256=bytes(32))
+    link = batch_wire.decode_link(header.SerializeToString())
+    assert (link.step, link.run_uid, list(link.objects)) == (header.step, header.run_uid, list(header.objects))
+    assert list(link.chunks) == list(header.chunks)
+
+
+@pytest.mark.parametrize("change", [{"run_uid": ""}, {"kind": 0}, {"kind": 9}, {"rollouts_key": "../other"}])
+def test_a_header_that_makes_no_sense_is_no_link(change):
+    header, _ = _pack([])
+    for name, value in change.items():
+        setattr(header, name, value)
+    with pytest.raises(CorruptObjectError):
+        batch_wire.decode_link(header.SerializeToString())

@@ -175,6 +175,28 @@ class BatchHeader(_message.Message):
     error_remedy: str
     def __init__(self, run_uid: _Optional[str] = ..., kind: _Optional[_Union[BatchKind, str]] = ..., step: _Optional[int] = ..., envs: _Optional[_Iterable[str]] = ..., samples: _Optional[_Iterable[_Union[SampleEntry, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[ChunkRef, _Mapping]]] = ..., resolutions: _Optional[_Iterable[_Union[Resolution, _Mapping]]] = ..., resolved_below: _Optional[int] = ..., resolved_above: _Optional[_Iterable[int]] = ..., previous_chain_hash: _Optional[bytes] = ..., writer_epoch: _Optional[int] = ..., lineage: _Optional[int] = ..., run_hash: _Optional[str] = ..., config_revision: _Optional[int] = ..., orchestrator_state: _Optional[bytes] = ..., rollouts_key: _Optional[str] = ..., rollouts_sha256: _Optional[bytes] = ..., num_rollouts: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_loss_tokens: _Optional[int] = ..., reward_mean: _Optional[float] = ..., outcome: _Optional[_Union[RunOutcome, str]] = ..., final_version: _Optional[int] = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ..., error_component: _Optional[str] = ..., objects: _Optional[_Iterable[_Union[ObjectRef, _Mapping]]] = ..., revision: _Optional[int] = ..., error_remedy: _Optional[str] = ...) -> None: ...
 
+class BatchLink(_message.Message):
+    __slots__ = ("run_uid", "kind", "step", "chunks", "previous_chain_hash", "rollouts_key", "outcome", "objects", "revision")
+    RUN_UID_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_CHAIN_HASH_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUTS_KEY_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    run_uid: str
+    kind: BatchKind
+    step: int
+    chunks: _containers.RepeatedCompositeFieldContainer[ChunkRef]
+    previous_chain_hash: bytes
+    rollouts_key: str
+    outcome: RunOutcome
+    objects: _containers.RepeatedCompositeFieldContainer[ObjectRef]
+    revision: int
+    def __init__(self, run_uid: _Optional[str] = ..., kind: _Optional[_Union[BatchKind, str]] = ..., step: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[ChunkRef, _Mapping]]] = ..., previous_chain_hash: _Optional[bytes] = ..., rollouts_key: _Optional[str] = ..., outcome: _Optional[_Union[RunOutcome, str]] = ..., objects: _Optional[_Iterable[_Union[ObjectRef, _Mapping]]] = ..., revision: _Optional[int] = ...) -> None: ...
+
 class BatchChunk(_message.Message):
     __slots__ = ("token_ids_low", "token_ids_high", "loss_mask", "inference_logprobs", "advantages", "rl_weights", "ce_weights")
     TOKEN_IDS_LOW_FIELD_NUMBER: _ClassVar[int]

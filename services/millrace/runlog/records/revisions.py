@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError, InvalidStateError, NotFoundError
 from millrace.internal.v1 import batch_pb2
-from millrace.rollouts.batch_wire import MAX_HEADER_BYTES, closes_run, decode_header, verify_chunk
+from millrace.rollouts.batch_wire import MAX_HEADER_BYTES, closes_run, decode_header, decode_link, verify_chunk
 from millrace.rollouts.types import Rollout
 from millrace.rollouts.wire import decode_archive
 from millrace.runlog.catalogue import BATCH_HEADER
@@ -60,15 +60,18 @@ class StepHeaders:
         return None if self.is_reopened else self.revisions[-1]
 
 
-def is_failed_closing(header: batch_pb2.BatchHeader) -> bool:
+def is_failed_closing(header: batch_pb2.BatchHeader | batch_pb2.BatchLink) -> bool:
     """Return whether a header ends its run as FAILED: the only kind that can be superseded."""
     return closes_run(header) and header.outcome == batch_pb2.RUN_OUTCOME_FAILED
 
 
-def decode_stored(store: ObjectStore, names: Names, step: int, revision: int, data: bytes) -> batch_pb2.BatchHeader:
-    """Return the header that an object of the store holds; a `CorruptObjectError` names the object that holds none."""
+def decode_stored(store: ObjectStore, names: Names, step: int, revision: int, data: bytes) -> batch_pb2.BatchLink:
+    """Return the header that an object of the store holds, as a link of the chain.
+
+    A `CorruptObjectError` names the object that holds none.
+    """
     try:
-        return decode_header(data)
+        return decode_link(data)
     except CorruptObjectError as error:
         raise CorruptObjectError(
             f"{store.uri(names.batch_header(step, revision))} cannot be read: {error.message}",
