@@ -35,7 +35,7 @@ class LogLists:
         self._reader = reader
 
     async def metrics(self, request: rs.ListMetricsRequest, record: RunRecord) -> rs.ListMetricsResponse:
-        """Return a page of metrics by step."""
+        """Return a page of metrics by step; raise InvalidSpecError for a bad page, token, or too many names."""
         size, at = page_size(request.page_size), numbers_of(request, count=1)
         names = ",".join(request.names)
         if len(names) > MAX_NAMES_CHARS:
@@ -60,7 +60,10 @@ class LogLists:
         return found
 
     async def lineage(self, request: rs.GetLineageRequest, record: RunRecord) -> rs.GetLineageResponse:
-        """Return the origin of a rollout or a version, and what came of it."""
+        """Return the origin of a rollout or a version, and what came of it.
+
+        Raise InvalidSpecError if neither is named.
+        """
         match request.WhichOneof("subject"):
             case "rollout":
                 params = {"sample": request.rollout}
@@ -93,7 +96,10 @@ def _filters(asked: Mapping[str, str]) -> dict[str, str]:
 
 
 def _sort(order_by: str) -> str:
-    """Return the order in the reader's form, `reward desc`, as `-reward`."""
+    """Return an order of the API, such as `reward desc`, in the reader's form, `-reward`; by step if it is empty.
+
+    Raise InvalidSpecError if it is malformed.
+    """
     name, _, direction = order_by.strip().partition(" ")
     if direction.strip() not in ("", "asc", "desc"):
         wrong = Violation(
@@ -147,9 +153,9 @@ async def dashboard_server(
     *,
     access: ServerAccess | None = None,
 ) -> AsyncIterator[int]:
-    """Serve the pages while the block runs; the value is the port. Without an address nothing is served (port 0).
+    """Serve the dashboard while the block runs; the value is the port, 0 without an address, where nothing is served.
 
-    `reader` stays the caller's to close. InvalidSpecError if the address needs protection that is not set up,
+    `reader` stays open after the block. InvalidSpecError if the address needs protection that is not set up,
     UnavailableError if it cannot be bound.
     """
     if address is None:

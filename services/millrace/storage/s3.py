@@ -361,9 +361,9 @@ class S3Store:
         return ObjectInfo(key=key, size_bytes=self._said(answer, size), modified=modified)
 
     def _takes_host_names(self, error: BaseException) -> bool:
-        """Reconnect with the bucket as a host name if an error shows that the server wants that.
+        """Return whether an error shows that the server wants the bucket as a host name.
 
-        Return whether it does. Once at most, and never where the addressing is given.
+        The client is then made anew so. Once at most, and never where the addressing is given.
         """
         if not self._may_change_addressing or not isinstance(error, ClientError):
             return False

@@ -97,9 +97,9 @@ async def audit_run(
     on_progress: Callable[[str], None] = lambda text: None,
     clock: Callable[[], float] = time.time,
 ) -> audit_pb2.AuditReport:
-    """Audit a run, without `redis` from the store alone. Reads only; every violation is in the report.
+    """Audit a run, without `redis` from the store alone, and return the report with every violation. Writes nothing.
 
-    `on_progress` gets, from another thread, what is being looked at. `NotFoundError` if there is no such run,
+    `on_progress` gets, from another thread, the part that is being read. `NotFoundError` if there is no such run,
     `UnavailableError` if store or Redis does not answer.
     """
     names, depth = Names(prefix, uid), depth or Depth()
@@ -136,7 +136,10 @@ def _audit_store(
     depth: Depth,
     now: float,
 ) -> tuple[dict[str, int], int]:
-    """Check everything against the store (blocking); return the newest epochs by role, and the generation."""
+    """Check everything against the store (blocking); return the newest epochs by role, and the installed generation.
+
+    `rollouts` are those in Redis, by ordinal and member; `now` is in seconds since the epoch.
+    """
     try:
         own_names = check_identity(audit, run.record)
         derived = _Derived.read(audit, events, run)
@@ -197,7 +200,7 @@ class _Derived:
 def _check_headers(
     audit: Audit, derived: _Derived, rollouts: dict[tuple[int, int], list[RolloutFact]], *, run: _Run
 ) -> HeaderCheck:
-    """Walk the headers, with the rollouts in Redis and the events of each step."""
+    """Walk the headers, with the rollouts in Redis and the events of each step, and return what the walk knows then."""
     steps = StepClaims(audit, derived.told)
     kept_from = derived.checkpoints[0].step if derived.checkpoints else run.origin.base_step
     headers = HeaderCheck(
@@ -230,7 +233,10 @@ def _compare_derived(audit: Audit, derived: _Derived, headers: HeaderCheck, *, r
 
 
 def _look_deeper(audit: Audit, derived: _Derived, depth: Depth) -> None:
-    """Decode the policies, and compare the checkpoints of the same steps with them."""
+    """Decode the policies in a deep audit, and compare the checkpoints of the same steps with them.
+
+    Note what is left out.
+    """
     findings, policies = audit.findings, derived.policies
     if not depth.is_deep:
         findings.not_seen(
@@ -260,7 +266,7 @@ def _look_deeper(audit: Audit, derived: _Derived, depth: Depth) -> None:
 
 
 def _tell_unseen(audit: Audit, headers: HeaderCheck) -> None:
-    """Report what an audit cannot see from here, while the run goes on."""
+    """Note what an audit cannot see while the run goes on, or that there was nothing to compare."""
     if headers.closing is None:
         audit.findings.not_seen(
             "SPOOLS",
@@ -272,7 +278,10 @@ def _tell_unseen(audit: Audit, headers: HeaderCheck) -> None:
 
 
 def _read_run(audit: Audit) -> _Run:
-    """Return the content of run.json; if it cannot be read, add a violation and return an empty one."""
+    """Read run.json; if it is missing or damaged, add a violation and return an empty one.
+
+    NotFoundError if nothing of the run exists.
+    """
     key = audit.names.run_json
     unreadable = _Run(record=RunRecord(name=audit.names.uid), origin=RunOrigin())
     try:

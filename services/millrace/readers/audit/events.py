@@ -41,7 +41,10 @@ class EventCheck:
         """The newest generation of the Redis copy that an archived event is of."""
 
     def add(self, entries: Iterable[Entry], *, archived: bool = False) -> None:
-        """Take entries of the event stream or of its archive, in any order."""
+        """Take entries of the event stream or of its archive, in any order.
+
+        One that cannot be decoded is a violation.
+        """
         for entry in entries:
             try:
                 event = decode_message(event_pb2.Event, entry.d, what=f"event {entry.id}", reason="EVENT_CORRUPT")
@@ -62,10 +65,10 @@ class EventCheck:
         copied_until: int,
         takeovers: dict[str, bool],
     ) -> None:
-        """Compare what was added with the committed steps.
+        """Report gaps in the events that were added, and committed steps that they leave out.
 
-        `takeovers`: whether another orchestrator or trainer took the run over; steps below `copied_until` are those of
-        the parent of a fork, which its own events do not tell of.
+        `takeovers` has by role whether another orchestrator or trainer took the run over; steps below
+        `copied_until` are those of a fork's parent, of which the fork has no events.
         """
         lost = sum([self._check_gaps(name, writer) for name, writer in sorted(self._writers.items())])
         self._check_progress()
@@ -83,7 +86,7 @@ class EventCheck:
             word = "completed" if check == "STEP_NOT_REPORTED" else "committed"
             message = f"no event says that the steps {some(silent)} were {word}"
             if lost or self._report.num_generations > 1 or was_taken_over:
-                # What a killed process had not sent yet, or a wiped Redis held alone, cannot be said any more.
+                # No event can report what a killed process had not sent yet, or a wiped Redis held alone.
                 self._findings.note(check, message)
             else:
                 self._findings.violation(check, message)
@@ -109,7 +112,10 @@ class EventCheck:
             writer.committed[event.writer_sequence] = event.batch_committed.step
 
     def _check_gaps(self, name: str, writer: _Writer) -> int:
-        """Return missing numbers of one writer; returns how many a rebuild of Redis may have taken along."""
+        """Report the numbers that are missing among one writer's events.
+
+        Return how many a rebuild of Redis may have lost.
+        """
         lost = 0
         for before, after in pairwise([0, *sorted(writer.seen)]):
             if after == before + 1:
@@ -178,7 +184,7 @@ class EventClaims:
     """Changes to a terminal state, when (seconds since the epoch, on the writer's clock), and where in the stream."""
 
     def add(self, event: event_pb2.Event, at: tuple[int, int]) -> None:
-        """Take an event that was not taken before; `at` are the numbers of its entry's id."""
+        """Collect the claims of an event that was not taken before; `at` are the numbers of its entry's id."""
         self.newest_at = max(self.newest_at, event.time.seconds + event.time.nanos / 1e9)
         match event.WhichOneof("body"):
             case "batch_committed":
@@ -213,10 +219,13 @@ class StepClaims:
         self._told = told
         self._seen: set[int] = set()
         self._closing: dict[str, batch_pb2.RunOutcome] = {}
-        """How each closing header says that the run ended, by the chain hash behind it."""
+        """The outcome in each closing header, by the chain hash after it."""
 
     def check(self, header: batch_pb2.BatchHeader, step: int, chain: bytes) -> None:
-        """Compare an event's claims about a header; `chain` is the chain hash after it."""
+        """Compare a header of batch `step` with what events claim of it; differences are violations.
+
+        `chain` is the chain hash after it.
+        """
         if closes_run(header):
             self._closing[chain.hex()] = header.outcome
             return
@@ -234,7 +243,7 @@ class StepClaims:
             )
 
     def finish(self, *, base_step: int) -> list[int]:
-        """Return steps and ends that events claim and no header shows; returns these steps."""
+        """Report the steps and ends that events claim and no header shows; return these steps, from `base_step` on."""
         told = {step for step in (*self._told.committed, *self._told.completed) if base_step <= step < _MAX_STEP}
         lost = sorted(told - self._seen)
         if lost:

@@ -38,7 +38,7 @@ class AuditFindings:
         self._add(check, message, is_violation=False)
 
     def not_seen(self, check: str, message: str) -> None:
-        """Record what was not examined, so that silence is not taken for a result."""
+        """Note what was not examined, so that silence is not taken for a result; the same text is noted once."""
         if (check, message) not in self._not_seen:
             self._not_seen.append((check, message))
 
@@ -72,7 +72,10 @@ def as_utf8(text: str) -> str:
 
 
 def gaps(known: Iterable[int], first: int, end: int) -> Iterator[range]:
-    """Yield the missing numbers from `first` to `end` (exclusive), in runs: a foreign object may claim any number."""
+    """Yield the numbers from `first` to `end` (exclusive) that are not known, as ranges.
+
+    A foreign object may claim any number, so none is listed by itself.
+    """
     expected = first
     for number in sorted({number for number in known if first <= number < end}):
         if number > expected:
@@ -83,13 +86,13 @@ def gaps(known: Iterable[int], first: int, end: int) -> Iterator[range]:
 
 
 def some(numbers: Sequence[int]) -> str:
-    """Return the first numbers of a list in words, and how many more there are."""
+    """Return the first numbers of a list as text, and how many more there are."""
     shown = ", ".join(map(str, numbers[:_SHOWN]))
     return f"{shown} and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else shown
 
 
 def between(before: int, after: int) -> str:
-    """Return the numbers between two in words."""
+    """Return the numbers that are missing between two as text, such as `4` or `4 to 7`."""
     return f"{before + 1}" if after == before + 2 else f"{before + 1} to {after - 1}"
 
 
@@ -123,7 +126,7 @@ class Audit:
     """Every byte of every object is read."""
 
     def progress(self, text: str) -> None:
-        """Report the audit's progress; ends the audit if nobody waits for it any more."""
+        """Report the part that is being read; raise AuditStopped if nobody waits for the audit any more."""
         if self.stopping.is_set():
             raise AuditStopped
         self.on_progress(text)
@@ -133,8 +136,10 @@ class Audit:
         return self.store.uri(key)
 
     def get(self, key: str, *, missing: str = "", what: str = "") -> bytes | None:
-        """Return an object's bytes, or None with a violation: the check `missing` (none if empty), or
-        OBJECT_CORRUPT.
+        """Return an object's bytes; None, with a violation, if it is missing or cannot be read.
+
+        The violation is of the check `missing`, none if that is empty, or OBJECT_CORRUPT; `what` names the
+        object.
         """
         try:
             return self.store.get(key)
@@ -146,16 +151,17 @@ class Audit:
         return None
 
     def read_each(self, prefix: str, what: str, *, missing: str = "") -> Iterator[tuple[str, bytes]]:
-        """Yield key and bytes of every object under a prefix; what cannot be read is a violation, as of `get`."""
+        """Yield key and bytes of every object under a prefix; one that cannot be read is a violation, as in `get`."""
         for info in self.store.list(prefix):
             data = self.get(info.key, missing=missing, what=what)
             if data is not None:
                 yield info.key, data
 
     def read_kind(self, kind: ObjectKind) -> Iterator[Stored]:
-        """Yield every object of a kind; what is in its folder and none of it, or cannot be decoded, is a violation.
+        """Yield every object of a kind.
 
-        So is a gap, where the kind is numbered without one.
+        What is in its folder and of another kind, or cannot be decoded, is a violation. So is a gap, where the
+        kind is numbered without one. An object that cannot be read has no content.
         """
         numbers: defaultdict[str, list[int]] = defaultdict(list)
         for info in self.store.list(self.names.root + kind.folder):
@@ -178,7 +184,10 @@ class Audit:
 
     @contextlib.contextmanager
     def reading(self, check: str, what: str) -> Iterator[None]:
-        """Guard the parsing of a stored document: whatever does not fit is a violation, never a traceback."""
+        """Turn the errors of reading a stored document in the block into a violation of `check`.
+
+        `what` names the document.
+        """
         try:
             yield
         except CorruptObjectError as error:
@@ -187,14 +196,17 @@ class Audit:
             self.findings.violation(check, f"{what} is not readable: {error!r}"[:1000])
 
     def object_violation(self, kind: str, what: str, problem: str) -> None:
-        """Report what `object_problem` says of an object."""
+        """Add a violation for a `problem` of `object_problem`.
+
+        It is {kind}_OBJECT_CORRUPT for a wrong hash, else {kind}_OBJECT_MISSING; `what` names the object.
+        """
         is_corrupt = " has sha256 " in problem
         self.findings.violation(f"{kind}_OBJECT_{'CORRUPT' if is_corrupt else 'MISSING'}", f"{what}: {problem}")
 
     def object_problem(self, key: object, size_bytes: object, sha256: object) -> str:
-        """Return the problem of an object that a manifest names, in words; empty if it is as the manifest says.
+        """Return in words what is wrong with an object that a manifest names; empty if it is as the manifest says.
 
-        The bytes are read by a deep audit only.
+        Only a deep audit reads the bytes. The key is noted as named.
         """
         if not isinstance(key, str) or type(size_bytes) is not int or not isinstance(sha256, str):
             return f"{key!r} of {size_bytes!r} bytes with sha256 {sha256!r} is named, which is no object"
@@ -212,7 +224,7 @@ class Audit:
     def is_own(self, key: str) -> bool:
         """Return whether a key that something names could be that of an object of this run.
 
-        Then it is noted as named.
+        A legal key is noted as named.
         """
         try:
             require_key(key, what="key")
@@ -222,7 +234,10 @@ class Audit:
         return key.startswith(self.names.root)
 
     def sha256(self, key: str, size_bytes: int) -> str:
-        """Return sha256 (hex) of an object that is read in pieces; empty if it is gone or shorter."""
+        """Read the first `size_bytes` of an object in pieces and return their sha256 (hex).
+
+        Empty if it is gone or shorter.
+        """
         digest = hashlib.sha256()
         try:
             for start in range(0, size_bytes, _PIECE_BYTES):

@@ -72,7 +72,10 @@ class HeaderCheck:
         self._duplicates, self._last_duplicates = 0, 0
 
     def run(self, in_redis: dict[tuple[int, int], list[RolloutFact]]) -> None:
-        """Check all headers; `in_redis` are the rollouts that Redis holds, by (ordinal, member)."""
+        """Check all headers in order, and all that they name.
+
+        `in_redis` are the rollouts there, by (ordinal, member).
+        """
         audit, report = self._audit, self._audit.report
         steps = self._steps()
         self._read_records()
@@ -130,7 +133,10 @@ class HeaderCheck:
             ordinals.check_closed(self.closing.step)
 
     def _read_records(self) -> None:
-        """Which closing headers do not end the run."""
+        """Read the records of reopenings: which closing headers do not end the run.
+
+        Two of one header are a violation.
+        """
         audit = self._audit
         for _, key, _, record in audit.read_kind(REOPENING):
             if record is not None and (other := self._records.setdefault(record.closing_sha256, key)) != key:
@@ -139,7 +145,10 @@ class HeaderCheck:
                 )
 
     def _steps(self) -> list[tuple[int, int]]:
-        """Return (step, revision) of every header object, ascending; gaps and what does not belong are violations."""
+        """Return (step, revision) of every header object from the origin on, ascending.
+
+        Gaps and earlier ones are violations.
+        """
         audit, names = self._audit, self._audit.names
         found = list_headers(audit.store, names)
         audit.named.update(names.batch_header(*at) for at in found)
@@ -168,7 +177,10 @@ class HeaderCheck:
         return found
 
     def _load(self, steps: list[tuple[int, int]]) -> Iterator[tuple[int, int, bytes | None]]:
-        """Yield header bytes in order, a window ahead."""
+        """Yield step, revision and bytes of each header in order, fetched in advance.
+
+        None for one that cannot be read.
+        """
         audit = self._audit
 
         def fetch(at: tuple[int, int]) -> tuple[int, int, bytes | None]:
@@ -274,7 +286,7 @@ class HeaderCheck:
         self._chunks_gone += gone
 
     def _read_state(self, step: int, header: batch_pb2.BatchHeader) -> None:
-        """Count duplicates from a takeover on, and name the environments that score whole groups."""
+        """Add up the duplicates that headers count, and collect the environments that score whole groups."""
         duplicates = 0
         with self._audit.reading("STATE_CORRUPT", f"header {step}: orchestrator_state"):
             what = "it"
@@ -303,9 +315,7 @@ class OrdinalCheck:
         self.dropped: Counter[str] = Counter()
 
     def skip(self) -> None:
-        """Skip a header that is missing or not readable: what it resolved is unknown, and the next frontier is
-        believed.
-        """
+        """Skip a header that is missing or cannot be read; the frontier of the next one is not compared."""
         self._is_blind = True
 
     @property
@@ -315,7 +325,7 @@ class OrdinalCheck:
         return max(above) - self._frontier.resolved_below - (len(above) - 1) if above else 0
 
     def check_closed(self, step: int) -> None:
-        """Check that no ordinal is open after the closing header."""
+        """Report a violation if ordinals are open after the closing header `step`."""
         if self.num_open:
             first = range(self._frontier.resolved_below, max(self._frontier.resolved_above))
             unresolved = (ordinal for ordinal in first if ordinal not in self._frontier.resolved_above)
@@ -325,7 +335,7 @@ class OrdinalCheck:
             )
 
     def add(self, header: batch_pb2.BatchHeader) -> set[int]:
-        """Check one header's resolutions and frontier; returns the ordinals that it trains."""
+        """Check one header's resolutions and frontier; return the ordinals that it trains."""
         trained: set[int] = set()
         fresh: set[int] = set()
         for item in header.resolutions:
@@ -357,7 +367,10 @@ class OrdinalCheck:
                 self._findings.violation("ORDINAL_WITHOUT_OUTCOME", f"{where} has the outcome {item.outcome}")
 
     def _compare(self, header: batch_pb2.BatchHeader) -> None:
-        """Compare the header's frontier with the resolutions so far; afterwards the header's frontier counts."""
+        """Report where a header's frontier differs from the resolutions so far.
+
+        From here on the header's frontier counts.
+        """
         try:
             claimed = Frontier.from_header(header)
         except CorruptObjectError as error:
@@ -380,7 +393,10 @@ class OrdinalCheck:
 
 
 def _difference(left: Frontier, right: Frontier) -> list[int]:
-    """Return ordinals that are resolved in `left` and not in `right`, ascending; cheap where the two nearly agree."""
+    """Return the ordinals that are resolved in `left` and not in `right`, ascending.
+
+    Of a long range only the first ones.
+    """
     below = range(right.resolved_below, left.resolved_below)
     above = (ordinal for ordinal in left.resolved_above if not right.is_resolved(ordinal))
     new = (ordinal for ordinal in below if ordinal not in right.resolved_above)
@@ -391,8 +407,9 @@ def _difference(left: Frontier, right: Frontier) -> list[int]:
 
 
 def check_samples(audit: Audit, header: batch_pb2.BatchHeader, trained: set[int]) -> None:
-    """Check that each sample is of a trained ordinal, that each of those has one, and that a member's samples are of
-    one attempt.
+    """Report violations unless each sample is of a trained ordinal, and each of these has a sample.
+
+    The samples of one member must be of one attempt.
     """
     attempts: dict[tuple[int, int], int] = {}
     strangers: set[int] = set()
@@ -417,7 +434,10 @@ def check_samples(audit: Audit, header: batch_pb2.BatchHeader, trained: set[int]
 
 
 def check_chunks(audit: Audit, header: batch_pb2.BatchHeader, *, must_exist: bool) -> tuple[int, int]:
-    """Read every chunk and compare size and sha256; returns how many were right and how many are gone for good."""
+    """Read every chunk and compare size and sha256 with the header; return how many are right, and how many are gone.
+
+    A missing chunk is a violation if it `must_exist`, and counts as gone only otherwise.
+    """
     verified = gone = 0
     for index, chunk in enumerate(header.chunks):
         where = f"chunk {index} of batch {header.step} ({audit.uri(chunk.key) if chunk.key else 'without a key'})"

@@ -29,7 +29,7 @@ PAGE = {Stream.BATCHES: 4, Stream.ROLLOUTS: 64, Stream.POLICIES: 256, Stream.EVE
 
 
 class Mirror:
-    """Reads the streams of a run from Redis. What is read before the store may lag behind it, never lead."""
+    """Reads the streams of a run from Redis. What is read before the store may lack what the store has, never more."""
 
     def __init__(self, audit: Audit, redis: redis_asyncio.Redis, meta: dict[str, str]) -> None:
         self._audit = audit
@@ -38,7 +38,7 @@ class Mirror:
 
     @classmethod
     async def open(cls, audit: Audit, redis: redis_asyncio.Redis) -> "Mirror | None":
-        """Return the mirror; None, with a note, if Redis does not hold the run's log."""
+        """Read meta of the run's log and return the mirror; None, with a note, if Redis does not hold the log."""
         mirror = cls(audit, redis, {})
         found = await mirror._ask("reading meta", "HGETALL", audit.names.meta)
         meta = mirror._meta = {as_text(name): as_text(value) for name, value in (found or {}).items()}
@@ -50,7 +50,10 @@ class Mirror:
         return mirror
 
     async def rollouts(self) -> dict[tuple[int, int], list[RolloutFact]]:
-        """Return the OK training rollouts in Redis by (ordinal, member)."""
+        """Return the trainable rollouts in Redis by (ordinal, member).
+
+        Entries that cannot be decoded are violations.
+        """
         facts: defaultdict[tuple[int, int], list[RolloutFact]] = defaultdict(list)
         async for entry in self._entries(Stream.ROLLOUTS):
             try:
@@ -68,7 +71,10 @@ class Mirror:
             check.add([entry])
 
     async def compare(self, *, epochs: dict[str, int], installed: int) -> None:
-        """Compare meta, batches and policies with the store; `installed` is the newest generation marked there."""
+        """Report where meta, batches and policies in Redis differ from the store, or are ahead of it.
+
+        `epochs` are the newest by role, and `installed` is the newest generation marked in the store.
+        """
         findings = self._audit.findings
         held = await self._read_generation()  # again: a rebuild may have come in between
         newest = await asyncio.to_thread(latest_epoch, self._audit.store, self._audit.names, GENERATION_ROLE)
@@ -104,7 +110,10 @@ class Mirror:
         return None if found is None else int(text)
 
     async def _ask(self, what: str, *words: Any) -> Any:
-        """Return the answer of a Redis command; None, with a violation, for a key of another type."""
+        """Run a Redis command and return its answer; None, with a violation, for a key of another type.
+
+        `what` describes the command; `words` are all of it, its name first.
+        """
         try:
             return await connection.call(
                 self._redis,
@@ -140,7 +149,7 @@ class Mirror:
         try:
             return decode_header(stored)
         except CorruptObjectError:
-            return None  # the walk over the headers has said so
+            return None  # the walk over the headers reports it
 
     def _compare_chunk(self, header: batch_pb2.BatchHeader, index: int, entry: Entry) -> None:
         if index >= len(header.chunks) or hashlib.sha256(entry.d).digest() != header.chunks[index].sha256:

@@ -52,12 +52,12 @@ class ReferencedObjects:
             self._add(key, sha256, "", by)
 
     def digest_of(self, key: str) -> str:
-        """Return the digest of weights that a header names with a manifest, hex; empty if none does."""
+        """Return the digest of weights (hex) that a header names with a manifest's key; empty if none does."""
         named = self._named.get(key)
         return named.digest if named else ""
 
     def compare(self) -> None:
-        """Read every named object; several at once, since there may be many."""
+        """Read every named object, several at once; one that is missing, or has another hash, is a violation."""
         keys = sorted(self._named.keys() - self.pruned - self.repaired)
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="audit-named") as pool:
             for first in range(0, len(keys), _PROGRESS_EVERY):
@@ -111,10 +111,9 @@ _SHOWN = 8
 def check_unnamed(
     audit: Audit, *, seal: Seal | None, key: str, blind: Collection[int], closing: batch_pb2.BatchHeader | None
 ) -> None:
-    """Name every object of the run that is not accounted for.
+    """Report every object of the run that nothing accounts for: as a violation, or a note where it may be there.
 
-    `seal` is that of its present end, `key` its own. Of the steps `blind` the headers cannot be read. `closing` is the
-    closing header.
+    `seal` is that of the run's present end, and `key` the seal's. Of the steps `blind` the headers cannot be read.
     """
     late = _Late(audit, seal, closing)
     left_over: list[str] = []
@@ -158,7 +157,10 @@ def check_unnamed(
 
 
 def check_other_names(audit: Audit, *, own: Collection[str]) -> None:
-    """Check that only the run's `own` names (keys) of the deployment lead to it; reads every name."""
+    """Report a violation for each name or request of the deployment that leads to the run, except for its `own` (keys).
+
+    Reads every name.
+    """
     deployment = Deployment(audit.names.prefix)
     uid = audit.names.uid.encode()
 
@@ -197,7 +199,7 @@ class _Late:
             self._newest_by_step[folder] = max(self._newest_by_step.get(folder, -1), step)
 
     def may_be(self, own: str) -> bool:
-        """Return whether the object under a key (without the run's prefix) may have come by itself."""
+        """Return whether the object under a key (without the run's prefix) may have come by itself after the end."""
         if self._closing is None:
             return False
         if own.startswith("policy-files/"):  # a trainer that starts writes them before it learns that the run has ended
@@ -226,7 +228,7 @@ class _Late:
         return any(self._asks_to_resume(info.key.removeprefix(root)) for info in intents)
 
     def _asks_to_resume(self, own: str) -> bool:
-        """Return whether this is an intent that asks to open the present end again."""
+        """Return whether the object under a key is an intent to reopen the run's present end."""
         names, closing = self._audit.names, self._closing
         if closing is None or not own.startswith("intents/"):
             return False
@@ -237,32 +239,32 @@ class _Late:
         try:
             asked = decode_object(data, what="intent", reason="INTENT_CORRUPT")
         except CorruptObjectError:
-            return False  # told where intents are read
+            return False  # reported where intents are read
         payload, wanted = asked.get("payload"), hashlib.sha256(header).hexdigest()
         return asked.get("kind") == "reopen" and isinstance(payload, dict) and payload.get("closing_sha256") == wanted
 
 
 def _version_of(own: str) -> tuple[int, int] | None:
-    """Return lineage and version of the policy that has the object under a key."""
+    """Return lineage and version of the policy that has the object under a key; None if it is of no policy."""
     place = POLICY_OBJECT.parse(own)
     return None if place is None else (int(place["lineage"]), int(place["version"]))
 
 
 def _step_of_trainer(own: str) -> tuple[str, int] | None:
-    """Return the folder and the step of the checkpoint or the log-probs under a key."""
+    """Return the folder and the step of the checkpoint or the log-probs under a key; None for another key."""
     place = re.match(r"(checkpoints|token_logs)/([0-9]+)/", own)
     return None if place is None else (place[1], int(place[2]))
 
 
 def _step_of(own: str) -> int | None:
-    """Return the step that has the batch or archive under a key."""
+    """Return the step of the batch or archive under a key; None for another key."""
     folder, _, rest = own.partition("/")
     step = rest.partition("/")[0]
     return int(step) if folder in ("batches", "rollouts") and step.isdecimal() else None
 
 
 def _check_quarantined(audit: Audit, key: str, size_bytes: int) -> None:
-    """Check that objects which `run repair` has set aside are named by their own hash."""
+    """Note an object that `run repair` has set aside; a deep audit reports one whose hash is not in its key."""
     if audit.is_deep and key.rpartition(".")[2] != audit.sha256(key, size_bytes)[:16]:
         audit.findings.violation("OBJECT_UNNAMED", f"{audit.uri(key)} is not what `run repair` sets aside")
     else:

@@ -34,7 +34,7 @@ class CheckpointFact:
 
 
 def check_checkpoints(audit: Audit, *, run_hash: str) -> list[CheckpointFact]:
-    """Check manifests and objects of all committed checkpoints; returns them, oldest first."""
+    """Check manifests and objects of all committed checkpoints; return those that can be read, oldest first."""
     facts: list[CheckpointFact] = []
     torn = 0
     for prefix in list(audit.store.list_prefixes(audit.names.checkpoints)):
@@ -56,7 +56,10 @@ def check_checkpoints(audit: Audit, *, run_hash: str) -> list[CheckpointFact]:
 
 
 def compare_chains(audit: Audit, facts: Sequence[CheckpointFact], chains: Mapping[int, bytes]) -> None:
-    """Check that checkpoint k was trained on the batches that H(k - 1) proves."""
+    """Report violations unless checkpoint k was trained on the batches that H(k - 1) proves.
+
+    `chains` has the chain hash after each step.
+    """
     last = max(chains)
     for fact in facts:
         chain = chains.get(fact.step - 1)
@@ -80,12 +83,11 @@ def compare_saved(
     kept: tuple[int | None, int | None],
     base_step: int,
 ) -> set[int]:
-    """Check that everything that events and seals name as saved exists, unless retention removes it.
+    """Report saved checkpoints that are missing although retention keeps them, or changed; return the removed steps.
 
-    Returns what it removed.
-
-    `saved` are the hashes of manifests by step; `kept` are `keep_last` and `keep_interval`. Retention keeps the newest
-    `keep_last` of those that were saved, and the multiples of `keep_interval`.
+    `saved` are the manifests' hashes by step, as events and seals name them; `kept` are `keep_last` and
+    `keep_interval`. Retention keeps the newest `keep_last` of those that were saved, and the multiples of
+    `keep_interval`.
     """
     there = {fact.step: fact for fact in facts}
     known = sorted({*there, *saved, *([base_step] if base_step else ())})
@@ -114,7 +116,7 @@ def _promised(steps: Sequence[int], keep_last: int | None, keep_interval: int | 
 
 
 def _has_no_manifest(audit: Audit, step: int) -> bool:
-    """Return one that is damaged learns of as such."""
+    """Return whether a checkpoint has no manifest at all; a damaged one is reported as such elsewhere."""
     return find_newest(audit.store, audit.names.checkpoint_manifest(step)) is None
 
 
@@ -163,7 +165,10 @@ def _check_identity(audit: Audit, step: int, manifest: Mapping[str, Any], *, run
 
 
 def read_archives(audit: Audit) -> list[Entry]:
-    """Return every archived event that can be read, each id once; those of a writer may come in any order."""
+    """Return every archived event that can be read, each id once; those of a writer may come in any order.
+
+    Two different events with one id are a violation.
+    """
     found: dict[str, Entry] = {}
     for _, key, _, entries in audit.read_kind(EVENT_ARCHIVE):
         if entries is None:
@@ -195,9 +200,9 @@ def _check_name(audit: Audit, key: str, entries: list[Entry]) -> None:
 
 
 def check_token_logs(audit: Audit, told: EventClaims, chains: Mapping[int, bytes]) -> None:
-    """Compare the trainer's log-probs with the events that tell of them: their size, in a deep audit their bytes.
+    """Compare the trainer's log-probs with the events that name them: their size, in a deep audit their bytes.
 
-    What no event tells of has to be of the run, of the step and lineage in its key, and of that step's chain hash.
+    One that no event names has to be of the run, of the step and lineage in its key, and of that step's chain hash.
     """
     for own, sayings in sorted(told.token_logs.items()):
         if TOKEN_LOG.parse(own) is None:
@@ -231,7 +236,7 @@ def _check_untold(audit: Audit, own: str, chains: Mapping[int, bytes]) -> None:
             )
 
 
-# Published policies: every version once, none left out, named as they are stored, their digests as they were told.
+# Published policies: every version once, none left out, named as they are stored, their digests as events have them.
 #
 # Nothing removes a version: later ones may be deltas against it, so every object of every version must be there.
 
@@ -269,7 +274,7 @@ class PolicyCheck:
         """What is wrong with an object, empty if nothing: files are shared by many versions."""
 
     def scan(self) -> None:
-        """Read every manifest."""
+        """Read every version's manifest, and check its objects; count versions and lineages."""
         audit, torn = self._audit, 0
         for prefix in audit.store.list_prefixes(audit.names.policies):
             if (place := policy_at(audit.names, prefix)) is None:
@@ -290,8 +295,9 @@ class PolicyCheck:
         audit.report.num_lineages = len({lineage for found in self._lineages.values() for lineage in found})
 
     def compare(self, *, first: int, next_step: int, closing: batch_pb2.BatchHeader | None) -> None:
-        """Check that versions from `first` to the newest have no gap, that each has its batch, and that a successful
-        run has all.
+        """Report gaps in the versions from `first` on, versions without a batch, and wrong lineages and bases.
+
+        A run that succeeded must have all versions up to `next_step`.
         """
         findings = self._audit.findings
         newest = min(max(self._lineages, default=first - 1), next_step)
@@ -318,7 +324,10 @@ class PolicyCheck:
     def compare_claims(
         self, told: Mapping[tuple[int, int], Iterable[tuple[str, str]]], named: ReferencedObjects
     ) -> None:
-        """Compare the claims of events and headers about a version: digest and sha256 of its manifest, hex."""
+        """Report where a version's manifest differs from what events and headers say of it.
+
+        `told` has by lineage and version the digests and the manifest's sha256 (hex) of events.
+        """
         names, findings = self._audit.names, self._audit.findings
         for (lineage, version), sayings in sorted(told.items()):
             if lineage not in self._lineages.get(version, ()):
@@ -365,7 +374,7 @@ class PolicyCheck:
             highest = max(highest, *lineages)
 
     def _compare_bases(self) -> None:
-        """Check that deltas are against the published version of that number, and that an anchor is whole."""
+        """Report deltas that are not against the published version of their base, and anchors without a full copy."""
         for (lineage, version), fact in sorted(self.facts.items()):
             what = f"policy {lineage}-{version}"
             for base, digest in fact.bases:
@@ -386,7 +395,7 @@ class PolicyCheck:
                 )
 
     def _check(self, key: str, lineage: int, version: int, *, is_repaired: bool) -> None:
-        """Read the manifest that counts: the newest successor, whatever became of those before it, else the first."""
+        """Read the manifest under `key`, the newest revision, check it and its objects, and keep its facts."""
         audit, what = self._audit, f"manifest of policy {lineage}-{version}"
         data = audit.get(key, missing="POLICY_MISSING", what=what)
         if is_repaired:
@@ -422,7 +431,7 @@ class PolicyCheck:
                 self._audit.object_violation("POLICY", what.removeprefix("manifest of "), problem)
 
     def _check_digest(self, manifest: Mapping[str, Any], what: str) -> None:
-        """Check that the digest of the whole follows from those of the tensors, as `policies.digest` makes it."""
+        """Report a violation unless a manifest's digest follows from those of its tensors (`policies.digest`)."""
         whole = hashlib.sha256()
         for tensor in sorted(manifest["tensors"], key=lambda tensor: tensor["name"]):
             shape = ",".join(map(str, tensor["shape"]))

@@ -18,7 +18,10 @@ from millrace.v1 import run_pb2
 
 
 def check_identity(audit: Audit, record: RunRecord) -> set[str]:
-    """Check a run.json that could be parsed against itself and the index of runs; returns the keys that lead to it."""
+    """Report where run.json contradicts itself or the index of runs.
+
+    Return the keys of the index that lead to the run.
+    """
     findings, uid, where = audit.findings, audit.names.uid, audit.uri(audit.names.run_json)
     if record.uid not in ("", uid):
         findings.violation("RUN_JSON_CHANGED", f"{where} is that of run {record.uid!r}")
@@ -37,7 +40,10 @@ def check_identity(audit: Audit, record: RunRecord) -> set[str]:
 
 
 def _check_index(audit: Audit, kind: str, value: str, key_of: Callable[[str], str]) -> str:
-    """Return the object that leads from a name or a request to the run."""
+    """Report a violation unless a name's or request's object leads to the run; return the object's key.
+
+    `kind` is NAME or REQUEST. Empty, with a violation, if `value` is no legal one.
+    """
     try:
         key = key_of(value)
     except InvalidSpecError as error:
@@ -50,9 +56,9 @@ def _check_index(audit: Audit, kind: str, value: str, key_of: Callable[[str], st
 
 
 def read_kept(record: RunRecord) -> tuple[int | None, int | None]:
-    """Return `keep_last` and `keep_interval` of the checkpoints.
+    """Return `keep_last` and `keep_interval` of the run's checkpoints.
 
-    (None, None) keeps all, also if the config names nothing.
+    (None, None), which keeps all, without settings.
     """
     try:
         settings = (record.config or {})["trainer"]["ckpt"]
@@ -68,7 +74,7 @@ def read_kept(record: RunRecord) -> tuple[int | None, int | None]:
 
 
 def check_epochs(audit: Audit) -> dict[str, int]:
-    """Check every role's epochs; returns the newest epoch by role."""
+    """Report gaps and damage among every role's epochs; return the newest epoch by role."""
     newest: dict[str, int] = {}
     for place, *_ in audit.read_kind(EPOCH):
         role, number = str(place["role"]), int(place["number"])
@@ -81,9 +87,10 @@ def check_epochs(audit: Audit) -> dict[str, int]:
 
 
 def check_generations(audit: Audit, seen_in_events: int) -> int:
-    """Return marks of generations of the Redis copy; returns the newest installed: 1 at creation, then one per rebuild.
+    """Report wrong or missing marks of generations of the Redis copy; return the newest installed generation.
 
-    `seen_in_events` is the newest generation that archived events have: it was installed, so it has a mark.
+    That is 1 at creation, then one more for each rebuild. `seen_in_events` is the newest generation that archived
+    events have: it was installed, so it has a mark.
     """
     prefix = audit.names.generations
     installed = {1}
@@ -121,7 +128,11 @@ def check_attestations(
     key: SigningKey | None,
     kept: Sequence[Attestation],
 ) -> None:
-    """Check every attestation in the store, and those that were kept elsewhere, against the headers' chain hashes."""
+    """Check every attestation in the store, and those `kept` elsewhere, against the headers' chain hashes.
+
+    `closings` are the chain hashes after closing headers. Without a `key` signatures are not checked, which is
+    noted.
+    """
     findings = audit.findings
     stored: list[Attestation] = []
     for place, stored_key, _, attestation in audit.read_kind(ATTESTATION):
@@ -217,7 +228,7 @@ class SealCheck:
         """That of the seal of the present end, once `compare` has looked."""
 
     def scan(self, named: ReferencedObjects) -> None:
-        """Read them."""
+        """Read every seal, and hand what it names to `named`."""
         audit, names = self._audit, self._audit.names
         for _, key, data, seal in audit.read_kind(SEAL):
             self._hashes[key] = hashlib.sha256(data).hexdigest()
@@ -234,9 +245,10 @@ class SealCheck:
                 )
 
     def compare(self, told: EventClaims, *, closings: list[bytes], closing_key: str, now: float) -> None:
-        """Compare with the closing headers' chain hashes (in their order) and with the end that events claim.
+        """Compare the seals with the closing headers' chain hashes (in their order) and with the end that events claim.
 
-        `closing_key` is that of the closing header in force, empty if there is none.
+        `closing_key` is that of the closing header in force, empty if there is none; `now` is in seconds since
+        the epoch.
         """
         self._closing_key = closing_key
         findings, names = self._audit.findings, self._audit.names
@@ -283,9 +295,7 @@ class SealCheck:
         return self._seals.get(self.key)
 
     def _newest_at(self, told_at: float) -> float:
-        """Return when the run was closed: the later of an event's time and of the header's time, on the store's
-        clock.
-        """
+        """Return when the run was closed: the later of an event's time and the store's time of the closing header."""
         found = self._audit.store.head(self._closing_key) if self._closing_key else None
         return max(told_at, found.modified if found is not None else 0.0)
 

@@ -63,7 +63,10 @@ class Archives:
         self.num_duplicates = 0
 
     def check(self, header: batch_pb2.BatchHeader, trained: set[int], *, scored_whole: frozenset[str]) -> None:
-        """Check what one header archives."""
+        """Report what is wrong with a header's archive: strangers, trained rollouts that it lacks, regenerated ones.
+
+        `scored_whole` are the environments whose groups must come from one attempt.
+        """
         rollouts = self._load(header, trained)
         if rollouts is None:
             return
@@ -91,7 +94,7 @@ class Archives:
             self._check_regeneration(ordinal, member, facts, scored_whole)
 
     def check_rest(self, scored_whole: frozenset[str]) -> None:
-        """Check rollouts in Redis whose ordinal no header resolves yet."""
+        """Report regenerated rollouts in Redis whose ordinal no header resolves yet."""
         for ordinal, members in self._by_ordinal.items():
             for member in members:
                 self._check_regeneration(ordinal, member, self._in_redis[ordinal, member], scored_whole)
@@ -123,7 +126,7 @@ class Archives:
             return None
 
     def _check_trained(self, header: batch_pb2.BatchHeader, found: dict[tuple[int, int], list[RolloutFact]]) -> None:
-        """Check that every trained member is archived as OK, from the trained attempt, with as many samples or more."""
+        """Report each trained member that is not archived as OK from the trained attempt, with all of its samples."""
         if closes_run(header):
             return  # its samples are those of the final evaluation
         trained = Counter((sample.ordinal, sample.member, sample.attempt) for sample in header.samples)
@@ -140,10 +143,7 @@ class Archives:
                 )
 
     def _check_whole(self, header: batch_pb2.BatchHeader, rollouts: Iterable[Rollout]) -> None:
-        """Check that a trained group has every member once.
-
-        Other rollouts of the group were discarded as duplicates.
-        """
+        """Report each trained group that has not every member once; rollouts marked as duplicates do not count."""
         groups: defaultdict[int, Counter[int]] = defaultdict(Counter)
         sizes: dict[int, int] = {}
         for rollout in rollouts:
@@ -179,7 +179,7 @@ class Archives:
 
 
 def entry_key(entry_id: str) -> tuple[int, int]:
-    """Return the numbers of a stream id, which compare as times; (0, 0) if it is none."""
+    """Return the numbers of a stream id, which compare as times; (0, 0) if the text is none."""
     milliseconds, _, sequence = entry_id.partition("-")
     if not milliseconds.isdecimal() or not (sequence or "0").isdecimal():
         return 0, 0

@@ -1,1 +1,1 @@
-"""The log of runs in a browser: pages, the JSON behind them, and the process that reads for them."""
+"""The log of runs in a browser: pages, their JSON, and the process that reads for them."""

@@ -30,13 +30,16 @@ from millrace.v1 import run_service_pb2 as rs
 
 
 def to_json(value: Any, *, secrets: tuple[str, ...] | None = None) -> bytes:
-    """Return the document, in ASCII, with every secret masked; NaN and infinities are null, and texts have an end."""
+    """Encode a document as ASCII JSON, with every secret masked and long texts cut; NaN and infinities become null.
+
+    `secrets` are by default those of this process's variables.
+    """
     known = secrets_of(os.environ) if secrets is None else secrets
     return json.dumps(masked(value, known), separators=(",", ":"), allow_nan=False).encode()
 
 
 def of_message(message: Message) -> dict[str, Any]:
-    """Return a protobuf message as plain data: every field that is set, whole numbers as numbers."""
+    """Return a protobuf message as plain data: every field that is set, whole numbers as numbers, bytes as hex."""
     found: dict[str, Any] = {}
     for field, value in message.ListFields():
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
@@ -80,7 +83,10 @@ _STATUS: tuple[tuple[type[MillraceError], int], ...] = (
 
 
 def problem_of(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Return status and body of the answer for an error; an unexpected one is logged, and answered without its text."""
+    """Return status and body of the HTTP answer for an error.
+
+    An unexpected one is logged, and its text is not in the body.
+    """
     if not isinstance(error, MillraceError):
         logger.error("a question of the dashboard failed", exc_info=error)
         error = InternalError(
@@ -100,7 +106,10 @@ def problem_of(error: Exception) -> tuple[int, dict[str, Any]]:
 
 
 def error_of(status: int, body: dict[str, Any]) -> MillraceError:
-    """Return the error that `problem_of` has reported; a defect of the reader is an InternalError."""
+    """Return the error in an answer of `problem_of`; one of no status that it uses becomes an InternalError.
+
+    A CapacityError comes back as an UnavailableError.
+    """
     told = body.get("error") or {}
     reason, message, remedy = (str(told.get(name, "")) for name in ("reason", "message", "remedy"))
     kind = next((kind for kind, number in _STATUS if number == status and kind is not CapacityError), InternalError)
@@ -137,7 +146,7 @@ _RENAMED = {
 
 
 def metrics_page(said: ParsedCompletion) -> rs.ListMetricsResponse:
-    """Return a page of metrics; what JSON cannot say is NaN again."""
+    """Return the API's page of metrics from the reader's answer; null, which JSON has for NaN, is NaN again."""
     rows: Sequence[tuple[int, Mapping[str, float | None]]] = said["steps"]
     steps = [
         metric_pb2.StepMetrics(
@@ -149,7 +158,7 @@ def metrics_page(said: ParsedCompletion) -> rs.ListMetricsResponse:
 
 
 def rollouts_page(said: ParsedCompletion, *, run: str) -> rs.ListRolloutsResponse:
-    """Return a page of rollouts of the run with this name."""
+    """Return the API's page of rollouts from the reader's answer; `run` is the run's name."""
     return rs.ListRolloutsResponse(
         rollouts=[rollout(row, run=run) for row in said["samples"]],
         total_size=said["total"],
@@ -158,13 +167,13 @@ def rollouts_page(said: ParsedCompletion, *, run: str) -> rs.ListRolloutsRespons
 
 
 def rollout(row: ParsedCompletion, *, run: str) -> rollout_pb2.Rollout:
-    """Return a row of the index."""
+    """Return the API's rollout for a row of the index."""
     fields = {_RENAMED.get(name, name): value for name, value in row.items() if value is not None and name != "id"}
     return rollout_pb2.Rollout(name=f"runs/{run}/rollouts/{row['id']}", **fields)
 
 
 def lineage(said: ParsedCompletion, *, run: str) -> rs.GetLineageResponse:
-    """Return the lineage of a rollout, or of a version."""
+    """Return the API's lineage of a rollout, or of a version, from the reader's answer."""
     if "sample" in said:
         became = said["became"]
         found = lineage_pb2.RolloutLineage(
@@ -186,7 +195,7 @@ def lineage(said: ParsedCompletion, *, run: str) -> rs.GetLineageResponse:
 
 
 def _count(said: ParsedCompletion, name: str) -> int:
-    """Return a count that may be null, or not be there: 0."""
+    """Return a count that may be null or missing, as 0 then."""
     value = said.get(name)
     return 0 if value is None else value
 

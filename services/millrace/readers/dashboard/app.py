@@ -112,7 +112,10 @@ class Sessions:
         return code
 
     def redeem(self, code: str) -> str | None:
-        """Return a new session's secret for a code, which is worth nothing from then on; None if it is none."""
+        """Open a session for a code and return its secret; the code cannot be used again.
+
+        None if it is invalid or too old.
+        """
         found = self._codes.pop(token_digest(code), None)
         if found is None:
             return None
@@ -120,7 +123,7 @@ class Sessions:
         return self.open(grant) if self._clock() < ends and grant.holds() else None
 
     def open(self, grant: Grant) -> str:
-        """Return a new session's secret; the oldest session ends where there are too many."""
+        """Open a session and return its secret; where there are too many, the oldest session ends."""
         while len(self._sessions) >= MAX_SESSIONS:
             self._sessions.popitem(last=False)
         secret = secrets.token_urlsafe(32)
@@ -130,7 +133,7 @@ class Sessions:
         return secret
 
     def find(self, secret: str) -> Session | None:
-        """Return the session of a cookie, if it has not ended and its token still is accepted."""
+        """Return the session of a cookie's secret; None, and the session is removed, if it or its token is over."""
         digest = token_digest(secret)
         session = self._sessions.get(digest)
         if session is None:
@@ -172,7 +175,10 @@ class Guard:
         return self._access.tokens is not None
 
     def check_host(self, values: Sequence[str]) -> None:
-        """Raise InvalidSpecError for a `Host` that may be somebody else's name for this machine."""
+        """Raise InvalidSpecError for a `Host` that may be another site's name for this machine.
+
+        Nothing is checked where the server listens beyond loopback and demands tokens.
+        """
         if not self._is_checking_host:
             return
         value = values[0] if len(values) == 1 else ""
@@ -183,12 +189,18 @@ class Guard:
             )
 
     def bearer(self, authorizations: Sequence[str]) -> Grant:
-        """Return the grant of a token of the public API; UnauthenticatedError without one, where one is demanded."""
+        """Return the grant of a token of the public API.
+
+        Raise UnauthenticatedError without a valid one, where it is demanded.
+        """
         metadata = [("authorization", value) for value in authorizations]
         return self._access.admit("/millrace.v1.RunService/GetRun", metadata)
 
     def admit(self, authorizations: Sequence[str], secret: str) -> Caller:
-        """Let a question in by its token, or by the cookie of a session."""
+        """Return the caller of a request, by its token, or by the `secret` in its cookie.
+
+        Raise UnauthenticatedError without either, where the public API demands a token.
+        """
         if authorizations:
             return Caller(grant=self.bearer(authorizations), session=None, is_bearer=True)
         session = self._sessions.find(secret) if secret else None
@@ -203,8 +215,9 @@ class Guard:
         return Caller(grant=session.grant, session=session, secret=secret)
 
     def admit_write(self, caller: Caller, *, csrf: str, fetch_site: str) -> None:
-        """Raise PermissionDeniedError unless a write comes from a page of this server, or from a caller with a
-        token.
+        """Raise PermissionDeniedError unless a write comes from a page of this server, or from a caller with a token.
+
+        `csrf` and `fetch_site` are the request's headers; a session must show its CSRF token.
         """
         if caller.is_bearer and self.demands_token:
             return
@@ -225,7 +238,7 @@ class Guard:
 
 
 def _is_own(value: str) -> bool:
-    """Return whether a `Host` can be no name of another site: an address, or `localhost`, with or without a port."""
+    """Return whether a `Host` is an address or `localhost`, with or without a port, and so no name of another site."""
     name, bracket, rest = value.partition("]") if value.startswith("[") else ("", "", "")
     if bracket:
         host, port = name[1:], rest.removeprefix(":")
@@ -283,7 +296,7 @@ class Dashboard:
         return app
 
     async def _answer(self, request: Request, handle: Handle) -> Response:
-        """Answer every error in the form of the other answers; every answer has the headers."""
+        """Answer a request; an error becomes an answer of JSON. Every answer gets the security headers."""
         try:
             if len(request.url.query) > MAX_QUERY_CHARS:
                 wrong = Violation(field="query", message=f"has more than {MAX_QUERY_CHARS} characters")
@@ -379,7 +392,7 @@ class Dashboard:
         return response
 
     async def _login_by_form(self, request: Request) -> Response:
-        """Return a token that a user types into the page, where no command line is at hand."""
+        """Open a session for the token that a user types into the page, where no command line is at hand."""
         body = await _body(request)
         grant = self._guard.bearer([f"Bearer {body.get('token', '')}"])
         response = _Answer(b"{}")
@@ -398,7 +411,10 @@ class Dashboard:
         return self._file(name, 200, seen=request.headers.get("if-none-match", ""))
 
     async def _page(self, request: Request, path: str) -> Response:
-        """Return all pages are one document, whose script draws what the address names."""
+        """Serve the one document of all pages, whose script draws what the address names; or the login page.
+
+        Where no token is demanded, a browser gets its session here.
+        """
         if path.startswith("api/") or not (f"/{path}" in _PAGES or path.startswith("runs/")):
             raise NotFoundError("there is no such page", reason="PAGE_NOT_FOUND", remedy="begin at /")
         if path == "login":
@@ -439,7 +455,7 @@ class _Answer(Response):
 
 
 def _params(request: Request) -> dict[str, str]:
-    """Return the parameters of a request, each once."""
+    """Return the parameters of a request; raise InvalidSpecError if one comes twice, or there are too many."""
     query = request.url.query
     if query.count("&") >= MAX_PARAMS:
         wrong = Violation(field="query", message=f"has more than {MAX_PARAMS} parameters", source="request")
@@ -453,7 +469,7 @@ def _params(request: Request) -> dict[str, str]:
 
 
 async def _body(request: Request) -> dict[str, object]:
-    """Return the JSON object that a write brings, if any."""
+    """Return the JSON object in a write's body, empty without a body; raise InvalidSpecError for anything else."""
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         wrong = Violation(field="Content-Type", message="must be application/json", source="request")
         raise InvalidSpecError([wrong], reason="BODY_INVALID", remedy="send a JSON object, or {}")
@@ -484,7 +500,7 @@ class StaticFile:
 
 
 def load() -> dict[str, StaticFile]:
-    """Return every file by its name."""
+    """Read every static file of the dashboard, and return them by name."""
     found: dict[str, StaticFile] = {}
     for entry in resources.files("millrace.readers.dashboard").joinpath("static").iterdir():
         ending = entry.name[entry.name.rfind(".") :]

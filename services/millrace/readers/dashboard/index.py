@@ -27,13 +27,13 @@ ROW = np.dtype(
         ("seconds", "<f4"), ("model_seconds", "<f4"), ("finished", "<f8"),
     ]
 )  # fmt: skip
-"""What pages filter and sort by. Names stand in it as numbers of a table (`Segment.names`); -1 is none."""
+"""What pages filter and sort by. Names are in it as numbers of a table (`Segment.names`); -1 is none."""
 TEXT_SIZES = (120, 200, 64, 128)
 """Bytes that are kept of each field of `Texts`."""
 TEXT_BYTES = sum(TEXT_SIZES)
 _SCANNED_ROWS = 1 << 15
 MAX_NAMES = 1 << 12
-"""Names that are kept of one kind; what comes behind them is shown as `(other)`."""
+"""Names that are kept of one kind; all further ones are shown as `(other)`."""
 MAX_RUNS, MAX_BYTES = 64, 4 << 30
 """Of the indexes that one process keeps on disk; the oldest go first."""
 OTHER = "(other)"
@@ -91,7 +91,10 @@ class NameTable:
         """Those that no committed segment has."""
 
     def number(self, kind: str, name: str) -> int:
-        """Return the number of a name; -1 for the empty one."""
+        """Return the number of a name, a new one if it has none.
+
+        -1 for the empty name, `(other)`'s if there are too many.
+        """
         if not name:
             return -1
         found = self._numbers.get((kind, name))
@@ -107,7 +110,7 @@ class NameTable:
         return found
 
     def find(self, kind: str, name: str) -> int | None:
-        """Return the number of a name that came; None of one that did not."""
+        """Return the number of a name; None if it has none."""
         return self._numbers.get((kind, name))
 
     def name(self, kind: str, number: int) -> str:
@@ -116,7 +119,7 @@ class NameTable:
         return known[number] if 0 <= number < len(known) else ""
 
     def restore(self, names: dict[str, list[str]]) -> None:
-        """Restore the names of a segment that was written before."""
+        """Give the names of a segment that was written before the numbers that they had."""
         for kind, found in names.items():
             for name in found:
                 self._numbers[kind, name] = len(self.by_kind.setdefault(kind, []))
@@ -145,7 +148,7 @@ class Columns:
                 (directory / name).touch()
 
     def clear(self) -> None:
-        """Delete what is there; who opens it next begins anew."""
+        """Delete the index, and begin an empty one."""
         for name in (_ROWS, _TEXTS, _STEPS):
             (self.directory / name).unlink(missing_ok=True)
         self.names, self.segments, self.num_rows, self._steps_size = NameTable(), [], 0, 0
@@ -176,7 +179,10 @@ class Columns:
                 raise CorruptObjectError("an index that is cut off", reason="INDEX_CORRUPT")
 
     def append(self, *, step: int, revision: int, key: str, rows: np.ndarray, texts: bytes, problem: str = "") -> None:
-        """Commit the rows of a header. What an append left that failed, on a full disk, the next one writes over."""
+        """Commit the rows of a header, with the new names and `problem`, why its archive could not be read.
+
+        What a failed append left, as on a full disk, is written over.
+        """
         segment = Segment(
             step=step, revision=revision, key=key, first=self.num_rows, count=len(rows), names=dict(self.names.fresh),
             problem=problem,
@@ -192,7 +198,7 @@ class Columns:
         self.num_rows += len(rows)
 
     def _write(self, name: str, at: int, data: bytes) -> None:
-        """Write these bytes to the end of a file, after the committed ones."""
+        """Write bytes to a file at an offset, where the committed ones end; what follows is cut off."""
         with (self.directory / name).open("r+b") as file:
             file.truncate(at)
             file.seek(at)
@@ -205,14 +211,14 @@ class Columns:
         return np.memmap(self.directory / _ROWS, ROW, "r", shape=(self.num_rows,))
 
     def column(self, name: str) -> np.ndarray:
-        """Return one field of every committed row, without the others in between; kept until there are more rows."""
+        """Return one field of every committed row as a contiguous array, which is kept until there are more rows."""
         kept, num_rows = self._kept.get(name), self.num_rows
         if kept is None or len(kept) != num_rows:
             kept = self._kept[name] = np.ascontiguousarray(self.rows()[name][:num_rows])
         return kept
 
     def texts(self, rows: Sequence[int]) -> Iterator[Texts]:
-        """Return the texts of some rows."""
+        """Yield the texts of the given rows, in their order."""
         with (self.directory / _TEXTS).open("rb") as file:
             for row in rows:
                 file.seek(int(row) * TEXT_BYTES)
@@ -221,7 +227,7 @@ class Columns:
                 yield Texts(*(_text(data[end - size : end]) for end, size in zip(ends, TEXT_SIZES, strict=True)))
 
     def saying(self, words: str, rows: np.ndarray) -> np.ndarray:
-        """Return those of the ascending rows of which a text contains these words; ASCII letters in either case."""
+        """Return those of the ascending `rows` of which a text contains the words; ASCII letters in either case."""
         wanted = _flat(words).encode(errors="replace").lower()
         if not (wanted and len(rows)):
             return rows
@@ -244,7 +250,7 @@ class Columns:
 
 
 def packed(texts: Texts) -> bytes:
-    """Return the texts as `Columns.texts` reads them again, each cut."""
+    """Encode texts as `Columns.texts` reads them, each cut to its size in bytes."""
     return b"".join(_cut(text, size) for text, size in zip(texts, TEXT_SIZES, strict=True))
 
 
@@ -262,7 +268,7 @@ class IndexDirectory:
 
     @classmethod
     def open(cls, parent: Path) -> "IndexDirectory":
-        """Return the first shelf below `parent` that no process has."""
+        """Take the first directory below `parent` that no other process has, and lock it."""
         number = 0
         while True:
             directory = parent / f"{number:02d}"
@@ -278,9 +284,9 @@ class IndexDirectory:
             return cls(directory, lock)
 
     def place(self, name: str, *, in_use: Collection[str] = ()) -> Path:
-        """Return the directory of a run's index.
+        """Return the directory of a run's index, after removing those of other runs if they are too many or too large.
 
-        Where there are too many, or too large ones, those that were opened the longest ago go, but none `in_use`.
+        Those that were opened the longest ago are removed first, but none `in_use`.
         """
         wanted = self.directory / name
         others = [path for path in self.directory.iterdir() if path.is_dir() and path != wanted]

@@ -33,9 +33,9 @@ class StoreRefresh:
 
     @property
     def problem(self) -> str:
-        """Return the problem of the last look at the store, or that the current one gets no answer.
+        """Return what was wrong at the last look at the store, or that the current one gets no answer.
 
-        Empty if all is well.
+        Empty if nothing.
         """
         silent_s = time.monotonic() - self._began
         if self.is_busy and silent_s > SILENT_S:
@@ -43,12 +43,15 @@ class StoreRefresh:
         return self._problem
 
     def alive(self) -> None:
-        """Note that the look gets answers, so it may take its time."""
+        """Note that the current look gets answers, so that it may take its time."""
         self._began = time.monotonic()
         self._problem = ""
 
     def refresh(self, wait_s: float = 0.0) -> None:
-        """Start a look at the store if none is under way, and give it a moment."""
+        """Start a look at the store if none is under way and the last is old enough.
+
+        Wait `wait_s` for the one under way.
+        """
         with self._lock:  # pages ask from threads of their own
             if not self.is_busy:
                 if self.is_closed.is_set() or time.monotonic() - self._ended < self._fresh_s:
@@ -61,7 +64,7 @@ class StoreRefresh:
         looking.join(wait_s)
 
     def close(self) -> None:
-        """Stop looking."""
+        """Start no further look, and wait for the one under way."""
         self.is_closed.set()
         if self._thread is not None:
             self._thread.join()

@@ -71,7 +71,7 @@ class SampleQuery:
 
     @classmethod
     def parse(cls, raw: Mapping[str, str], *, most: int = PAGE_MAX) -> "SampleQuery":
-        """Parse the parameters of a request, at most `most` a page; InvalidSpecError names every wrong one."""
+        """Parse the parameters of a request, at most `most` samples a page; InvalidSpecError names every wrong one."""
         wrong: list[Violation] = []
         lowest, highest = _ranges(raw, wrong)
         names = {kind: tuple(raw[kind].split(",")[:64]) for kind in NAMED if raw.get(kind)}
@@ -109,9 +109,9 @@ class Page:
 
 
 def parse_id(text: str) -> tuple[int, int, int]:
-    """Return step, revision of its header and place in the archive.
+    """Parse a sample's id into the step, the header's revision and the place in the archive.
 
-    InvalidSpecError if the text is no id of a sample.
+    InvalidSpecError if it is none.
     """
     match = _ID.fullmatch(text)
     if match is None:
@@ -122,12 +122,15 @@ def parse_id(text: str) -> tuple[int, int, int]:
 
 
 def sample_id(row: Any) -> str:
-    """Return the name of a row, which is stable for as long as the run's log exists."""
+    """Return the id of a row's sample, which is stable for as long as the run's log exists."""
     return rollout_id(int(row["step"]), int(row["revision"]), int(row["place"]))
 
 
 def select(columns: Columns, query: SampleQuery) -> Page:
-    """Return the page for a query. Equal values are in the order of the run."""
+    """Return the rows of the page that a query asks for.
+
+    Rows without a value come last, equal ones in the order of the run.
+    """
     if query.is_plain:
         return _newest(columns, query)
     found = np.flatnonzero(passing(columns, query))
@@ -163,7 +166,7 @@ def _newest(columns: Columns, query: SampleQuery) -> Page:
 
 
 def passing(columns: Columns, query: SampleQuery) -> np.ndarray:
-    """Return the rows that pass."""
+    """Return a mask over all rows: which of them pass the query's filters, but for its text."""
     column = columns.column
     mask = np.ones(columns.num_rows, bool)
     for kind, wanted in query.names.items():
@@ -182,7 +185,7 @@ def passing(columns: Columns, query: SampleQuery) -> np.ndarray:
 
 
 def row_json(columns: Columns, row: Any, texts: Texts) -> dict[str, Any]:
-    """Return a row as plain data."""
+    """Return a row and its texts as plain data."""
     name = columns.names.name
     return {
         "id": sample_id(row),
@@ -219,10 +222,7 @@ def _of_outcome(columns: Columns, outcome: str) -> np.ndarray:
 
 
 def _as_value(name: str, limit: float) -> Any:
-    """Return a limit as the column has its values, so that 0.1 equals 0.1.
-
-    A limit beyond whole numbers stays as it is.
-    """
+    """Return a limit in the number format of its column, so that 0.1 equals 0.1; as it is for whole numbers."""
     kind = ROW[RANGES[name]]
     return kind.type(limit) if kind.kind == "f" else limit
 
@@ -282,7 +282,7 @@ class SampleIndex:
         self._looked_again_at = -math.inf
 
     def close(self) -> None:
-        """Stop."""
+        """Stop following the run, after the look that is under way."""
         self.looking.close()
 
     def _follow(self) -> None:
@@ -296,7 +296,10 @@ class SampleIndex:
         self._look_again()
 
     def _look_again(self) -> None:
-        """See whether the last batch that could not be read can be; all of a run are repaired together."""
+        """Try the last batch that could not be read once more; if it can be read, the index is outdated.
+
+        All of a run are repaired together.
+        """
         unreadable = next((each for each in reversed(self.columns.segments) if each.problem), None)
         now = time.monotonic()
         if unreadable is None or now - self._looked_again_at < LOOK_AGAIN_S:
@@ -309,7 +312,10 @@ class SampleIndex:
         self.is_outdated = True
 
     def _new_headers(self) -> Iterator[tuple[int, str]]:
-        """Return headers after the last one, in the order of the run: a key sorts after those of earlier steps."""
+        """Return step and key of the headers after the last one in the index, in the order of the run.
+
+        A key sorts after those of earlier steps.
+        """
         prefix, segments = self._names.batches, self.columns.segments
         last = segments[-1] if segments else None
         known = (last.step, last.revision) if last else (-1, 0)
@@ -334,7 +340,10 @@ class SampleIndex:
             )
 
     def _made(self, step: int, key: str) -> tuple[np.ndarray, bytes]:
-        """Return rows and texts of the rollouts that a header resolved."""
+        """Return rows and texts of the rollouts that a header resolved.
+
+        Raise if header or archive is missing or damaged.
+        """
         header = decode_header(self._store.get(key, max_bytes=MAX_HEADER_BYTES))
         return self._rows(step, revision_of(key), header, read_rollouts(self._store, header))
 
@@ -374,7 +383,7 @@ class SampleIndex:
     def _row(
         self, rollout: Rollout, *, at: tuple[int, int, int], advantage: float, is_trained: bool, reason: str
     ) -> tuple[Any, ...]:
-        """Return the fields of `ROW`, in its order."""
+        """Return the fields of `ROW`, in its order; `at` has step, revision and place in the archive."""
         number = self.columns.names.number
         step, revision, place = at
         lowest, highest = rollout.min_version, rollout.max_version
@@ -391,6 +400,6 @@ class SampleIndex:
 
 
 def _finished(entry_id: str) -> float:
-    """Return when Redis received the rollout, in seconds since 1970; 0 if it does not say."""
+    """Return when Redis received the rollout, in seconds since 1970; 0 if its entry id has no time."""
     milliseconds = entry_id.partition("-")[0]
     return int(milliseconds) / 1000 if milliseconds.isdecimal() and len(milliseconds) < 16 else 0.0

@@ -90,7 +90,10 @@ class Reader:
         }
 
     def ask(self, question: str, uid: str, params: Params) -> dict[str, Any]:
-        """Return the answer, with the store's current problem; raises errors of Millrace's classes."""
+        """Answer a question about a run, with the store's current problem as `stale`.
+
+        Raise classes of `millrace.errors`.
+        """
         if question not in self._questions:
             raise NotFoundError(f"nobody answers {question[:40]!r}", reason="QUESTION_UNKNOWN")
         run = self._take(uid)
@@ -236,7 +239,10 @@ def _timeline(run: _OpenRun, params: Params) -> dict[str, Any]:
 
 
 def _list_metrics(run: _OpenRun, params: Params) -> dict[str, Any]:
-    """Return metrics by step from the step `first` on, and the next step after them."""
+    """Return metrics by step from the step `first` on, and the next step after them.
+
+    Raise while events are being read.
+    """
     first, size = _whole(params, "first", 0, most=_MAX_STEP), _whole(params, "size", LIST_MAX, most=LIST_MAX)
     _require_all(run.facts.looking, "the events of the run are being read")
     names = [name for name in params.get("names", "").split(",") if name]
@@ -245,7 +251,10 @@ def _list_metrics(run: _OpenRun, params: Params) -> dict[str, Any]:
 
 
 def _list_rollouts(run: _OpenRun, params: Params) -> dict[str, Any]:
-    """Return rollouts as `samples` does, of a whole index, with the rows that its further pages are made of."""
+    """Return rollouts as `samples` does, of a complete index, and the number of rows that further pages are made of.
+
+    Raise UnavailableError while batches are being read, InvalidSpecError for a page of an index that is gone.
+    """
     query = SampleQuery.parse(params, most=LIST_MAX)
     _require_index(run)
     num_rows = run.index.columns.num_rows
@@ -257,7 +266,7 @@ def _list_rollouts(run: _OpenRun, params: Params) -> dict[str, Any]:
 
 
 def _whole_lineage(run: _OpenRun, params: Params) -> dict[str, Any]:
-    """Return the lineage as `lineage` does, of all that is in the log."""
+    """Return the lineage as `lineage` does; raise UnavailableError until all that is in the log is read."""
     _require_all(run.facts.looking, "the events of the run are being read")
     _require_index(run)
     return _lineage(run, params)
@@ -285,7 +294,10 @@ def _growth(run: _OpenRun) -> str:
 
 
 def _require_all(looking: StoreRefresh, meanwhile: str) -> None:
-    """Raise UnavailableError unless everything that existed at the last look is read: a list has no gaps."""
+    """Raise UnavailableError unless everything that existed at the last look is read, so that a list has no gaps.
+
+    `meanwhile` is the message while it is being read.
+    """
     looking.refresh(FIRST_WAIT_S)
     if looking.problem:
         raise UnavailableError(

@@ -42,7 +42,7 @@ def _read_frame(source: IO[bytes]) -> tuple[int, bytes] | None:
 
 
 def main() -> NoReturn:
-    """Answer until the parent is gone."""
+    """Answer the questions on the standard input until the parent is gone, then exit."""
     source = sys.stdin.buffer
     sink = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what foreign code prints is no answer
@@ -71,7 +71,7 @@ def main() -> NoReturn:
 
 
 def _decoded(data: bytes) -> dict[str, Any]:
-    """Return the question; an empty one, which gets an answer, too, if the bytes hold none."""
+    """Return the question in a frame; an empty one, which is answered as well, if it cannot be decoded."""
     try:
         return decode_object(data, what="a question", reason="QUESTION_UNREADABLE")
     except CorruptObjectError:
@@ -79,7 +79,7 @@ def _decoded(data: bytes) -> dict[str, Any]:
 
 
 def _answer(reader: Reader, asked: dict[str, Any], secrets: tuple[str, ...]) -> tuple[int, bytes]:
-    """Return a status and the body; whatever goes wrong is an answer, too."""
+    """Return status and body of the answer; an error is an answer, too."""
     try:
         found = reader.ask(str(asked["question"]), str(asked["uid"]), dict(asked["params"]))
         return 200, to_json(found, secrets=secrets)

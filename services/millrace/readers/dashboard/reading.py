@@ -48,11 +48,15 @@ class ReaderClient:
 
     @classmethod
     def of(cls, *, store_url: str, prefix: str) -> Self:
-        """Create the reader, with its indexes in the scratch directory."""
+        """Return the client of a deployment's reader, whose indexes are in the scratch directory."""
         return cls(store_url=store_url, prefix=prefix, directory=scratch_parent() / "dashboard" / prefix)
 
     async def ask(self, question: str, uid: str, params: Mapping[str, str]) -> ReaderAnswer:
-        """Return the answer; UnavailableError if there is none in time, CapacityError where too many ask."""
+        """Have the reader answer a question, and return its answer; the reader is started if it does not run.
+
+        UnavailableError if there is no answer in time, CapacityError where too many ask, InvalidSpecError if
+        the question is too long.
+        """
         if len(self._open) >= MAX_QUESTIONS:
             raise CapacityError(
                 f"{MAX_QUESTIONS} questions of pages are open", reason="DASHBOARD_BUSY", remedy="ask again in a moment"

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def messages_of(rollout: "Rollout") -> list[dict[str, Any]]:
-    """Return the conversation; one message that says so where it is not kept or cannot be read."""
+    """Return the conversation of a rollout; a single message that says so if it is not kept or cannot be read."""
     try:
         messages = decode_json(rollout.messages_json or "[]", what="the conversation", reason="MESSAGES_CORRUPT")
     except CorruptObjectError:
@@ -22,10 +22,7 @@ def messages_of(rollout: "Rollout") -> list[dict[str, Any]]:
 
 
 def given_of(rollout: "Rollout") -> dict[str, Any]:
-    """Return the values that the task is scored with, by name, `answer` first.
-
-    Empty where none is kept that can be read.
-    """
+    """Return the values that the task is scored with, by name; empty if none are kept, or they cannot be read."""
     try:
         given = decode_json(rollout.task_json or "{}", what="what a task is scored with", reason="TASK_CORRUPT")
     except CorruptObjectError:
@@ -46,7 +43,7 @@ def info_of(rollout: "Rollout") -> str:
 
 
 def content_of(message: dict[str, Any]) -> str:
-    """Return the text of a message: its content, parts of it one a line, then its tool calls."""
+    """Return the text of a message: its content, each part on a line of its own, then its tool calls."""
     content = message.get("content")
     parts = content if isinstance(content, list) else [content]
     lines = [_part(part) for part in parts if part is not None]

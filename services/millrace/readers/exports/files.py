@@ -22,7 +22,10 @@ _PARQUET_ROWS = 10_000
 def export_files(
     form: str, directory: Path, rows: Iterable[MetricRow], samples: Iterable[ExportedSample] | None
 ) -> list[Path]:
-    """Write the metrics, and the samples if there are any to write, into a directory; returns the files."""
+    """Write the metrics, and the samples unless they are None, into a directory; return the files.
+
+    `form` is jsonl, parquet or tensorboard. InvalidStateError if the library for it is not installed.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     writer: Callable[[Path, Iterable[MetricRow], Iterable[ExportedSample] | None], list[Path]]
     writer = {"jsonl": _jsonl, "parquet": _parquet, "tensorboard": _tensorboard}[form]
@@ -30,7 +33,7 @@ def export_files(
 
 
 def redacted(samples: Iterable[ExportedSample]) -> Iterator[dict[str, Any]]:
-    """Yield their columns, with every secret in a text masked."""
+    """Yield the columns of each sample, with every secret in a text masked."""
     secrets = secrets_of(os.environ)
     for sample in samples:
         columns = sample.to_json()
@@ -52,7 +55,7 @@ def _jsonl(directory: Path, rows: Iterable[MetricRow], samples: Iterable[Exporte
 
 
 def _write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> Path:
-    """Return one object per line; a number that JSON does not have (NaN, an infinity) is null."""
+    """Write a file with one JSON object per line; a number that JSON does not have (NaN, an infinity) becomes null."""
     with _made(path) as part, part.open("w", encoding="utf-8") as file:
         for line in lines:
             file.write(json.dumps({name: _number(value) for name, value in line.items()}, allow_nan=False) + "\n")
@@ -61,8 +64,9 @@ def _write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> Path:
 
 @contextlib.contextmanager
 def _made(path: Path) -> Iterator[Path]:
-    """Provide the place of a file that appears once it is whole: an interrupted export leaves no file that looks
-    complete.
+    """Provide a path to write to.
+
+    The file gets its name `path` after the block, so that an interrupted export leaves none.
     """
     part = path.with_name(f"{path.name}.part")
     try:
@@ -112,12 +116,13 @@ _SAMPLE_COLUMNS = {
 
 
 _EVENTS = ".millrace"
-"""What the names of our event files end in; those of others stay."""
+"""What the names of our event files end in; other files stay."""
 
 
 def _scalar(metric: str, value: float) -> Any:
-    """Return a point of TensorBoard under the metric's own name: its writer makes `pass_2` of both `pass@2` and
-    `pass^2`.
+    """Return a point of TensorBoard under the metric's own name, which its writer would change.
+
+    It makes `pass_2` of both `pass@2` and `pass^2`.
     """
     protocol: Any = importlib.import_module("tensorboardX.proto.summary_pb2")
     metadata = protocol.SummaryMetadata(display_name=metric)

@@ -32,7 +32,7 @@ class FineTuningExport(RunExport):
         self._run: WandbRun | None = None
 
     def look(self) -> bool:
-        """Write the lines that are new; the parent says when the run has ended."""
+        """Write the new lines to W&B; return False: the parent says when the run has ended."""
         run = self._run = self._run or open_run(self, self._order, samples_of=lambda _: [])
         if not self._keys:
             self._write_kept(run)
@@ -44,7 +44,7 @@ class FineTuningExport(RunExport):
         return False
 
     def _write_kept(self, run: WandbRun) -> None:
-        """Write what exporters before this one did, in their order; W&B has all or some of it, or is another run."""
+        """Write the rows of earlier exporters again, in their order: W&B has all or some of them, or is another run."""
         found = read_lines(self._kept)
         for _, row in found:
             self._write(run, row)
@@ -65,7 +65,7 @@ class FineTuningExport(RunExport):
 
 
 def read_lines(path: Path) -> list[tuple[bytes, MetricRow]]:
-    """Return the whole lines of the file with what they say, up to the first that is damaged."""
+    """Return the whole lines of the file, each with its row, up to the first that is damaged; none without a file."""
     found: list[tuple[bytes, MetricRow]] = []
     try:
         *lines, _ = path.read_bytes().split(b"\n")
@@ -83,7 +83,7 @@ def read_lines(path: Path) -> list[tuple[bytes, MetricRow]]:
 
 
 def _key(step: int, said: dict[str, Any]) -> str:
-    """Return the subject of a line: a step, the validation after the last one, or evaluations of environments."""
+    """Return the key of a line's row: of a step, the validation after the last one, or evaluations of environments."""
     envs = sorted(match[1] for name in said if (match := _EVALUATED.fullmatch(name)))
     if any(name.startswith("eval/") for name in said):
         return f"eval/{','.join(envs)}/{step}"
@@ -91,7 +91,7 @@ def _key(step: int, said: dict[str, Any]) -> str:
 
 
 def main() -> NoReturn:
-    """Export the run that the first line of the standard input names; ends with its parent."""
+    """Write the run that the first line of the standard input names to W&B; exit when the parent is gone."""
     read_key()
     serve(FineTuningExport)
 

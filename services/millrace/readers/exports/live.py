@@ -36,7 +36,10 @@ class LiveExport(LogExport):
         self._run: WandbRun | None = None
 
     def look(self) -> bool:
-        """Write the rows that are new. What W&B raises once it is open ends the process."""
+        """Write the new rows to W&B; return whether the log has the run's end.
+
+        What W&B raises once it is open ends the process.
+        """
         run = self._run = self._run or open_run(self, self._order, samples_of=self._samples_of)
         self._pending.extend(self._follower.read())
         while self._pending:
@@ -55,7 +58,7 @@ class LiveExport(LogExport):
 
 
 def open_run(export: RunExport, order: Mapping[str, Any], *, samples_of: SamplesOf) -> WandbRun:
-    """Open the run that an order names in W&B, or raise the obstacle as a Millrace error."""
+    """Open the run that an order names in W&B, and report that to the parent; raise as `open_target` does."""
     target = target_of(order["config"], uid=order["uid"], run=order["run"], directory=Path(order["directory"]))
     export.say("opening")
     run = open_target(target, samples_of=samples_of)
@@ -64,7 +67,7 @@ def open_run(export: RunExport, order: Mapping[str, Any], *, samples_of: Samples
 
 
 def open_target(target: WandbTarget, *, samples_of: SamplesOf) -> WandbRun:
-    """Open a run in W&B, or raise the obstacle as a Millrace error."""
+    """Open a run in W&B; PermissionDeniedError if W&B refuses it, UnavailableError for any other failure."""
     try:
         timeout_s = float(os.environ.get("WANDB_INIT_TIMEOUT") or INIT_TIMEOUT_S)
         return WandbRun(target, samples_of=samples_of, init_timeout_s=timeout_s)
@@ -75,7 +78,7 @@ def open_target(target: WandbTarget, *, samples_of: SamplesOf) -> WandbRun:
 
 
 def _as_millrace(error: Exception) -> MillraceError:
-    """Return whether W&B refuses us, or cannot be reached."""
+    """Return an error of W&B's library as ours: PermissionDeniedError for a refusal, else UnavailableError."""
     names = {kind.__name__ for kind in type(error).__mro__}
     text = _URL.sub("", str(error).lower())  # a port may look like a status
     if names & {"AuthenticationError", "UsageError"} or _REFUSED.search(text):
@@ -92,7 +95,7 @@ def _as_millrace(error: Exception) -> MillraceError:
 
 
 def read_key() -> None:
-    """Take W&B's key from a file, if one is named; it goes to the library by its variable."""
+    """Set WANDB_API_KEY from the file that WANDB_API_KEY_FILE names, if it does; the key is masked in logs."""
     if path := os.environ.get(KEY_FILE):
         os.environ[KEY] = Path(path).read_text().strip()
     if key := os.environ.get(KEY):
@@ -100,7 +103,7 @@ def read_key() -> None:
 
 
 def main() -> NoReturn:
-    """Export the run that the first line of the standard input names; ends with its parent."""
+    """Write the run that the first line of the standard input names to W&B; exit when the parent is gone."""
     read_key()
     serve(LiveExport)
 

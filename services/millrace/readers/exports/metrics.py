@@ -27,7 +27,7 @@ class MetricRow:
 
 
 def rows_of(event: event_pb2.Event) -> list[MetricRow]:
-    """Return the rows of an event: none where it is not about a step."""
+    """Return the metric rows of an event; none if it is not about a step."""
     kind = event.WhichOneof("body")
     found = _READERS[kind](event) if kind in _READERS else None
     if found is None:
@@ -47,7 +47,10 @@ def points(rows: Iterable[MetricRow]) -> Iterator[tuple[str, int, float]]:
 
 
 def header_values(header: batch_pb2.BatchHeader) -> dict[str, float]:
-    """Return the values from the header of a batch: rewards and shares by environment, and lengths of the samples."""
+    """Return the metrics in a batch's header: rewards and shares by environment, and lengths of the samples.
+
+    Empty without samples.
+    """
     if not header.samples:
         return {}
     rewards: dict[tuple[int, int, int], tuple[int, float]] = {}
@@ -185,7 +188,7 @@ class EventFollower:
 
 
 class MetricFollower:
-    """The metric rows of a run, each fact once: of a step that was computed again, what was said first stays.
+    """The metric rows of a run, each fact once: of a step that was computed again, the first values stay.
 
     The archive only grows at its end, so the n-th row is the same for everybody who reads it, whenever.
     """
@@ -197,10 +200,13 @@ class MetricFollower:
         self._pending: list[MetricRow] = []
         self._keys: set[str] = set()
         self.terminal: event_pb2.Event | None = None
-        """The event that ended the run, if it has been read and nothing reopened the run behind it."""
+        """The event that ended the run, if it has been read and the run was not reopened after it."""
 
     def read(self, *, on_event: Callable[[event_pb2.Event], None] | None = None) -> list[MetricRow]:
-        """Return the rows that were archived since the last call. After an error nothing is lost: call again."""
+        """Return the rows that were archived since the last call; after an error nothing is lost: call again.
+
+        `on_event` gets every new event.
+        """
         for event in self._events.read():
             if event.HasField("state_changed"):
                 self.terminal = event if event.state_changed.chain_hash else None
@@ -227,7 +233,7 @@ def read_metrics(store: ObjectStore, names: Names) -> list[MetricRow]:
 
 
 def read_header(store: ObjectStore, names: Names, step: int) -> batch_pb2.BatchHeader | None:
-    """Return the newest header of a step; None if there is none, or it is damaged (`millrace run audit` says so)."""
+    """Return the newest header of a step; None if there is none, or it is damaged, which an audit reports."""
     key = find_newest(store, names.batch_header(step))
     if key is None:
         return None

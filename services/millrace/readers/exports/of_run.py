@@ -84,13 +84,14 @@ class Exporter:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, **order: Any) -> None:
-        """Start the process, which gets the order, the run's name, and later the end of the run."""
+        """Start the process in the background; it gets `order` and the run's name, and later the end of the run."""
         order |= {"run": self._run, "is_told": True}
         self._task = asyncio.create_task(self._keep(order), name=f"export of {self._run} to {self._to.name}")
 
     async def finish(self) -> None:
-        """Let the rest be written, since the run has ended: for a while, or for a moment where nothing is taken
-        anyway.
+        """Have the rest written, since the run has ended, and wait for that, at most `finish_s`.
+
+        The wait is `STOP_S` where the destination takes nothing.
         """
         if self._task is None:
             return
@@ -107,9 +108,9 @@ class Exporter:
             )
 
     async def close(self, *, has_ended: bool = False) -> None:
-        """End the process; what it has not written is left to the next one, and there is none where the run has ended.
+        """End the process; the next one writes what it has not written.
 
-        Then what a moment allows is written.
+        If the run `has_ended`, wait `STOP_S` for it first.
         """
         if self._task is None:
             return
@@ -128,7 +129,7 @@ class Exporter:
                 await self._once(order)
             except OSError as error:
                 logger.warning("the exporter cannot be started", extra={"error": str(error)})
-            except Exception:  # the edge of this task, which nobody awaits before the run ends: said, and tried again
+            except Exception:  # the edge of this task, which nobody awaits before the run ends: logged, and tried again
                 logger.exception("the exporter failed", extra={"run": self._run, "to": self._to.name})
             if not self._done.is_set():
                 deaths += 1
@@ -139,7 +140,7 @@ class Exporter:
         self._wait.over()
 
     async def _once(self, order: dict[str, Any]) -> None:
-        """Run one process to its end."""
+        """Start one process, and pass on its reports until it ends."""
         with contextlib.ExitStack() as stack:
             process = await sessions.start(
                 [sys.executable, "-m", self._to.module],
@@ -174,7 +175,7 @@ class Exporter:
                 process.stdin.write(b"end\n")
 
     async def _heard(self, report: dict[str, Any]) -> None:
-        """Show as a wait what the process waits for, and log in the run what a person has to fix."""
+        """Take a report of the process: show what it waits for as a wait, and warn of what a person has to solve."""
         state, reason, text = (str(report.get(name, "")) for name in ("state", "reason", "text"))
         self._is_refused = state == "waiting" or (self._is_refused and state == "opening")
         if state == "opening":
@@ -190,7 +191,7 @@ class Exporter:
             self._told.clear()
 
     async def _tell(self, reason: str, text: str) -> None:
-        """Report one event per reason, until W&B answers again."""
+        """Warn with a reason and a text, once for each reason until the destination takes rows again."""
         if reason in self._told or self._is_ending:
             return
         self._told.add(reason)
@@ -256,18 +257,16 @@ class RunExports:
         self._running.append(exporter)
 
     async def finish(self) -> None:
-        """Let the rest be written for a while, since the run has ended."""
+        """Have the rest written, since the run has ended, and wait a bounded time for that."""
         await asyncio.gather(*(exporter.finish() for exporter in self._running))
 
     async def close(self, *, has_ended: bool) -> None:
-        """End the processes; where the run has ended, what a moment allows is written first."""
+        """End the processes; if the run has ended, what a moment allows is written first."""
         await asyncio.gather(*(exporter.close(has_ended=has_ended) for exporter in self._running))
 
 
 def traces_wanted(environ: Mapping[str, str]) -> bool:
-    """Return whether OpenTelemetry's variables ask for traces: an endpoint or an exporter is named, and nothing says
-    no.
-    """
+    """Return whether OpenTelemetry's variables name an endpoint or exporter for traces, and do not disable it."""
     exporter = environ.get("OTEL_TRACES_EXPORTER", "").strip().lower()
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true" or exporter == "none":
         return False
@@ -275,9 +274,7 @@ def traces_wanted(environ: Mapping[str, str]) -> bool:
 
 
 def _directory(config: dict[str, Any], run: str, uid: str) -> Path:
-    """Return the directory of W&B's own files: WANDB_DIR, or beside the results of the run if they are on this
-    machine.
-    """
+    """Return the directory of W&B's own files: below WANDB_DIR, or that of the run's results on this machine."""
     results = Path(str(config.get("output_dir") or "outputs")) / run
     if "WANDB_DIR" not in os.environ and results.is_dir():
         return results

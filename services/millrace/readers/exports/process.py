@@ -1,7 +1,7 @@
 """A process that writes a run somewhere while it goes on: it reads what the run has made durable, and asks nobody.
 
-A process of its own, because the libraries that it needs are large, start others, and may hang. It is told what to do
-by one JSON line on its standard input, whose end is the end of its parent, and reports by JSON lines on its standard
+A process of its own, because the libraries that it needs are large, start others, and may hang. It gets its order as
+one JSON line on its standard input, whose end is the end of its parent, and reports by JSON lines on its standard
 output (`millrace.readers.exports.of_run` is the other end).
 """
 
@@ -35,14 +35,14 @@ class RunExport:
         """Look now: the run has ended, or nobody waits for the next look."""
         self.is_ending = False
         self.is_told = False
-        """Whether the parent says when the run has ended. Then the log does not: one that was reopened still holds the
-        end before, for as long as nothing behind it is archived."""
+        """Whether the parent says when the run has ended. Then the log does not count: that of a reopened run still has
+        the end before, for as long as no later event is archived."""
         self._said = ""
 
     def look(self) -> bool:
-        """Write what is new.
+        """Write what is new, and return whether the log has the run's end.
 
-        Returns whether the log has reported the end of the run. Expected errors are retried later.
+        After a Millrace error it is called again.
         """
         raise NotImplementedError
 
@@ -50,7 +50,11 @@ class RunExport:
         """Let everything arrive, since all of it is written."""
 
     def run(self) -> None:
-        """Follow the run to its end. An unexpected error ends the process, and its parent starts another."""
+        """Write what comes until the run has ended and everything is written.
+
+        A Millrace error is reported and tried again. Any other error ends the process, and its parent starts
+        another.
+        """
         failures = 0
         while True:
             is_last = self.is_ending
@@ -69,7 +73,7 @@ class RunExport:
             self.finish_now.clear()
 
     def say(self, state: str, reason: str = "", text: str = "") -> None:
-        """Report a message to the parent, unless it is the same as the last one."""
+        """Send the parent a report, unless it is the same as the last one."""
         line = json.dumps({"state": state, "reason": reason, "text": redact(text)[:2000], "rows": self.rows})
         if line != self._said:
             self._said = line
@@ -85,7 +89,10 @@ class LogExport(RunExport):
 
 
 def serve(make: Callable[[dict[str, Any]], RunExport]) -> NoReturn:
-    """Export the run that the first line of the standard input names; ends with the parent."""
+    """Export the run that the first line of the standard input names, then exit.
+
+    Exit at once when the parent is gone.
+    """
     order = decode_object(sys.stdin.readline().encode(), what="the order of an export", reason="ORDER_UNREADABLE")
     export = make(order)
     export.is_told = order.get("is_told") is True
@@ -105,7 +112,10 @@ def serve(make: Callable[[dict[str, Any]], RunExport]) -> NoReturn:
 
 
 def import_extra(module: str, *, extra: str) -> ModuleType:
-    """Return the module; an error with the pip command where the extra that brings it is not installed."""
+    """Import a module.
+
+    InvalidStateError with the pip command if it, and so the extra that brings it, is not installed.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:

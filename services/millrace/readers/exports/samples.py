@@ -16,7 +16,6 @@ from millrace.runlog.records.revisions import read_rollouts
 from millrace.storage import ObjectStore
 from millrace.storage.base import revision_of
 
-"""What a key of a header is behind `Names.batches`; its group is the step."""
 _Member = tuple[int, int, int]
 
 
@@ -88,8 +87,7 @@ def list_headers(store: ObjectStore, names: Names) -> list[tuple[int, str]]:
 def read_headers(
     store: ObjectStore, names: Names, *, step: int | None = None
 ) -> Iterator[tuple[int, int, batch_pb2.BatchHeader]]:
-    """Yield step, revision and header of everything that is committed (of one step), up to the header that ends the
-    run.
+    """Yield step, revision and header of what is committed, or of one step, up to the header that ends the run.
 
     `CorruptObjectError` names a header that is damaged.
     """
@@ -113,9 +111,10 @@ def _read_header(store: ObjectStore, key: str) -> batch_pb2.BatchHeader:
 def read_samples(
     store: ObjectStore, names: Names, *, step: int | None = None, advantages: bool = True
 ) -> Iterator[ExportedSample]:
-    """Yield the samples that committed batches resolved, in the order of steps; one archive is in memory at a time.
+    """Yield the samples that committed batches resolved, or one step's, in the order of steps, without duplicates.
 
-    `CorruptObjectError` names an archive that is damaged.
+    One archive is in memory at a time, and steps whose archive was pruned are left out. `advantages` reads the
+    batches, too. `CorruptObjectError` names an archive that is damaged.
     """
     for at, _, header in read_headers(store, names, step=step):
         try:

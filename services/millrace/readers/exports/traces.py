@@ -1,7 +1,7 @@
 """The process that sends a run's traces to an OpenTelemetry collector while it goes on, as the usual variables say.
 
 The run's log is the queue: spans are made of it as fast as the collector takes them, so that a collector which is down
-costs the run nothing, and this process the spans of one step. A process begins with what was told in the last minutes;
+costs the run nothing, and this process the spans of one step. A process begins with the events of the last minutes;
 spans that were sent before have the same ids.
 """
 
@@ -22,7 +22,7 @@ from millrace.telemetry.logging import keep_secret, redact
 from millrace.v1 import event_pb2
 
 BEGIN_S = 300.0
-"""A new process leaves out what was told longer ago than this."""
+"""A new process leaves out events that are older than this, in seconds."""
 MAX_SPANS = 512
 """Of one request."""
 MAX_OPEN = 64
@@ -76,7 +76,7 @@ class StepTrace:
     published: float = 0.0
 
     def add(self, span: Span) -> None:
-        """Add a span, unless the log had the same before, of an attempt that came first."""
+        """Add a span to be sent, unless one with its key was added before, as for an attempt that came first."""
         if span.key not in self.seen:
             self.seen.add(span.key)
             self.ready.append(span)
@@ -94,7 +94,10 @@ def span_id(uid: str, step: int, key: str) -> int:
 
 
 def rollout_spans(rollouts: Sequence[Rollout]) -> Iterator[Span]:
-    """Yield the tasks of a batch, with their rollouts. One whose log entry has no time is left out."""
+    """Yield spans of the tasks of a batch, of their rollouts, and of each one's generation and environment.
+
+    A rollout whose log entry has no time is left out.
+    """
     groups: dict[tuple[int, int], list[Rollout]] = {}
     for rollout in rollouts:
         if finished(rollout) and not rollout.is_duplicate:
@@ -166,13 +169,13 @@ def _rollout(rollout: Rollout, task: str) -> Iterator[Span]:
 
 
 def finished(rollout: Rollout) -> float:
-    """Return when the entry came into the log, in seconds since 1970; 0 if it does not say."""
+    """Return when the rollout's entry came into the log, in seconds since 1970; 0 if its id has no time."""
     milliseconds = rollout.entry_id.partition("-")[0]
     return int(milliseconds) / 1000 if milliseconds.isdecimal() and len(milliseconds) < 16 else 0.0
 
 
 def batch_span(event: event_pb2.Event, rollouts: Sequence[Rollout]) -> Span:
-    """Return the span from the end of the last rollout to the commit."""
+    """Return the span of a commit, which begins when the last rollout was finished."""
     body, at = event.batch_committed, time_of(event)
     last = max((finished(rollout) for rollout in rollouts), default=0.0)
     return Span(
@@ -192,7 +195,7 @@ def batch_span(event: event_pb2.Event, rollouts: Sequence[Rollout]) -> Span:
 
 
 def step_span(event: event_pb2.Event) -> Span:
-    """Return the trainer's own work, without its wait for the batch."""
+    """Return the span of the trainer's own work, without its wait for the batch."""
     body, at = event.step_completed, time_of(event)
     return Span(
         name=f"training step {body.step}",
@@ -211,7 +214,7 @@ def step_span(event: event_pb2.Event) -> Span:
 
 
 def publish_span(event: event_pb2.Event) -> Span:
-    """Return the upload of the version that came of the step."""
+    """Return the span of the upload of the version that the step made."""
     body, at = event.policy_published, time_of(event)
     return Span(
         name=f"publish version {body.version}",
@@ -231,7 +234,7 @@ def publish_span(event: event_pb2.Event) -> Span:
 
 
 def serve_span(event: event_pb2.Event) -> Span:
-    """Return the span in which a replica came to serve the version."""
+    """Return the span in which a replica fetched and applied the version."""
     body, at = event.policy_served, time_of(event)
     return Span(
         name=f"serve version {body.version} on {body.replica}",
@@ -250,7 +253,7 @@ def serve_span(event: event_pb2.Event) -> Span:
 
 
 def root_span(trace: StepTrace, *, uid: str, run: str) -> Span:
-    """Return the whole step: from its first task to its version."""
+    """Return the span of the whole step: from its first task to its version."""
     return Span(
         name=f"step {trace.step}",
         component="orchestrator",
@@ -281,7 +284,10 @@ class TraceExport(LogExport):
         self._is_over = False
 
     def look(self) -> bool:
-        """Send the new spans; an event whose spans were not accepted is processed again."""
+        """Send the new spans, and return whether the run has ended.
+
+        An event whose spans were not accepted is processed again.
+        """
         collector = self._collector = self._collector or Collector(self._uid)
         self._events.extend(self._follower.read())
         while self._events:
@@ -326,10 +332,7 @@ class TraceExport(LogExport):
         return trace
 
     def _rollouts(self, step: int) -> list[Rollout]:
-        """Return the rollouts that the batch resolved.
-
-        Nothing where its archive is gone or damaged (`millrace run audit` says so).
-        """
+        """Return the rollouts that a batch resolved; none if the archive is gone or damaged, which an audit reports."""
         header = read_header(self.store, self.names, step)
         if header is None or not header.rollouts_key:
             return []
@@ -365,7 +368,10 @@ class Collector:
         logging.getLogger("opentelemetry").addHandler(self._problem)
 
     def send(self, step: int, spans: list[Span]) -> None:
-        """Send spans of one trace; UnavailableError if they were not taken."""
+        """Send spans of one step's trace, unless its trace is not sampled.
+
+        UnavailableError if they were not accepted.
+        """
         if not self._is_sampled(trace_id(self._uid, step)):
             return
         if self._exporter.export([self._made(step, span) for span in spans]) is not self._success:
@@ -376,7 +382,7 @@ class Collector:
             )
 
     def _made(self, step: int, span: Span) -> Any:
-        """Return the span as the SDK has it."""
+        """Return a span in the SDK's form, with secrets masked."""
         status = self._api.Status(self._api.StatusCode.ERROR, redact(span.error)[:500]) if span.error else None
         return self._sdk.ReadableSpan(
             name=span.name,
@@ -404,7 +410,7 @@ class Collector:
 
 
 class _LastProblem(logging.Handler):
-    """Keeps what the SDK said last: its answer is only whether the spans were taken."""
+    """Keeps the last line that the SDK logged: its answer is only whether the spans were taken."""
 
     text = "it said nothing"
 
@@ -413,7 +419,7 @@ class _LastProblem(logging.Handler):
 
 
 def _sampler() -> Callable[[int], bool]:
-    """Return which traces are sent, by OTEL_TRACES_SAMPLER and its _ARG."""
+    """Return the function that decides by a trace's id whether it is sent, as OTEL_TRACES_SAMPLER and its _ARG say."""
     name = os.environ.get("OTEL_TRACES_SAMPLER", "").removeprefix("parentbased_") or "always_on"
     if name == "always_off":
         return lambda _: False
@@ -436,7 +442,7 @@ def _variable(name: str) -> str:
 
 
 def main() -> NoReturn:
-    """Export the run that the first line of the standard input names; ends with its parent."""
+    """Send the traces of the run that the first line of the standard input names; exit when the parent is gone."""
     for name in _SECRETS:
         if os.environ.get(name):
             keep_secret(os.environ[name])

@@ -59,7 +59,7 @@ class WandbTarget:
 
 
 def target_of(config: Mapping[str, Any], *, uid: str, run: str, directory: Path) -> WandbTarget:
-    """Return the target of a run by its resolved config; its defaults where that has no `[wandb]`."""
+    """Return where in W&B a run goes, by its resolved config: defaults where that has no `[wandb]`."""
     wandb = config.get("wandb") or {}
     extras = wandb.get("log_extras") or {}
     interval = extras.get("interval")
@@ -121,14 +121,14 @@ class WandbRun:
         return Path(self._run.dir).parent
 
     def write(self, index: int, row: MetricRow) -> None:
-        """Write the row with this number, unless it exists; returns at once, W&B uploads in the background."""
+        """Write the row with this number, unless W&B has it; return at once, because W&B uploads in the background."""
         if index < self.next_row:
             return
         self._run.log({"step": row.step, **row.values, **self._tables(row)}, step=index, commit=True)
         self.next_row = index + 1
 
     def finish(self, *, exit_code: int = 0) -> None:
-        """End the session; returns when everything is on disk, or uploaded."""
+        """End the session; wait until everything is on disk, or uploaded."""
         self._run.finish(exit_code=exit_code)
         self._wandb.teardown()  # `finish` returns before an offline session is on disk
 

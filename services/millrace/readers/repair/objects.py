@@ -43,7 +43,7 @@ Judge = Callable[[bytes], str]
 
 MISSING = "it is missing"
 MAX_GAP = 10_000
-"""Most objects in a row that can be missing; what stands behind such a gap is foreign."""
+"""Most objects in a row that can be missing; what comes after such a gap is foreign."""
 _PAGE = {Stream.BATCHES: 16, Stream.EVENTS: 256}
 
 
@@ -87,7 +87,7 @@ class RedisCopy:
 
     @classmethod
     async def load(cls, log: RunLog) -> "RedisCopy":
-        """Read which entries are there; those that are damaged themselves are left out."""
+        """Read from Redis which headers, chunks and events it has; damaged entries are left out."""
         copy = cls(log, asyncio.get_running_loop())
         async for entry in copy._entries(Stream.BATCHES):
             copy._places[entry.h] = entry.id
@@ -102,7 +102,10 @@ class RedisCopy:
         return copy
 
     def by_hash(self, sha256: str) -> bytes | None:
-        """Return the bytes of a header or chunk with that sha256 (hex); from another thread than the loop's."""
+        """Return the bytes of a header or chunk with that sha256 (hex), None without one.
+
+        Not called on the loop's thread.
+        """
         if (id_ := self._places.get(sha256)) is None:
             return None
         reading = self._log.read_range(Stream.BATCHES, id_, id_)
@@ -134,7 +137,7 @@ class Workbench:
     """Bytes that a dry run would restore: what follows from them is looked at, too."""
 
     def read(self, key: str) -> bytes | None:
-        """Return the bytes of an object, or None if there is none or the store cannot read it."""
+        """Return the bytes of an object; None if there is none, or the store cannot read it."""
         return _read(self.store, key)[0]
 
     def examine(
@@ -148,13 +151,12 @@ class Workbench:
         may_be_gone: bool = False,
         without: str = "",
     ) -> bytes | None:
-        """Return the right bytes of a small object: those that are there, or those that are (or can be) restored.
+        """Return the right bytes of a small object, those that are there or proved ones, which are restored; else None.
 
-        Else None.
-
-        `prover` names what proves bytes by `proof` (`judge` if None); empty: nothing does. `candidates` are bytes by
-        their source; the backup's come last. `may_be_gone`: retention may have removed it. `without` says how the run
-        does without it.
+        Only a repair that `is_applied` writes; otherwise they are only noted as restorable. `prover` names what
+        proves bytes by `proof` (`judge` if None); empty: nothing does. `candidates` are bytes by their source;
+        the backup's come last. `may_be_gone`: retention may have removed it. `without` says how the run does
+        without it.
         """
         self.on_progress(key.removeprefix(self.names.root))
         self.examined.add(key)
@@ -185,7 +187,11 @@ class Workbench:
         return None
 
     def examine_file(self, key: str, *, sha256: str, size_bytes: int, prover: str, without: str = "") -> bool:
-        """Return whether a large object is there with its hash, or can be restored; it passes through a file."""
+        """Return whether a large object is there with its hash, or the backup has it, from which it is restored.
+
+        Only a repair that `is_applied` writes. `prover` names the object that has the hash, `without` says how
+        the run does without it. The object passes through a file.
+        """
         self.on_progress(key.removeprefix(self.names.root))
         self.examined.add(key)
         if not self.is_ours(key):
@@ -220,7 +226,7 @@ class Workbench:
             return False
 
     def exists(self, key: str) -> bool:
-        """Return whether there is an object of this run under a key."""
+        """Return whether a key is one that a repair may touch, and has an object."""
         return self.is_ours(key) and self.store.head(key) is not None
 
     def _restore(
@@ -241,7 +247,7 @@ class Workbench:
         return data
 
     def _set_aside(self, key: str) -> str:
-        """Move a damaged object to the quarantine; returns its key there, empty if there is no object."""
+        """Move a damaged object to the quarantine and return its key there; empty if there is no object."""
         if self.store.head(key) is None:
             return ""
         with owned_directory("repair") as directory:
@@ -276,7 +282,7 @@ class Workbench:
 
 
 def of_hash(sha256: str) -> Judge:
-    """Return the judge of an object whose sha256 (hex) is known."""
+    """Return a judge for an object whose sha256 (hex) is known."""
 
     def judge(data: bytes) -> str:
         return "" if hashlib.sha256(data).hexdigest() == sha256 else "its bytes have another sha256"
@@ -285,7 +291,7 @@ def of_hash(sha256: str) -> Judge:
 
 
 def decodes(kind: ObjectKind) -> Judge:
-    """Return the judge of an object that nothing names by its hash: the codec of its kind reads it."""
+    """Return a judge for an object that nothing names by its hash: it is right if the codec of its kind reads it."""
 
     def judge(data: bytes) -> str:
         try:
@@ -298,7 +304,7 @@ def decodes(kind: ObjectKind) -> Judge:
 
 
 def _read(store: ObjectStore, key: str) -> tuple[bytes | None, str]:
-    """Return the bytes of an object, or None and why."""
+    """Return the bytes of an object and an empty text, or None and why it cannot be read."""
     try:
         return store.get(key), ""
     except NotFoundError:
@@ -313,7 +319,7 @@ def _file_problem(store: ObjectStore, key: str, *, sha256: str, size_bytes: int)
 
 
 def _fetch(store: ObjectStore, key: str, path: Path, *, sha256: str, size_bytes: int) -> str:
-    """Download an object; what is wrong with it, in words, empty if nothing is."""
+    """Download an object to `path`; return what is wrong with it, in words, empty if nothing is."""
     found = store.head(key)
     if found is None:
         return MISSING
@@ -341,9 +347,9 @@ Header = tuple[bytes, batch_pb2.BatchHeader]
 
 
 def repair_headers(bench: Workbench) -> dict[Position, Header]:
-    """Examine every header; returns those that are right, or would be after the repair, in order.
+    """Examine every header, the last one first; return those that are right, or would be after the repair, in order.
 
-    Only the store says which one is right. What is in Redis, its events included, is a copy: it may be foreign.
+    Only the store proves which one is right. What is in Redis, its events included, is a copy: it may be foreign.
     """
     told, found = _claimed_chains(bench), dict[Position, Header]()
     previous: bytes | None = None  # what the header after this one says of the chain after this one
@@ -384,7 +390,10 @@ def _judge(bench: Workbench, at: Position, targets: set[bytes]) -> Judge:
 
 
 def _positions(bench: Workbench) -> list[Position]:
-    """Return every place where a header is or has to be, ascending."""
+    """Return every place where a header is or has to be, ascending, by store, Redis and backup.
+
+    Up to a gap of `MAX_GAP`.
+    """
     found = set(list_headers(bench.store, bench.names))
     if bench.redis is not None:
         found |= set(bench.redis.headers)
@@ -410,7 +419,7 @@ def archived_events(bench: Workbench) -> Iterator[event_pb2.Event]:
 
 
 def _claimed_chains(bench: Workbench) -> defaultdict[int, set[bytes]]:
-    """Chain hashes behind steps, as archived events and seals tell of them."""
+    """Return the chain hashes after each step that archived events and seals name."""
     told: defaultdict[int, set[bytes]] = defaultdict(set)
     closing: set[bytes] = set()
     for event in archived_events(bench):

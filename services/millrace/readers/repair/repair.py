@@ -53,9 +53,9 @@ async def repair_run(
     is_applied: bool = False,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> list[Repair]:
-    """Examine every object of a run, and restore what can be restored if `is_applied`; reads every byte of it.
+    """Examine every object of a run, and return those that are not right; restore what can be restored if `is_applied`.
 
-    `log` is the copy in Redis, None without; `backup` a replica of the bucket.
+    Every byte of the run is read. `log` is the copy in Redis, None without; `backup` a replica of the bucket.
     `on_progress` is called from another thread.
     """
     redis = None if log is None else await RedisCopy.load(log)
@@ -99,7 +99,7 @@ def _repair(bench: Workbench) -> None:
 
 
 def _repair_run_json(bench: Workbench, headers: dict[Position, Header]) -> bytes | None:
-    """Repair `run.json`: the chain begins with its hash."""
+    """Examine `run.json`, with whose hash the chain begins, and return its right bytes; None if there are none."""
     names = bench.names
     first = next(iter(headers.items()), None)
 
@@ -122,7 +122,7 @@ def _repair_run_json(bench: Workbench, headers: dict[Position, Header]) -> bytes
 
 
 def _repair_names(bench: Workbench, run_json: bytes) -> None:
-    """Repair the objects that lead from the run's name and request to its uid."""
+    """Examine the objects that lead from the run's name and request to its uid."""
     record = RunRecord.parse(run_json, where=bench.names.run_json, needs=["name"])
     uid, (name, request) = bench.names.uid.encode(), _index_objects(record, bench.names)
 
@@ -136,16 +136,16 @@ def _repair_names(bench: Workbench, run_json: bytes) -> None:
 
 
 def _index_objects(record: RunRecord, names: Names) -> tuple[str, str]:
-    """Return the objects that lead to a run by its name and its request ("" without one).
+    """Return the keys that lead to a run by its name and its request ("" without one).
 
-    Raises if no run is called so.
+    InvalidSpecError if its name or request is not legal.
     """
     deployment, request = Deployment(names.prefix), record.request_id
     return deployment.name_object(record.name), deployment.request_object(request) if request else ""
 
 
 def _repair_reopenings(bench: Workbench, headers: dict[Position, Header]) -> None:
-    """Repair the records of the closing headers that have a successor: which of them count follows from the chain."""
+    """Examine the records of the closing headers that have a successor: which of them count follows from the chain."""
     number = 0
     for (step, revision), (data, _) in headers.items():
         if (step, revision + 1) not in headers:
@@ -173,7 +173,7 @@ def _repair_reopenings(bench: Workbench, headers: dict[Position, Header]) -> Non
 
 
 def _pins(bench: Workbench, headers: dict[Position, Header]) -> dict[str, tuple[str, str]]:
-    """Return sha256 (hex) by key, and who names it, of what headers and seals name."""
+    """Return sha256 (hex) by key, and who names it, for all that headers and seals name; the seals are examined."""
     pins: dict[str, tuple[str, str]] = {}
     for info in list(bench.store.list(bench.names.seals)):
         data = bench.examine(info.key, decodes(SEAL), prover="")
@@ -211,7 +211,7 @@ def _successor_of(bench: Workbench, key: str) -> str:
 
 
 def _archive_from_redis(bench: Workbench, key: str) -> bytes | None:
-    """Return an archive of events made anew of the entries in Redis, if Redis has all of them."""
+    """Return the bytes of an archive of events made anew of the entries in Redis; None unless Redis has all of them."""
     ids = EVENT_ARCHIVE.parse(key.removeprefix(bench.names.root))
     if bench.redis is None or ids is None:
         return None
@@ -225,7 +225,7 @@ def _archive_from_redis(bench: Workbench, key: str) -> bytes | None:
 
 
 def _repair_archives(bench: Workbench, pins: dict[str, tuple[str, str]]) -> None:
-    """Archive of events that no header names yet: Redis proves each of their events."""
+    """Examine the archives of events that no header names yet: Redis proves each of their events."""
     for info in list(bench.store.list(bench.names.event_archive)):
         if info.key in pins:
             continue
@@ -250,7 +250,7 @@ def _repair_archives(bench: Workbench, pins: dict[str, tuple[str, str]]) -> None
 
 
 def _repair_numbered(bench: Workbench) -> None:
-    """Look whether what is numbered without a gap is there and can be read, also if nothing names it by its hash."""
+    """Examine what is numbered without a gap, missing numbers included, also if nothing names it by its hash."""
     for kind in catalogue.KINDS:
         keys = set(list_objects(bench.store, bench.names, kind)) if kind.numbering == catalogue.DENSE else set[str]()
         for place in list(filter(None, map(kind.parse, keys))):
@@ -263,7 +263,7 @@ def _repair_numbered(bench: Workbench) -> None:
 
 
 def _repair_generations(bench: Workbench) -> None:
-    """Look at the marks of generations: those that are there, and those that events and an epoch tell of."""
+    """Examine the marks of generations: those that are there, and those that event archives and an epoch show."""
     names = bench.names
     archives = map(EVENT_ARCHIVE.parse, list_objects(bench.store, names, EVENT_ARCHIVE))
     told = {int(place["last"]) for place in archives if place} - {1}
@@ -274,7 +274,7 @@ def _repair_generations(bench: Workbench) -> None:
 
 
 def _repair_token_logs(bench: Workbench) -> None:
-    """Look at the trainer's log-probs, which archived events name."""
+    """Examine the trainer's log-probs that archived events name."""
     stored = [event.token_log_stored for event in archived_events(bench) if event.HasField("token_log_stored")]
     for named in {each.key: each for each in stored if TOKEN_LOG.parse(each.key)}.values():
         bench.examine_file(
@@ -298,9 +298,9 @@ def _json_judge(what: str) -> Callable[[bytes], str]:
 
 
 def _repair_checkpoints(bench: Workbench, headers: dict[Position, Header]) -> None:
-    """Repair the manifests that prove the files of checkpoints.
+    """Examine the manifests of checkpoints, and the files that they prove.
 
-    Without one the trainer begins at an older checkpoint.
+    Without one of them the trainer begins at an older checkpoint, if there is one.
     """
     has_older = (0, 0) in headers and all(
         bench.exists(chunk.key) for chunk in headers[0, 0][1].chunks
@@ -325,9 +325,9 @@ def _repair_checkpoints(bench: Workbench, headers: dict[Position, Header]) -> No
 
 
 def _repair_policies(bench: Workbench, headers: dict[Position, Header]) -> None:
-    """Repair the manifests that prove the objects of policies.
+    """Examine the manifests of policies, all revisions, and the objects that they prove.
 
-    The successor of a version published anew has to be whole.
+    Where a version was published anew, its newest whole revision replaces the ones before.
     """
     digests = {item.key: item.digest for _, header in headers.values() for item in header.objects if item.digest}
     for version, lineage in list_policies(bench.store, bench.names):
@@ -337,7 +337,7 @@ def _repair_policies(bench: Workbench, headers: dict[Position, Header]) -> None:
         for number in range(revision_of(newest), -1, -1):
             key = revision_key(first_key, number)
             if number == 0:
-                data = bench.good.get(key) or bench.read(key)  # told of above where a header names it
+                data = bench.good.get(key) or bench.read(key)  # examined above where a header names it
             else:
                 digest = digests.get(first_key.removeprefix(bench.names.root), "") or manifest_digest(
                     bench.read(first_key) or b""
@@ -351,8 +351,9 @@ def _repair_policies(bench: Workbench, headers: dict[Position, Header]) -> None:
 
 
 def _repair_objects(bench: Workbench, manifest: bytes, prover: str, without: str) -> bool:
-    """Return whether every object that the manifest of a policy names is there or can be restored, and its JSON
-    read.
+    """Examine every object that a policy's manifest names; return whether all are there or can be restored.
+
+    False also if the manifest cannot be read.
     """
     try:
         objects = [item for encoding in _items(manifest, "encodings") for item in encoding["objects"]]
@@ -368,7 +369,7 @@ def _repair_objects(bench: Workbench, manifest: bytes, prover: str, without: str
 
 
 def _manifest_judge(key: str, digest: str) -> Judge:
-    """Return the judge of the manifest of a policy under `key`; its weights must have `digest` (any if empty)."""
+    """Return a judge for the manifest of a policy under `key`; its weights must have `digest`, any if that is empty."""
 
     def judge(data: bytes) -> str:
         try:

@@ -42,12 +42,12 @@ class ReplayReport:
 
     @property
     def exit_code(self) -> int:
-        """Return 0 if equal, or if there was nothing to compare and only another loss was asked for."""
+        """Return 0 if the versions are equal, or there was none to compare with, else 1."""
         return 0 if self.is_equal or not self.published_digest else 1
 
 
 def report_lines(report: ReplayReport) -> list[str]:
-    """Return the report in words."""
+    """Describe a replay in lines: the outcome, the tensors that differ, and the metrics of another loss."""
     version = report.step + 1
     lineage = f" (lineage {report.lineage})" if report.lineage else ""
     which = f"step {version} (batch {report.step}) of {report.run_name} ({report.run_uid})"

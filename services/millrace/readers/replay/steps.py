@@ -78,9 +78,10 @@ class Replayer:
     @classmethod
     @contextlib.contextmanager
     def open(cls, store: ObjectStore, names: Names, *, step: int) -> Iterator["Replayer"]:
-        """Provide the learner of a run as it was at the newest checkpoint at or before `step`, or at the run's start.
+        """Provide a run's learner as it was at the newest whole checkpoint at or before `step`, or at the run's start.
 
-        InvalidStateError (STEP_NOT_KEPT) naming the range that can be recomputed, if `step` is not in it.
+        InvalidStateError (STEP_NOT_KEPT) naming the range that can be recomputed if `step` is not in it,
+        NotFoundError if there is no such run.
         """
         try:
             run_json = store.get(names.run_json, max_bytes=MAX_JSON_BYTES)
@@ -119,7 +120,7 @@ class Replayer:
         return self._batches.read(self.version)
 
     def advance(self, batch: Batch) -> dict[str, float]:
-        """Train on the next batch as the run did, and return the metrics of the step."""
+        """Train on the batch of the next step as the run did, and return the metrics of the step."""
         learned = learn(self._learner, batch)
         report = learned.report
         self.version = batch.step + 1
@@ -148,9 +149,10 @@ class Replayer:
 def replay(
     store: ObjectStore, names: Names, *, step: int, loss: str = "", on_step: OnStep = lambda done, total: None
 ) -> ReplayReport:
-    """Recompute step `step` and compare version `step + 1` with the published one; `loss` is `my.module:fn` or empty.
+    """Recompute step `step` with the run's own loss, and compare version `step + 1` with the published one.
 
-    InvalidStateError if the step is not kept, or if its version is not published and no loss is asked for.
+    `loss` (`my.module:fn`, or empty) only adds to the report the metrics that the step has under it.
+    InvalidStateError if the step is not kept, or if its version is not published and no loss is given.
     """
     disable_progress_bar()  # the bar of loading the model would be between the lines of the steps
     loss_of = partial(regularized, load_custom_loss(loss, EVERYTHING, field="--loss")) if loss else None
@@ -198,7 +200,8 @@ def _learner_at(
 ) -> tuple[Learner, _Start]:
     """Return the learner at the newest whole checkpoint at or before a step, else with the start model.
 
-    CorruptObjectError if there is none and the log begins after the start model.
+    The second value is where that is. CorruptObjectError if there is no such checkpoint and the log begins after
+    the start model.
     """
     checkpoints, learners = CheckpointStore(store, names, gang=Gang()), list[Learner]()
 
@@ -227,8 +230,9 @@ def _learner_at(
 
 
 def _first_manifest(checkpoints: CheckpointStore) -> CheckpointManifest | None:
-    """Return the manifest of the oldest checkpoint that is kept: earlier steps were trained alike, as far as is
-    known.
+    """Return the oldest manifest of a checkpoint that can be read; None without one.
+
+    Earlier steps were trained under the same conditions, as far as is known.
     """
     for step in checkpoints.steps():
         with contextlib.suppress(CorruptObjectError):  # the audit's to tell; the next one says as much
@@ -244,8 +248,10 @@ def _new_learner(
     *,
     conditions_of: CheckpointManifest | None,
 ) -> Learner:
-    """Return a learner of the model of a checkpoint, or of the run's start, where it was trained as far as that is
-    here.
+    """Return a learner with the model of a checkpoint, or of the run's start, on the kind of device it had.
+
+    `conditions_of` is the checkpoint that says how the run was trained; InvalidStateError if its data set is
+    another one.
     """
     gang, version = Gang(device=_device_of(conditions_of)), 0 if checkpoint is None else checkpoint.step
     # What is compared with the start model begins there: the checkpoint says which one it needs.
@@ -265,10 +271,10 @@ def _new_learner(
 def _model_directory(
     store: ObjectStore, names: Names, config: RLConfig, version: int, *, is_start: bool
 ) -> Iterator[Path]:
-    """Provide a directory with the model that the replay begins with (only its shape matters if a checkpoint follows).
+    """Provide a directory with the model that the replay begins with; only its shape matters if a checkpoint follows.
 
-    The published version itself, so that the replay needs nothing but the store; where that was rounded, or is not
-    kept, the directory that the run began with.
+    It is the published version itself, so that the replay needs nothing but the store; where that was rounded, or
+    is not kept, the directory that the run began with.
     """
     lora = config.trainer.model.lora is not None
     published = _published(store, names, version=version)
@@ -293,7 +299,7 @@ def _published(store: ObjectStore, names: Names, *, version: int) -> PolicyManif
 
 
 def _alone(config: RLConfig) -> RLConfig:
-    """Return the config of a run for one process, however its gang is laid out."""
+    """Return the config of a run as one process computes it, without data, context, tensor or expert parallelism."""
     model = config.trainer.model.model_copy(update={"dp_replicate": 1, "cp": 1, "tp": 1, "ep": 1})
     return config.model_copy(update={"trainer": config.trainer.model_copy(update={"model": model})})
 
@@ -305,7 +311,10 @@ def _device_of(checkpoint: CheckpointManifest | None) -> torch.device:
 
 
 def _notes(checkpoint: CheckpointManifest | None, *, rows: str) -> tuple[str, ...]:
-    """Return notes about ignored files, and about an adapter that names another base."""
+    """Return a note about conditions that differ from those of the training, such as torch's version.
+
+    Empty without any. `rows` describes how rows are made here.
+    """
     if checkpoint is None:
         return ()
     now = {**conditions(_device_of(checkpoint), rows=rows), "world_size": "1"}

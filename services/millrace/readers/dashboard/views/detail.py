@@ -55,7 +55,7 @@ class RecentArchives:
         self._kept: OrderedDict[str, BatchArchive] = OrderedDict()
 
     def read(self, key: str) -> BatchArchive:
-        """Return the header under its key."""
+        """Return the header under its key with the rollouts that it archives; large archives are not kept."""
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
@@ -89,7 +89,7 @@ class Details:
         self._vocabulary: Vocabulary | None = None
 
     def row(self, sample: str) -> int:
-        """Return the row of a sample; NotFoundError if the index has none of that id."""
+        """Return the row of a sample in the index; NotFoundError if there is none of that id."""
         step, revision, place = parse_id(sample)
         segments = self._columns.segments
         segment = next((each for each in segments if (each.step, each.revision) == (step, revision)), None)
@@ -105,7 +105,7 @@ class Details:
         return segment.first + int(found[0])
 
     def tokens_by_version(self, sample: str) -> dict[int, int] | None:
-        """Return the number of tokens of a sample by policy version; None where its archive is not kept any more."""
+        """Count the tokens of a sample by policy version; None if its archive is missing or damaged."""
         try:
             at, archive = self._read(sample)
         except (CorruptObjectError, NotFoundError):
@@ -117,7 +117,10 @@ class Details:
         return dict(found)
 
     def show(self, sample: str) -> dict[str, Any]:
-        """Return the sample without its tokens."""
+        """Return a sample with its conversation and group, without its tokens.
+
+        NotFoundError or CorruptObjectError if it cannot be read.
+        """
         at, archive = self._read(sample)
         rows = self._columns.rows()
         rollout = archive.rollouts[int(rows["place"][at])]
@@ -140,9 +143,7 @@ class Details:
         }
 
     def _group(self, at: int) -> np.ndarray:
-        """Return rows of a sample's group, by member: of its batch, or of its evaluation, in whichever batches that
-        is.
-        """
+        """Return the rows of a sample's group in order of member: of its batch, or of its evaluation in all batches."""
         rows = self._columns.rows()
         segment, first, last = self._segment(rows[at]), 0, len(rows)
         if rows["evaluation"][at] < 0:
@@ -154,7 +155,10 @@ class Details:
         return found[np.argsort(rows["member"][found], kind="stable")][:MAX_MEMBERS]
 
     def tokens(self, sample: str, *, part: int, offset: int, size: int) -> dict[str, Any]:
-        """Return columns over the tokens `[offset, offset + size)` of one of its token sequences."""
+        """Return columns over the tokens `[offset, offset + size)` of the token sequence number `part` of a sample.
+
+        At most `MAX_TOKENS`. NotFoundError if there is no such sequence.
+        """
         at, archive = self._read(sample)
         row = self._columns.rows()[at]
         rollout = archive.rollouts[int(row["place"])]
@@ -192,7 +196,10 @@ class Details:
         return [-1 if hidden[at] else around[at] for at in shown], [MASK if hidden[at] else texts[at] for at in shown]
 
     def _of_trainer(self, row: Any, archive: BatchArchive, part: int, window: slice) -> dict[str, Any]:
-        """Return the trainer's columns; where it has those of other samples only, these samples."""
+        """Return the trainer's columns of a sequence, or why there are none.
+
+        Where it has those of other samples only, their ids.
+        """
         asked = TrainedSequence(
             step=int(row["step"]),
             chain_hash=archive.chain_hash,
@@ -220,7 +227,7 @@ class Details:
         return at, archive
 
     def _segment(self, row: Any) -> Segment:
-        """Return the batch of a row."""
+        """Return the segment of a row: the header that resolved it."""
         wanted = (int(row["step"]), int(row["revision"]))
         return next(each for each in self._columns.segments if (each.step, each.revision) == wanted)
 
@@ -307,7 +314,7 @@ def _sample_facts(sample: Sample) -> dict[str, Any]:
 
 
 def _rounded(values: np.ndarray) -> list[float | None]:
-    """Return the number rounded to five places; None if it is not finite."""
+    """Return the numbers rounded to five places; None for each that is not finite."""
     return [round(float(value), 5) if np.isfinite(value) else None for value in values]
 
 

@@ -58,7 +58,7 @@ class RunFacts:
         return len(self._events)
 
     def values(self, name: str) -> dict[int, float]:
-        """Return a metric by step; the first value of a step stays."""
+        """Return a metric's value by step: of a step that was computed again, the first one."""
         with self._lock:
             return dict(self._series.get(name, {}))
 
@@ -74,7 +74,7 @@ class RunFacts:
             return max(self._versions, default=0)
 
     def checkpoint_before(self, version: int) -> event_pb2.CheckpointSaved | None:
-        """Return the newest checkpoint at a version or before it."""
+        """Return the event of the newest checkpoint at a version or before it; None without one."""
         with self._lock:
             return max(
                 (saved for step, saved in self._checkpoints.items() if step <= version),
@@ -85,7 +85,7 @@ class RunFacts:
     def by_step(
         self, names: Sequence[str], *, first: int, size: int, most: int
     ) -> tuple[list[tuple[int, dict[str, float]]], int | None]:
-        """Return metrics (all, if no name is given) by step from `first` on, and the next step after them.
+        """Return metrics (all, if no name is given) by step from `first` on, and the next step, None at the end.
 
         These are at most `size` steps with `most` values in all, and at least one step.
         """
@@ -156,7 +156,10 @@ class RunFacts:
         first: int = 0,
         last: int | None = None,
     ) -> dict[str, list[list[float]]]:
-        """Return (step, value) of some metrics, or of all, in the order of the steps, from one step to another."""
+        """Return by name the points (step, value) of some metrics, or of all, from step `first` to `last`.
+
+        They are thinned to about `points` each. A `*` in a wanted name matches any text.
+        """
         names = self.names if wanted is None else self.matching(wanted)
         return {
             name: thinned(
@@ -166,7 +169,7 @@ class RunFacts:
         }
 
     def axes(self, steps: Iterable[int]) -> list[list[float]]:
-        """Return (step, seconds since the first event, tokens trained on) of those of these steps that are done."""
+        """Return (step, seconds since the first event, tokens trained on) for those of the steps that are done."""
         with self._lock:
             tokens, ended, began = dict(self._series.get("progress/tokens", {})), dict(self._ended), self._began
         done, total = sorted(ended), 0.0
@@ -177,7 +180,10 @@ class RunFacts:
         return [[step, round(max(0.0, ended[step] - began), 3), trained[step]] for step in sorted({*steps} & {*done})]
 
     def page(self, *, kinds: Sequence[str], before: str, size: int) -> dict[str, Any]:
-        """Return events, the newest first, after the cursor of the last one that was shown."""
+        """Return `size` events of some kinds, or of all, the newest first.
+
+        Those before the cursor `before`, unless it is empty.
+        """
         found: list[dict[str, Any]] = []
         is_behind = not before
         has_more = False
@@ -219,7 +225,7 @@ def _version(event: event_pb2.Event) -> int | None:
 
 
 def _matches(name: str, parts: Sequence[str]) -> bool:
-    """Return whether a name consists of these parts, at least two, with any text between each two."""
+    """Return whether a name consists of these parts, in order, with any text between each two."""
     first, *middle, last = parts
     if len(name) < len(first) + len(last) or not (name.startswith(first) and name.endswith(last)):
         return False
@@ -238,7 +244,7 @@ def within(points: list[list[float]], first: int, last: int | None) -> list[list
 
 
 def thinned(points: list[list[float]], most: int) -> list[list[float]]:
-    """Return about so many points at most, including the last one."""
+    """Return at most about `most` of the points: each n-th, and the last one."""
     if len(points) <= most or most < 2:
         return points
     stride = -(-len(points) // most)
@@ -261,7 +267,10 @@ class Spread:
     def curves(
         self, columns: Columns, *, points: int, first: int = 0, last: int | None = None
     ) -> dict[str, list[list[float]]]:
-        """Name → [step, value, …] from one step to another; those of rewards have mean, low and high."""
+        """Return by name the points [step, value, …] from one step to another; of rewards value, low and high.
+
+        Rows that the index has gained since the last call are added.
+        """
         with self._lock:
             num_rows = columns.num_rows
             for name, curve in _curves(columns, columns.rows()[self._num_rows : num_rows]).items():
@@ -305,7 +314,7 @@ def _curves(columns: Columns, rows: np.ndarray) -> dict[str, list[list[float]]]:
 
 
 def _bounds(step: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Order by step, the steps, and where each begins in that order."""
+    """Return the order of the rows by step, the distinct steps, and where each begins in that order."""
     order = np.argsort(step, kind="stable")
     steps, starts = np.unique(step[order], return_index=True)
     return order, steps, starts

@@ -27,9 +27,10 @@ class Lineage:
         self._facts = facts
 
     def of_sample(self, row: int, tokens: Mapping[int, int] | None = None) -> dict[str, Any]:
-        """Return the versions of its tokens, the step that resolved it, and the version that came of it.
+        """Return the versions that made a sample's tokens, the step that resolved it, and the version that came of it.
 
-        `tokens` says how many each version made; without it every version from the oldest to the newest is named.
+        `tokens` says how many each version made; without it every version from the oldest to the newest is
+        named.
         """
         found = self._columns.rows()[row]
         lowest, highest = int(found["version_min"]), int(found["version_max"])
@@ -47,7 +48,10 @@ class Lineage:
         }
 
     def of_version(self, version: int) -> dict[str, Any]:
-        """Return the inputs of a version, and what was made with it."""
+        """Return the batch that a version was trained on, and the samples made with it.
+
+        NotFoundError if it is unknown.
+        """
         num_rows = self._columns.num_rows  # the index grows meanwhile: columns of one length
 
         def column(name: str) -> np.ndarray:
@@ -72,7 +76,7 @@ class Lineage:
         }
 
     def version(self, version: int) -> dict[str, Any]:
-        """Show the versions of Millrace and of its libraries."""
+        """Return what events say of a policy version: its publication, its checkpoint, and its replicas."""
         about: dict[str, Any] = {"version": version, "is_known": version == 0, "served": []}
         about |= {"checkpoint": self._checkpoint(version), "batch": None if version == 0 else self._batch(version - 1)}
         for event in self._facts.about(version):
@@ -92,7 +96,7 @@ class Lineage:
         return about
 
     def step(self, step: int) -> dict[str, Any]:
-        """Return the batch of a step, from its header."""
+        """Return the batch of a step, with the figures of its header; `problem` if that cannot be read."""
         about = self._batch(step) | {"trained": None, "reward": None}
         if not about["key"]:
             return about
@@ -115,7 +119,7 @@ class Lineage:
         }
 
     def _batch(self, step: int) -> dict[str, Any]:
-        """Return the batch of a step, without reading its header."""
+        """Return what the index has of a step's batch, without reading its header."""
         segments = [each for each in self._columns.segments if each.step == step]
         return {
             "step": step,
@@ -130,7 +134,7 @@ class Lineage:
         return None if saved is None else {"step": saved.step, "uri": saved.uri, "size_bytes": saved.size_bytes}
 
     def _samples(self, rows: np.ndarray) -> dict[str, Any]:
-        """Return the number of samples, and the first of them."""
+        """Return the number of the samples in `rows`, and the first of them."""
         first = [int(row) for row in rows[:_SHOWN_SAMPLES]]
         found = self._columns.rows()
         texts = self._columns.texts(first)

@@ -18,7 +18,7 @@ _BINS = 400
 _MAX_MARKS = 2_000
 _LOSSES = re.compile(r"LOST|DIED|KILLED|REPLACED|RESTART|TAKEOVER|TAKEN_OVER|RECOVER|REBUILT|UNREACHABLE|STALL")
 HELD_UP = 0.02
-"""From which share of a step on it is said that something held the trainer up beside its work."""
+"""Share of a step from which on the words name what held the trainer up beside its work."""
 _HELD_UP = {
     "publish": "until a version could be published",
     "load": "to read its batch from the object store",
@@ -67,22 +67,22 @@ class Step:
         return min(self.body.wait_seconds, self.body.step_seconds)
 
     def held_up(self, cause: str) -> float:
-        """Return seconds in which the trainer stood still for this cause, as it measured them."""
+        """Return the seconds in which the trainer did not work because of `cause`, as it measured them."""
         return max(0.0, self.body.metrics.get(_MEASURED[cause], 0.0))
 
     def overlap(self, begin: float, end: float) -> float:
-        """Return seconds of its wait between these times."""
+        """Return the seconds of the step's wait that are between two times."""
         return max(0.0, min(end, self.began + self.waited) - max(begin, self.began))
 
 
 def shares_of(
     steps: Sequence[Step], way: Mapping[str, float], *, whole: Mapping[int, float], committed: Mapping[int, float]
 ) -> list[dict[str, Any]]:
-    """Return causes with a share of 0 to 1 each, the largest first.
+    """Return the causes of the steps' time, each with a share of 0 to 1, the largest first.
 
-    `whole` is when the last rollout of a step's batch was finished, and `committed` when the batch was in the store:
-    what of this a trainer waited for is measured. The rest of its wait is laid on the parts of `way` in proportion to
-    their seconds; without any it is a cause of its own.
+    `whole` is when the last rollout of a step's batch was finished, and `committed` when the batch was in the
+    store: what of this a trainer waited for is measured. The rest of its wait is divided among the parts of `way`
+    in proportion to their seconds; without any it is a cause of its own.
     """
     total = sum(step.body.step_seconds for step in steps)
     if total <= 0:
@@ -110,7 +110,10 @@ def shares_of(
 
 
 def headline(shares: Sequence[Mapping[str, Any]]) -> str:
-    """Return the main cause in a sentence. What a slow object store holds up in several places is one cause."""
+    """Return the main cause of `shares` in a sentence.
+
+    A slow object store counts as one cause, wherever it holds up.
+    """
     first = shares[0]
     store = [each for each in shares if each["cause"] in STORE]
     together = sum(each["share"] for each in store)
@@ -146,7 +149,7 @@ class _Window:
 
 
 def timeline(facts: RunFacts, columns: Columns, *, num_steps: int) -> dict[str, Any]:
-    """Return the lanes of the last steps, and the shares of causes."""
+    """Return the lanes of the last `num_steps` steps, marks, shares of causes, and words about them."""
     done: dict[int, Step] = {}
     for event in facts.events:
         if event.HasField("step_completed"):
@@ -194,7 +197,7 @@ def _trainer_lanes(window: _Window) -> None:
 
 
 def _take(window: _Window, event: event_pb2.Event) -> None:
-    """Take from one event what it says about the time that is shown."""
+    """Add the spans and marks of one event to the window; events more than a minute outside of it add nothing."""
     at = _time(event)
     if not window.begin - 60 <= at <= window.end + 60:
         return
@@ -247,7 +250,7 @@ def _short(text: str) -> str:
 
 
 def _rollout_lanes(window: _Window, columns: Columns) -> dict[str, float]:
-    """Return a lane per env-server with how many rollouts it played; returns the means of what took their time."""
+    """Add a lane for each env-server with how many rollouts it played; return the means of their times."""
     # Rollouts that ended before the window cannot be in it; those that began after its end are dropped next.
     near = np.flatnonzero(columns.column("finished") >= window.begin)
     rows = columns.rows()[near]
@@ -273,14 +276,14 @@ def _rollout_lanes(window: _Window, columns: Columns) -> dict[str, float]:
 
 
 def _in_flight(rows: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Return the number of these rollouts that were being played, at each edge."""
+    """Return how many of the rollouts were being played at each of the times `edges`."""
     ends = np.sort(rows["finished"])
     starts = np.sort(rows["finished"] - rows["seconds"])
     return np.searchsorted(starts, edges, "right") - np.searchsorted(ends, edges, "left")
 
 
 def _shares(window: _Window, columns: Columns, rollouts: dict[str, float]) -> list[dict[str, Any]]:
-    """Return the share of the steps' time by cause; see `causes`."""
+    """Return the shares of the steps' time by cause; see `shares_of`."""
     way: dict[str, float] = {}
     if rollouts:  # without them the way is not known
         way = {"publish": _publish_gap(window), "update": _update_gap(window)}
@@ -289,7 +292,7 @@ def _shares(window: _Window, columns: Columns, rollouts: dict[str, float]) -> li
 
 
 def _whole(window: _Window, columns: Columns) -> dict[int, float]:
-    """Return the time at which the last rollout of each step's batch was finished."""
+    """Return by step when the last rollout of its batch was finished."""
     steps, finished = columns.column("step"), columns.column("finished")
     near = np.flatnonzero((steps >= window.steps[0].body.step) & (steps <= window.steps[-1].body.step))
     found, which = np.unique(steps[near], return_inverse=True)
@@ -300,20 +303,20 @@ def _whole(window: _Window, columns: Columns) -> dict[int, float]:
 
 
 def _publish_gap(window: _Window) -> float:
-    """Mean seconds from the end of a step until its version is in the store."""
+    """Return the mean seconds from the end of a step until its version is in the store; 0 if none is known."""
     ends = {step.body.step + 1: step.ended for step in window.steps}
     gaps = [window.published[version] - at for version, at in ends.items() if version in window.published]
     return max(0.0, sum(gaps) / len(gaps)) if gaps else 0.0
 
 
 def _update_gap(window: _Window) -> float:
-    """Mean seconds from there until the first engine serves it."""
+    """Return the mean seconds from a version's publication until the first engine serves it; 0 if none is known."""
     gaps = [window.served[version] - at for version, at in window.published.items() if version in window.served]
     return max(0.0, sum(gaps) / len(gaps)) if gaps else 0.0
 
 
 def _words(window: _Window, rollouts: dict[str, float], shares: list[dict[str, Any]]) -> list[str]:
-    """Return the answer to "why is my step slow", the most important first."""
+    """Return sentences that answer why a step takes as long as it does, the most important first."""
     count = len(window.steps)
     total = sum(step.body.step_seconds for step in window.steps)
     wait = sum(step.waited for step in window.steps)

@@ -59,9 +59,10 @@ class TrainerLogprobs:
         self._kept: OrderedDict[str, TokenLog] = OrderedDict()
 
     def of(self, asked: TrainedSequence) -> dict[str, Any]:
-        """Return the trainer's columns over a window of tokens.
+        """Return the trainer's columns over a window of a sequence's tokens; or only why there are none.
 
-        Or `reason` and `why`, and whom the step has them of.
+        Then `reason` and `why` say it, and `places` names the rollouts of the step that are logged, if others
+        are.
         """
         try:
             key = find_token_log(self._store, self._names, asked.step)
@@ -118,7 +119,7 @@ class TrainerLogprobs:
 
 
 def _columns(found: LoggedSample, asked: TrainedSequence) -> dict[str, Any]:
-    """Return the answer for a sequence that was logged; mean and largest difference are over all of its tokens."""
+    """Return the answer for a sequence that was logged: columns over the window, and figures over all of its tokens."""
     sample = asked.rollout.samples[asked.part]
     is_sampled = found.mask != 0
     differences = found.logprobs - sample.inference_logprobs[: len(found.mask)][is_sampled]
@@ -146,14 +147,14 @@ def _columns(found: LoggedSample, asked: TrainedSequence) -> dict[str, Any]:
 
 
 def _outside(found: LoggedSample, num_tokens: int) -> list[int]:
-    """Return 1 where the truncation leaves the sampled token out under the trainer's policy."""
+    """Return for each token 1 if it was sampled and the truncation leaves it out under the trainer's policy, else 0."""
     whole = np.zeros(num_tokens, np.uint8)
     whole[: len(found.mask)][found.mask != 0] = np.isneginf(found.logprobs)
     return whole.tolist()
 
 
 def _not_chosen(log: TokenLog, asked: TrainedSequence) -> dict[str, Any]:
-    """Return the answer for a rollout that is none of the share."""
+    """Return the answer for a rollout that is not in the logged share, with the places of those that are."""
     logged = {each.key for each in log.samples}
     places = [place for place, each in enumerate(asked.rollouts) if _key(each) in logged and not each.is_duplicate]
     said = f"of batch {asked.step}, {len(logged)} of {log.num_rollouts} rollouts are stored, and this one is not"
@@ -188,9 +189,9 @@ class Vocabulary:
 
     @classmethod
     def of_run(cls, store: ObjectStore, names: Names) -> "Vocabulary":
-        """Return the tokenizer of the newest policy that can be read.
+        """Read the vocabulary of the newest policy that has a readable tokenizer.
 
-        An empty one where none has a file that is understood.
+        An empty one if the last three have none.
         """
         for version, lineage in reversed(list_policies(store, names)[-3:]):
             try:
@@ -205,12 +206,15 @@ class Vocabulary:
         return cls({})
 
     def text(self, token: int) -> str | None:
-        """Return the piece of a token."""
+        """Return the text of a token; None if it is unknown."""
         return self._pieces.get(token)
 
 
 def of_secrets(pieces: Sequence[str | None], secrets: tuple[str, ...]) -> list[bool]:
-    """Return which of consecutive pieces are part of a secret that `redact` finds in their text."""
+    """Return for each of consecutive pieces whether it is part of a secret in their joined text.
+
+    `secrets` are known values, in addition to what `redact` recognizes.
+    """
     ends = list(accumulate(len(piece or "") for piece in pieces))
     hidden = [False] * len(pieces)
     for begin, end in secret_spans("".join(piece or "" for piece in pieces), secrets=secrets):
@@ -220,7 +224,7 @@ def of_secrets(pieces: Sequence[str | None], secrets: tuple[str, ...]) -> list[b
 
 
 def pieces_of(document: dict[str, Any]) -> dict[int, str]:
-    """Return token id → text, for vocabularies that are a table of pieces; what has another shape is left out."""
+    """Return the text of each token id in a `tokenizer.json`; empty for vocabularies that are no table of pieces."""
     model = document.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     found: dict[int, str] = {}
@@ -252,7 +256,7 @@ def _shown(piece: str, letters: dict[str, int] | None) -> str:
 
 
 def _names_type(part: Any, name: str) -> bool:
-    """Return whether a part of the document is of this type, or has one inside."""
+    """Return whether a part of the document has this type, or contains a part that has."""
     if isinstance(part, list):
         return any(_names_type(item, name) for item in part)
     if not isinstance(part, dict):
@@ -261,9 +265,7 @@ def _names_type(part: Any, name: str) -> bool:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Return the letters that represent bytes in byte-level vocabularies: printable Latin-1 for itself, others from
-    256 on.
-    """
+    """Return the byte of each letter in byte-level vocabularies: printable Latin-1 is itself, others begin at 256."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     letters = {chr(byte): byte for byte in printable}
     rest = [byte for byte in range(256) if byte not in set(printable)]
