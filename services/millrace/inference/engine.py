@@ -1,8 +1,8 @@
-"""What the inference service asks of an engine, without torch.
+"""The interface of engines to the inference service, without torch.
 
-An engine holds at most one model and generates with it. The service around it decides *which* policy version it holds
+An engine has at most one model and generates with it. The service around it decides *which* policy version it has
 (`updater.py`): for that it needs a `PolicyEngine`. Our own HTTP API (`http/server.py`) needs an `Engine`, which
-generates as well; vLLM has an HTTP API of its own. An engine knows tokens, not text, except for stop strings.
+generates as well; vLLM has an HTTP API of its own. An engine works on tokens, not text, except for stop strings.
 
 The protocol is shaped so that an engine in a child process can implement it as well: every method is asynchronous, all
 arguments are plain values, and the stages of an update that may fail harmlessly (`check`) and harmfully
@@ -28,7 +28,7 @@ STALL_S = 60.0
 
 
 class InflightMode(StrEnum):
-    """What requests in flight do across an update."""
+    """How requests in flight continue after an update."""
 
     KEEP = "keep"
     """Go on with the KV cache that the old version wrote."""
@@ -57,7 +57,7 @@ class EngineState(StrEnum):
     READY = "ready"
     """Generates, or is paused."""
     FAILED = "failed"
-    """An operation failed in a way that leaves the model undefined; only `load` gets out of it."""
+    """An operation failed in a way that leaves the model undefined; only `load` makes it READY again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +82,9 @@ class SamplingParams:
     caller gets: `skip_special_tokens` leaves special tokens out of it.
 
     `repetition_penalty` divides the logits above 0 of tokens that are in prompt or completion, and multiplies those
-    below; `presence_penalty` is taken off the logits of tokens of the completion, `frequency_penalty` as often as they
-    are in it. No stop token is sampled before `min_tokens` are there. Log-probs are those of what is left.
+    below; `presence_penalty` is subtracted from the logits of tokens of the completion, `frequency_penalty` once for
+    each time that they are in it. No stop token is sampled before there are `min_tokens`. Log-probs are those of the
+    resulting distribution.
     """
 
     max_tokens: int
@@ -103,7 +104,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Return whether logits change with what has been sampled."""
+        """Return whether logits depend on earlier tokens: by a penalty, or by `min_tokens`."""
         penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty, self.min_tokens)
         return any(penalties)
 
@@ -112,7 +113,7 @@ class SamplingParams:
 class GenerateRequest:
     """One completion to generate; `request_id` is unique among the requests in flight.
 
-    `call_id` is that of the call which asks for it, perhaps among many: calls take turns. Empty is a call of its own.
+    Requests with the same `call_id` share the turns of one call; "" is a call of its own.
     """
 
     request_id: str
@@ -144,10 +145,10 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PromptScores:
-    """How likely the tokens of a prompt of T tokens are: of each but the first given those before it, [T - 1].
+    """Log-probs and ranks of the tokens of a prompt of T tokens, of each but the first given those before it, [T - 1].
 
-    `logprobs` float32 at temperature 1; `ranks` int32, 1 for the likeliest token of its place. `policy` is whose they
-    are, None where that is not known.
+    `logprobs` float32 at temperature 1; `ranks` int32, 1 for the likeliest token of its place. `policy` is the policy
+    that computed them, None if that is not known.
     """
 
     logprobs: NDArray[np.float32]
@@ -157,9 +158,9 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
-    """What an engine does at the moment. `progress_age_s` is the time since it last did something it had to do.
+    """The present state of an engine. `progress_age_s` is the time since its last progress while it has work.
 
-    A dead engine does nothing any more, not even `load`: its process has to be restarted.
+    A dead engine does nothing at all, not even `load`: its process has to be restarted.
     """
 
     state: EngineState
@@ -175,26 +176,26 @@ class EngineStatus:
     error: str = ""
     is_dead: bool = False
     pause_s: float | None = None
-    """Seconds of the last standstill, from an engine that goes on before it is proved; None if it does not."""
+    """Seconds of the last standstill, of an engine that generates again before the proof; None for other engines."""
     has_memory: bool = True
-    """False while it sleeps, and where it could not wake: its weights are not on the device."""
+    """Whether its weights are on the device: not while it sleeps, or if it could not wake."""
 
     @property
     def num_requests(self) -> int:
-        """Return requests that run or wait."""
+        """Return the number of requests that run or wait."""
         return self.num_running + self.num_waiting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldDigest:
-    """Digest (hex) of the policy that an engine holds and how it was found: `readback`, `probe` or both with `+`."""
+    """The digest (hex) of the policy that an engine has, and how it was found: `readback`, `probe` or both with `+`."""
 
     digest: str
     proof: str
 
 
 class PolicyEngine(Protocol):
-    """Holds one model. All methods but `status` may be called concurrently from one event loop."""
+    """An engine with one model. All methods but `status` may be called concurrently from one event loop."""
 
     @property
     def kind(self) -> str:
@@ -202,40 +203,41 @@ class PolicyEngine(Protocol):
         ...
 
     async def load(self, model_dir: Path, staged: StagedPolicy | None, *, identity: PolicyIdentity) -> None:
-        """Put in the model that `model_dir` describes (config, tokenizer), in place of the one that is held.
+        """Replace the model by the one that `model_dir` describes (config, tokenizer).
 
-        Weights come from `staged`, or from the directory's safetensors files if that is None. A failure before the held
-        model is touched raises and leaves it; a later one leaves the engine FAILED. Requests in flight end with ABORT.
+        Weights come from `staged`, or from the directory's safetensors files if that is None. A failure before the
+        present model is touched raises and leaves it; a later one leaves the engine FAILED. Requests in flight end with
+        ABORT.
         """
         ...
 
     async def check(self, staged: StagedPolicy) -> None:
         """Raise InvalidStateError if `apply_policy` could not take this policy; changes nothing that is served.
 
-        An engine may prepare here, while it serves, what makes `apply_policy` short.
+        An engine may do work here, while it serves, that makes `apply_policy` shorter.
         """
         ...
 
     async def apply_policy(
         self, staged: StagedPolicy, *, identity: PolicyIdentity, inflight_mode: InflightMode
     ) -> None:
-        """Put new weights into the held model, between two decode steps. A failure leaves the engine FAILED.
+        """Write new weights into the model, between two decode steps. A failure leaves the engine FAILED.
 
-        Only `staged.changes` are written where the engine can and they are known.
+        `inflight_mode` decides about the KV cache of requests in flight. Only `staged.changes` are written where the
+        engine can and they are known.
         """
         ...
 
     async def prove(self, staged: StagedPolicy, *, opens: bool = True) -> HeldDigest:
-        """Prove that the engine holds this policy; InternalError says what differs.
+        """Prove that the engine has this policy, and return its digest; raise InternalError that names the difference.
 
-        `opens` False is a policy that shall not be served, as an adapter is still to come on it.
-
-        An engine that answers requests between `apply_policy` and the end of this call keeps the answers back.
+        `opens` False is a policy that is not to be served, because an adapter on it follows. An engine that answers
+        requests between `apply_policy` and the end of this call keeps the answers back.
         """
         ...
 
     async def fail(self, error: str) -> None:
-        """Declare what is held unusable: state FAILED, requests in flight end with ABORT."""
+        """Make the model unusable: state FAILED with this error, requests in flight end with ABORT."""
         ...
 
     async def abort_all(self) -> None:
@@ -245,21 +247,21 @@ class PolicyEngine(Protocol):
     async def pause(self, holder: str) -> None:
         """Stop generation between two tokens until every holder has resumed. Idempotent by holder.
 
-        The holder `pauses.SLEEP` also gives the memory on the device back, weights and KV cache; an engine on a CPU
-        keeps it. InvalidStateError if the engine was not started for that.
+        The holder `pauses.SLEEP` also frees the memory on the device, weights and KV cache; an engine on a CPU keeps
+        it. Raises InvalidStateError if the engine was not started for that.
         """
         ...
 
     async def resume(self, holder: str) -> None:
-        """End this holder's pause of generation."""
+        """End this holder's pause; generation goes on when no other holder pauses it."""
         ...
 
     def status(self) -> EngineStatus:
-        """Return the engine's status; cheap, from any thread."""
+        """Return the engine's status, cheaply; may be called from any thread."""
         ...
 
     async def close(self) -> None:
-        """Abort what is in flight and free everything."""
+        """Abort all requests and free everything."""
         ...
 
 
@@ -274,9 +276,9 @@ class Engine(PolicyEngine, Protocol):
         ...
 
     async def score(self, token_ids: tuple[int, ...]) -> PromptScores:
-        """Return log-probs of given tokens under the held policy, by a plain forward pass.
+        """Return the log-probs of given tokens under the present policy, by a plain forward pass.
 
-        Raises as `generate` does.
+        Raise as `generate` does.
         """
         ...
 
@@ -286,7 +288,9 @@ class Engine(PolicyEngine, Protocol):
 
 
 def require_fit(problems: Sequence[str], *, what: str, reason: str, remedy: str) -> None:
-    """Raise InvalidStateError with the first of what keeps a policy or adapter out of a model, if there is any."""
+    """Raise InvalidStateError with the first five of the problems why a policy or adapter does not fit, if there are
+    any.
+    """
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise InvalidStateError(
@@ -307,7 +311,7 @@ def spec_of(entry: AdapterEntry) -> AdapterSpec:
 
 
 def require_fitting(staged: StagedPolicy, base: Mapping[str, Shape]) -> None:
-    """Raise InvalidStateError, naming tensors, unless the adapter fits weights `base` (dtype and shape by name)."""
+    """Raise InvalidStateError, naming tensors, unless the adapter fits the weights `base` (dtype and shape by name)."""
     entry = staged.manifest.adapter
     problems = ["it is none"]
     if entry is not None:
@@ -337,9 +341,9 @@ _TOLERANCES = {"float32": (1e-4, 1e-5), "float16": (1e-2, 2e-3), "bfloat16": (5e
 
 
 def probe_problem(expected: Sequence[float], found: Sequence[float], *, dtypes: Sequence[str]) -> str | None:
-    """Return how log-probs [T] of an engine differ from the trainer's; None if they do not.
+    """Return a sentence on how log-probs [T] of an engine differ from the trainer's; None if they agree.
 
-    `dtypes` are the names of the number formats on the way (published, computed); the coarsest one decides.
+    `dtypes` are the number formats on the way (published, computed); the coarsest one sets the tolerance.
     """
     absolute, relative = max(_TOLERANCES.get(dtype, _TOLERANCES["bfloat16"]) for dtype in dtypes)
     want, have = np.asarray(expected, np.float64), np.asarray(found, np.float64)

@@ -1,7 +1,7 @@
-"""What answers for a replica while its vLLM is not up: health, PolicyService and registration, with no engine behind.
+"""Answers for a replica while its vLLM is not up: health, PolicyService and registration, without an engine.
 
-The orchestrator asks an empty replica for the run's policy. From that request the launcher learns with which model vLLM
-shall be started; the weights are put in later, by the server itself, when it is asked again.
+The orchestrator asks an empty replica for the run's policy. From that request the launcher learns with which model to
+start vLLM; the server itself loads the weights later, at the orchestrator's next request.
 """
 
 import asyncio
@@ -59,15 +59,18 @@ class Front(policy_service_pb2_grpc.PolicyServiceServicer):
         self._board.add(SERVICE_NAME, reason="vLLM is not up")
 
     def say(self, state: pb.PolicyState, *, error: str = "") -> None:
-        """Set what the status shows from now on."""
+        """Set the state and error that the status has from now on."""
         self._state, self._error = state, error
 
     async def wanted(self) -> pb.UpdatePolicyRequest:
-        """Return the newest requested policy; older requests that nobody took are dropped."""
+        """Wait for the next requested policy; of several not taken yet only the newest is returned."""
         return await self._wanted.get()
 
     async def run(self, settings: Settings, worker_id: str, http_url: Callable[[str], str]) -> None:
-        """Serve and keep the replica registered until `close`, in the same way as its server will be."""
+        """Serve and keep the replica registered until `close`, as its server does later.
+
+        `http_url` makes the URL to register from a host.
+        """
         registered = RegisteredWorker(
             replace(settings, drain_s=0.0, grace_s=_GRACE_S),
             inference_worker(worker_id),
@@ -81,14 +84,17 @@ class Front(policy_service_pb2_grpc.PolicyServiceServicer):
             self._gone.set()
 
     async def close(self) -> None:
-        """Release the address; returns when the address is free."""
+        """Stop serving, and return when the address is free."""
         self._closing.set()
         await self._gone.wait()
 
     async def UpdatePolicy(
         self, request: pb.UpdatePolicyRequest, context: grpc.aio.ServicerContext
     ) -> pb.UpdatePolicyResponse:
-        """Note which policy is wanted, and answer that nothing is served yet."""
+        """Keep the requested policy for `wanted`, and answer after at most `wait_seconds` that nothing is served yet.
+
+        Raises InvalidSpecError for an empty manifest key.
+        """
         if not request.policy.manifest_key:
             wrong = Violation(field="policy.manifest_key", message="must not be empty")
             raise InvalidSpecError([wrong], reason="REQUEST_INVALID")
@@ -106,23 +112,23 @@ class Front(policy_service_pb2_grpc.PolicyServiceServicer):
     async def GetPolicyStatus(
         self, request: pb.GetPolicyStatusRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetPolicyStatusResponse:
-        """Return the status so far."""
+        """Return the status of a replica without an engine."""
         return pb.GetPolicyStatusResponse(status=self.status())
 
     async def PauseGeneration(
         self, request: pb.PauseGenerationRequest, context: grpc.aio.ServicerContext
     ) -> pb.PauseGenerationResponse:
-        """Refuse: nothing generates."""
+        """Raise InvalidStateError, because nothing generates."""
         raise _nothing_generates()
 
     async def ResumeGeneration(
         self, request: pb.ResumeGenerationRequest, context: grpc.aio.ServicerContext
     ) -> pb.ResumeGenerationResponse:
-        """Refuse: nothing generates."""
+        """Raise InvalidStateError, because nothing generates."""
         raise _nothing_generates()
 
     def status(self) -> pb.PolicyStatus:
-        """Return an empty replica's status."""
+        """Return the status of a replica without an engine."""
         return pb.PolicyStatus(
             run_uid=self._run_uid, state=self._state, error=self._error, model_name=POLICY_NAME, engine="vllm"
         )
@@ -136,7 +142,11 @@ class Front(policy_service_pb2_grpc.PolicyServiceServicer):
 
 
 async def fetch_model(store: ObjectStore, request: pb.UpdatePolicyRequest) -> PolicyModel:
-    """Download a policy's files, verified; the errors say which object is missing or damaged."""
+    """Download a policy's files, or its base's if it is an adapter, verified.
+
+    Raises the store's errors, and InvalidStateError for a policy without a config.json or with a number format that
+    vLLM does not take.
+    """
     async with asyncio.timeout(FETCH_DEADLINE_S):
         return await asyncio.to_thread(_fetch_model, store, request)
 
@@ -166,7 +176,7 @@ def _fetch_model(store: ObjectStore, request: pb.UpdatePolicyRequest) -> PolicyM
 
 
 def describe(error: BaseException) -> str:
-    """Return an error for the status."""
+    """Return an error's message for the status."""
     return str(error) if isinstance(error, MillraceError) else f"{type(error).__name__}: {error}"
 
 

@@ -1,4 +1,4 @@
-"""How the config of an engine becomes the environment of its process, and which interpreter that process needs."""
+"""The variables of an engine's process, from its config, and the interpreter that runs it."""
 
 import contextlib
 import importlib.metadata
@@ -37,17 +37,18 @@ TYPED_FLAGS: Mapping[str, str] = {
 
 
 def is_given(flag: str, flags: Mapping[str, Any]) -> bool:
-    """Return whether keys of the config say something about a flag of vLLM (`max_num_seqs`), with dashes or
-    underscores.
+    """Return whether a flag of vLLM (`max_num_seqs`) is set among `flags`, which have the config's keys.
+
+    Names with dashes and with underscores are equal; a false value counts as not set.
     """
     names = (TYPED_FLAGS.get(key) or key.rpartition(".")[2].replace("-", "_") for key, value in flags.items() if value)
     return flag in names
 
 
 def vllm_flags(config: InferenceConfig, *, max_model_len: int | None = None) -> dict[str, Any]:
-    """Return vLLM's flags by key of the config. A key with its default is left out: vLLM's default counts.
+    """Return vLLM's flags by key of the config. A key with its default is left out, so that vLLM's default applies.
 
-    `max_model_len` is for a config that does not say it.
+    `max_model_len` is used if the config has none.
     """
     model = config.model
     named = {name.replace("-", "_"): value for name, value in config.vllm.items()}
@@ -77,10 +78,9 @@ def vllm_flags(config: InferenceConfig, *, max_model_len: int | None = None) -> 
 
 
 def engine_environ(config: InferenceConfig, *, max_model_len: int | None = None) -> dict[str, str]:
-    """Return the variables that give `[inference]` to the process of the engine, but for where it listens and its
-    model.
+    """Return the variables that pass `[inference]` to the engine's process, without its addresses and model.
 
-    `max_model_len` is for a config that does not say it.
+    `max_model_len` is used if the config has none.
     """
     if config.engine == "vllm":
         flags = vllm_flags(config, max_model_len=max_model_len)
@@ -98,7 +98,10 @@ def engine_environ(config: InferenceConfig, *, max_model_len: int | None = None)
 
 
 def with_engine(config: InferenceConfig, environ: Mapping[str, str]) -> InferenceConfig:
-    """Return the config with the engine that `auto` means on this machine."""
+    """Return the config with `auto` replaced by the engine for this machine.
+
+    That is vLLM if a key needs it, or if there are a GPU and an interpreter with vLLM; else the embedded engine.
+    """
     if config.engine != "auto":
         return config
     is_vllm = config.needs_vllm
@@ -109,7 +112,7 @@ def with_engine(config: InferenceConfig, environ: Mapping[str, str]) -> Inferenc
 
 
 def engine_python(engine: str, environ: Mapping[str, str]) -> str:
-    """Return the interpreter that runs the engine's process; NotFoundError says how to get one for vLLM."""
+    """Return the interpreter for the engine's process; raise NotFoundError with a remedy if there is none with vLLM."""
     if engine != "vllm":
         return sys.executable
     named = environ.get(PYTHON_VARIABLE, "")
@@ -135,7 +138,10 @@ def engine_python(engine: str, environ: Mapping[str, str]) -> str:
 
 
 def vllm_environ(environ: Mapping[str, str], *, is_on_one_machine: bool = True) -> dict[str, str]:
-    """Return the variables that vLLM's own processes need; called in the interpreter that has vLLM."""
+    """Return the variables that vLLM's own processes need; called in the interpreter that has vLLM.
+
+    `is_on_one_machine` sets vLLM's address to loopback, in the build for CPUs.
+    """
     plugins = [name for name in environ.get("VLLM_PLUGINS", "").split(",") if name]
     own = {
         "VLLM_PLUGINS": ",".join(dict.fromkeys([*plugins, PLUGIN_NAME])),

@@ -1,13 +1,14 @@
-"""The launcher: starts vLLM for a replica, answers for it until it is up, and ends all of it.
+"""The launcher: starts vLLM for a replica, answers for it until it is up, and ends all of its processes.
 
     vLLM is imported  ──▶  flags are checked  ──▶  the model is known  ──▶  vLLM loads it  ──▶  vLLM serves
     └────────────────────── the front answers for the replica ─────────────────────┘        (launcher watches)
                                                         ▲                                        │
                                                         └──── a policy of another model ─────────┘
 
-The model is that of MILLRACE_MODEL, whose directory is looked at first (`looking.py`), or that of the first policy
+The model is that of MILLRACE_MODEL, whose directory is validated first (`ModelCheck`), or that of the first policy
 which the orchestrator asks for: then vLLM starts on the policy's files with dummy weights, registers as the same
-worker, is asked again, and takes and proves the weights as in any update. The launcher imports no vLLM and no torch.
+worker, and takes and proves the weights at the orchestrator's next request, as in any update. The launcher imports no
+vLLM and no torch.
 """
 
 import asyncio
@@ -46,31 +47,32 @@ from millrace.telemetry import progress, waits
 from millrace.telemetry.progress import Activity
 from millrace.telemetry.settings import Settings, join_address, parse_address
 
-# A look at a fixed model before vLLM loads it, by a process with torch that ends behind it: the launcher has none.
+# Validation of a fixed model before vLLM loads it, in a process with torch, which the launcher does not import.
 
 MODULE = "millrace.inference.look_main"
-_SILENT_S = 300.0  # its imports: seconds, on a machine that stands still minutes; then it beats every two seconds
+_SILENT_S = 300.0  # for its imports: seconds, or minutes on an overloaded machine; then it beats every two seconds
 _LINKS = "model"
 
 
 class ModelCheck:
-    """A started process, which imports what it needs while vLLM does so, too. `close` ends it."""
+    """A process that validates models; it imports what it needs while vLLM does so, too. `close` ends it."""
 
     def __init__(self, helper: HelperProcess) -> None:
         self._helper = helper
 
     @classmethod
     async def start(cls, environ: Mapping[str, str]) -> Self:
-        """Start the process with this environment."""
+        """Start the process with these variables (blocking part in a thread)."""
         return cls(await asyncio.to_thread(HelperProcess.start, MODULE, env=environ))
 
     async def look(
         self, directory: Path, *, scratch: Path, flags: Mapping[str, Any], needs_template: bool, deadline_s: float
     ) -> Path:
-        """Validate a model that is to be served with these flags of vLLM; returns the directory that vLLM is to load.
+        """Validate a model that vLLM is to serve with these flags; return the directory that vLLM is to load.
 
-        That is one of links in `scratch`, where files are beside the model's that vLLM would read. Raises as
-        `millrace.models.served.validate_served`, and InternalError if the look fails.
+        That is the model's, or one of links in `scratch` if the model's has further files that vLLM would read. Raises
+        as `millrace.models.served.validate_served`, and InternalError if the process fails or takes longer than
+        `deadline_s`.
         """
         question = {
             "directory": str(directory),
@@ -94,7 +96,7 @@ class ModelCheck:
         return Path(answer["directory"])
 
     async def close(self) -> None:
-        """End the process; a pending request gets the error that the process died."""
+        """End the process; a pending `look` raises InternalError."""
         await asyncio.to_thread(self._helper.end)
 
     def _ask(self, question: Message, work: progress.LongWork) -> Message:
@@ -115,8 +117,8 @@ def _failed(problem: str) -> InternalError:
 # A replica over several nodes: what the launcher does on each of them.
 #
 # The head (node rank 0) serves and registers as any replica does. On the other nodes the launcher starts vLLM's
-# headless workers with the same flags, answers nobody, and ends when the head's vLLM has ended: all of a replica
-# begins anew.
+# headless workers with the same flags, serves nothing, and ends when the head's vLLM has ended: the whole replica is
+# started again.
 
 _RETRY_S = 1.0
 _CONNECT_S = 5.0
@@ -126,7 +128,7 @@ _DEFAULT_PORT = 29501  # vLLM's for --master-port
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """This node's place in its replica. `master` is (host, port) where the workers of all nodes meet."""
+    """This node's rank in its replica. `master` is the (host, port) at which the workers of all nodes connect."""
 
     rank: int
     count: int
@@ -134,7 +136,10 @@ class Node:
 
     @classmethod
     def of(cls, flags: Mapping[str, Any]) -> "Node":
-        """Parse vLLM's flags, whose numbers may be text; InvalidSpecError if they contradict each other."""
+        """Read nnodes, node_rank and the master's address from vLLM's flags.
+
+        Raise InvalidSpecError if they are wrong.
+        """
         named = {TYPED_FLAGS.get(key) or key.rpartition(".")[2].replace("-", "_"): key for key in flags}
         violations: list[Violation] = []
 
@@ -156,7 +161,7 @@ class Node:
 
     @property
     def is_head(self) -> bool:
-        """Return whether this node serves."""
+        """Return whether this node serves, with rank 0."""
         return self.rank == 0
 
     @property
@@ -166,11 +171,11 @@ class Node:
 
     @property
     def is_on_one_machine(self) -> bool:
-        """Return whether the nodes meet on loopback."""
+        """Return whether the nodes connect over loopback."""
         return self.is_alone or self.master[0] in _LOOPBACK
 
     def require_model(self, model: str | None, store_url: str | None) -> None:
-        """Raise InvalidSpecError if a replica over several nodes lacks what each node has to know from the start."""
+        """Raise InvalidSpecError if a replica over several nodes has no fixed model or no object store."""
         if self.is_alone:
             return
         given = {"MILLRACE_MODEL": model, "MILLRACE_STORE_URL": store_url}
@@ -184,11 +189,9 @@ class Node:
             raise InvalidSpecError(violations, reason="SETTINGS_INVALID", remedy="set it on every node of the replica")
 
     async def until_head_ends(self) -> None:
-        """Wait, without ever returning.
+        """Connect to the head's master port and wait until it is closed; then raise UnavailableError. Never returns.
 
-        Raises UnavailableError when the workers' meeting point, which the head holds open, is closed.
-
-        Workers that wait for the head's next step would not notice its end.
+        Workers that wait for the head's next step would not notice its end themselves.
         """
         host, port = self.master
         with waits.waiting(f"the head of the replica at {host}:{port}", waits_on="inference"):
@@ -202,7 +205,7 @@ class Node:
         keep_alive(writer.get_extra_info("socket"))
         logger.info("the head of the replica is there", extra={"master": f"{host}:{port}"})
         try:
-            await reader.read(1)  # it says nothing until its end
+            await reader.read(1)  # it sends nothing until its end
         except OSError as error:
             logger.warning("the connection to the head broke", extra={"error": str(error)})
         finally:
@@ -228,7 +231,7 @@ _Job = Callable[[VllmProcess], Coroutine[Any, Any, None]]
 _MAX_SOCKET_PLACE = 103 - len("/") - 36
 """The path of a socket has at most 103 characters, and vLLM names them by UUIDs."""
 _LOOK_S = 1.0
-"""Between two looks at what vLLM says that it does."""
+"""Seconds between two reads of vLLM's stage."""
 _PORT_POLL_S = 2.0
 _LEAVE_S = 5.0
 """Seconds beyond drain and grace that vLLM has to end by itself."""
@@ -253,7 +256,10 @@ class Launcher:
         self._model: PolicyModel | None = None
 
     async def run(self) -> None:
-        """Start vLLM, and again for each policy of another model; raises what ended it unasked."""
+        """Run vLLM, started again for each policy of another model, until stopped.
+
+        Raise the error of a vLLM that ends by itself.
+        """
         handled = self._take_signals()
         try:
             while not self._stopping.is_set():
@@ -264,7 +270,7 @@ class Launcher:
             self._forget_model()
 
     async def _life(self) -> None:
-        """Run one vLLM from start to end."""
+        """Run one vLLM from start to end, in directories that are deleted after it."""
         is_head = self._node.is_head
         # Both outlive all processes of vLLM, which does not remove its sockets where it is killed.
         sockets = owned_directory("ipc", parent=Path(tempfile.gettempdir()))
@@ -275,7 +281,10 @@ class Launcher:
             await self._run_vllm({**ours, **self._environ(), **own}, partial(job, scratch=directory))
 
     async def _run_vllm(self, environ: Mapping[str, str], job: _Job) -> None:
-        """Start vLLM and work with it until that ends or raises, or until all shall stop."""
+        """Start vLLM and run `job` with it until the job ends, whose error is raised, or until stopped.
+
+        Then end vLLM.
+        """
         vllm = await VllmProcess.start(environ)
         logger.info("started vLLM", extra={"pid": vllm.pid})
         work = asyncio.create_task(job(vllm), name="life of vLLM")
@@ -291,7 +300,7 @@ class Launcher:
             await asyncio.gather(work, return_exceptions=True)
 
     async def _follow(self, vllm: VllmProcess, *, scratch: Path) -> None:
-        """Run workers for the head on a node that does not serve, for as long as the head lives."""
+        """Run a node's workers for the head elsewhere, until the head or vLLM ends; both raise."""
         model = await self._check(vllm, scratch)
         vllm.send({"argv": [f"--model={model}", *self._own_argv()], "is_headless": True})
         head, _ = await first_of(self._node.until_head_ends(), vllm.exited)
@@ -302,7 +311,7 @@ class Launcher:
     async def _check(self, vllm: VllmProcess, scratch: Path) -> str | None:
         """Have vLLM check the flags, and validate the fixed model if it is a directory.
 
-        Returns what vLLM is to load.
+        Return what vLLM is to load; None without a fixed model.
         """
         model, flags = self._own.vllm_model, self._own.vllm_flags
         if model is None or not self._is_directory:
@@ -340,7 +349,10 @@ class Launcher:
         await self._watch(vllm)
 
     async def _start_engine(self, vllm: VllmProcess, front: Front, scratch: Path) -> None:
-        """Start the engine: from the flags to a server that wants the replica's address."""
+        """Start the engine: from the check of flags until the server asks for the replica's address.
+
+        Raises InternalError if vLLM serves without Millrace's plugin.
+        """
         fixed = await self._check(vllm, scratch)
         front.say(pb.POLICY_STATE_EMPTY)
         model_argv = await self._policy_argv(vllm, front) if fixed is None else [f"--model={fixed}"]
@@ -352,10 +364,10 @@ class Launcher:
         saying = asyncio.create_task(_say_stages(vllm, loading), name="progress of vLLM")
         try:
             with loading:
-                heard, alone = await first_of(
+                message, alone = await first_of(
                     vllm.hear(deadline_s=bound_s, purpose="load the model"), self._until_it_serves_alone()
                 )
-            if heard is None:
+            if message is None:
                 assert alone is not None
                 alone.result()
                 raise InternalError(
@@ -363,7 +375,7 @@ class Launcher:
                     reason="VLLM_PLUGIN_MISSING",
                     remedy="read its output above for `Failed to`",
                 )
-            heard.result()
+            message.result()
         finally:
             saying.cancel()
         logger.info("vLLM is up", extra={"pid": vllm.pid, "load_s": round(time.monotonic() - began, 2)})
@@ -380,11 +392,14 @@ class Launcher:
             except (OSError, TimeoutError):
                 continue
             writer.close()
-            await asyncio.sleep(_PORT_POLL_S)  # its plugin spoke before, and was perhaps not heard yet
+            await asyncio.sleep(_PORT_POLL_S)  # the plugin's message was sent before, and is perhaps not read yet
             return
 
     async def _policy_argv(self, vllm: VllmProcess, front: Front) -> list[str]:
-        """Return the argument that names the model of the requested policy."""
+        """Wait for a requested policy whose files can be fetched, and return vLLM's arguments for its model.
+
+        A policy that cannot be fetched is reported in the status, and the next one awaited. Raises when vLLM ends.
+        """
         self._forget_model()
         store = self._store
         if store is None:
@@ -392,13 +407,13 @@ class Launcher:
             raise InvalidSpecError([missing], reason="SETTINGS_INVALID", remedy="set it, or MILLRACE_MODEL")
         while self._model is None:
             with waits.waiting("the first policy of a run", waits_on="orchestrator"):
-                wanted, _ = await first_of(front.wanted(), vllm.exited)
-                if wanted is None:
+                requested, _ = await first_of(front.wanted(), vllm.exited)
+                if requested is None:
                     raise await vllm.death()
             front.say(pb.POLICY_STATE_FETCHING)
             try:
                 with progress.work(Activity.DOWNLOAD, "the files of a policy", waits_on="object store"):
-                    self._model = await fetch_model(store, wanted.result())
+                    self._model = await fetch_model(store, requested.result())
             except Exception as error:  # whatever a bad policy causes: the replica stays, says why, and is asked again
                 is_ours = isinstance(error, MillraceError)
                 logger.error(
@@ -414,14 +429,14 @@ class Launcher:
         ]
 
     async def _watch(self, vllm: VllmProcess) -> None:
-        """Return when a new vLLM is to be started; raises when this one dies."""
+        """Return when vLLM asks to be started again; raise when it dies."""
         message, _ = await first_of(vllm.messages.get(), vllm.exited)
         if message is None:
             raise await vllm.death()
         logger.warning("vLLM is started again", extra={"reason": message.result().get("reason", "")})
 
     async def _let_drain(self, vllm: VllmProcess) -> None:
-        """Send SIGTERM, and give calls under way their time to end."""
+        """Send SIGTERM and wait until vLLM has ended, at most its time to drain, or until the second signal."""
         bound_s = self._settings.drain_s + self._settings.grace_s + _LEAVE_S
         vllm.ask_to_end()
         with waits.waiting("vLLM to end", waits_on="inference", deadline_s=bound_s):
@@ -467,7 +482,7 @@ class Launcher:
 
     @property
     def _is_directory(self) -> bool:
-        """Return whether the fixed model is a directory of this machine, and no id of the Hub."""
+        """Return whether the fixed model is a directory of this machine, rather than an id of the Hub."""
         return self._own.vllm_model is not None and Path(self._own.vllm_model).is_dir()
 
     def _forget_model(self) -> None:
@@ -489,7 +504,7 @@ class Launcher:
 
 
 async def _say_stages(vllm: VllmProcess, loading: progress.LongWork) -> None:
-    """Report the stages of the start regularly: weights, compilation and CUDA graphs take minutes."""
+    """Report vLLM's stage every second until cancelled: weights, compilation and CUDA graphs take minutes."""
     # unregistered wait: a periodic look; what it awaits is registered where it is awaited
     while True:
         await asyncio.sleep(_LOOK_S)
@@ -497,7 +512,9 @@ async def _say_stages(vllm: VllmProcess, loading: progress.LongWork) -> None:
 
 
 def _with_port(address: str) -> str:
-    """Return the address with a free port instead of port 0: two processes listen there, one after the other."""
+    """Return the address with a free port in place of port 0, because two processes listen there, one after the
+    other.
+    """
     host, port = parse_address(address)
     if port:
         return address

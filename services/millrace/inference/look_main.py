@@ -1,6 +1,6 @@
-"""The process that looks at a fixed model before vLLM loads it: `looking.py` starts it, and it has torch.
+"""The process, with torch, that validates a fixed model before vLLM loads it; `launcher.ModelCheck` starts it.
 
-It answers questions for directories that are served, until its launcher is gone.
+It answers requests for directories until its launcher is gone.
 """
 
 import logging
@@ -23,13 +23,16 @@ logger = logging.getLogger(__name__)
 
 
 class ModelChecker:
-    """Answers one question after the other; `beat` says how far it is with the one of now."""
+    """Validates models, one request after the other; `beat` returns the progress of the present one."""
 
     def __init__(self) -> None:
         self._how_far = ""
 
     def answer(self, question: Message, files: list[int]) -> Message:
-        """Return the directory to serve and the settings, or the error with which the model is refused."""
+        """Validate a model directory; return the directory to serve and notes about it, or the error that refuses it.
+
+        `files` is not used.
+        """
         try:
             found = validate_served(
                 Path(question["directory"]),
@@ -47,7 +50,7 @@ class ModelChecker:
         return {"directory": str(found.directory), "notes": list(found.notes)}
 
     def beat(self) -> Message:
-        """Return the progress in words."""
+        """Return the progress of the present validation, as text."""
         return {"how_far": self._how_far}
 
     def _tell(self, how_far: str) -> None:
@@ -63,7 +66,7 @@ def _serve() -> NoReturn:
 
 
 def main() -> NoReturn:
-    """Answer until the launcher is gone."""
+    """Answer requests until the launcher is gone."""
     run_service(_serve)
 
 

@@ -24,11 +24,14 @@ from millrace.telemetry.startup import without_gc
 logger = logging.getLogger(__name__)
 
 _ENTERED = "MILLRACE_VLLM_ENTERED"
-"""Names the interpreter that this program has become: a wrapper (pyenv's shims) never is its own `sys.executable`."""
+"""Variable with the interpreter that this program was started in again: a wrapper is not its own `sys.executable`."""
 
 
 def main() -> NoReturn:
-    """Serve until SIGTERM or SIGINT; exits with the code of the error that ended it."""
+    """Serve until SIGTERM or SIGINT, then exit: 0, or the code of the error that ended it.
+
+    With vLLM the process is first replaced by the same program in the interpreter that has vLLM.
+    """
     run_service(_run, before=_choose_interpreter)
 
 
@@ -38,15 +41,18 @@ def _choose_interpreter() -> None:
 
 
 def _enter_vllm_interpreter() -> None:
-    """Become the same program in the interpreter that has vLLM, unless this is it; NotFoundError if there is none."""
+    """Replace this process by the same program in the interpreter that has vLLM, unless this is it.
+
+    Raises NotFoundError if there is none.
+    """
     if importlib.util.find_spec("vllm") is not None and not os.environ.get(launch_env.PYTHON_VARIABLE):
         return
-    wanted = launch_env.engine_python("vllm", os.environ)
-    if os.environ.pop(_ENTERED, None) != wanted and wanted != sys.executable:
-        os.execve(wanted, [wanted, "-m", "millrace.inference.main"], os.environ | {_ENTERED: wanted})
+    python = launch_env.engine_python("vllm", os.environ)
+    if os.environ.pop(_ENTERED, None) != python and python != sys.executable:
+        os.execve(python, [python, "-m", "millrace.inference.main"], os.environ | {_ENTERED: python})
     if importlib.util.find_spec("vllm") is None:
         raise NotFoundError(
-            f"{wanted} cannot import vllm",
+            f"{python} cannot import vllm",
             reason="VLLM_NOT_INSTALLED",
             remedy=f"install millrace[vllm] there, or name another python in {launch_env.PYTHON_VARIABLE}",
         )

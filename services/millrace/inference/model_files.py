@@ -23,10 +23,10 @@ POLICY_NAME = "policy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """What the HTTP API needs to know about the model that the engine holds.
+    """The model in the engine, as the HTTP API needs it.
 
-    `names` are the model names that it answers to. `directory` holds the files; it is removed with this object unless
-    somebody else owns it.
+    `names` are the model names that it answers to. `directory` has the files; with `owner` it is deleted with this
+    object.
     """
 
     names: tuple[str, ...]
@@ -37,13 +37,13 @@ class ServedModel:
 
 @dataclass(slots=True)
 class ModelSlot:
-    """The model that is served at the moment; None while there is none."""
+    """The model that is being served; None while there is none."""
 
     current: ServedModel | None = None
 
 
 def write_files(files: Mapping[str, bytes]) -> TemporaryDirectory:
-    """Write a policy's files into a fresh directory that lives as long as the returned object."""
+    """Write a policy's files into a new directory, which is deleted with the returned object."""
     directory = TemporaryDirectory(prefix="millrace-model-")
     for name, data in files.items():
         path = Path(directory.name) / name  # the manifest's reader has checked the name
@@ -53,7 +53,7 @@ def write_files(files: Mapping[str, bytes]) -> TemporaryDirectory:
 
 
 def load_config(model_dir: Path) -> Any:
-    """Return the model's config; InvalidStateError if there is none."""
+    """Return the model's config; raise InvalidStateError if the directory has none."""
     if not (model_dir / "config.json").is_file():
         found = ", ".join(sorted(path.name for path in model_dir.iterdir())) if model_dir.is_dir() else "no directory"
         raise InvalidStateError(
@@ -65,12 +65,12 @@ def load_config(model_dir: Path) -> Any:
 
 
 def has_tokenizer(model_dir: Path) -> bool:
-    """Return whether there are files of a tokenizer in a directory."""
+    """Return whether a directory has files of a tokenizer."""
     return any((model_dir / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def load_tokenizer(model_dir: Path) -> "PreTrainedTokenizerBase | None":
-    """Return the tokenizer, or None if the directory has none (tokens in, tokens out still works)."""
+    """Return the tokenizer; None if the directory has none (tokens in, tokens out still works)."""
     if not has_tokenizer(model_dir):
         return None
     return read_tokenizer(model_dir)

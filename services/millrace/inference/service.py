@@ -29,7 +29,7 @@ MAX_WAIT_S = 10.0
 
 
 class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
-    """Serves one replica's updater and engine."""
+    """The gRPC PolicyService of one replica's updater and engine."""
 
     def __init__(self, engine: PolicyEngine, updater: PolicyUpdater) -> None:
         self._engine = engine
@@ -40,9 +40,10 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
     async def UpdatePolicy(
         self, request: pb.UpdatePolicyRequest, context: grpc.aio.ServicerContext
     ) -> pb.UpdatePolicyResponse:
-        """Set the version to serve, wait a bounded time for it, and answer what is served then.
+        """Set the version to serve, wait a bounded time for it, and answer the status then.
 
-        A replica that sleeps takes none, as it has no memory for it: it waits to be woken as long.
+        A replica that sleeps has no memory for a version: this waits as long for it to be woken, and then changes
+        nothing if it was not. Raises InvalidSpecError, FencedError and UnavailableError.
         """
         policy = _desired(request)
         wait_s = min(max(0.0, request.wait_seconds), MAX_WAIT_S)
@@ -68,7 +69,11 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
     async def PauseGeneration(
         self, request: pb.PauseGenerationRequest, context: grpc.aio.ServicerContext
     ) -> pb.PauseGenerationResponse:
-        """Stop generation between two tokens, for `pauses.PAUSE_LIMIT_S` at most; asking again prolongs it."""
+        """Stop generation between two tokens, for `PAUSE_LIMIT_S` at most; a further call extends that.
+
+        With `frees_memory` the engine sleeps. Raises UnavailableError while a policy is updated, FencedError, and
+        InvalidStateError if the replica serves another run.
+        """
         if request.frees_memory:
             self._updater.fence(request.run_uid, request.epoch)
             self._require_rest()
@@ -81,18 +86,21 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
     async def ResumeGeneration(
         self, request: pb.ResumeGenerationRequest, context: grpc.aio.ServicerContext
     ) -> pb.ResumeGenerationResponse:
-        """Go on with generation; also take the memory again, if that is the pause that shall end."""
+        """End the pause, or with `takes_memory` the sleep, for all callers.
+
+        Raises FencedError, and InvalidStateError for a run that neither is served nor paused.
+        """
         if request.takes_memory:
             self._updater.fence(request.run_uid, request.epoch)
             await self._sleep.resume()
             return pb.ResumeGenerationResponse(status=self.status())
-        if not self._pause.is_by(request.run_uid):  # its own pause a run ends also when another one is served by now
+        if not self._pause.is_by(request.run_uid):  # a run may end its own pause even if another run is served by now
             self._require_run(request.run_uid)
         await self._pause.resume()
         return pb.ResumeGenerationResponse(status=self.status())
 
     def status(self) -> pb.PolicyStatus:
-        """Return the replica's status, also for heartbeats."""
+        """Return the replica's status, as answers and heartbeats have it."""
         status, engine = self._updater.status(), self._engine.status()
         message = pb.PolicyStatus(
             state=f"POLICY_STATE_{status.state}",
@@ -119,9 +127,7 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
         return message
 
     def _require_rest(self) -> None:
-        """Raise UnavailableError while a version is fetched or applied, for which the engine reads and writes its
-        memory.
-        """
+        """Raise UnavailableError while a version is fetched or applied, which needs the engine's memory."""
         if not self._updater.is_idle:
             raise UnavailableError(
                 f"this replica cannot sleep now: it takes another policy (it is {self._updater.status().state})",
@@ -141,7 +147,7 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
 
 
 def _desired(request: pb.UpdatePolicyRequest) -> DesiredPolicy:
-    """Return the version that the request names; InvalidSpecError lists what is missing."""
+    """Return the version that the request names; raise one InvalidSpecError with all that is missing."""
     entry = request.policy
     violations = [
         Violation(field=field, message=message)
@@ -164,12 +170,12 @@ def _desired(request: pb.UpdatePolicyRequest) -> DesiredPolicy:
     )
 
 
-# Pauses that callers of PolicyService ask for, with or without sleep: visible while they last, and never without end.
+# Pauses that callers of PolicyService ask for, with or without sleep: visible while they last, and limited in time.
 #
-# A paused engine has nothing to do, so neither its health nor its progress shows that rollouts stand still. Therefore
-# a pause is a wait of this process, which heartbeats carry, and it ends by itself when its caller forgets it.
+# A paused engine has nothing to do, so neither its health nor its progress shows that rollouts make no progress.
+# Therefore a pause is a wait of this process, which heartbeats report, and it ends by itself when its caller does not.
 #
-# If a caller goes away while the engine answers, the call goes on: after half a call nobody could tell whether the
+# If a caller goes away while the engine answers, the call goes on: after half a call it would be unknown whether the
 # engine generates.
 
 logger = logging.getLogger(__name__)
@@ -180,11 +186,13 @@ PAUSE_LIMIT_S = 300.0
 OPERATOR = "operator"
 """Holder of the pauses that callers ask for."""
 SLEEP = "sleep"
-"""Holder of those in which the memory on the device is the trainer's."""
+"""Holder of the pauses in which the trainer has the memory on the device."""
 
 
 class CallerPause:
-    """The one pause of its kind, which callers share: the last one to ask sets its end, `resume` ends it for all."""
+    """The one pause of its kind, which callers share: the last call of `pause` sets its end, `resume` ends it for
+    all.
+    """
 
     def __init__(self, engine: PolicyEngine, *, holder: str = OPERATOR) -> None:
         self._engine = engine
@@ -197,15 +205,18 @@ class CallerPause:
 
     @property
     def is_on(self) -> bool:
-        """Return whether the state lasts, or is about to begin or to end."""
+        """Return whether the pause lasts, or is about to begin or to end."""
         return not self._over.is_set()
 
     def is_by(self, run_uid: str) -> bool:
-        """Return whether the pause that lasts is this run's."""
+        """Return whether the pause lasts and this run asked for it last."""
         return self._ending is not None and bool(run_uid) and self._run_uid == run_uid
 
     async def pause(self, run_uid: str) -> None:
-        """Stop generation for at most `PAUSE_LIMIT_S` from now; again makes that anew. An empty run is an operator."""
+        """Stop generation for at most `PAUSE_LIMIT_S` from now, also if it is paused already.
+
+        An empty run is an operator.
+        """
         # The end comes first: the engine must not be paused without one if its caller goes away meanwhile.
         self._cancel()
         self._over.clear()
@@ -215,19 +226,19 @@ class CallerPause:
         logger.info("generation is paused", extra={"holder": self._holder, "run": run_uid})
 
     async def resume(self) -> None:
-        """Go on with generation."""
+        """End the pause; do nothing if there is none."""
         self._cancel()
         await self._whole(self._resume())
 
     async def over(self, *, timeout_s: float) -> bool:
-        """Wait at most so long for the end, and return whether it was reached."""
+        """Wait at most `timeout_s` for the end of the pause, and return whether it has ended."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._over.wait()
         return not self.is_on
 
     async def _pause(self, ending: asyncio.Task[None]) -> None:
-        """Pause the engine; what could not begin is shown by no wait, and needs no end."""
+        """Pause the engine; if that fails, cancel the task `ending`, so that no wait is shown."""
         try:
             await self._engine.pause(self._holder)
         except BaseException:  # then raises
@@ -246,7 +257,7 @@ class CallerPause:
         logger.info("generation goes on", extra={"holder": self._holder})
 
     async def _whole(self, call: Coroutine[None, None, None]) -> None:
-        """Wait for a call of the engine, which goes on if this one is cancelled; its own deadlines end it."""
+        """Wait for a call of the engine, which goes on if the waiting is cancelled; its own deadlines end it."""
         task = asyncio.create_task(call, name="operator's pause")
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
@@ -269,24 +280,23 @@ class CallerPause:
             await self._resume()
         except UnavailableError:
             return  # a closed engine has no pauses
-        except Exception:  # the edge of a task that nobody awaits: whatever vLLM raises, its status tells
+        except Exception:  # the edge of a task that nobody awaits: the status shows whatever vLLM raised
             logger.exception("generation does not go on", extra={"holder": self._holder})
 
 
-# What every inference replica has, whichever engine it drives: PolicyService, health, registration, the updater.
+# The parts of every inference replica, whichever engine it drives: PolicyService, health, registration, the updater.
 #
-# Readiness is the PolicyService's name: SERVING while a policy is served. Liveness is the process: it fails when the
-# engine has work and makes no progress, is dead, or has failed with a model that nobody will send again.
+# Readiness is reported for the PolicyService's name: SERVING while a policy is served. Liveness is reported for the
+# process: not while the engine has work and makes no progress, or if it is dead or has failed with a fixed model.
 
 _HEALTH_PERIOD_S = 0.5
 _STALL_SHOWN_S = 10.0  # one forward pass takes less: from here on a stall is a visible wait, overdue twice as late
 
 
 class ReplicaParts:
-    """Wires the parts around one engine; `run` lives until `stopping` is set (or a signal, if it handles them).
+    """Connects the parts around one engine; `run` ends when `stopping` is set (or by a signal, if it handles them).
 
-    `policy_dir` is where the host copy of the policy is as a file, for engines in other processes; None keeps it in
-    memory.
+    `policy_dir` is the directory of the host copy's file, for engines in other processes; None keeps it in memory.
     """
 
     def __init__(
@@ -319,10 +329,10 @@ class ReplicaParts:
         warm_up: Callable[[], object] | None = None,
         handle_signals: bool = True,
     ) -> None:
-        """Serve until it shall stop, then drain.
+        """Register and serve until stopped, then drain.
 
         `http_url` makes the registered URL from the host under which others reach this process. `drain` gets the grace
-        period in seconds. `warm_up` runs in a thread once the server listens.
+        period in seconds. `warm_up` runs in a thread once the orchestrator knows this replica.
         """
 
         async def leave() -> None:
@@ -353,7 +363,10 @@ class ReplicaParts:
         )
 
     async def _update(self) -> None:
-        """Run the updater; its end is the replica's, which would serve an old version for ever, and say nothing."""
+        """Run the updater.
+
+        Raise InternalError if it ends by itself, because the replica would serve an old version for ever.
+        """
         task = asyncio.current_task()
         assert task is not None
         try:
@@ -375,7 +388,7 @@ class ReplicaParts:
         return HeartbeatRequest(policy=self.servicer.status(), is_leaving=self._stopping.is_set())
 
     async def watch_health(self) -> None:
-        """Report the engine thread's health to the health board until cancelled."""
+        """Set readiness and liveness on the health board by the engine's state, twice a second until cancelled."""
         wait = waits.LastingWait()
         while True:
             status = self.servicer.status()

@@ -34,9 +34,9 @@ class InferenceSettings:
     model_name: str | None = None
     """`MILLRACE_MODEL_NAME`: a model name that the HTTP API answers to besides `policy`; by default MILLRACE_MODEL."""
     tool_call_parser: str | None = None
-    """`MILLRACE_TOOL_CALL_PARSER`: how tool calls stand in what the model writes, by vLLM's name."""
+    """`MILLRACE_TOOL_CALL_PARSER`: vLLM's name of the parser of tool calls in the model's text."""
     reasoning_parser: str | None = None
-    """`MILLRACE_REASONING_PARSER`: the same of reasoning."""
+    """`MILLRACE_REASONING_PARSER`: vLLM's name of the parser of reasoning in the model's text."""
     enable_auto_tool_choice: bool | None = None
     """`MILLRACE_ENABLE_AUTO_TOOL_CHOICE`: 1 or 0, whether the model may choose to call the tools of a request."""
     needs_chat_template: bool = False
@@ -52,7 +52,7 @@ class InferenceSettings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "InferenceSettings":
-        """Read the variables; InvalidSpecError lists everything that is malformed."""
+        """Read the settings from variables; raise one InvalidSpecError with all that is malformed."""
         numbers = {
             "max_num_seqs": "MILLRACE_MAX_NUM_SEQS",
             "max_model_len": "MILLRACE_MAX_MODEL_LEN",
@@ -95,7 +95,7 @@ def _wrong(variable: str, value: str, message: str) -> Violation:
 
 
 def _parsers(environ: Mapping[str, str], violations: list[Violation], *, engine: str) -> dict[str, Any]:
-    """Return the parsers of what the model writes; what is wrong with them goes to `violations`."""
+    """Return the parsers of the model's text; add those that the embedded engine does not have to `violations`."""
     found: dict[str, Any] = {}
     for name, known in EMBEDDED_PARSERS.items():
         variable = f"MILLRACE_{name.upper()}"
@@ -108,7 +108,7 @@ def _parsers(environ: Mapping[str, str], violations: list[Violation], *, engine:
 
 
 def _switches(environ: Mapping[str, str], violations: list[Violation]) -> dict[str, Any]:
-    """Return the switches that are on or off; other values go to `violations`."""
+    """Return the switches that are set; add other values than 1 and 0 to `violations`."""
     found: dict[str, Any] = {}
     for name in ("enable_auto_tool_choice", "needs_chat_template"):
         variable = f"MILLRACE_{name.upper()}"
@@ -120,7 +120,7 @@ def _switches(environ: Mapping[str, str], violations: list[Violation]) -> dict[s
 
 
 def _json_table(text: str, violations: list[Violation]) -> dict[str, Any]:
-    """Return the object that a variable holds; what is wrong with it goes to `violations`."""
+    """Return the object in a variable's JSON; add what is wrong with it to `violations`, and then return {}."""
     if not text:
         return {}
     try:
@@ -135,13 +135,13 @@ def _json_table(text: str, violations: list[Violation]) -> dict[str, Any]:
 
 
 def _with_shared(flags: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags, and what is a variable of both engines where no flag says otherwise."""
+    """Return vLLM's flags, with the settings that both engines have added where no flag sets the same."""
     names = {key.rpartition(".")[2].replace("-", "_") for key in flags}
     shared = ("max_num_seqs", "max_model_len", *EMBEDDED_PARSERS, "enable_auto_tool_choice")
     return {name: values[name] for name in shared if name in values and name not in names} | dict(flags)
 
 
-# What a replica registers as, whichever process of it answers.
+# The registration of a replica, whichever of its processes registers.
 
 
 def inference_worker(worker_id: str) -> Worker:
@@ -155,5 +155,5 @@ def inference_worker(worker_id: str) -> Worker:
 
 
 def http_address(host: str, port: int) -> Callable[[str], str]:
-    """Make the URL of an HTTP API that listens on `host`: of that host, or of the reachable one for a wildcard."""
+    """Return a function that makes the URL of an HTTP API on `host`, or for a wildcard on the host that it is given."""
     return lambda reachable: f"{http_scheme()}://{join_address(reachable if is_wildcard(host) else host, port)}/v1"

@@ -1,10 +1,11 @@
-"""Updates the engine to the policy version that is asked for, and counts updates; it serves whatever fails.
+"""Updates the engine to the policy version that is asked for, and counts updates; errors do not end the replica.
 
-Level-triggered: callers say which version shall be served, as often as they like; one background task works on it.
+Level-triggered: callers set the version to serve, as often as they like; one background task works on it.
 
     EMPTY ──▶ FETCHING ──▶ APPLYING ──▶ SERVING          FETCHING failed: UPDATE_FAILED, the old version serves on
                  ▲                        │              APPLYING failed: BROKEN, nothing serves; the next request
-                 └────────────────────────┘                               for a version builds the model anew
+                 └────────────────────────┘                               for a version loads the model again
+
 
 Everything that can be checked is checked while the old version serves: hashes of all objects, digests of all tensors
 (`HostCopy`), names, shapes and dtypes against the model (`check`). Then generation pauses, the weights are written, and
@@ -53,7 +54,7 @@ _FETCH_DEADLINE_S = 600.0  # when a fetch counts as overdue in `run why`; the st
 
 
 class UpdateState(StrEnum):
-    """Where the replica's policy is; the names are those of the wire."""
+    """The state of the replica's policy, with the names of the wire."""
 
     EMPTY = "EMPTY"
     FETCHING = "FETCHING"
@@ -65,7 +66,7 @@ class UpdateState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DesiredPolicy:
-    """The version that shall be served, and where its manifest is. An empty hash or digest is not compared."""
+    """The version to serve, and the key of its manifest. An empty hash or digest is not compared."""
 
     run_uid: str
     lineage: int
@@ -76,13 +77,15 @@ class DesiredPolicy:
 
     @property
     def identity(self) -> PolicyIdentity:
-        """Return the engine's name for it."""
+        """Return the version's run, lineage and number, as the engine has them."""
         return PolicyIdentity(run_uid=self.run_uid, lineage=self.lineage, version=self.version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProvedPolicy:
-    """A version and the digest that was found in the engine for it: one value, so nobody sees halves of two."""
+    """A version and the digest that was found in the engine for it, in one value, so that both are always of one
+    version.
+    """
 
     identity: PolicyIdentity
     held: HeldDigest
@@ -90,7 +93,7 @@ class ProvedPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateStatus:
-    """Where the update is. `identity` and `digest` are those of what serves; None and empty if nothing does.
+    """The state of updates. `identity` and `digest` are those of the version that serves; None and empty if none does.
 
     While a version is applied they are those of the one before: the new one counts when its digest is proved.
     """
@@ -108,7 +111,7 @@ class UpdateStatus:
 
 
 class PolicyUpdater:
-    """Owns which policy the engine holds. `run` must be running for anything to happen.
+    """Decides which policy the engine has. Works only while `run` runs.
 
     `store` and `stager` are None for a replica of a fixed model.
     """
@@ -141,7 +144,7 @@ class PolicyUpdater:
         self._wake, self._change = asyncio.Event(), asyncio.Event()
 
     def status(self) -> UpdateStatus:
-        """Return the state of the update."""
+        """Return the state of updates, with the engine's own failure if it failed between two updates."""
         engine = self._engine.status()
         serves = engine.state is EngineState.READY and self._slot.current is not None
         proved = self._proved if serves else None
@@ -165,16 +168,20 @@ class PolicyUpdater:
 
     @property
     def desired(self) -> DesiredPolicy | None:
-        """Return the version that shall be served."""
+        """Return the version to serve; None if none was set."""
         return self._desired
 
     @property
     def is_lost(self) -> bool:
-        """Return whether the engine failed with a fixed model: unlike a run's policy, nobody requests that again."""
+        """Return whether the engine failed with a fixed model, which, unlike a run's policy, is not requested again."""
         return self._is_fixed and self._desired is None and self._engine.status().state is EngineState.FAILED
 
     def desire(self, policy: DesiredPolicy, *, mode: InflightMode, epoch: int) -> None:
-        """Set the version to serve. FencedError if a newer orchestrator has spoken for the run."""
+        """Set the version to serve; one that failed before is tried again.
+
+        Raises FencedError if a newer orchestrator has called for the run, and UnavailableError while the replica shuts
+        down.
+        """
         if self._is_leaving:
             raise UnavailableError("this replica is shutting down", reason="DRAINING", remedy="use another one")
         self.fence(policy.run_uid, epoch)
@@ -184,7 +191,7 @@ class PolicyUpdater:
             self._wake.set()
 
     def fence(self, run_uid: str, epoch: int) -> None:
-        """Raise FencedError if an orchestrator of a newer epoch has called for the run."""
+        """Raise FencedError if the run had a call with a newer epoch; else remember this epoch."""
         seen = self._epochs.get(run_uid, 0)
         if epoch < seen:
             raise FencedError(
@@ -199,16 +206,16 @@ class PolicyUpdater:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether nothing is fetched or applied, nor about to be: what was desired serves, or failed."""
+        """Return whether no version is being fetched or applied, nor about to be: the desired one serves, or failed."""
         return self._settled == self._desired
 
     def serves(self, policy: DesiredPolicy) -> bool:
-        """Return whether this very version serves."""
+        """Return whether exactly this version serves."""
         status = self.status()
         return self._served == policy and status.identity == policy.identity
 
     async def wait(self, policy: DesiredPolicy, *, timeout_s: float) -> None:
-        """Return when the version serves, failed, is no longer wanted, or after `timeout_s`."""
+        """Wait until the version serves, has failed, or is not the desired one; at most `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self._desired == policy and self._settled != policy and not self._is_leaving:
@@ -217,12 +224,15 @@ class PolicyUpdater:
             return
 
     def leave(self) -> None:
-        """Take no versions any more, and release those who wait for one."""
+        """Refuse versions from now on, and end all calls of `wait`."""
         self._is_leaving = True
         self._notify()
 
     async def serve_fixed(self, model_dir: Path) -> None:
-        """Serve a model directory as version 0 of no run; InvalidStateError (MODEL_IS_ADAPTER) if it has an adapter."""
+        """Load a model directory and serve it as version 0 of no run.
+
+        Raises InvalidStateError (MODEL_IS_ADAPTER) if it has an adapter.
+        """
         await asyncio.to_thread(require_no_adapter, model_dir)
         tokenizer = await asyncio.to_thread(model_files.load_tokenizer, model_dir)
         identity = PolicyIdentity(run_uid="", lineage=0, version=0)
@@ -233,7 +243,7 @@ class PolicyUpdater:
         self._set(UpdateState.SERVING)
 
     async def run(self) -> None:
-        """Work on the desired version; end by cancellation."""
+        """Update the engine to each desired version, until cancelled. A failed update is reported in the status."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -291,7 +301,7 @@ class PolicyUpdater:
             await asyncio.to_thread(self._stager.drop)
 
     async def _stage(self, desired: DesiredPolicy) -> StagedPolicy:
-        """Return the version in host memory; raises if it is not the one that was announced."""
+        """Fetch the version into host memory and return it; raise CorruptObjectError if it is not the announced one."""
         if self._stager is None:
             raise _no_store()
         staged = await asyncio.to_thread(self._stager.stage, desired.manifest_key, desired.manifest_sha256)
@@ -307,7 +317,10 @@ class PolicyUpdater:
         return staged
 
     async def _stage_base(self, adapter: AdapterEntry) -> StagedPolicy:
-        """Return the base of an adapter, in host memory, where the base takes the adapter's place."""
+        """Fetch the base of an adapter into host memory, where it replaces the adapter, and return it.
+
+        Raises CorruptObjectError if it is not the base that the adapter names.
+        """
         if self._stager is None:
             raise _no_store()
         base = await asyncio.to_thread(self._stager.stage, adapter.base_key)
@@ -322,8 +335,10 @@ class PolicyUpdater:
         return base
 
     def _against_held(self, staged: StagedPolicy) -> StagedPolicy:
-        """Return the policy, without its changes unless these are against what the engine holds: not every staged
-        version was applied."""
+        """Return the policy without its changes, unless they are against the version that the engine has.
+
+        Not every staged version was applied.
+        """
         held = self._engine.status().identity
         if held is not None and staged.base == (held.lineage, held.version):
             return staged
@@ -346,9 +361,9 @@ class PolicyUpdater:
             raise
 
     async def _load(self, desired: DesiredPolicy, staged: StagedPolicy) -> None:
-        """Put in the policy with its own files. New requests are refused meanwhile, so none meets a mixture.
+        """Load the policy with its own files in place of the model; new requests are refused meanwhile.
 
-        Of an adapter the base is put in first, and proved; nothing is served before the adapter is on it.
+        For an adapter the base is loaded and proved first; nothing is served before the adapter is on it.
         """
         adapter, whole, identity = staged.manifest.adapter, staged, desired.identity
         if adapter is not None:
@@ -384,7 +399,10 @@ class PolicyUpdater:
         self._pause_s = time.monotonic() - began
 
     async def _prove(self, identity: PolicyIdentity, staged: StagedPolicy, *, opens: bool = True) -> None:
-        """Have the engine prove what it holds; declare it failed if that is not this policy, or unknown."""
+        """Have the engine prove that it has this policy.
+
+        Make it FAILED if it has not, or the proof fails, and raise.
+        """
         try:
             held = await self._engine.prove(staged, opens=opens)
             if held.digest != staged.manifest.digest:
@@ -421,7 +439,7 @@ def _describe(error: Exception) -> str:
     return str(error) if isinstance(error, MillraceError) else f"{type(error).__name__}: {error}"
 
 
-# What a replica exports beside its engine's own metrics, whichever engine it is.
+# A replica's metrics beside its engine's own, whichever engine it is.
 
 RUNNING = Family("millrace_inference_requests_running", "Requests that generate.")
 WAITING = Family("millrace_inference_requests_waiting", "Requests that have not begun: no room, or an update.")
@@ -463,7 +481,7 @@ for _result in ("ok", "failed"):
 
 
 def policy_updated(*, update_s: float, pause_s: float, fetched_bytes: int) -> None:
-    """Count an update: another version serves."""
+    """Count a successful update, with its seconds, those of its pause, and the bytes fetched."""
     UPDATES.labels("ok").inc()
     UPDATE_SECONDS.observe(update_s)
     PAUSE_SECONDS.observe(pause_s)
@@ -471,12 +489,12 @@ def policy_updated(*, update_s: float, pause_s: float, fetched_bytes: int) -> No
 
 
 def update_failed() -> None:
-    """Count a failed attempt; it is made again."""
+    """Count a failed update."""
     UPDATES.labels("failed").inc()
 
 
 def collectors(status_of: Callable[[], EngineStatus]) -> list[Collector]:
-    """Return the collectors of a replica's metrics."""
+    """Return the collectors of a replica's metrics; `status_of` returns the engine's status."""
 
     def read(sheet: MetricSheet) -> None:
         status = status_of()

@@ -73,7 +73,7 @@ def test_tasks_that_stand_where_others_ended_count_as_these() -> None:
     assert not trials.hopeless(num_probing=9, num_blocked=9), "a slow call is no dead one: few have been ended"
     trials.quarantine("one more", "…", end=end)
     assert not trials.hopeless(num_probing=9, num_blocked=3), "most may be good"
-    assert trials.hopeless(num_probing=4, num_blocked=4).endswith("; 4 more stand where these stood")
+    assert trials.hopeless(num_probing=4, num_blocked=4).endswith("; 4 more are blocked where these were")
 
 
 def test_while_tasks_of_a_blocked_worker_are_not_settled_new_ones_are_suspects(monkeypatch) -> None:

@@ -1,6 +1,6 @@
-"""Workers in which suspect tasks are played alone: several side by side, and a spare that is ready when one dies.
+"""Workers in which suspect tasks are played alone, several side by side; and the record of which tasks end workers.
 
-Starting a worker takes as long as a short rollout, so while tasks wait to be probed one worker more than is used is
+Starting a worker takes as long as a short rollout, so while tasks wait to be probed, one worker more than is used is
 being started. All of them end when no task was probed for a while. A probe whose task is blocked, waiting in one call,
 computes nothing: its place goes to another task meanwhile.
 """
@@ -23,20 +23,20 @@ logger = logging.getLogger(__name__)
 STANDS_S = 3.0
 """How long a task may wait in one call before its probe's place goes to another."""
 MOST_STANDING = 4
-"""How many times as many probes may live as may compute, blocked ones included."""
+"""Probes that may play at once, blocked ones included, per probe that may compute."""
 _LOOK_S = 1.0
 
 
 @dataclass(slots=True)
 class _Turn:
-    """Rollouts of one task that want to be probed; one of them is."""
+    """The rollouts of one task that are to be probed, one at a time."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     num_waiting: int = 0
 
 
 class Probes:
-    """The probe workers of one environment."""
+    """The probe workers of one environment, and the turns of tasks in them."""
 
     def __init__(
         self,
@@ -49,11 +49,12 @@ class Probes:
     ) -> None:
         """Take `start`, which returns a worker with the environment loaded or raises EnvLoadError or OSError.
 
-        `limit` is how many may compute at once; `on_blocked` is called once per second for each blocked probe.
+        `limit` is how many probes may compute at once; idle ones end after `idle_s`; `on_blocked` is called about once
+        a second while a probe is blocked.
         """
         self._on_standing = on_blocked
         self.num_probing = 0
-        """Tasks that are played alone at the moment."""
+        """Rollouts that are being played alone."""
         self._env_id = env_id
         self._start = start
         self._limit = limit
@@ -69,14 +70,14 @@ class Probes:
 
     @property
     def workers(self) -> list[WorkerProcess]:
-        """Probe workers that have loaded the environment and live."""
+        """Return the probe workers that have loaded the environment and live."""
         return [worker for worker in (*self._idle, *self._busy) if worker.is_ready]
 
     @contextlib.asynccontextmanager
     async def turn(self, task_id: str) -> AsyncIterator[Callable[[], None]]:
-        """Wait until it is this rollout's turn: one of its task at a time, and as many tasks as there are probes.
+        """Wait for a rollout's turn: one of its task at a time, and as many tasks as `limit`.
 
-        Gives what is to be called when the place is not needed any more, before the turn is over.
+        Yields a function that gives its place to another task before the turn is over; it may be called more than once.
         """
         turn = self._turns.setdefault(task_id, _Turn())
         turn.num_waiting += 1
@@ -102,7 +103,10 @@ class Probes:
 
     @contextlib.asynccontextmanager
     async def worker(self, give_place: Callable[[], None] = lambda: None) -> AsyncIterator[WorkerProcess]:
-        """Provide a worker for one task alone during the block; raise EnvLoadError or OSError."""
+        """Provide a worker for one task alone during the block, idle, spare or new; raise EnvLoadError or OSError.
+
+        `give_place` is called while the task is blocked.
+        """
         if self._retirement is not None:
             self._retirement.cancel()
         worker = await self._take()
@@ -124,7 +128,9 @@ class Probes:
             self._retire_later()
 
     async def _attend(self, worker: WorkerProcess, give_place: Callable[[], None]) -> None:
-        """Give the blocked worker's place to another task, and report that."""
+        """Call `give_place`, unless too many probes play, and `on_blocked` again and again while the worker's task is
+        blocked.
+        """
         # unregistered wait: a periodic look; the blocked worker is a wait of its own
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -135,11 +141,11 @@ class Probes:
             self._on_standing()
 
     def num_blocked(self, *, at_least_s: float, at: Callable[[str], bool]) -> int:
-        """Return how many tasks have waited so long in one call, at a place of which `at` holds."""
+        """Return how many tasks have waited `at_least_s` in one call, at a place for which `at` is true."""
         return sum(worker.standing_s >= at_least_s and at(worker.echo.place) for worker in self._busy)
 
     async def close(self) -> None:
-        """End every probe worker; tasks that are played there lose theirs."""
+        """End every probe worker; plays in progress there lose their worker."""
         if self._retirement is not None:
             self._retirement.cancel()
         if self.spare is not None:
@@ -150,7 +156,7 @@ class Probes:
         await asyncio.gather(*self._ending)
 
     async def _take(self) -> WorkerProcess:
-        """Take an idle worker, the spare that is being started, or a new one."""
+        """Return an idle worker, the spare once it has started, or a new one."""
         if not any(worker.is_ready for worker in self._idle) and self.spare is not None:
             await asyncio.wait({self.spare})
         while self._idle:
@@ -191,29 +197,29 @@ class Probes:
 
 # Which tasks of an environment end its workers: suspects, those that were cleared, and those that are quarantined.
 #
-# Pure bookkeeping; `pool` plays and `probes` isolates by what is here.
+# This is bookkeeping alone; `EnvPool` and `Probes` act on it.
 #
 # * A task is tried when a rollout of it ended in a living worker (cleared), or when it ended a worker that played it
-#   alone (quarantined). The last `WINDOW` trials tell what the environment is like.
+#   alone (quarantined). The last `WINDOW` trials decide about the environment.
 # * While some of them were quarantined the environment is dangerous: tasks that were not tried yet are suspects from
 #   the start, so that they end probe workers instead of the workers in which everything else is played.
-# * When most of them were quarantined it is hopeless: there is nothing to be gained from more of its tasks.
+# * When most of them were quarantined it is hopeless: no more of its tasks are played.
 
 WINDOW = 32
-"""Trials that are looked at."""
+"""The number of last trials that count."""
 DANGEROUS = 2
-"""Quarantined ones among them from which on untried tasks are probed."""
+"""Number of quarantined tasks among them from which on untried tasks are probed."""
 HOPELESS = 8
-"""Quarantined ones among them from which on the environment is given up if they are more than half."""
+"""Number of quarantined tasks among them from which on the environment is given up, if they are more than half."""
 RECENT_S = 60.0
-"""How long the tasks of a blocked worker are waited for: they may never be played again."""
+"""How long suspects of a blocked worker make the environment dangerous: they may never be played again."""
 # Ids of tried tasks, 100 bytes each; one that falls out is tried again where the environment is dangerous.
 _MAX_CLEARED = 50_000
 _MAX_NAMED = 8
 
 
 class TaskTrials:
-    """Of one environment."""
+    """The trials of one environment's tasks."""
 
     def __init__(self) -> None:
         self._suspects: set[str] = set()
@@ -225,7 +231,7 @@ class TaskTrials:
 
     @property
     def suspects(self) -> frozenset[str]:
-        """Return the tasks that were in flight when a worker died."""
+        """Return the tasks that were in flight when a worker died, and were neither cleared nor quarantined since."""
         return frozenset(self._suspects)
 
     @property
@@ -235,26 +241,33 @@ class TaskTrials:
 
     @property
     def is_dangerous(self) -> bool:
-        """Return whether untried tasks are probed alone, as each that blocks would cost the shared worker 20 s."""
+        """Return whether untried tasks are to be probed: several tasks are quarantined, or a worker was blocked
+        lately.
+        """
         now = time.monotonic()
         return sum(self._trials) >= DANGEROUS or any(now - at < RECENT_S for at in self._blocked_at.values())
 
     def quarantine_reason(self, task_id: str) -> str:
-        """Return why the task is not played any more; "" if it is."""
+        """Return why the task is quarantined; "" if it is not."""
         return self._quarantined.get(task_id, "")
 
     def is_suspect(self, task_id: str) -> bool:
-        """Return whether the task is to be played alone."""
+        """Return whether the task is to be played alone: it is a suspect, or untried while the environment is
+        dangerous.
+        """
         return task_id in self._suspects or (self.is_dangerous and task_id not in self._cleared)
 
     def suspect(self, task_id: str, *, was_blocked: bool = False) -> None:
-        """Suspect a task that was in flight when a worker died; `stood` says that the worker was blocked."""
+        """Make a task that was in flight when a worker died a suspect.
+
+        `was_blocked` says that the worker was blocked.
+        """
         self._suspects.add(task_id)
         if was_blocked:
             self._blocked_at[task_id] = time.monotonic()
 
     def clear(self, task_id: str) -> None:
-        """Clear a task of suspicion: its rollout ended, and the worker lives."""
+        """Remove a task from the suspects, because its rollout ended and the worker lives; count it as tried."""
         self._suspects.discard(task_id)
         self._blocked_at.pop(task_id, None)
         if task_id not in self._cleared and task_id not in self._quarantined:
@@ -264,7 +277,7 @@ class TaskTrials:
                 self._cleared.popitem(last=False)
 
     def quarantine(self, task_id: str, reason: str, *, end: str) -> None:
-        """Quarantine a task that ended the worker that played it alone; `end` says how the worker ended."""
+        """Quarantine a task that ended the worker that played it alone; `end` describes how the worker ended."""
         self._suspects.discard(task_id)
         self._blocked_at.pop(task_id, None)
         self._cleared.pop(task_id, None)
@@ -274,21 +287,21 @@ class TaskTrials:
         self._ends[task_id] = end
 
     def ended_at(self, place: str) -> bool:
-        """Return whether a task is quarantined that was blocked at that place of the environment's code."""
+        """Return whether a quarantined task was blocked at that place of the environment's code; False for ""."""
         return bool(place) and any(f"({place})" in end for end in self._ends.values())
 
     def hopeless(self, *, num_probing: int, num_blocked: int = 0) -> str:
-        """Return why the environment is given up, or "".
+        """Return why the environment is to be given up, or "".
 
-        `num_probing` tasks are played alone at the moment. They count as good ones: a good rollout takes its time, and
-        tasks that end their worker at once would else be over-represented. `num_blocked` of them have waited for long
-        where others were ended: they count as bad once half of `HOPELESS` others were.
+        `num_probing` tasks are being played alone. They count as good ones, because a good rollout takes its time, and
+        tasks that end their worker at once would be over-represented. `num_blocked` of them have waited for long where
+        others were ended: they count as bad once half of `HOPELESS` tasks were quarantined.
         """
         bad, tried = sum(self._trials), len(self._trials)
-        standing = num_blocked if 2 * bad >= HOPELESS else 0
-        if bad + standing < HOPELESS or 2 * (bad + standing) <= tried + num_probing:
+        blocked = num_blocked if 2 * bad >= HOPELESS else 0
+        if bad + blocked < HOPELESS or 2 * (bad + blocked) <= tried + num_probing:
             return ""
         named = list(self._ends.items())[-_MAX_NAMED:]
         examples = "; ".join(f"task {task_id}: {end}" for task_id, end in named)
-        also = f"; {standing} more stand where these stood" if standing else ""
+        also = f"; {blocked} more are blocked where these were" if blocked else ""
         return f"{bad} of the last {tried} tasks that were tried ended their worker, alone in it ({examples}){also}"

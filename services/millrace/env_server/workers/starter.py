@@ -31,8 +31,8 @@ from millrace.telemetry import waits
 
 # The template from which workers are forked (`millrace.processes.fork_server`): when it is started, and tried again.
 #
-# As a program it is that template. It imports what every worker needs, which costs 3 CPU-seconds, once. It runs no
-# code of environments, knows no secret (it has the variables of a worker), and its copies die with it.
+# As a program this module is that template. It imports what every worker needs, which costs 3 CPU-seconds, once. It
+# runs no code of environments, has no secret (its variables are those of a worker), and its copies die with it.
 
 _TEMPLATE_MODULE = "millrace.env_server.workers.starter"
 WORKER_MODULE = "millrace.env_server.workers.env_worker"
@@ -43,7 +43,7 @@ _OF_V1 = ("millrace.env_server.adapters.v1", "transformers.models.auto.tokenizat
 The first worker of v1 pays them itself; the template follows for the next ones.
 """
 _RENDERER = "millrace.env_server.adapters.renderer"
-# It imports 3 CPU-seconds' worth of libraries; a busy machine has its own idea of seconds.
+# It imports 3 CPU-seconds' worth of libraries, which take much longer on a busy machine.
 _READY_S = 180.0
 _FORK_S = 20.0
 # A template that ends this often, each time within the minute, is not tried again for a while.
@@ -53,19 +53,19 @@ _PAUSE_S = 300.0
 
 
 def preloaded(release: str) -> tuple[str, ...]:
-    """Return what every worker imports with that release of `verifiers`, and those of v0, which are most.
+    """Return the modules that the template imports with that release of `verifiers`: those of every worker.
 
-    A release without v0 has workers of v1 alone.
+    Those of v0 are among them, because most workers need them, or those of v1 if the release has no v0.
     """
     own = _OF_V1 if releases.problem_of("v0", release) else _OF_V0
     return (WORKER_MODULE, *own, _RENDERER)
 
 
 class WorkerTemplate:
-    """One template at a time. Of one event loop."""
+    """Starts and replaces the template; one at a time, in one event loop."""
 
     def __init__(self, environ: Callable[[], Mapping[str, str]], cwd: Path) -> None:
-        """Take `environ`, which gives the template's variables, and `cwd`, its working directory."""
+        """Take `environ`, which returns the template's variables, and `cwd`, its working directory."""
         self._environ = environ
         self._cwd = cwd
         self.fork_server = ForkServerClient({WORKER_MODULE: preloaded(releases.installed())}, module=_TEMPLATE_MODULE)
@@ -75,7 +75,10 @@ class WorkerTemplate:
         self._not_before = 0.0
 
     async def fork(self, argv: Sequence[str], environ: Mapping[str, str], files: Mapping[int, int]) -> ForkedProcess:
-        """Fork the template with these arguments and open files; raise ForkServerError."""
+        """Fork the template with these arguments and open files (descriptor there: descriptor here).
+
+        Raise ForkServerError. A template is started first if there is none.
+        """
         await self._ready()
         with waits.waiting("a copy of the template of env workers", waits_on="env worker", deadline_s=_FORK_S):
             return await self.fork_server.fork(
@@ -83,12 +86,14 @@ class WorkerTemplate:
             )
 
     async def warm(self) -> None:
-        """Start the template, if there is none; the next `fork` raises what goes wrong."""
+        """Start the template if there is none, and wait until it has imported; errors are left to the next `fork`."""
         with contextlib.suppress(ForkServerError):
             await self._ready()
 
     def note_loaded(self, api: str) -> None:
-        """Import ahead what the next workers of this generation import."""
+        """Have the template import the modules of v1 for further workers, once an environment of `api` v1 was
+        loaded.
+        """
         if api == "v1" and not self._has_v1:
             self._has_v1 = True
             self._preload_v1()
@@ -98,11 +103,11 @@ class WorkerTemplate:
             self.fork_server.preload(WORKER_MODULE, module)
 
     def close(self) -> None:
-        """End the template, and with it every copy."""
+        """End the template, and with it every process forked from it."""
         self.fork_server.stop()
 
     async def _ready(self) -> None:
-        """Return once the template has imported everything; starts a new one if the last one ended."""
+        """Start a template if none runs, and wait until it has imported everything; raise ForkServerError."""
         if self.fork_server.pid is None:
             self._look_back()
             try:
@@ -116,7 +121,7 @@ class WorkerTemplate:
             await self.fork_server.wait_loaded(timeout_s=_READY_S)
 
     def _look_back(self) -> None:
-        """Raise ForkServerError while no new template shall be tried."""
+        """Count how often templates ended soon; raise ForkServerError during the pause after several."""
         now = time.monotonic()
         if self._began is not None and now >= self._not_before:
             logger.warning("template of env workers is replaced")
@@ -147,27 +152,27 @@ class Started:
 
     @property
     def hosts(self) -> Path:
-        """Return the path of the worker's /etc/hosts, at level `container`."""
+        """Return the path of the worker's /etc/hosts, which exists at level `container`."""
         return self.directory / "hosts"
 
     async def forget(self) -> None:
-        """Remove the directory of a worker that has ended."""
+        """Delete the directory of a worker that has ended."""
         await asyncio.to_thread(shutil.rmtree, self.directory, ignore_errors=True)
 
 
 class WorkerStarter:
-    """Of one env-server."""
+    """Starts the workers of one env-server."""
 
     def __init__(self, confinement: Confinement | None = None, *, forks: bool = True) -> None:
-        """Take `forks`: if False, every worker is started without a template."""
+        """Take `forks`: if False, every worker is started without a template. Makes the workers' directories."""
         self.confinement = confinement or Confinement()
         self._owned = ExitStack()
-        # Not below the scratch directory: its path is no business of a worker.
+        # Not below the scratch directory, whose path a worker may not learn.
         parent = Path(tempfile.gettempdir())
         self.directory = self._owned.enter_context(owned_directory("env-workers", parent=parent))
         (self.directory / "template").mkdir()
         self.shared = self.directory / "shared"
-        """For files that workers read."""
+        """Directory for files that all workers read."""
         self.shared.mkdir()
         self.template = WorkerTemplate(self._environ, self.directory / "template") if forks else None
         if self.confinement.user is not None:
@@ -177,19 +182,20 @@ class WorkerStarter:
             engine_token_for_workers().owner = self.confinement.user
 
     async def warm(self) -> None:
-        """Prepare for the first worker."""
+        """Start the template, if there is to be one."""
         if self.template is not None:
             await self.template.warm()
 
     def note_loaded(self, api: str) -> None:
-        """Note that a worker loaded an environment of this generation, of which more may follow."""
+        """Have the template import what further workers of this generation need."""
         if self.template is not None:
             self.template.note_loaded(api)
 
     async def start(self, files: Sequence[int], *, python: str = "") -> Started:
         """Start a worker with these sockets: for commands, echoes, and at level `container` its `Door`. Raises OSError.
 
-        With `python` it goes over to that interpreter; the template is of ours, so such a worker is no copy of it.
+        It is forked from the template if that works, else started as a program. A worker with `python`, which switches
+        to that interpreter, always is.
         """
         directory = Path(tempfile.mkdtemp(prefix="w", dir=self.directory))
         try:
@@ -208,13 +214,13 @@ class WorkerStarter:
             raise
 
     async def close(self) -> None:
-        """End the template and remove all private directories; the workers have ended before."""
+        """End the template and delete all private directories; the workers must have ended before."""
         if self.template is not None:
             self.template.close()
         await asyncio.to_thread(self._owned.close)
 
     async def _fork(self, files: Sequence[int], environ: Mapping[str, str], directory: Path) -> Process | None:
-        """Fork the template; return None if that is not possible."""
+        """Fork the template; return None if there is none or it fails, which is logged."""
         if self.template is None:
             return None
         numbers = range(_FIRST_FILE, _FIRST_FILE + len(files))  # theirs in the worker
@@ -234,7 +240,7 @@ class WorkerStarter:
         return process
 
     def _argv(self, files: Sequence[int], directory: Path, python: str = "") -> list[str]:
-        """Return the command line of a worker, whose sockets have these numbers."""
+        """Return the command line of a worker whose sockets have the descriptors `files`."""
         return [
             *(sys.executable, "-m", WORKER_MODULE),
             *(f"--fd={file}" for file in files),
@@ -244,7 +250,7 @@ class WorkerStarter:
         ]
 
     def _environ(self) -> dict[str, str]:
-        """Return the variables of a worker, but for its directory."""
+        """Return the variables of a worker, except those of its private directory."""
         environ = {**worker_environ(os.environ), **engine_token_for_workers().environ()}
         search = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         if not self.confinement.is_container:
@@ -259,7 +265,9 @@ class WorkerStarter:
         return environ
 
     def _confinement_json(self, python: str) -> dict[str, Any]:
-        """Encode the confinement, at level `container` with the files to show: tokenizers, token, certificates."""
+        """Return the confinement as plain data, with the files to show at level `container`: tokenizers, token,
+        certificates.
+        """
         given = [*engine_token_for_workers().visible(), *shown_files(python)]
         visible = self.confinement.visible.with_shown([str(self.shared), *given])
         return replace(self.confinement, visible=visible).to_json()

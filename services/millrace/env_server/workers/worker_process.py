@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 # The worker answers a deadline by itself within its own cancellation grace (2 s). A worker that has not answered this
 # long after a rollout's deadline is blocked, and with it every rollout that it plays.
 DEFAULT_BLOCKED_GRACE_S = 12.0
-# One call that waits in the event loop (a sleep, a lock, a server that does not answer) holds up every rollout of the
-# worker. What computes there may be a reward that takes its time; its rollout's deadline bounds it.
+# One call that waits in the event loop (a sleep, a lock, a server that does not answer) blocks every rollout of the
+# worker. A call that computes may be a reward that takes its time; its rollout's deadline bounds it.
 DEFAULT_WAITS_S = 20.0
 BLOCKED_VARIABLE = "MILLRACE_ENV_BLOCKED_S"
 BLOCKED_REMEDY = (
@@ -50,11 +50,10 @@ BLOCKED_REMEDY = (
 )
 _COMPUTES_SHARE = 0.1
 _CLOSE_S = 6.0
-# A worker answers an empty command with an empty report at once, unless its event loop stands still, and a byte on its
-# echo socket unless its whole process does. A worker that is silent for longer is a visible wait. A blocked loop is
-# overdue after that, and ended later, because environments may block it for a while; a process that does not run at
-# all is killed. Imports hold the interpreter for seconds on a busy machine, so loading has a
-# longer bound.
+# A worker answers an empty command at once, unless its event loop is blocked, and a byte on its echo socket unless its
+# whole process is frozen. A worker that is silent for longer is a visible wait. A blocked loop is overdue after that,
+# and ended later, because environments may block it for a while; a process that does not run at all is killed. Imports
+# hold the interpreter for seconds on a busy machine, so loading has a longer limit.
 _PING_S = 1.0
 _SILENT_S = 3.0
 _SILENT_OVERDUE_S = 8.0
@@ -65,28 +64,28 @@ _SHOWN_PLACES = 4
 
 @dataclass(frozen=True, slots=True)
 class _Play:
-    """What a worker is to play, and who waits for it."""
+    """A request that a worker plays, and the future for its answer."""
 
     request: PlayRequest
     answer: asyncio.Future[list[Rollout]]
 
     def checked(self, ended: env_worker_pb2.PlayEnded) -> list[Rollout]:
-        """Check a worker's rollouts, one per member; a worker runs foreign code, and nothing checks them again before
-        the log.
+        """Decode a worker's rollouts, and require one of the request for each member.
 
-        CorruptObjectError if they are damaged, or not what was asked for.
+        Raise CorruptObjectError otherwise. A worker runs foreign code, and its rollouts are not checked again before
+        the log.
         """
         asked, rollouts = self.request, [rollout_from_proto(rollout) for rollout in ended.rollouts]
         same = (asked.run_uid, asked.purpose, asked.eval_id, asked.ordinal, asked.attempt)
-        wanted = [(*same, member) for member in asked.members]
-        if [(r.run_uid, r.purpose, r.eval_id, r.ordinal, r.attempt, r.member) for r in rollouts] != wanted:
+        expected = [(*same, member) for member in asked.members]
+        if [(r.run_uid, r.purpose, r.eval_id, r.ordinal, r.attempt, r.member) for r in rollouts] != expected:
             raise CorruptObjectError(f"it answered with other rollouts than those of group {asked.ordinal}")
         return rollouts
 
 
 @dataclass(eq=False, kw_only=True)
 class WorkerProcess:
-    """A running worker, made by `spawn`; `loaded` and `wait_ended` say where it is."""
+    """A running worker, made by `spawn`; `loaded` and `wait_ended` wait for its next states."""
 
     started: Started
     limits: WorkerLimits
@@ -98,13 +97,13 @@ class WorkerProcess:
     waits_s: float
     echo: EchoProbe
     door: Door | None = None
-    """Its way out at level `container`."""
+    """Its connections to engines at level `container`."""
     memory_bytes: int = field(default=0, init=False)
-    """Memory of it and its children when it was looked at last."""
+    """Memory of the worker and its children when it was read last."""
     peak_bytes: int = field(default=0, init=False)
-    """Most memory that was seen of it."""
+    """The most memory that the worker was seen to use."""
     standing_s: float = field(default=0.0, init=False)
-    """Seconds for which one call has held up its loop without computing; 0 where that has no bound."""
+    """Seconds for which one call has blocked its loop without computing; 0 without a limit of it."""
     loaded: asyncio.Future[LoadedEnv] = field(init=False)
     _ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _plays: dict[int, _Play] = field(default_factory=dict, init=False)
@@ -131,7 +130,10 @@ class WorkerProcess:
         frozen_s: float = DEFAULT_FROZEN_S,
         waits_s: float = DEFAULT_WAITS_S,
     ) -> Self:
-        """Start a worker, which begins to load. In a session of its own, so that its children die with it."""
+        """Start a worker and send it the environment to load; return before that is loaded. Raises OSError.
+
+        It has a session of its own, so that its children die with it.
+        """
         is_container = starter.confinement.is_container
         pairs = [socket.socketpair(), socket.socketpair()]
         if is_container:
@@ -178,22 +180,26 @@ class WorkerProcess:
 
     @property
     def is_ready(self) -> bool:
-        """Return whether the worker has loaded, lives, and was not asked to end."""
+        """Return whether the worker has loaded, lives, and is not being closed."""
         return (
             not self._ended.is_set() and not self._is_closing and self.loaded.done() and self.loaded.exception() is None
         )
 
     @property
     def is_ended(self) -> bool:
-        """Return whether the worker's process is gone."""
+        """Return whether the worker has ended and its process was collected."""
         return self._ended.is_set()
 
     async def wait_ended(self) -> None:
-        """Wait for its end, as long as it takes."""
+        """Wait until the worker has ended, without a limit."""
         await self._ended.wait()
 
     async def play(self, request: PlayRequest, *, tokenizer_dir: str) -> list[Rollout]:
-        """Play the request's members; one rollout per member. Raises WorkerDiedError."""
+        """Play the request's members and return one rollout per member. Raises WorkerDiedError.
+
+        A cancelled call cancels the play in the worker. A worker that does not answer in time after the deadline is
+        killed.
+        """
         if self._ended.is_set():
             # Nothing of this play has begun, so it is as little its fault as if somebody had asked the worker to end.
             how = "it had ended already"
@@ -221,9 +227,10 @@ class WorkerProcess:
             self._plays.pop(play_id, None)
 
     async def _answer(self, answer: asyncio.Future[list[Rollout]], timeout_s: float) -> list[Rollout]:
-        """Wait for the answer as long as the worker's loop gets ahead; kill the worker once it does not.
+        """Wait for the answer while the worker's loop makes progress.
 
-        It ends each rollout after the rollout's own time, and what others take of its loop may be much more than that.
+        After `timeout_s` kill the worker once it is blocked. The worker ends each rollout by the rollout's own time,
+        and the time of other plays in its loop may be much more.
         """
         await asyncio.wait({answer}, timeout=timeout_s)
         while not answer.done():
@@ -236,7 +243,10 @@ class WorkerProcess:
         return await answer
 
     def kill(self, reason: str, cause: DeathCause = DeathCause.BLOCKED) -> None:
-        """Kill the worker's process group with SIGKILL; its plays end with WorkerDiedError."""
+        """Kill the worker's session with SIGKILL; its plays end with WorkerDiedError.
+
+        The first cause and reason are reported.
+        """
         if not self._ended.is_set():
             logger.warning("env worker killed", extra={"worker": self.name, "reason": reason})
             self._killed = self._killed or (cause, reason)
@@ -244,7 +254,7 @@ class WorkerProcess:
             kill_session(self.process.pid)
 
     async def close(self) -> None:
-        """Close the socket, which ends it; kill it if it does not end."""
+        """Close the socket, which ends the worker, and wait for its end; kill it if it does not end in time."""
         self._is_closing = True
         self.writer.close()
         try:
@@ -261,7 +271,10 @@ class WorkerProcess:
             await self.writer.drain()
 
     async def _watch_life(self) -> None:
-        """Ask for signs of life once per second; their absence is a wait of this env-server. Ends with the worker."""
+        """Check the worker once a second until it ends: signs of life, memory and processes, blocked calls.
+
+        The lack of answers is a visible wait of this env-server.
+        """
         wait = waits.LastingWait()
         looked = self._heard = time.monotonic()
         try:
@@ -282,7 +295,7 @@ class WorkerProcess:
             self.echo.close()
 
     def _weigh(self) -> census.Usage:
-        """Look at what its processes use, and kill it if that is more than it may."""
+        """Read the resources that the worker's processes use, and kill it if they exceed its limits."""
         usage = census.CENSUS.usage(self.process.pid, is_container=self.door is not None)
         self.memory_bytes = usage.rss_bytes
         self.peak_bytes = max(self.peak_bytes, usage.rss_bytes, census.peak_bytes(self.process.pid))
@@ -291,14 +304,14 @@ class WorkerProcess:
         return usage
 
     def _bound_waits(self, usage: census.Usage, *, now: float, frozen_s: float) -> None:
-        """Kill the worker if one call has held up its loop for `waits_s` and neither it nor its children computed.
+        """Kill the worker if one call has blocked its loop for `waits_s` while neither it nor its children computed.
 
-        Being ready to run counts as computing: on a machine that is overloaded a call may wait long for a processor.
+        `cpu_s` is the CPU time that they have used; time in which the process is frozen does not count.
         """
         self._ready_s += _PING_S * usage.is_ready
         computed_s = usage.cpu_s + self._ready_s
-        gets_ahead = self.echo.stuck_s < _PING_S
-        if self._moved is None or gets_ahead or not self.loaded.done() or frozen_s >= _SILENT_S:
+        has_progress = self.echo.stuck_s < _PING_S
+        if self._moved is None or has_progress or not self.loaded.done() or frozen_s >= _SILENT_S:
             self._moved = now, computed_s
         since, computed_before_s = self._moved
         waited_s = now - since
@@ -309,7 +322,7 @@ class WorkerProcess:
             self.kill(f"blocked: one call has waited for {waited_s:.0f} s in its event loop ({where})")
 
     def _judge(self, wait: waits.LastingWait, *, frozen_s: float, silent_s: float) -> None:
-        """Register a wait for a silent worker, and kill the worker if its process is frozen."""
+        """Register a wait for a silent worker, or for where its plays are; kill the worker if its process is frozen."""
         limit_s = self.frozen_s if self.loaded.done() else max(self.frozen_s, _FROZEN_LOADING_S)
         who = f"env worker {self.name} (pid {self.process.pid}), which has not answered for"
         waiting = f"{len(self._plays)} rollouts wait"
@@ -332,7 +345,9 @@ class WorkerProcess:
             wait.over()
 
     async def _listen(self) -> None:
-        """Read reports until the worker closes its socket, then collect its end: every waiter hears of it."""
+        """Read reports until the worker closes its socket, then collect the process, and end all that waits for the
+        worker.
+        """
         try:
             while (report := await read_frame(self.reader, env_worker_pb2.WorkerReport)) is not None:
                 self._take(report)

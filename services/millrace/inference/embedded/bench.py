@@ -1,6 +1,6 @@
 """`python -m millrace.inference.embedded.bench --config FILE`: the embedded engine alone, on random prompts.
 
-A step is one prompt per sequence that fits at once, first for one token (what the prompts cost) and then for all.
+A step runs one prompt for each sequence that fits at once, first for one token (the cost of prompts), then for all.
 """
 
 import argparse
@@ -24,9 +24,10 @@ from millrace.processes.lifeline import run_service
 
 
 async def measure(bench: InferenceBench, *, on_step: Callable[[float, float], None]) -> dict[str, float]:
-    """Return medians over the steps: seconds of the prompts and of the completions, and tokens/s of each.
+    """Run the engine on random prompts and return medians over the steps, and the peak memory.
 
-    `on_step` gets the seconds of each step's prompts alone, and of all.
+    They are seconds of the prompts alone and of a whole step, and tokens/s of both. `on_step` gets these seconds of
+    each step.
     """
     directory = Path(bench.model)
     vocabulary = (await asyncio.to_thread(load_config, directory)).get_text_config().vocab_size
@@ -65,7 +66,7 @@ async def measure(bench: InferenceBench, *, on_step: Callable[[float, float], No
 
 
 def main() -> NoReturn:
-    """Measure as the file says, and print a table."""
+    """Measure with the settings in the `--config` file, write the results beside it, and print a table."""
     parser = argparse.ArgumentParser(description="Steps of the embedded engine on random prompts.")
     parser.add_argument("--config", type=Path, required=True, help="what `millrace inference --bench` writes")
     path = parser.parse_args().config

@@ -1,8 +1,8 @@
 """The embedded engine: a transformers model in this process, driven by one thread of its own, on CPU.
 
 It is the engine for laptops and tests, built to be exact and fast enough: the thread owns model, KV cache and
-scheduler, everything else reaches them as commands that it runs between two steps. So an update can never fall into a
-forward pass, and results need no locks.
+scheduler, and runs commands of other threads between two steps. So an update can never happen during a forward pass,
+and results need no locks.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ from millrace.telemetry.faults import Point
 logger = logging.getLogger(__name__)
 
 DEFAULT_KV_BYTES = 4 << 30
-MAX_WAITING = 100_000  # requests; beyond it callers are told to come back
+MAX_WAITING = 100_000  # requests; beyond it a request is refused with QUEUE_FULL
 _IDLE_WAIT_S = 1.0
 _CLOSE_TIMEOUT_S = 30.0
 
@@ -63,7 +63,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """Work for the thread between two steps. `refuse` gets the reason if the work fails or is never begun."""
+    """A function for the thread to run between two steps. `refuse` gets the error if it fails or is never begun."""
 
     run: Callable[[], None]
     refuse: Callable[[Exception], None]
@@ -103,11 +103,14 @@ class EmbeddedEngine:
 
     @property
     def kind(self) -> str:
-        """See `PolicyEngine.kind`."""
+        """Return "embedded"."""
         return "embedded"
 
     async def load(self, model_dir: Path, staged: StagedPolicy | None, *, identity: PolicyIdentity) -> None:
-        """See `PolicyEngine.load`. The old model generates while the new one is built: both are in memory."""
+        """See `PolicyEngine.load`. The old model generates while the new one is built, so both are in memory.
+
+        Its requests are then aborted.
+        """
         self._require_thread()  # before the work, not after it
         scheduler, model_len, vocab_size = await asyncio.to_thread(self._build, model_dir, staged, identity)
 
@@ -145,14 +148,17 @@ class EmbeddedEngine:
         await self._in_thread(apply)
 
     async def prove(self, staged: StagedPolicy, *, opens: bool = True) -> HeldDigest:
-        """See `PolicyEngine.prove`: reads back, and computes the probe if the manifest has one.
+        """See `PolicyEngine.prove`: reads the weights back, and computes the probe if the manifest has one.
 
-        What is served is the server's to say, which names no model before the updater has one.
+        `opens` is ignored: the server decides what is served, and names no model before the updater has one.
         """
         return await self._in_thread(lambda: self._held_weights().prove(staged))
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """See `Engine.generate`."""
+        """Generate as `Engine.generate` does; a cancelled call aborts the request.
+
+        Raises CapacityError if MAX_WAITING requests wait, and UnavailableError without a model.
+        """
         scheduler = self._held()
         if scheduler.num_waiting >= MAX_WAITING:
             raise CapacityError(f"{MAX_WAITING} requests wait already", reason="QUEUE_FULL", remedy="retry later")
@@ -237,7 +243,7 @@ class EmbeddedEngine:
     def _build(
         self, model_dir: Path, staged: StagedPolicy | None, identity: PolicyIdentity
     ) -> tuple[Scheduler, int, int]:
-        """Return the scheduler, the longest context and the number of token ids."""
+        """Build the model; return its scheduler, the longest context and the number of token ids."""
         config = model_files.load_config(model_dir)
         tensors, probe = (None, None) if staged is None else (staged.tensors, staged.manifest.probe)
         model_len = loader.context_length(config, most=self._max_model_len_limit, probe=probe)
@@ -255,7 +261,10 @@ class EmbeddedEngine:
         return scheduler, model_len, int(config.vocab_size)
 
     def _held(self) -> Scheduler:
-        """Return the scheduler of the held model; UnavailableError if there is none that may generate."""
+        """Return the scheduler of the loaded model.
+
+        Raise UnavailableError without one, or if the engine failed or closes.
+        """
         scheduler = self._scheduler  # once: the thread may drop it meanwhile
         match self._state:
             case EngineState.READY if scheduler is not None and not self._closing:
@@ -266,13 +275,17 @@ class EmbeddedEngine:
                 raise UnavailableError("the engine holds no model", reason="NO_POLICY", remedy="retry later")
 
     def _held_weights(self) -> HeldWeights:
-        """Return the weights of the held model; raises as `_held` does."""
+        """Return the weights of the loaded model; raise UnavailableError as `_held` does."""
         self._held()
         assert self._weights is not None, "they come with the model"
         return self._weights
 
     def _check_prompt(self, prompt: tuple[int, ...]) -> None:
-        """Refuse a prompt that would fail the pass of all other requests."""
+        """Raise InvalidStateError for an empty or too long prompt, InvalidSpecError for token ids that the model does
+        not have.
+
+        Such a prompt would fail the pass of all other requests.
+        """
         if not 0 < len(prompt) < self._model_len:
             raise InvalidStateError(
                 f"the prompt has {len(prompt)} tokens; this model's maximum context length is {self._model_len} tokens",
@@ -289,16 +302,16 @@ class EmbeddedEngine:
     # ---- what follows runs in the engine's thread, except _require_thread, _post and _in_thread ----
 
     def _require_thread(self) -> None:
-        """Raise UnavailableError if the thread runs no commands any more."""
+        """Raise UnavailableError if the thread has died or the engine is closed."""
         if self._death:
             raise UnavailableError(self._death, reason="ENGINE_DEAD", remedy="restart the replica")
         if self._closing:
             raise UnavailableError("the engine is closed", reason="ENGINE_CLOSED", remedy="retry on another replica")
 
     def _post(self, command: _Command) -> None:
-        """Queue a command for the thread; UnavailableError if the thread has ended.
+        """Queue a command for the thread; raise UnavailableError if the thread has ended.
 
-        Checked under the lock that ending takes as well, so what is posted is run or refused, never forgotten.
+        That is checked under the lock that ending takes as well, so each queued command is run or refused.
         """
         with self._wake:
             self._require_thread()
@@ -308,7 +321,7 @@ class EmbeddedEngine:
             self._wake.notify()
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
-        """Run a function in the thread, between two steps; its result or error comes back."""
+        """Run a function in the engine's thread, between two steps; return its result or raise its error."""
         done: Future[T] = Future()
 
         def run() -> None:
@@ -330,7 +343,10 @@ class EmbeddedEngine:
         return bool(self._pauses) or scheduler is None or not (scheduler.num_running or scheduler.num_waiting)
 
     def _run(self) -> None:
-        """Run the thread from start to end. An error always reaches the callers, who would otherwise wait for ever."""
+        """Run the engine's thread.
+
+        An unexpected error ends all requests and commands, which would otherwise wait for ever.
+        """
         try:
             self._loop()
         except BaseException as error:  # nothing is expected here: `_drain` and `_step` catch
@@ -347,13 +363,13 @@ class EmbeddedEngine:
                 self._drain()
                 self._step()
                 self._deliveries.flush()
-        self._drain()  # what was posted before closing; nothing is since
+        self._drain()  # commands that were posted before closing; none can be posted since
         if self._scheduler is not None:
             self._scheduler.abort_all()
         self._deliveries.flush()
 
     def _die(self, reason: str) -> None:
-        """End everything that waits for the thread, and everything that will come."""
+        """Refuse all queued commands, end all requests, and have later calls raise UnavailableError."""
         with self._wake:
             self._death = reason
             commands, self._commands = self._commands, deque()
@@ -396,14 +412,14 @@ class EmbeddedEngine:
             self._scheduler.abort(request_id)
 
     def _fail(self, error: str) -> None:
-        """Drop the model and end its requests. Called where nothing catches any more, so it raises nothing."""
+        """Drop the model and abort its requests, with `error` as the engine's. Raises nothing, as no caller catches."""
         self._state, self._error = EngineState.FAILED, error
         scheduler, self._scheduler = self._scheduler, None
         if scheduler is not None:
             scheduler.abort_all()
 
 
-# Results on their way from the engine's thread to those who wait in event loops: one wake-up of a loop per step.
+# Results of the engine's thread for callers that wait in event loops: one wake-up of each loop per step.
 #
 # A wake-up is a call of the system, and often a switch of threads; a step of a full engine ends many requests.
 
@@ -411,17 +427,17 @@ Waiter: TypeAlias = "asyncio.Future[Generation]"
 
 
 class Deliveries:
-    """Filled and flushed by the engine's thread."""
+    """Results for callers in event loops, added and flushed by the engine's thread."""
 
     def __init__(self) -> None:
         self._ended: dict[asyncio.AbstractEventLoop, list[tuple[Waiter, Generation | Exception]]] = {}
 
     def add(self, waiter: Waiter, outcome: Generation | Exception) -> None:
-        """Record how the request of the future has ended; the next `flush` reports it."""
+        """Keep a request's result or error for its future; the next `flush` delivers it."""
         self._ended.setdefault(waiter.get_loop(), []).append((waiter, outcome))
 
     def flush(self) -> None:
-        """Deliver the requests that ended since the last call. Never raises: in a closed loop nobody waits."""
+        """Deliver what was added since the last call, with one wake-up per event loop; closed loops are skipped."""
         if not self._ended:
             return
         ended, self._ended = self._ended, {}
@@ -431,7 +447,7 @@ class Deliveries:
 
 
 def _hand_over(outcomes: Sequence[tuple[Waiter, Generation | Exception]]) -> None:
-    """Deliver results, in the event loop."""
+    """Set the results of futures that are not done, in their event loop."""
     for waiter, outcome in outcomes:
         if waiter.done():  # its caller was cancelled
             continue

@@ -29,9 +29,9 @@ _DEFAULT_POSITIONS = 2048  # where a config names no longest sequence
 
 
 def warm_up() -> None:
-    """Import what building any model imports: half of the time from the start of a process to its first policy.
+    """Import what building any model needs, which is half of the time from a process's start to its first policy.
 
-    Meant for a thread while nothing is asked of the engine yet.
+    It is called in a thread, before the first policy arrives.
     """
     with without_gc():
         importlib.import_module("transformers.modeling_utils")
@@ -40,7 +40,8 @@ def warm_up() -> None:
 def load_model(model_dir: Path, tensors: Mapping[str, TensorBytes] | None, *, context_length: int) -> torch.nn.Module:
     """Return the model in evaluation mode, with weights from `tensors`, or from the directory if that is None.
 
-    Positions are those of sequences of at most `context_length` tokens.
+    Positions are computed for sequences of at most `context_length` tokens. Raises InvalidStateError for a model whose
+    layers are not full attention, or tensors that do not fit.
     """
     config = load_config(model_dir) if tensors is not None else loading.load_config(model_dir)
     _require_full_attention(config, context_length=context_length)
@@ -58,10 +59,11 @@ def load_model(model_dir: Path, tensors: Mapping[str, TensorBytes] | None, *, co
 
 
 def context_length(config: Any, *, most: int | None, probe: Probe | None) -> int:
-    """Return tokens of the longest sequence that the model's positions allow, that is wanted, and that the policy is
-    made for.
+    """Return the number of tokens of the longest sequence: the least of the model's positions, `most`, and the
+    policy's.
 
-    InvalidStateError (CONTEXT_DIFFERS) if that is too short for the positions that the policy's trainer computes.
+    The policy's is in its `probe`. Raises InvalidStateError (CONTEXT_DIFFERS) if the result is too short for the
+    positions that the policy's trainer computes.
     """
     length = int(getattr(config, "max_position_embeddings", 0) or _DEFAULT_POSITIONS)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -77,14 +79,14 @@ def context_length(config: Any, *, most: int | None, probe: Probe | None) -> int
 
 
 def cache_token_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Return bytes of KV cache per token."""
+    """Return the bytes of KV cache per token."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize
 
 
 def _require_full_attention(config: Any, *, context_length: int) -> None:
-    """Raise InvalidStateError for layers whose masks or states the row cache does not know."""
+    """Raise InvalidStateError if a layer is not full attention, which the row cache needs."""
     layer_types = set(getattr(config, "layer_types", None) or ())
     has_windows = not layer_types and hasattr(type(config), "sliding_window")  # else left over from another model
     window = config.sliding_window if has_windows else None
@@ -97,17 +99,17 @@ def _require_full_attention(config: Any, *, context_length: int) -> None:
         )
 
 
-# Weights of a torch model by name: check, write in place, read back. Tied parameters are one tensor of many names.
+# Weights of a torch model by name: check, write in place, read back. Tied parameters are one tensor with several names.
 
 _REMEDY = "publish the policy with the tensors of its config.json, in one floating-point dtype but for those that the "
 _REMEDY += "model keeps in float32"
 
 
 def float_dtype(tensors: Mapping[str, TensorBytes]) -> torch.dtype:
-    """Return the dtype of the floating-point tensors, but for those that may be kept in float32.
+    """Return the one dtype of the floating-point tensors, apart from float32 ones beside a narrower dtype.
 
-    InvalidStateError if there are several or none. The engine computes in it, so what it holds are the published bits
-    and the digest can be proved by readback.
+    Raises InvalidStateError if there are several narrower ones, or no floating-point tensor. The engine computes in it,
+    so that it has the published bits and their digest can be proved by readback.
     """
     found: dict[str, str] = {}
     for name, tensor in tensors.items():
@@ -120,7 +122,10 @@ def float_dtype(tensors: Mapping[str, TensorBytes]) -> torch.dtype:
 
 
 def hold_formats(model: torch.nn.Module, tensors: Mapping[str, TensorBytes]) -> None:
-    """Hold in float32 what the model keeps in it and the policy has in it; InvalidStateError for anything else."""
+    """Convert to float32 those parameters that the policy has in float32 beside a narrower dtype.
+
+    Raises InvalidStateError for one that the model does not keep in float32.
+    """
     dtype = float_dtype(tensors)
     if dtype == torch.float32:
         return
@@ -136,7 +141,7 @@ def hold_formats(model: torch.nn.Module, tensors: Mapping[str, TensorBytes]) -> 
 
 
 def _mixed(found: Mapping[str, str]) -> InvalidStateError:
-    """Return the error of several number formats, with a tensor's name for each."""
+    """Make the error for several floating-point dtypes; `found` has a tensor's name for each."""
     examples = ", ".join(f"{tag} ({name})" for tag, name in sorted(found.items())) or "none"
     return InvalidStateError(
         f"the policy's floating-point tensors have not one dtype but: {examples}",
@@ -146,15 +151,15 @@ def _mixed(found: Mapping[str, str]) -> InvalidStateError:
 
 
 def policy_memory(model: torch.nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Return the model's memory by the names of a policy's tensors, which may be ranges of the model's own ones.
+    """Return the model's memory by the names of a policy's tensors, which may be ranges of the model's own tensors.
 
-    What the policy has no name for is there under the model's own name.
+    A tensor of the model that no name of the policy covers is under the model's own name.
     """
     return {name: view for name, (_, view) in _memory(model, names).items()}
 
 
 def _memory(model: torch.nn.Module, names: Iterable[str]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return the owner of the memory, and the view of it that the name is for."""
+    """Return by name the model's tensor that owns the memory, and the view of it that the name is for."""
     state, given = model.state_dict(keep_vars=True), set(names)
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -168,7 +173,10 @@ def _memory(model: torch.nn.Module, names: Iterable[str]) -> dict[str, tuple[tor
 
 
 def check_tensors(model: torch.nn.Module, tensors: Mapping[str, TensorBytes]) -> None:
-    """Raise InvalidStateError, naming tensors, unless `tensors` set every weight of the model exactly once."""
+    """Raise InvalidStateError, naming tensors, unless `tensors` set every weight of the model.
+
+    Shapes and dtypes must be equal, and so must be several tensors for one tied weight.
+    """
     held = policy_memory(model, tensors)
     problems = [f"{name} is not a weight of the model" for name in tensors if name not in held]
     covered: dict[int, str] = {}
@@ -201,7 +209,7 @@ def copy_tensors(model: torch.nn.Module, tensors: Mapping[str, TensorBytes]) -> 
 def write_changes(
     model: torch.nn.Module, changes: Mapping[str, tuple[TensorChange, ...]], *, names: Iterable[str]
 ) -> None:
-    """Write only what differs, as bits, into the model's own memory; positions are checked against its shapes.
+    """Write only the changed elements, as bits, into the model's own memory; positions are checked against its shapes.
 
     `names` are those of all tensors of the policy.
     """
@@ -213,14 +221,14 @@ def write_changes(
 
 
 def held_tensors(model: torch.nn.Module, names: Iterable[str]) -> dict[str, TensorBytes]:
-    """Return the policy's tensors, by their names, as the model holds them, without a copy."""
+    """Return the policy's tensors by name as views of the model's memory, without a copy."""
     names = list(names)
     held = policy_memory(model, names)
     return {name: as_tensor_bytes(held[name]) for name in names}
 
 
 def as_tensor_bytes(tensor: torch.Tensor) -> TensorBytes:
-    """Return a CPU tensor's bits, without a copy where it is contiguous."""
+    """Return a CPU tensor's bits; a copy only if it is not contiguous."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return TensorBytes(dtype=tag_of(tensor), shape=tuple(tensor.shape), data=flat.numpy().data)
 
@@ -230,7 +238,7 @@ def _flat_bits(tensor: torch.Tensor) -> NDArray[np.unsignedinteger]:
     return tensor.detach().view(-1).view(BITS[width]).numpy().view(f"u{width}")
 
 
-# LoRA adapters in a torch model: put beside the base weights, replaced, taken away, read back.
+# LoRA adapters in a torch model: added beside the base weights, replaced, removed, read back.
 #
 # The adapter is applied unmerged, `y = W x + b + scaling · B (A x)`, as the trainer computes it. Merging it into W
 # would be faster by two small products per layer, but would round: in bfloat16 most of a small B·A vanishes in W's
@@ -239,7 +247,7 @@ def _flat_bits(tensor: torch.Tensor) -> NDArray[np.unsignedinteger]:
 
 
 class AdaptedLinear(nn.Linear):
-    """A linear layer with another's own weight and bias, and an adapter that is no part of the model's state."""
+    """A linear layer with the weight and bias of another one, and an adapter that is no part of the model's state."""
 
     def __init__(self, base: nn.Linear, *, low: torch.Tensor, high: torch.Tensor, scaling: float) -> None:
         nn.Module.__init__(self)  # not nn.Linear's, which would make a weight
@@ -254,16 +262,16 @@ class AdaptedLinear(nn.Linear):
 
 
 class Adapters:
-    """The adapter of one model; there is at most one. Call it where nothing computes with the model."""
+    """The adapter of one model, at most one. Its methods must be called while nothing computes with the model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._held: dict[str, torch.Tensor] = {}
-        """What is held by published name."""
+        """The adapter's tensors by published name."""
         self._layers: dict[str, nn.Linear] = {}
-        """The base's layers that an adapted one replaces."""
+        """The base's layers that are replaced by adapted ones."""
         self._replaced: dict[str, torch.Tensor] = {}
-        """The base's values of layers that the adapter replaces whole."""
+        """The base's values of parameters that the adapter replaces whole."""
 
     @property
     def is_loaded(self) -> bool:
@@ -286,7 +294,7 @@ class Adapters:
 
     @torch.no_grad()
     def load(self, staged: StagedPolicy) -> None:
-        """Put a checked adapter in the place of the one that is held."""
+        """Put a checked adapter into the model, in place of the one before."""
         self.unload()
         adapter = staged.manifest.adapter
         assert adapter is not None, "only adapters come here"
@@ -305,7 +313,7 @@ class Adapters:
 
     @torch.no_grad()
     def unload(self) -> None:
-        """Leave the base alone, bit for bit what it was."""
+        """Remove the adapter; the base is then bit for bit what it was."""
         for layer, base in self._layers.items():
             self._put(layer, base)
         for name, value in self._replaced.items():
@@ -313,7 +321,7 @@ class Adapters:
         self._held, self._layers, self._replaced = {}, {}, {}
 
     def held(self) -> dict[str, TensorBytes]:
-        """Return the weights that the layers compute with, by published name."""
+        """Return the adapter's weights that the layers compute with, by published name."""
         return {name: as_tensor_bytes(self._live(_own_name(name))) for name in self._held}
 
     def _live(self, name: str) -> torch.Tensor:
@@ -336,12 +344,12 @@ class Adapters:
 
 
 def _own_name(name: str) -> str:
-    """Return the model's name of one of the adapter's tensors."""
+    """Return the model's name for a tensor of the adapter."""
     return model_name(name, source="the adapter")
 
 
 def _tensor(tensor: TensorBytes) -> torch.Tensor:
-    """Return a copy: the staged bytes are read-only and change with the next version."""
+    """Return a torch copy of staged bytes, which are read-only and change with the next version."""
     raw = torch.from_numpy(tensor.bits().view(np.uint8).copy())
     return raw.view(getattr(torch, tensor.dtype)).reshape(tensor.shape)
 
@@ -352,12 +360,12 @@ def _name(dtype: torch.dtype) -> str:
 
 # The weights of the model that the embedded engine holds: checked, written and proved, whole policies and adapters.
 #
-# Everything but `check` runs where nothing computes with the model. What is held is read back whole for each version;
-# of an adapter's base that was done when it was loaded.
+# Everything but `check` runs while nothing computes with the model. The weights are read back whole for each version;
+# those of an adapter's base were when it was loaded.
 
 
 class HeldWeights:
-    """A model and the adapter on it, if there is one."""
+    """Checks, writes and proves the weights of a model, and of the adapter on it if there is one."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -373,7 +381,11 @@ class HeldWeights:
             check_tensors(self._model, staged.tensors)
 
     def apply(self, staged: StagedPolicy) -> None:
-        """Write a checked policy; an adapter goes beside the base weights, a whole policy takes it away."""
+        """Write a checked policy: an adapter beside the base weights.
+
+        For a whole policy, which removes it, only what changed. All tensors are written if the changes are unknown, or
+        an adapter was loaded. `prove` must follow.
+        """
         self._is_unproved = True
         if staged.manifest.adapter is not None:
             self._adapters.load(staged)
@@ -384,13 +396,20 @@ class HeldWeights:
             write_changes(self._model, staged.changes, names=staged.tensors)
 
     def score(self, token_ids: tuple[int, ...]) -> PromptScores:
-        """Return the scores of a prompt; UnavailableError between `apply` and `prove`, when nothing may be answered."""
+        """Return the scores of a prompt.
+
+        Raise UnavailableError between `apply` and `prove`, when nothing may be answered.
+        """
         if self._is_unproved:
             raise UnavailableError("a policy is being put in", reason="POLICY_UNPROVED", remedy="retry")
         return score_prompt(self._model, token_ids)
 
     def prove(self, staged: StagedPolicy) -> HeldDigest:
-        """Read back, and compute the probe if the manifest has one; InternalError says what differs."""
+        """Compare the digest of the weights in memory with the manifest's, and the probe's log-probs if the manifest
+        has one.
+
+        Returns the digest; raises InternalError that names the difference.
+        """
         is_adapter, probe = staged.manifest.adapter is not None, staged.manifest.probe
         held = self._adapters.held() if is_adapter else held_tensors(self._model, staged.tensors)
         found, problem = held_digest(held), None
@@ -406,14 +425,17 @@ class HeldWeights:
         return HeldDigest(digest=found, proof="readback" if probe is None else "readback+probe")
 
 
-# Log-probs of given tokens, as a teacher of a distillation gives them: in chunks, so that memory stays bounded.
+# Log-probs of given tokens, such as a distillation's teacher returns: in chunks, so that memory stays bounded.
 
 CHUNK_TOKENS = 512
 """Tokens per forward pass: their logits over a vocabulary of 150 000 are 300 MB in float32."""
 
 
 def score_prompt(model: torch.nn.Module, token_ids: Sequence[int]) -> PromptScores:
-    """Return the scores of a prompt; call it in the thread that owns the model, between two of its passes."""
+    """Return the log-prob of each token but the first given those before it, and its rank, both [T - 1].
+
+    Must be called in the thread that owns the model, between two of its passes.
+    """
     tokens_1T = torch.tensor([list(token_ids)])
     num_tokens = tokens_1T.shape[1]
     logprobs, ranks = np.zeros(num_tokens - 1, np.float32), np.ones(num_tokens - 1, np.int32)

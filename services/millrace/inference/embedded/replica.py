@@ -23,7 +23,7 @@ _SWITCH_INTERVAL_S = 0.0005
 
 
 class EmbeddedReplica:
-    """`run` lives until SIGTERM, SIGINT or `stopping`."""
+    """The replica's parts; `run` ends at SIGTERM, SIGINT or `stopping`."""
 
     def __init__(self, settings: Settings, own: InferenceSettings, *, stopping: asyncio.Event | None = None) -> None:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -41,7 +41,7 @@ class EmbeddedReplica:
         self._api = HttpApi(self._engine, slot, parsers=_parsers(own))
 
     async def run(self) -> None:
-        """Serve until it shall stop, then drain."""
+        """Serve until SIGTERM, SIGINT or `stopping`, then drain. A fixed model is loaded before registration."""
         host, port = parse_address(self._settings.require("http_listen"))
         server = await start_http(self._api, host, port)
         logger.info("listening for HTTP", extra={"address": join_address(host, server.port)})
@@ -56,7 +56,7 @@ class EmbeddedReplica:
 
 
 def _check_tokenizer(model: Path, *, needs_template: bool) -> None:
-    """Raise as `check_tokenizer`. A model without a tokenizer is served tokens, where no conversation is needed."""
+    """Raise as `check_tokenizer` does; a model without a tokenizer passes where no chat template is needed."""
     if needs_template or has_tokenizer(model):
         check_tokenizer(model, model=model, needs_template=needs_template)
 

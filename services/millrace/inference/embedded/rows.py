@@ -19,8 +19,8 @@ _NO_TOKEN = -1
 class Running:
     """A request from its arrival to its end.
 
-    `seed` is drawn if the caller gave none. `limit` is in tokens, with prompt. `deliver` takes the result or `refuse`
-    the error, whichever comes first, once; `marks` are the positions in the completion where a policy version begins
+    `seed` is drawn if the caller gave none. `limit` is in tokens, with prompt. Either `deliver` is called with the
+    result or `refuse` with the error, once; `marks` are the positions in the completion where a policy version begins
     to generate.
     """
 
@@ -33,14 +33,17 @@ class Running:
     marks: list[tuple[PolicyIdentity, int]] = field(default_factory=list)
 
     def mark(self, identity: PolicyIdentity, position: int) -> None:
-        """Record that `identity` generates from completion position `position` on."""
+        """Record that `identity` generates from completion position `position` on.
+
+        It replaces a mark at the same position.
+        """
         if self.marks and self.marks[-1][1] == position:
             self.marks.pop()
         if not self.marks or self.marks[-1][0] != identity:
             self.marks.append((identity, position))
 
     def spans(self, end: int) -> tuple[PolicySpan, ...]:
-        """Return the marks as spans over a completion of `end` tokens."""
+        """Return the marks as spans over a completion of `end` tokens; none if the request never ran."""
         if not self.marks:
             return ()  # it never ran
         ends = [*(start for _, start in self.marks[1:]), end]
@@ -58,7 +61,7 @@ class Running:
         logprobs: np.ndarray | None = None,
         stop_reason: int | str | None = None,
     ) -> None:
-        """Deliver the result; without tokens it is an empty one. Does nothing if the request has ended already."""
+        """Deliver the result, empty without `tokens`. Does nothing if the request has ended already."""
         if self.is_finished:
             return
         ids = np.zeros(0, np.int32) if tokens is None else tokens.astype(np.int32)
@@ -81,7 +84,7 @@ class Running:
 
 
 class RowTable:
-    """The columns. `tokens` int64 [rows, length] holds prompt and completion, `logprobs` float32 the completion's."""
+    """The columns. `tokens` int64 [rows, length] has prompt and completion, `logprobs` float32 the completion's."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -101,7 +104,10 @@ class RowTable:
         self.has_penalties = np.zeros(0, np.bool_)
 
     def add(self, entries: Sequence[Running], eos_token_ids: Sequence[int]) -> slice:
-        """Append requests; return their rows. All or nothing: an error leaves the table as it was."""
+        """Append requests and return their rows; they also stop at `eos_token_ids`, unless they ignore those.
+
+        An error leaves the table as it was.
+        """
         first, count = self.count, self.count + len(entries)
         stops = [
             tuple(
@@ -131,7 +137,10 @@ class RowTable:
         return slice(first, count)
 
     def append(self, rows: slice, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-        """Append one token per row; return bool [rows]: the row ends by a stop token, its limit or a bad log-prob."""
+        """Append one token per row.
+
+        Return bool [rows], true where the row ends: by a stop token, its limit or a bad log-prob.
+        """
         length = self.length[rows]
         index = np.arange(rows.start, rows.stop)
         self.tokens[index, length] = tokens
@@ -155,7 +164,10 @@ class RowTable:
         return self.logprobs[row, self.prompt_length[row] : self.length[row]]
 
     def remove(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Drop rows and close the holes from the end; return (sources, targets) of the moves to repeat elsewhere."""
+        """Remove rows and move the last ones into the holes.
+
+        Return (sources, targets), the moves for the caller to repeat in other tables.
+        """
         gone = set(rows)
         count = self.count - len(gone)
         targets = sorted(row for row in gone if row < count)
@@ -170,11 +182,11 @@ class RowTable:
         return sources, targets
 
     def find(self, request_id: str) -> int | None:
-        """Return row of a request, or None."""
+        """Return the row of a request; None if it has none."""
         return next((row for row, entry in enumerate(self.running) if entry.request.request_id == request_id), None)
 
     def columns(self) -> tuple[np.ndarray, ...]:
-        """Return every column, in one order."""
+        """Return every column, always in the same order."""
         return (
             self.tokens,
             self.logprobs,
@@ -192,7 +204,10 @@ class RowTable:
         )
 
     def _reserve(self, rows: int, length: int, stops: int) -> None:
-        """Grow the columns, all or none of them; what is held stays, new stop ids match no token."""
+        """Grow the columns, all or none of them, to at least these sizes.
+
+        Contents stay, and new stop ids match no token.
+        """
         have_rows, have_length = self.tokens.shape
         have_stops = self.stop_ids.shape[1]
         if rows <= have_rows and length <= have_length and stops <= have_stops:
@@ -212,19 +227,21 @@ class RowTable:
 
 
 def grow_column(old: np.ndarray, shape: tuple[int, ...], *, fill: int = 0) -> np.ndarray:
-    """Return a longer copy of a column; what is new holds `fill`."""
+    """Return a copy of a column with a larger shape; new elements are `fill`."""
     new = np.full(shape, fill, old.dtype)
     new[tuple(slice(size) for size in old.shape)] = old
     return new
 
 
-# The requests that wait for a row. Calls take turns: one with hundreds of requests does not go before all others.
+# The requests that wait for a row. Calls take turns, so that one with hundreds of requests does not delay all others.
 #
 # All of this belongs to the engine's thread.
 
 
 class Turns:
-    """Waiting requests by call, in the order in which the calls are next; within a call in order of arrival."""
+    """Waiting requests by call (`fairness_key`), calls in the order of their turns, within a call in order of
+    arrival.
+    """
 
     def __init__(self) -> None:
         self._calls: OrderedDict[str, OrderedDict[str, Running]] = OrderedDict()
@@ -234,7 +251,10 @@ class Turns:
         return len(self._call_of)
 
     def push(self, entry: Running) -> bool:
-        """Return queue a request, a call that has none yet as the last one; False if its id waits already."""
+        """Queue a request, and a call that has no other request as the last.
+
+        Return False if the request's id waits already.
+        """
         request = entry.request
         if request.request_id in self._call_of:
             return False
@@ -243,14 +263,14 @@ class Turns:
         return True
 
     def next(self, shut: Container[str] = ()) -> Running | None:
-        """Return the request whose turn it is, without those of the calls in `shut`; None if there is none."""
+        """Return the request whose turn it is, skipping the calls in `shut`; None if there is none. It stays queued."""
         for fairness_key, entries in self._calls.items():
             if fairness_key not in shut:
                 return next(iter(entries.values()))
         return None
 
     def take(self, entry: Running) -> Running:
-        """Take a request out; its call is the last one then."""
+        """Remove a request and return it; its call then comes last."""
         fairness_key = entry.request.fairness_key
         self.remove(entry.request.request_id)
         if fairness_key in self._calls:
@@ -258,7 +278,7 @@ class Turns:
         return entry
 
     def remove(self, request_id: str) -> Running | None:
-        """Take a request out without a turn; None if it does not wait."""
+        """Remove a request and return it, the order of calls unchanged; None if it does not wait."""
         fairness_key = self._call_of.pop(request_id, None)
         if fairness_key is None:
             return None
@@ -268,6 +288,6 @@ class Turns:
         return entry
 
     def all(self) -> Iterator[Running]:
-        """Yield every request, by calls."""
+        """Yield every waiting request, call by call."""
         for entries in self._calls.values():
             yield from entries.values()

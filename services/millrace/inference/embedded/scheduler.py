@@ -2,7 +2,7 @@
 
 One `step` admits what fits and computes prompts of newcomers (which gives their first token), or else adds one token to
 every running request; between two passes over prompts the running ones get a token. Calls take turns, so that one with
-hundreds of completions does not keep others waiting until it ends. A step never runs while a policy is applied: both
+hundreds of completions does not delay all others until it ends. A step never runs while a policy is applied: both
 happen in the engine's thread.
 """
 
@@ -27,9 +27,9 @@ from millrace.telemetry.faults import Point
 logger = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 8192
-"""Padded prompt tokens per forward pass, which is one step: bounds memory and how long running requests stand still."""
+"""Padded prompt tokens per forward pass, which is one step: bounds memory and the pause of running requests."""
 _RESERVED = 8
-"""One in so many rows, and as much of the cache, is not for a call that has rows already: others come in at once."""
+"""One of so many rows, and as much of the cache, is kept from calls that have rows: a new call gets one at once."""
 IDLE_CACHE_BYTES = 64 << 20  # cache that is kept while nothing runs
 _TAIL_EXTRA_TOKENS = 8  # tokens looked at for a stop string beyond its length: one may span incomplete characters
 
@@ -43,7 +43,10 @@ class Decoder(Protocol):
 
 
 class Scheduler:
-    """Runs the requests of one model. `kv_bytes` bounds the KV cache if every admitted request used up its limit."""
+    """Runs the requests of one model. `kv_bytes` bounds the KV cache as if every admitted request used up its limit.
+
+    `token_bytes` is the cache's size per token.
+    """
 
     def __init__(
         self,
@@ -71,21 +74,21 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Return requests that generate."""
+        """Return the number of requests that generate."""
         return self._rows.count
 
     @property
     def num_waiting(self) -> int:
-        """Return requests that wait for a row."""
+        """Return the number of requests that wait for a row."""
         return len(self._waiting)
 
     def submit(self, entry: Running) -> None:
-        """Queue a request; raises if a request with the same id waits already."""
+        """Queue a request; one whose id waits already is ended with an InternalError."""
         if not self._waiting.push(entry):
             entry.fail(InternalError(f"request {entry.request.request_id!r} waits already", reason="REQUEST_REPEATED"))
 
     def abort(self, request_id: str) -> None:
-        """End a request with what it has; unknown ids are ignored."""
+        """End a request with ABORT and the tokens that it has; unknown ids are ignored."""
         if (row := self._rows.find(request_id)) is not None:
             self._retire([row], FinishReason.ABORT)
             return
@@ -93,7 +96,10 @@ class Scheduler:
             entry.finish(FinishReason.ABORT)
 
     def abort_all(self) -> None:
-        """End every request, without tokens. Raises nothing, whatever a failed step left in table and cache."""
+        """End every request with ABORT, without tokens, and free the cache.
+
+        Raises nothing, whatever a failed step left in table and cache.
+        """
         entries = [*self._rows.running, *self._waiting.all()]
         self.num_finished += len(self._rows.running)
         self._rows, self._waiting = RowTable(), Turns()
@@ -101,12 +107,12 @@ class Scheduler:
         for entry in entries:
             try:
                 entry.finish(FinishReason.ABORT)
-            except Exception as error:  # the others must hear of their end all the same
+            except Exception as error:  # the other requests must be ended as well
                 logger.exception("a request could not be aborted", extra={"request": entry.request.request_id})
                 entry.fail(error)
 
     def step(self) -> bool:
-        """Return one prefill or decode step; False if there was nothing to do."""
+        """Run one step, a prefill or a decode; return False if there was nothing to do."""
         is_decode_due, self._is_decode_due = self._is_decode_due and bool(self._rows.count), False
         if not is_decode_due and (admitted := self._admit()):
             self._prefill_new(admitted)
@@ -119,7 +125,10 @@ class Scheduler:
         return False
 
     def set_identity(self, identity: PolicyIdentity, mode: InflightMode) -> None:
-        """Attribute what follows to `identity`, whose weights the model has now; recompute caches if asked."""
+        """Attribute tokens to `identity` from now on, whose weights the model has.
+
+        With RECOMPUTE compute caches again.
+        """
         self.identity = identity
         for row, entry in enumerate(self._rows.running):
             entry.mark(identity, len(self._rows.completion(row)))
@@ -130,7 +139,10 @@ class Scheduler:
                 self._forward_prompts(rows, known[rows], wants_logits=False)
 
     def _admit(self) -> list[Running]:
-        """Take waiting requests by turns, as long as rows, cache and a pass allow; the first one always fits."""
+        """Take waiting requests out of the queue by turns and return them, as many as rows, cache and one pass allow.
+
+        A first request always fits an empty table.
+        """
         if not self._rows.count and self._cache.size_bytes > IDLE_CACHE_BYTES:
             self._cache.release()  # one long request must not make every later row that long
         admitted: list[Running] = []
@@ -144,7 +156,7 @@ class Scheduler:
             fairness_key = entry.request.fairness_key
             if not self._fits(len(admitted), max(longest, entry.limit), has_rows=running[fairness_key] > 0):
                 if not running[fairness_key]:
-                    break  # its turn comes when rows end; one that fits in its place would keep it waiting
+                    break  # its turn comes when rows end; admitting a later one that fits would delay it further
                 shut.add(fairness_key)
                 continue
             longest_prompt = max(longest_prompt, len(entry.request.prompt_token_ids))
@@ -156,7 +168,11 @@ class Scheduler:
         return admitted
 
     def _fits(self, num_admitted: int, longest: int, *, has_rows: bool) -> bool:
-        """Return whether rows and cache take one more request; less of both is for a call that has rows already."""
+        """Return whether rows and cache have room for one more request.
+
+        A call that has rows already (`has_rows`) gets less. `longest` is the longest limit of all requests, the new one
+        included.
+        """
         rows, tokens = self._max_num_seqs, self._kv_tokens
         if has_rows:
             rows, tokens = rows - rows // _RESERVED, tokens - tokens // _RESERVED
@@ -177,7 +193,7 @@ class Scheduler:
         self._retire(ended)
 
     def _add(self, admitted: list[Running]) -> slice:
-        """Give requests their rows; one that does not fit the table ends with an error, the others go on."""
+        """Give requests rows and return the rows; a request that the table cannot take ends with an error."""
         first = self._rows.count
         for entry in admitted:
             entry.mark(self.identity, 0)
@@ -194,10 +210,11 @@ class Scheduler:
         return slice(first, self._rows.count)
 
     def _forward_prompts(self, rows: slice, lengths: np.ndarray, *, wants_logits: bool = True) -> torch.Tensor:
-        """Compute the first `lengths` tokens of contiguous rows into the cache; logits [N, V] of each last one.
+        """Compute the first `lengths` tokens of contiguous rows into the cache.
 
-        Rows are padded on the right: no real token attends to what follows it, and what the padding leaves in the
-        cache is masked until it is overwritten. Rows with the same tokens, as a group's have, are computed once.
+        Return logits [N, V] of each row's last one. Rows are padded on the right: no real token attends to a later one,
+        and the padding's entries in the cache are masked until they are overwritten. Rows with the same tokens, such as
+        a group's, are computed once. Without `wants_logits` the result has no meaning.
         """
         longest = int(lengths.max())
         tokens = self._rows.tokens[rows, :longest]
@@ -233,7 +250,7 @@ class Scheduler:
         self._retire(self._append(slice(0, count), logits))
 
     def _append(self, rows: slice, logits: torch.Tensor) -> list[int]:
-        """Sample one token per row; return the rows that end with it."""
+        """Sample one token per row from `logits` and add it to the table; return the rows that end with it."""
         table = self._rows
         tokens, logprobs = sample(
             self._penalised(rows, logits),
@@ -252,7 +269,7 @@ class Scheduler:
         return (np.flatnonzero(ends) + rows.start).tolist() if ends.any() else []
 
     def _penalised(self, rows: slice, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits after the penalties, of the rows that have any."""
+        """Return the logits with penalties applied to the rows that have any."""
         table = self._rows
         if not table.has_penalties[rows].any():
             return logits
@@ -278,12 +295,15 @@ class Scheduler:
         window = max(len(stop.encode()) for stop in stops) + _TAIL_EXTRA_TOKENS  # a token is at least one byte
         ids, skips = completion[-window:].tolist(), sampling.skip_special_tokens
         tail = self._decoder.decode(ids, skip_special_tokens=skips)
-        # One that was passed over because the reply was too short does not end it later.
+        # A stop string that was ignored because the reply was too short does not end it later.
         before = self._decoder.decode(ids[:-1], skip_special_tokens=skips) if sampling.min_tokens else ""
         return next((stop for stop in stops if tail.count(stop) > before.count(stop)), None)
 
     def _retire(self, rows: list[int], reason: FinishReason | None = None) -> None:
-        """Deliver the results of rows, and close the holes in table and cache."""
+        """End rows and deliver their results, with `reason` or by the cause of their end.
+
+        Fill the holes in table and cache.
+        """
         if not rows:
             return
         poisoned: list[int] = []
@@ -304,7 +324,7 @@ class Scheduler:
             self._cache.move(sources, targets, int(self._rows.length[targets].max()))
 
     def _ending(self, row: int) -> tuple[FinishReason, int | str | None]:
-        """Return why a row ended by itself."""
+        """Return why a row ended, from its last token, with the stop token or string if one ended it."""
         if not np.isfinite(self._rows.completion_logprobs(row)[-1]):
             return FinishReason.ERROR, None
         sampling = self._rows.running[row].request.sampling
@@ -319,8 +339,8 @@ class Scheduler:
 
 
 def _distinct(tokens: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct rows of tokens, each of its length: the first row with each content, and per row the
-    number of its content.
+    """Find equal rows of tokens, each up to its length: return the first row of each content, and each row's content
+    number.
     """
     numbers: dict[bytes, int] = {}
     firsts: list[int] = []
@@ -333,7 +353,10 @@ def _distinct(tokens: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def _chunks(first: int, lengths: np.ndarray) -> list[slice]:
-    """Return contiguous rows whose padded size is at most PREFILL_TOKENS; a longer prompt is a chunk of its own."""
+    """Return slices of contiguous rows whose padded size is at most PREFILL_TOKENS.
+
+    A longer prompt is a slice of its own. `lengths` are those of the rows from `first` on.
+    """
     chunks: list[slice] = []
     start, longest = 0, 0
     for index, length in enumerate(lengths.tolist()):
@@ -356,8 +379,9 @@ _UNIFORM_BITS = np.uint64(48)  # u <= 1 - 2**-48, so u * total < total holds in 
 
 
 def uniforms(seeds: NDArray[np.uint64], counters: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return one number in [0, 1) per row from (seed, counter): the finaliser of SplitMix64 (Steele, Lea, Flood
-    2014).
+    """Return one number in [0, 1) per row, a hash of (seed, counter).
+
+    The hash is the finaliser of SplitMix64 (Steele, Lea, Flood 2014).
     """
     with np.errstate(over="ignore"):
         x = seeds + (counters.astype(np.uint64) + np.uint64(1)) * _GOLDEN
@@ -369,7 +393,7 @@ def uniforms(seeds: NDArray[np.uint64], counters: NDArray[np.int64]) -> NDArray[
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Limits:
-    """Which tokens may be sampled, of each row: `top_p` 1, `top_k` 0 and `min_p` 0 are off."""
+    """Truncation of the distribution, per row: `top_p` 1, `top_k` 0 and `min_p` 0 are off."""
 
     top_p: NDArray[np.float32]
     top_k: NDArray[np.int32]
@@ -384,9 +408,9 @@ def penalised(
     completion: NDArray[np.int64],
     stop_ids: NDArray[np.int64],
 ) -> torch.Tensor:
-    """Return the logits of a row after its penalties, float32 [V], in vLLM's order.
+    """Return a row's logits after its penalties, float32 [V], in vLLM's order.
 
-    `stop_ids` may be padded with -1.
+    `stop_ids` are not sampled before `min_tokens`; they may be padded with -1.
     """
     logits_V = logits_V.float().clone()
     if sampling.repetition_penalty != 1:
@@ -411,10 +435,10 @@ def sample(
     limits_B: Limits,
     uniforms_B: NDArray[np.float64],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return next tokens int64 [B] and their log-probs float32 [B].
+    """Return next tokens int64 [B] and their log-probs float32 [B]; `uniforms_B` in [0, 1) decides each.
 
-    Log-probs are those of log_softmax(logits / temperature) in float32, renormalised over what the limits keep;
-    rows of temperature 0 take the most likely token and its log-prob at temperature 1.
+    Log-probs are those of log_softmax(logits / temperature) in float32, renormalised over the tokens that the limits
+    keep. Rows of temperature 0 take the most likely token and its log-prob at temperature 1, without limits.
     """
     logits_BV = logits_BV.float()
     is_greedy = temperatures_B == 0
@@ -459,10 +483,10 @@ _LENGTH_STEP = 64
 
 
 class RowCache(Cache):
-    """Keys and values, per layer [rows, heads, length, head_dim], behind the interface that transformers models use.
+    """Keys and values, per layer [rows, heads, length, head_dim], with the interface of a cache of transformers.
 
-    `begin_prefill` or `begin_decode` says where the next forward pass writes. Positions beyond a request's length hold
-    old values: callers mask them.
+    `begin_prefill` or `begin_decode` sets where the next forward pass writes. Positions beyond a request's length have
+    old values, which callers mask.
     """
 
     def __init__(self) -> None:
@@ -479,16 +503,16 @@ class RowCache(Cache):
 
     @property
     def capacity(self) -> tuple[int, int]:
-        """Return rows and length that are allocated."""
+        """Return the allocated rows and length."""
         return self._rows, self._length
 
     @property
     def size_bytes(self) -> int:
-        """Return bytes that are allocated."""
+        """Return the allocated bytes."""
         return sum(block.nbytes for block in (*self._keys, *self._values))
 
     def reserve(self, rows: int, length: int) -> None:
-        """Make room for `rows` requests of `length` tokens; what is held stays."""
+        """Make room for `rows` requests of `length` tokens; contents stay."""
         if rows <= self._rows and length <= self._length:
             return
         if rows > self._rows:
@@ -506,26 +530,28 @@ class RowCache(Cache):
         self._rows = self._length = 0
 
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Copy the first `length` positions of rows `sources` over rows `targets` (disjoint from them)."""
+        """Copy the first `length` positions of rows `sources` to rows `targets`, which must be others."""
         for block in (*self._keys, *self._values):
             block[targets, :, :length] = block[sources, :, :length]
 
     def clear_rows(self, rows: list[int]) -> None:
-        """Zero rows: a masked position contributes 0 x value, which must not be 0 x NaN."""
+        """Set rows to zero: a masked position contributes 0 x value, which must not be 0 x NaN."""
         for block in (*self._keys, *self._values):
             block[rows] = 0
 
     def begin_prefill(self, first_row: int, copies: torch.Tensor | None = None) -> None:
-        """Prepare a pass over whole prompts, from position 0, of the rows from `first_row` on.
+        """Have the next forward pass write whole prompts, from position 0, into the rows from `first_row` on.
 
-        `copies` int64 [rows]: which prompt of the pass each row has, where some share one; None if each has its own.
+        `copies` int64 [rows] has for each row its prompt in the pass, where rows share one; None if each has its own.
         """
         self._first_row = first_row
         self._copies = copies
         self._positions = None
 
     def begin_decode(self, positions: torch.Tensor, span: int) -> None:
-        """Prepare a pass that adds one token per row at `positions` int64 [B] and attends to positions below `span`."""
+        """Have the next forward pass add one token per row at `positions` int64 [B], and attend to positions below
+        `span`.
+        """
         self._positions = positions
         self._row_index = torch.arange(len(positions))
         self._span = span
@@ -533,7 +559,10 @@ class RowCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store [B, heads, T, head_dim] and return what to attend to; the model's attention calls it."""
+        """Store [B, heads, T, head_dim] and return the keys and values to attend to.
+
+        The model's attention calls this.
+        """
         # Layers are called in order, and the first call of each one creates its block.
         if layer_idx == len(self._keys):
             for blocks, new in ((self._keys, key_states), (self._values, value_states)):
@@ -556,23 +585,23 @@ class RowCache(Cache):
         return keys[:count, :, : self._span], values[:count, :, : self._span]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return tokens before the next pass's first one.
+        """Return the number of tokens before the first one of the next pass.
 
-        Models ask only where no positions are given, and we give them.
+        Models ask only if they get no positions, and the scheduler gives them.
         """
         return 0 if self._positions is None else self._span - 1
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Return position of the next pass's first token, for the mask of a prefill (a decode has its own)."""
+        """Return the position of the next pass's first token, for the mask of a prefill (a decode has its own)."""
         return self.get_seq_length(layer_idx)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return number of keys and offset of the first one, for the mask of a prefill."""
+        """Return the number of keys and the offset of the first one, for the mask of a prefill."""
         return self.get_seq_length(layer_idx) + query_length, 0
 
 
 def _grown(old: torch.Tensor, rows: int, length: int) -> torch.Tensor:
-    """Return a zeroed block of the new size with the old one in its corner."""
+    """Return a zeroed block of the new size that begins with the old one's contents."""
     new = torch.zeros(rows, old.shape[1], length, old.shape[3], dtype=old.dtype)
     new[: old.shape[0], :, : old.shape[2]] = old
     return new

@@ -1,1 +1,1 @@
-"""The HTTP API of an engine: who may use it, what one request may ask for, OpenAI's shapes."""
+"""The HTTP API of an engine: access, limits of one request, OpenAI's shapes."""

@@ -1,7 +1,8 @@
-"""Who may use a replica's HTTP API, and how much one request may ask for, whichever engine serves it.
+"""Access to a replica's HTTP API, and limits of one request, whichever engine serves it.
 
-The workers' token and those of the tokens file do; one that may only read sees which models are there. `GET /health`
-needs none and tells only its status. See `millrace.rpc.access` for the rules and docs/security.md for how to set it up.
+The workers' token and those of the tokens file are accepted; one that may only read gets the list of models. `GET
+/health` needs none and answers its status alone. See `millrace.rpc.access` for the rules and docs/security.md for how
+to set it up.
 """
 
 import json
@@ -16,7 +17,7 @@ from millrace.telemetry.settings import Settings, join_address
 
 HEALTH = "/health"
 BODY_TOO_LARGE = "millrace.body_too_large"
-"""Key of the scope of a request whose body has passed the bound."""
+"""Key that is set in the scope of a request whose body has passed the limit."""
 CHALLENGE = {"WWW-Authenticate": "Bearer"}
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -25,7 +26,10 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 
 def http_access(host: str, port: int, environ: Mapping[str, str] | None = None) -> ServerAccess:
-    """Return what the server at this address demands; InvalidSpecError if it must not listen there as it is set up."""
+    """Return the access rules of a server at this address.
+
+    Raise InvalidSpecError if it may not listen there with them.
+    """
     access = ServerAccess.from_environ(environ)
     access.require_safe(join_address(host, port), {WORKER}, field="MILLRACE_HTTP_LISTEN")
     return access
@@ -43,7 +47,10 @@ def refusal() -> dict[str, Any]:
 
 
 def vllm_flags(host: str, port: int, environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return arguments that make vLLM's server demand the same; InvalidSpecError as from `http_access`."""
+    """Return arguments with which vLLM's server enforces the same access.
+
+    Raise InvalidSpecError as `http_access` does.
+    """
     access = http_access(host, port, environ)
     flags = [f"--middleware={__name__}.TokenGate"]
     if access.tls is not None:
@@ -62,22 +69,22 @@ def read_only_refusal(error: PermissionDeniedError) -> dict[str, Any]:
 class TokenGate:
     """ASGI middleware: 401 without a valid token, 403 with one that may only read, both before anything is read.
 
-    Bodies above the bound get 413; one of no announced length looks cut off to the application where it passes the
-    bound. Where tokens are demanded, `GET /health` tells its status and not why.
+    Bodies above the limit get 413; one of no announced length is cut off for the application where it passes the limit.
+    Where tokens are required, `GET /health` answers its status without a reason.
     """
 
     def __init__(self, app: App, *, access: ServerAccess | None = None) -> None:
-        """Create the check; `access` defaults to the access of this process's variables."""
+        """Take `access`, by default from this process's variables."""
         self._app = app
         self._access = ServerAccess.from_environ() if access is None else access
         self._is_guarded = self._access.tokens is not None or self._access.worker_tokens is not None
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Pass the request on, or refuse it."""
+        """Pass a request with a valid token and a body within the limit on to the application, or refuse it."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        # Two Authorization headers are ambiguous: neither counts.
+        # Two Authorization headers are ambiguous: both are ignored.
         values = [value.decode("latin-1") for name, value in scope.get("headers", ()) if name == b"authorization"]
         try:
             self._access.admit_http(scope["path"], values[0] if len(values) == 1 else None)
@@ -118,7 +125,7 @@ def _content_length(scope: Mapping[str, Any]) -> int | None:
 
 
 def _bounded(scope: MutableMapping[str, Any], receive: Receive) -> Receive:
-    """Return a `receive` that reports a disconnect where the body passes the bound, and notes that in the scope."""
+    """Return a `receive` that reports a disconnect when the body passes the limit, and notes that in the scope."""
     left = MAX_BODY_BYTES
 
     async def read() -> MutableMapping[str, Any]:
@@ -134,7 +141,7 @@ def _bounded(scope: MutableMapping[str, Any], receive: Receive) -> Receive:
 
 
 def _status_only(send: Send) -> Send:
-    """Send only whether the status is 200."""
+    """Return a `send` that replaces the answer by one that has only the status, and whether it is 200."""
 
     async def shortened(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
@@ -144,12 +151,10 @@ def _status_only(send: Send) -> Send:
     return shortened
 
 
-# What one HTTP request may ask for, whichever engine serves it: bounds that are looked at before anything is
-# computed.
+# Limits of one HTTP request, whichever engine serves it, checked before anything is computed.
 #
-# The error of a refused request names the field, how much it holds, how much is taken, and what to do instead. What
-# depends on the model is derived from its context: text that cannot fit into it is refused by its characters, before
-# it is tokenized.
+# The error of a refused request names the field, its size, the limit, and a remedy. Limits that depend on the model are
+# derived from its context: text that cannot fit into it is refused by its characters, before it is tokenized.
 
 MAX_BODY_BYTES = 16 << 20
 """Largest body: a million token ids with their commas have about 8 MB."""
@@ -167,19 +172,19 @@ MAX_STOP_CHARS = 256
 MAX_MESSAGES = 2048
 MAX_TOOLS = 256
 MAX_CHARS_PER_TOKEN = 16
-"""Above what any text has on average: real text has 3 to 5 characters per token."""
+"""More than any text has on average: real text has 3 to 5 characters per token."""
 MIN_CHARS = 4096
-"""Characters that are taken however small the context is: tokenizing them costs nothing, and gives exact messages."""
+"""Characters that are accepted however small the context is: tokenizing them is cheap, and gives exact messages."""
 _DEEPEST = 64
 
 
 def max_chars(model_len: int) -> int:
-    """Return characters of one prompt or chat that are tokenized for a context of `model_len` tokens."""
+    """Return the most characters of a prompt or chat that are tokenized for a context of `model_len` tokens."""
     return max(MIN_CHARS, MAX_CHARS_PER_TOKEN * model_len)
 
 
 def check_completions(num_prompts: int, n: int, *, n_field: str = "n") -> None:
-    """Raise InvalidSpecError if one request asks for too many completions."""
+    """Raise InvalidSpecError for too many prompts, or too many completions of all of them (`n` of each)."""
     if num_prompts > MAX_PROMPTS:
         raise too_many("prompt", f"{num_prompts} prompts", MAX_PROMPTS, "send several requests at the same time")
     if num_prompts * n > MAX_COMPLETIONS:
@@ -188,9 +193,9 @@ def check_completions(num_prompts: int, n: int, *, n_field: str = "n") -> None:
 
 
 def check_prompt(prompt: Any, n: int, model_len: int) -> None:
-    """Check a `prompt` of OpenAI's: a text or tokens, or a list of either.
+    """Raise InvalidSpecError if a `prompt` of OpenAI's API (a text or tokens, or a list of either) is over a limit.
 
-    Raises InvalidSpecError as the checks below do.
+    Checked are the number of prompts and completions, and the length of each prompt.
     """
     many: list[Any] = [prompt]
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
@@ -201,7 +206,7 @@ def check_prompt(prompt: Any, n: int, model_len: int) -> None:
 
 
 def check_texts(texts: Sequence[str], model_len: int, *, field: str = "prompt") -> None:
-    """Raise InvalidSpecError for a prompt of more characters than could fit."""
+    """Raise InvalidSpecError for a text of more characters than could fit into the context."""
     limit = max_chars(model_len)
     for index, text in enumerate(texts):
         if len(text) > limit:
@@ -210,7 +215,7 @@ def check_texts(texts: Sequence[str], model_len: int, *, field: str = "prompt") 
 
 
 def check_tokens(prompts: Sequence[Sequence[int]], model_len: int, *, field: str = "prompt") -> None:
-    """Raise InvalidSpecError for a prompt of at least as many tokens as the context has."""
+    """Raise InvalidSpecError for a prompt with at least as many tokens as the context has."""
     for prompt in prompts:
         if len(prompt) >= model_len:
             raise InvalidSpecError(
@@ -222,7 +227,7 @@ def check_tokens(prompts: Sequence[Sequence[int]], model_len: int, *, field: str
 
 
 def check_chat(messages: Sequence[Any], tools: Sequence[Any] | None, model_len: int) -> None:
-    """Raise InvalidSpecError for more messages or tools, or more characters in all of them, than could fit."""
+    """Raise InvalidSpecError for too many messages or tools, or more characters in either than could fit."""
     if len(messages) > MAX_MESSAGES:
         raise too_many("messages", f"{len(messages)} messages", MAX_MESSAGES, "leave old ones out")
     if tools and len(tools) > MAX_TOOLS:
@@ -234,7 +239,7 @@ def check_chat(messages: Sequence[Any], tools: Sequence[Any] | None, model_len: 
 
 
 def check_stops(stop: str | Sequence[str] | None, *, field: str = "stop") -> None:
-    """Raise InvalidSpecError for too many stop strings, or too long ones."""
+    """Raise InvalidSpecError for too many stop strings, or one that is too long."""
     stops = [stop] if isinstance(stop, str) else list(stop or ())
     if len(stops) > MAX_STOPS:
         raise too_many(field, f"{len(stops)} stop strings", MAX_STOPS, "leave out those that contain another one")
@@ -244,7 +249,10 @@ def check_stops(stop: str | Sequence[str] | None, *, field: str = "stop") -> Non
 
 
 def count_chars(value: Any) -> int:
-    """Return characters of all strings in a JSON value, its keys included, and one for everything else."""
+    """Return the characters of all strings in a JSON value, keys included, with one for every other scalar.
+
+    Raises InvalidSpecError for a value that nests too deeply.
+    """
     total, level = 0, [value]
     for _ in range(_DEEPEST):
         deeper: list[Any] = []
@@ -268,7 +276,7 @@ def count_chars(value: Any) -> int:
 
 
 def body_too_large(size: int | None) -> tuple[int, dict[str, Any]]:
-    """Return the answer to a body above the bound, in OpenAI's shape; `size` is None if it was not announced."""
+    """Return status and body of the answer to a body above the limit; `size` is None if it was not announced."""
     had = "more" if size is None else f"{size} bytes"
     message = (
         f"body: has {had}, and at most {MAX_BODY_BYTES} bytes are taken; send several smaller requests at the same time"
@@ -277,7 +285,7 @@ def body_too_large(size: int | None) -> tuple[int, dict[str, Any]]:
 
 
 def too_many(field: str, asked: str, limit: int, remedy: str) -> InvalidSpecError:
-    """Return the error of a field that asks for too much."""
+    """Make the InvalidSpecError (REQUEST_TOO_LARGE) of a field; `asked` describes what it asks for."""
     wrong = Violation(field=field, value=asked, message=f"at most {limit} are taken in one request")
     return InvalidSpecError([wrong], reason="REQUEST_TOO_LARGE", remedy=remedy)
 

@@ -1,4 +1,4 @@
-"""Chats as tokens: messages through the model's chat template. The way back is `parsers`."""
+"""Chats as tokens: messages through the model's chat template. `parsers` converts completions back."""
 
 import contextlib
 import hashlib
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from millrace.decoding import decode_json
 from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
 
-# What the engine calls a message's thought, and what chat templates call it.
+# The names of a message's thought in the engine's API and in chat templates.
 _REASONING = ("reasoning", "reasoning_content")
 
 
@@ -27,7 +27,10 @@ def encode_chat(
     continue_final_message: bool = False,
     template_kwargs: dict[str, Any] | None = None,
 ) -> list[int]:
-    """Return the prompt's token ids; InvalidSpecError if the messages are not what the template can take."""
+    """Return the prompt's token ids; raise InvalidSpecError if the chat template cannot take the messages.
+
+    Arguments of tool calls that are no JSON object become `{}` if the template fails with them.
+    """
     _check_kwargs(tokenizer, template_kwargs or {})
     prepared = [_prepare(message, index) for index, message in enumerate(messages)]
 
@@ -56,7 +59,7 @@ def encode_chat(
         raise _invalid("messages", f"the chat template cannot take them: {str(error)[:500]}") from error
 
 
-# The template is the model's own code, run on what a stranger sent: whatever it raises is the messages' fault.
+# The template is the model's own code, run on untrusted messages: any error of these types is the messages' fault.
 _TEMPLATE_ERRORS = (
     TemplateError,
     ValueError,
@@ -69,14 +72,16 @@ _TEMPLATE_ERRORS = (
 
 
 def _odd_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the functions of calls whose arguments are no object, of messages that are prepared."""
+    """Return the functions of calls, in prepared messages, whose arguments are no object."""
     functions = [call["function"] for message in messages for call in message.get("tool_calls") or ()]
     return [function for function in functions if not isinstance(function.get("arguments"), Mapping)]
 
 
 def _check_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> None:
-    """Refuse arguments that are not variables of the template: its text is code, and the other arguments are set by
-    Millrace.
+    """Raise InvalidSpecError for an argument that is one of `apply_chat_template` itself, and no variable of the
+    template.
+
+    The template's text is code, and the method's other arguments are set by Millrace.
     """
     if not kwargs:
         return
@@ -86,7 +91,9 @@ def _check_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any])
 
 
 def _prepare(message: dict[str, Any], index: int) -> dict[str, Any]:
-    """Return a message as templates expect it: text content, tool-call arguments as objects, no empty fields."""
+    """Return a message in the form that templates expect: text content, tool-call arguments as objects, no null
+    fields.
+    """
     prepared = {key: value for key, value in message.items() if value is not None}
     if not isinstance(prepared.get("role"), str):
         raise _invalid(f"messages[{index}].role", "must be a string")
@@ -114,7 +121,7 @@ def _text(content: Any, index: int) -> str:
 
 
 def _prepare_call(call: Any, index: int) -> dict[str, Any]:
-    """Return a call with its arguments as the value that they are; what is no JSON stays as the policy wrote it."""
+    """Return a call with its arguments decoded from JSON; a text that is no JSON stays as the policy wrote it."""
     try:
         function = dict(call["function"])
     except (KeyError, TypeError, ValueError) as error:
@@ -130,7 +137,7 @@ def _invalid(field: str, message: str) -> InvalidSpecError:
     return InvalidSpecError([Violation(field=field, message=message)], reason="REQUEST_INVALID")
 
 
-# The tokens of chats that were rendered a moment ago: a group's members ask with the same messages.
+# A cache of the tokens of chats that were rendered a moment ago: a group's members send the same messages.
 #
 # Rendering and tokenizing a short chat costs as much CPU as all its decoding steps of a small model.
 
@@ -140,7 +147,7 @@ _MAX_TOKENS = 4 * 2**20  # 32 MiB of a list's pointers; the numbers themselves a
 
 
 class PromptCache:
-    """The newest chats of one tokenizer and their tokens. Of one thread."""
+    """The newest chats of one tokenizer and their tokens. Used by one thread."""
 
     def __init__(self) -> None:
         self._tokenizer: object = None
@@ -148,9 +155,9 @@ class PromptCache:
         self._num_tokens = 0
 
     def get(self, tokenizer: object, chat: Any) -> tuple[str, list[int] | None]:
-        """Return the chat's key, and its tokens if they are known.
+        """Return the chat's key for `put`, and its tokens if they are cached.
 
-        `chat` is everything that the rendering depends on.
+        `chat` is everything that the rendering depends on. Another tokenizer empties the cache.
         """
         if tokenizer is not self._tokenizer:
             self._tokenizer, self._num_tokens = tokenizer, 0
@@ -163,7 +170,10 @@ class PromptCache:
         return key, tokens
 
     def put(self, tokenizer: object, key: str, tokens: list[int]) -> None:
-        """Keep a chat's tokens, unless the tokenizer was replaced while they were made."""
+        """Keep a chat's tokens, unless the tokenizer was replaced while they were made.
+
+        The oldest are dropped beyond a limit.
+        """
         if tokenizer is not self._tokenizer or key in self._chats:
             return
         self._chats[key] = tokens

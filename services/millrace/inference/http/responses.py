@@ -35,7 +35,7 @@ from millrace.rollouts import parameters
 from millrace.rollouts.parameters import CONTENT_TYPE, HEADER, LINES
 
 MIN_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON has not; vLLM writes the same."""
+"""Written for minus infinity, which JSON does not have; vLLM writes the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Completed:
 
 
 def error_body(error: MillraceError) -> tuple[int, dict[str, Any]]:
-    """Return HTTP status and OpenAI's error object."""
+    """Return the HTTP status and OpenAI's error object for an error."""
     status, kind = next((entry for cls, *entry in _STATUS if isinstance(error, cls)), (500, "InternalServerError"))
     param = error.violations[0].field if isinstance(error, InvalidSpecError) else None
     return status, {"error": {"message": str(error), "type": kind, "param": param, "code": status}}
@@ -64,7 +64,10 @@ _STATUS: list[Any] = [
 
 
 def completion_text(tokenizer: PreTrainedTokenizerBase, generation: Generation, sampling: SamplingBody) -> str:
-    """Return the completion as text, without the token that ended it unless that is requested."""
+    """Return the completion as text, up to the stop string that ended it.
+
+    The token or string that ended it is left out, unless `include_stop_str_in_output` is set.
+    """
     ids = generation.token_ids.tolist()
     is_stopped = generation.finish_reason is FinishReason.STOP
     if is_stopped and not isinstance(generation.stop_reason, str) and not sampling.include_stop_str_in_output:
@@ -90,7 +93,7 @@ def chat_body(
     *,
     parsers: ChatParsers,
 ) -> dict[str, Any]:
-    """Return the body of an answer to `/v1/chat/completions`."""
+    """Return the body of an answer to `/v1/chat/completions`, a choice for each of `completed`."""
     choices = []
     for index, item in enumerate(completed):
         message, finish = _message(body, tokenizer, item.generation, parsers), str(item.generation.finish_reason)
@@ -108,22 +111,24 @@ def chat_body(
 def _message(
     body: ChatBody, tokenizer: PreTrainedTokenizerBase, generation: Generation, parsers: ChatParsers
 ) -> dict[str, Any]:
-    """Return the completion as a message.
+    """Return the completion as a message, with tool calls and reasoning if the parsers find any.
 
-    Parsers see special tokens too, because some models mark their calls with them.
+    Parsers get the special tokens too, because some models mark their calls with them.
     """
-    said = None
+    parsed = None
     if parsers.may_find(tools=body.offered_tools):
         whole = body.model_copy(update={"skip_special_tokens": False})
         text = completion_text(tokenizer, generation, whole)
-        said = parsers.parse_completion(text, tools=body.offered_tools, template_kwargs=body.chat_template_kwargs or {})
-    if said is None:
+        parsed = parsers.parse_completion(
+            text, tools=body.offered_tools, template_kwargs=body.chat_template_kwargs or {}
+        )
+    if parsed is None:
         return {"role": "assistant", "content": completion_text(tokenizer, generation, body)}
-    message: dict[str, Any] = {"role": "assistant", "content": said.content}
-    if said.reasoning is not None:
-        message["reasoning"] = said.reasoning
-    if said.calls:
-        message["tool_calls"] = [_tool_call(call) for call in said.calls]
+    message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+    if parsed.reasoning is not None:
+        message["reasoning"] = parsed.reasoning
+    if parsed.calls:
+        message["tool_calls"] = [_tool_call(call) for call in parsed.calls]
     return message
 
 
@@ -134,7 +139,7 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
 def text_body(
     request_id: str, model: str, body: CompletionBody, tokenizer: PreTrainedTokenizerBase, completed: list[Completed]
 ) -> dict[str, Any]:
-    """Return the body of an answer to `/v1/completions`."""
+    """Return the body of an answer to `/v1/completions`, a choice for each of `completed`."""
     choices = []
     for index, item in enumerate(completed):
         choice: dict[str, Any] = {
@@ -145,7 +150,7 @@ def text_body(
         }
         if body.logprobs is not None:
             choice["logprobs"] = {parameters.LOGPROBS: item.generation.logprobs.tolist()}
-            if not body.stream_choices:  # whose receivers want one column, without a name for every token
+            if not body.stream_choices:  # whose clients read one column, without a name for every token
                 choice["logprobs"]["tokens"] = _token_names(body, tokenizer, item.generation)
         choice |= _extras(body, item.generation)
         if body.return_token_ids:
@@ -155,8 +160,9 @@ def text_body(
 
 
 def generate_body(request_id: str, body: GenerateBody, completed: list[Completed]) -> dict[str, Any]:
-    """Return the body of an answer to `/inference/v1/generate`; log-probs are always included, named `token_id:N` as
-    its clients require.
+    """Return the body of an answer to `/inference/v1/generate`.
+
+    Log-probs are always included, with tokens named `token_id:N`, as the route's clients require.
     """
     choices = []
     for index, item in enumerate(completed):
@@ -188,7 +194,7 @@ def generate_body(request_id: str, body: GenerateBody, completed: list[Completed
 def prompt_logprobs(
     prompt: Sequence[int], scores: PromptScores, tokenizer: PreTrainedTokenizerBase | None
 ) -> list[dict[str, Any] | None]:
-    """Return vLLM's shape: per token a table with its id as key, null for the first, which nothing precedes."""
+    """Return a prompt's scores in vLLM's form: per token a table with its id as key, None for the first token."""
     rows: list[dict[str, Any] | None] = [None]
     for token, logprob, rank in zip(prompt[1:], scores.logprobs.tolist(), scores.ranks.tolist(), strict=True):
         text = None if tokenizer is None else str(tokenizer.decode([token]))
@@ -198,16 +204,19 @@ def prompt_logprobs(
 
 
 def scored(prompt: Sequence[int], scores: PromptScores, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
-    """Return the fields of a prompt's scores: vLLM's, and the policy that they are of."""
+    """Return the fields of a prompt's scores: vLLM's `prompt_logprobs`, and `prompt_policy`, the policy that computed
+    them.
+    """
     policy = scores.policy
     whose = None if policy is None else {"lineage": policy.lineage, "version": policy.version}
     return {"prompt_logprobs": prompt_logprobs(prompt, scores, tokenizer), "prompt_policy": whose}
 
 
 def stream_chunks(whole: dict[str, Any], *, wants_usage: bool) -> Iterator[bytes]:
-    """Yield a finished body as server-sent events: two chunks per choice, then the usage, then [DONE].
+    """Yield a finished body as server-sent events: two chunks per choice, then the usage if it is wanted, then [DONE].
 
-    The first chunk has the text, the token ids and the log-probs, the last one how it ended and its policy spans.
+    The first chunk has the text, the token ids and the log-probs, the second one the finish reason and the policy
+    spans.
     """
     is_chat = whole["object"] == "chat.completion"
     head = {key: whole[key] for key in ("id", "created", "model")}
@@ -215,7 +224,7 @@ def stream_chunks(whole: dict[str, Any], *, wants_usage: bool) -> Iterator[bytes
     if wants_usage:
         head["usage"] = None
     for choice in whole["choices"]:
-        # Clients take the text from one chunk and the end of the choice from the next, as they do of a real stream.
+        # Clients read the text from one chunk and the end of the choice from the next, as in a real stream.
         end = {key: choice[key] for key in ("finish_reason", "stop_reason", "policy_spans")}
         first: dict[str, Any] = {key: value for key, value in choice.items() if key not in end}
         first["finish_reason"] = None
@@ -223,7 +232,7 @@ def stream_chunks(whole: dict[str, Any], *, wants_usage: bool) -> Iterator[bytes
         if is_chat:
             delta = dict(first.pop("message"))
             if calls := delta.pop("tool_calls", None):
-                # In a stream each piece of a call says by its index which call it continues.
+                # In a stream each piece of a call has the index of the call that it continues.
                 delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
             first["delta"], last["delta"] = delta, {}
         else:
@@ -254,7 +263,7 @@ def _envelope(
 
 
 def _usage(completed: list[Completed], num_choices: int) -> dict[str, int]:
-    """Return the token counts of an answer, in which each prompt counts once, however many choices it has."""
+    """Return the token counts of an answer; `completed` has `num_choices` for each prompt, which counts once."""
     prompts = sum(len(item.prompt_ids) for item in completed[::num_choices])
     tokens = sum(len(item.generation.token_ids) for item in completed)
     return {"prompt_tokens": prompts, "completion_tokens": tokens, "total_tokens": prompts + tokens}
@@ -282,7 +291,7 @@ def _token_names(body: CompletionCommon, tokenizer: PreTrainedTokenizerBase, gen
 
 
 def _chat_logprobs(body: ChatBody, tokenizer: PreTrainedTokenizerBase, generation: Generation) -> dict[str, Any]:
-    """Return log-probs in OpenAI's form; for choices by lines one column, without a name for every token."""
+    """Return log-probs in OpenAI's form; with `stream_choices` one column, without a name for every token."""
     if body.stream_choices:
         return {parameters.LOGPROBS: generation.logprobs.tolist()}
     return {"content": _token_logprobs(body, tokenizer, generation)}
@@ -300,14 +309,17 @@ def _token_logprobs(
 
 # The choices of one request as lines, each as soon as it has ended (`rollouts.choices_wire`).
 #
-# Rollouts of a group ask the same at the same time: one request costs less than many, and none waits for a longer
-# one.
+# Rollouts of a group make equal requests at the same time: one request costs less than many, and no rollout waits for a
+# longer one.
 
 logger = logging.getLogger(__name__)
 
 
 class ChoiceLines(Response):
-    """Generates while it answers; a client that hangs up cancels every choice."""
+    """A response that generates its choices while it is sent, as a line each.
+
+    A client that hangs up cancels every choice.
+    """
 
     media_type = CONTENT_TYPE
 
@@ -319,9 +331,10 @@ class ChoiceLines(Response):
         *,
         is_open: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Create the stream.
+        """Take `generate`, which computes a choice, and `whole`, which makes the body of an answer with that one
+        choice.
 
-        `whole` makes the body of an answer with one choice, and `is_open` is entered while the answer is sent.
+        `is_open` is entered while the answer is sent.
         """
         super().__init__(headers={HEADER: LINES})
         self._choices = choices
@@ -330,7 +343,7 @@ class ChoiceLines(Response):
         self._is_open = is_open
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        """Send a line per choice."""
+        """Start all choices and send each as a line when it has ended; a failed one is a line with its error."""
         ended: list[tuple[int, asyncio.Task[Completed]]] = []
         news = asyncio.Event()
 
@@ -351,7 +364,7 @@ class ChoiceLines(Response):
                 headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 left = len(tasks)
-                # It waits for this engine's generations, which a client ends by hanging up.
+                # This waits for generations of this engine, which a client ends by hanging up.
                 while left and not hung_up.done():
                     await news.wait()
                     news.clear()

@@ -1,4 +1,4 @@
-"""Bodies of the HTTP requests. What would change an answer and is not honoured is refused (`rollouts.parameters`)."""
+"""Bodies of the HTTP requests. Parameters that would change an answer and are not supported are refused."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self, TypeVar
@@ -11,7 +11,7 @@ from millrace.inference.http.access import MAX_CHOICES, check_stops
 from millrace.rollouts import parameters
 from millrace.rollouts.parameters import Parameter, check_parameters, check_tool_choice, check_tools
 
-# The bounds below are those of the engine's columns (embedded/rows.py): what passes here must not overflow there.
+# The limits below are those of the engine's columns (embedded/rows.py): a value that passes must not overflow there.
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[TokenId], Field(fail_fast=True)]  # of a million wrong ones, one is named
 Texts = Annotated[list[str], Field(fail_fast=True)]
@@ -28,7 +28,7 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
     parameters: ClassVar[Mapping[str, Parameter]] = {}
-    """Those of its API, which has more than this engine answers."""
+    """The parameters of its API, of which this engine supports a part (`rollouts.parameters`)."""
 
     @model_validator(mode="after")
     def _refuse_what_would_be_ignored(self) -> Self:
@@ -72,7 +72,7 @@ class SamplingBody(Body):
         return stop or None
 
     def params(self, max_tokens: int, *, choice: int = 0) -> SamplingParams:
-        """Return the engine's sampling parameters; with a seed, each of several choices gets its own."""
+        """Return the engine's sampling parameters; with a seed, choice number `choice` gets a seed of its own."""
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -109,7 +109,7 @@ class CompletionCommon(SamplingBody):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     stream_choices: bool = False
-    """The answer is a line per choice, as it ends, whatever `stream` says: see `rollouts.choices_wire`."""
+    """Whether the answer is a line per choice, as it ends, in place of a stream: see `rollouts.choices_wire`."""
 
     @property
     def wants_usage_chunk(self) -> bool:
@@ -223,13 +223,13 @@ class TokenizeBody(Body):
         return self
 
 
-# Stop strings that are special tokens: the text that they are looked for in leaves these out.
+# Stop strings that are special tokens: they are found by their ids, because the text leaves these tokens out.
 
 S = TypeVar("S", bound=SamplingBody)
 
 
 def special_texts(tokenizer: Any) -> Mapping[str, int]:
-    """Return the special tokens of a tokenizer of transformers: what they are written as, and their ids."""
+    """Return the ids of a transformers tokenizer's special tokens, by their texts."""
     added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     return {text: number for text, number in added.items() if text}
 
@@ -237,9 +237,10 @@ def special_texts(tokenizer: Any) -> Mapping[str, int]:
 def separated(
     stop: str | Sequence[str] | None, specials: Mapping[str, int], *, field: str = "stop"
 ) -> tuple[list[str], list[int]]:
-    """Return the stop strings that can be found in a text without special tokens, and the ids of those that are one.
+    """Return the stop strings that are no special token, and the ids of those that are one.
 
-    InvalidSpecError for a string that has one and more: neither its text nor an id would ever match.
+    Raises InvalidSpecError for a string that has a special token and more in it: neither text nor an id would ever
+    match.
     """
     texts: list[str] = []
     ids: list[int] = []
@@ -258,7 +259,10 @@ def separated(
 
 
 def with_stop_tokens(sampling: S, tokenizer: Any | None) -> S:
-    """Return the request's parameters, with special tokens by their ids where the text leaves them out."""
+    """Return the request's parameters with stop strings that are special tokens moved to `stop_token_ids`.
+
+    They are unchanged if the text has special tokens (`skip_special_tokens` False), or without a tokenizer.
+    """
     if not sampling.stop or not sampling.skip_special_tokens or tokenizer is None:
         return sampling
     texts, ids = separated(sampling.stop, special_texts(tokenizer))

@@ -69,21 +69,21 @@ from millrace.telemetry.metrics import make_registry
 logger = logging.getLogger(__name__)
 
 _SMALL = 8192
-"""Bytes, characters or tokens that are worked on without leaving the event loop: about a millisecond."""
+"""Bytes, characters or tokens that are processed in the event loop, in about a millisecond; more go to a thread."""
 _WORKERS = 2
 _MAX_VIOLATIONS = 20
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 _JSON = "application/json"
 
 MAX_CONNECTIONS = 4096
-"""At once, and `_OTHER_FILES` fewer than the files that this process may open."""
+"""The most connections at once; they are also at least `_OTHER_FILES` fewer than files that this process may open."""
 REQUEST_S = 10.0
 """How long a client has for its TLS handshake and for each header, and to go on reading an answer."""
 IDLE_S = 75.0
-"""Between two requests: longer than the pools of clients keep connections, so that none is closed under a request."""
-_SHUTDOWN_S = 2.0  # for answers on their way after `drain`, which has ended every generation
+"""The most between two requests: longer than clients keep connections, so that none is closed during a request."""
+_SHUTDOWN_S = 2.0  # for answers that are being sent after `drain`, which has ended every generation
 _OTHER_FILES = 256
-_CLIENT_GONE = 499  # nobody reads it
+_CLIENT_GONE = 499  # no client receives it
 
 B = TypeVar("B", bound=BaseModel)
 T = TypeVar("T")
@@ -91,7 +91,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class HttpApi:
-    """Handlers over one engine and the model slot that tells what it holds."""
+    """Handlers of the routes, over one engine and the slot with the model that it serves."""
 
     def __init__(self, engine: Engine, slot: ModelSlot, *, parsers: ChatParsers | None = None) -> None:
         self._engine = engine
@@ -99,7 +99,7 @@ class HttpApi:
         self._parsers = parsers or ChatParsers()
         self._metrics = make_registry("inference", updater.collectors(engine.status))
         self.is_draining = False
-        """New requests are refused."""
+        """Whether new requests are refused."""
         self._workers = ThreadPoolExecutor(_WORKERS, "http")
         self._prompt_cache = PromptCache()
         self._ids = _Ids()
@@ -108,7 +108,7 @@ class HttpApi:
         self._has_none_open.set()
 
     def make_app(self) -> FastAPI:
-        """Return the application, without its gate."""
+        """Return the application with all routes, without the check of tokens."""
         app = FastAPI(openapi_url=None, redirect_slashes=False, lifespan=self._lifespan)
         app.add_exception_handler(RoutingError, _routing_error)
         for path, handler in (("/v1/models", self.models), ("/health", self.health), ("/metrics", self.metrics)):
@@ -128,7 +128,7 @@ class HttpApi:
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     def _endpoint(self, model: type[B], handler: Callable[[B], Coroutine[Any, Any, Response]]) -> Handler:
-        """Read the body for `handler`, which is cancelled when the client hangs up."""
+        """Return a handler that reads the body as `model` for `handler`, and cancels that when the client hangs up."""
 
         async def endpoint(request: Request) -> Response:
             return await _while_connected(request, handler(await self._read(request, model)))
@@ -158,7 +158,7 @@ class HttpApi:
         tokenizer = _tokenizer(model)
         self._parsers.check(tools=body.offered_tools)
         prompt = await self._encode_chat(tokenizer, body, body.offered_tools or None, status.max_model_len)
-        wanted = body.max_completion_tokens or body.max_tokens
+        max_tokens = body.max_completion_tokens or body.max_tokens
         name = body.model or model.names[0]
 
         def whole(completed: list[responses.Completed]) -> dict[str, Any]:
@@ -166,8 +166,8 @@ class HttpApi:
             return responses.chat_body(identity, name, body, tokenizer, completed, parsers=self._parsers)
 
         if body.stream_choices:
-            return self._lines(model, [prompt], body, whole, max_tokens=wanted, status=status)
-        completed = await self._complete(model, [prompt], body, n=body.n, max_tokens=wanted, status=status)
+            return self._lines(model, [prompt], body, whole, max_tokens=max_tokens, status=status)
+        completed = await self._complete(model, [prompt], body, n=body.n, max_tokens=max_tokens, status=status)
         answer = await self._respond(completed, lambda: whole(completed), stream=body if body.stream else None)
         answer.headers[parameters.HEADER] = parameters.LINES
         return answer
@@ -177,15 +177,15 @@ class HttpApi:
         model, status = self._require(body.model)
         tokenizer = _tokenizer(model)
         prompts = await self._prompts(tokenizer, body, status.max_model_len)
-        wanted = body.max_tokens or _DEFAULT_COMPLETION_TOKENS
+        max_tokens = body.max_tokens or _DEFAULT_COMPLETION_TOKENS
         name = body.model or model.names[0]
 
         def text_of(completed: list[responses.Completed]) -> dict[str, Any]:
             return responses.text_body(self._ids.next("cmpl"), name, body, tokenizer, completed)
 
         if body.stream_choices:
-            return self._lines(model, prompts, body, text_of, max_tokens=wanted, status=status)
-        completed = await self._complete(model, prompts, body, n=body.n, max_tokens=wanted, status=status)
+            return self._lines(model, prompts, body, text_of, max_tokens=max_tokens, status=status)
+        completed = await self._complete(model, prompts, body, n=body.n, max_tokens=max_tokens, status=status)
         scored: list[dict[str, Any]] = []
         if body.prompt_logprobs is not None:
             scored = [row for prompt in prompts for row in [await self._score(model, prompt)] * body.n]
@@ -232,7 +232,7 @@ class HttpApi:
         )
 
     async def health(self, _: Request) -> Response:
-        """Serve `GET /health`."""
+        """Serve `GET /health`: 200 if a model is served and the engine makes progress; else raise UnavailableError."""
         self._require()
         status = self._engine.status()
         if status.progress_age_s > STALL_S:
@@ -245,7 +245,7 @@ class HttpApi:
         return Response(encode(self._metrics), headers={"content-type": content_type})
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new requests, wait for the open ones at most `grace_s`, then abort them."""
+        """Refuse new requests, wait at most `grace_s` for the open ones, then abort those that are left."""
         self.is_draining = True
         try:
             async with asyncio.timeout(grace_s):
@@ -255,7 +255,11 @@ class HttpApi:
             await self._engine.abort_all()
 
     def _require(self, name: str | None = None) -> tuple[ServedModel, EngineStatus]:
-        """Return the served model, if it answers to `name`."""
+        """Return the served model and the engine's status.
+
+        Raises UnavailableError while draining or without a model, and NotFoundError if the model has not the name
+        `name`.
+        """
         model, status = self._slot.current, self._engine.status()
         if self.is_draining:
             raise UnavailableError("this replica is shutting down", reason="DRAINING", remedy="retry on another one")
@@ -281,9 +285,9 @@ class HttpApi:
         status: EngineStatus,
         are_one_call: bool = True,
     ) -> list[GenerateRequest]:
-        """Return requests for `n` completions of each prompt, in order.
+        """Return requests for `n` completions of each prompt, in order; raise InvalidSpecError beyond a limit.
 
-        Each has its own scheduling turns unless they are one call.
+        They share the scheduling turns of one call, or with `are_one_call` False each has its own.
         """
         room = status.max_model_len
         limits.check_completions(len(prompts), n)
@@ -303,7 +307,7 @@ class HttpApi:
 
     @contextlib.contextmanager
     def _is_open(self) -> Iterator[None]:
-        """Count a request as open while the block runs; `drain` waits until none is."""
+        """Count a request as open during the block; `drain` waits until none is."""
         self._num_open += 1
         self._has_none_open.clear()
         try:
@@ -323,7 +327,10 @@ class HttpApi:
         max_tokens: int | None,
         status: EngineStatus,
     ) -> list[responses.Completed]:
-        """Return `n` completions of each prompt, in order. When one fails the others are aborted."""
+        """Return `n` completions of each prompt, in order.
+
+        If one fails, the others are aborted and its error is raised.
+        """
         requests = self._requests(model, prompts, sampling, n=n, max_tokens=max_tokens, status=status)
         with self._is_open():
             if len(requests) == 1:
@@ -345,7 +352,7 @@ class HttpApi:
         max_tokens: int | None,
         status: EngineStatus,
     ) -> ChoiceLines:
-        """Yield the answers of `_complete`, each as a line of its own as soon as it has ended."""
+        """Return a response that sends each completion as a line of its own as soon as it has ended."""
         alone = self._requests(model, prompts, body, n=body.n, max_tokens=max_tokens, status=status, are_one_call=False)
         return ChoiceLines(alone, partial(self._generate_one, model), lambda one: whole([one]), is_open=self._is_open)
 
@@ -356,7 +363,10 @@ class HttpApi:
         tools: list[dict[str, Any]] | None,
         room: int,
     ) -> list[int]:
-        """Return the tokens of a chat; InvalidSpecError if it is more than could fit."""
+        """Return the tokens of a chat, from the cache if it is in there.
+
+        Raises InvalidSpecError if it could not fit into `room` tokens, or the template cannot take it.
+        """
         messages = body.messages or []
         limits.check_chat(messages, tools, room)
         options = [body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs]
@@ -380,7 +390,7 @@ class HttpApi:
     async def _encode(
         self, tokenizer: PreTrainedTokenizerBase, texts: list[str], room: int, *, add_special_tokens: bool
     ) -> list[list[int]]:
-        """Return the tokens of texts; InvalidSpecError if one is more than could fit."""
+        """Return the tokens of texts; raise InvalidSpecError if one could not fit into `room` tokens."""
         limits.check_texts(texts, room)
         return await self._beside(
             lambda: [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts],
@@ -388,7 +398,7 @@ class HttpApi:
         )
 
     async def _prompts(self, tokenizer: PreTrainedTokenizerBase, body: CompletionBody, room: int) -> list[list[int]]:
-        """Return the prompts of `/v1/completions`, which come as text or tokens, one or many."""
+        """Return the prompts of `/v1/completions` as token ids; they come as text or tokens, one or many."""
         match body.prompt:
             case str() as text:
                 texts = [text]
@@ -402,7 +412,7 @@ class HttpApi:
         return await self._encode(tokenizer, texts, room, add_special_tokens=body.add_special_tokens)
 
     async def _beside(self, work: Callable[[], T], *, size: int) -> T:
-        """Run what takes long beside the event loop, at most `_WORKERS` at a time; what is small runs at once."""
+        """Run `work` in a thread, at most `_WORKERS` at a time, or in the event loop if its `size` is small."""
         if size < _SMALL:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._workers, work)
@@ -414,7 +424,9 @@ class HttpApi:
         *,
         stream: CompletionCommon | None,
     ) -> Response:
-        """Return the body that `whole` makes, as JSON or, if the request asks for it, as server-sent events."""
+        """Return a response with the body that `whole` makes: as JSON, or as server-sent events if `stream` has the
+        request.
+        """
 
         def encode() -> bytes:
             if stream is None:
@@ -427,7 +439,10 @@ class HttpApi:
         return Response(content, headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
 
     async def _read(self, request: Request, body: type[B]) -> B:
-        """Return the body, validated; InvalidSpecError names the fields that are wrong."""
+        """Read and validate the body.
+
+        Raise InvalidSpecError that names wrong fields, HTTPException if it comes too slowly.
+        """
         try:
             async with asyncio.timeout(limits.BODY_S):
                 data = await request.body()
@@ -436,12 +451,12 @@ class HttpApi:
         return await self._beside(lambda: _validated(body, data), size=len(data))
 
     async def _score(self, model: ServedModel, prompt: list[int]) -> dict[str, Any]:
-        """Return `prompt_logprobs` of a prompt, and the policy that computed them as `prompt_policy`."""
+        """Compute the fields `prompt_logprobs` and `prompt_policy` for a prompt."""
         self._require_still(model)
         return responses.scored(prompt, await self._engine.score(tuple(prompt)), model.tokenizer)
 
     def _require_still(self, model: ServedModel) -> None:
-        """Raise UnavailableError if the engine may hold another model than the one for which a prompt was made."""
+        """Raise UnavailableError if the model that a request was prepared for was replaced since."""
         if self._slot.current is not model:
             raise UnavailableError(
                 "the model was replaced while the request was read", reason="GENERATION_ABORTED", remedy="retry"
@@ -466,7 +481,10 @@ class HttpApi:
 
 
 def _safely(handler: Handler) -> Handler:
-    """Return the handler, whose errors become answers in OpenAI's shape."""
+    """Return the handler with its errors answered in OpenAI's form.
+
+    Unexpected ones are logged and answered with 500.
+    """
 
     async def endpoint(request: Request) -> Response:
         try:
@@ -491,13 +509,13 @@ def _safely(handler: Handler) -> Handler:
 
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """Return the result of `work`, which is cancelled when the client hangs up."""
+    """Return the result of `work`; cancel it and return status 499 when the client hangs up."""
     answered, _ = await first_of(work, request.receive())  # after the whole body only a disconnect comes
     return Response(status_code=_CLIENT_GONE) if answered is None else answered.result()
 
 
 async def _routing_error(_: Request, error: Exception) -> Response:
-    """Return the error of an unknown path or method, or of an exception that is not Millrace's."""
+    """Return the response for an unknown path or method, or another HTTPException."""
     assert isinstance(error, RoutingError)
     body = {"error": {"message": error.detail, "type": "HTTPError", "param": None, "code": error.status_code}}
     return _json(body, status=error.status_code, headers=error.headers)
@@ -529,7 +547,7 @@ def _tokenizer(model: ServedModel) -> PreTrainedTokenizerBase:
 
 
 def _first(group: BaseExceptionGroup) -> BaseException:
-    """Return the error that made the group fail: the rest are its consequences."""
+    """Return the innermost first error of a group: the others are its consequences."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -537,19 +555,22 @@ def _first(group: BaseExceptionGroup) -> BaseException:
 
 
 class _Ids:
-    """Names of requests that no other process gives, without a call of the system for each: they are no secrets."""
+    """Ids of requests, unique across processes, made without a system call for each. They are no secrets."""
 
     def __init__(self) -> None:
         self._own = secrets.token_hex(8)
         self._numbers = itertools.count()
 
     def next(self, kind: str) -> str:
-        """Return a number that was not returned before."""
+        """Return a new id that begins with `kind`."""
         return f"{kind}-{self._own}{next(self._numbers):08x}"
 
 
 async def start_http(api: HttpApi, host: str, port: int) -> HttpServer:
-    """Serve the API until the server is stopped. UnavailableError if the address cannot be bound."""
+    """Serve the API, with its check of tokens, and return the server.
+
+    Raise UnavailableError if the address is not free.
+    """
     access = http_access(host, port)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     bounds = HttpBounds(

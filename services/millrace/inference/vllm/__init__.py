@@ -1,1 +1,1 @@
-"""vLLM as the engine: what runs inside its processes. Nothing outside this package imports vllm."""
+"""vLLM as the engine: the code that runs inside its processes. Nothing outside this package imports vllm."""

@@ -1,11 +1,12 @@
 """vLLM after the `PolicyEngine` protocol: pause, apply in the workers, resume, prove, and only then let answers out.
 
     check          while the old version serves: shapes; then the workers build what cannot be written in place, and
-                   tell the digests that they will hold, by the bits that they hold now where something is to change
+                   return the digests that they will have, from their present bits and those that are to change
     apply_policy   paused: write what is new and read that back, set vLLM's weight version (its spans come from that),
-                   KV cache by mode; the probe is handed in, to be computed before all that waits
+                   KV cache by mode; submit the probe, to be computed before all waiting requests
     prove          generation goes on, answers are kept back until the probe is computed; then the gate opens, and the
                    workers verify everything in the background. After a load they read it before the gate opens.
+
 
 Everything runs in the event loop of vLLM's API server, over its documented `EngineClient`.
 """
@@ -43,7 +44,7 @@ from millrace.policies.manifest import Probe, StagedPolicy
 from millrace.policies.proof import MISMATCH, Readback
 from millrace.storage.clean_up import TemporaryDirectory
 
-# What a policy's files say about its model, beside the one that vLLM was started with.
+# Comparison of a policy's config with that of the model that vLLM was started with.
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _NOISE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
@@ -53,10 +54,11 @@ _QUANTIZATION = "quantization_config"
 def compare_configs(
     wanted_dir: Path, held_dir: Path, *, revision: str | None = None, download_dir: str | None = None
 ) -> tuple[str, bool]:
-    """Return how the policy's config.json differs from that of vLLM's model, and whether it is that of its text part.
+    """Compare the policy's config.json with that of vLLM's model.
 
-    Empty if it does not differ where it matters, also if vLLM's is not found: names and shapes of the tensors are
-    compared in any case. `revision` and `download_dir` are those with which vLLM got a model of the Hub.
+    Return a sentence about differing keys, "" if none matters or vLLM's config is not found, and whether the policy is
+    of the model's text part alone. (Names and shapes of tensors are compared elsewhere.) `revision` and `download_dir`
+    are those with which vLLM got a model of the Hub.
     """
     held_path, wanted_path = _config_file(held_dir, revision, download_dir), wanted_dir / "config.json"
     held = _config(held_path)
@@ -84,8 +86,8 @@ def compare_configs(
 def require_same_positions(model: Any, probe: Probe | None) -> None:
     """Raise InvalidStateError if vLLM, by its `model_config`, computes other positions than the policy's trainer does.
 
-    Where vLLM's positions follow a length, it is `max_model_len`. Of `dynamic` ones it has only those that the model
-    was trained on.
+    Positions that follow a length follow `max_model_len`; `dynamic` ones go up to the length that the model was trained
+    on.
     """
     if probe is None or not probe.contexts:
         return
@@ -101,11 +103,10 @@ def require_same_positions(model: Any, probe: Probe | None) -> None:
 
 @asynccontextmanager
 async def other_weights(directory: str | None, *, model: Path, scratch: Path) -> AsyncIterator[str | None]:
-    """Provide the directory that vLLM is to load in place of `model`, which is validated.
+    """Yield the directory that vLLM is to load in place of `model`, validated.
 
-    It exists while the block runs.
-
-    None is the model itself. InvalidStateError (WEIGHTS_NOT_FOUND); raises as `validate_other_weights`.
+    None for no `directory`, the model itself. It is deleted after the block. Raises InvalidStateError
+    (WEIGHTS_NOT_FOUND), and as `validate_other_weights`.
     """
     if directory is None:
         yield None
@@ -125,7 +126,9 @@ def _look_at(directory: Path, model: Path, place: Path) -> Path:
 
 
 def _config_file(model: Path, revision: str | None, download_dir: str | None) -> Path:
-    """Return the config file of a directory, or of a Hub id, which vLLM has downloaded and still calls by its id."""
+    """Return the path of the config in a directory, or in the cache of the Hub, if vLLM has downloaded the model by its
+    id.
+    """
     path = model / "config.json"
     if path.is_file() or not _HUB_ID.fullmatch(str(model)):
         return path
@@ -134,14 +137,14 @@ def _config_file(model: Path, revision: str | None, download_dir: str | None) ->
 
 
 def _config(path: Path) -> dict[str, Any] | None:
-    """Return the file's content without the keys that do not matter; None if there is none."""
+    """Return the file's content without the keys that do not matter; None if there is no file."""
     if not path.is_file():
         return None
     return _plain(json.loads(path.read_bytes()))
 
 
 def _understood(path: Path) -> dict[str, Any] | None:
-    """Return the same as transformers reads it, with every default; None if it does not know it."""
+    """Return the config as transformers reads it, with all defaults; None if it does not know the model."""
     from transformers import AutoConfig
 
     try:
@@ -151,14 +154,14 @@ def _understood(path: Path) -> dict[str, Any] | None:
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the configs within a config."""
+    """Yield the configs of sub-models within a config."""
     for value in config.values():
         if isinstance(value, dict) and "model_type" in value:
             yield value
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config without what does not matter, at every level; `type` is the older word beside `rope_type`."""
+    """Return a config without keys that do not matter, at every level; with `rope_type` the older key `type` is one."""
     noise = (*_NOISE, "type") if "rope_type" in config else _NOISE
     return {
         key: _plain(value) if isinstance(value, dict) else value for key, value in config.items() if key not in noise
@@ -174,8 +177,8 @@ _RELOAD_DEADLINE_S = 1800.0
 class VllmEngine:
     """Implements `PolicyEngine`. `directory` is where files for the workers are written.
 
-    `is_fixed` is for a model that was chosen where the replica was started: a restart would load it again, so a policy
-    of another architecture is refused.
+    `is_fixed` is for a model that was chosen when the replica was started: a restart would load it again, so a policy
+    of another architecture is refused without one.
     """
 
     def __init__(self, client: Any, gate: GenerationGate, *, directory: Path, is_fixed: bool = False) -> None:
@@ -217,7 +220,11 @@ class VllmEngine:
         return self._client
 
     async def load(self, model_dir: Path, staged: StagedPolicy | None, *, identity: PolicyIdentity) -> None:
-        """See `PolicyEngine.load`. vLLM keeps its architecture: a policy of another one needs a restart."""
+        """See `PolicyEngine.load`. vLLM keeps its architecture: for a policy of another one InvalidStateError is
+        raised.
+
+        A restart of vLLM for that policy is then asked for, unless the model is fixed.
+        """
         if staged is None:  # the model that vLLM was started with
             await self._set_version(identity)
             self._state, self._error, self._identity = EngineState.READY, "", identity
@@ -252,9 +259,9 @@ class VllmEngine:
         self._state, self._error, self._identity = EngineState.READY, "", identity
 
     async def load_directory(self, directory: str | None) -> None:
-        """Load safetensors files that the workers can read, as PRIME-RL's HTTP calls want it; nothing proves them.
+        """Load safetensors files that the workers can read, for PRIME-RL's HTTP calls; they are not proved.
 
-        None is the model that vLLM was started with.
+        None loads the model that vLLM was started with. Raises InvalidStateError if the replica serves a run.
         """
         num_loads = self._num_loads
         self._require_awake()
@@ -280,7 +287,7 @@ class VllmEngine:
             self.gate.open(self._salt(identity))
 
     async def check(self, staged: StagedPolicy) -> None:
-        """See `PolicyEngine.check`; ends with the version staged in the workers."""
+        """See `PolicyEngine.check`; leaves the version staged in the workers."""
         self._require_ready()
         self._foreseen, began = None, time.monotonic()
         if staged.manifest.adapter is not None:
@@ -305,7 +312,7 @@ class VllmEngine:
     async def apply_policy(
         self, staged: StagedPolicy, *, identity: PolicyIdentity, inflight_mode: InflightMode
     ) -> None:
-        """See `PolicyEngine.apply_policy`; takes what `check` has staged."""
+        """See `PolicyEngine.apply_policy`; applies what `check` has staged."""
         self._require_ready()
         self._require_awake()
         await self.pause("apply")
@@ -315,7 +322,7 @@ class VllmEngine:
                 await self._rpc("millrace_activate", identity.version)
             self._times.mark("write")
             await self._put_adapter(staged if staged.manifest.adapter is not None else None)
-            self._prober.begin(staged)  # vLLM takes it while it is paused: it is the first of all that waits
+            self._prober.begin(staged)  # vLLM accepts it while it is paused: it is the first of all waiting requests
             await self._set_version(identity)
             if inflight_mode is InflightMode.RECOMPUTE:
                 await self._bounded(self._client.reset_prefix_cache(reset_running_requests=True))
@@ -330,7 +337,10 @@ class VllmEngine:
         self._identity = identity
 
     async def prove(self, staged: StagedPolicy, *, opens: bool = True) -> HeldDigest:
-        """Prove as `PolicyEngine.prove` does. Generation goes on meanwhile, but no answer leaves."""
+        """See `PolicyEngine.prove`. Generation goes on meanwhile, and its answers are kept back.
+
+        The workers then verify the weights in the background.
+        """
         self._require_ready()
         self._is_proving = True  # pauses that come meanwhile begin afterwards
         try:
@@ -353,7 +363,7 @@ class VllmEngine:
         finally:
             self._prober.end()
             self._is_proving = False
-            if self._pauses - {PAUSE_HOLDER}:  # an update's own ends now: to stop for that would be of no use
+            if self._pauses - {PAUSE_HOLDER}:  # an update's own pause ends now, so that there is no use to stop for it
                 await self._follow_pauses()
         assert self._identity is not None
         if opens:
@@ -364,8 +374,8 @@ class VllmEngine:
         return HeldDigest(digest=staged.manifest.digest, proof=proof)
 
     async def _held(self, staged: StagedPolicy) -> Readback:
-        """Return what the workers hold: as it was foreseen, now that it is written and that was read back, or read
-        whole.
+        """Return the digests of the workers' weights: those foreseen by `check`, which were written and read back, or
+        read now.
         """
         foreseen, self._foreseen = self._foreseen, None
         if foreseen is not None and foreseen[0] is staged:
@@ -384,7 +394,10 @@ class VllmEngine:
         await self._abort_all("the replica is shutting down")
 
     async def pause(self, holder: str) -> None:
-        """See `PolicyEngine.pause`. An update's pause shuts the gate first: what comes meanwhile gets the new salt."""
+        """See `PolicyEngine.pause`.
+
+        An update's pause shuts the gate first, so that requests that come meanwhile get the new salt.
+        """
         if holder == SLEEP:
             self._rest.require_sleep()
         elif holder != OPERATOR:
@@ -441,20 +454,23 @@ class VllmEngine:
         await self.abort_all()
 
     async def _requeue_unbegun(self) -> None:
-        """Have requests without a token begin again, with the new version from their prompt on. Only while paused."""
+        """Abort requests without a token and have them begin again with the new version.
+
+        Must be called while paused.
+        """
         await gates.abort(self._client, self.gate.requeue(gates.unbegun(self._client)))
 
     async def _abort_all(self, reason: str) -> None:
         await gates.abort(self._client, self.gate.abort_all(reason))
 
     async def _follow_pauses(self) -> None:
-        """Have vLLM rest or go on, as the holders want it."""
+        """Pause vLLM, put it to sleep or let it generate, as the present holders of pauses ask."""
         async with self._lock:
             stops = bool(self._pauses) and not self._is_proving
             await self._rest.become(Degree.ASLEEP if SLEEP in self._pauses else Degree.PAUSED if stops else Degree.NONE)
 
     async def _put_adapter(self, staged: StagedPolicy | None) -> None:
-        """Set the adapter of every request that begins or goes on; None means a whole policy, which has none."""
+        """Set the adapter of every request that begins or goes on; None is a whole policy, which gets a blank one."""
         await self._bounded(self._adapters.unload() if staged is None else self._adapters.load(staged))
         self.gate.lora_request = self._adapters.request
 
@@ -466,7 +482,10 @@ class VllmEngine:
         return f"{identity}#{self._num_applied}"
 
     async def _rpc(self, method: str, *args: Any, deadline_s: float = _RPC_DEADLINE_S) -> list[Any]:
-        """Return one call of every worker."""
+        """Call a method of every worker and return their results.
+
+        Raise UnavailableError while asleep or after `deadline_s`.
+        """
         self._require_awake()
         self._is_busy = True
         try:
@@ -484,7 +503,9 @@ class VllmEngine:
             ) from None
 
     def _require_no_run(self, num_loads: int) -> None:
-        """Raise InvalidStateError if the engine holds a run's policy, or one was loaded after that many loads."""
+        """Raise InvalidStateError if the engine has a run's policy, or `load` was called since there were `num_loads`
+        calls.
+        """
         if self._num_loads != num_loads or (self._identity is not None and self._identity.run_uid):
             raise InvalidStateError(
                 "a run's policy has come, which takes the place of the weights of a directory",
@@ -493,7 +514,9 @@ class VllmEngine:
             )
 
     def _require_awake(self) -> None:
-        """Raise UnavailableError while the engine sleeps, or may sleep: it has no memory to read or write."""
+        """Raise UnavailableError while the engine sleeps, or may sleep, because its memory cannot be read or
+        written.
+        """
         if SLEEP in self._pauses or not self._rest.has_memory:
             raise UnavailableError("the engine sleeps", reason="ENGINE_ASLEEP", remedy="retry once it is woken")
 
@@ -506,7 +529,7 @@ class VllmEngine:
     def _require_same_config(self, model_dir: Path) -> bool:
         """Return whether the policy is of the model's text part alone.
 
-        InvalidStateError, and a request for a restart, if it is of another architecture.
+        Raises InvalidStateError for another architecture, after asking for a restart unless the model is fixed.
         """
         model, load = self._client.model_config, self._client.vllm_config.load_config
         held = Path(model.model)

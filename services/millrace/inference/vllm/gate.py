@@ -1,4 +1,4 @@
-"""The gate between vLLM's HTTP handlers and its engine, and how far vLLM rests: generating, paused, or asleep.
+"""The gate between vLLM's HTTP handlers and its engine, and the state of vLLM: generating, paused, or asleep.
 
 vLLM's serving objects get `GatedClient` in place of the engine client, so that everything that generates goes through
 here, whatever route it came by:
@@ -10,8 +10,8 @@ here, whatever route it came by:
   salt into a new version, except those that were in the engine already. These go on with the KV cache that they have
   (`keep`), or compute it anew (`recompute`). A request that has no token yet is requeued instead, and begins again with
   the new version and its salt: otherwise its tokens would claim the new version on a prompt cached by the old one.
-* From the moment that new weights are in until they are proved no answer leaves. If the proof fails the answers are
-  dropped, and their callers told to retry elsewhere.
+* From the moment that new weights are written until they are proved no answer leaves. If the proof fails the answers
+  are dropped, and their callers get an error that asks them to retry.
 """
 
 import asyncio
@@ -33,7 +33,9 @@ _ABORT_DEADLINE_S = 10.0
 
 @dataclass(slots=True)
 class Calls:
-    """What the engine said about the generations of one HTTP request, by call in their order: the finished choices."""
+    """The finished choices of one HTTP request's generations, by index, one table per call of the engine in their
+    order.
+    """
 
     outputs: list[dict[int, Any]] = field(default_factory=list)
 
@@ -45,7 +47,7 @@ CALLS: contextvars.ContextVar[Calls | None] = contextvars.ContextVar("millrace_c
 class Ticket:
     """One generation that has begun. `abort_reason` is why its answer must not leave.
 
-    `is_requeued`: it begins again. `has_answered`: a part of its answer has left, so that it cannot.
+    With `is_requeued` it begins again. With `has_answered` a part of its answer has left, so that it cannot.
     """
 
     request_id: str
@@ -55,7 +57,7 @@ class Ticket:
 
 
 class GenerationGate:
-    """Shut with a reason at first. All methods belong to the event loop."""
+    """Decides when requests begin and answers leave; refuses requests at first. Used by one event loop."""
 
     def __init__(self) -> None:
         self.refusal = "no policy is loaded yet"
@@ -64,7 +66,7 @@ class GenerationGate:
         self.may_leave.set()
         self._salt = ""
         self.lora_request: Any = None
-        """The adapter of everything that begins, as vLLM names it; None for none."""
+        """vLLM's LoRARequest for every generation that begins; None for none."""
         self._tickets: set[Ticket] = set()
         self._has_none = asyncio.Event()
         self._has_none.set()
@@ -77,7 +79,7 @@ class GenerationGate:
         return len(self._tickets)
 
     def wait(self) -> None:
-        """Make new requests wait from now on, unless they are refused anyway."""
+        """Make new requests wait from now on, unless they are refused."""
         if not self.refusal:
             self._is_open.clear()
 
@@ -86,25 +88,28 @@ class GenerationGate:
         self.may_leave.clear()
 
     def open(self, salt: str) -> None:
-        """Let requests begin and answers leave."""
+        """Let requests begin, with this salt for their prefix cache, and answers leave."""
         self._salt, self.refusal = salt, ""
         self.may_leave.set()
         self._is_open.set()
 
     def refuse(self, reason: str) -> None:
-        """Refuse new requests, and let answers leave."""
+        """Refuse new and waiting requests with this reason; whether answers leave does not change."""
         self.refusal = reason
         self._is_open.set()  # those who wait hear it
 
     def abort_all(self, reason: str) -> list[str]:
-        """Withhold the answers of all requests under way; returns the ids of these requests, to be aborted."""
+        """Refuse the answers of all generations that have begun, and return their ids, for the caller to abort."""
         for ticket in self._tickets:
             ticket.abort_reason = reason
         self.may_leave.set()
         return [ticket.request_id for ticket in self._tickets]
 
     def requeue(self, request_ids: Collection[str]) -> list[str]:
-        """Restart the requests that are open here; returns their ids, to be aborted."""
+        """Have those of the requests that have begun here begin again, and return their ids, for the caller to abort.
+
+        A request of which a part has left cannot begin again, and fails.
+        """
         found = [ticket for ticket in self._tickets if ticket.request_id in request_ids and not ticket.abort_reason]
         for ticket in found:
             if ticket.has_answered:  # some of its choices have begun, others not
@@ -113,11 +118,14 @@ class GenerationGate:
         return [ticket.request_id for ticket in found]
 
     async def drained(self) -> None:
-        """Return when nothing is open."""
+        """Wait until no generation is open."""
         await self._has_none.wait()
 
     async def enter(self, request_id: str) -> tuple[Ticket, str]:
-        """Wait until a request may begin, and begin it: its ticket and its salt. UnavailableError if none may."""
+        """Wait until a request may begin, and return its ticket and its salt.
+
+        Raise UnavailableError if requests are refused.
+        """
         await self._admitted()
         ticket = Ticket(request_id)
         self._tickets.add(ticket)
@@ -125,7 +133,10 @@ class GenerationGate:
         return ticket, self._salt
 
     async def enter_again(self, ticket: Ticket) -> str:
-        """Wait until a requeued request may begin again: its new salt. UnavailableError if it must not."""
+        """Wait until a requeued request may begin again, and return its new salt.
+
+        Raise UnavailableError if it may not.
+        """
         await self._admitted()
         _require_not_aborted(ticket)
         ticket.is_requeued = False
@@ -142,12 +153,12 @@ class GenerationGate:
                 self.num_waiting -= 1
 
     async def pass_out(self, ticket: Ticket) -> None:
-        """Return when the ticket's answer may leave; UnavailableError if it must not."""
+        """Wait until the ticket's answer may leave; raise UnavailableError if it may not."""
         await self.may_leave.wait()
         _require_not_aborted(ticket)
 
     def leave(self, ticket: Ticket) -> None:
-        """End the ticket's generation."""
+        """End the ticket's generation, and count it as finished."""
         self._tickets.discard(ticket)
         self.num_finished += 1
         if not self._tickets:
@@ -155,7 +166,7 @@ class GenerationGate:
 
 
 class GatedClient:
-    """vLLM's engine client with a gate before `generate`; everything else is the client's."""
+    """vLLM's engine client with the gate before `generate`; all else is passed on to the client."""
 
     def __init__(self, client: Any, gate: GenerationGate) -> None:
         self._client = client
@@ -165,7 +176,10 @@ class GatedClient:
         return getattr(self._client, name)
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncIterator[Any]:
-        """See vLLM's `EngineClient.generate`. The prompt has to be a rendered one, as those of vLLM's handlers are."""
+        """Generate as vLLM's `EngineClient.generate` does, through the gate.
+
+        The prompt must be rendered, as vLLM's handlers do. Finished choices are also noted in the request's CALLS.
+        """
         calls = CALLS.get()
         finished: dict[int, Any] = {}
         if calls is not None:
@@ -202,7 +216,7 @@ class GatedClient:
 
 
 def unbegun(client: Any) -> set[str]:
-    """Return Ids of the requests in vLLM that have no token yet; of several choices, that have one without."""
+    """Return the ids of the requests in vLLM that have no token yet; of several choices, if one has none."""
     states = client.output_processor.request_states.values()
     return {_name_of(state) for state in states if state.is_prefilling}
 
@@ -220,7 +234,7 @@ def _require_not_aborted(ticket: Ticket) -> None:
 
 
 async def abort(client: Any, request_ids: list[str]) -> None:
-    """Abort requests in the engine; one that does not answer in time is left alone: its answer is refused."""
+    """Abort requests in the engine; after a deadline give up, because the gate refuses their answers anyway."""
     if request_ids:
         with suppress(TimeoutError):
             async with asyncio.timeout(_ABORT_DEADLINE_S):
@@ -229,14 +243,17 @@ async def abort(client: Any, request_ids: list[str]) -> None:
 
 
 def _salted(prompt: Any, salt: str) -> dict[str, Any]:
-    """Return the rendered prompt under our salt, and the caller's own if it brought one."""
+    """Return the rendered prompt with our cache salt, joined with the caller's own if it has one.
+
+    Raises UnavailableError for a prompt that is not rendered.
+    """
     if not isinstance(prompt, Mapping) or "type" not in prompt:
         raise UnavailableError("this route gives the engine an unrendered prompt", reason="ROUTE_NOT_SUPPORTED")
     own = prompt.get("cache_salt")
     return {**prompt, "cache_salt": f"{salt}/{own}" if own else salt}
 
 
-# How far vLLM rests: it generates, its scheduler is paused, or it also sleeps, its memory on the device given back.
+# The state of vLLM: it generates, its scheduler is paused, or it also sleeps, with its memory on the device freed.
 
 logger = logging.getLogger(__name__)
 
@@ -245,7 +262,7 @@ _RETRY_S = 1.0
 
 
 class Degree(Enum):
-    """What vLLM was told last."""
+    """The state that vLLM was last put into."""
 
     NONE = "generates"
     PAUSED = "generates nothing"
@@ -253,31 +270,34 @@ class Degree(Enum):
 
 
 class Rest:
-    """Moves vLLM from one degree to another; one call at a time. `bounded` gives a call of the client its deadline."""
+    """Puts vLLM from one state into another; one call at a time. `bounded` gives a call of the client its deadline."""
 
     def __init__(self, client: Any, bounded: Callable[[Any], Awaitable[Any]]) -> None:
         self._client = client
         self._bounded = bounded
-        self._degree: Degree | None = Degree.NONE  # None: nobody knows, as a call of vLLM failed
+        self._degree: Degree | None = Degree.NONE  # None: unknown, because a call of vLLM failed
         self._problem = ""
         self.has_memory = True
-        """False from before it is given back until it is there again, whatever fails on the way."""
+        """Whether the weights are on the device; False from before a sleep until the end of a successful waking."""
         self.is_moving = False
-        """The engine brings its weights somewhere else, and answers nothing meanwhile."""
+        """Whether the engine is moving its weights, and answers no call meanwhile."""
 
-    async def become(self, wanted: Degree) -> None:
-        """Keep requests in flight and their KV cache; if vLLM sleeps, it computes the cache anew."""
-        if wanted is self._degree:
+    async def become(self, degree: Degree) -> None:
+        """Put vLLM into a state.
+
+        Requests in flight stay, with their KV cache, which vLLM computes again after a sleep.
+        """
+        if degree is self._degree:
             return
         self._degree = None
-        match wanted:
+        match degree:
             case Degree.ASLEEP:
-                await self._wake()  # what vLLM has not taken back since it slept last it would not give back now
+                await self._wake()  # vLLM would not free now what it has not taken back since its last sleep
                 self.has_memory = False
                 try:
                     with self._moving():
                         await self._bounded(self._client.sleep(level=1, mode="keep"))
-                except BaseException as error:  # nobody knows what is where, then raises
+                except BaseException as error:  # it is unknown what is where; then raises
                     self._give_up(f"vLLM did not fall asleep: {type(error).__name__}: {error}")
                     raise
             case Degree.PAUSED:
@@ -288,14 +308,14 @@ class Rest:
             case Degree.NONE:
                 if not await self._wake():
                     await self._bounded(self._client.wake_up(tags=["scheduling"]))
-        self._degree = wanted
+        self._degree = degree
 
     async def _wake(self) -> bool:
-        """Take the memory on the device again, if it was given back, and generate; whether that was so.
+        """Take the memory on the device back, if it was freed, which lets vLLM generate; return whether it was.
 
-        It may come late: from a trainer that was killed, or is about to let it go. Where one process holds all of
-        vLLM's memory that is asked for again for `WAKES_WITHIN_S`; else one rank may have what another lacks, and vLLM
-        is started anew, where somebody can do that.
+        The memory may come late: from a trainer that was killed, or is about to free it. If one process has all of
+        vLLM's memory, this tries again for `WAKES_WITHIN_S`. Else one rank may have what another lacks, and a restart
+        of vLLM is asked for. Raises what vLLM raised, and UnavailableError after an earlier failure.
         """
         if self.has_memory:
             return False
@@ -319,7 +339,7 @@ class Rest:
         return True
 
     def _give_up(self, problem: str) -> None:
-        """Ask for a restart of the engine where somebody can do that: nothing else helps."""
+        """Remember the problem and ask for a restart of vLLM, because nothing else helps."""
         self._problem = problem
         logger.critical("vLLM has to be started again", extra={"error": problem, "is_asked": ask_restart(problem)})
 
@@ -337,7 +357,7 @@ class Rest:
             self.is_moving = False
 
     def require_sleep(self) -> None:
-        """Raise InvalidStateError if vLLM was started so that it cannot give its memory back. On a CPU it keeps it."""
+        """Raise InvalidStateError if vLLM was started so that it cannot free its memory. On a CPU it keeps it."""
         config = self._client.vllm_config
         if not config.model_config.enable_sleep_mode and config.device_config.device_type != "cpu":
             raise InvalidStateError(

@@ -1,4 +1,4 @@
-"""The line between the launcher and the vLLM server that it has started: who serves the replica's gRPC address when.
+"""The messages between the launcher and the vLLM server that it has started: which one serves the replica's address.
 
     launcher                                       vLLM server (`server/`)
     ──▶ {"flags": …}                               checks them
@@ -24,7 +24,7 @@ FD_VARIABLE = "MILLRACE_LAUNCHER_FD"
 PARENT_VARIABLE = "MILLRACE_LAUNCHER_PID"
 WORKER_ID_VARIABLE = "MILLRACE_WORKER_ID"
 OWNED_DIRECTORY_VARIABLE = "MILLRACE_OWNED_DIR"
-"""Where the replica's policy is; the launcher removes it."""
+"""Variable with the directory of the replica's policy, which the launcher deletes."""
 TAKE_OVER_DEADLINE_S = 30.0
 
 _line: "Line | None" = None
@@ -37,14 +37,14 @@ class Line:
         self._channel = channel
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send one message; UnavailableError if the launcher is gone."""
+        """Send one message; raise UnavailableError if the launcher is gone."""
         try:
             self._channel.send(message)
         except OSError as error:
             raise _gone() from error
 
     def receive(self, *, timeout_s: float | None = None) -> dict[str, Any]:
-        """Return the next message; UnavailableError if the launcher is gone or silent for `timeout_s`."""
+        """Return the next message; raise UnavailableError if the launcher is gone, or sends none within `timeout_s`."""
         try:
             received = self._channel.receive(timeout_s=timeout_s)
         except OSError as error:
@@ -55,7 +55,7 @@ class Line:
 
 
 def line() -> Line | None:
-    """Return the line to the launcher; None if there is no launcher."""
+    """Return the line to the launcher, opened at the first call; None if there is no launcher."""
     global _line
     if _line is None and (number := os.environ.pop(FD_VARIABLE, "")):
         _line = Line(Channel.inherited(int(number)))
@@ -63,15 +63,18 @@ def line() -> Line | None:
 
 
 async def take_over() -> None:
-    """Return when nobody listens on the replica's gRPC address any more. Call it once, before binding the address."""
+    """Ask the launcher for the replica's gRPC address and return when it is free; at once without a launcher.
+
+    Must be called once, before binding the address.
+    """
     if (to_launcher := line()) is not None:
         await asyncio.to_thread(_take_over, to_launcher)
 
 
 def ask_restart(reason: str) -> bool:
-    """Request a new vLLM for the next policy; False if nobody can restart it.
+    """Ask the launcher to start a new vLLM for the next policy; return False if there is no launcher.
 
-    The launcher stops this process soon after; the orchestrator asks the replica for its policy again.
+    The launcher stops this process soon after; the orchestrator then asks the replica for its policy again.
     """
     if (to_launcher := line()) is None:
         return False

@@ -32,9 +32,9 @@ T = TypeVar("T")
 
 
 def lora_argv(model_dir: Path) -> list[str]:
-    """Return vLLM's flags for a run that trains adapters, which its files tell from the first version on.
+    """Return vLLM's flags for a run that trains adapters, which the policy's files show; none for other runs.
 
-    Empty for others.
+    Raises InvalidStateError for adapters that vLLM cannot serve.
     """
     path = model_dir / ADAPTER_CONFIG
     if not path.is_file():
@@ -63,7 +63,7 @@ class AdapterSlot:
         self._count = 0
         self._is_blank = False
         self.request: Any = None
-        """vLLM's LoRARequest for everything that begins now; None where vLLM has no LoRA."""
+        """vLLM's LoRARequest for every generation that begins; None where vLLM has no LoRA."""
 
     @property
     def is_enabled(self) -> bool:
@@ -71,11 +71,11 @@ class AdapterSlot:
         return self._client.vllm_config.lora_config is not None
 
     def set_base(self, staged: StagedPolicy) -> None:
-        """Remember what whole policy the model holds, to check adapters against."""
+        """Remember the shapes of the whole policy in the model, to check adapters against."""
         self._base = {name: (tensor.dtype, tensor.shape) for name, tensor in staged.tensors.items()}
 
     def check(self, staged: StagedPolicy) -> None:
-        """Raise InvalidStateError if the adapter cannot be put on the model; changes nothing."""
+        """Raise InvalidStateError if vLLM cannot load the adapter on the model; changes nothing."""
         if not self.is_enabled:
             raise InvalidStateError(
                 "this vLLM was started without LoRA, and the policy is an adapter",
@@ -94,13 +94,13 @@ class AdapterSlot:
             )
 
     async def load(self, staged: StagedPolicy) -> None:
-        """Put a checked adapter in the place of the one that is there. Call it while vLLM is paused."""
+        """Load a checked adapter in place of the present one. Must be called while vLLM is paused."""
         assert staged.manifest.adapter is not None, "only adapters come here"
         await self._put(spec_of(staged.manifest.adapter), staged.tensors)
         self._is_blank = False
 
     async def unload(self) -> None:
-        """Leave requests with the base alone: a blank adapter takes the place of the one that is there."""
+        """Load a blank adapter in place of the present one, so that requests compute with the base alone."""
         if not self.is_enabled or self._is_blank:
             return
         layer, (dtype, (rows, columns)) = self._one_layer()
@@ -113,7 +113,7 @@ class AdapterSlot:
         self._is_blank = True
 
     async def remove(self) -> None:
-        """Take the adapter out of vLLM. Only when no request is in flight: one would load it again."""
+        """Take the adapter out of vLLM. Must be called while no request is in flight, which would load it again."""
         if self.request is not None:
             await self._client.remove_lora(_NUMBER)
             self.request, self._is_blank = None, False
@@ -135,7 +135,10 @@ class AdapterSlot:
             remove(Path(old.lora_path), what=TEMPORARY)
 
     def _one_layer(self) -> tuple[str, Shape]:
-        """Return a linear layer of the base that vLLM adapts."""
+        """Return the name and shape of a linear layer of the base that vLLM adapts.
+
+        Raise InternalError if there is none.
+        """
         targets: Sequence[str] = self._client.vllm_config.lora_config.target_modules or ("q_proj", "qkv_proj")
         for name, shape in self._base.items():
             layer = name.removesuffix(".weight")
@@ -149,7 +152,7 @@ class AdapterSlot:
 
 
 def on_base(method: Callable[..., T]) -> Callable[..., T]:
-    """Return a method of the worker extension that sees the model without LoRA, as `base_layers` shows it."""
+    """Return a method of the worker extension that runs with the model's own layers in place of LoRA wrappers."""
 
     @functools.wraps(method)
     def run(worker: Any, *args: Any) -> T:
@@ -163,9 +166,9 @@ def on_base(method: Callable[..., T]) -> Callable[..., T]:
 
 @contextmanager
 def base_layers(model: Any) -> Iterator[None]:
-    """Put the model's own layers in place of vLLM's wrappers while the block runs, as the model's loaders expect.
+    """Put the model's own layers in place of vLLM's wrappers during the block, as the model's loaders expect.
 
-    Only between two steps: nothing may compute with the model meanwhile.
+    Must be used between two steps, while nothing computes with the model.
     """
     # vllm is in its own environment, which the type checker does not see.
     from vllm.lora.layers import BaseLayerWithLoRA  # pyright: ignore[reportMissingImports]
@@ -196,7 +199,7 @@ def _zeros(dtype: str, shape: tuple[int, int]) -> TensorBytes:
 def parse_adapter_config(data: bytes, *, source: str) -> AdapterSpec:
     """Parse the `adapter_config.json` of a policy.
 
-    The errors of `parse_peft_config`; InvalidStateError (ADAPTER_NOT_SUPPORTED) if it asks for more than plain LoRA.
+    Raises as `parse_peft_config`, and InvalidStateError (ADAPTER_NOT_SUPPORTED) if it asks for more than plain LoRA.
     """
     config = parse_peft_config(data, source=source)
     names = config.target_modules

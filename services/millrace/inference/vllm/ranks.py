@@ -1,9 +1,9 @@
-"""Calls of all workers of a replica, so that every answer and every failure is heard.
+"""Calls of all workers of a replica, in which every answer and every failure arrives.
 
-vLLM's executor (0.32) stops listening at the first rank that raises: what the ranks behind it answered stays in their
-queues, and counts as their answer to the next call. Its client with several engine cores (data parallelism) calls all
-of them, and returns the first one's answers. Therefore a worker never raises, but answers what went wrong, with the
-number of the call; and the engine cores are asked one by one.
+vLLM's executor (0.32) stops reading at the first rank that raises: the answers of later ranks stay in their queues, and
+count as their answers to the next call. Its client with several engine cores (data parallelism) calls all of them, and
+returns the first one's answers. Therefore a worker never raises, but answers its error, with the number of the call;
+and the engine cores are called one by one.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class AnsweringWorker:
     """The worker's side. Mixed into vLLM's worker class."""
 
     def millrace_call(self, number: int, method: str, args: Sequence[Any]) -> list[Any]:
-        """Return [number, result, ""] of a method of the extension, or [number, None, what went wrong]."""
+        """Call a method of the extension; return [number, result, ""], or [number, None, error] if it raises."""
         try:
             return [number, getattr(self, method)(*args), ""]
         except Exception as error:  # the edge of the process, where an error must not become vLLM's
@@ -49,14 +49,17 @@ class AnsweringWorker:
 
 
 def misfits(found: Sequence[Sequence[Sequence[str]]]) -> list[str]:
-    """Return the problems of a policy, from the results of `millrace_check` of each rank."""
+    """Return the problems of a policy, sorted, from each rank's result of `millrace_check`.
+
+    A name that no rank has is one.
+    """
     problems = {problem for problems, _ in found for problem in problems}
     strangers = set[str].intersection(*(set(names) for _, names in found))
     return sorted(problems | {f"{name} is not a weight that the model takes" for name in strangers})
 
 
 def units_of(found: Sequence[Sequence[int]]) -> list[int]:
-    """Return bytes of each unit that `millrace_prepare` builds, where they are most: stages of a pipeline differ."""
+    """Return the most bytes, over the ranks, of each unit that `millrace_prepare` builds: pipeline stages differ."""
     return [max(sizes) for sizes in zip_longest(*found, fillvalue=0)]
 
 
@@ -69,9 +72,10 @@ async def poll(
     rests: Backoff,
     late: UnavailableError,
 ) -> T:
-    """Ask until an answer is done, and return it; raise `late` after `deadline_s`. `what` is waited for, visibly.
+    """Call `ask` until an answer is done, and return it; raise `late` after `deadline_s`.
 
-    A call of the workers has to be short, what they do meanwhile need not be, so the rests between calls grow.
+    `what` is shown as the wait's reason. A call of the workers has to be short, and their work need not be, so the
+    pauses between calls (`rests`) grow.
     """
     began, num_asked = time.monotonic(), 0
     with waits.waiting(what, waits_on="inference", deadline_s=deadline_s):
@@ -84,7 +88,7 @@ async def poll(
 
 
 class Ranks:
-    """All workers of a replica: those of every engine core, one core after the other, by rank."""
+    """All workers of a replica: those of each engine core in turn, by rank."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -92,21 +96,21 @@ class Ranks:
 
     @property
     def num_cores(self) -> int:
-        """Return engine cores of the replica: its data parallel ranks, each with all of the model."""
+        """Return the number of engine cores of the replica, its data parallel ranks, each with the whole model."""
         return self._client.vllm_config.parallel_config.data_parallel_size
 
     @property
     def cores(self) -> list[int | None]:
-        """Return the engine cores as a request names them; [None] for the only one."""
+        """Return the engine cores as requests name them; [None] for a single one."""
         return [None] if self.num_cores == 1 else list(range(self.num_cores))
 
     @property
     def is_spread(self) -> bool:
-        """Return whether some workers are on other nodes, where files of this one cannot be read."""
+        """Return whether some workers are on other nodes, which cannot read files of this one."""
         return self._client.vllm_config.parallel_config.nnodes > 1
 
     def require_readable(self, directory: str | None) -> None:
-        """Raise InvalidStateError if there are workers that cannot read a directory of this node."""
+        """Raise InvalidStateError if some workers cannot read a directory of this node; None always passes."""
         if directory is not None and self.is_spread:
             raise InvalidStateError(
                 f"{directory} cannot be read on all nodes of this replica",
@@ -115,7 +119,11 @@ class Ranks:
             )
 
     async def call(self, method: str, *args: Any) -> list[Any]:
-        """Return every worker's result; InternalError names the first rank that failed. All have answered by then."""
+        """Call a method of every worker and return their results, once all have answered.
+
+        Raises InternalError that names the first rank that failed, and UnavailableError if an answer is of an earlier
+        call.
+        """
         self._count += 1
         number = self._count
         answers = await self._ask("millrace_call", (number, method, args))
@@ -128,7 +136,10 @@ class Ranks:
         return [answer[1] for answer in answers]
 
     async def order(self, staged: StagedPolicy, directory: Path) -> dict[str, Any]:
-        """Return the order for a staged policy, whose bits every worker can read when this returns."""
+        """Write a staged policy for the workers and return the order.
+
+        Every worker can read its bits when this returns.
+        """
         order = await asyncio.to_thread(write_order, staged, directory)
         if self.is_spread:
             await self._fetch(order, staged)
@@ -168,8 +179,9 @@ class Ranks:
         return [answer for answers in found for answer in answers]
 
     def _out_of_step(self, method: str) -> UnavailableError:
-        """Return a rank answered what was asked before: vLLM failed in a call of its own, and nothing can be
-        believed now.
+        """Make the error for a rank that answers an earlier call, and ask for a restart.
+
+        vLLM failed in a call of its own then, and no later answer can be trusted.
         """
         problem = f"a worker of vLLM answers {method} with the answer to an earlier call"
         is_asked = ask_restart(problem)
@@ -179,18 +191,18 @@ class Ranks:
         )
 
 
-# What the API server tells the worker processes about one version: where its bits are and which of them are new.
+# Orders of the API server to the worker processes about one version: where its bits are and which of them are new.
 #
-# A worker gets paths and places, never tensors: it maps the host copy's file, and the file of changes written here.
+# A worker gets paths and offsets, never tensors: it maps the host copy's file, and the file of changes written here.
 
 # Above this share of a tensor's elements a copy of the whole is cheaper than a scatter.
 _DENSE_SHARE = 0.125
 
 
 def write_order(staged: StagedPolicy, directory: Path) -> dict[str, Any]:
-    """Return the order for a staged policy, as JSON.
+    """Return the order for a staged policy, as JSON, and write its changes into a file in `directory`.
 
-    Its changes go into a file in `directory`, until the next order.
+    The next order replaces that file. Raises InternalError if the policy is not in a file.
     """
     if staged.path is None or staged.places is None:
         raise InternalError("the staged policy is not in a file", reason="POLICY_NOT_IN_FILE", remedy="report it")
@@ -207,8 +219,10 @@ def write_order(staged: StagedPolicy, directory: Path) -> dict[str, Any]:
 
 
 def _write_changes(staged: StagedPolicy, changes: Mapping[str, tuple[TensorChange, ...]], path: Path) -> list[Any]:
-    """Return [name, None] for a tensor to copy whole, [name, [[count, offset of positions, offset of bits], …]]
-    otherwise.
+    """Write the changes of each tensor into the file and return an entry for it.
+
+    The entry is [name, None] for a tensor to copy whole, else [name, [[count, offset of positions, offset of bits],
+    …]].
     """
     entries: list[Any] = []
     offset = 0
@@ -236,7 +250,7 @@ def _write_changes(staged: StagedPolicy, changes: Mapping[str, tuple[TensorChang
 
 
 class OrderFiles:
-    """The worker's side: the tensors and changes of an order, as arrays over mapped files."""
+    """The worker's view of an order: tensors and changes as arrays over mapped files."""
 
     def __init__(self, order: Mapping[str, Any]) -> None:
         self._data = _map(order["path"])
@@ -251,7 +265,7 @@ class OrderFiles:
             self._changes = _map(order["changes_path"])
 
     def names(self) -> Sequence[str]:
-        """Return the tensors that are new, or all of them if that is not known."""
+        """Return the names of the tensors that have changed, or of all if that is not known."""
         return list(self.places if self._changed is None else self._changed)
 
     def raw(self, name: str) -> NDArray[np.uint8]:
@@ -266,9 +280,9 @@ class OrderFiles:
         return [count for count, _, _ in parts]
 
     def sparse(self, name: str, width: int) -> list[tuple[NDArray[np.int64], NDArray[np.uint8]]] | None:
-        """Return (positions [N], bytes of the bits [N * width]) of a tensor's changes.
+        """Return (positions [N], bytes of the bits [N * width]) for each part of a tensor's changes.
 
-        None if it has to be copied whole.
+        None if it has to be copied whole. `width` is the bytes of an element.
         """
         if self._changed is None or self._changes is None or (parts := self._changed[name]) is None:
             return None

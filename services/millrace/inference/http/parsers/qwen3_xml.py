@@ -8,8 +8,8 @@
     </function>
     </tool_call>
 
-Values are plain text: their type is what the tool's schema says of the parameter. They may hold any text, also tags: a
-value ends at the last `</parameter>` before the next tag that opens something, if the function ends there, too.
+Values are plain text: the tool's schema has their type. They may have any text in them, also tags: a value ends at the
+last `</parameter>` before the next tag that opens something, if the function ends there, too.
 """
 
 import math
@@ -28,10 +28,10 @@ Tag = re.Match[str]
 
 
 def parse_qwen3_xml(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str | None, list[ToolCall]] | None:
-    """Return the text before the first call, and all calls; None unless every one of them can be parsed.
+    """Return the text before the first call, and all calls; None without one, or if one cannot be parsed.
 
-    `<tool_call>` and its end may be missing: the function is what makes a call. A tag that no function follows is
-    mentioned, as long as no call was made. Text between and after calls is dropped.
+    `<tool_call>` and its end may be missing: the function makes a call. A first `<tool_call>` that no function follows
+    is text. Text between and after calls is dropped. `tools` have the types of values.
     """
     reader = _Reader(text, tools)
     for tag in _TAG.finditer(text):
@@ -41,7 +41,7 @@ def parse_qwen3_xml(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str 
 
 
 class _Reader:
-    """Takes the tags of a text in their order."""
+    """Reads the tags of a text in their order, and collects the calls."""
 
     def __init__(self, text: str, tools: Sequence[Mapping[str, Any]]) -> None:
         self._text, self._tools = text, tools
@@ -51,7 +51,7 @@ class _Reader:
         self._function: _Function | None = None
 
     def take(self, tag: Tag) -> bool:
-        """Take the next tag; False if it makes a call that cannot be read."""
+        """Read the next tag; return False if it makes a call that cannot be parsed."""
         if self._function is not None:
             if not self._function.ends_before(tag):
                 return True
@@ -61,7 +61,7 @@ class _Reader:
         return self._outside(tag)
 
     def end(self) -> tuple[str | None, list[ToolCall]] | None:
-        """Return the parsed form of the whole text."""
+        """Return the text before the first call and all calls; None without one, or if the last one is incomplete."""
         if self._function is not None:
             if not self._function.has_ended:
                 return None
@@ -94,7 +94,7 @@ class _Reader:
 
 
 class _Function:
-    """A function whose end has not been seen for sure."""
+    """A function whose end has not been seen for certain."""
 
     def __init__(self, text: str, tag: Tag, name: str, properties: Mapping[str, Any]) -> None:
         self.name = name
@@ -102,15 +102,15 @@ class _Function:
         self._found: dict[str, str] = {}
         self._key: str | None = None
         self._begin = 0
-        self._close: Tag | None = None  # where the open value ends, as far as is known
-        self._later: Tag | None = None  # where it would end if the function ended once more after it
+        self._close: Tag | None = None  # the end of the open value, as far as is known
+        self._later: Tag | None = None  # the end of the open value if the function ends once more after it
         self.has_ended = False
 
     def ends_before(self, tag: Tag) -> bool:
-        """Take a tag; whether the function ended with it, or before it."""
+        """Read a tag; return whether the function has ended with it, or before it."""
         if self.has_ended and not (tag[2] is not None and self._later is not None):
             return self._ended(tag)
-        if self.has_ended:  # a value was closed behind it, and a parameter follows: it was in the value
+        if self.has_ended:  # a value was closed after that end, and a parameter follows: the end was in the value
             self._close, self._later, self.has_ended = self._later, None, False
         if tag[0] == _FUNCTION_END:
             if self._key is None:
@@ -124,7 +124,10 @@ class _Function:
         return False
 
     def _ended(self, tag: Tag) -> bool:
-        """Return whether a tag leaves the end where it was seen: what opens does; another end moves it."""
+        """Read a tag after the function's end; return whether the end stays, which a tag that opens something shows.
+
+        A further end of value and function moves it.
+        """
         if tag[0] == _PARAMETER_END:
             self._later = tag
         elif tag[0] == _FUNCTION_END and self._later is not None:
@@ -141,13 +144,13 @@ class _Function:
         self._key, self._begin, self._close = key, tag.end(), None
 
     def _keep(self, next_tag: Tag | None = None) -> None:
-        """Keep the open value, which ends where it was closed, or at the next tag."""
+        """Keep the value of the open parameter, which ends at its closing tag, else at `next_tag`."""
         end = self._close or next_tag
         if self._key is not None and end is not None:
             self._found[self._key] = self._text[self._begin : end.start()]
 
     def arguments(self) -> dict[str, Any]:
-        """Return Its parameters with their types."""
+        """Return the function's arguments by name, with the types of the tool's schema."""
         self._keep()
         return {
             key: typed(value.removeprefix("\n").removesuffix("\n"), self._properties.get(key))
@@ -156,7 +159,7 @@ class _Function:
 
 
 def _properties(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
-    """Return the schemas of a tool's parameters; what a request sends as tools is not checked any further than this."""
+    """Return the schemas of a tool's parameters by name; {} if the request's tools do not have them."""
     for tool in tools:
         function = tool.get("function")
         if isinstance(function, dict) and function.get("name") == name:
@@ -172,10 +175,7 @@ _MAX_NUMBER_CHARS = 400  # more digits than any float has
 
 
 def typed(text: str, schema: Any) -> Any:
-    """Return the value of a text, by the first type of the schema that can hold it.
-
-    Else the text itself.
-    """
+    """Return the value of a text by the first type of the schema that it can be read as; else the text itself."""
     types = _types(schema)
     for name, read in _READERS.items():
         if name in types:
@@ -187,7 +187,7 @@ def typed(text: str, schema: Any) -> Any:
 
 
 def _types(schema: Any) -> set[str]:
-    """Return the names of the types that a schema allows; none where it says nothing that can be read."""
+    """Return the names of the types that a schema allows, also by `enum` and in alternatives; none if it names none."""
     if not isinstance(schema, dict):
         return set()
     declared = schema.get("type")
@@ -233,7 +233,7 @@ def _container(text: str) -> Any:
     return decode_json(text, what="a parameter", reason="TOOL_CALL_INVALID")
 
 
-# In the order in which they are tried: what is narrower first.
+# In the order in which they are tried: narrower types first.
 _READERS: Mapping[str, Callable[[str], Any]] = {
     "null": _null,
     "integer": _integer,

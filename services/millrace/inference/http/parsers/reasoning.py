@@ -1,8 +1,8 @@
-"""Reasoning parsers: where a text's thought ends, and what of it is markup.
+"""Reasoning parsers: they split a text into its thought and its answer, without the tags between.
 
-A thought ends at the first `</think>`. What is written within it is thought, also `<think>` and `<tool_call>`; what
-follows it is the answer, also another `</think>`. Only the tag that opens the thought and the one that closes it are
-taken out.
+A thought ends at the first `</think>`. All text before that is thought, also `<think>` and `<tool_call>`; all text
+after it is the answer, also another `</think>`. Only the tag that opens the thought and the one that closes it are
+removed.
 """
 
 from collections.abc import Mapping
@@ -12,29 +12,32 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class Thought(NamedTuple):
-    """A text in two: what is thought, and what follows. Each is None where there is nothing."""
+    """A text in two parts: the thought, and what follows it. Each is None if it is empty."""
 
     reasoning: str | None
     rest: str | None
     is_open: bool = False
-    """Nothing ended it: the model was cut off, or forgot the tag and went on with a call."""
+    """Whether no tag ended the thought: the model was cut off, or left the tag out and went on with a call."""
 
 
 def split_deepseek_r1(text: str, _: Mapping[str, Any]) -> Thought:
-    """Return the thought with which a text begins, whose `<think>` the template may have written already.
+    """Split a text that begins with a thought, whose `<think>` the template may have written already.
 
-    Without an end all of it is thought, whatever it ends in.
+    Without an end all of it is thought, and counts as ended.
     """
     return _split(text)._replace(is_open=False)
 
 
 def split_qwen3(text: str, template_kwargs: Mapping[str, Any]) -> Thought:
-    """Return the same; with `enable_thinking = false` the template has closed the thought already."""
+    """Split a text that begins with a thought.
+
+    With `enable_thinking = false` in the template's variables it has none.
+    """
     return Thought(None, text or None) if template_kwargs.get("enable_thinking") is False else _split(text)
 
 
 def thought_end(text: str) -> int:
-    """Return where the answer begins in a text that still has its thought; 0 if it has none that has ended."""
+    """Return the index at which the answer begins in a text that still has its thought; 0 without a `</think>`."""
     end = text.find(CLOSE)
     return end + len(CLOSE) if end >= 0 else 0
 

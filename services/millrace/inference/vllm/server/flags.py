@@ -56,27 +56,28 @@ OWNED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "data_parallel_multi_port_external_lb": ((False,), _ONE_NODE_CORES),
     "enable_elastic_ep": ((False,), "the number of engine cores of a replica is fixed; start more replicas instead"),
 }
-"""Flags that Millrace sets itself: the values that are fine, and why others are not."""
+"""Flags that Millrace sets itself: the values that are allowed, and why others are not."""
 
 _SEVERAL_NODES: Mapping[str, tuple[tuple[object, ...], str]] = {
     "data_parallel_size": ((1, "1"), "the engine cores of a replica are all on one node; start more replicas instead"),
     "enable_lora": ((False,), "adapters are not brought to other nodes; train all weights, or serve it on one node"),
     "distributed_executor_backend": (("mp",), "policies reach only workers that `nnodes` and `node_rank` have started"),
 }
-"""What a replica over several nodes cannot have: the values that are fine, and why others are not."""
+"""Flags that are limited for a replica over several nodes: the values that are allowed, and why others are not."""
 
 
 class _Refused(Exception):
-    """argparse did not like a value."""
+    """argparse refused a value."""
 
 
 def to_argv(
     parser: argparse.ArgumentParser, given: Mapping[str, Any], *, can_sleep: bool = True
 ) -> tuple[list[str], list[Violation]]:
-    """Return the arguments that say what `given` says, and everything that is wrong with it.
+    """Return vLLM's arguments for the flags in `given`, and a violation for each flag that is wrong.
 
     `given` maps keys of the config (`inference.vllm.enforce_eager`, `inference.parallel.tp`) or bare names of flags to
-    JSON values. None leaves a flag out. Where vLLM cannot sleep (on a CPU) a replica that shall only stands still.
+    JSON values. None leaves a flag out. Where vLLM cannot sleep (on a CPU) the key for sleeping is left out, and a
+    replica that is to sleep pauses instead.
     """
     if not can_sleep:
         given = {key: value for key, value in given.items() if key != SLEEP_KEY}
@@ -115,7 +116,10 @@ def _name(key: str) -> str:
 
 
 def _out_of_reach(name: str, value: object, *, is_spread: bool) -> str | None:
-    """Return the problem of a flag for a replica whose policies have to reach every worker."""
+    """Return why a flag is not possible for a replica whose policies must reach every worker; None if it is.
+
+    `is_spread` says that the replica is over several nodes.
+    """
     if value == "ray" and name == "distributed_executor_backend":
         return _SEVERAL_NODES[name][1]
     if not is_spread or name not in _SEVERAL_NODES or value is None or value in _SEVERAL_NODES[name][0]:
@@ -128,8 +132,8 @@ def _said_twice(other: str | None) -> str | None:
 
 
 def _action(parser: argparse.ArgumentParser, name: str) -> argparse.Action | None:
-    wanted = f"--{name.replace('_', '-')}"
-    return next((action for action in parser._actions if wanted in action.option_strings), None)
+    option = f"--{name.replace('_', '-')}"
+    return next((action for action in parser._actions if option in action.option_strings), None)
 
 
 def _unknown(parser: argparse.ArgumentParser, name: str) -> str:
@@ -139,7 +143,7 @@ def _unknown(parser: argparse.ArgumentParser, name: str) -> str:
 
 
 def _words(action: argparse.Action, name: str, value: Any) -> list[str]:
-    """Return one key as it is written on a command line. `--flag=value`, because a value may begin with a dash."""
+    """Return the command-line words of one flag; `--flag=value`, because a value may begin with a dash."""
     flag = f"--{name.replace('_', '-')}"
     if isinstance(value, bool) and action.nargs == 0:
         # `--no-flag`, where the parser has one; a switch that is off is left out.
@@ -155,7 +159,7 @@ def _text(value: Any) -> str:
 
 
 def _refusal(parser: argparse.ArgumentParser, words: Sequence[str]) -> str | None:
-    """Return the parser's error about one flag; None if it accepts the flag."""
+    """Parse the words of one flag and return the parser's error; None if it accepts them."""
     if not words:
         return None
     ordinary = parser.error

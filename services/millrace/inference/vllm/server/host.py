@@ -1,7 +1,7 @@
 """The vLLM server process of a replica: `python -m millrace.inference.vllm.server.host`, started by the launcher alone.
 
-It imports vLLM at once, while the launcher still waits for a policy, checks the flags with vLLM's own parser, and turns
-into vLLM's OpenAI server when the launcher says with which model. See `handover.py` for what the two say.
+It imports vLLM at once, while the launcher still waits for a policy, checks the flags with vLLM's own parser, and
+becomes vLLM's OpenAI server when the launcher sends the model's arguments. See `handover.py` for the messages.
 """
 
 import os
@@ -18,7 +18,10 @@ _PLUGIN_GROUPS = ("vllm.endpoint_plugins", "vllm.general_plugins")
 
 
 def main() -> None:
-    """Serve one life; the exit code is vLLM's, or 2 for flags that it refuses."""
+    """Check the launcher's flags, then run vLLM's server, or headless workers, with the arguments that it sends.
+
+    Exits with vLLM's code, or with 2 for flags that are refused or without a launcher.
+    """
     die_with_parent(parent=int(os.environ.pop(PARENT_VARIABLE)))
     to_launcher = line()
     if to_launcher is None:
@@ -28,9 +31,9 @@ def main() -> None:
     if argv is None:
         sys.exit(2)
     _warm_up()
-    told = to_launcher.receive()
-    sys.argv = ["vllm", *argv, *told["argv"]]
-    if told.get("is_headless"):
+    order = to_launcher.receive()
+    sys.argv = ["vllm", *argv, *order["argv"]]
+    if order.get("is_headless"):
         _work_for_head()
         return
     # vllm is in its own environment, which the type checker does not see.
@@ -40,7 +43,7 @@ def main() -> None:
 
 
 def _work_for_head() -> None:
-    """Run this node's workers of a replica whose head is elsewhere, until one of them ends."""
+    """Run this node's workers of a replica whose head is elsewhere; exit with an error when one of them ends."""
     from vllm.entrypoints.cli.serve import run_headless  # pyright: ignore[reportMissingImports]
     from vllm.utils.argparse_utils import FlexibleArgumentParser  # pyright: ignore[reportMissingImports]
 
@@ -51,7 +54,7 @@ def _work_for_head() -> None:
 
 
 def _cli_args() -> ModuleType:
-    """Return the module with the parser of vLLM's server."""
+    """Return the module with the parser of vLLM's server, which moved between releases."""
     try:
         from vllm.entrypoints.common import cli_args  # pyright: ignore[reportMissingImports]
     except ImportError:  # vLLM 0.32
@@ -60,20 +63,19 @@ def _cli_args() -> ModuleType:
 
 
 def _missing_plugins() -> list[dict[str, str | None]]:
-    """Return a violation if vLLM would not find Millrace's plugins here: it would serve without them, and say
-    nothing.
-    """
+    """Return a violation if vLLM would not find Millrace's plugins here, as it would silently serve without them."""
     missing = [group for group in _PLUGIN_GROUPS if PLUGIN_NAME not in entry_points(group=group).names]
     if not missing:
         return []
-    told = f"the millrace installed for {sys.executable} has no entry point in {', '.join(missing)}: install it again"
-    return [{"field": PYTHON_VARIABLE, "value": sys.executable, "message": told}]
+    where = ", ".join(missing)
+    message = f"the millrace installed for {sys.executable} has no entry point in {where}: install it again"
+    return [{"field": PYTHON_VARIABLE, "value": sys.executable, "message": message}]
 
 
 def _check(to_launcher: Line, problems: list[dict[str, str | None]]) -> list[str] | None:
-    """Return the arguments that say what the launcher's flags say.
+    """Receive the launcher's flags, check them with vLLM's parser and send the violations, with `problems` among them.
 
-    None if something is wrong with them, which is told.
+    Return the arguments for vLLM; None if there is a violation.
     """
     given = to_launcher.receive()["flags"]
     with without_gc():
@@ -97,7 +99,7 @@ def _check(to_launcher: Line, problems: list[dict[str, str | None]]) -> list[str
 
 
 def _warm_up() -> None:
-    """Import what the server needs anyway while the model is still unknown."""
+    """Import what the server needs in any case, while the model is still unknown."""
     with without_gc():
         import vllm.entrypoints.launchers.api_server.entry  # pyright: ignore[reportMissingImports]
         import vllm.v1.engine.async_llm  # pyright: ignore[reportMissingImports]  # noqa: F401

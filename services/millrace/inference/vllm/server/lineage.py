@@ -6,10 +6,9 @@ from millrace.processes.sessions import die_with_parent
 
 
 def register() -> None:
-    """Register as vLLM's general plugin, which vLLM calls in each of its processes: engine cores and workers die
-    with their parent.
+    """Have this process die with its parent; vLLM calls this in its engine cores and workers, as its general plugin.
 
-    The process that serves HTTP belongs to its starter, and is left alone.
+    A process without a multiprocessing parent, such as the one that serves HTTP, is left alone.
     """
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:

@@ -1,8 +1,8 @@
-"""Has vLLM's chat completions taken apart by our parsers where they have the names that its server was started with.
+"""Parses vLLM's chat completions with our parsers, if we have those whose names its server was started with.
 
-A reply means the same to an environment whichever engine wrote it: vLLM 0.32 itself makes calls that are only thought
-of, and drops what is only mentioned. Streams keep vLLM's own parsers, which read as they write, and so do requests
-that name a function or require one, whose output is constrained.
+So a reply means the same to an environment whichever engine wrote it: vLLM 0.32 itself makes calls that are only
+thought of, and drops what is only mentioned. Streams keep vLLM's own parsers, which read piece by piece, and so do
+requests that name a function or require one, whose output is constrained.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from millrace.inference.http.parsers import (
 
 
 def install() -> None:
-    """Use our parsers in this process, which has vLLM."""
+    """Have vLLM use our parsers in this process."""
     from vllm.entrypoints.generate.base.protocol import FunctionCall  # pyright: ignore[reportMissingImports]
     from vllm.parser import ParserManager  # pyright: ignore[reportMissingImports]
 
@@ -26,7 +26,10 @@ def install() -> None:
 
 
 def use_our_parsers(manager: Any, *, call_type: Any) -> None:
-    """Replace what vLLM's `ParserManager` composes of names that are ours, too; `call_type` is its `FunctionCall`."""
+    """Wrap the composition of parsers in vLLM's `ParserManager`, for names that we have, too.
+
+    `call_type` is vLLM's `FunctionCall`.
+    """
     compose = manager.get_parser
 
     def get_parser(
@@ -49,7 +52,7 @@ def use_our_parsers(manager: Any, *, call_type: Any) -> None:
 
 
 def _with_ours(composed: Any, tool_calls: str | None, reasoning: str | None, call_type: Any) -> Any:
-    """Derive a parser from one that vLLM has composed, which reads whole chat completions as ours do."""
+    """Derive a parser class from one that vLLM has composed, which parses whole chat completions with ours."""
     ours = ChatParsers(reasoning=reasoning, tool_calls=tool_calls or DEFAULT_TOOL_CALL_PARSER)
 
     class OurParser(composed):
@@ -65,13 +68,14 @@ def _with_ours(composed: Any, tool_calls: str | None, reasoning: str | None, cal
                 return super().parse(model_output, request, enable_auto_tools, model_output_token_ids)
             is_auto = tool_calls is not None and enable_auto_tools and choice != "none"
             tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()] if is_auto else []
-            said = ours.parse_completion(model_output, tools=tools, template_kwargs=request.chat_template_kwargs or {})
-            said = said or ParsedCompletion(content=model_output or None)
+            kwargs = request.chat_template_kwargs or {}
+            parsed = ours.parse_completion(model_output, tools=tools, template_kwargs=kwargs)
+            parsed = parsed or ParsedCompletion(content=model_output or None)
             self._initialize_history_tool_call_cnt(request)  # ids of calls may count those of the conversation
             calls = [
                 call_type(id=self._make_tool_call_id(call.name), name=call.name, arguments=call.arguments)
-                for call in said.calls
+                for call in parsed.calls
             ]
-            return said.reasoning, said.content, calls
+            return parsed.reasoning, parsed.content, calls
 
     return OurParser
