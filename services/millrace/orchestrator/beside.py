@@ -43,8 +43,9 @@ class RunSource(Protocol):
         ...
 
     async def find_run(self, name: str) -> dict[str, Any]:
-        """Find one run with its config as `[path, value, default, is_default]`; raise NotFoundError if there is
-        none.
+        """Return one run with its config: every key with its value, its default, and whether they differ.
+
+        Raise NotFoundError if there is none.
         """
         ...
 
@@ -177,9 +178,9 @@ def token_of(request: Any, *numbers: int) -> str:
 
 
 def numbers_of(request: Any, *, count: int) -> tuple[int, ...] | None:
-    """Return the numbers in the request's token, or None without a token.
+    """Return the `count` numbers in the request's page token, or None without a token.
 
-    Raise InvalidSpecError if the token is malformed or belongs to another request.
+    Raise InvalidSpecError if the token is malformed, has another number of them, or belongs to another request.
     """
     token: str = request.page_token
     if not token:
@@ -199,7 +200,7 @@ def numbers_of(request: Any, *, count: int) -> tuple[int, ...] | None:
 
 
 def _digest(request: Message) -> str:
-    """Return a digest of all that the request asks for but the page."""
+    """Return a digest of a request without its page token and page size."""
     asked = type(request)()
     asked.CopyFrom(request)
     asked.ClearField("page_token")

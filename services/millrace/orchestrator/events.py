@@ -32,7 +32,10 @@ class RunEvents:
     async def state_changed(
         self, state: run_pb2.RunState, reason: str, *, error: run_pb2.RunError | None = None, chain_hash: str = ""
     ) -> None:
-        """Record a transition from the state recorded last; `chain_hash` (hex) belongs to a terminal state."""
+        """Write the event of a change from the state written last to `state`.
+
+        `chain_hash` (hex) is for a terminal state.
+        """
         body = event_pb2.StateChanged(
             old_state=self.state, new_state=state, reason=reason, error=error, chain_hash=chain_hash
         )
@@ -75,7 +78,7 @@ class RunEvents:
         await self._writer.write(event_pb2.Event(batch_committed=body))
 
     async def rollouts_failed(self, count: EnvCount) -> None:
-        """Record what came of an environment's rollouts, of which some failed."""
+        """Write the event with the counts of an environment's rollouts, of which some failed."""
         await self._writer.write(
             event_pb2.Event(
                 rollouts_failed=event_pb2.RolloutsFailed(

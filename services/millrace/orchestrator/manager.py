@@ -365,7 +365,7 @@ class RunManager:
         await self._queue(view, await self._catalog.open_log(view.record.uid), "resumed; no trainer is free")
 
     async def _reopen(self, view: RunView) -> None:
-        """Record that a run which had failed goes on, with a copy of its log that does not hold its end."""
+        """Write that a failed run is QUEUED again, into a copy of its log that does not hold the run's end."""
         uid = view.record.uid
         run_log = await self._catalog.open_reopened(uid)
         records = await asyncio.to_thread(load_reopenings, self._store, run_log.names)

@@ -149,7 +149,7 @@ class RunMeters:
     def batch_committed(
         self, *, num_trained: int, dropped: Mapping[str, int], filtered: Mapping[str, int], num_tokens: int
     ) -> None:
-        """Count a batch that is in the log."""
+        """Count a batch that is in the log: its groups by outcome, filtered rollouts by filter, and tokens."""
         for name, count in filtered.items():
             FILTERED.labels(self.run, name).inc(count)
         self._batches.committed(time.monotonic())

@@ -169,7 +169,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     async def ListRuns(
         self, request: run_service_pb2.ListRunsRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.ListRunsResponse:
-        """List runs, newest first."""
+        """Return a page of runs, newest first, of all or of those in the request's states."""
         size, start = page(request.page_size, request.page_token)
         views = reversed(await self._catalog.refresh())
         runs = [view.run for view in views if not request.states or view.run.state in request.states]
@@ -257,7 +257,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     async def ListCheckpoints(
         self, request: run_service_pb2.ListCheckpointsRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.ListCheckpointsResponse:
-        """List the checkpoints whose manifest is in the store, oldest first."""
+        """Return a page of a run's checkpoints whose manifest is in the store, oldest first."""
         size, start = page(request.page_size, request.page_token)
         record = (await self._catalog.find(request.parent)).record
         found = await asyncio.to_thread(self._checkpoints, record)
@@ -268,7 +268,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     async def ListMetrics(
         self, request: run_service_pb2.ListMetricsRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.ListMetricsResponse:
-        """List a run's metrics by step, oldest first."""
+        """Return a page of a run's metrics by step, oldest first."""
         return await self._readers.metrics(request, (await self._catalog.find(request.parent)).record)
 
     async def ListRollouts(
@@ -280,7 +280,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     async def GetLineage(
         self, request: run_service_pb2.GetLineageRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.GetLineageResponse:
-        """Show where a rollout or a policy version comes from, and what came of it."""
+        """Return where a rollout or a policy version comes from, and what came of it."""
         return await self._readers.lineage(request, (await self._catalog.find(request.name)).record)
 
     async def ExplainRun(

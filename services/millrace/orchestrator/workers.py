@@ -314,7 +314,7 @@ class WorkerRegistry:
                 yield worker_service_pb2.Assignment(run_uid=run_uid, is_over=True)
 
     def retired_runs(self) -> list[str]:
-        """Return the runs that were paused or ended within the last `RETIRED_S`."""
+        """Return the runs that were paused or ended within the last `RETIRED_S`, and forget earlier ones."""
         now = time.monotonic()
         self._retired = {run_uid: retired for run_uid, retired in self._retired.items() if retired.until > now}
         return list(self._retired)

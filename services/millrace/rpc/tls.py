@@ -41,7 +41,7 @@ class ServerFiles:
         server_context(self)
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Return credentials that follow the files, which are read again at a handshake.
+        """Return credentials that follow the files: right new ones are used from the next handshake on.
 
         InvalidSpecError if they are wrong now.
         """
@@ -141,7 +141,10 @@ class _NamedContext(ssl.SSLContext):
     expected_name: str | None = None
 
     def wrap_bio(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, *args: Any, **options: Any) -> ssl.SSLObject:
-        """Wrap as the base class does; asyncio and httpx both come through here."""
+        """Wrap as the base class does, with certificates checked for `expected_name`, if there is one.
+
+        asyncio and httpx both come through here.
+        """
         if self.expected_name is not None:
             options["server_hostname"] = self.expected_name
         return super().wrap_bio(incoming, outgoing, *args, **options)

@@ -139,7 +139,10 @@ class WatchedFile(Generic[T]):
     """A small file of lines, parsed; read again when it changes. Reads take microseconds: no thread is needed."""
 
     def __init__(self, path: Path, parse: Callable[[str], T], *, field: str) -> None:
-        """Read it now: InvalidSpecError names `field`, the path and every bad line if there is any, or none at all."""
+        """Read the file; InvalidSpecError, naming `field`, the path and every bad line, unless all lines are right.
+
+        A file without a line is wrong, too. `parse` raises ValueError for a bad line.
+        """
         self.path = path
         self._parse = parse
         self._field = field

@@ -206,7 +206,7 @@ def _fields(entries: Iterable[Entry]) -> Iterator[bytes]:
 
 
 def decode_archive(data: bytes, where: str) -> list[Entry]:
-    """Return the entries of an archive object; `CorruptObjectError` if it holds none."""
+    """Decode the entries of an archive object; `CorruptObjectError`, naming `where`, if it is damaged."""
     rest = memoryview(
         decompress(data, what=where, reason="EVENT_ARCHIVE_CORRUPT", remedy=_REMEDY, max_bytes=_MAX_OBJECT_BYTES)
     )

@@ -173,7 +173,10 @@ class _Copy:
         )
 
     def _decode_header(self, step: int, revision: int, data: bytes, chain: bytes) -> batch_pb2.BatchHeader:
-        """Return a header of the parent; `CorruptObjectError` unless it continues `chain`."""
+        """Decode a header of the parent.
+
+        `CorruptObjectError` unless it is of this step and revision and continues `chain`.
+        """
         header = decode_header(data)
         if header.previous_chain_hash != chain or (header.step, header.revision) != (step, revision):
             where = self.store.uri(self.source.batch_header(step, revision))

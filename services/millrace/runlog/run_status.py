@@ -127,7 +127,7 @@ class Staleness:
 
     @property
     def words(self) -> str:
-        """Return `0.8 steps, at most 2; 12 groups dropped …`."""
+        """Describe the staleness, as in `0.8 steps, at most 2; 12 groups dropped …`; empty if nothing is known."""
         age = "" if self.mean is None else f"{self.mean:.1f} steps"
         age += f", at most {self.largest:.0f}" if age and self.largest is not None else ""
         return "; ".join(part for part in (age, self.lost) if part)
@@ -316,7 +316,7 @@ class RunStatus:
         self.batches.state_changed(change.new_state, self.last_time)
 
     def _leave_end(self, state: run_pb2.RunState) -> None:
-        """Enter a state, and drop the end that a reopened run had."""
+        """Set the state; one that is not terminal has neither an end time nor an error."""
         self.state = state
         if state not in TERMINAL:
             self.end_time = self.error = None

@@ -52,7 +52,7 @@ class LocalStore:
             self._remove_stale()
 
     def put(self, key: str, data: bytes) -> None:
-        """See `ObjectStore.put`."""
+        """Write an object atomically, replacing an existing one (`ObjectStore.put`)."""
 
         def write(file: BinaryIO) -> None:
             file.write(data)
@@ -60,7 +60,10 @@ class LocalStore:
         self._commit("PUT", key, write, os.replace, needed_bytes=len(data))
 
     def create(self, key: str, data: bytes) -> bool:
-        """See `ObjectStore.create`; the race is decided by link(2)."""
+        """Write an object only if the key is free; False if it exists (`ObjectStore.create`).
+
+        Link(2) decides the race.
+        """
         path = self._path(key)
         if path.is_file():  # spare the write; link below is what decides
             return False
@@ -80,20 +83,20 @@ class LocalStore:
         return True
 
     def get(self, key: str, *, max_bytes: int = MAX_GET_BYTES) -> bytes:
-        """See `ObjectStore.get`."""
+        """Return the whole object; NotFoundError without one, CorruptObjectError if it is larger than `max_bytes`."""
         with self._reading(key) as path, path.open("rb") as file:
             require_size(os.fstat(file.fileno()).st_size, max_bytes, key=key, uri=self.uri(key))
             return file.read()
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """See `ObjectStore.get_range`."""
+        """Return exactly `length` bytes from `start`; CorruptObjectError if the object ends before."""
         with self._reading(key) as path, path.open("rb") as file:
             file.seek(start)
             data = file.read(length)
         return require_range(data, start, length, key=key, uri=self.uri(key))
 
     def head(self, key: str) -> ObjectInfo | None:
-        """See `ObjectStore.head`."""
+        """Return size and time of an object; None without one."""
         try:
             with self._reading(key) as path:
                 return _info(key, path.stat())
@@ -101,14 +104,17 @@ class LocalStore:
             return None
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
-        """See `ObjectStore.list`. Objects written or deleted meanwhile may or may not appear."""
+        """Yield the objects below a prefix after a key, in order (`ObjectStore.list`).
+
+        Objects written or deleted meanwhile may or may not appear.
+        """
         directory, _, _ = check_prefix(prefix).rpartition("/")
         base = f"{directory}/" if directory else ""
         for key, stat in self._walk(self._root / directory, base, prefix.encode(), start_after.encode()):
             yield _info(key, stat)
 
     def list_prefixes(self, prefix: str) -> Iterator[str]:
-        """See `ObjectStore.list_prefixes`."""
+        """Yield the directories with objects directly below a prefix, sorted (`ObjectStore.list_prefixes`)."""
         check_prefix(prefix)
         if prefix and not prefix.endswith("/"):
             raise ValueError(f"prefix {prefix!r} must be empty or end in '/'")
@@ -118,7 +124,7 @@ class LocalStore:
                 yield child
 
     def delete(self, key: str) -> None:
-        """See `ObjectStore.delete`; prunes directories that became empty."""
+        """Remove an object, if there is one, and the directories that became empty."""
         path = self._path(key)
         with io_errors(path, "delete", setting=self._setting):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -132,7 +138,7 @@ class LocalStore:
                     break
 
     def put_file(self, key: str, path: Path) -> None:
-        """See `ObjectStore.put_file`."""
+        """Write an object from a file, replacing an existing one."""
 
         def copy(file: BinaryIO) -> None:
             with path.open("rb") as source:
@@ -143,7 +149,7 @@ class LocalStore:
         self._commit("PUT", key, copy, os.replace, needed_bytes=size_bytes)
 
     def get_file(self, key: str, path: Path) -> None:
-        """See `ObjectStore.get_file`."""
+        """Copy an object into a file, which appears whole or not at all; NotFoundError without an object."""
         part = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
         with self._reading(key) as source_path:
             source = source_path.open("rb")

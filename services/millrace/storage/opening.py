@@ -10,8 +10,9 @@ from millrace.storage.base import ObjectStore
 def open_store(url: str) -> ObjectStore:
     """Open the store that a URL names; touches nothing yet but creates a local directory.
 
-    `file:///absolute/directory` or `s3://bucket[/prefix]?endpoint=http://host:port&region=us-east-1&addressing=virtual`.
-    Credentials come from the `AWS_*` environment only, never from the URL.
+    `file:///absolute/directory` or
+    `s3://bucket[/prefix]?endpoint=http://host:port&region=us-east-1&addressing=virtual`. Credentials come from the
+    `AWS_*` environment only, never from the URL. InvalidSpecError if the URL is malformed.
     """
     parts = urllib.parse.urlsplit(url)
     query = urllib.parse.parse_qs(parts.query, keep_blank_values=True)

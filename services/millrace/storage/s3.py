@@ -145,12 +145,15 @@ class S3Store:
         self._is_bucket_known = True
 
     def put(self, key: str, data: bytes) -> None:
-        """See `ObjectStore.put`."""
+        """Write an object, replacing an existing one (`ObjectStore.put`)."""
         name = self._name(key)
         self._run("PUT", key, lambda _: self.client.put_object(Bucket=self._bucket, Key=name, Body=data))
 
     def create(self, key: str, data: bytes) -> bool:
-        """See `ObjectStore.create`: `If-None-Match: *`."""
+        """Write an object only if the key is free, by `If-None-Match: *`; False if it exists (`ObjectStore.create`).
+
+        InvalidStateError if the server has no conditional writes.
+        """
         name = self._name(key)
 
         def attempt(number: int) -> bool:
@@ -172,7 +175,7 @@ class S3Store:
         return self._run("create", key, attempt)
 
     def get(self, key: str, *, max_bytes: int = MAX_GET_BYTES) -> bytes:
-        """See `ObjectStore.get`."""
+        """Return the whole object; NotFoundError without one, CorruptObjectError if it is larger than `max_bytes`."""
         name = self._name(key)
 
         def attempt(_: int) -> bytes:
@@ -186,7 +189,7 @@ class S3Store:
         return self._run("GET", key, attempt, is_read=True)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """See `ObjectStore.get_range`."""
+        """Return exactly `length` bytes from `start`; CorruptObjectError if the object ends before."""
         name = self._name(key)
         if length == 0:
             return b""
@@ -210,7 +213,7 @@ class S3Store:
         return require_range(data, start, length, key=key, uri=self.uri(key))
 
     def head(self, key: str) -> ObjectInfo | None:
-        """See `ObjectStore.head`."""
+        """Return size and time of an object; None without one."""
         name = self._name(key)
 
         def attempt(_: int) -> ObjectInfo | None:
@@ -226,7 +229,10 @@ class S3Store:
         return self._run("HEAD", key, attempt)
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
-        """See `ObjectStore.list`."""
+        """Yield the objects below a prefix after a key, in order (`ObjectStore.list`).
+
+        Markers of folders are left out.
+        """
         check_prefix(prefix)
         after = {"StartAfter": self._prefix + start_after} if start_after else {}
         for page in self._pages("LIST", prefix, Prefix=self._prefix + prefix, **after):
@@ -238,7 +244,7 @@ class S3Store:
                     yield self._info(key, item, size="Size")
 
     def list_prefixes(self, prefix: str) -> Iterator[str]:
-        """See `ObjectStore.list_prefixes`."""
+        """Yield the distinct prefixes with a slash directly below a prefix (`ObjectStore.list_prefixes`)."""
         check_prefix(prefix)
         if prefix and not prefix.endswith("/"):
             raise ValueError(f"prefix {prefix!r} must be empty or end in '/'")
@@ -247,12 +253,12 @@ class S3Store:
                 yield self._said(item, "Prefix").removeprefix(self._prefix)
 
     def delete(self, key: str) -> None:
-        """See `ObjectStore.delete`."""
+        """Remove an object, if there is one; tried again for `_NOT_URGENT_S` only."""
         name = self._name(key)
         self._run("DELETE", key, lambda _: self.client.delete_object(Bucket=self._bucket, Key=name), is_urgent=False)
 
     def put_file(self, key: str, path: Path) -> None:
-        """See `ObjectStore.put_file`; in parts above 64 MiB."""
+        """Write an object from a file, in parts above 64 MiB, replacing an existing one."""
         name = self._name(key)
         with io_errors(path, "read"):
             path.stat()  # a file that is missing here is no failure of the store
@@ -269,7 +275,7 @@ class S3Store:
             manager.upload(str(path), self._bucket, name, subscribers=[_Counted(count)]).result()
 
     def get_file(self, key: str, path: Path) -> None:
-        """See `ObjectStore.get_file`."""
+        """Download an object into a file, which appears whole or not at all; NotFoundError without an object."""
         name = self._name(key)
         part = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
 

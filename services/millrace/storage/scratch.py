@@ -30,7 +30,7 @@ _FRESH_S = 60.0  # a directory is locked and has its name microseconds after it 
 
 @contextlib.contextmanager
 def scratch_errors(path: Path) -> Iterator[None]:
-    """Turn what the operating system refuses in a scratch directory into our errors.
+    """Turn what the operating system refuses in the block, in a scratch directory, into our errors.
 
     CapacityError if it is full, PermissionDeniedError if it may not be written, else UnavailableError.
     """
@@ -146,10 +146,11 @@ _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 def io_errors(
     path: Path, action: str, *, needed_bytes: int | None = None, setting: str | None = STORE
 ) -> Iterator[None]:
-    """Turn what the operating system refuses while `action` is done to `path` into our errors.
+    """Turn what the operating system refuses in the block, while `action` is done to `path`, into our errors.
 
-    A full disk or quota is CapacityError with the free space and, where it is known, the space that was needed; what is
-    not allowed, or read-only, is PermissionDeniedError; everything else may be an outage, and is UnavailableError.
+    A full disk or quota is CapacityError with the free space and, where it is known, the space that was needed, or
+    InvalidStateError for a disk that is too small; what is not allowed, or read-only, is PermissionDeniedError; a
+    directory in place of a file is ConflictError; everything else may be an outage, and is UnavailableError.
     FileExistsError passes: it is how a lost race shows. `setting` says where `path` is; None if its user named it.
     """
     try:

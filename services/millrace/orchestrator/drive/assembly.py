@@ -331,7 +331,7 @@ def _failures(config: RLConfig | EvalRunConfig) -> Failures:
 
 
 def env_specs(config: RLConfig | EvalRunConfig) -> list[EnvSpec]:
-    """Return the environments to train on, then those that are only evaluated."""
+    """Return the descriptions that env-servers get of the environments to train on, then of those only evaluated."""
     settings = config if isinstance(config, EvalRunConfig) else config.orchestrator
     selected = settings.selections()
     demo_key = ""
@@ -372,7 +372,10 @@ class FixedEndpoints:
     newest_due = held_version = None
 
     def __init__(self, urls: Sequence[str], *, model: str, max_concurrent: int) -> None:
-        """Do nothing: the first rollout finds out whether the endpoints answer."""
+        """Make one replica of each URL, without a call: the first rollout finds out whether the endpoints answer.
+
+        `max_concurrent` is how many rollouts each plays at once.
+        """
         self._endpoints = [
             ReadyReplica(worker_id=url, http_url=url, model=model, version=0, max_num_seqs=max_concurrent)
             for url in urls

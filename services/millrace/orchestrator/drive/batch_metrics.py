@@ -339,7 +339,7 @@ class BatchWarnings:
             )
 
     async def _note_nothing_echoed(self, rollouts: Sequence[Rollout], *, step: int) -> None:
-        """Warn of an environment trained by echo in which nobody speaks whose words are learned."""
+        """Warn of an environment trained by echo whose rollouts have no token of the roles that are learned."""
         for env in sorted({rollout.env for rollout in rollouts} & self._echoed.keys()):
             mine = [rollout for rollout in rollouts if rollout.env == env]
             spoken = [{span.role for sample in rollout.samples for span in sample.roles} for rollout in mine]

@@ -187,7 +187,7 @@ def count_dropped(resolved: Sequence[Resolved]) -> Counter[str]:
 
 
 def resolutions(resolved: Sequence[Resolved]) -> list[batch_pb2.Resolution]:
-    """Return the wire form of resolved ordinals, ascending."""
+    """Return the messages of resolved ordinals for a header, in order of ordinal: trained, or dropped for a reason."""
     return [
         batch_pb2.Resolution(
             ordinal=item.ordinal,

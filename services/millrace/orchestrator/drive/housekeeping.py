@@ -165,7 +165,10 @@ class Housekeeper:
                 logger.warning("events not archived, trying again", extra={"error": str(error)})
 
     async def archive_now(self) -> None:
-        """Copy every event that was written so far to the store."""
+        """Copy every event that was written so far to the store.
+
+        Damaged entries among them are reported and removed.
+        """
         await self._parts.context.events.flush()
         await self._archive.archive()
         if await self._parts.damage.tell():  # damage among these is reported by events, which have to be copied as well

@@ -95,7 +95,7 @@ class RolloutLoop:
         self.durations = Durations(window=max(WINDOW_STEPS * self.settings.groups_per_step, MIN_WINDOW))
 
     async def run(self) -> None:
-        """Cut and commit batches until `max_steps` or until the run is asked to stop."""
+        """Play groups, and cut and commit batches, until `max_steps` or until the run is asked to stop."""
         try:
             while self.book.step < self.max_steps and not self.is_stopping():
                 # Cleared before the look: a change during the look sets it again, so `tick` returns at once.
@@ -114,7 +114,10 @@ class RolloutLoop:
             self.wait.over()
 
     async def report_failures(self) -> None:
-        """Report failing rollouts; raise RolloutsFailedError if so many fail that the run cannot learn."""
+        """Write events of failed and lost rollouts.
+
+        Raise RolloutsFailedError if so many fail that the run cannot learn.
+        """
         for count in self.failures.report():
             await self.events.rollouts_failed(count)
         if outage := self.failures.outage_report():
@@ -178,7 +181,7 @@ class RolloutLoop:
             self.wait.over()
 
     async def drop_stale(self) -> None:
-        """Drop every group that can no longer be trained, so that it never holds a slot."""
+        """Drop every group whose tokens are too old to be trained on, and report environments that lose many."""
         stale = [group for group in (*self.book.open, *self.book.whole) if not self.is_eligible(group)]
         for group in stale:
             self.durations.note(group.task.env, group.seconds, is_stale=True)

@@ -263,7 +263,7 @@ class PolicyDriver:
             await asyncio.sleep(PACE_S)  # the replica answered before it was done: do not ask in a busy loop
 
     async def _announce(self, worker_id: str, status: policy_service_pb2.PolicyStatus) -> None:
-        """Record once that a replica serves a version."""
+        """Write an event that a replica serves a version, unless its last one was of the same."""
         served = (status.lineage, status.version)
         if self._announced.get(worker_id) == served:
             return
@@ -301,9 +301,7 @@ class PolicyDriver:
         self._on_change()
 
     def _serves(self, worker_id: str, desired: policy_pb2.PolicyEntry) -> bool:
-        """Return whether a replica serves its target: exactly that version if it is held, else that version or a
-        newer one.
-        """
+        """Return whether a replica serves its target: exactly that version if it is held, else that one or a newer."""
         status = self._served.get(worker_id)
         if status is None or not status.has_version or status.state != policy_service_pb2.POLICY_STATE_SERVING:
             return False

@@ -146,7 +146,7 @@ class RunDriver(ABC):
             await self._end(was_closed=was_closed)
 
     async def _restore(self) -> None:
-        """Take over what the store has of the run, and bring Redis up to date with it."""
+        """Load from the store what is committed of the run, continue after that, and append to Redis what it lacks."""
         run_log = self._context.log
         origin = await asyncio.to_thread(load_origin, run_log.store, run_log.names)
         self._base_step = origin.base_step
@@ -190,7 +190,7 @@ class RunDriver(ABC):
         await self._keeper.archive_now()
 
     async def _take_over(self) -> None:
-        """Adopt the predecessor's finished rollouts and the plays that env-servers still work on."""
+        """Wait for env-servers after a takeover, and adopt finished rollouts and the plays that they still work on."""
         parts = self._parts
         if self._context.epoch.number > 1:
             await parts.envs.wait_for_return()
@@ -251,7 +251,10 @@ class RunDriver(ABC):
         await self._record_end(state, f"{why}; {failed}" if failed else why)
 
     async def _record_end(self, state: run_pb2.RunState, why: str, *, error: run_pb2.RunError | None = None) -> None:
-        """Write the terminal state, archive its event, and write the seal after it."""
+        """Write the event of the terminal state, archive it, and write the seal after it.
+
+        Failures that were not reported yet are reported before.
+        """
         for count in self._parts.failures.report(is_final=True):
             await self._events.rollouts_failed(count)
         await self._keeper.archive_now()  # what this finds is reported before the end, while watchers still listen

@@ -39,7 +39,7 @@ class Resolved:
 
     @classmethod
     def of(cls, play: Play, reason: str) -> "Resolved":
-        """Return how `play` ends: trained if `reason` is empty, else dropped for `reason`."""
+        """Return how `play` ends in the next header: trained if `reason` is empty, else dropped for `reason`."""
         task, rewards = play.task, [rollout.reward for rollout in play.rollouts()]
         task_id = next((rollout.task_id for rollout in play.members.values()), f"{task.task_index}")
         result = None
@@ -247,7 +247,7 @@ class Book:
         return min(entries, key=entry_key, default=None)
 
     def _remove(self, play: Play) -> None:
-        """Move a resolved play from the book to the next header."""
+        """Move a play that is over from the book into what the next header resolves and archives."""
         self._pending.append(Resolved.of(play, play.reason))
         self._on_resolved(play)
         self._archive += self._archived(self.plays.pop(play.ordinal))

@@ -110,7 +110,7 @@ class Evaluator:
 
     @contextmanager
     def series(self) -> Iterator[None]:
-        """Treat the evaluations in the block as one series, so that nothing else is played between them."""
+        """Treat the evaluations in the block as one series: `is_playing` stays True between them."""
         self._num_series += 1
         try:
             yield

@@ -149,9 +149,9 @@ class Failures:
     """Counts what is taken, group by group."""
 
     def __init__(self, *, num_groups: int, group_sizes: Mapping[str, int], max_share: float) -> None:
-        """Fail the run once more than `max_share` of the rollouts of the last `num_groups` groups failed.
+        """Take how the run fails: by `max_share` or more failed rollouts among those of the last `num_groups` groups.
 
-        `group_sizes` are the rollouts of a group by environment; 1 of one that it does not name.
+        `group_sizes` are the rollouts of a group by environment; 1 for one that it does not name.
         """
         self._num_groups, self._group_sizes, self._max_share = num_groups, group_sizes, max_share
         self._largest_group = max(group_sizes.values(), default=1)
@@ -325,7 +325,7 @@ class Failures:
         return self._totals.setdefault(env, EnvCount(env=env))
 
     def _recent(self) -> list[GroupCount]:
-        """Return the last groups that are resolved or whose members all came back at least once."""
+        """Return the last `num_groups` groups that are resolved or whose members all came back at least once."""
         sizes = self._group_sizes
         answered = [group for group in self._open.values() if len(group.members) >= sizes.get(group.env, 1)]
         return [*self._closed, *answered][-self._num_groups :]

@@ -357,7 +357,7 @@ class TaskBuffer:
         return not any(len(self._normal_of(env, placed)) for env in drawn)
 
     def sizes(self, pools: Pools) -> PoolSizes:
-        """Return how many tasks are in which pool."""
+        """Return how many tasks of all environments are easy, normal and hard in `pools`."""
         counts = [pools.counts(env) for env in self._sources]
         easy, hard = sum(count[0] for count in counts), sum(count[1] for count in counts)
         total = sum(source.num_tasks for source in self._sources.values())

@@ -152,7 +152,7 @@ def of_training(config: OrchestratorConfig) -> EvalSettings | None:
 
 
 def of_run(config: EvalRunConfig) -> EvalSettings:
-    """Return the settings of an evaluation run."""
+    """Return the settings with which an evaluation run plays, by its config: external endpoints, and no training."""
     return EvalSettings(
         envs=tuple(
             EvaluatedEnv(

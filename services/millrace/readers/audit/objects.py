@@ -56,9 +56,9 @@ def check_checkpoints(audit: Audit, *, run_hash: str) -> list[CheckpointFact]:
 
 
 def compare_chains(audit: Audit, facts: Sequence[CheckpointFact], chains: Mapping[int, bytes]) -> None:
-    """Report violations unless checkpoint k was trained on the batches that H(k - 1) proves.
+    """Report each checkpoint k that was not trained on the batches up to k - 1, by its chain hash.
 
-    `chains` has the chain hash after each step.
+    `facts` are the committed checkpoints, and `chains` has the chain hash after each step.
     """
     last = max(chains)
     for fact in facts:

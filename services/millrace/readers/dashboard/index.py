@@ -130,7 +130,10 @@ class Columns:
     """The files of one run's index. One thread appends, any may read; a line of steps commits the rows before it."""
 
     def __init__(self, directory: Path) -> None:
-        """Open what is there; whatever is damaged is begun anew, because the archive has it all."""
+        """Open the index in a directory, or make an empty one.
+
+        A damaged index is begun anew, as the archives have it all.
+        """
         self.directory = directory
         self.names = NameTable()
         self.segments: list[Segment] = []

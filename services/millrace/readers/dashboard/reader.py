@@ -274,7 +274,7 @@ def _whole_lineage(run: _OpenRun, params: Params) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _unless_growing(run: _OpenRun) -> Iterator[None]:
-    """Raise UnavailableError for a missing sample while batches are still being read: it may come."""
+    """Turn a NotFoundError of the block into UnavailableError while batches are still being read: it may come."""
     try:
         yield
     except NotFoundError as error:
@@ -310,7 +310,7 @@ def _require_all(looking: StoreRefresh, meanwhile: str) -> None:
 
 
 def _progress(run: _OpenRun) -> dict[str, Any]:
-    """Return the progress of the index."""
+    """Return how far the index of a run is: rollouts, batches read and known, and batches that cannot be read."""
     columns = run.index.columns
     unreadable = [{"step": each.step, "problem": each.problem} for each in columns.segments if each.problem]
     return {

@@ -64,9 +64,9 @@ def _write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> Path:
 
 @contextlib.contextmanager
 def _made(path: Path) -> Iterator[Path]:
-    """Provide a path to write to.
+    """Provide a temporary path to write to, whose file gets the name `path` after the block.
 
-    The file gets its name `path` after the block, so that an interrupted export leaves none.
+    If the block raises, the file is removed, so that an interrupted export leaves none.
     """
     part = path.with_name(f"{path.name}.part")
     try:

@@ -240,7 +240,10 @@ class RunExports:
     def __init__(
         self, record: RunRecord, *, store_url: str, prefix: str, warn: Callable[[str, str], Awaitable[object]]
     ) -> None:
-        """Start them; `warn` gets the reason and the text of what somebody has to change."""
+        """Start the exports that the run's config and the environment ask for.
+
+        `warn` gets the reason and the text of what somebody has to change.
+        """
         self._running: list[Exporter] = []
         self._order = {"store_url": store_url, "prefix": prefix, "uid": record.uid}
         self._warn = warn

@@ -346,7 +346,11 @@ class Collector:
     """The collector that the variables name."""
 
     def __init__(self, uid: str) -> None:
-        """Raise InvalidStateError with the pip command where the SDK is not installed."""
+        """Make the exporter of OpenTelemetry's SDK that the variables name; the spans are of the run `uid`.
+
+        InvalidStateError with the pip command if the SDK is not installed, UnavailableError for settings that
+        are not supported.
+        """
         if (protocol := _variable("PROTOCOL") or PROTOCOL) != PROTOCOL:
             raise _unusable(f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}, which is not supported", f"use {PROTOCOL}")
         if (wanted := os.environ.get("OTEL_TRACES_EXPORTER") or "otlp") != "otlp":

@@ -225,7 +225,10 @@ def _archive_from_redis(bench: Workbench, key: str) -> bytes | None:
 
 
 def _repair_archives(bench: Workbench, pins: dict[str, tuple[str, str]]) -> None:
-    """Examine the archives of events that no header names yet: Redis proves each of their events."""
+    """Examine the archives of events that are not in `pins`, as no header or seal names them yet.
+
+    Redis proves each of their events.
+    """
     for info in list(bench.store.list(bench.names.event_archive)):
         if info.key in pins:
             continue

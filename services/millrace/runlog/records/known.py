@@ -41,13 +41,19 @@ class KnownObjects:
         return key.rpartition("/")[0] in self._places
 
     def fill(self, store: ObjectStore, names: Names, header: batch_pb2.BatchHeader) -> None:
-        """Add the objects to a header that no header names yet (blocking); what it names already stays."""
+        """Add to a header the stored objects that it has to name and no earlier one names (blocking).
+
+        What it names stays.
+        """
         found = {item.key: item for item in (*header.objects, *self.find_new(store, names))}
         del header.objects[:]
         header.objects.extend(found[key] for key in sorted(found))
 
     def find_new(self, store: ObjectStore, names: Names) -> list[batch_pb2.ObjectRef]:
-        """Return the objects in the store that no header names (blocking)."""
+        """Return references to the stored objects that the next header has to name, with their hashes (blocking).
+
+        They are of the kinds that headers name, and no header so far names them.
+        """
         found: list[batch_pb2.ObjectRef] = []
         for key in self._new(store, names):
             try:

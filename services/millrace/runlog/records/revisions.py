@@ -92,9 +92,9 @@ def chain_broken(names: Names, step: int, message: str) -> CorruptObjectError:
 
 
 def load_step(store: ObjectStore, names: Names, step: int) -> StepHeaders | None:
-    """Return the committed records of a step.
+    """Load the headers of a step, all revisions; None if nothing is committed of it.
 
-    None if there are none. One request, but for a step at which a run failed.
+    It is one request, but for a step at which a run failed.
     """
     revisions: list[bytes] = []
     while True:
@@ -243,7 +243,7 @@ def is_reopened(store: ObjectStore, names: Names) -> bool:
 
 
 def find_closing(store: ObjectStore, names: Names) -> "Closing | None":
-    """Return the closing header that ends the run as FAILED; None if it is open.
+    """Return the closing header that ends the run as FAILED; None if the run is open, or was reopened.
 
     `InvalidStateError` if it ended otherwise.
     """

@@ -91,7 +91,10 @@ OUTAGES: deque[Outage] = deque(maxlen=16)
 
 
 def open_redis(url: str) -> redis_asyncio.Redis:
-    """Return a client for `redis://[user:password@]host:port/db` (or rediss, unix); connects on first use."""
+    """Return a client for `redis://[user:password@]host:port/db` (or rediss, unix); it connects on first use.
+
+    InvalidSpecError if the URL is malformed.
+    """
     try:
         return redis_asyncio.Redis.from_url(
             url,
@@ -154,7 +157,11 @@ async def _retry(
     deadline_s: float,
     on_failure: Callable[[str, waits.Refusal | None], None],
 ) -> T:
-    """Try for `deadline_s` after the first failure; that and the recovery are one log line each."""
+    """Return the result of the command, which is tried again for `deadline_s` after its first failure.
+
+    The failure and the recovery are one log line each. `on_failure` gets a text and a refusal for the registered
+    wait. Raises as `call` does.
+    """
     address, num_failed, began, excused = describe(client), 0, 0.0, 0
     # unregistered wait: `call` around it is the registered wait
     while True:
@@ -402,7 +409,7 @@ class _Trial:
         self._stream, self._lease = names.stream(Stream.ROLLOUTS), names.lease("self-test")
 
     def steps(self) -> dict[str, Any]:
-        """Return each step by what it does, in words."""
+        """Return the functions that try Redis out, in order, by what each does, in words."""
         return {
             "a script made a hash": self._create,
             "the append script added an entry": self._append,

@@ -63,10 +63,11 @@ class Lease:
 
     @classmethod
     async def acquire(cls, log: RunLog, role: str, owner: str, ttl_s: float, *, slot: str = "") -> Self | None:
-        """Take the lease if it is free; None if another process holds it.
+        """Take the lease if it is free; None if another process holds it. LogGoneError if Redis does not hold the log.
 
-        `slot` is a place that only one process can have at a time (`host/address`): a lease of the same slot is a dead
-        predecessor's and is taken over at once.
+        `slot` is a place that only one process can have at a time (`host/address`): a lease of the same slot is
+        a dead predecessor's and is taken over at once. A damaged value is not taken over, but expires within
+        `ttl_s`.
         """
         token, expected = secrets.token_hex(8), b""
         value = _value(owner, token, 0, slot)

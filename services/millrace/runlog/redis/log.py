@@ -83,7 +83,8 @@ class RunLog:
     ) -> "RunLog":
         """Create the log of a new run: `run.json` (create-only), generation 1, meta. Repeating it is harmless.
 
-        `AlreadyExistsError` if the uid has another `run.json`. The index of runs is `index.create_run`'s matter.
+        `AlreadyExistsError` if the uid has another `run.json` or its log a later generation. The run is listed
+        nowhere yet (`index.create_run`).
         """
         names = Names(prefix, uid)
         is_new = await asyncio.to_thread(store.create, names.run_json, run_json)
@@ -291,7 +292,7 @@ class RunLog:
                 return []
 
     async def read_range(self, stream: Stream, first: str, last: str) -> list[Entry]:
-        """Return entries with ids from `first` to `last`, inclusive, without waiting; what is damaged says so."""
+        """Return entries with ids from `first` to `last`, inclusive, without waiting; a damaged one has a `damage`."""
         key = self.names.stream(stream)
         found = await self.command(f"reading {stream}", "XRANGE", key, first, last)
         return [read_entry(key, id_, fields) for id_, fields in found]
@@ -402,7 +403,10 @@ class RunLog:
         raise InternalError(f"{what} of run {self.uid}: Redis forgets epochs", reason="EPOCH_LOST")
 
     async def _raise_epoch(self, epoch: Epoch, *, raises: bool = True) -> bool:
-        """Raise the role's epoch in meta to this holder's; False (or `FencedError`) if it has a newer one."""
+        """Raise the role's epoch in meta to this holder's.
+
+        If it has a newer one, return False, or FencedError if `raises`.
+        """
         args = [self.generation, epoch.role, epoch.number]
         reply = await self.call(
             f"writing the epoch of {epoch.role}",
