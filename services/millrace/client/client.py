@@ -14,15 +14,14 @@ from millrace.v1.run_service_pb2_grpc import RunServiceStub
 
 
 class Client:
-    """Talks to the RunService at `host:port`. Use it as an asynchronous context manager, or call `close`."""
+    """A client of the RunService at `host:port`. Use it as an asynchronous context manager, or call `close`."""
 
     def __init__(self, address: str, *, access: ClientAccess | None = None) -> None:
-        """Raise InvalidSpecError if the address or a file of the access is wrong.
+        """Open a channel, which connects at the first call.
 
-        The client connects at the first call.
-
-        `access` says whom to trust and which token to show; by default by MILLRACE_TLS_CA, MILLRACE_TOKEN_FILE,
-        MILLRACE_TOKEN and the other variables of this process.
+        Raise InvalidSpecError if the address or a file of the access is wrong. `access` has the trusted certificates
+        and the token; by default those of MILLRACE_TLS_CA, MILLRACE_TOKEN_FILE, MILLRACE_TOKEN and the other variables
+        of this process.
         """
         self.address = address
         access = ClientAccess.public_from_environ() if access is None else access
@@ -36,7 +35,7 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """Close the channel; calls under way end with an error."""
+        """Close the channel; calls in progress end with an error."""
         await self._channel.close()
 
 
@@ -71,15 +70,15 @@ class SyncRuns:
         self._runs = client.runs
 
     def create(self, config: RunConfigLike, **options: Any) -> run_pb2.Run:
-        """Return queue a run."""
+        """Queue a run and return it; options as for `RunsClient.create`."""
         return self._runner.run(self._runs.create(config, **options))
 
     def wait(self, name: str, **options: Any) -> run_pb2.Run:
-        """Follow a run to its end; InvalidStateError with its reason if that is not SUCCEEDED."""
+        """Wait for a run's end and return it; raise InvalidStateError with its reason if it did not SUCCEED."""
         return self._runner.run(self._runs.wait(name, **options))
 
     def get(self, name: str) -> run_pb2.Run:
-        """Show one run."""
+        """Return one run."""
         return self._runner.run(self._runs.get(name))
 
     def list(self, *, states: Sequence[RunStateLike] = (), limit: int = 0) -> Sequence[run_pb2.Run]:
@@ -87,23 +86,23 @@ class SyncRuns:
         return self._runner.run(self._runs.list(states=states, limit=limit))
 
     def cancel(self, name: str, *, reason: str = "") -> run_pb2.Run:
-        """Ask a run to end."""
+        """Ask a run to end as CANCELLED; return it at once."""
         return self._runner.run(self._runs.cancel(name, reason=reason))
 
     def pause(self, name: str, *, reason: str = "") -> run_pb2.Run:
-        """Ask a run to stop at a step boundary."""
+        """Ask a run to stop at a step boundary; return it at once."""
         return self._runner.run(self._runs.pause(name, reason=reason))
 
     def resume(self, name: str) -> run_pb2.Run:
-        """Let a paused run go on."""
+        """Let a paused or FAILED run go on; return it at once."""
         return self._runner.run(self._runs.resume(name))
 
     def fork(self, name: str, *, step: int, **options: Any) -> run_pb2.Run:
-        """Return a new run that goes on from a step of this one."""
+        """Make a new run that continues from a step of this one, and return it."""
         return self._runner.run(self._runs.fork(name, step=step, **options))
 
     def audit(self, name: str) -> audit_pb2.AuditReport:
-        """Return the findings of an audit of the run's log."""
+        """Audit the run's log and return the findings."""
         return self._runner.run(self._runs.audit(name))
 
     def explain(self, name: str) -> rs.ExplainRunResponse:
@@ -123,11 +122,11 @@ class SyncRuns:
         return self._runner.run(self._runs.rollouts(name, **options))
 
     def lineage(self, name: str, **options: Any) -> rs.GetLineageResponse:
-        """Return what made a rollout or a policy version, and what came of it."""
+        """Return what made a rollout or a policy version, and what was made from it."""
         return self._runner.run(self._runs.lineage(name, **options))
 
     def watch(self, name: str, *, after: str = "", **options: Any) -> Iterator[event_pb2.Event]:
-        """Yield every event after `after`, then new ones as they come; ends after the terminal state."""
+        """Yield every event after the cursor `after`, then new ones as they come; end after the terminal state."""
         events = self._runs.watch(name, after=after, **options)
 
         async def step() -> event_pb2.Event:

@@ -1,4 +1,4 @@
-"""Runs: create, get, list, cancel, pause, resume, fork, audit, watch, explain, checkpoints, and what their logs say."""
+"""Runs: create, get, list, cancel, pause, resume, fork, audit, watch, explain, checkpoints, and data of their logs."""
 
 import asyncio
 import contextlib
@@ -42,18 +42,18 @@ RunStateLike = run_pb2.RunState | str
 # Lists of messages as columns of plain values: `pandas.DataFrame(columns)` takes them as they are.
 
 Columns = dict[str, list[Any]]
-"""Lists of equal length by name; None is a value that is not there."""
+"""Lists of equal length by name; None is a missing value."""
 
 
 def metric_columns(steps: Sequence[metric_pb2.StepMetrics]) -> Columns:
-    """Return a row for each step: `step`, then the metrics by name."""
+    """Return columns with a row per step: `step`, then the metrics by name."""
     names = sorted({name for each in steps for name in each.values})
     values = [dict(each.values) for each in steps]
     return {"step": [each.step for each in steps]} | {name: [row.get(name) for row in values] for name in names}
 
 
 def rollout_columns(rollouts: Sequence[rollout_pb2.Rollout]) -> Columns:
-    """Return a row for each rollout: `id`, then the fields of the message."""
+    """Return columns with a row per rollout: `id`, then the fields of the message."""
     columns: Columns = {"id": [each.name.rpartition("/")[2] for each in rollouts]}
     for field in rollout_pb2.Rollout.DESCRIPTOR.fields:
         if field.name != "name":
@@ -62,16 +62,17 @@ def rollout_columns(rollouts: Sequence[rollout_pb2.Rollout]) -> Columns:
     return columns
 
 
-# What a run is made of, as people have it: a dict, TOML files, or JSON text.
+# The config of a run as users have it: a dict, TOML files, or JSON text.
 
 RunConfigLike = str | Mapping[str, Any] | Path | Sequence[Path]
 """JSON text, nested keys, a TOML file, or several of which later ones win."""
 
 
 def config_json(config: RunConfigLike, *, kind: run_pb2.RunKind) -> str:
-    """Return the JSON text that the server is sent; InvalidSpecError names every mistake in a file with its line.
+    """Return the config as the JSON text for the server.
 
-    Text and dicts are checked by the server alone. No variable of this process is read: what was given is sent.
+    Raise InvalidSpecError with every mistake in a file and its line. JSON texts and dicts are checked by the server
+    alone. No variable of this process is read.
     """
     if isinstance(config, str):
         return config
@@ -87,7 +88,7 @@ class RunsClient:
     """The RPCs of RunService as methods. `name` is `runs/{run}` or a uid everywhere."""
 
     def __init__(self, stub: RunServiceStub, *, to: str) -> None:
-        """Create the client; `to` names the callee in messages."""
+        """Take `to`, the name of the server in messages."""
         self._stub = stub
         self._to = to
 
@@ -102,12 +103,11 @@ class RunsClient:
         check_environments: bool = False,
         labels: Mapping[str, str] | None = None,
     ) -> run_pb2.Run:
-        """Return queue a run.
+        """Queue a run and return it; with `validate_only` the config is checked and nothing queued.
 
-        The same `request_id` (a UUID; made up if None) with the same config returns the first answer.
-
-        With `check_environments` they are loaded first, which may take minutes: InvalidStateError names one that fails.
-        Raises InvalidSpecError with every violation, AlreadyExistsError if `run_id` is taken.
+        The same `request_id` (a UUID; a new one if None) with the same config returns the first answer. With
+        `check_environments` the environments are loaded first, which may take minutes; InvalidStateError names one that
+        fails. Raises InvalidSpecError with every violation, AlreadyExistsError if `run_id` is taken.
         """
         request = rs.CreateRunRequest(
             run_id=run_id,
@@ -123,18 +123,21 @@ class RunsClient:
         return response.run
 
     async def get(self, name: str) -> run_pb2.Run:
-        """Show one run; NotFoundError if there is none of that name."""
+        """Return one run; raise NotFoundError if there is none of that name."""
         response = await call(self._stub.GetRun, rs.GetRunRequest(name=name), timeout_s=CALL_TIMEOUT_S, to=self._to)
         return response.run
 
     async def list(self, *, states: Sequence[RunStateLike] = (), limit: int = 0) -> Sequence[run_pb2.Run]:
-        """Return runs, newest first; `limit` 0 is all, over as many pages as it takes."""
-        wanted: list[run_pb2.RunState | str] = [f"RUN_STATE_{s}" if isinstance(s, str) else s for s in states]
+        """Return runs in these states (all if none is given), newest first.
+
+        `limit` 0 is all, over as many pages as necessary.
+        """
+        state_names: list[run_pb2.RunState | str] = [f"RUN_STATE_{s}" if isinstance(s, str) else s for s in states]
         runs: list[run_pb2.Run] = []
         token = ""
         while True:
             size = min(_PAGE_SIZE, limit - len(runs)) if limit else _PAGE_SIZE
-            request = rs.ListRunsRequest(page_size=size, page_token=token, states=wanted)
+            request = rs.ListRunsRequest(page_size=size, page_token=token, states=state_names)
             response = await call(self._stub.ListRuns, request, timeout_s=CALL_TIMEOUT_S, to=self._to)
             runs.extend(response.runs)
             token = response.next_page_token
@@ -148,18 +151,18 @@ class RunsClient:
         return response.run
 
     async def pause(self, name: str, *, reason: str = "", request_id: str | None = None) -> run_pb2.Run:
-        """Ask a run to stop at a step boundary and to give its workers back; the answer may show the state before.
+        """Ask a run to stop at a step boundary and to release its workers; the answer may show the state before.
 
-        InvalidStateError for a run that has ended or is about to. Pausing a paused run changes nothing.
+        Raises InvalidStateError for a run that has ended or is about to. Pausing a paused run changes nothing.
         """
         request = rs.PauseRunRequest(name=name, reason=reason, request_id=request_id or str(uuid.uuid4()))
         response = await call(self._stub.PauseRun, request, timeout_s=CALL_TIMEOUT_S, to=self._to)
         return response.run
 
     async def resume(self, name: str, *, request_id: str | None = None) -> run_pb2.Run:
-        """Let a paused or FAILED run go on as soon as a trainer is free; an open one goes on as it does.
+        """Let a paused or FAILED run go on as soon as a trainer is free; a run in progress is not changed.
 
-        InvalidStateError for a run that has ended otherwise.
+        Raises InvalidStateError for a run that has ended otherwise.
         """
         request = rs.ResumeRunRequest(name=name, request_id=request_id or str(uuid.uuid4()))
         response = await call(self._stub.ResumeRun, request, timeout_s=CALL_TIMEOUT_S, to=self._to)
@@ -175,9 +178,9 @@ class RunsClient:
         request_id: str | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> run_pb2.Run:
-        """Return a new run that goes on from a step of this one, with the same config if none is given.
+        """Make a new run that continues from a step of this one, and return it; with the same config if none is given.
 
-        InvalidStateError names the steps that are kept if this one is not. A repeated `request_id` completes a copy
+        Raises InvalidStateError, with the kept steps, if this one is not kept. A repeated `request_id` completes a copy
         that was interrupted.
         """
         request = rs.ForkRunRequest(
@@ -192,13 +195,13 @@ class RunsClient:
         return response.run
 
     async def audit(self, name: str, *, timeout_s: float = AUDIT_TIMEOUT_S) -> audit_pb2.AuditReport:
-        """Return the findings of an audit of the run's log, which reads everything that the run has written."""
+        """Audit the run's log, which reads everything that the run has written, and return the findings."""
         request = rs.AuditRunRequest(name=name)
         response = await call(self._stub.AuditRun, request, timeout_s=timeout_s, to=self._to)
         return response.report
 
     async def explain(self, name: str) -> rs.ExplainRunResponse:
-        """Return the waits of every service of the run, longest first, and the chain in words."""
+        """Return the waits of every service of the run, longest first, and the chain of them as text."""
         request = rs.ExplainRunRequest(name=name)
         return await call(self._stub.ExplainRun, request, timeout_s=CALL_TIMEOUT_S, to=self._to)
 
@@ -217,9 +220,9 @@ class RunsClient:
     async def metrics(
         self, name: str, *, names: Sequence[str] = (), on_note: Callable[[str], None] | None = None
     ) -> Columns:
-        """Return metrics by step as columns, for `pandas.DataFrame`; `names` leaves all others out.
+        """Return metrics by step as columns, for `pandas.DataFrame`; with `names` only those.
 
-        `on_note` gets how far the server is with reading a log that nobody has looked at yet.
+        `on_note` gets the server's progress while it reads a log for the first time.
         """
         steps: list[metric_pb2.StepMetrics] = []
         request = rs.ListMetricsRequest(parent=name, page_size=_LIST_PAGE_SIZE, names=names)
@@ -239,10 +242,10 @@ class RunsClient:
         on_note: Callable[[str], None] | None = None,
         **filters: str | float,
     ) -> Columns:
-        """Return rollouts as columns, for `pandas.DataFrame`; `limit` 0 is all, over as many pages as it takes.
+        """Return rollouts as columns, for `pandas.DataFrame`; `limit` 0 is all, over as many pages as necessary.
 
         Filters are those of `ListRolloutsRequest`, such as `env="letters", min_reward=0.5`; `order_by="reward desc"`.
-        `on_note` gets batches that cannot be read, and how far the server is with reading the log.
+        `on_note` gets batches that cannot be read, and the server's progress while it reads a log for the first time.
         """
         found: list[rollout_pb2.Rollout] = []
         texts = {key: str(value) for key, value in filters.items()}
@@ -267,9 +270,9 @@ class RunsClient:
         version: int | None = None,
         on_note: Callable[[str], None] | None = None,
     ) -> rs.GetLineageResponse:
-        """Return what made a rollout (its id, such as `12-3`) or a policy version, and what came of it.
+        """Return what made a rollout (its id, such as `12-3`) or a policy version, and what was made from it.
 
-        NotFoundError says why there is none; give exactly one of the two.
+        Exactly one of the two must be given. Raises NotFoundError with the reason if there is none.
         """
         request = rs.GetLineageRequest(name=name, rollout=rollout, version=version)
         if rollout is not None and version is not None:
@@ -278,12 +281,12 @@ class RunsClient:
         return await self._read_log(self._stub.GetLineage, request, on_note)
 
     async def _read_log(self, method: Any, request: Any, on_note: Callable[[str], None] | None) -> Any:
-        """Return the answer of a method that reads the log.
+        """Call a method that reads the log, again while the server reads it for the first time, and return the answer.
 
-        Asked again while the server reads it for the first time.
+        `on_note` gets the server's progress.
         """
         begun, num_asked = time.monotonic(), 0
-        # unregistered wait: tells its caller how far the server is (`on_note`), and gives up after READ_LOG_S
+        # unregistered wait: reports the server's progress to its caller (`on_note`), and gives up after READ_LOG_S
         while True:
             try:
                 return await call(method, request, timeout_s=LIST_TIMEOUT_S, to=self._to)
@@ -304,19 +307,18 @@ class RunsClient:
         give_up_s: float = GIVE_UP_S,
         silence_s: float = SILENCE_S,
     ) -> AsyncGenerator[event_pb2.Event, None]:
-        """Yield every event after the cursor `after`, then new ones as they come; ends after the terminal state.
+        """Yield every event after the cursor `after`, then new ones as they come; end after the terminal state.
 
-        FAILED does not end it where the run was reopened since.
-
-        A lost server is called again with the last cursor, so nothing is missed and nothing comes twice; `on_reconnect`
-        learns of it (the error, and the seconds until the next try). UnavailableError after `give_up_s` without a word
-        from any server; a connection that is silent for `silence_s` counts as lost. RefusedError with the reason
-        RUN_HELD_UP once the run has got nowhere for a minute because what it needs answers and refuses.
+        FAILED does not end it if the run was reopened since. A lost server is called again with the last cursor, so
+        that no event is missed or comes twice; `on_reconnect` gets the error and the seconds until the next try. A
+        connection that is silent for `silence_s` counts as lost. Raises UnavailableError after `give_up_s` without a
+        message from any server, and RefusedError (RUN_HELD_UP) once the run has made no progress for a minute because
+        something that it needs refuses.
         """
         cursor = after
         heard = time.monotonic()
         num_lost = 0
-        # unregistered wait: tells its caller of every lost server (`on_reconnect`), and gives up after `give_up_s`
+        # unregistered wait: reports every lost server to its caller (`on_reconnect`), and gives up after `give_up_s`
         while True:
             try:
                 async with contextlib.aclosing(self._watch_once(name, cursor, silence_s)) as responses:
@@ -328,7 +330,7 @@ class RunsClient:
                         yield response.event
                         if await self._is_end(name, response.event):
                             return
-                # The server may end the stream without our having seen the terminal event (the cursor was behind it).
+                # The server may end the stream although the terminal event did not come: the cursor was after it.
                 if is_terminal((await self.get(name)).state):
                     return
                 lost = UnavailableError(f"{self._to} ended the stream of {name}", reason="STREAM_ENDED")
@@ -348,10 +350,10 @@ class RunsClient:
     async def wait(
         self, name: str, *, on_note: Callable[[str], None] | None = None, timeout_s: float | None = None
     ) -> run_pb2.Run:
-        """Follow a run to its end and return it; `on_note` gets states, and what a queued run waits for.
+        """Wait for a run's end and return it; `on_note` gets states, and the reason why a run is queued.
 
-        InvalidStateError with the run's own reason if it does not end as SUCCEEDED, TimeoutError after `timeout_s`,
-        RefusedError as `watch` does.
+        Raises InvalidStateError with the run's own reason if it does not end as SUCCEEDED, TimeoutError after
+        `timeout_s`, and RefusedError as `watch` does.
         """
         note, state = on_note or (lambda text: None), run_pb2.RUN_STATE_QUEUED
         queued = self.telling_queued(name, note, is_queued=lambda: state == run_pb2.RUN_STATE_QUEUED)
@@ -374,9 +376,9 @@ class RunsClient:
     async def telling_queued(
         self, name: str, note: Callable[[str], None], *, is_queued: Callable[[], bool]
     ) -> AsyncGenerator[None, None]:
-        """Report why the run is queued while the block runs: at once, and again when the reason changes.
+        """Call `note` with the reason why the run is queued, during the block: at once, and again when it changes.
 
-        The server is asked only while `is_queued` holds of what the caller has heard.
+        The server is asked only while `is_queued` returns true.
         """
         teller = asyncio.create_task(self._tell_queued(name, note, is_queued), name="reason of a queued run")
         try:
@@ -386,22 +388,21 @@ class RunsClient:
             await asyncio.gather(teller, return_exceptions=True)
 
     async def _tell_queued(self, name: str, note: Callable[[str], None], is_queued: Callable[[], bool]) -> None:
-        said = ""
-        # unregistered wait: says itself what the server waits for, until its caller ends it
+        reported = ""
+        # unregistered wait: reports the reasons of the server's wait, until its caller ends it
         while True:
             reason = await self._why_queued(name) if is_queued() else ""
-            if reason and reason != said:
+            if reason and reason != reported:
                 note(f"QUEUED: {reason}")
-            said = reason or said
+            reported = reason or reported
             await asyncio.sleep(WHY_QUEUED_PERIOD_S)
 
     async def _why_queued(self, name: str) -> str:
-        """Return the server's reason.
-
-        Empty if the run is not queued, or nobody answers, which the follower of events says.
+        """Return the server's reason; "" if the run is not queued, or no server answers, which the events' follower
+        reports.
         """
         try:
-            # The events may only have been replayed up to where it was queued: the server knows what it is now.
+            # The events may be replayed only up to where the run was queued: the server knows its present state.
             if (await self.get(name)).state != run_pb2.RUN_STATE_QUEUED:
                 return ""
             summary = (await self.explain(name)).summary
@@ -410,10 +411,10 @@ class RunsClient:
             return ""
 
     async def replay(self, name: str, *, idle_s: float = 1.0) -> Sequence[event_pb2.Event]:
-        """Return the events so far, without following: all of an ended run, else until `idle_s` pass without a new one.
+        """Return the events so far: all of an ended run, else those until `idle_s` pass without a new one.
 
-        A tenth of that is enough once a step has come that was not made when this was called: a run that trains adds
-        events all the time. UnavailableError where the server is lost meanwhile.
+        A tenth of that suffices once the step has come at which the run was at the call, because a run that trains adds
+        events all the time. Raises UnavailableError if the server is lost meanwhile.
         """
         found_run = await self.get(name)
         has_ended, num_steps = is_terminal(found_run.state), found_run.progress.step
@@ -438,14 +439,17 @@ class RunsClient:
                     return found
 
     async def _is_end(self, name: str, event: event_pb2.Event) -> bool:
-        """Return whether no event can follow this one. A FAILED run may have been reopened."""
+        """Return whether no event can follow this one.
+
+        After FAILED the server is asked, because the run may have been reopened.
+        """
         if not event.HasField("state_changed") or not is_terminal(event.state_changed.new_state):
             return False
         is_failed = event.state_changed.new_state == run_pb2.RUN_STATE_FAILED
         return not is_failed or is_terminal((await self.get(name)).state)
 
     async def _watch_once(self, name: str, after: str, silence_s: float) -> AsyncGenerator[rs.WatchRunResponse, None]:
-        """Yield one call of WatchRun; UnavailableError when it says nothing for `silence_s`."""
+        """Yield the responses of one call of WatchRun; raise UnavailableError when none comes for `silence_s`."""
         request = rs.WatchRunRequest(name=name, after=after)
         async with contextlib.aclosing(stream(self._stub.WatchRun, request, to=self._to)) as responses:  # type: ignore[type-var]
             while True:

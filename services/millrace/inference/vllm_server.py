@@ -1,8 +1,8 @@
-"""One life of a vLLM server as the launcher sees it: start, talk, output, death, and the end of all its processes.
+"""A vLLM server process in the launcher: start, messages, output, death, and the end of all its processes.
 
 The server leads a session and process group of its own, which its engine cores and workers share. The group is killed
-when the server is gone, however it went; and the kernel kills the server when the launcher dies
-(`vllm/server/lineage.py`), and engine cores when the server dies. So no way of dying leaves one behind.
+when the server has ended, for whatever reason; and the kernel kills the server when the launcher dies
+(`vllm/server/lineage.py`), and engine cores when the server dies. So none of them outlives the others.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from millrace.telemetry.logging import redact
 
 HOST_MODULE = "millrace.inference.vllm.server.host"
 CHECK_DEADLINE_S = 300.0
-"""vLLM's imports take 8 s on a quiet machine and 70 s on a busy one."""
+"""Limit for vLLM's imports, which take 8 s on a quiet machine and 70 s on a busy one."""
 KILL_WAIT_S = 5.0
 _TAIL_LINES = 40
 _SHOWN_LINES = 12
@@ -40,7 +40,7 @@ _ECHOES = ("Engine core initialization failed", "KeyboardInterrupt: terminated")
 
 
 class VllmProcess:
-    """A started server. `exited` ends with its return code; what it says arrives in `messages`."""
+    """A started server. `exited` ends with its return code; its messages arrive in `messages`."""
 
     def __init__(self, process: asyncio.subprocess.Process, channel: Channel) -> None:
         self._process = process
@@ -56,7 +56,7 @@ class VllmProcess:
 
     @classmethod
     async def start(cls, environ: Mapping[str, str], *, python: str = sys.executable) -> Self:
-        """Start it; it imports vLLM and waits for what `check` and `serve` tell. Call it on the main thread."""
+        """Start the server, which imports vLLM and waits for messages. Must be called on the main thread."""
         with Channel.to_child() as (ours, theirs):
             process = await sessions.start(
                 [python, "-m", HOST_MODULE],
@@ -69,21 +69,21 @@ class VllmProcess:
 
     @property
     def pid(self) -> int:
-        """Return process id of the API server, and id of the group of all its processes."""
+        """Return the process id of the API server, which is also the id of the group of all its processes."""
         return self._process.pid
 
     @property
     def last_line(self) -> str:
-        """Return the newest line of its output."""
+        """Return the newest line of the server's output."""
         return self._lines[-1] if self._lines else "(no output yet)"
 
     @property
     def stage(self) -> str:
-        """Return the stage of the start, such as "compiling"; the newest line of output while that is unknown."""
+        """Return the stage of the start, such as "compiling"; the newest line of output if that is unknown."""
         return self._stage or redact(self.last_line)[:160]
 
     async def check(self, flags: Mapping[str, Any]) -> None:
-        """Have the flags checked; InvalidSpecError lists everything that vLLM's parser refuses."""
+        """Send the flags and wait for their check; raise one InvalidSpecError with all that vLLM's parser refuses."""
         self.send({"flags": dict(flags)})
         with waits.waiting("vLLM to be imported", waits_on="inference", deadline_s=CHECK_DEADLINE_S):
             answer = await self.hear(deadline_s=CHECK_DEADLINE_S, purpose="check its flags")
@@ -92,12 +92,16 @@ class VllmProcess:
             raise InvalidSpecError(violations, reason="VLLM_FLAGS_INVALID", remedy="see `vllm serve --help=all`")
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message; `exited` reports a process that is gone."""
+        """Send a message; do nothing if the process is gone, which `exited` reports."""
         with contextlib.suppress(OSError):
             self._channel.send(message)
 
     async def hear(self, *, deadline_s: float, purpose: str) -> dict[str, Any]:
-        """Return the next message; InternalError if it dies before, or says nothing for `deadline_s`."""
+        """Wait for the next message and return it.
+
+        Raise InternalError if the server dies or sends none within `deadline_s`. `purpose` completes the message "vLLM
+        did not ...".
+        """
         message, exited = await first_of(self.messages.get(), self.exited, timeout_s=deadline_s)
         if message is not None:
             return message.result()
@@ -110,7 +114,7 @@ class VllmProcess:
         )
 
     async def death(self) -> InternalError:
-        """Return the description of an unexpected end."""
+        """Wait for the server's exit and return an InternalError with how it ended and its last output."""
         code = await self.exited
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KILL_WAIT_S):
@@ -132,7 +136,7 @@ class VllmProcess:
                 self._process.send_signal(signal.SIGTERM)
 
     async def end(self) -> None:
-        """Kill what is left of all its processes, and wait until they are gone."""
+        """Kill all of the server's processes that are left, and wait until they are gone."""
         sessions.kill_group(self.pid)
         await self.exited
         ends = time.monotonic() + KILL_WAIT_S
@@ -149,7 +153,7 @@ class VllmProcess:
         return "\n".join(f"  | {line}" for line in lines) or "  | (it wrote nothing)"
 
     async def _copy_output(self) -> None:
-        """Copy the process's output to this process's, and remember the end of it."""
+        """Copy the server's output to this process's, and keep its last lines, stage and errors."""
         stream = self._process.stdout
         if stream is None:
             raise RuntimeError("vLLM was started without a pipe")
@@ -175,7 +179,7 @@ class VllmProcess:
             self._causes.setdefault(match[1][:300])
 
 
-# What vLLM does while it starts, read from its output: minutes of weights, compilation and CUDA graphs.
+# Stages of vLLM's start, read from its output: weights, compilation and CUDA graphs take minutes.
 
 _STAGES = (
     (re.compile(r"Loading \S* ?checkpoint shards: .*?(\d+)/(\d+)"), "loading weights, {} of {} files"),
@@ -188,9 +192,9 @@ _STAGES = (
 
 
 def stage_of(line: str) -> str:
-    """Return the stage that a line of output reports, in words; empty if it reports none.
+    """Return the stage that a line of output reports, as text; "" if it reports none.
 
-    The last state of a bar counts.
+    Of a progress bar's line the last state counts.
     """
     shown = line.rstrip("\r").rpartition("\r")[2]
     for pattern, words in _STAGES:

@@ -1,4 +1,5 @@
-"""Stages a version in the workers while the old one serves, verifies what they hold, and probes the new version.
+"""Stages a version in the workers while the old one serves, verifies their weights, and probes the new version.
+
 
 Reading back is cut into small calls, because nothing is decoded during a call.
 """
@@ -26,26 +27,24 @@ _POLLS = Backoff(0.005, 0.1)
 _DIGEST_DEADLINE_S = 1800.0  # the digests of a whole model by one thread of each worker
 
 Call = Callable[..., Awaitable[list[Any]]]
-"""One call of every worker, by the method's name."""
-
-
-# Where the time of an update goes: the part in which the engine stands still, and the one in which answers wait.
-
-
+"""Calls a method of every worker by its name, and returns their results."""
 # Background verification: while a version serves, the workers read all of their weights once more.
 #
 # Between two steps a worker only copies a share, in some tenth of a millisecond; a thread digests it
-# (`policies/proof.py`). A call that fails is made again, less and less often; as long as that lasts it is a wait of
-# the replica.
-
-_REST = 4.0  # rests this many times as long as a call took, which waits for a step to end
+# (`policies/proof.py`). A call that fails is made again, less and less often; until it succeeds it is a wait of the
+# replica.
+_REST = 4.0  # pauses this many times as long as a call took, which waits for a step to end
 _MIN_REST_S = 0.02  # longer than a share's digest takes: a fifth of one processor at most
 BACKOFF = Backoff(1.0, 60.0)
 _OVERDUE_S = 600.0  # so long unverified weights serve, then the wait counts as overdue
 
 
 class BackgroundVerifier:
-    """`call` asks every worker for a step; `is_free` says whether a step delays nobody; `report` gets damage."""
+    """Verifies the weights in the background, one call of `call` at a time.
+
+    A call verifies a share in every worker; none is made while `is_free` is false; `report` gets a description of
+    damage.
+    """
 
     def __init__(
         self,
@@ -60,12 +59,12 @@ class BackgroundVerifier:
         self._task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Begin, or go on, until all is verified; call it after each version."""
+        """Start the verification, or let a running one go on, until all is verified; called after each version."""
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="vLLM verification")
 
     def stop(self) -> None:
-        """Verify no more."""
+        """Cancel the verification."""
         if self._task is not None:
             self._task.cancel()
 
@@ -97,7 +96,8 @@ class BackgroundVerifier:
     async def _is_over(self, answers: list[Any], began: float) -> bool:
         """Return whether the verification has ended: all is verified, cannot be, or is damaged, which is reported.
 
-        `answers` has what is left, the problem and whether all is proved, by rank; `began` is for the log line.
+        `answers` has of each rank the number of shares left, the problem, and whether all is proved; `began` is for the
+        log.
         """
         if problem := next((problem for _, problem, _ in answers if problem), ""):
             logger.error("the engine's memory is damaged", extra={"error": problem})
@@ -113,29 +113,31 @@ class BackgroundVerifier:
         return True
 
 
-# The probe of a policy on vLLM: handed in while the engine is paused, computed by the new version.
+# The probe of a policy on vLLM: submitted while the engine is paused, computed by the new version.
 #
-# It is a request like others, which goes before all that waits (`staging.py`). Where fewer requests run than
-# `max_num_seqs`, it is computed in the first step of the new version; else when the first of them ends. Answers are
-# kept back so long, therefore the wait shows itself, and ends with the engine: when that answers nothing, when
-# nothing that runs gets on, or after `_LIMIT_S`.
-
+# It is a request like others, which goes before all waiting ones. If fewer requests run than `max_num_seqs`, it is
+# computed in the first step of the new version; else when the first of them ends. Answers are kept back until then,
+# therefore the wait is visible, and limited: it ends when the engine does not answer, when no request makes progress,
+# or after `_LIMIT_S`.
 _SILENT_S = 120.0
-"""No engine owes the answer to a ping for so long."""
+"""Seconds without an answer to a ping after which the engine counts as failed."""
 _STALL_S = 300.0
-"""Nor does one that works give no token for so long, whatever prompt it computes."""
+"""Seconds without any new token after which the engine counts as failed; no prompt takes so long."""
 _LIMIT_S = 1800.0
 LOOK_S = 1.0
 _SHOWN_S = 2.0  # a probe that gets a slot at once takes less
 
 
-# Whether vLLM's engine still answers: it is asked something small all the time, as a step that hangs tells nobody.
+# Whether vLLM's engine still answers: it gets a small request all the time, because a step that hangs is not reported.
 
 _PERIOD_S = 2.0
 
 
 class Ping:
-    """Asks as long as the engine lives. `error` is the answer if it is an error, empty otherwise."""
+    """Sends vLLM's engine a small request again and again.
+
+    `error` describes an answer that is an error; else it is "".
+    """
 
     def __init__(self, client: Any, ranks: Ranks, *, period_s: float = _PERIOD_S) -> None:
         self._client = client
@@ -147,16 +149,18 @@ class Ping:
 
     @property
     def age_s(self) -> float:
-        """Return seconds that the engine owes an answer for; an error is none."""
+        """Return for how many seconds the present ping is unanswered; an error is no answer."""
         return 0.0 if self.asked_at is None else time.monotonic() - self.asked_at
 
     def stop(self) -> None:
-        """Ask no more."""
+        """Send no more pings."""
         self._task.cancel()
 
     async def _ask(self) -> None:
-        """Ask the engine. Where it has several nodes or cores each worker is asked: the engine would notice their end
-        late."""
+        """Send a ping and wait for the answer.
+
+        With several nodes or cores every worker is called, because the engine would notice the end of one late.
+        """
         if self._ranks.is_spread or self._ranks.num_cores > 1:
             await self._ranks.call("millrace_ping")
         else:
@@ -182,7 +186,7 @@ class Ping:
 
 
 class Prober:
-    """One probe at a time. `ping` tells whether the engine answers."""
+    """Computes the probe of a policy, one at a time. `ping` shows whether the engine answers."""
 
     def __init__(self, client: Any, ranks: Ranks, adapters: AdapterSlot, *, ping: Ping) -> None:
         self._client = client
@@ -192,9 +196,9 @@ class Prober:
         self._running: tuple[StagedPolicy, asyncio.Task[None]] | None = None
 
     def begin(self, staged: StagedPolicy) -> asyncio.Task[None] | None:
-        """Hand the policy's probe to vLLM, if that was not done; None if it has none.
+        """Submit the policy's probe to vLLM, if it is not yet, and return the task that computes it.
 
-        The task raises InternalError if the engine's log-probs are not the manifest's.
+        None if there is no probe. The task raises InternalError if the engine's log-probs are not the manifest's.
         """
         probe = staged.manifest.probe
         if probe is None:
@@ -205,7 +209,7 @@ class Prober:
         return self._running[1]
 
     def end(self) -> None:
-        """Have the probe computed no further."""
+        """Cancel the probe, and discard its error."""
         running, self._running = self._running, None
         if running is not None and not running[1].cancel() and not running[1].cancelled():
             running[1].exception()  # its caller has raised it, or something else has failed before
@@ -219,7 +223,10 @@ class Prober:
                 raise InternalError(problem, reason="POLICY_PROBE_MISMATCH", remedy="the policy is loaded anew")
 
     async def _in_turn(self, asking: Awaitable[list[float]]) -> list[float]:
-        """Wait for the probe for as long as vLLM gets on; UnavailableError says how it does not."""
+        """Return the probe's log-probs while vLLM makes progress.
+
+        Raise UnavailableError that describes the lack of it.
+        """
         waiting = waits.waiting("the probe to get a slot", waits_on="inference", deadline_s=_LIMIT_S, quiet_s=_SHOWN_S)
         patience = _Patience(self._client, self._ping)
         try:
@@ -235,7 +242,7 @@ class Prober:
 
 
 async def settled(probing: asyncio.Task[None]) -> None:
-    """Wait for a probe and raise what it raises; a cancelled probe is an UnavailableError, not our own cancellation."""
+    """Wait for a probe and raise its error; if it was cancelled, raise UnavailableError in place of a cancellation."""
     await asyncio.wait({probing})
     if probing.cancelled():
         raise UnavailableError(
@@ -247,7 +254,7 @@ async def settled(probing: asyncio.Task[None]) -> None:
 
 
 class _Patience:
-    """Ends a wait when there is no hope left for it; `why` says that then."""
+    """Ends the wait for a probe when vLLM makes no progress, and then has the reason in `why`."""
 
     def __init__(self, client: Any, ping: Ping) -> None:
         self._client = client
@@ -255,7 +262,7 @@ class _Patience:
         self.why = ""
 
     async def watch(self, bound: asyncio.Timeout) -> None:
-        """Watch until a finding ends the bounded block."""
+        """Check vLLM every second; once it makes no progress, set `why` and let the time-out `bound` expire."""
         began = moved = time.monotonic()
         seen = self._given()
         # unregistered wait: bounds the wait for the probe, which is registered around it
@@ -278,12 +285,12 @@ class _Patience:
                 return
 
     def _given(self) -> tuple[int, int]:
-        """Return (requests in vLLM, tokens that they got): it stays the same only if nothing gets on."""
+        """Return (number of requests in vLLM, number of their tokens), which changes with any progress."""
         states = self._client.output_processor.request_states.values()
         return len(states), sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer)
 
 
-# Log-probs of a fixed prompt through vLLM's engine itself: what the probe of a policy is compared with.
+# Log-probs of a fixed prompt from vLLM's engine itself, with which the probe of a policy is compared.
 
 _FIRST = -(1 << 31)  # vLLM's smallest number goes first; requests have 0 unless their callers ask for less
 
@@ -291,11 +298,10 @@ _FIRST = -(1 << 31)  # vLLM's smallest number goes first; requests have 0 unless
 async def prompt_logprobs(
     client: Any, token_ids: Sequence[int], *, lora_request: Any = None, core: int | None = None
 ) -> list[float]:
-    """Return log-prob of each token of the prompt but the first, [T - 1]. A salt keeps it out of every prefix cache.
+    """Return the log-prob of each token of the prompt but the first, [T - 1].
 
-    It goes before all that waits in vLLM, if that schedules by priority; what runs keeps its slot.
-
-    `core` is the engine core that computes it, in a replica with several.
+    A salt keeps it out of every prefix cache. It is computed before all waiting requests, if vLLM schedules by
+    priority; running requests keep their slots. `core` is the engine core that computes it, in a replica with several.
     """
     # vllm is in its own environment, which the type checker does not see.
     from vllm.inputs.engine import tokens_input  # pyright: ignore[reportMissingImports]
@@ -322,11 +328,12 @@ logger = logging.getLogger(__name__)
 
 
 class UpdateTimes:
-    """Notes when each part of an update ends, and logs them together.
+    """Measures the parts of an update, and logs them together.
 
-    `standstill_s` is from the order to pause, which waits for the running step, until vLLM goes on. `held_s` is from
-    the same moment until the version is proved and the gate opens: so long no request begins and no answer leaves.
-    `busy_s` is what decoding stood still for while the version was staged, in many parts of `longest_busy_s` at most.
+    `standstill_s` is from the order to pause, which waits for the running step, until vLLM generates again. `held_s` is
+    from the same moment until the version is proved and the gate opens: in that time no request begins and no answer
+    leaves. `busy_s` is the time in which decoding paused while the version was staged, in many parts of at most
+    `longest_busy_s`.
     """
 
     def __init__(self) -> None:
@@ -337,38 +344,38 @@ class UpdateTimes:
         self._parts: dict[str, float] = {}
 
     def begin_staging(self) -> None:
-        """Note that the workers are about to get a version."""
+        """Begin to measure the staging of a version."""
         self.busy_s = self.longest_busy_s = 0.0
 
     def count_busy(self, seconds: Iterable[float]) -> None:
-        """Count the time of a call that the workers made side by side, in which they did not decode."""
+        """Count a call of the workers, in which they did not decode; `seconds` are those of each, at the same time."""
         longest = max(seconds, default=0.0)
         self.busy_s += longest
         self.longest_busy_s = max(self.longest_busy_s, longest)
 
     def begin(self) -> None:
-        """Note that the engine is about to be paused."""
+        """Begin to measure an update; called before the engine is paused."""
         self._began = self._last = time.monotonic()
         self.standstill_s, self._parts = None, {}
 
     def mark(self, part: str) -> None:
-        """Note that a part of the update has ended."""
+        """End a part of the update: the time since the last mark is added to `part`."""
         now = time.monotonic()
         self._parts[f"{part}_s"] = self._parts.get(f"{part}_s", 0.0) + now - self._last
         self._last = now
 
     def go_on(self) -> None:
-        """Note that the engine goes on, unless that is noted already."""
+        """Note that vLLM generates again, which ends the standstill; only the first call counts."""
         if self._began is not None and self.standstill_s is None:
             self.standstill_s = time.monotonic() - self._began
 
     def end(self) -> None:
-        """Note that the update is over, successful or not."""
+        """End the measurement of an update, successful or not."""
         self.go_on()
         self._began = None
 
     def report(self, version: int) -> None:
-        """Log the whole update, once the gate is open."""
+        """Log the times of an update, once the gate is open; nothing for a load, which has no standstill."""
         if self._began is None:  # a load, during which nothing was served
             return
         held_s = time.monotonic() - self._began
@@ -382,9 +389,9 @@ class UpdateTimes:
 async def stage(
     call: Call, ranks: Ranks, staged: StagedPolicy, *, directory: Path, times: UpdateTimes
 ) -> Readback | None:
-    """Stage a version; what the workers will hold with it, or None if that has to be read back after it is written.
+    """Stage a version in the workers and return the digests that they will have; None if they must be read back later.
 
-    InternalError if what they hold now is not what was proved. After an error of theirs they keep nothing of it.
+    Raises InternalError if their present weights are not the proved ones; the workers then drop the staged version.
     """
     order = await ranks.order(staged, directory)
     times.begin_staging()
@@ -401,9 +408,9 @@ async def stage(
 
 
 async def read_back(call: Call, manifest: PolicyManifest) -> Readback:
-    """Return the digest of the workers' weights, read whole, some of it between any two decode steps.
+    """Return the digest of the workers' weights, read whole, a part between any two decode steps.
 
-    Of an adapter nothing: its tensors have no place in the model, and the base was proved when it was loaded.
+    For an adapter nothing is read: its tensors have no place in the model, and the base was proved when it was loaded.
     """
     if manifest.adapter is not None:
         return Readback(names=(), is_whole=False)
@@ -432,7 +439,7 @@ async def _foresee(call: Call, manifest: PolicyManifest) -> Readback | None:
 
 
 def _chunks(sizes: list[int], limit: int) -> list[tuple[int, int]]:
-    """Return consecutive [first, last) of items, each of about `limit` and at least one item."""
+    """Return consecutive [first, last) ranges of items, each of about `limit` in size and of at least one item."""
     found: list[tuple[int, int]] = []
     first = total = 0
     for index, size in enumerate(sizes):

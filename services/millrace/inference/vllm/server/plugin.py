@@ -43,11 +43,14 @@ class MillracePlugin:
     required_tasks = ("generate",)
 
     def attach_router(self, app: Any) -> None:
-        """Replace the routes that generate, and add those of PRIME-RL."""
+        """Put our routes in place of vLLM's that generate, and add those of PRIME-RL."""
         attach(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Start the replica; an error here ends the server."""
+        """Start the replica: the gate before every serving object, a fixed model, registration.
+
+        An error ends the server.
+        """
         parsers.install()  # before vLLM makes the objects that serve, which ask for their parsers once
         settings = Settings.from_env(os.environ, required=["listen"])
         own = InferenceSettings.from_env(os.environ)
@@ -81,14 +84,14 @@ class MillracePlugin:
 
 
 def _own_directory(environ: Mapping[str, str]) -> str | TemporaryDirectory:
-    """Return the directory that the launcher made and removes, or a new one that lives as long as its object."""
+    """Return the directory that the launcher made and deletes, or a new one, deleted with the returned object."""
     if given := environ.get(OWNED_DIRECTORY_VARIABLE):
         return given
     return TemporaryDirectory(prefix="millrace-policy-", directory=scratch_parent())
 
 
 async def _run(parts: ReplicaParts, replica: VllmReplica, url: Any, stopping: asyncio.Event, state: Any) -> None:
-    """Run the replica from start to drain; then vLLM's server ends, whatever ended the replica."""
+    """Run the replica from start to drain; then, however it ended, have vLLM's server end."""
     try:
         await parts.run(url, drain=replica.drain, handle_signals=False)
     except MillraceError as error:
@@ -99,15 +102,15 @@ async def _run(parts: ReplicaParts, replica: VllmReplica, url: Any, stopping: as
         await replica.engine.close()
         stopping.set()
         # unregistered wait: until vLLM has made its server object, moments after the plugin's start
-        while (server := getattr(state, "server", None)) is None:  # noqa: ASYNC110 - vLLM tells nobody
+        while (server := getattr(state, "server", None)) is None:  # noqa: ASYNC110 - vLLM has no event for it
             await asyncio.sleep(_SERVER_POLL_S)
         server.should_exit = True
 
 
 async def _take_signal(state: Any, stopping: asyncio.Event) -> None:
-    """Handle SIGTERM, once vLLM has set its own handler, by draining the replica first."""
+    """Once vLLM has set its own handlers, replace them so that SIGTERM and SIGINT drain the replica first."""
     # unregistered wait: until vLLM's server has started; the launcher registers that wait
-    while not getattr(getattr(state, "server", None), "started", False):  # noqa: ASYNC110 - vLLM tells nobody
+    while not getattr(getattr(state, "server", None), "started", False):  # noqa: ASYNC110 - vLLM has no event for it
         await asyncio.sleep(_SERVER_POLL_S)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -115,7 +118,7 @@ async def _take_signal(state: Any, stopping: asyncio.Event) -> None:
 
 
 def _put_before(state: Any, client: Any, gated: GatedClient) -> None:
-    """Give every serving object the gated client."""
+    """Replace the client by the gated one in every serving object."""
     for item in vars(state)["_state"].values():
         if getattr(item, "engine_client", None) is client:
             item.engine_client = gated

@@ -1,6 +1,6 @@
-"""Which policy made which token of an answer: vLLM's spans, put into the bodies and streams of its own handlers.
+"""Which policy made which token of an answer: vLLM's spans, added to the bodies and streams of its own handlers.
 
-A streamed choice has its spans in its last chunk, the one that says how it ended; token ids and log-probs come with the
+A streamed choice has its spans in its last chunk, the one with the finish reason; token ids and log-probs come with the
 chunks, as vLLM sends them, and joined are those of the answer in one piece: the spans' indexes count over them.
 """
 
@@ -16,7 +16,10 @@ _DATA = "data: "
 
 
 def add_spans(body: dict[str, Any], calls: Calls) -> None:
-    """`policy_spans` of every choice of a whole answer; the choices are those of the calls, in order."""
+    """Add `policy_spans` to every choice of a whole answer, in place; the choices are those of the calls, in order.
+
+    Raises UnavailableError if calls and choices do not correspond.
+    """
     outputs = [found[index] for found in calls.outputs for index in sorted(found)]
     if len(outputs) != len(body["choices"]):
         raise UnavailableError("a choice has no end", reason="GENERATION_ABORTED", remedy="retry")
@@ -27,7 +30,10 @@ def add_spans(body: dict[str, Any], calls: Calls) -> None:
 
 
 def add_last_spans(chunk: dict[str, Any], calls: Calls, *, per_call: int) -> None:
-    """`policy_spans` of every choice that ends with this chunk of a stream; each call makes `per_call` choices."""
+    """Add `policy_spans` to every choice that ends in this chunk of a stream, in place.
+
+    A call has `per_call` choices.
+    """
     for choice in chunk.get("choices") or []:
         if choice.get("finish_reason") is not None:
             number, index = divmod(choice["index"], per_call)
@@ -35,9 +41,9 @@ def add_last_spans(chunk: dict[str, Any], calls: Calls, *, per_call: int) -> Non
 
 
 def name_tokens(body: dict[str, Any]) -> None:
-    """Name the log-probs of `/inference/v1/generate` as its clients want them: `token_id:N`.
+    """Set the names of tokens in the log-probs of `/inference/v1/generate` to `token_id:N`, in place.
 
-    Those of an answer that is asked for as text have the texts of their tokens, and keep them.
+    Entries without a `token_id`, in answers that are asked for as text, keep the tokens' texts.
     """
     for choice in body.get("choices") or []:
         for entry in (choice.get("logprobs") or {}).get("content") or []:
@@ -46,7 +52,10 @@ def name_tokens(body: dict[str, Any]) -> None:
 
 
 async def rewritten(events: AsyncGenerator[str, None], change: Callable[[dict[str, Any]], None]) -> AsyncIterator[str]:
-    """vLLM's server-sent events with every JSON object changed; an error's object and [DONE] have no choices."""
+    """Yield vLLM's server-sent events, each JSON object changed by `change`.
+
+    Other events, such as [DONE], pass unchanged.
+    """
     async with aclosing(events):
         async for event in events:
             text = event.strip().removeprefix(_DATA)
@@ -59,7 +68,7 @@ async def rewritten(events: AsyncGenerator[str, None], change: Callable[[dict[st
 
 
 def spans_of(output: Any) -> list[dict[str, int]]:
-    """The spans of a finished choice [start, end) over its tokens, in order; empty if vLLM reports none."""
+    """Return the spans of a finished choice, [start, end) over its tokens, in order; empty if vLLM reports none."""
     return [_span(span) for span in output.weight_versions or ()]
 
 

@@ -1,1 +1,1 @@
-"""What runs in vLLM's worker processes: the bits of the model, and how a version gets into them."""
+"""The code that runs in vLLM's worker processes: the bits of the model, and how a version gets into them."""

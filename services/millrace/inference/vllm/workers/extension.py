@@ -1,9 +1,12 @@
-"""What runs in vLLM's worker processes: the worker extension that puts policies into the model and reads them back.
+"""The worker extension of vLLM's worker processes, which writes policies into the model and reads them back.
+
 
 An update has two halves. `millrace_stage` and `millrace_prepare` run between decode steps while the old version serves:
 they read the mapped host copy, and build what cannot be changed in place (linear layers that the CPU backend packs).
 `millrace_activate` runs while generation is paused: it writes the changed elements and puts the built layers in, so the
-pause does not grow with the model. What neither can take is loaded anew by vLLM's layerwise reload in the pause.
+pause does not grow with the model. Weights that can be updated in neither way are loaded by vLLM's layerwise reload in
+the pause.
+
 
 Methods are called by name through `collective_rpc`; arguments are plain values.
 """
@@ -55,10 +58,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Staged:
-    """A version between `stage` and `activate`. `units` are module names whose layers are built, with their bytes.
+    """A version between `stage` and `activate`.
 
-    `slices` are the changes that `gather` looks up, in order. `digests` are those that the model will have; None if
-    they cannot be told before the model is read back.
+    `units` are the names, with bytes, of modules whose layers are to be built. `slices` are the changes that `gather`
+    looks up, in order. `digests` are those that the model will have; None if they are unknown before the model is read
+    back.
     """
 
     files: OrderFiles
@@ -73,7 +77,7 @@ class Staged:
 
 @dataclass(slots=True)
 class Held:
-    """What is known about the model: `plain` slots hold the checkpoint's bits, `packed` layers are built.
+    """The layout of the model in memory: `plain` slots have the checkpoint's bits, `packed` layers are built from them.
 
     `proved` are the digests of the boxes of plain slots, as far as each is one range of memory.
     """
@@ -84,20 +88,20 @@ class Held:
     proved: ContinuedDigests[Region]
     staged: Staged | None = None
     is_reloaded_whole: bool = False
-    """Whether something comes of the weights that only a whole reload makes anew: what `reloading.py` finds, and
-    parameters that loaders fill in ways which leave no trace."""
+    """Whether tensors are derived from the weights that only a whole reload computes again: those that `reloading.py`
+    finds, and parameters that loaders fill without a copy that can be traced."""
 
 
 class PolicyExtension(AnsweringWorker, FetchingWorker):
-    """Mixed into vLLM's worker class by `--worker-extension-cls`."""
+    """Methods for policies, mixed into vLLM's worker class by `--worker-extension-cls`."""
 
     millrace_held: Held | None = None
     millrace_is_text_part: bool = False
-    """Whether policies are those of the text part of a model that also sees or hears; the rest stays as it is."""
+    """Whether policies are of the text part of a multimodal model alone; the rest stays as it is."""
 
     @on_base
     def millrace_reload(self, order: dict[str, Any]) -> None:
-        """Load every tensor through vLLM's layerwise reload, then find out how the model is laid out in memory."""
+        """Load every tensor of an order through vLLM's layerwise reload, then trace the model's layout in memory."""
         self.millrace_held = None
         self.millrace_is_text_part = order.get("is_text_part", False)
         files = OrderFiles(self._millrace_here(order))
@@ -107,7 +111,8 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
         self.millrace_held = self._millrace_survey(model, files)
 
     def millrace_reload_directory(self, directory: str | None) -> None:
-        """Load the safetensors files of a directory through vLLM's own reload; what is known of it is dropped.
+        """Load the safetensors files of a directory through vLLM's own reload, and forget the layout, so that updates
+        need a load.
 
         None is the model that vLLM was started with.
         """
@@ -127,10 +132,10 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
         self._millrace_repack_shared(model)
 
     def millrace_check(self, places: list[Any]) -> list[list[str]]:
-        """Return the problems of tensors [name, dtype, shape] for this model, and those that have no place on this
+        """Return the problems of tensors [name, dtype, shape] for this model, and the names that have no place on this
         rank.
 
-        Nothing is changed. A rank of a pipeline has only some layers: a tensor is wrong if no rank has a place for it.
+        Changes nothing. A rank of a pipeline has only some layers: a name is a problem if it has no place on any rank.
         """
         held = self.millrace_held
         if held is None:
@@ -140,7 +145,7 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
         for name, dtype, shape in places:
             regions = held.layout.regions.get(name)
             if regions is None:
-                # Another rank of the pipeline may have a place for it; only the head can tell.
+                # Another rank of the pipeline may have a place for it, which only the API server can know.
                 strangers.append(name)
                 continue
             known = self.millrace_shapes[name]
@@ -152,9 +157,9 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
 
     @on_base
     def millrace_stage(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Take an order; return the bytes of each unit that `millrace_prepare` builds, and of each to be gathered.
+        """Take an order; return the bytes of each unit for `millrace_prepare` and of each slice for `millrace_gather`.
 
-        `seconds`, here and below, are those in which this thread did not compute.
+        `seconds`, here and in the other methods, is the time in which this worker did not decode.
         """
         began = time.monotonic()
         held = self._millrace_required()
@@ -180,7 +185,10 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
 
     @on_base
     def millrace_gather(self, first: int, last: int) -> float:
-        """Find the current values at the places of slices [first, last); returns the seconds it took."""
+        """Prepare the writes of slices [first, last), and read the present values that the digests need.
+
+        Return the seconds.
+        """
         held, began = self._millrace_required(), time.monotonic()
         staged = held.staged
         assert staged is not None and staged.num_gathered >= min(first, len(staged.slices))
@@ -199,10 +207,10 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
         return time.monotonic() - began
 
     def millrace_foreseen(self) -> dict[str, Any]:
-        """Return the digests that this rank will have with the staged version, in `rows` as `millrace_digests` gives
+        """Return the digests that this rank will have with the staged version, in `rows` as `millrace_digests` has
         them.
 
-        `rows` is None while `is_pending`, and for good if they have to be read back after the version is written.
+        `rows` is None while `is_pending`, and without it if they have to be read back after the version is written.
         """
         staged = self._millrace_required().staged
         assert staged is not None and staged.num_gathered == len(staged.slices)
@@ -214,7 +222,7 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
 
     @on_base
     def millrace_prepare(self, first: int, last: int) -> float:
-        """Build units [first, last) of the staged version, what serves is not touched; return its seconds."""
+        """Build units [first, last) of the staged version beside the served layers; return the seconds."""
         held, began = self._millrace_required(), time.monotonic()
         assert held.staged is not None
         model = self._millrace_model()
@@ -226,7 +234,10 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
 
     @on_base
     def millrace_activate(self, version: int) -> None:
-        """Put the staged version into the model, and read back what it writes; a failure leaves it undefined."""
+        """Write the staged version into the model, and read back what was written.
+
+        A failure leaves the model undefined.
+        """
         held = self._millrace_required()
         staged, held.staged = held.staged, None
         assert staged is not None and len(staged.packed) == len(staged.units)
@@ -253,27 +264,27 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
             held.proved.accept(staged.digests)
 
     def millrace_discard(self) -> None:
-        """Forget a staged version."""
+        """Drop the staged version, if there is one."""
         if self.millrace_held is not None:
             self.millrace_held.staged = None
 
     @on_base
     def millrace_digests(self, names: list[str]) -> list[Row]:
-        """Return [tensor, key of the box, elements, digest as hex] of every box that holds the checkpoint's bits as
-        they are.
+        """Return [tensor, key of the box, elements, digest as hex] of every box of these tensors with the checkpoint's
+        bits.
 
-        Only of these tensors, of which this rank may hold none. Ranks that hold the same box give the same key.
+        This rank may have no box of a tensor. Ranks that have the same box return the same key.
         """
         return self._millrace_required().proved.read(names)
 
     @on_base
     def millrace_verify_next(self) -> list[Any]:
-        """Verify a share; [shares still to be verified, what is damaged, whether the rest is proved]."""
+        """Verify a share; return [number of shares left, description of damage, whether the rest is proved]."""
         if self.millrace_held is None:
             return [0, "", False]
         return list(self.millrace_held.proved.verify_next())
 
-    # ---- what follows is not called from outside ----
+    # ---- the methods below are not called from outside ----
 
     def _millrace_model(self) -> torch.nn.Module:
         model = self.model_runner.get_model()  # pyright: ignore[reportAttributeAccessIssue] - of the worker
@@ -286,7 +297,10 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
         return self.millrace_held
 
     def _millrace_load(self, module: torch.nn.Module, files: OrderFiles, names: list[str]) -> None:
-        """Run vLLM's layerwise reload of these tensors into a module of the model, or into the whole model."""
+        """Run vLLM's layerwise reload of these tensors into a module of the model, or into the whole model.
+
+        Raises InvalidStateError if the model has no place for a tensor.
+        """
         from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
         from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
             finalize_layerwise_reload,
@@ -311,7 +325,7 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
         self._millrace_repack_shared(model)
 
     def _millrace_repack_shared(self, model: torch.nn.Module) -> None:
-        """Pack anew the layers that share their weight with one that the reload has filled, as tied heads do.
+        """Pack again the layers that share their weight with one that the reload has filled, such as tied heads.
 
         The reload repacks a layer when tensors arrive for it, and none arrive for a tied one.
         """
@@ -333,8 +347,8 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
             yield name, tensor_of(files, name)
 
     def _millrace_survey(self, model: torch.nn.Module, files: OrderFiles) -> Held:
-        """Return traces the loaders, and compares what is in memory with the file to tell which parameters are
-        plain.
+        """Trace the loaders, and compare the memory with the file to find the parameters that have the checkpoint's
+        bits.
         """
         layout = trace(model, files.places.values())
         self.millrace_shapes = {name: (place.dtype, place.shape) for name, place in files.places.items()}
@@ -396,7 +410,7 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
         )
 
     def _millrace_plain(self, held: Held, files: OrderFiles, slot: Slot) -> torch.Tensor:
-        """Return the parameter as the loaders would fill it; padding is zero."""
+        """Return the parameter as the loaders would fill it from the file; padding is zero."""
         shape, strides, dtype = held.layout.specs[slot]
         weight = torch.empty_strided(shape, strides, dtype=dtype).zero_()
         for regions in held.layout.regions.values():
@@ -407,5 +421,5 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
 
 
 def _plain_regions(held: Held, name: str) -> list[Region]:
-    """Return the regions of a tensor on this rank in the checkpoint's bits."""
+    """Return the regions of a tensor on this rank whose memory has the checkpoint's bits."""
     return [region for region in held.layout.regions.get(name, ()) if region.slot in held.plain]

@@ -2,9 +2,9 @@
 
 `load_weights` knows how names are mapped, projections fused and shards cut. It is called once with tensors and
 parameters on the meta device, and every copy between the two is noted as a `Region`: which strided box of which tensor
-goes to which strided box of which parameter. From then on an update can write single elements, or read what is held,
-without the loaders; nothing is assumed about models or parallelism. What the loaders do by other means than a plain
-copy has no region, and is loaded by vLLM's layerwise reload.
+goes to which strided box of which parameter. From then on an update can write single elements, or read the weights,
+without the loaders; nothing is assumed about models or parallelism. Parameters that loaders fill by other means than a
+plain copy have no region, and are loaded by vLLM's layerwise reload.
 """
 
 import math
@@ -27,7 +27,7 @@ from millrace.policies.tensors import TensorChange, TensorPlace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """A parameter of the model: the module's name and the parameter's."""
+    """A parameter of the model, by the names of its module and within it."""
 
     module: str
     name: str
@@ -47,17 +47,17 @@ class Region:
 
     @property
     def num_elements(self) -> int:
-        """Return elements of the box."""
+        """Return the number of elements of the box."""
         return math.prod(self.shape)
 
     @property
     def key(self) -> str:
-        """Return the box's name among those of its tensor, which is the same on all ranks that hold it."""
+        """Return a name of the box among those of its tensor, equal on all ranks that have it."""
         return f"{self.source_offset}:{self.shape}"
 
     @property
     def is_contiguous(self) -> bool:
-        """Return whether it is one range of the tensor, in order, and one range of the parameter."""
+        """Return whether the box is one range of the tensor, in order, and one range of the parameter."""
         dense = _dense_strides(self.shape)
         return all(
             size == 1 or source == target == want
@@ -68,9 +68,10 @@ class Region:
 
     @property
     def is_in_runs(self) -> bool:
-        """Return whether it is one range of the parameter, in order, made of runs of the tensor at equal distances.
+        """Return whether the box is one range of the parameter, in order, made of runs of the tensor at equal
+        distances.
 
-        Such is a shard that was cut across rows, as of the output projections in tensor parallelism.
+        That is so for a shard cut across rows, such as of output projections in tensor parallelism.
         """
         if self.is_contiguous:
             return True
@@ -79,12 +80,17 @@ class Region:
 
     @property
     def end(self) -> int:
-        """Return the tensor's element after the last one of the box. Only of a box in runs, as what follows."""
+        """Return the index in the tensor after the box's last element.
+
+        This and the methods below need a box in runs.
+        """
         length, distance = self._run
         return self.source_offset + (self.num_elements // length - 1) * distance + length if length else 0
 
     def places(self, first: int, last: int) -> tuple[int, int]:
-        """Return which of the box's elements [begin, end), in order, are of the tensor's elements [first, last)."""
+        """Return the range [begin, end) of the box's elements, in order, that are in the tensor's elements [first,
+        last).
+        """
         length, distance = self._run
         found: list[int] = []
         for position in (first, last):
@@ -93,16 +99,16 @@ class Region:
         return found[0], found[1]
 
     def places_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return which of the box's elements, in order, are those of the tensor at `positions` [N].
+        """Return the indices, among the box's elements in order, of the tensor's elements at `positions` [N].
 
-        All are in the box.
+        All of these must be in the box.
         """
         length, distance = self._run
         run, rest = np.divmod(positions - self.source_offset, distance)
         return run * length + rest
 
     def digest(self, bits: NDArray[np.unsignedinteger], begin: int) -> int:
-        """Return the digest of a part of the box, whose first element is the box's element `begin`."""
+        """Return the digest of a part of the box; `bits` are its elements from index `begin` on."""
         if self.is_contiguous:
             return bits_digest(bits, start=self.source_offset + begin)
         return placed_digest(bits, self.positions(begin, begin + bits.size).numpy())
@@ -121,9 +127,10 @@ class Region:
         return self.shape[1], self.source_strides[0]
 
     def span_of(self, positions: NDArray[np.int64]) -> slice:
-        """Return the ascending positions [N] between the box's first and last element; no others are in the box.
+        """Return the slice of ascending positions [N] between the box's first and last element.
 
-        A tensor of fused experts has two boxes for each, and the changes of one are a small part of all.
+        Others are not in the box. A tensor of fused experts has two boxes for each, and the changes of one are a small
+        part of all.
         """
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.source_strides, strict=True))
         ends = (self.source_offset, self.source_offset + last + 1) if self.num_elements else (0, 0)
@@ -131,8 +138,8 @@ class Region:
         return slice(int(begin), int(end))
 
     def targets(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (which of the tensor's row-major positions [N] are in the box, their indices in the parameter's
-        storage).
+        """Return a mask of the tensor's row-major positions [N] that are in the box, and their indices in the
+        parameter's storage.
         """
         # The common case: a contiguous range of the tensor lands in a contiguous range of the parameter.
         if self.is_contiguous:
@@ -142,7 +149,7 @@ class Region:
         inside = torch.ones_like(positions, dtype=torch.bool)
         index = torch.full_like(positions, self.target_offset)
         dims = sorted(zip(self.source_strides, self.shape, self.target_strides, strict=True), reverse=True)
-        # Peel off one dimension after the other, largest stride first: quotient is the place in it, remainder goes on.
+        # Take one dimension after the other, largest stride first: the quotient is the place in it.
         for source, size, target in dims:
             if size == 1:
                 continue
@@ -157,9 +164,9 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The regions by tensor, and what each parameter looks like when the loaders fill it.
+    """The regions of each tensor, and the shapes of parameters when the loaders fill them.
 
-    `specs` gives (shape, strides, dtype) by slot. `opaque` are slots that the loaders wrote to in other ways.
+    `specs` has (shape, strides, dtype) by slot. `opaque` are slots that the loaders wrote to in other ways than copies.
     """
 
     regions: Mapping[str, tuple[Region, ...]]
@@ -168,7 +175,7 @@ class Layout:
 
 
 def trace(model: torch.nn.Module, places: Collection[TensorPlace]) -> Layout:
-    """Run the model's own loaders on the meta device; the model is as before afterwards, whatever happens."""
+    """Run the model's own loaders on the meta device and return the layout; the model is as before afterwards."""
     try:
         return _trace(model, places, keeps_views=True)
     except RuntimeError:  # of a loader that wants the memory which a view has not
@@ -178,7 +185,7 @@ def trace(model: torch.nn.Module, places: Collection[TensorPlace]) -> Layout:
 def _trace(model: torch.nn.Module, places: Collection[TensorPlace], *, keeps_views: bool) -> Layout:
     """Trace as `trace` does.
 
-    With `keeps_views` what a loader makes contiguous counts as the part of the tensor that it is.
+    With `keeps_views`, a part of a tensor that a loader makes contiguous counts as that part; some loaders fail then.
     """
     # vllm is in its own environment, which the type checker does not see.
     from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: ignore[reportMissingImports]
@@ -223,7 +230,7 @@ def _trace(model: torch.nn.Module, places: Collection[TensorPlace], *, keeps_vie
 
 
 def _unwrap_loader(tensor: torch.Tensor) -> None:
-    """Take off what an earlier layerwise reload wrapped around the tensor's loader; the next one wraps it again."""
+    """Remove the wrapper of an earlier layerwise reload from the tensor's loader; the next reload wraps it again."""
     loader: Any = getattr(tensor, "weight_loader", None)
     while loader is not None and loader.__name__ == "online_process_loader":
         loader = loader.__wrapped__
@@ -254,7 +261,10 @@ class _Recorder(TorchDispatchMode):
         self._alive.append(tensor)
 
     def _late_slot(self, target: torch.Tensor) -> Slot | None:
-        """Return the slot of a parameter which a loader has registered with memory of its own, and copies into."""
+        """Return the slot of a parameter that a loader has registered with memory of its own, and copies into.
+
+        None if none.
+        """
         for name, module in self._modules.items():
             for each, parameter in module._parameters.items():
                 if parameter is not None and _storage(parameter) == _storage(target):
@@ -306,7 +316,7 @@ def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-# A worker's memory and the host copy's file as flat bits, and what a version writes where.
+# A worker's memory and the host copy's file as flat bits, and the writes of a version.
 
 Bits = NDArray[np.unsignedinteger]
 
@@ -315,7 +325,7 @@ SLICE_ELEMENTS = 1 << 20
 
 
 class ModelMemory:
-    """Reads boxes that are in one piece out of a model's parameters."""
+    """Reads contiguous boxes of a model's parameters."""
 
     def __init__(self, model: Callable[[], torch.nn.Module]) -> None:
         self._model = model
@@ -330,7 +340,7 @@ class ModelMemory:
         return gather(self._flat(part), index)
 
     def digest(self, part: Region, begin: int, end: int) -> int:
-        """Return the digest of the box's elements [begin, end), computed where they are."""
+        """Return the digest of the box's elements [begin, end), computed on their device."""
         flat = self._flat(part)[begin:end]
         if part.is_contiguous:
             return device_digest(flat, start=part.source_offset + begin)
@@ -342,9 +352,9 @@ class ModelMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Write:
-    """What a version puts into one box: `bits` [N] at the elements `index` [N] of the parameter's storage.
+    """A write of a version into one box: `bits` [N] at the indices `index` [N] of the parameter's storage.
 
-    `positions` [N] are the same elements in the tensor. `index` None: the whole box is copied from the file.
+    `positions` [N] are the same elements in the tensor. With `index` None the whole box is copied from the file.
     `staged` are index and bits on the parameter's device.
     """
 
@@ -355,9 +365,9 @@ class Write:
     staged: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def on(self, device: torch.device) -> "Write":
-        """Return the same with what it scatters on that device, so that the pause copies nothing.
+        """Return the same write with index and bits copied to a device, so that the pause copies nothing.
 
-        On a CPU it is there.
+        On a CPU, and for a whole box, it is returned as it is.
         """
         if device.type == "cpu" or self.index is None or self.bits is None:
             return self
@@ -365,7 +375,7 @@ class Write:
         return replace(self, staged=(torch.from_numpy(self.index).to(device), torch.from_numpy(bits).to(device)))
 
     def put(self, files: OrderFiles, parameter: torch.Tensor) -> None:
-        """Write it, and read it back from the memory at once; InternalError if other bits are there."""
+        """Write into the parameter, and read it back at once; raise InternalError if other bits are there."""
         if self.index is None or self.bits is None:
             source = source_of(files, self.region).to(parameter.device)
             box = box_of(parameter, self.region)
@@ -380,7 +390,7 @@ class Write:
             raise mismatch(f"the engine holds other bits than were written at {wrong} elements of {self.region.tensor}")
 
     def add_to(self, digests: NextDigests[Region], files: OrderFiles) -> None:
-        """Have the digests of the next version know of it; the memory still has the old bits."""
+        """Add the write to the digests of the next version, while the memory still has the old bits."""
         if self.positions is not None and self.bits is not None:
             digests.add_change(self.region, TensorChange(bits=self.bits, positions=self.positions))
         elif self.region.is_in_runs:
@@ -398,15 +408,15 @@ class ChangeSlice:
     last: int = 0
 
     def num_bytes(self, width: int) -> int:
-        """Return bytes of the positions and bits that are computed with.
+        """Return the bytes of positions and bits to process; 0 for a whole copy, whose file a thread reads.
 
-        A whole copy has none: a thread reads the file for it.
+        `width` is the bytes of an element.
         """
         return (self.last - self.first) * (8 + width)
 
 
 def slices_of(files: OrderFiles, name: str) -> Iterator[ChangeSlice]:
-    """Yield the order's changes of a tensor, in slices of at most `SLICE_ELEMENTS`."""
+    """Yield the order's changes of a tensor, in slices of at most `SLICE_ELEMENTS`; one slice for a whole copy."""
     counts = files.counts(name)
     if counts is None:
         yield ChangeSlice(tensor=name)
@@ -417,7 +427,10 @@ def slices_of(files: OrderFiles, name: str) -> Iterator[ChangeSlice]:
 
 
 def writes_of(files: OrderFiles, region: Region, width: int, of: ChangeSlice | None = None) -> Iterator[Write]:
-    """Yield the writes into a box that the order, or a slice of it, needs; computed before the pause."""
+    """Yield the writes into a box for the order's changes of its tensor, or for a slice `of` them.
+
+    Computed before the pause.
+    """
     parts = files.sparse(region.tensor, width)
     if parts is not None and of is not None:
         assert of.part is not None
@@ -438,9 +451,9 @@ def writes_of(files: OrderFiles, region: Region, width: int, of: ChangeSlice | N
 
 
 def tensor_of(files: OrderFiles, name: str) -> torch.Tensor:
-    """Return a tensor over the mapped file, which nobody writes to. (torch wants a writable mapping.
+    """Return a tensor over the mapped file, which must not be written to; its pages stay shared.
 
-    Pages stay shared.)
+    torch needs a mapping that could be written.
     """
     place = files.places[name]
     return torch.from_numpy(files.raw(name)).view(DTYPES[place.dtype]).reshape(place.shape)
@@ -461,7 +474,7 @@ def parameter_of(model: torch.nn.Module, region: Region) -> torch.Tensor:
 
 
 def flat_bits(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the storage of a parameter from its first element on, as integers."""
+    """Return the memory of a parameter, from its first to its last element, as flat integers."""
     size = 1 + sum((n - 1) * stride for n, stride in zip(parameter.shape, parameter.stride(), strict=True))
     return parameter.data.as_strided((size,), (1,)).view(BITS[parameter.element_size()])
 
@@ -474,14 +487,16 @@ def box_of(parameter: torch.Tensor, region: Region) -> torch.Tensor:
 
 
 def gather(flat: torch.Tensor, index: NDArray[np.int64]) -> Bits:
-    """Return a copy of the bits at some elements, in this process's own memory."""
+    """Return a copy of the bits at some indices, in this process's own memory."""
     if flat.device.type == "cpu":
         return _as_numpy(flat)[index]  # a fifth of the time that torch's indexing takes
     return _as_numpy(flat[torch.from_numpy(index).to(flat.device)].cpu())
 
 
 def scatter(flat: torch.Tensor, index: Any, bits: Any) -> None:
-    """Write bits at places of a tensor: both arrays for one on a CPU, and both tensors on its device for any other."""
+    """Write bits at indices of a tensor: both numpy arrays for one on a CPU, both tensors on its device for any
+    other.
+    """
     if isinstance(bits, torch.Tensor):
         flat[index] = bits
     else:  # numpy takes a fifth of the time that torch's indexing takes
@@ -489,7 +504,7 @@ def scatter(flat: torch.Tensor, index: Any, bits: Any) -> None:
 
 
 def count_other(flat: torch.Tensor, index: Any, bits: Any) -> int:
-    """Return the number of these places of a tensor that hold other bits."""
+    """Return the number of indices at which a tensor has other bits; arguments as for `scatter`."""
     if isinstance(bits, torch.Tensor):
         return int(torch.count_nonzero(flat[index] != bits))
     return int(np.count_nonzero(_as_numpy(flat)[index] != bits))

@@ -2,11 +2,11 @@
 
     head            ──▶ order, with the manifest's key and the policy's digest ──▶ a worker of each node (`fetch`)
     other nodes     host copy as on the head: chain, sha256, digests; a file of the changes; `order.json` for all ranks
-    head            ◀── "there" or what went wrong, of every rank (`fetched`), while the old version serves
-    other nodes     `stage` and all that follows take this node's files in place of the head's
+    head            ◀── done, or the error, of every rank (`fetched`), while the old version serves
+    other nodes     `stage` and all later steps read this node's files in place of the head's
 
-The network carries a node's copy once, however many ranks it has: the first worker that gets the node's lock pulls for
-all. It does so in a thread, so that its rank takes part in every step meanwhile.
+A node's copy is downloaded once, however many ranks it has: the first worker that gets the node's lock pulls for all.
+It does so in a thread, so that its rank takes part in every step meanwhile.
 """
 
 import fcntl
@@ -30,7 +30,7 @@ from millrace.telemetry.settings import Settings
 logger = logging.getLogger(__name__)
 
 DIRECTORY_VARIABLE = "MILLRACE_NODE_DIR"
-"""Set by the launcher for the processes of its node: what its ranks share."""
+"""Variable that the launcher sets for the processes of its node, with the directory that its ranks share."""
 _ORDER = "order.json"
 
 
@@ -47,8 +47,9 @@ class NodeCopy:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "NodeCopy":
-        """Create the copy in the directory that the launcher made, with the object store and credentials of the
-        environment.
+        """Make the copy in the directory that the launcher made, with the object store of the environment.
+
+        Without a launcher each rank has a directory, and pulls, for itself.
         """
         settings = Settings.from_env(environ, required=["store_url"])
         shared = environ.get(DIRECTORY_VARIABLE)  # without a launcher each rank for itself
@@ -56,7 +57,10 @@ class NodeCopy:
         return cls(directory, HostCopy(open_store(settings.require("store_url")), directory=directory))
 
     def begin(self, order: Mapping[str, Any]) -> None:
-        """Begin to pull an order's policy, if this is the rank that does so."""
+        """Begin to pull an order's policy in a thread, if this rank is, or becomes, the node's puller.
+
+        Else do nothing.
+        """
         if not self.is_puller:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -66,7 +70,10 @@ class NodeCopy:
         self._pulling = order["number"], self._thread.submit(self._pull, dict(order))
 
     def is_there(self, number: str) -> bool:
-        """Return whether the node has what the order of this number needs; InternalError if it could not be had."""
+        """Return whether the node has the files of the order with this number.
+
+        Raise InternalError if it failed to get them.
+        """
         if self._pulling is not None and self._pulling[0] == number and self._pulling[1].done():
             error = self._pulling[1].exception()  # not even that could be written
             if error is not None:
@@ -79,17 +86,22 @@ class NodeCopy:
         return True
 
     def here(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the order with this node's files in place of the head's."""
+        """Return the order with this node's files in place of the head's.
+
+        Raise InternalError if they were not fetched.
+        """
         found = self._read()
         if found.get("number") != order["number"]:
             raise InternalError("the node has not fetched this order", reason="NODE_FETCH_FAILED", remedy="try again")
         return found if order["changed"] is not None else found | {"changed": None}
 
     def _pull(self, order: dict[str, Any]) -> None:
-        """Pull the policy, in the thread. Writes the result to `order.json`, for all ranks of the node, or raises."""
+        """Pull the policy, in the thread, and write the order or the error to `order.json`, for all ranks of the
+        node.
+        """
         try:
             found = self._stage(order["policy"])
-        except Exception as error:  # the edge of a thread that nobody awaits: the head hears of it
+        except Exception as error:  # the edge of a thread that nobody awaits: the head gets the error
             logger.exception("the node could not fetch the policy")
             self._copy.forget()
             found = {"error": f"{type(error).__name__}: {error}"}
@@ -125,12 +137,12 @@ class NodeCopy:
 
 
 class FetchingWorker:
-    """The parts of the worker extension that say where a rank finds what an order names."""
+    """The methods of the worker extension by which a rank gets the files of an order."""
 
     millrace_node: NodeCopy | None = None
 
     def millrace_fetch(self, order: dict[str, Any]) -> None:
-        """Begin to pull the policy of an order, on other nodes than the head."""
+        """Begin to pull the policy of an order; do nothing on the head's node, which has the files."""
         if self.parallel_config.node_rank == 0:  # pyright: ignore[reportAttributeAccessIssue] - of the worker
             return
         if self.millrace_node is None:
@@ -138,7 +150,10 @@ class FetchingWorker:
         self.millrace_node.begin(order)
 
     def millrace_fetched(self, number: str) -> bool:
-        """Return whether the policy of this order can be read here."""
+        """Return whether this rank can read the files of the order with this number.
+
+        Raise InternalError if they failed to come.
+        """
         return self.millrace_node is None or self.millrace_node.is_there(number)
 
     def _millrace_here(self, order: dict[str, Any]) -> dict[str, Any]:

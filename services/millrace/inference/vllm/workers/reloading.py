@@ -1,9 +1,9 @@
-"""vLLM's layerwise reload, with what loaders write past it.
+"""vLLM's layerwise reload, completed by what some loaders write without it.
 
-The reload puts a layer's parameters on the meta device, keeps what their `weight_loader` is called with, and loads
-that once the layer is complete. Some loaders (gpt-oss, MiMo, Step 3) copy into a parameter themselves, which goes
-nowhere on the meta device, so that the layer would keep what was in its memory; others (the head's bias of models that
-transformers runs) register a parameter while they load, which the reload takes away again.
+The reload puts a layer's parameters on the meta device, keeps the arguments of calls of their `weight_loader`, and
+loads them once the layer is complete. Some loaders (gpt-oss, MiMo, Step 3) copy into a parameter themselves, which has
+no effect on the meta device, so that the layer would keep its old weights; others (the head's bias of models that
+transformers runs) register a parameter while they load, which the reload removes again.
 """
 
 import inspect
@@ -24,7 +24,7 @@ Late = dict[tuple[torch.nn.Module, str], torch.nn.Parameter]
 
 @contextmanager
 def whole_reload(module: torch.nn.Module) -> Iterator[None]:
-    """Let vLLM's layerwise reload of a module, or of the model, load what its loaders fill, while the block runs."""
+    """Have vLLM's layerwise reload of a module, in this block, also load what loaders copy or register themselves."""
     own = {(layer, name) for layer in module.modules() for name in layer._parameters}
     with _late_parameters(own) as late, _DirectCopies(module).active():
         yield
@@ -35,7 +35,9 @@ def whole_reload(module: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _late_parameters(own: Iterable[tuple[torch.nn.Module, str]]) -> Iterator[Late]:
-    """Collect the parameters that are registered in this block under new names, the newest of each."""
+    """Yield a table that collects the parameters registered in this block under names not in `own`, the newest of
+    each.
+    """
     known, late = set(own), Late()
 
     def note(layer: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
@@ -65,7 +67,7 @@ class _DirectCopies(TorchDispatchMode):
     def active(self) -> Iterator[None]:
         """Hand vLLM what loaders copy into meta tensors in this block, as if they had called `weight_loader`.
 
-        What vLLM loads only to count elements is left alone.
+        Copies that vLLM makes only to count elements are left alone.
         """
         count = self._vllm.get_numel_loaded
 
@@ -92,8 +94,9 @@ class _DirectCopies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _place_of(self, target: torch.Tensor) -> tuple[torch.nn.Module, str] | None:
-        """Return the layer that has it, and its name there: the reload has put it on the meta device since the last
-        look.
+        """Return the layer whose parameter has this tensor's memory, and the parameter's name; None if there is none.
+
+        The layers are searched again, because the reload puts more of them on the meta device as it goes.
         """
         if _storage(target) not in self._places:
             for layer in self._module.modules():
@@ -121,7 +124,10 @@ class _DirectCopies(TorchDispatchMode):
 
 
 def _placing(otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a weight loader that copies into a box (shape, strides, offset) of the parameter where it is given one."""
+    """Return a weight loader that copies into a box (shape, strides, offset) of the parameter.
+
+    Without one, `otherwise`.
+    """
 
     def place(param: Any, loaded_weight: torch.Tensor, *args: Any, box: Any = None, **kwargs: Any) -> Any:
         if box is None:
@@ -136,25 +142,23 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-# What vLLM derives from weights when they are loaded, and keeps beside them.
+# Tensors that vLLM derives from weights when they are loaded, and keeps beside them.
 #
-# A version that is written into the parameters leaves these as they were: the model would serve them stale, while
-# every parameter reads back right. vLLM's layerwise reload makes anew what layers derive, so that such a model is
-# loaded whole. What the model itself derives after its layers (DeepSeek-V4, Kimi K3) that reload leaves out, and it
-# is refused.
+# A version that is written into the parameters leaves these as they were: the model would compute with stale ones,
+# while every parameter reads back right. vLLM's layerwise reload computes those of layers again, so such a model is
+# loaded whole. Those that the model itself derives after its layers (DeepSeek-V4, Kimi K3) it does not compute again,
+# and such a model is refused.
 
 _PLAIN = ("W_UK_T", "W_UV", "W_UK", "W_K", "W_V", "W_UK_T_dcp_qrep")
 """Tensors that a layer keeps as plain attributes: halves of `kv_b_proj`, with which latent attention decodes."""
 _OF_BACKENDS = ("sinks", "_w_uk_packed", "_w_uv_packed", "_w_scale")
-"""Those of an attention backend: FlashInfer's float32 copy of the sinks, what the one for AMX has packed."""
+"""Tensors of an attention backend: FlashInfer's float32 copy of the sinks, and the weights packed for AMX."""
 
 
 def derived_tensors(model: torch.nn.Module, loaded: Collection[Slot]) -> list[str]:
-    """Return names of the tensors of a loaded model that are derived from its weights, sorted.
+    """Return the names of the tensors of a loaded model that are derived from its weights, sorted.
 
-    `loaded` is what loaders fill.
-
-    A view of a weight changes with it, and is none.
+    `loaded` are the parameters that loaders fill. A view of a weight changes with it, and is not derived.
     """
     own: set[int] = set()
     others: dict[str, torch.Tensor] = {}
@@ -196,19 +200,19 @@ def _kept(name: str, attributes: dict[str, object], names: tuple[str, ...]) -> d
 
 # Layers that vLLM's CPU backend packs. Linear ones are built from plain weights beside the served ones, then put in.
 #
-# On CPU `process_weights_after_loading` of an unquantised layer turns `weight` into a packed copy after
+# On CPU `process_weights_after_loading` of an unquantised layer turns `weight` into a packed copy inside the function
 # `layer.cpu_linear`. It reads nothing of the layer but `weight` and `bias`, so it can be run on a shell that has only
-# these, while the layer serves; afterwards the layer takes over the shell's function.
+# these, while the layer serves; afterwards the layer gets the shell's function.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """A packed weight, ready to be put into its layer."""
+    """A packed weight, ready for its layer."""
 
     cpu_linear: Callable[..., torch.Tensor]
 
     def put_into(self, layer: torch.nn.Module) -> None:
-        """Make the layer compute with it from the next call on."""
+        """Have the layer compute with the packed weight from its next call on."""
         layer.cpu_linear = self.cpu_linear  # pyright: ignore[reportArgumentType] - an attribute of vLLM's
 
 
@@ -222,10 +226,10 @@ def is_repackable(layer: torch.nn.Module) -> bool:
 
 
 def build_packed(layer: torch.nn.Module, weight: torch.Tensor) -> Packed:
-    """Pack a plain weight as the layer's own method does. `weight` may be dropped or reused afterwards."""
+    """Pack a plain weight, and the layer's bias, as the layer's own method does. `weight` may be reused afterwards."""
     shell: Any = torch.nn.Module()
     shell.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
-    # What vLLM leaves unpacked (`kv_b_proj` of multi-head latent attention) stays so.
+    # A layer that vLLM leaves unpacked (`kv_b_proj` of multi-head latent attention) stays so.
     shell._cpu_skip_gemm_dispatch = getattr(layer, "_cpu_skip_gemm_dispatch", False)
     if (bias := getattr(layer, "bias", None)) is not None:
         shell.bias = torch.nn.Parameter(bias.detach().clone(), requires_grad=False)
@@ -235,7 +239,7 @@ def build_packed(layer: torch.nn.Module, weight: torch.Tensor) -> Packed:
 
 
 def pack_experts(module: torch.nn.Module) -> None:
-    """Pack the fused experts of a module on a CPU whose weights vLLM's layerwise reload has just filled.
+    """Pack the fused experts of a module on a CPU, after vLLM's layerwise reload has filled their weights.
 
     vLLM (0.32) packs them after the first load only, and would compute with plain weights as if they were packed.
     """
