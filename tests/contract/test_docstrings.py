@@ -13,7 +13,20 @@ from millrace_testing import syntax
 
 ROOT = Path(__file__).parents[2]
 HELPERS = "tests/support/millrace_testing"
-ROOMS = tuple(f"services/millrace/{room}" for room in ("algorithms", "env_server", "orchestrator", "trainer"))
+ROOMS = tuple(
+    f"services/millrace/{room}"
+    for room in (
+        "algorithms",
+        "env_server",
+        "orchestrator",
+        "readers",
+        "rollouts",
+        "rpc",
+        "runlog",
+        "storage",
+        "trainer",
+    )
+)
 VERBS = frozenset(
     re.findall(
         r"\S+",

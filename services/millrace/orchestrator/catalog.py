@@ -302,7 +302,7 @@ def _key_of(name: str) -> str:
 def _as_damage(error: Exception, name: str) -> MillraceError:
     """Return the problem with a run as a typed error.
 
-    InternalError (RUN_UNREADABLE) unless it is one, or for a bad config.
+    Any other error, or one of the config, becomes an InternalError.
     """
     if isinstance(error, MillraceError) and not isinstance(error, InvalidSpecError):
         return error
@@ -326,10 +326,7 @@ class ConfigText:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], *, secrets: tuple[str, ...]) -> Self:
-        """Return the searchable text of a resolved config.
-
-        Values that are, or have in them, one of `secrets` are masked.
-        """
+        """Return the searchable text of a resolved config, with values that contain one of `secrets` masked."""
         return cls(tuple(_values(masked(config, secrets), "")))
 
     def matches(self, words: str) -> bool:

@@ -108,7 +108,7 @@ class IntentCalls:
         self._on_intent = on_intent
 
     async def cancel(self, view: RunView, *, reason: str, request_id: str) -> None:
-        """Write the intent to end the run, unless it is cancelled or shall be.
+        """Write the intent to end the run, unless it is cancelled already or has that intent.
 
         InvalidStateError if it ended otherwise.
         """

@@ -48,7 +48,7 @@ class Sealer:
     def note(self, view: RunView) -> None:
         """Queue an ended run to be sealed, once for each of its ends.
 
-        After a failed try not before `RETRY_S` have passed.
+        A run that could not be sealed is queued again after `RETRY_S`.
         """
         end = view.record.uid, view.run.end_time.ToNanoseconds()
         if end not in self._seen and time.monotonic() >= self._not_before.get(view.record.uid, 0.0):
@@ -127,7 +127,7 @@ class RunManager:
         self._pauses: dict[str, waits.LastingWait] = {}
         self._gone: dict[str, list[float]] = {}
         self._kept_events: dict[str, RunEvents] = {}
-        self._told: set[str] = set()
+        self._retired: set[str] = set()
         self._sealer = Sealer(catalog, owner=owner)
         self.held_up = HeldUp(registry, owner=owner)
         """Which runs get nowhere because something refuses."""
@@ -235,7 +235,7 @@ class RunManager:
         is_closing = view.is_closed or view.status.state == run_pb2.RUN_STATE_STOPPING
         if desired.is_paused and not is_closing:
             if is_paused:
-                self._tell_once(view, has_ended=False)
+                self._retire_once(view, has_ended=False)
                 return None
             return self._drive  # says that it is paused, and gives everything back
         self._forget_end(view.record.uid)
@@ -428,7 +428,7 @@ class RunManager:
         Its metrics are removed if it ended earlier. It is not queued while its drive still runs.
         """
         if time.time() - view.run.end_time.ToNanoseconds() / 1e9 < RETIRED_S:
-            self._tell_once(view, has_ended=True)
+            self._retire_once(view, has_ended=True)
         else:
             run_meters.forget(view.record.name)
         self._desired.forget(view.record.uid)
@@ -438,13 +438,13 @@ class RunManager:
 
     def _forget_end(self, uid: str) -> None:
         """Stop asking workers to release a run, because it goes on."""
-        if uid in self._told:
-            self._told.discard(uid)
+        if uid in self._retired:
+            self._retired.discard(uid)
             self._registry.goes_on(uid)
 
-    def _tell_once(self, view: RunView, *, has_ended: bool) -> None:
-        if view.record.uid not in self._told and view.record.uid not in self._claims:
-            self._told.add(view.record.uid)
+    def _retire_once(self, view: RunView, *, has_ended: bool) -> None:
+        if view.record.uid not in self._retired and view.record.uid not in self._claims:
+            self._retired.add(view.record.uid)
             self._registry.retire(view.record.uid, has_ended=has_ended)
 
 

@@ -139,10 +139,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     async def AuditRun(
         self, request: run_service_pb2.AuditRunRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.AuditRunResponse:
-        """Check the promises of a run against its log and return the report.
-
-        One audit at a time, others wait for their turn.
-        """
+        """Check the promises of a run against its log and return the report; audits run one at a time."""
         uid = (await self._catalog.find(request.name)).record.uid
         with waits.waiting(f"an audit of run {uid}: its turn", waits_on="object store") as wait:
             async with self._auditing:

@@ -92,7 +92,7 @@ class Watchdog:
         self._gone: dict[str, float] = {}
         self._at = progress()
         self._moved = clock()
-        self._num_told = 0
+        self._num_reported = 0
         self._patience = 1.0
         self._has_accused = False
         self._overdue: dict[tuple[str, str, str], float] = {}
@@ -145,7 +145,7 @@ class Watchdog:
         self._looked = now
         if still_s > SILENT_S:
             # What was seen before is out of date, and nobody listened to workers that seem silent: look again later.
-            self._moved, self._num_told = now, 0
+            self._moved, self._num_reported = now, 0
             if still_s > TELL_STILL_S:
                 await self._warn(
                     "ORCHESTRATOR_STOOD_STILL",
@@ -161,7 +161,7 @@ class Watchdog:
     async def _look_at_workers(self, now: float) -> None:
         current = {record.worker_id: record for record in self._registry.records() if serves(record, self._run_uid)}
         for worker_id in self._seen.keys() - current.keys():
-            await self._tell_gone(self._seen.pop(worker_id), current, now)
+            await self._report_gone(self._seen.pop(worker_id), current, now)
         for worker_id, record in current.items():
             seen = self._seen.setdefault(worker_id, _Seen(record=record, last_seen=record.last_seen))
             silence_s = now - record.last_seen
@@ -174,10 +174,10 @@ class Watchdog:
                 await self._warn("WORKER_BACK", f"{_name(record)} answers again, after {now - since:.0f} s of silence")
             seen.record, seen.last_seen = record, record.last_seen
 
-    async def _tell_gone(self, seen: _Seen, current: dict[str, WorkerRecord], now: float) -> None:
-        """Report a worker that no longer serves the run: replaced by another one in its slot, or lost.
+    async def _report_gone(self, seen: _Seen, current: dict[str, WorkerRecord], now: float) -> None:
+        """Report that a worker of the run was replaced by another one in its slot, or was lost.
 
-        Not if it was released.
+        Not that it was released.
         """
         record, slot = seen.record, seen.record.worker.slot
         silence_s = now - seen.last_seen
@@ -206,19 +206,19 @@ class Watchdog:
     async def _look_at_progress(self, now: float) -> None:
         at = self._progress()
         if at != self._at:
-            if self._num_told and not self._has_accused:
+            if self._num_reported and not self._has_accused:
                 self._patience = min(self._patience * PATIENCE, MOST_PATIENT)
-            self._at, self._moved, self._num_told, self._has_accused = at, now, 0, False
+            self._at, self._moved, self._num_reported, self._has_accused = at, now, 0, False
             return
         idle_s = now - self._moved
-        if idle_s < _threshold_s(self._num_told) * self._patience:
+        if idle_s < _threshold_s(self._num_reported) * self._patience:
             return
-        self._num_told += 1
+        self._num_reported += 1
         chain = chain_of(self._run_uid, self._registry, owner=self._owner)
         logger.warning(
             "no progress", extra={"run": self._run_uid, "seconds": round(idle_s, 1), "chain": str(chain) or "(none)"}
         )
-        await self._tell_wait(_end_of(chain, owner=self._owner, idle_s=idle_s))
+        await self._report_wait(_end_of(chain, owner=self._owner, idle_s=idle_s))
 
     async def _look_at_waits(self, now: float) -> None:
         """Report each overdue wait of components that answer, the same one at most every `OVERDUE_AGAIN_S`.
@@ -233,7 +233,7 @@ class Watchdog:
                 key = (wait.owner, wait.waits_on, re.sub(r"[\d.]+", "#", wait.reason))
                 if wait.is_overdue and key not in self._overdue:
                     self._overdue[key] = now
-                    await self._tell_wait(wait)
+                    await self._report_wait(wait)
 
     async def _look_at_redis(self, now: float) -> None:
         """Report outages of Redis that are over; while one lasts no event could be written anyway."""
@@ -251,7 +251,7 @@ class Watchdog:
         if self._may_send():
             await self._events.warning(reason, message)
 
-    async def _tell_wait(self, wait: Wait) -> None:
+    async def _report_wait(self, wait: Wait) -> None:
         fields = {"owner": wait.owner, "wait": wait.reason, "age_s": round(wait.age_s, 1)}
         logger.warning("a wait is long", extra={"run": self._run_uid, **fields})
         if self._may_send():
@@ -279,15 +279,15 @@ async def report_takeover(context: RunContext, *, owner: str, spoke_at: Mapping[
         before = await asyncio.to_thread(epoch_owner, run_log.store, run_log.names, epoch.role, epoch.number - 1)
     if not before or before == owner:
         return
-    heard = (
+    last_event = (
         f"wrote its last event {max(0.0, time.time() - spoke_at[before]):.0f} s ago"
         if before in spoke_at
         else ("wrote no event")
     )
     await context.events.warning(
         "ORCHESTRATOR_REPLACED",
-        f"orchestrator {owner} took the run over from {before}, which {heard}: it gave the run back, or it is frozen "
-        "or gone and its lease ran out",
+        f"orchestrator {owner} took the run over from {before}, which {last_event}: it gave the run back, or it is "
+        "frozen or gone and its lease ran out",
     )
 
 

@@ -66,10 +66,7 @@ def unanswered(owner: str) -> str:
 
 
 def stood_still(owner: str, *, meter: Meter = METER) -> str:
-    """Return when and for how long this process did not run in the last `RECENT_S`, in words.
-
-    Empty if it always ran.
-    """
+    """Return when and for how long this process did not run lately, in words; empty if it always ran."""
     now = time.monotonic()
     last = next((each for each in reversed(meter.found) if each.seconds > SILENT_S), None)
     if last is None or now - last.ended > RECENT_S:

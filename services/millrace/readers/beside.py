@@ -42,9 +42,9 @@ class LogLists:
             wrong = Violation(field="names", message=f"has more than {MAX_NAMES_CHARS} characters in all")
             raise InvalidSpecError([wrong], remedy="leave it out for all metrics")
         params = {"size": str(size), "first": str(at[0] if at else 0)} | ({"names": names} if names else {})
-        said = await self._ask("list-metrics", record, params)
-        found = answers.metrics_page(said)
-        found.next_page_token = "" if said["next"] is None else token_of(request, said["next"])
+        answer = await self._ask("list-metrics", record, params)
+        found = answers.metrics_page(answer)
+        found.next_page_token = "" if answer["next"] is None else token_of(request, answer["next"])
         return found
 
     async def rollouts(self, request: rs.ListRolloutsRequest, record: RunRecord) -> rs.ListRolloutsResponse:
@@ -52,11 +52,11 @@ class LogLists:
         size, at = page_size(request.page_size), numbers_of(request, count=2)
         params = _filters(request.filter) | {"size": str(size), "sort": _sort(request.order_by)}
         params |= {"rows": str(at[0]), "offset": str(at[1])} if at else {}
-        said = await self._ask("list-rollouts", record, params)
-        found = answers.rollouts_page(said, run=record.name)
-        behind = said["offset"] + len(found.rollouts)
-        if found.rollouts and behind < found.total_size:
-            found.next_page_token = token_of(request, said["rows"], behind)
+        answer = await self._ask("list-rollouts", record, params)
+        found = answers.rollouts_page(answer, run=record.name)
+        end = answer["offset"] + len(found.rollouts)
+        if found.rollouts and end < found.total_size:
+            found.next_page_token = token_of(request, answer["rows"], end)
         return found
 
     async def lineage(self, request: rs.GetLineageRequest, record: RunRecord) -> rs.GetLineageResponse:
@@ -76,12 +76,12 @@ class LogLists:
 
     async def _ask(self, question: str, record: RunRecord, params: Mapping[str, str]) -> dict[str, Any]:
         answer = await self._reader.ask(question, record.uid, params)
-        said = await asyncio.to_thread(
+        document = await asyncio.to_thread(
             decode_object, answer.body, what="an answer of the reader", reason="ANSWER_UNREADABLE"
         )
         if answer.status != 200:
-            raise error_of(answer.status, said)
-        return said
+            raise error_of(answer.status, document)
+        return document
 
 
 def _filters(asked: Mapping[str, str]) -> dict[str, str]:

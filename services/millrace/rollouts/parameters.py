@@ -261,7 +261,7 @@ MESSAGES: Mapping[str, Parameter] = {
 
 
 def check_parameters(
-    said: Mapping[str, Any], known: Mapping[str, Parameter], *, where: str = "", answered: bool = True
+    given: Mapping[str, Any], known: Mapping[str, Parameter], *, where: str = "", answered: bool = True
 ) -> None:
     """Raise InvalidSpecError naming every parameter that the table `known` lacks or refuses; null counts as not sent.
 
@@ -270,7 +270,7 @@ def check_parameters(
     """
     wrong = [
         Violation(field=f"{where}{name}", value=_shown(value), message=problem)
-        for name, value in said.items()
+        for name, value in given.items()
         if value is not None and (problem := _problem(value, known.get(name), answered=answered))
     ]
     if wrong:

@@ -48,9 +48,9 @@ class EnvSpec:
 
     @property
     def loaded_as(self) -> tuple[object, ...]:
-        """Return what must be equal for two environments to share workers, apart from their arguments.
+        """Return what two environments must have in common to share workers, besides their arguments.
 
-        The run's name does not.
+        The run's name for an environment is not part of it.
         """
         kept = (self.takes_several_traces, self.is_text_only, self.judge_max_concurrent, self.judge_timeout_s)
         return (self.id, self.python, self.select_json, self.demo_key, self.agent_json, *kept)

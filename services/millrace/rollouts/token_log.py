@@ -252,9 +252,9 @@ def encode_scores(
     """
     for index, (sample, column) in enumerate(zip(samples, scores, strict=True)):
         _check(sample, column, where=f"scores[{index}]")
-    told = json.dumps([each and asdict(each) for each in taught or [None] * len(samples)]).encode()
+    listed = json.dumps([each and asdict(each) for each in taught or [None] * len(samples)]).encode()
     columns = b"".join(column_to_bytes(column, "<f4") for column in scores)
-    body = len(told).to_bytes(_SIZE_BYTES, "little") + told + columns
+    body = len(listed).to_bytes(_SIZE_BYTES, "little") + listed + columns
     return _SCORES_MAGIC + hashlib.sha256(body).digest() + body
 
 
@@ -266,10 +266,10 @@ def with_scores(rollout: Rollout, data: bytes, *, where: str) -> Rollout:
     if len(values) != rollout.num_tokens:
         raise _scores_corrupt(where, len(values), f"scores, but the rollout has {rollout.num_tokens} tokens")
     samples, start = [], 0
-    for sample, told in zip(rollout.samples, taught, strict=True):
+    for sample, own in zip(rollout.samples, taught, strict=True):
         column = values[start : start + sample.num_tokens]
         _check(sample, column, where=where)
-        samples.append(replace(sample, teacher_logprobs=column, taught=told))
+        samples.append(replace(sample, teacher_logprobs=column, taught=own))
         start += sample.num_tokens
     return replace(rollout, samples=tuple(samples))
 
@@ -293,12 +293,12 @@ def decode_scores(data: bytes, *, where: str) -> tuple[list[Taught | None], Floa
     return taught, column_from_bytes(body[begin:], "<f4", where)
 
 
-def _taught(told: Fields) -> Taught:
+def _taught(entry: Fields) -> Taught:
     return Taught(
-        lineage=told.integer("lineage"),
-        version=told.integer("version"),
-        hint_ids=told.integers("hint_ids", largest=_MAX_TOKEN_ID),
-        skipped=told.integer("skipped", most=1),
+        lineage=entry.integer("lineage"),
+        version=entry.integer("version"),
+        hint_ids=entry.integers("hint_ids", largest=_MAX_TOKEN_ID),
+        skipped=entry.integer("skipped", most=1),
     )
 
 

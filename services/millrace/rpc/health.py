@@ -149,7 +149,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """Yield the health of one name now and at every change, until the server drains.
 
-        An unknown name is SERVICE_UNKNOWN.
+        That of an unknown name is SERVICE_UNKNOWN.
         """
         last: int | None = None
         is_over = False

@@ -78,8 +78,8 @@ async def _guarded(method: str, request_id: str, context: grpc.aio.ServicerConte
         except MillraceError as error:
             defect = isinstance(error, InternalError)
             more = {"reason": error.reason, "error": str(error), "peer": context.peer()}
-            tell = logger.error if defect else logger.info
-            tell("call failed", exc_info=defect, extra=fields(error.code, **more))
+            log = logger.error if defect else logger.info
+            log("call failed", exc_info=defect, extra=fields(error.code, **more))
             await status.abort(context, error, request_id=request_id)
         except Exception:  # the edge of a call: a defect becomes INTERNAL
             logger.exception("call failed by a defect", extra=fields("INTERNAL", peer=context.peer()))
@@ -108,7 +108,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         """Return the method's handler, wrapped: calls are logged, and errors become a status.
 
-        A malformed request is refused. None for an unknown method.
+        None for an unknown method. A malformed request is refused before the handler gets it.
         """
         handler = await continuation(handler_call_details)
         if handler is None:

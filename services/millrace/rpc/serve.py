@@ -383,7 +383,7 @@ class RegisteredWorker:
     def _find(self, slot: str) -> None:
         """Set the slot, and make the agent that registers this worker, if there is an orchestrator.
 
-        It has started then.
+        This worker counts as started then (`wait_started`).
         """
         self._worker.slot = slot
         if self._settings.orchestrator is not None:
@@ -398,7 +398,7 @@ class RegisteredWorker:
         self._started.set()
 
     async def _stay_registered(self) -> None:
-        """Register and send heartbeats until this worker is gone; at once over without an orchestrator."""
+        """Register and send heartbeats until this worker is gone; return at once without an orchestrator."""
         await self._started.wait()
         if self._agent is None:
             return

@@ -135,7 +135,7 @@ class WorkerAgent:
         self._is_registered = False
         self._last_contact: float | None = None
         self._num_asked = 0
-        self._num_told = 0
+        self._num_answered = 0
         self._wake = asyncio.Event()
         self._answered = asyncio.Event()
 
@@ -167,7 +167,7 @@ class WorkerAgent:
         self._wake.set()
         try:
             async with asyncio.timeout(timeout_s):
-                while self._num_told < mine:
+                while self._num_answered < mine:
                     await self._answered.wait()
         except TimeoutError:
             return False
@@ -182,7 +182,7 @@ class WorkerAgent:
                     await self._register(stub)
                 self._wake.clear()
                 num_asked = self._num_asked
-                reply = await self._heartbeat(stub, is_urgent=num_asked > self._num_told)
+                reply = await self._heartbeat(stub, is_urgent=num_asked > self._num_answered)
                 if reply is None:
                     continue
                 if reply.register_again:
@@ -190,10 +190,10 @@ class WorkerAgent:
                     logger.info("registering again", extra={"worker_id": self._worker.worker_id})
                     await asyncio.sleep(MIN_INTERVAL_S)  # bounds the loop with an orchestrator that always forgets
                     continue
-                heard = self._on_assignments(reply)
-                if inspect.isawaitable(heard):
-                    await heard
-                self._num_told = num_asked
+                handled = self._on_assignments(reply)
+                if inspect.isawaitable(handled):
+                    await handled
+                self._num_answered = num_asked
                 answered, self._answered = self._answered, asyncio.Event()
                 answered.set()
                 with contextlib.suppress(TimeoutError):
@@ -245,7 +245,7 @@ class WorkerAgent:
         answer, failure = await self._attempt(method, make())
         if failure is None:
             return answer
-        began, num_failed, is_told = time.monotonic(), 0, False
+        began, num_failed, is_reported = time.monotonic(), 0, False
         silent_since = began if self._last_contact is None else self._last_contact
         fields: dict[str, Any] = {"orchestrator": self._address, "error": str(failure)}
         logger.warning("orchestrator does not answer; trying again", extra=fields)
@@ -254,18 +254,18 @@ class WorkerAgent:
                 wait.update(reason=f"{what} {self._to}: {failure.message}")
                 num_failed += 1
                 # One failure alone may be our own: a process that was stopped finds its deadline passed.
-                if not is_told and num_failed > 1 and time.monotonic() - silent_since >= self._silent_s:
-                    is_told = True
-                    self._tell(time.monotonic() - silent_since, is_over=False, problem=failure.message)
+                if not is_reported and num_failed > 1 and time.monotonic() - silent_since >= self._silent_s:
+                    is_reported = True
+                    self._report_silence(time.monotonic() - silent_since, is_over=False, problem=failure.message)
                 await asyncio.sleep(BACKOFF.after(num_failed))
                 answer, failure = await self._attempt(method, make())
         silent_s = time.monotonic() - silent_since
         logger.info("orchestrator answers again", extra={"orchestrator": self._address, "after_s": round(silent_s, 3)})
-        if is_told:
-            self._tell(silent_s, is_over=True, problem="")
+        if is_reported:
+            self._report_silence(silent_s, is_over=True, problem="")
         return answer
 
-    def _tell(self, seconds: float, *, is_over: bool, problem: str) -> None:
+    def _report_silence(self, seconds: float, *, is_over: bool, problem: str) -> None:
         """Call `on_silence`, and log the silence in any case."""
         silence = Silence(orchestrator=self._address, seconds=seconds, is_over=is_over, problem=problem)
         logger.warning(silence.describe())

@@ -319,7 +319,7 @@ def _state_before(store: ObjectStore, names: Names, origin: RunOrigin, step: int
 def _drawing_state(state: bytes) -> str:
     """Return the part of an orchestrator's state that determines the next tasks and the rewards compared with.
 
-    Empty if nothing does. Counts stay the parent's.
+    It is empty if nothing does. What the parent's orchestrator counted is left out.
     """
     kept = decode_object(state or b"{}", what="the orchestrator's state in a header", reason="HEADER_CORRUPT")
     drawing = {name: kept[name] for name in ("pools", "baselines") if name in kept}

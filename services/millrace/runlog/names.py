@@ -73,7 +73,7 @@ class Deployment:
     def runs_key(self) -> str:
         """Return the key of the Redis hash run name → uid.
 
-        In another slot than the runs, so in no script with their keys.
+        It is in another slot than the runs, so that no script has it together with their keys.
         """
         return f"{self.prefix}:runs"
 
@@ -228,7 +228,7 @@ class Names:
     def batch_header(self, step: int, revision: int = 0) -> str:
         """Return the key of a step's create-only header, its commit point.
 
-        From revision 1 on, of a failed closing one's successor.
+        A `revision` from 1 on is that of a failed closing header's successor.
         """
         return revision_key(self._object(catalogue.BATCH_HEADER, step=step), revision)
 
@@ -241,10 +241,7 @@ class Names:
         return self._object(catalogue.QUARANTINED, key=own, sha256=sha256[:16])
 
     def reopened(self, number: int) -> str:
-        """Return the key of a create-only record that the named closing header does not end the run.
-
-        Numbered from 1.
-        """
+        """Return the key of the create-only record, numbered from 1, that a closing header does not end the run."""
         return self._object(catalogue.REOPENING, number=number)
 
     def batch_data(self, step: int, epoch: int, nonce: str) -> str:
@@ -258,7 +255,7 @@ class Names:
     def scores(self, digest: str) -> str:
         """Return the key of a teacher's log-probs of one rollout's tokens, by the digest of those tokens.
 
-        Written before the rollout's entry.
+        The object is written before the rollout's entry.
         """
         return self._object(catalogue.SCORES, digest=digest)
 
@@ -336,7 +333,7 @@ def suggest(text: str) -> str:
 def make(stem: str, tail: str = "", *, is_taken: Callable[[str], bool] = lambda name: False) -> str:
     """Return a legal name, `{stem}-{tail}` with the stem cut where it is too long.
 
-    Where it is taken, with `-2`, `-3`, …
+    If that is taken, it ends in `-2`, `-3`, …, the first that is free.
     """
     words = stem if is_legal(stem) else re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-") or "run"
     words = words if words[0].isalpha() else f"run-{words}"

@@ -439,7 +439,7 @@ async def _fill(rebuild: _Rebuild, restored: Restored) -> None:
 async def _install(rebuild: _Rebuild, restored: Restored) -> str:
     """Put a rebuilt log in place of the stale one, or of none.
 
-    Return "OK", or what the script answers if it may not.
+    Return "OK", or another answer of the script if the log has changed or the rebuilt one is incomplete.
     """
     log, names = rebuild.log, rebuild.log.names
     keys = [

@@ -173,10 +173,10 @@ def _require_end(log: RunLog, step: int, rest: Sequence[StepHeaders | None]) -> 
 
     `rest` has the headers of `step` and of the steps after it.
     """
-    behind = [step + offset for offset, data in enumerate(rest) if data is not None]
-    if behind:
+    later = [step + offset for offset, data in enumerate(rest) if data is not None]
+    if later:
         where = log.store.uri(log.names.batch_header(step))
-        raise chain_broken(log.names, step, f"header {where} is missing, but step {behind[0]} is committed")
+        raise chain_broken(log.names, step, f"header {where} is missing, but step {later[0]} is committed")
 
 
 async def _get_step(log: RunLog, step: int) -> StepHeaders | None:

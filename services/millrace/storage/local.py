@@ -60,9 +60,9 @@ class LocalStore:
         self._commit("PUT", key, write, os.replace, needed_bytes=len(data))
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write an object only if the key is free; False if it exists (`ObjectStore.create`).
+        """Write an object only if the key is free; return False if it exists (`ObjectStore.create`).
 
-        Link(2) decides the race.
+        A race is decided by link(2).
         """
         path = self._path(key)
         if path.is_file():  # spare the write; link below is what decides

@@ -180,7 +180,7 @@ class S3Store:
 
         def attempt(_: int) -> bytes:
             found = self.client.get_object(Bucket=self._bucket, Key=name)
-            size_bytes = self._said(found, "ContentLength")
+            size_bytes = self._field(found, "ContentLength")
             if size_bytes > max_bytes:
                 found["Body"].close()  # unread: nobody else may use the connection
             require_size(size_bytes, max_bytes, key=key, uri=self.uri(key))
@@ -198,7 +198,7 @@ class S3Store:
             try:
                 wanted = f"bytes={start}-{start + length - 1}"
                 found = self.client.get_object(Bucket=self._bucket, Key=name, Range=wanted)
-                size_bytes = self._said(found, "ContentLength")
+                size_bytes = self._field(found, "ContentLength")
                 if "ContentRange" not in found and size_bytes > length:
                     found["Body"].close()  # unread: nobody else may use the connection
                     problem = f"asked for {wanted}, it answers with all {size_bytes} bytes of the object"
@@ -237,7 +237,7 @@ class S3Store:
         after = {"StartAfter": self._prefix + start_after} if start_after else {}
         for page in self._pages("LIST", prefix, Prefix=self._prefix + prefix, **after):
             for item in page.get("Contents", ()):
-                key = self._said(item, "Key").removeprefix(self._prefix)
+                key = self._field(item, "Key").removeprefix(self._prefix)
                 if key.endswith("/"):
                     continue  # a marker by which consoles and other tools show a folder: no object of ours
                 if key > start_after or not start_after:  # some servers begin *at* StartAfter
@@ -250,7 +250,7 @@ class S3Store:
             raise ValueError(f"prefix {prefix!r} must be empty or end in '/'")
         for page in self._pages("LIST prefixes of", prefix, Prefix=self._prefix + prefix, Delimiter="/"):
             for item in page.get("CommonPrefixes", ()):
-                yield self._said(item, "Prefix").removeprefix(self._prefix)
+                yield self._field(item, "Prefix").removeprefix(self._prefix)
 
     def delete(self, key: str) -> None:
         """Remove an object, if there is one; tried again for `_NOT_URGENT_S` only."""
@@ -281,7 +281,7 @@ class S3Store:
 
         def attempt(_: int) -> None:
             found = self.client.get_object(Bucket=self._bucket, Key=name)
-            size_bytes = self._said(found, "ContentLength")
+            size_bytes = self._field(found, "ContentLength")
             with io_errors(part, "write", needed_bytes=size_bytes, setting=SCRATCH_VARIABLE):
                 file = part.open("wb")
             with file, progress.tried() as count:
@@ -324,7 +324,7 @@ class S3Store:
         Raises TransientError if it is not as long as its header promised, or slower than
         `_SLOWEST_BYTES_PER_S`.
         """
-        size_bytes, count = self._said(found, "ContentLength"), 0
+        size_bytes, count = self._field(found, "ContentLength"), 0
         ends = time.monotonic() + ATTEMPT_S + size_bytes / _SLOWEST_BYTES_PER_S
         with contextlib.closing(found["Body"]) as body:
             while data := body.read(COPY_BYTES):
@@ -352,9 +352,9 @@ class S3Store:
             yield page
             if not page.get("IsTruncated"):
                 return
-            token = {"ContinuationToken": self._said(page, "NextContinuationToken")}
+            token = {"ContinuationToken": self._field(page, "NextContinuationToken")}
 
-    def _said(self, answer: dict[str, Any], field: str) -> Any:
+    def _field(self, answer: dict[str, Any], field: str) -> Any:
         """Return a field of an answer that S3 always has; InvalidStateError from a server that leaves it out."""
         if field not in answer:
             if "Body" in answer:
@@ -363,8 +363,8 @@ class S3Store:
         return answer[field]
 
     def _info(self, key: str, answer: dict[str, Any], *, size: str) -> ObjectInfo:
-        modified = self._said(answer, "LastModified").timestamp()
-        return ObjectInfo(key=key, size_bytes=self._said(answer, size), modified=modified)
+        modified = self._field(answer, "LastModified").timestamp()
+        return ObjectInfo(key=key, size_bytes=self._field(answer, size), modified=modified)
 
     def _takes_host_names(self, error: BaseException) -> bool:
         """Return whether an error shows that the server wants the bucket as a host name.

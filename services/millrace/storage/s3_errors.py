@@ -213,6 +213,6 @@ def _skewed(error: ClientError, what: str, *, where: str, metadata: dict[str, st
 def _expected_region(error: ClientError) -> str:
     """Return the region that the server's answer names for the bucket; empty if it names none."""
     headers = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
-    said = error.response.get("Error", {})
-    found = _EXPECTED_REGION.search(str(said.get("Message", "")))
-    return headers.get("x-amz-bucket-region") or said.get("Region") or (found[1] if found else "")
+    details = error.response.get("Error", {})
+    found = _EXPECTED_REGION.search(str(details.get("Message", "")))
+    return headers.get("x-amz-bucket-region") or details.get("Region") or (found[1] if found else "")

@@ -177,7 +177,7 @@ def _of_environment(env: str, groups: Sequence[Play]) -> dict[str, float]:
 def _functions(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return the mean of each reward function and metric over the rollouts that have it.
 
-    Only the first `MAX_NAMES` are returned, by name.
+    Names beyond the first `MAX_NAMES`, in alphabetical order, are left out.
     """
     found: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
@@ -213,7 +213,7 @@ class RecentShare:
 
     def __init__(self) -> None:
         self._batches: deque[tuple[int, int]] = deque(maxlen=WINDOW)
-        self._num_told = 0
+        self._num_noted = 0
 
     def note(self, number: int, total: int) -> bool:
         """Count a batch, `number` of whose `total` rollouts have the property; return whether to report that.
@@ -222,8 +222,8 @@ class RecentShare:
         """
         self._batches.append((number, total))
         is_most = self.number >= MOST * self.total and number > 0
-        self._num_told += is_most
-        return is_most and is_reported(self._num_told)
+        self._num_noted += is_most
+        return is_most and is_reported(self._num_noted)
 
     @property
     def number(self) -> int:
@@ -346,11 +346,11 @@ class BatchWarnings:
             share = self._unheard.setdefault(env, RecentShare())
             if not share.note(sum(not roles & self._echoed[env].keys() for roles in spoken), len(mine)):
                 continue
-            roles, heard = ", ".join(self._echoed[env]), ", ".join(sorted(set().union(*spoken))) or "nobody"
+            roles, present = ", ".join(self._echoed[env]), ", ".join(sorted(set().union(*spoken))) or "nobody"
             await self._events.warning(
                 "NOTHING_TO_ECHO",
                 f"`echo` learns nothing of what {env!r} says: in {share.words} up to batch {step} no token after a "
-                f"reply is of the roles that are learned ({roles}), but of: {heard}; name these in "
+                f"reply is of the roles that are learned ({roles}), but of: {present}; name these in "
                 "orchestrator.algo.roles, and use a chat template that keeps earlier turns as they were",
             )
 

@@ -263,10 +263,7 @@ def encode_state(
 
 
 def decode_state(data: bytes) -> WriterState:
-    """Decode the state in a header; raise CorruptObjectError if it is malformed.
-
-    No bytes are the state of a new run.
-    """
+    """Decode the state in a header, empty for a new run; raise CorruptObjectError if it is malformed."""
     if not data:
         return WriterState()
     what, reason = "the orchestrator's state in the last header", "HEADER_CORRUPT"
@@ -547,9 +544,9 @@ class BatchWriter:
             raise cancelled
 
     async def _hold_lease(self) -> None:
-        """Renew the lease if it is not fresh, because Redis or this process stood still.
+        """Renew the lease if it is not fresh; raise FencedError if it is another's.
 
-        FencedError if it is another's.
+        It is not fresh after Redis or this process stood still.
         """
         lease = self._context.lease
         if not lease.may_write and not await lease.renew():

@@ -105,20 +105,21 @@ class Housekeeper:
 
         Pauses between two reports grow while damage keeps coming.
         """
-        mended = num_met = 0
+        num_removed = num_met = 0
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             # The event log is for people: damage that keeps coming is reported less and less often.
             await asyncio.sleep(TELL_DAMAGE.after(1 + num_met))
             num_met = num_met + 1 if await self._parts.damage.tell() else 0
-            if self._parts.damage.num_rollouts != mended:
-                mended = self._parts.damage.num_rollouts
-                await self._parts.envs.playing(f"{self.log_instance}~{mended}")  # as if it were another copy of the log
+            if self._parts.damage.num_rollouts != num_removed:
+                num_removed = self._parts.damage.num_rollouts
+                # As if it were another copy of the log.
+                await self._parts.envs.playing(f"{self.log_instance}~{num_removed}")
 
     async def watch_workers(self) -> None:
-        """Pass workers the watermark, open environments on env-servers that joined, and wake the loop.
+        """Do what a change of workers asks for: pass them the watermark, open environments, and wake the loop.
 
-        At each change of workers.
+        Environments are opened on env-servers that joined. It is also done every `WORKER_POLL_S`.
         """
         parts = self._parts
         while True:

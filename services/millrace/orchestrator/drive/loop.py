@@ -255,7 +255,7 @@ class RolloutLoop:
     def is_eligible(self, group: Play) -> bool:
         """Return whether a group may still be trained at the step that is cut next.
 
-        True while its versions are unknown.
+        A group without known versions may.
         """
         oldest = group.min_policy_version
         return oldest is None or self.rule.is_eligible(step=self.book.step, min_policy_version=oldest)
@@ -314,10 +314,7 @@ class RolloutLoop:
         return []
 
     def is_in_time(self, group: Play) -> bool:
-        """Return whether an open group has taken no longer than most groups of its environment.
-
-        False if it has not begun.
-        """
+        """Return whether an open group has begun and has taken no longer than most groups of its environment."""
         return group.seconds is not None and group.seconds <= self.durations.patience_s(group.task.env)
 
     async def commit(self, groups: list[Play]) -> None:

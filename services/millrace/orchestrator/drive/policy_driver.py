@@ -81,7 +81,7 @@ class PolicyDriver:
         self._wake()
 
     def hold(self, version: int) -> None:
-        """Have one replica stop at `version`, or at the newest later one to evaluate that is published already.
+        """Have one replica stop at the newest published version that is due and at least `version`, once there is one.
 
         It stays there until `release`. If it is lost, another one takes its place.
         """

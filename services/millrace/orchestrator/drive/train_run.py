@@ -118,7 +118,7 @@ class TrainRunDriver(RunDriver):
             try:
                 step = await self._wait_due(step, is_pinned=is_pinned)
                 due = evals.due(step, last=last)
-                await self._tell_skipped(due, cause=f"{cause} until policy {step} was due")
+                await self._report_skipped(due, cause=f"{cause} until policy {step} was due")
                 cause = "an evaluation before them lasted"
                 await self._evaluate(step, list(due), done=self._done_evals, is_pinned=is_pinned, skipped=due)
             except InvalidStateError as error:
@@ -131,7 +131,7 @@ class TrainRunDriver(RunDriver):
             newest = following if not is_pinned else policies.newest_due
             step = step + interval if newest is None else max(step + interval, newest)
         self._skipped = evals.due(int(self._parts.max_steps), last=last)  # finite: the loop has ended
-        await self._tell_skipped(self._skipped, cause=f"{cause} until the last step was done")
+        await self._report_skipped(self._skipped, cause=f"{cause} until the last step was done")
 
     async def _wait_due(self, step: int, *, is_pinned: bool) -> int:
         """Wait until the version of `step`, or a later one that is due by then, can be evaluated; return its step.
@@ -158,7 +158,7 @@ class TrainRunDriver(RunDriver):
                 await asyncio.sleep(SERVED_POLL_S)
         return held
 
-    async def _tell_skipped(self, due: Mapping[str, Sequence[int]], *, cause: str) -> None:
+    async def _report_skipped(self, due: Mapping[str, Sequence[int]], *, cause: str) -> None:
         """Write a warning that names the versions that are not evaluated, by environment; `cause` says why."""
         if skipped := {env: steps for env, steps in due.items() if steps}:
             named = "; ".join(f"{env}: {version_names(steps)}" for env, steps in skipped.items())

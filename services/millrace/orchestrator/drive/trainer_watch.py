@@ -155,9 +155,9 @@ class DeviceTurns:
             self._wait.over()
 
     async def leave(self) -> None:
-        """Let the step that is being computed end, then wake all replicas; no other turn begins. What fails is logged.
+        """Let the step that is being computed end, then wake all replicas; no other turn begins.
 
-        Takes `LEAVE_S` at most.
+        It takes `LEAVE_S` at most, and what fails is logged.
         """
         try:
             with waits.waiting("replicas to wake at the run's end", waits_on="trainer", deadline_s=LEAVE_S):

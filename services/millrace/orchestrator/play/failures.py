@@ -257,7 +257,7 @@ class Failures:
     def outage_report(self) -> str:
         """Return in words the rollouts lost in a row if they are to be reported now, else an empty text.
 
-        They are at the first lost group, then whenever their number has doubled.
+        A report is due at the first lost group, then whenever the number of rollouts has doubled.
         """
         count = self._losses.statuses.total()
         if count < self._num_losses_reported:
@@ -270,7 +270,7 @@ class Failures:
     def error(self) -> RolloutsFailedError | None:
         """Return the error with which the run ends because it cannot learn.
 
-        None while it can, or it is too early to decide.
+        None while it can learn, or it is too early to decide.
         """
         if self._own_sampling:  # of what an environment is, not of one task: all of its rollouts would say the same
             return RolloutsFailedError(

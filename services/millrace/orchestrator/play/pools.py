@@ -156,7 +156,7 @@ class Pools:
     def of_task_sets(self, digests: Mapping[str, str]) -> "Pools":
         """Return the pools without the tasks of environments whose task set has changed.
 
-        `digests` are the present ones.
+        `digests` are those of the task sets now, by environment.
         """
         gone = {env for env, digest in digests.items() if self.digests.get(env, digest) != digest}
         known = {**self.digests, **digests}
@@ -345,10 +345,7 @@ class TaskBuffer:
         return TaskRef(ordinal=ordinal, env=env, task_index=int(rng.choice(self._normal_of(env, placed))))
 
     def is_exhausted(self, ordinal: int) -> bool:
-        """Return whether no normal task is left that this ordinal could draw.
-
-        Never where all tasks are drawn for ever.
-        """
+        """Return whether no normal task is left that this ordinal could draw; False for a run without pools."""
         if not self._is_on:
             return False
         step, placed = self._at(ordinal)

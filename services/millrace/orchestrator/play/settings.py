@@ -178,10 +178,7 @@ def of_run(config: EvalRunConfig) -> EvalSettings:
 
 
 def _taken(extra: dict[str, Any], name: str) -> float:
-    """Remove a number from the further fields of a request and return it.
-
-    0, and nothing is removed, without a number.
-    """
+    """Remove a number from the further fields of a request and return it; return 0 if it is none."""
     value = extra.get(name)
     if not isinstance(value, int | float):
         return 0.0

@@ -166,7 +166,7 @@ def _audit_store(
         if depth.is_deep:
             check_other_names(audit, own=own_names)
         _look_deeper(audit, derived, depth)
-        _tell_unseen(audit, headers)
+        _note_unseen(audit, headers)
     except AuditStopped:
         return {}, 0  # nobody reads the report
     return epochs, generation
@@ -176,7 +176,7 @@ def _audit_store(
 class _Derived:
     """What follows from the headers, as it was read before them."""
 
-    told: EventClaims
+    claims: EventClaims
     named: ReferencedObjects
     seals: SealCheck
     policies: PolicyCheck
@@ -189,7 +189,7 @@ class _Derived:
         policies.scan()
         checkpoints = check_checkpoints(audit, run_hash=run.record.run_hash)
         return cls(
-            told=events.told,
+            claims=events.claims,
             named=ReferencedObjects(audit),
             seals=SealCheck(audit),
             policies=policies,
@@ -201,10 +201,10 @@ def _check_headers(
     audit: Audit, derived: _Derived, rollouts: dict[tuple[int, int], list[RolloutFact]], *, run: _Run
 ) -> HeaderCheck:
     """Walk the headers, with the rollouts in Redis and the events of each step, and return what the walk knows then."""
-    steps = StepClaims(audit, derived.told)
+    steps = StepClaims(audit, derived.claims)
     kept_from = derived.checkpoints[0].step if derived.checkpoints else run.origin.base_step
     headers = HeaderCheck(
-        audit, run_hash=run.record.run_hash, origin=run.origin, kept_from=kept_from, told=steps, named=derived.named
+        audit, run_hash=run.record.run_hash, origin=run.origin, kept_from=kept_from, claims=steps, named=derived.named
     )
     headers.run(rollouts)
     headers.blind.update(steps.finish(base_step=headers.copied_until))
@@ -213,12 +213,12 @@ def _check_headers(
 
 def _compare_derived(audit: Audit, derived: _Derived, headers: HeaderCheck, *, run: _Run, now: float) -> None:
     """Compare checkpoints, seals, policies and all small objects with the headers, and with one another."""
-    told, named, seals = derived.told, derived.named, derived.seals
+    claims, named, seals = derived.claims, derived.named, derived.seals
     checkpoints, base_step = derived.checkpoints, run.origin.base_step
     compare_chains(audit, checkpoints, headers.chains)
     seals.scan(named)
-    seals.compare(told, closings=headers.closings, closing_key=headers.closing_key, now=now)
-    saved = {step: frozenset(hashes - {""}) for step, hashes in told.saved.items()}
+    seals.compare(claims, closings=headers.closings, closing_key=headers.closing_key, now=now)
+    saved = {step: frozenset(hashes - {""}) for step, hashes in claims.saved.items()}
     saved |= {step: saved.get(step, frozenset()) | {sha256} for step, sha256 in seals.saved.items()}
     removed = compare_saved(audit, checkpoints, saved, kept=read_kept(run.record), base_step=base_step)
     manifest = audit.names.checkpoint_manifest
@@ -227,15 +227,15 @@ def _compare_derived(audit: Audit, derived: _Derived, headers: HeaderCheck, *, r
     named.repaired |= {manifest(step).removeprefix(audit.names.root) for step in repaired}
     if run.record.kind != EVAL:  # which publishes nothing
         derived.policies.compare(first=base_step, next_step=headers.next_step, closing=headers.closing)
-    derived.policies.compare_claims(told.published, named)
-    check_token_logs(audit, told, headers.chains)
+    derived.policies.compare_claims(claims.published, named)
+    check_token_logs(audit, claims, headers.chains)
     named.compare()
 
 
 def _look_deeper(audit: Audit, derived: _Derived, depth: Depth) -> None:
     """Decode the policies in a deep audit, and compare the checkpoints of the same steps with them.
 
-    Note what is left out.
+    What is left out is noted.
     """
     findings, policies = audit.findings, derived.policies
     if not depth.is_deep:
@@ -265,7 +265,7 @@ def _look_deeper(audit: Audit, derived: _Derived, depth: Depth) -> None:
         findings.not_seen("CHECKPOINTS_NOT_COMPARED", f"no policy was compared with the checkpoints {steps}")
 
 
-def _tell_unseen(audit: Audit, headers: HeaderCheck) -> None:
+def _note_unseen(audit: Audit, headers: HeaderCheck) -> None:
     """Note what an audit cannot see while the run goes on, or that there was nothing to compare."""
     if headers.closing is None:
         audit.findings.not_seen(

@@ -35,7 +35,7 @@ class EventCheck:
         self._findings = audit.findings
         self._report = audit.report
         self._writers: defaultdict[str, _Writer] = defaultdict(_Writer)
-        self.told = EventClaims()
+        self.claims = EventClaims()
         """What events say of batches, versions, checkpoints and the end."""
         self.newest_generation = 1
         """The newest generation of the Redis copy that an archived event is of."""
@@ -77,8 +77,8 @@ class EventCheck:
         if closing is None or closing.outcome != batch_pb2.RUN_OUTCOME_SUCCEEDED:
             return
         for check, steps, first, was_taken_over in (
-            ("STEP_NOT_REPORTED", self.told.completed, base_step, takeovers["trainer"]),
-            ("COMMIT_NOT_REPORTED", self.told.committed, copied_until, takeovers["orchestrator"]),
+            ("STEP_NOT_REPORTED", self.claims.completed, base_step, takeovers["trainer"]),
+            ("COMMIT_NOT_REPORTED", self.claims.committed, copied_until, takeovers["orchestrator"]),
         ):
             silent = [step for missing in gaps(steps, first, next_step) for step in missing[:MAX_PER_CHECK]]
             if not silent:
@@ -107,7 +107,7 @@ class EventCheck:
             writer.seen[event.writer_sequence] = min(known[0], generation), known[1]
             return
         writer.seen[event.writer_sequence] = generation, digest
-        self.told.add(event, at)
+        self.claims.add(event, at)
         if event.HasField("batch_committed"):
             writer.committed[event.writer_sequence] = event.batch_committed.step
 
@@ -214,9 +214,9 @@ class EventClaims:
 class StepClaims:
     """Compares events of batches with headers, one header after the other, so that none is kept."""
 
-    def __init__(self, audit: Audit, told: EventClaims) -> None:
+    def __init__(self, audit: Audit, claims: EventClaims) -> None:
         self._findings = audit.findings
-        self._told = told
+        self._claims = claims
         self._seen: set[int] = set()
         self._closing: dict[str, batch_pb2.RunOutcome] = {}
         """The outcome in each closing header, by the chain hash after it."""
@@ -230,27 +230,27 @@ class StepClaims:
             self._closing[chain.hex()] = header.outcome
             return
         self._seen.add(step)
-        hashes = {*self._told.completed.get(step, ())}
-        event = self._told.committed.get(step)
+        hashes = {*self._claims.completed.get(step, ())}
+        event = self._claims.committed.get(step)
         if event is not None:
             hashes.add(event.chain_hash)
             self._compare_counts(header, step, event)
-        for told in sorted(hashes - {chain.hex(), ""}):
+        for claimed in sorted(hashes - {chain.hex(), ""}):
             self._findings.violation(
                 "EVENT_CHAIN_MISMATCH",
-                f"an event says that the chain after step {step} is {told[:16]}…, the headers give "
+                f"an event says that the chain after step {step} is {claimed[:16]}…, the headers give "
                 f"{chain.hex()[:16]}…: a header up to this one, or run.json, was changed",
             )
 
     def finish(self, *, base_step: int) -> list[int]:
         """Report the steps and ends that events claim and no header shows; return these steps, from `base_step` on."""
-        told = {step for step in (*self._told.committed, *self._told.completed) if base_step <= step < _MAX_STEP}
-        lost = sorted(told - self._seen)
+        claimed = {step for step in (*self._claims.committed, *self._claims.completed) if base_step <= step < _MAX_STEP}
+        lost = sorted(claimed - self._seen)
         if lost:
             self._findings.violation(
                 "HEADER_MISSING", f"events say that the steps {some(lost)} were committed, and no header can be read"
             )
-        for end, *_ in self._told.ends:
+        for end, *_ in self._claims.ends:
             state = run_pb2.RunState.Name(end.new_state).removeprefix("RUN_STATE_")
             outcome = self._closing.get(end.chain_hash)
             if not self._closing:
@@ -279,10 +279,10 @@ class StepClaims:
                 dropped[item.reason] += 1
             else:
                 num_trained += 1
-        told = (event.num_trained, dict(event.dropped))
-        if told != (num_trained, dict(dropped)):
+        claimed = (event.num_trained, dict(event.dropped))
+        if claimed != (num_trained, dict(dropped)):
             self._findings.violation(
                 "EVENT_DIFFERS",
-                f"the event of batch {step} says {told[0]} trained, dropped {told[1]}; its header says {num_trained} "
-                f"trained, dropped {dict(dropped)}",
+                f"the event of batch {step} says {claimed[0]} trained, dropped {claimed[1]}; its header says "
+                f"{num_trained} trained, dropped {dict(dropped)}",
             )

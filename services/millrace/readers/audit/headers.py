@@ -38,12 +38,12 @@ class HeaderCheck:
         run_hash: str,
         origin: RunOrigin,
         kept_from: int,
-        told: StepClaims,
+        claims: StepClaims,
         named: ReferencedObjects,
     ) -> None:
-        """Create the walk; chunks of step `kept_from` and later must exist, and `told` and `named` get every header."""
+        """Create the walk; chunks of step `kept_from` and later must exist, `claims` and `named` get every header."""
         self._audit = audit
-        self._told = told
+        self._claims = claims
         self._named = named
         self._run_hash = run_hash
         self._origin = origin
@@ -229,7 +229,7 @@ class HeaderCheck:
             self.next_step = step + 1
             if not header.writer_epoch:
                 self.copied_until = step + 1
-        self._told.check(header, step, self.chains[step])
+        self._claims.check(header, step, self.chains[step])
         self._named.add_header(header)
         if is_closing:
             self.closings.append(self.chains[step])
@@ -393,10 +393,7 @@ class OrdinalCheck:
 
 
 def _difference(left: Frontier, right: Frontier) -> list[int]:
-    """Return the ordinals that are resolved in `left` and not in `right`, ascending.
-
-    Of a long range only the first ones.
-    """
+    """Return the ordinals that are resolved in `left` and not in `right`, ascending; the first ones of a long range."""
     below = range(right.resolved_below, left.resolved_below)
     above = (ordinal for ordinal in left.resolved_above if not right.is_resolved(ordinal))
     new = (ordinal for ordinal in below if ordinal not in right.resolved_above)

@@ -157,9 +157,9 @@ def check_unnamed(
 
 
 def check_other_names(audit: Audit, *, own: Collection[str]) -> None:
-    """Report a violation for each name or request of the deployment that leads to the run, except for its `own` (keys).
+    """Read every name of the deployment, and report a violation for each other one that leads to the run.
 
-    Reads every name.
+    `own` are the keys of the names and requests that should.
     """
     deployment = Deployment(audit.names.prefix)
     uid = audit.names.uid.encode()

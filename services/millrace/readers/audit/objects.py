@@ -199,31 +199,31 @@ def _check_name(audit: Audit, key: str, entries: list[Entry]) -> None:
 # Token logs: each is what its event says.
 
 
-def check_token_logs(audit: Audit, told: EventClaims, chains: Mapping[int, bytes]) -> None:
+def check_token_logs(audit: Audit, claims: EventClaims, chains: Mapping[int, bytes]) -> None:
     """Compare the trainer's log-probs with the events that name them: their size, in a deep audit their bytes.
 
     One that no event names has to be of the run, of the step and lineage in its key, and of that step's chain hash.
     """
-    for own, sayings in sorted(told.token_logs.items()):
+    for own, expected in sorted(claims.token_logs.items()):
         if TOKEN_LOG.parse(own) is None:
             audit.findings.violation("TOKEN_LOG_MISNAMED", f"an event names {own[:200]!r}, which is no token log")
             continue
         problems = [
-            audit.object_problem(audit.names.root + own, size_bytes, sha256) for sha256, size_bytes in sorted(sayings)
+            audit.object_problem(audit.names.root + own, size_bytes, sha256) for sha256, size_bytes in sorted(expected)
         ]
         for problem in filter(None, problems):
             audit.object_violation("TOKEN_LOG", "log-probs of the trainer", problem)
-    unsaid = [own for own in list_objects(audit.store, audit.names, TOKEN_LOG) if own not in told.token_logs]
-    for own in unsaid:
-        _check_untold(audit, own, chains)
-    if unsaid:
-        where = audit.uri(audit.names.root + unsaid[0])
+    unclaimed = [own for own in list_objects(audit.store, audit.names, TOKEN_LOG) if own not in claims.token_logs]
+    for own in unclaimed:
+        _check_unclaimed(audit, own, chains)
+    if unclaimed:
+        where = audit.uri(audit.names.root + unclaimed[0])
         audit.findings.not_seen(
-            "TOKEN_LOGS", f"no event tells of {len(unsaid)} token logs, such as {where}: they were not compared"
+            "TOKEN_LOGS", f"no event tells of {len(unclaimed)} token logs, such as {where}: they were not compared"
         )
 
 
-def _check_untold(audit: Audit, own: str, chains: Mapping[int, bytes]) -> None:
+def _check_unclaimed(audit: Audit, own: str, chains: Mapping[int, bytes]) -> None:
     place, where = TOKEN_LOG.parse(own) or {}, audit.uri(audit.names.root + own)
     data = audit.get(audit.names.root + own, what="token log")
     with audit.reading("TOKEN_LOG_CORRUPT", where):
@@ -322,21 +322,21 @@ class PolicyCheck:
         self._compare_bases()
 
     def compare_claims(
-        self, told: Mapping[tuple[int, int], Iterable[tuple[str, str]]], named: ReferencedObjects
+        self, claims: Mapping[tuple[int, int], Iterable[tuple[str, str]]], named: ReferencedObjects
     ) -> None:
         """Report where a version's manifest differs from what events and headers say of it.
 
-        `told` has by lineage and version the digests and the manifest's sha256 (hex) of events.
+        `claims` has by lineage and version the digests and the manifest's sha256 (hex) of events.
         """
         names, findings = self._audit.names, self._audit.findings
-        for (lineage, version), sayings in sorted(told.items()):
+        for (lineage, version), claimed in sorted(claims.items()):
             if lineage not in self._lineages.get(version, ()):
                 findings.violation(
                     "POLICY_MISSING",
                     f"an event says that version {version} of lineage {lineage} was published, and its manifest does "
                     "not exist",
                 )
-            for digest, sha256 in sayings:
+            for digest, sha256 in claimed:
                 self._compare_digest(lineage, version, digest, "its event")
                 fact = self.facts.get((lineage, version))
                 if fact is not None and not fact.is_repaired and sha256 and sha256 != fact.sha256:

@@ -56,10 +56,7 @@ def _check_index(audit: Audit, kind: str, value: str, key_of: Callable[[str], st
 
 
 def read_kept(record: RunRecord) -> tuple[int | None, int | None]:
-    """Return `keep_last` and `keep_interval` of the run's checkpoints.
-
-    (None, None), which keeps all, without settings.
-    """
+    """Return `keep_last` and `keep_interval` of the run's checkpoints; (None, None) if its config keeps all."""
     try:
         settings = (record.config or {})["trainer"]["ckpt"]
         keep_last, keep_interval = settings.get("keep_last"), settings.get("keep_interval")
@@ -244,7 +241,7 @@ class SealCheck:
                     "SEAL_MISSING", f"{audit.uri(names.seal(number))} does not exist: the run was reopened before"
                 )
 
-    def compare(self, told: EventClaims, *, closings: list[bytes], closing_key: str, now: float) -> None:
+    def compare(self, claims: EventClaims, *, closings: list[bytes], closing_key: str, now: float) -> None:
         """Compare the seals with the closing headers' chain hashes (in their order) and with the end that events claim.
 
         `closing_key` is that of the closing header in force, empty if there is none; `now` is in seconds since
@@ -264,17 +261,17 @@ class SealCheck:
                 )
         wanted = self.key = seal_key(self._audit.store, names)
         self._audit.report.seal_sha256 = self._hashes.get(wanted, "")
-        if told.end is None:
+        if claims.end is None:
             if wanted in self._seals:
                 findings.violation("END_NOT_REPORTED", "the run is sealed, and no event says that it ended")
-            elif closing_key and now - self._newest_at(told.newest_at) > END_GRACE_S:
+            elif closing_key and now - self._newest_at(claims.newest_at) > END_GRACE_S:
                 findings.violation(
                     "END_NOT_REPORTED",
                     "the run was closed long ago, and no event says that it ended: an orchestrator that runs ends it; "
                     "if one does, somebody removed the events",
                 )
             return
-        change, at = told.end
+        change, at = claims.end
         state = run_pb2.RunState.Name(change.new_state).removeprefix("RUN_STATE_")
         seal = self._seals.get(wanted)
         if seal is not None and seal.state != state:
@@ -294,10 +291,10 @@ class SealCheck:
         """Return the seal of the run's present end; None without one, or if it is damaged."""
         return self._seals.get(self.key)
 
-    def _newest_at(self, told_at: float) -> float:
+    def _newest_at(self, event_time: float) -> float:
         """Return when the run was closed: the later of an event's time and the store's time of the closing header."""
         found = self._audit.store.head(self._closing_key) if self._closing_key else None
-        return max(told_at, found.modified if found is not None else 0.0)
+        return max(event_time, found.modified if found is not None else 0.0)
 
     def _note_checkpoint(self, key: str, sha256: str) -> None:
         place = CHECKPOINT_MANIFEST.parse(key)

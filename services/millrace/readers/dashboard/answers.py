@@ -110,8 +110,8 @@ def error_of(status: int, body: dict[str, Any]) -> MillraceError:
 
     A CapacityError comes back as an UnavailableError.
     """
-    told = body.get("error") or {}
-    reason, message, remedy = (str(told.get(name, "")) for name in ("reason", "message", "remedy"))
+    problem = body.get("error") or {}
+    reason, message, remedy = (str(problem.get(name, "")) for name in ("reason", "message", "remedy"))
     kind = next((kind for kind, number in _STATUS if number == status and kind is not CapacityError), InternalError)
     if status == _ACCEPTED:
         kind = UnavailableError
@@ -145,9 +145,9 @@ _RENAMED = {
 """Columns of the index that the API calls otherwise."""
 
 
-def metrics_page(said: ParsedCompletion) -> rs.ListMetricsResponse:
+def metrics_page(answer: ParsedCompletion) -> rs.ListMetricsResponse:
     """Return the API's page of metrics from the reader's answer; null, which JSON has for NaN, is NaN again."""
-    rows: Sequence[tuple[int, Mapping[str, float | None]]] = said["steps"]
+    rows: Sequence[tuple[int, Mapping[str, float | None]]] = answer["steps"]
     steps = [
         metric_pb2.StepMetrics(
             step=step, values={name: math.nan if value is None else value for name, value in values.items()}
@@ -157,12 +157,12 @@ def metrics_page(said: ParsedCompletion) -> rs.ListMetricsResponse:
     return rs.ListMetricsResponse(steps=steps)
 
 
-def rollouts_page(said: ParsedCompletion, *, run: str) -> rs.ListRolloutsResponse:
+def rollouts_page(answer: ParsedCompletion, *, run: str) -> rs.ListRolloutsResponse:
     """Return the API's page of rollouts from the reader's answer; `run` is the run's name."""
     return rs.ListRolloutsResponse(
-        rollouts=[rollout(row, run=run) for row in said["samples"]],
-        total_size=said["total"],
-        unreadable=[rollout_pb2.UnreadableBatch(**each) for each in said["index"]["unreadable"]],
+        rollouts=[rollout(row, run=run) for row in answer["samples"]],
+        total_size=answer["total"],
+        unreadable=[rollout_pb2.UnreadableBatch(**each) for each in answer["index"]["unreadable"]],
     )
 
 
@@ -172,67 +172,67 @@ def rollout(row: ParsedCompletion, *, run: str) -> rollout_pb2.Rollout:
     return rollout_pb2.Rollout(name=f"runs/{run}/rollouts/{row['id']}", **fields)
 
 
-def lineage(said: ParsedCompletion, *, run: str) -> rs.GetLineageResponse:
+def lineage(answer: ParsedCompletion, *, run: str) -> rs.GetLineageResponse:
     """Return the API's lineage of a rollout, or of a version, from the reader's answer."""
-    if "sample" in said:
-        became = said["became"]
+    if "sample" in answer:
+        became = answer["became"]
         found = lineage_pb2.RolloutLineage(
-            rollout=rollout(said["sample"], run=run),
-            made_by=[_version(each) for each in said["made_by"]],
-            batch=_batch(said["step"]),
+            rollout=rollout(answer["sample"], run=run),
+            made_by=[_version(each) for each in answer["made_by"]],
+            batch=_batch(answer["step"]),
             became=None if became is None else _version(became),
         )
         return rs.GetLineageResponse(rollout=found)
-    before, after = said["made_from"], said["next"]
+    before, after = answer["made_from"], answer["next"]
     of_version = lineage_pb2.VersionLineage(
-        version=_version(said["version"] | ({} if before is None else {"batch": before})),
+        version=_version(answer["version"] | ({} if before is None else {"batch": before})),
         made_from=None if before is None else _rollouts(before, run=run),
-        made=_rollouts(said["made"], run=run),
-        trained_steps=said["made"]["steps"],
+        made=_rollouts(answer["made"], run=run),
+        trained_steps=answer["made"]["steps"],
         next=_version(after) if after["is_known"] else None,
     )
     return rs.GetLineageResponse(version=of_version)
 
 
-def _count(said: ParsedCompletion, name: str) -> int:
+def _count(part: ParsedCompletion, name: str) -> int:
     """Return a count that may be null or missing, as 0 then."""
-    value = said.get(name)
+    value = part.get(name)
     return 0 if value is None else value
 
 
-def _version(said: ParsedCompletion) -> lineage_pb2.TracedVersion:
-    batch, saved = said["batch"], said["checkpoint"]
+def _version(part: ParsedCompletion) -> lineage_pb2.TracedVersion:
+    batch, saved = part["batch"], part["checkpoint"]
     found = lineage_pb2.TracedVersion(
-        version=said["version"],
-        is_known=said["is_known"],
-        num_tokens=_count(said, "tokens"),
-        digest=said.get("digest", ""),
-        uri=said.get("uri", ""),
-        codec=said.get("codec", ""),
-        size_bytes=said.get("size_bytes", 0),
-        replicas=[each["replica"] for each in said["served"]],
+        version=part["version"],
+        is_known=part["is_known"],
+        num_tokens=_count(part, "tokens"),
+        digest=part.get("digest", ""),
+        uri=part.get("uri", ""),
+        codec=part.get("codec", ""),
+        size_bytes=part.get("size_bytes", 0),
+        replicas=[each["replica"] for each in part["served"]],
         batch=None if batch is None else _batch(batch),
         checkpoint=None if saved is None else lineage_pb2.TracedCheckpoint(**saved),
     )
-    if "published" in said:
-        found.publish_time.FromNanoseconds(round(said["published"] * 1e9))
+    if "published" in part:
+        found.publish_time.FromNanoseconds(round(part["published"] * 1e9))
     return found
 
 
-def _batch(said: ParsedCompletion) -> lineage_pb2.TracedBatch:
+def _batch(part: ParsedCompletion) -> lineage_pb2.TracedBatch:
     return lineage_pb2.TracedBatch(
-        step=said["step"],
-        is_done=said["is_done"],
-        key=said["key"],
-        num_rollouts=said["rollouts"],
-        num_trained=_count(said, "trained"),
-        reward_mean=said.get("reward"),
-        dropped=said.get("dropped_groups", {}),
-        problem=said.get("problem", ""),
+        step=part["step"],
+        is_done=part["is_done"],
+        key=part["key"],
+        num_rollouts=part["rollouts"],
+        num_trained=_count(part, "trained"),
+        reward_mean=part.get("reward"),
+        dropped=part.get("dropped_groups", {}),
+        problem=part.get("problem", ""),
     )
 
 
-def _rollouts(said: ParsedCompletion, *, run: str) -> lineage_pb2.TracedRollouts:
+def _rollouts(part: ParsedCompletion, *, run: str) -> lineage_pb2.TracedRollouts:
     return lineage_pb2.TracedRollouts(
-        num_rollouts=said["num_samples"], rollouts=[rollout(row, run=run) for row in said["samples"]]
+        num_rollouts=part["num_samples"], rollouts=[rollout(row, run=run) for row in part["samples"]]
     )

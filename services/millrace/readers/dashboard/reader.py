@@ -246,8 +246,8 @@ def _list_metrics(run: _OpenRun, params: Params) -> dict[str, Any]:
     first, size = _whole(params, "first", 0, most=_MAX_STEP), _whole(params, "size", LIST_MAX, most=LIST_MAX)
     _require_all(run.facts.looking, "the events of the run are being read")
     names = [name for name in params.get("names", "").split(",") if name]
-    rows, behind = run.facts.by_step(names, first=first, size=size, most=MAX_VALUES)
-    return {"steps": rows, "next": behind}
+    rows, following = run.facts.by_step(names, first=first, size=size, most=MAX_VALUES)
+    return {"steps": rows, "next": following}
 
 
 def _list_rollouts(run: _OpenRun, params: Params) -> dict[str, Any]:

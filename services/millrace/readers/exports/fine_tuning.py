@@ -73,21 +73,21 @@ def read_lines(path: Path) -> list[tuple[bytes, MetricRow]]:
         return found
     for line in lines:
         try:
-            said = decode_object(line, what="a line of metrics.jsonl", reason="METRICS_CORRUPT")
-            step = require_integer(said.pop("step", None), what="its step")
-            values = {name: require_number(value, what=name) for name, value in said.items() if value is not None}
+            metrics = decode_object(line, what="a line of metrics.jsonl", reason="METRICS_CORRUPT")
+            step = require_integer(metrics.pop("step", None), what="its step")
+            values = {name: require_number(value, what=name) for name, value in metrics.items() if value is not None}
         except (CorruptObjectError, ValueError):
             return found
-        found.append((line, MetricRow(key=_key(step, said), step=step, time=0.0, values=values)))
+        found.append((line, MetricRow(key=_key(step, metrics), step=step, time=0.0, values=values)))
     return found
 
 
-def _key(step: int, said: dict[str, Any]) -> str:
+def _key(step: int, metrics: dict[str, Any]) -> str:
     """Return the key of a line's row: of a step, the validation after the last one, or evaluations of environments."""
-    envs = sorted(match[1] for name in said if (match := _EVALUATED.fullmatch(name)))
-    if any(name.startswith("eval/") for name in said):
+    envs = sorted(match[1] for name in metrics if (match := _EVALUATED.fullmatch(name)))
+    if any(name.startswith("eval/") for name in metrics):
         return f"eval/{','.join(envs)}/{step}"
-    return f"step/{step}" if "loss/mean" in said else f"validation/{step}"
+    return f"step/{step}" if "loss/mean" in metrics else f"validation/{step}"
 
 
 def main() -> NoReturn:

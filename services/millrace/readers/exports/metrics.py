@@ -173,7 +173,7 @@ class EventFollower:
 
     def __init__(self, store: ObjectStore, names: Names) -> None:
         self._archive = ArchiveFollower(store, names)
-        self._told: dict[str, int] = {}
+        self._newest: dict[str, int] = {}
 
     def read(self) -> list[event_pb2.Event]:
         """Return the events that were archived since the last call; what is damaged is left out."""
@@ -181,8 +181,8 @@ class EventFollower:
         for entry in self._archive.read():
             event = readable_event(entry)
             # A log that was rebuilt holds what came before under new cursors, with the numbers of its writers.
-            if event is not None and event.writer_sequence > self._told.get(event.writer, 0):
-                self._told[event.writer] = event.writer_sequence
+            if event is not None and event.writer_sequence > self._newest.get(event.writer, 0):
+                self._newest[event.writer] = event.writer_sequence
                 found.append(event)
         return found
 

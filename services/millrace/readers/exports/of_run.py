@@ -77,7 +77,7 @@ class Exporter:
         self._tell_user = tell
         self._process: asyncio.subprocess.Process | None = None
         self._wait = waits.LastingWait()
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._is_refused = False
         self._done = asyncio.Event()
         self._is_ending = False
@@ -135,7 +135,7 @@ class Exporter:
                 deaths += 1
                 self._wait.on(f"the exporter to {self._to.name} to be started again", key="restart")
                 text = f"the process that writes to {self._to.name} died; it is started again"
-                await self._tell(f"{self._to.reasons}_EXPORTER_DIED", text)
+                await self._warn_once(f"{self._to.reasons}_EXPORTER_DIED", text)
                 await asyncio.sleep(_RESTART.after(deaths))
         self._wait.over()
 
@@ -156,7 +156,7 @@ class Exporter:
             if self._is_ending:
                 self._end_process()
             async for report in _reports(process):
-                await self._heard(report)
+                await self._take_report(report)
             await process.wait()
         finally:
             self._process = None
@@ -174,7 +174,7 @@ class Exporter:
             with contextlib.suppress(OSError):
                 process.stdin.write(b"end\n")
 
-    async def _heard(self, report: dict[str, Any]) -> None:
+    async def _take_report(self, report: dict[str, Any]) -> None:
         """Take a report of the process: show what it waits for as a wait, and warn of what a person has to solve."""
         state, reason, text = (str(report.get(name, "")) for name in ("state", "reason", "text"))
         self._is_refused = state == "waiting" or (self._is_refused and state == "opening")
@@ -182,19 +182,19 @@ class Exporter:
             self._wait.on(f"{self._to.name} to open the run", key="opening")
         elif state == "waiting":
             self._wait.on(f"{self._to.name}: {text[:300]}", key="waiting")
-            said = f"nothing reaches {self._to.name}, the run goes on without it: {text}"
-            await self._tell(reason or f"{self._to.reasons}_UNREACHABLE", said)
+            message = f"nothing reaches {self._to.name}, the run goes on without it: {text}"
+            await self._warn_once(reason or f"{self._to.reasons}_UNREACHABLE", message)
         elif state == "done":
             self._done.set()
         else:
             self._wait.over()
-            self._told.clear()
+            self._warned.clear()
 
-    async def _tell(self, reason: str, text: str) -> None:
+    async def _warn_once(self, reason: str, text: str) -> None:
         """Warn with a reason and a text, once for each reason until the destination takes rows again."""
-        if reason in self._told or self._is_ending:
+        if reason in self._warned or self._is_ending:
             return
-        self._told.add(reason)
+        self._warned.add(reason)
         with contextlib.suppress(MillraceError):
             await self._tell_user(reason, text)
 

@@ -37,7 +37,7 @@ class RunExport:
         self.is_told = False
         """Whether the parent says when the run has ended. Then the log does not count: that of a reopened run still has
         the end before, for as long as no later event is archived."""
-        self._said = ""
+        self._last_line = ""
 
     def look(self) -> bool:
         """Write what is new, and return whether the log has the run's end.
@@ -75,8 +75,8 @@ class RunExport:
     def say(self, state: str, reason: str = "", text: str = "") -> None:
         """Send the parent a report, unless it is the same as the last one."""
         line = json.dumps({"state": state, "reason": reason, "text": redact(text)[:2000], "rows": self.rows})
-        if line != self._said:
-            self._said = line
+        if line != self._last_line:
+            self._last_line = line
             print(line, flush=True)
 
 

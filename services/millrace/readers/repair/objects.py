@@ -102,9 +102,9 @@ class RedisCopy:
         return copy
 
     def by_hash(self, sha256: str) -> bytes | None:
-        """Return the bytes of a header or chunk with that sha256 (hex), None without one.
+        """Return the bytes of a header or chunk with that sha256 (hex); None without one.
 
-        Not called on the loop's thread.
+        It must be called from another thread than the loop's.
         """
         if (id_ := self._places.get(sha256)) is None:
             return None
@@ -351,12 +351,12 @@ def repair_headers(bench: Workbench) -> dict[Position, Header]:
 
     Only the store proves which one is right. What is in Redis, its events included, is a copy: it may be foreign.
     """
-    told, found = _claimed_chains(bench), dict[Position, Header]()
+    claimed, found = _claimed_chains(bench), dict[Position, Header]()
     previous: bytes | None = None  # what the header after this one says of the chain after this one
     for at in reversed(_positions(bench)):
         prover, targets = f"header {_name(found, at)} after it", {previous} if previous is not None else set[bytes]()
         if not targets:
-            prover, targets = "the chain hash that archived events or a seal name", told[at[0]]
+            prover, targets = "the chain hash that archived events or a seal name", claimed[at[0]]
         held = bench.redis.headers.get(at) if bench.redis is not None else None
         data = bench.examine(
             bench.names.batch_header(*at),
@@ -392,7 +392,7 @@ def _judge(bench: Workbench, at: Position, targets: set[bytes]) -> Judge:
 def _positions(bench: Workbench) -> list[Position]:
     """Return every place where a header is or has to be, ascending, by store, Redis and backup.
 
-    Up to a gap of `MAX_GAP`.
+    What comes after a gap of more than `MAX_GAP` is left out.
     """
     found = set(list_headers(bench.store, bench.names))
     if bench.redis is not None:
@@ -420,12 +420,12 @@ def archived_events(bench: Workbench) -> Iterator[event_pb2.Event]:
 
 def _claimed_chains(bench: Workbench) -> defaultdict[int, set[bytes]]:
     """Return the chain hashes after each step that archived events and seals name."""
-    told: defaultdict[int, set[bytes]] = defaultdict(set)
+    claimed: defaultdict[int, set[bytes]] = defaultdict(set)
     closing: set[bytes] = set()
     for event in archived_events(bench):
         with contextlib.suppress(ValueError):  # no hash: a foreign event
             if event.batch_committed.chain_hash:
-                told[event.batch_committed.step].add(bytes.fromhex(event.batch_committed.chain_hash))
+                claimed[event.batch_committed.step].add(bytes.fromhex(event.batch_committed.chain_hash))
             if event.state_changed.chain_hash:
                 closing.add(bytes.fromhex(event.state_changed.chain_hash))
     for info in bench.store.list(bench.names.seals):
@@ -435,11 +435,11 @@ def _claimed_chains(bench: Workbench) -> defaultdict[int, set[bytes]]:
             continue
     last = max((step for step, _ in list_headers(bench.store, bench.names)), default=-1)
     for step in (last, last + 1):  # the closing header has no batch_committed
-        if closing and step not in told:
-            told[step] = set(closing)
-    return told
+        if closing and step not in claimed:
+            claimed[step] = set(closing)
+    return claimed
 
 
 def _name(found: dict[Position, Header], at: Position) -> str:
-    behind = min((other for other in found if other > at), default=at)
-    return f"{behind[0]}.r{behind[1]}" if behind[1] else str(behind[0])
+    after = min((other for other in found if other > at), default=at)
+    return f"{after[0]}.r{after[1]}" if after[1] else str(after[0])

@@ -269,9 +269,9 @@ def _repair_generations(bench: Workbench) -> None:
     """Examine the marks of generations: those that are there, and those that event archives and an epoch show."""
     names = bench.names
     archives = map(EVENT_ARCHIVE.parse, list_objects(bench.store, names, EVENT_ARCHIVE))
-    told = {int(place["last"]) for place in archives if place} - {1}
+    shown = {int(place["last"]) for place in archives if place} - {1}
     keys = {names.root + key for key in list_objects(bench.store, names, GENERATION)}
-    keys |= {names.generation(number) for number in told if bench.exists(names.epoch(GENERATION_ROLE, number))}
+    keys |= {names.generation(number) for number in shown if bench.exists(names.epoch(GENERATION_ROLE, number))}
     for key in sorted(keys - bench.examined):
         bench.examine(key, of_hash(_EMPTY), prover="its name", candidates=[("its name", b"")])
 

@@ -311,9 +311,9 @@ def _device_of(checkpoint: CheckpointManifest | None) -> torch.device:
 
 
 def _notes(checkpoint: CheckpointManifest | None, *, rows: str) -> tuple[str, ...]:
-    """Return a note about conditions that differ from those of the training, such as torch's version.
+    """Return a note if conditions differ from those of the training, such as torch's version.
 
-    Empty without any. `rows` describes how rows are made here.
+    `rows` are those of now.
     """
     if checkpoint is None:
         return ()

@@ -64,7 +64,7 @@ class KnownObjects:
 
     def _new(self, store: ObjectStore, names: Names) -> list[str]:
         kinds = [kind for kind in catalogue.KINDS if catalogue.HEADER in kind.named_by]
-        keys = [key for kind in kinds for key in list_objects(store, names, kind, behind=self._last(kind))]
+        keys = [key for kind in kinds for key in list_objects(store, names, kind, after=self._last(kind))]
         return [key for key in keys if key not in self._named]
 
     def _last(self, kind: catalogue.ObjectKind) -> str:

@@ -194,9 +194,9 @@ def parse_origin(run_json: bytes, *, where: str) -> RunOrigin:
 # What a run has of checkpoints and policies, from the names of their places alone (blocking).
 
 
-def list_objects(store: ObjectStore, names: Names, kind: ObjectKind, *, behind: str = "") -> Iterator[str]:
-    """Yield the keys, without the run's prefix, of all objects of a kind that sort after the key `behind`."""
-    for info in store.list(names.root + kind.folder, start_after=names.root + behind if behind else ""):
+def list_objects(store: ObjectStore, names: Names, kind: ObjectKind, *, after: str = "") -> Iterator[str]:
+    """Yield the keys, without the run's prefix, of all objects of a kind that sort after the key `after`."""
+    for info in store.list(names.root + kind.folder, start_after=names.root + after if after else ""):
         if kind.parse(key := info.key.removeprefix(names.root)) is not None:
             yield key
 

@@ -26,10 +26,7 @@ def store_scores(
 
 
 def name_scores(names: Names, rollouts: Iterable[Rollout]) -> list[batch_pb2.ObjectRef]:
-    """Return the references that a header has to the scores of the rollouts that it archives.
-
-    Of some there are none.
-    """
+    """Return the references that a header has to the scores of those rollouts that it archives that have any."""
     found: dict[str, batch_pb2.ObjectRef] = {}
     for rollout in rollouts:
         scores = [sample.teacher_logprobs for sample in rollout.samples if sample.teacher_logprobs is not None]

@@ -181,7 +181,7 @@ def _decode_policy(data: bytes) -> policy_pb2.PolicyEntry:
 def _is_in_store(log: LogCopy, stream: Stream, position: int, data: bytes | None = None) -> bool:
     """Return whether the store has a batch of that number, or a policy of that or a later one.
 
-    With `data`, just that one.
+    With `data`, whether it has a header or a policy that is equal to these bytes.
     """
     if stream is Stream.BATCHES:
         stored = _headers(log, position)

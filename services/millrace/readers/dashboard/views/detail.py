@@ -157,7 +157,7 @@ class Details:
     def tokens(self, sample: str, *, part: int, offset: int, size: int) -> dict[str, Any]:
         """Return columns over the tokens `[offset, offset + size)` of the token sequence number `part` of a sample.
 
-        At most `MAX_TOKENS`. NotFoundError if there is no such sequence.
+        They are at most `MAX_TOKENS` tokens. NotFoundError if there is no such sequence.
         """
         at, archive = self._read(sample)
         row = self._columns.rows()[at]
@@ -198,7 +198,7 @@ class Details:
     def _of_trainer(self, row: Any, archive: BatchArchive, part: int, window: slice) -> dict[str, Any]:
         """Return the trainer's columns of a sequence, or why there are none.
 
-        Where it has those of other samples only, their ids.
+        If it has those of other samples of the batch only, `samples` are their ids.
         """
         asked = TrainedSequence(
             step=int(row["step"]),

@@ -182,7 +182,7 @@ class RunFacts:
     def page(self, *, kinds: Sequence[str], before: str, size: int) -> dict[str, Any]:
         """Return `size` events of some kinds, or of all, the newest first.
 
-        Those before the cursor `before`, unless it is empty.
+        They are those before the cursor `before`, unless that is empty.
         """
         found: list[dict[str, Any]] = []
         is_behind = not before

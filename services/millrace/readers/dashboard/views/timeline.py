@@ -321,30 +321,32 @@ def _words(window: _Window, rollouts: dict[str, float], shares: list[dict[str, A
     total = sum(step.body.step_seconds for step in window.steps)
     wait = sum(step.waited for step in window.steps)
     mean = total / count
-    told = [
+    sentences = [
         f"A step took {_s(mean)} over the last {count}; the trainer waited for {wait / max(total, 1e-9):.0%} of it."
     ]
     if shares:
-        told.insert(0, headline(shares))
+        sentences.insert(0, headline(shares))
     if rollouts:
         env = rollouts["env"] / max(1e-9, rollouts["seconds"])
-        told.append(
+        sentences.append(
             f"A rollout took {_s(rollouts['seconds'])} (the slowest tenth {_s(rollouts['slow'])} or more): "
             f"{1 - env:.0%} in the engine, {env:.0%} in the environment and its rewards."
         )
     publish, update = _publish_gap(window), _update_gap(window)
     if publish or update:
-        told.append(f"A version is in the object store {_s(publish)} after its step, and served {_s(update)} later.")
+        sentences.append(
+            f"A version is in the object store {_s(publish)} after its step, and served {_s(update)} later."
+        )
     for cause, words in _HELD_UP.items():
         if (held := sum(step.held_up(cause) for step in window.steps) / count) > HELD_UP * mean:
-            told.append(f"The trainer stood still for {_s(held)} of a step {words}.")
+            sentences.append(f"The trainer stood still for {_s(held)} of a step {words}.")
     if window.pauses and window.end > window.begin:
         share = max(window.pauses.values()) / (window.end - window.begin)
-        told.append(f"Generation stood still for updates for {share:.1%} of the time.")
+        sentences.append(f"Generation stood still for updates for {share:.1%} of the time.")
     deaths = sum(mark["kind"] == "death" for mark in window.marks)
     if deaths:
-        told.append(f"{deaths} times something died, was lost or had to recover: see the marks.")
-    return told
+        sentences.append(f"{deaths} times something died, was lost or had to recover: see the marks.")
+    return sentences
 
 
 def _s(seconds: float) -> str:

@@ -157,8 +157,8 @@ def _not_chosen(log: TokenLog, asked: TrainedSequence) -> dict[str, Any]:
     """Return the answer for a rollout that is not in the logged share, with the places of those that are."""
     logged = {each.key for each in log.samples}
     places = [place for place, each in enumerate(asked.rollouts) if _key(each) in logged and not each.is_duplicate]
-    said = f"of batch {asked.step}, {len(logged)} of {log.num_rollouts} rollouts are stored, and this one is not"
-    return _none("NOT_CHOSEN", f"{said}: trainer.token_log.share is {log.share:g}") | {"places": places[:_MAX_NAMED]}
+    counted = f"of batch {asked.step}, {len(logged)} of {log.num_rollouts} rollouts are stored, and this one is not"
+    return _none("NOT_CHOSEN", f"{counted}: trainer.token_log.share is {log.share:g}") | {"places": places[:_MAX_NAMED]}
 
 
 def _key(rollout: Rollout) -> tuple[int, int, int]:
