@@ -306,6 +306,7 @@ def _publish_below(root: Path, path: Path, publish: Callable[[], None]) -> None:
     FileNotFoundError where that goes on for ten seconds.
     """
     deadline = time.monotonic() + PRUNED_DEADLINE_S
+    # unregistered wait: milliseconds, for deletes of this directory by others, within a bound
     while True:
         _make_directories(path.parent, root)
         try:
@@ -313,7 +314,6 @@ def _publish_below(root: Path, path: Path, publish: Callable[[], None]) -> None:
         except FileNotFoundError:
             if time.monotonic() > deadline:
                 raise
-            # unregistered wait: milliseconds, for deletes of this directory by others, within a bound
             time.sleep(random.uniform(0, _PRUNED_PAUSE_S))  # in no step with them, who may run at our every call
         else:
             _sync_directory(path.parent)

@@ -85,14 +85,13 @@ class Trainer:
         self.committers: list[Committer] = []
         for rank in range(world_size):
             gang, url = ThreadGang(rank, world_size, board), store.uri("x").removesuffix("/x")
-            target = PublishTarget(store=store, names=NAMES, gang=gang, epoch=1, store_url=url)
+            target = PublishTarget(store=store, names=NAMES, gang=gang, epoch=1, lineage=lineage, store_url=url)
             policy = PolicyConfig.model_validate(config)
             self.shares.append(target.share_writer(policy, is_process=is_process))
             self.committers.append(
                 Committer(
                     target,
                     config=policy,
-                    lineage=lineage,
                     files=(),
                     is_strict=is_strict,
                     share=self.shares[rank],

@@ -96,7 +96,6 @@ class Committer:
         target: PublishTarget,
         *,
         config: PolicyConfig,
-        lineage: int,
         files: tuple[FileEntry, ...],
         should_stop: Callable[[], bool] = lambda: False,
         is_strict: bool = True,
@@ -113,7 +112,7 @@ class Committer:
         self._gang = target.gang
         self._epoch = target.epoch or 0
         self._config = config
-        self._lineage = lineage
+        self._lineage = target.lineage
         self._files = files
         self._should_stop = should_stop
         self._is_strict = is_strict

@@ -138,6 +138,8 @@ class PublishTarget:
     gang: Gang
     epoch: int | None
     """None at ranks other than 0, which commit nothing."""
+    lineage: int = 0
+    """The lineage whose versions are committed."""
     store_url: str = ""
     """The store's, for a process that publishes; empty: none may, because nobody else can open this store."""
     executor: Executor = Executor.AUTO

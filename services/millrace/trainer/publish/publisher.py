@@ -227,9 +227,8 @@ class Publisher(BackgroundWriter):
         config = config if base is None else config.model_copy(update={"delta": False})
         self._share = target.share_writer(config, is_process=is_process)
         self._committer = Committer(
-            replace(target, gang=gang.beside("policies")),
+            replace(target, gang=gang.beside("policies"), lineage=plan.lineage),
             config=config,
-            lineage=plan.lineage,
             files=files,
             should_stop=self._work.is_abandoned.is_set,
             is_strict=learner.is_strict,
