@@ -464,7 +464,7 @@ async def resumed_events(catalog: RunCatalog, view: RunView, *, owner: str) -> R
 
 
 async def _try_to(what: str, work: Awaitable[None]) -> None:
-    """Await a step of a drive's end and log its error, which would hide why the drive ended."""
+    """Await a step of a drive's end, called `what`; an error is logged, as it would hide why the drive ended."""
     try:
         await work
     except MillraceError as error:

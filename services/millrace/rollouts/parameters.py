@@ -263,10 +263,10 @@ MESSAGES: Mapping[str, Parameter] = {
 def check_parameters(
     given: Mapping[str, Any], known: Mapping[str, Parameter], *, where: str = "", answered: bool = True
 ) -> None:
-    """Raise InvalidSpecError naming every parameter that the table `known` lacks or refuses; null counts as not sent.
+    """Raise InvalidSpecError naming every parameter in `given` that the table `known` lacks or refuses.
 
-    `where` is put before names. `answered = False` is for fields that are left once a schema has taken its own:
-    those that the table calls answered are refused there as unknown.
+    A parameter that is null counts as not sent. `where` is put before names. `answered = False` is for fields that
+    are left once a schema has taken its own: those that the table calls answered are refused there as unknown.
     """
     wrong = [
         Violation(field=f"{where}{name}", value=_shown(value), message=problem)

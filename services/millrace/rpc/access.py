@@ -223,7 +223,7 @@ class ServerAccess:
     def admit_metrics(self, authorization: str | None) -> Grant:
         """Return the grant for a reader of the metrics of a service without an HTTP API, or raise `denied()`.
 
-        Every kind of token will do but that of env workers.
+        `authorization` is the header's value. Every kind of token will do but that of env workers.
         """
         ways = [file.find for file in (self.metrics_tokens, self.worker_tokens, self.tokens) if file is not None]
         return _granted(ways, [] if authorization is None else [authorization]) if ways else _free()

@@ -152,7 +152,7 @@ def _require_cancelled(to: str) -> None:
 async def stream(
     method: Callable[..., Any], request: object, *, timeout_s: float | None = None, to: str = ""
 ) -> AsyncIterator[Any]:
-    """Yield the responses of a server-streaming method; raise classes of `millrace.errors`.
+    """Yield the responses of a server-streaming method; raise classes of `millrace.errors`, with `to` as in `call`.
 
     Without `timeout_s` it lives as long as the server sends: the server must send heartbeats. Close it with
     `contextlib.aclosing` when leaving early, which cancels the call.

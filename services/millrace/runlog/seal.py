@@ -70,7 +70,10 @@ def write_seal(
 
 
 async def seal_late(log: RunLog, *, state: str, by: str) -> bool:
-    """Archive and seal a run whose end left that undone; return False if it is sealed already, or goes on."""
+    """Archive and seal a run whose end in `state` left that undone; return False if it is sealed already, or goes on.
+
+    `by` names the writer in the seal.
+    """
     if await asyncio.to_thread(log.store.head, await asyncio.to_thread(seal_key, log.store, log.names)) is not None:
         return False
     await EventArchive(log).archive()

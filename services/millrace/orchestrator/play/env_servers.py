@@ -384,7 +384,10 @@ def _to_load(spec: EnvSpec) -> str:
 def env_spec(
     env: NamedEnv, *, takes_several_traces: bool = False, is_text_only: bool, select_json: str = "", demo_key: str = ""
 ) -> EnvSpec:
-    """Return the description of an environment of the run config that env-servers get."""
+    """Return the description of an environment of the run config that env-servers get.
+
+    For the parameters see `EnvSpec`.
+    """
     return EnvSpec(
         name=env.name,
         id=env.id,

@@ -41,9 +41,9 @@ class EventCheck:
         """The newest generation of the Redis copy that an archived event is of."""
 
     def add(self, entries: Iterable[Entry], *, archived: bool = False) -> None:
-        """Take entries of the event stream or of its archive, in any order.
+        """Take entries of the event stream or of its archive, in any order; one that cannot be decoded is a violation.
 
-        One that cannot be decoded is a violation.
+        `archived` ones raise `newest_generation`.
         """
         for entry in entries:
             try:

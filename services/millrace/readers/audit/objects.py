@@ -326,7 +326,8 @@ class PolicyCheck:
     ) -> None:
         """Report where a version's manifest differs from what events and headers say of it.
 
-        `claims` has by lineage and version the digests and the manifest's sha256 (hex) of events.
+        `claims` has by lineage and version the digests and the manifest's sha256 (hex) of events; `named` has
+        those of headers, and gets the manifests that a newer revision replaces.
         """
         names, findings = self._audit.names, self._audit.findings
         for (lineage, version), claimed in sorted(claims.items()):

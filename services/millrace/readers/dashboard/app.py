@@ -175,9 +175,10 @@ class Guard:
         return self._access.tokens is not None
 
     def check_host(self, values: Sequence[str]) -> None:
-        """Raise InvalidSpecError for a `Host` that may be another site's name for this machine.
+        """Raise InvalidSpecError unless the one `Host` header in `values` is an address or localhost.
 
-        Nothing is checked where the server listens beyond loopback and demands tokens.
+        Any other name may be another site's for this machine. Nothing is checked where the server listens
+        beyond loopback and demands tokens.
         """
         if not self._is_checking_host:
             return

@@ -356,7 +356,7 @@ def _repair_policies(bench: Workbench, headers: dict[Position, Header]) -> None:
 def _repair_objects(bench: Workbench, manifest: bytes, prover: str, without: str) -> bool:
     """Examine every object that a policy's manifest names; return whether all are there or can be restored.
 
-    False also if the manifest cannot be read.
+    False also if the manifest cannot be read. `prover` and `without` are those of `Workbench.examine_file`.
     """
     try:
         objects = [item for encoding in _items(manifest, "encodings") for item in encoding["objects"]]

@@ -271,10 +271,10 @@ def _new_learner(
 def _model_directory(
     store: ObjectStore, names: Names, config: RLConfig, version: int, *, is_start: bool
 ) -> Iterator[Path]:
-    """Provide a directory with the model that the replay begins with; only its shape matters if a checkpoint follows.
+    """Provide a directory with the model that the replay begins with.
 
-    It is the published version itself, so that the replay needs nothing but the store; where that was rounded, or
-    is not kept, the directory that the run began with.
+    It is the published version itself, so that the replay needs nothing but the store. Where that is not kept, or
+    was rounded and the model itself counts (`is_start`), it is the directory that the run began with.
     """
     lora = config.trainer.model.lora is not None
     published = _published(store, names, version=version)
@@ -330,7 +330,10 @@ def _digests(tensors: Mapping[str, TensorBytes]) -> dict[str, str]:
 def _differences(
     store: ObjectStore, published: PolicyManifest, computed: Mapping[str, TensorBytes], digests: Mapping[str, str]
 ) -> Iterator[TensorDifference]:
-    """Yield every tensor that is not bit for bit the published one, in order of name."""
+    """Yield every tensor that is not bit for bit the published one, in order of name.
+
+    `computed` are the recomputed tensors by name, `digests` theirs (hex).
+    """
     theirs = pull_tensors(store, published)
     their_digests = {entry.name: entry.digest for entry in published.tensors}
     for name in sorted({*computed, *theirs}):

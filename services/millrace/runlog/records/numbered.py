@@ -106,7 +106,10 @@ def first_generation(store: ObjectStore, names: Names) -> int:
 
 
 async def create_epoch(store: ObjectStore, names: Names, role: str, owner: str) -> Epoch:
-    """Create the next epoch object of a role; exactly one caller ever gets each number."""
+    """Create the next epoch object of a role, taken by `owner`; exactly one caller ever gets each number.
+
+    UnavailableError after many lost races.
+    """
     data = _body(owner)  # its nonce makes an ambiguous create decidable
     last = await asyncio.to_thread(latest_epoch, store, names, role)
     number = await asyncio.to_thread(
@@ -144,7 +147,10 @@ class Intent:
 
 
 async def write_intent(store: ObjectStore, names: Names, kind: str, payload: Mapping[str, Any]) -> Intent:
-    """Append an intent under the next free number; when this returns, it is durable."""
+    """Store an intent under the next free number and return it; when this returns, it is durable.
+
+    `kind` is what is asked for (`pause`, …), `payload` what belongs to it. UnavailableError after many lost races.
+    """
     time = datetime.datetime.now(datetime.UTC).isoformat()
     body = {"kind": kind, "payload": dict(payload), "time": time, "nonce": secrets.token_hex(8)}
     data = json.dumps(body, sort_keys=True).encode()

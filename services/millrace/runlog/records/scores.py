@@ -21,7 +21,10 @@ def store_scores(
     scores: list[Float32Array],
     taught: list[Taught | None] | None = None,
 ) -> None:
-    """Store the teacher's scores of a rollout's samples (blocking); scores of the same tokens that are stored stay."""
+    """Store the teacher's scores of a rollout's samples (blocking); scores of the same tokens that are stored stay.
+
+    `taught` says how each sample was scored where the policy is its own teacher.
+    """
     store.create(names.scores(scored_digest(rollout)), encode_scores(rollout.samples, scores, taught))
 
 

@@ -211,7 +211,7 @@ def _awake_s(began: float) -> float:
 
 
 def _note_outage(address: str, began: float) -> None:
-    """Add an outage that ends now to `OUTAGES`; one that overlaps the newest of that address extends it."""
+    """Add an outage from `began` until now to `OUTAGES`; one that overlaps the newest of that address extends it."""
     now = time.monotonic()
     if OUTAGES and OUTAGES[-1].address == address and OUTAGES[-1].ended >= began:
         last = OUTAGES.pop()

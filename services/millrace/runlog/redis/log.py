@@ -233,12 +233,15 @@ class RunLog:
     async def append_rollouts(self, many: Sequence[bytes], *, tp: str = "") -> AppendResult:
         """Append finished rollouts in one command, which blocks Redis for as long: a few MiB are enough.
 
-        After a lost answer they may be there twice; readers know each by its attempt.
+        After a lost answer they may be there twice; readers know each by its attempt. `tp` is a trace context.
         """
         return await self._append(Stream.ROLLOUTS, "auto", "", 0, 0, many, tp)
 
     async def append_event(self, data: bytes, *, writer: str, sequence: int, tp: str = "") -> AppendResult:
-        """Append an event as number `sequence` of its writer; CONFLICT if that is not the next one."""
+        """Append an event as number `sequence` of its writer; CONFLICT if that is not the next one.
+
+        `tp` is a trace context.
+        """
         return await self._append(Stream.EVENTS, "writer", writer, 0, sequence, [data], tp)
 
     async def append_batch(
@@ -247,7 +250,7 @@ class RunLog:
         """Append a committed header, and its chunks unless they stay in the store only, in one atomic step.
 
         The result says whether it is in the log (`require`). `LogGoneError`, and a rebuild, if another entry
-        that the store does not have is in its place.
+        that the store does not have is in its place. `tp` is a trace context.
         """
         step = decode_message(batch_pb2.BatchHeader, header, what="a header", reason="BATCH_INVALID").step
         result = await self._append(Stream.BATCHES, "step", epoch.role, epoch.number, step, [header, *chunks], tp)
@@ -258,7 +261,8 @@ class RunLog:
     async def append_policy(self, epoch: Epoch, data: bytes, version: int, *, tp: str = "") -> AppendResult:
         """Append a published policy version (a serialized `PolicyEntry`); the result says whether it is in the log.
 
-        `LogGoneError`, and a rebuild, if another entry that the store does not have is in its place.
+        `LogGoneError`, and a rebuild, if another entry that the store does not have is in its place. `tp` is a
+        trace context.
         """
         result = await self._append(Stream.POLICIES, "step", epoch.role, epoch.number, version, [data], tp)
         if result is AppendResult.CONFLICT:
