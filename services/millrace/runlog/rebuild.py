@@ -38,12 +38,12 @@ from millrace.runlog.event_archive import (
 from millrace.runlog.names import Names, Stream
 from millrace.runlog.records.numbered import GENERATION_ROLE, create_epoch, latest_epoch
 from millrace.runlog.records.revisions import load_reopenings
-from millrace.runlog.records.run_record import RunOrigin, list_checkpoints, list_policies, parse_origin, require_exists
+from millrace.runlog.records.run_record import RunOrigin, list_policies, parse_origin, require_exists
 from millrace.runlog.records.sealed import is_sealed
 from millrace.runlog.redis import connection, script
 from millrace.runlog.redis.connection import as_text
 from millrace.runlog.redis.entry import FORMAT_MAJOR, Entry, id_order
-from millrace.runlog.redis.log import RunLog, is_nameable, parse_run_hash, proof_of
+from millrace.runlog.redis.log import KEPT_POLICIES, RunLog, is_nameable, parse_run_hash, proof_of
 from millrace.storage import ObjectStore
 from millrace.telemetry import waits
 from millrace.v1 import event_pb2
@@ -72,8 +72,9 @@ def load_restored(store: ObjectStore, names: Names) -> Restored:
     """Load from the store what a rebuilt log holds: meta with the epochs, and the archived events (blocking)."""
     run_json = store.get(names.run_json, max_bytes=MAX_JSON_BYTES)
     origin = parse_origin(run_json, where=store.uri(names.run_json))
-    step = _first_batch(store, names, origin)
-    version = _first_policy(store, names, step)
+    policies = list_policies(store, names)
+    step = _first_batch(store, names, origin, policies)
+    version = _first_policy(store, names, origin, policies)
     epochs = {role: latest_epoch(store, names, role) for role in _roles(store, names)}
     meta: dict[str, str | int] = {"run_hash": parse_run_hash(run_json)}
     meta |= {f"base:{Stream.BATCHES}": step, f"base:{Stream.POLICIES}": version}
@@ -183,25 +184,42 @@ def _roles(store: ObjectStore, names: Names) -> list[str]:
     return [role for role in found if role != GENERATION_ROLE]
 
 
-def _first_batch(store: ObjectStore, names: Names, origin: RunOrigin) -> int:
-    """Return the step of the first batch that Redis has to hold: that of the oldest checkpoint with a header before."""
-    step = next((step for step in list_checkpoints(store, names) if step >= origin.base_step), 0)
-    is_backed = step > 0 and store.head(names.batch_header(step - 1)) is not None
-    return step if is_backed else origin.base_step
+def _first_batch(store: ObjectStore, names: Names, origin: RunOrigin, policies: Sequence[tuple[int, int]]) -> int:
+    """Return the step of the first batch that Redis has to hold: the one after what the newest policy was trained on.
+
+    `policies` are version and lineage of each that was begun, ascending. A trainer that begins earlier reads the
+    batches before it from the store.
+    """
+    version = next((version for version, lineage in reversed(policies) if _is_there(store, names, version, lineage)), 0)
+    is_backed = version > origin.base_step and store.head(names.batch_header(version - 1)) is not None
+    return version if is_backed else origin.base_step
 
 
-def _first_policy(store: ObjectStore, names: Names, first: int) -> int:
-    """Return the lowest version from `first` on from which every published version up to the newest is in the store."""
-    found = list_policies(store, names)
-    lowest = None
-    for version in sorted({version for version, _ in found if version >= first}, reverse=True):
-        if any(store.head(names.policy_manifest(lineage, each)) for each, lineage in found if each == version):
-            if lowest is not None and version != lowest - 1:
+def _first_policy(store: ObjectStore, names: Names, origin: RunOrigin, policies: Sequence[tuple[int, int]]) -> int:
+    """Return the lowest version from which every published version up to the newest is in the store.
+
+    It is at most `KEPT_POLICIES` versions old. `policies` are version and lineage of each that was begun, ascending.
+    """
+    lineages: dict[int, list[int]] = {}
+    for version, lineage in policies:
+        if version >= origin.base_step:
+            lineages.setdefault(version, []).append(lineage)
+    held: list[int] = []
+    for version in sorted(lineages, reverse=True):
+        if any(_is_there(store, names, version, lineage) for lineage in lineages[version]):
+            if held and version != held[-1] - 1:
                 break
-            lowest = version
-        elif lowest is not None:
+            held.append(version)
+            if len(held) == KEPT_POLICIES:
+                break
+        elif held:
             break  # a hole: what is below was collected
-    return first if lowest is None else lowest
+    return held[-1] if held else origin.base_step
+
+
+def _is_there(store: ObjectStore, names: Names, version: int, lineage: int) -> bool:
+    """Return whether a policy is published: its manifest is in the store."""
+    return store.head(names.policy_manifest(lineage, version)) is not None
 
 
 logger = logging.getLogger(__name__)

@@ -252,27 +252,30 @@ async def test_a_rebuilder_may_die_at_every_call_to_the_store(log, redis, local_
     assert numbers == list(range(1, len(numbers) + 1))
 
 
-async def test_batches_and_policies_begin_at_the_oldest_checkpoint(log, rebuild, redis, local_store, make_batch):
+async def test_batches_begin_behind_what_the_newest_policy_was_trained_on(
+    log, rebuild, redis, local_store, make_batch, monkeypatch
+):
+    """Whatever the length of the run and its checkpoints: what is older is read in the store."""
+    monkeypatch.setattr("millrace.runlog.rebuild.KEPT_POLICIES", 3)
     orchestrator, trainer = await log.acquire_epoch("orchestrator", "o"), await log.acquire_epoch("trainer", "t")
     chain = None
     for step in range(5):
         header, chunks = make_batch(step, chain=chain)
         chain = chain_hash(header.previous_chain_hash, await commit_batch(log, orchestrator, header, chunks, b""))
-    for version in range(6):
+    for version in range(5):
         manifest = json.dumps({"digest": str(version)}).encode()
         local_store.create(log.names.policy_manifest(0, version), manifest)
         entry = policy_pb2.PolicyEntry(version=version)
         (await log.append_policy(trainer, entry.SerializeToString(), version)).require("policy")
-    local_store.put(f"{log.names.checkpoint(2)}e1/data", b"upload that was never committed")
-    for step in (3, 5):
-        local_store.create(log.names.checkpoint_manifest(step), b"{}")
+    local_store.put(f"{log.names.policy(0, 5)}part", b"upload that was never committed")
+    local_store.create(log.names.checkpoint_manifest(2), b"{}")
     await _wipe(redis, log)
     await rebuild()
     await log.reopen()
-    assert [await log.next_position(stream) for stream in (Stream.BATCHES, Stream.POLICIES)] == [3, 3]
-    assert await reappend_committed(log, orchestrator) == 2
+    assert [await log.next_position(stream) for stream in (Stream.BATCHES, Stream.POLICIES)] == [4, 2]
+    assert await reappend_committed(log, orchestrator) == 1
     assert await reappend_policies(log, trainer) == 3
-    assert [await log.next_position(stream) for stream in (Stream.BATCHES, Stream.POLICIES)] == [5, 6]
+    assert [await log.next_position(stream) for stream in (Stream.BATCHES, Stream.POLICIES)] == [5, 5]
     assert (await read_batch(log, 4, timeout_s=60))[0].step == 4
     assert (await read_batch(log, 1, timeout_s=60))[0].step == 1, "what is older comes from the store"
     assert await reappend_committed(log, orchestrator) == await reappend_policies(log, trainer) == 0

@@ -13,7 +13,6 @@ from millrace.runlog import reappend_committed
 from millrace.runlog.event_archive import EventArchive
 from millrace.runlog.redis.damage import checked_policy
 from millrace.runlog.seal import write_seal
-from millrace.telemetry.leftovers import LEFTOVERS
 
 logger = logging.getLogger(__name__)
 
@@ -134,20 +133,16 @@ class Housekeeper:
                 pass
             parts.book.changed.set()
 
-    async def trim_batches(self) -> None:
-        """Remove from Redis the batches below the newest durable checkpoint, every `TRIM_S`; the store keeps them."""
+    async def trim_consumed(self) -> None:
+        """Remove from Redis what the newest policy supersedes, every `TRIM_S`; the store keeps it."""
         trimmed = 0
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             await asyncio.sleep(TRIM_S)
-            try:
-                newest = await self.newest_checkpoint()
-            except MillraceError as error:  # Redis is fuller for it, which ends no run
-                LEFTOVERS.failed("entries of Redis", self._log.names.checkpoints, str(error))
-                continue
-            if newest > trimmed:
-                await self._log.trim_batches(newest)
-                trimmed = newest
+            newest = self._parts.policies.desired
+            if newest is not None and newest.version > trimmed:
+                await self._log.trim_consumed(newest.version)
+                trimmed = newest.version
 
     async def newest_checkpoint(self) -> int:
         """Return the step of the newest durable checkpoint; 0 if there is none."""

@@ -164,7 +164,7 @@ class RunDriver(ABC):
             keeper.follow_policies,
             keeper.watch_workers,
             keeper.watch_log,
-            keeper.trim_batches,
+            keeper.trim_consumed,
             keeper.archive_events,
             keeper.remove_damaged,
         ]

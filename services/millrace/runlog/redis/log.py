@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+KEPT_POLICIES = 1000
+"""Announcements of published policies that Redis keeps: an evaluation may be due at one of them."""
 _CHECK_S = 2.0  # a blocked reader looks that often whether the log is still there
 _POLL_S = 0.5
 _NUMBER = re.compile(r"[0-9]{1,18}")
@@ -340,6 +342,15 @@ class RunLog:
     async def trim_batches(self, below_step: int) -> int:
         """Remove batches of steps below `below_step` from Redis; the store keeps them."""
         return await self._trim(Stream.BATCHES, f"{below_step}-0")
+
+    async def trim_consumed(self, version: int) -> int:
+        """Remove what the policy `version` supersedes from Redis and return how many entries.
+
+        That are the batches that it was trained on, and the announcements of policies but the newest `KEPT_POLICIES`.
+        The store keeps them: a trainer that begins at an earlier step reads them there.
+        """
+        oldest = max(0, version - KEPT_POLICIES + 1)
+        return await self.trim_batches(version) + await self._trim(Stream.POLICIES, f"{oldest}-0")
 
     # Intents.
 
