@@ -9,8 +9,9 @@ orchestrator goes on with.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from millrace.errors import InvalidStateError
 from millrace.orchestrator.catalog import RunView
@@ -40,6 +41,8 @@ class DesiredState:
     is_paused: bool = False
     reason: str = ""
     """Why it shall pause or end, in the words of the user."""
+    retention: Mapping[str, Any] = field(default_factory=dict)
+    """What the user has put in the place of the config's keys of retention."""
 
     def after(self, intents: Sequence[Intent]) -> "DesiredState":
         """Return the desired state after further intents, in order.
@@ -49,10 +52,12 @@ class DesiredState:
         desired = self
         for intent in intents:
             reason = str(intent.payload.get("reason") or "")
+            asked = intent.payload.get("retention")
+            retention = {**desired.retention, **(asked if isinstance(asked, dict) else {})}
             if intent.kind == "cancel":
-                desired = DesiredState(is_cancelled=True, reason=reason)
+                desired = DesiredState(is_cancelled=True, reason=reason, retention=retention)
             elif intent.kind in ("pause", "resume", "reopen") and not desired.is_cancelled:
-                desired = DesiredState(is_paused=intent.kind == "pause", reason=reason)
+                desired = DesiredState(is_paused=intent.kind == "pause", reason=reason, retention=retention)
         return desired
 
 

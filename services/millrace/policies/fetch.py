@@ -413,7 +413,8 @@ def prove_policies(
 ) -> Iterator[str]:
     """Decode the policies with these manifests and yield, in words, what is wrong (blocking).
 
-    `on_weights` gets lineage, version, and number format and flat bits by name of every tensor of what is right.
+    `on_weights` gets lineage, version, and number format and flat bits by name of every tensor of what is right. A
+    version that is stored in full, too, may be a delta against one that is not among these: that delta is not decoded.
     """
     manifests: list[PolicyManifest] = []
     for key in keys:
@@ -426,6 +427,7 @@ def prove_policies(
     last_use = {
         (manifest.lineage, delta.base): place for place, manifest in enumerate(manifests) for delta in manifest.deltas
     }
+    named = {(manifest.lineage, manifest.version) for manifest in manifests}
     held: dict[tuple[int, int | None], Weights] = {}
     for place, manifest in enumerate(manifests):
         what = f"policy {manifest.lineage}-{manifest.version}"
@@ -433,6 +435,8 @@ def prove_policies(
         weights: Weights | None = None
         for encoding in manifest.encodings:
             base = held.get((manifest.lineage, encoding.base))
+            if manifest.full and encoding.base is not None and (manifest.lineage, encoding.base) not in named:
+                continue
             if encoding.codec == CODEC_DELTA and base is None:
                 yield f"{what}: its delta against version {encoding.base} cannot be decoded, because that one could not"
                 continue

@@ -11,6 +11,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from operator import attrgetter
 from typing import Any
 
@@ -19,8 +20,6 @@ _ENDING = re.compile(r"(?P<ending>\.[a-z]+)$")
 _NUMBER_DIGITS = 18  # what fits into 63 bits
 _PROVED_BY_HASH = "bytes with that hash"
 _BACKUP = "restore the object from a replica of the bucket"
-_KEPT = "as long as the run"
-UNTIL_TAUGHT = "until a checkpoint has what it taught"
 
 DENSE = "dense"
 """Numbered from 1 without a gap."""
@@ -33,6 +32,18 @@ CHAIN = "the chain hash of the next header"
 MANIFEST = "its manifest, by sha256 and size"
 EVENT = "its event, by sha256"
 ITS_HEADER = "its header, by sha256"
+
+
+class KeptAs(StrEnum):
+    """Retention classes: how long the objects of a kind are kept. `runlog/retention.py` removes by them."""
+
+    RUN = "as long as the run"
+    BATCHES = "`orchestrator.retain_batches`"
+    """By step."""
+    POLICIES = "`orchestrator.retain_policies`"
+    """By version."""
+    CHECKPOINTS = "`ckpt.keep_last`"
+    """By step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +68,18 @@ class ObjectKind:
     """Who names it, and by which hash; who counts it, if there is no hash."""
     is_large: bool = False
     """Only a deep audit reads its bytes; another one compares its size."""
-    kept: str = _KEPT
-    """Retention class."""
+    kept: KeptAs
+    """Retention class. A kind that may go before its run has a step or a version in its key."""
     remedy: str = _BACKUP
     """What to do if it is damaged or missing."""
     repair: str = _PROVED_BY_HASH
     """What `run repair` may put in its place; empty if it restores none."""
+
+    def __post_init__(self) -> None:
+        if self.kept is not KeptAs.RUN and not {"step", "version"} & {
+            field["name"] for field in _FIELD.finditer(self.key)
+        }:
+            raise ValueError(f"{self.name} goes before its run, and its key has neither step nor version")
 
     @property
     def folder(self) -> str:
@@ -79,6 +96,13 @@ class ObjectKind:
     def path(self, **fields: object) -> str:
         """Return the key without the run's prefix for the numbers and texts of `fields`."""
         return self.key.format(**fields)
+
+    def prefix(self, **fields: object) -> str:
+        """Return the beginning of the keys of one step or version, with the slash at its end, for the numbers of
+        `fields`.
+        """
+        found = next(field for field in _FIELD.finditer(self.key) if field["name"] in ("step", "version"))
+        return f"{self.key[: found.end()]}/".format(**fields)
 
     def decode(self, data: bytes, *, where: str) -> Any:
         """Decode the bytes of an object with the kind's codec.
@@ -113,6 +137,7 @@ RUN_JSON = ObjectKind(
     codec="millrace.runlog.records.run_record:RunRecord.decode",
     finding="RUN_JSON",
     named_by=(CHAIN, SEALED),
+    kept=KeptAs.RUN,
     repair="bytes with which the chain begins",
 )
 TOMBSTONE = ObjectKind(
@@ -120,7 +145,7 @@ TOMBSTONE = ObjectKind(
     key="tombstone.json",
     finding="TOMBSTONE",
     named_by=("nobody: its existence counts",),
-    kept="until the run is deleted",
+    kept=KeptAs.RUN,
     remedy="let the deletion end",
     repair="",
 )
@@ -131,6 +156,7 @@ EPOCH = ObjectKind(
     numbering=DENSE,
     finding="EPOCH",
     named_by=(HEADER,),
+    kept=KeptAs.RUN,
 )
 GENERATION = ObjectKind(
     name="generation mark",
@@ -138,6 +164,7 @@ GENERATION = ObjectKind(
     numbering="by generation",
     finding="GENERATION",
     named_by=(SEALED,),
+    kept=KeptAs.RUN,
     repair=f"{_PROVED_BY_HASH}; it is empty",
 )
 INTENT = ObjectKind(
@@ -147,6 +174,7 @@ INTENT = ObjectKind(
     numbering=DENSE,
     finding="INTENT",
     named_by=(HEADER,),
+    kept=KeptAs.RUN,
 )
 EVENT_ARCHIVE = ObjectKind(
     name="event archive",
@@ -155,6 +183,7 @@ EVENT_ARCHIVE = ObjectKind(
     numbering="by the ids of its events",
     finding="EVENT_ARCHIVE",
     named_by=(HEADER, SEALED),
+    kept=KeptAs.RUN,
     repair=f"{_PROVED_BY_HASH}, also made anew of Redis",
 )
 POLICY_MANIFEST = ObjectKind(
@@ -165,6 +194,7 @@ POLICY_MANIFEST = ObjectKind(
     has_revisions=True,
     finding="POLICY",
     named_by=(HEADER, "the next header, by the digest of the weights", EVENT, SEALED),
+    kept=KeptAs.RUN,
     remedy="the trainer publishes it again as its next revision",
     repair=f"{_PROVED_BY_HASH}; of a revision, a manifest of the same digest",
 )
@@ -175,6 +205,7 @@ POLICY_OBJECT = ObjectKind(
     finding="POLICY",
     named_by=(MANIFEST,),
     is_large=True,
+    kept=KeptAs.POLICIES,
     remedy="the trainer publishes the version again",
 )
 POLICY_FILE = ObjectKind(
@@ -183,6 +214,7 @@ POLICY_FILE = ObjectKind(
     finding="POLICY",
     named_by=(MANIFEST,),
     is_large=True,
+    kept=KeptAs.RUN,
 )
 CHECKPOINT_MANIFEST = ObjectKind(
     name="checkpoint manifest",
@@ -192,7 +224,7 @@ CHECKPOINT_MANIFEST = ObjectKind(
     has_revisions=True,
     finding="CHECKPOINT",
     named_by=(EVENT, SEALED),
-    kept="`ckpt` retention",
+    kept=KeptAs.CHECKPOINTS,
     remedy="the trainer begins at an older one",
 )
 CHECKPOINT_OBJECT = ObjectKind(
@@ -202,7 +234,7 @@ CHECKPOINT_OBJECT = ObjectKind(
     finding="CHECKPOINT",
     named_by=(MANIFEST,),
     is_large=True,
-    kept="`ckpt` retention",
+    kept=KeptAs.CHECKPOINTS,
     remedy="the trainer begins at an older one",
 )
 SCORES = ObjectKind(
@@ -211,6 +243,7 @@ SCORES = ObjectKind(
     codec="millrace.rollouts.token_log:decode_scores",
     finding="SCORES",
     named_by=(TRAINED,),
+    kept=KeptAs.RUN,
 )
 REOPENING = ObjectKind(
     name="reopening",
@@ -219,6 +252,7 @@ REOPENING = ObjectKind(
     numbering=DENSE,
     finding="REOPENING",
     named_by=(SEALED, "the successor of the closing header that it names"),
+    kept=KeptAs.RUN,
     repair="what the headers say, made anew",
 )
 SEAL = ObjectKind(
@@ -228,7 +262,17 @@ SEAL = ObjectKind(
     numbering="dense from 0",
     finding="SEAL",
     named_by=(SEALED, "an attestation, by sha256"),
+    kept=KeptAs.RUN,
     repair="only where a later seal names it",
+)
+RETIREMENT = ObjectKind(
+    name="retirement",
+    key="retirements/{number:08d}.json",
+    codec="millrace.runlog.records.retirement:Retirement.decode",
+    numbering=DENSE,
+    finding="RETIREMENT",
+    named_by=(HEADER, SEALED),
+    kept=KeptAs.RUN,
 )
 ATTESTATION = ObjectKind(
     name="attestation",
@@ -237,6 +281,7 @@ ATTESTATION = ObjectKind(
     numbering=DENSE,
     finding="ATTESTATION",
     named_by=("nobody: its signature counts",),
+    kept=KeptAs.RUN,
     remedy="keep a copy elsewhere (`--attestation`)",
     repair="",
 )
@@ -249,6 +294,7 @@ BATCH_HEADER = ObjectKind(
     has_revisions=True,
     finding="HEADER",
     named_by=(CHAIN,),
+    kept=KeptAs.RUN,
     repair="bytes that continue the chain, also of Redis",
 )
 BATCH_CHUNK = ObjectKind(
@@ -259,7 +305,7 @@ BATCH_CHUNK = ObjectKind(
     numbering="by step",
     finding="CHUNK",
     named_by=(ITS_HEADER,),
-    kept=UNTIL_TAUGHT,
+    kept=KeptAs.BATCHES,
     repair=f"{_PROVED_BY_HASH}, also of Redis",
 )
 ROLLOUT_ARCHIVE = ObjectKind(
@@ -270,6 +316,7 @@ ROLLOUT_ARCHIVE = ObjectKind(
     numbering="by step",
     finding="ARCHIVE",
     named_by=(ITS_HEADER,),
+    kept=KeptAs.BATCHES,
 )
 TOKEN_LOG = ObjectKind(
     name="token log",
@@ -281,6 +328,7 @@ TOKEN_LOG = ObjectKind(
     finding="TOKEN_LOG",
     named_by=(EVENT,),
     is_large=True,
+    kept=KeptAs.BATCHES,
     remedy="none is needed: nothing is made of it",
 )
 QUARANTINED = ObjectKind(
@@ -288,6 +336,7 @@ QUARANTINED = ObjectKind(
     key="quarantine/{key}.{sha256}",
     finding="QUARANTINED",
     named_by=("its own key, by the first 16 digits of its sha256",),
+    kept=KeptAs.RUN,
     remedy="none is needed: damaged bytes are kept in it",
     repair="",
 )
@@ -307,6 +356,7 @@ KINDS = [
     SCORES,
     REOPENING,
     SEAL,
+    RETIREMENT,
     ATTESTATION,
     BATCH_HEADER,
     BATCH_CHUNK,
@@ -341,7 +391,7 @@ def is_place(key: str) -> bool:
 
 def table() -> str:
     """Return the table of all kinds for the documents, in Markdown; a cell with the usual answer is empty."""
-    usual = {_KEPT, _BACKUP, _PROVED_BY_HASH}
+    usual = {KeptAs.RUN, _BACKUP, _PROVED_BY_HASH}
     heads = ("object", "key", "numbers", "named by", "kept", "if it is damaged", "a repair takes")
     rows: list[tuple[str, ...]] = [heads, ("---",) * len(heads)]
     for kind in KINDS:

@@ -212,6 +212,15 @@ class Names:
         return self._object(catalogue.SEAL, number=number)
 
     @property
+    def retirements(self) -> str:
+        """Return the prefix of the records of what retention has removed."""
+        return self._folder(catalogue.RETIREMENT)
+
+    def retirement(self, number: int) -> str:
+        """Return the key of the create-only record of one pass of retention, numbered from 1."""
+        return self._object(catalogue.RETIREMENT, number=number)
+
+    @property
     def attestations(self) -> str:
         """Return the prefix of the attestations."""
         return self._folder(catalogue.ATTESTATION)

@@ -8,7 +8,7 @@ All methods are synchronous and thread-safe; async code calls them through `asyn
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +19,8 @@ from millrace.errors import CorruptObjectError, InvalidSpecError, InvalidStateEr
 MAX_GET_BYTES = (1 << 30) + (1 << 20)
 """Largest object that is read into memory at once: an archive of 1 GiB that does not compress. Larger ones are read in
 ranges, or into a file."""
+MAX_DELETED = 1000
+"""Most objects of one `delete_many`: as many as one request of S3 removes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,13 @@ class ObjectStore(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove an object; no error if there is none."""
+        ...
+
+    def delete_many(self, keys: Sequence[str]) -> dict[str, str]:
+        """Remove at most `MAX_DELETED` objects, in few requests; return why by the key of each that stays.
+
+        One that does not exist is gone. Raises what `delete` raises where nothing is known of the single ones.
+        """
         ...
 
     def put_file(self, key: str, path: Path) -> None:

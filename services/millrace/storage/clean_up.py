@@ -12,14 +12,15 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 from millrace.backoff import Backoff
 from millrace.errors import MillraceError, UnavailableError
-from millrace.storage.base import ObjectStore
+from millrace.storage.base import MAX_DELETED, ObjectStore
 from millrace.telemetry import waits
 from millrace.telemetry.leftovers import LEFTOVERS, Leftover
 
@@ -60,6 +61,31 @@ def delete(store: ObjectStore, key: str, *, what: str) -> Leftover | None:
         return LEFTOVERS.failed(what, name, error.message)
     LEFTOVERS.removed(name)
     return None
+
+
+def delete_all(store: ObjectStore, keys: Sequence[str], *, what: str, most: int) -> list[Leftover]:
+    """Delete objects, many in one request; return what is known of those that stay.
+
+    `what` is a kind of things. After `most` that stay the rest is not tried.
+    """
+    left, due = list[Leftover](), list[str]()
+    for key in keys:
+        if (paused := LEFTOVERS.is_paused(store.uri(key))) is not None:
+            left.append(paused)
+        else:
+            due.append(key)
+    for first in range(0, len(due), MAX_DELETED):
+        if len(left) >= most:
+            break
+        some = due[first : first + MAX_DELETED]
+        try:
+            stays = store.delete_many(some)
+        except MillraceError as error:
+            stays = dict.fromkeys(some[:1], error.message)  # nothing is known of the others: the first stands for them
+        left += [LEFTOVERS.failed(what, store.uri(key), why) for key, why in islice(stays.items(), most)]
+        for key in some if not stays else ():
+            LEFTOVERS.removed(store.uri(key))
+    return left
 
 
 class TemporaryDirectory:

@@ -12,12 +12,12 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from millrace.decoding import is_text
-from millrace.errors import CapacityError, NotFoundError
+from millrace.errors import CapacityError, MillraceError, NotFoundError
 from millrace.storage.base import (
     MAX_GET_BYTES,
     ObjectInfo,
@@ -136,6 +136,16 @@ class LocalStore:
                     parent.rmdir()
                 except OSError:  # not empty, or someone else was faster: both are fine
                     break
+
+    def delete_many(self, keys: Sequence[str]) -> dict[str, str]:
+        """See `ObjectStore.delete_many`."""
+        left: dict[str, str] = {}
+        for key in keys:
+            try:
+                self.delete(key)
+            except MillraceError as error:
+                left[key] = error.message
+        return left
 
     def put_file(self, key: str, path: Path) -> None:
         """Write an object from a file, replacing an existing one."""

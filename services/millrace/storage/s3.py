@@ -12,7 +12,7 @@ import io
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
@@ -25,6 +25,7 @@ from botocore.exceptions import ClientError
 from botocore.loaders import Loader
 from s3transfer.subscribers import BaseSubscriber
 
+from millrace.errors import MillraceError
 from millrace.storage.base import (
     MAX_GET_BYTES,
     ObjectInfo,
@@ -54,6 +55,7 @@ READ_TIMEOUT_S = 20.0  # between two packets, not for a whole object
 _SLOWEST_BYTES_PER_S = 64 << 10  # a download below that, over its first minute and after, is given up and begun again
 _NOT_URGENT_S = 5.0  # of retries: other work waits for it, and it may be done another time
 _MAX_CONNECTIONS = 32
+_NO_DELETE_OBJECTS = frozenset({400, 405, 501})  # answers of servers that lack it, or want another checksum of it
 _MULTIPART_BYTES = 64 << 20
 COPY_BYTES = 64 << 10  # small, so that a trickle is noticed
 TRANSFER = TransferConfig(
@@ -101,6 +103,7 @@ class S3Store:
         self._retry = retry or RetryPolicy()
         self._retry_later = replace(self._retry, deadline_s=min(self._retry.deadline_s, _NOT_URGENT_S))
         self._is_bucket_known = False
+        self._has_delete_objects = True
         named = region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
         self._region = named or "us-east-1"
         self._may_change_addressing = addressing is None
@@ -256,6 +259,36 @@ class S3Store:
         """Remove an object, if there is one; tried again for `_NOT_URGENT_S` only."""
         name = self._name(key)
         self._run("DELETE", key, lambda _: self.client.delete_object(Bucket=self._bucket, Key=name), is_urgent=False)
+
+    def delete_many(self, keys: Sequence[str]) -> dict[str, str]:
+        """See `ObjectStore.delete_many`: one DeleteObjects, or one DELETE each on a server that has none."""
+        names = {self._name(key): key for key in keys}
+        if not names:
+            return {}
+        gone, left = set[str](), dict[str, str]()
+        if self._has_delete_objects:
+            request = {"Objects": [{"Key": name} for name in names]}
+
+            def attempt(_: int) -> dict[str, Any]:
+                try:
+                    return self.client.delete_objects(Bucket=self._bucket, Delete=request)
+                except ClientError as error:
+                    if http_status(error) not in _NO_DELETE_OBJECTS:
+                        raise
+                    self._has_delete_objects = False
+                    return {}
+
+            answer = self._run(f"DELETE {len(names)} objects such as", keys[0], attempt, is_urgent=False)
+            gone = {item.get("Key", "") for item in answer.get("Deleted", ())}
+            for item in answer.get("Errors", ()):
+                left[names.get(item.get("Key", ""), keys[0])] = f"{item.get('Code')}: {item.get('Message')}"
+        for name, key in names.items():
+            if name not in gone and key not in left:  # a server that does not say that it is gone is asked once more
+                try:
+                    self.delete(key)
+                except MillraceError as error:
+                    left[key] = error.message
+        return left
 
     def put_file(self, key: str, path: Path) -> None:
         """Write an object from a file, in parts above 64 MiB, replacing an existing one."""

@@ -90,7 +90,7 @@ def drop_reasons(scene: Scene) -> None:
 
 
 def old_versions(scene: Scene) -> None:
-    for version in range(4):
+    for version in range(4, 8):  # the oldest that retention keeps
         for info in list(scene.store.list(scene.names.policy(0, version))):
             if not info.key.endswith("manifest.json"):
                 scene.store.delete(info.key)

@@ -126,6 +126,20 @@ class OrchestratorConfig(ConfigSection):
     filters: list[FilterConfig] = table(
         list, "Rollouts that are not trained on as they are (`[[orchestrator.filters]]`); none if left out."
     )
+    retain_batches: int | None = option(
+        None,
+        "Keep the batches and rollouts of this many newest steps, and those since the checkpoint before them, from "
+        "which they are replayed and forked; all if left out. Nothing goes before there is a checkpoint, and nothing "
+        "that comes after the newest two.",
+        ge=1,
+    )
+    retain_policies: int | None = option(
+        None,
+        "Keep this many newest policy versions, those of kept checkpoints, those that replicas serve, and what deltas "
+        "of these build on; all if left out. Nothing goes before there is a checkpoint, and nothing that comes after "
+        "the newest two.",
+        ge=1,
+    )
     max_failed_share: float = option(
         0.9,
         "Share of failed rollouts over the last `orchestrator.failure_window` groups at which the run fails. Losses of "

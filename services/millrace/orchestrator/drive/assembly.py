@@ -388,6 +388,10 @@ class FixedEndpoints:
         """Return all endpoints."""
         return list(self._endpoints)
 
+    def oldest_in_use(self) -> int | None:
+        """Return None: it stores no version."""
+        return None
+
     def served_version(self) -> int | None:
         """Return the only version."""
         return 0 if self._endpoints else None

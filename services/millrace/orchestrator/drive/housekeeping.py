@@ -11,8 +11,11 @@ from millrace.errors import CapacityError, LogGoneError, MillraceError, Unavaila
 from millrace.orchestrator.drive.assembly import RunParts
 from millrace.runlog import reappend_committed
 from millrace.runlog.event_archive import EventArchive
+from millrace.runlog.records.run_record import list_checkpoints, load_origin
 from millrace.runlog.redis.damage import checked_policy
+from millrace.runlog.retention import Retention, RetentionRule, RunNeeds
 from millrace.runlog.seal import write_seal
+from millrace.telemetry.leftovers import LEFTOVERS
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +26,10 @@ TRIM_S = 10.0
 ARCHIVE_S = 10.0
 """How often new events go to the store: what a wiped Redis may lose of them at most."""
 LAST_ARCHIVE_S = 3.0
+RETIRE_S = 2.0
+"""How often it is looked whether the run has grown so far that something is retired."""
+LAST_RETIRE_S = 60.0
+"""How long the seal of a run waits for what its retention still removes."""
 TELL_DAMAGE = Backoff(1.0, 60.0)
 """Shortest and longest pause between two looks at what was damaged; one event tells of all that was met meanwhile."""
 
@@ -37,6 +44,10 @@ class Housekeeper:
         self._archive = EventArchive(parts.context.log, on_damaged=parts.damage.note)
         self._policy_cursor = "0"
         self._policy_rewinds = 0
+        self._retention: Retention | None = None
+        self._pass: asyncio.Task[None] | None = None
+        self.rule = RetentionRule.of(parts.context.record.settings)
+        """What the run promises to keep."""
         self.log_instance = ""
         """Which copy of the log Redis held at the last look."""
 
@@ -144,6 +155,57 @@ class Housekeeper:
                 await self._log.trim_consumed(newest.version)
                 trimmed = newest.version
 
+    async def retire(self) -> None:
+        """Remove what retention gives up as the run grows; what cannot be removed is tried again later."""
+        seen = -1
+        # unregistered wait: a periodic look; what it awaits is registered where it is awaited
+        while True:
+            await asyncio.sleep(RETIRE_S)
+            if self.rule and self._parts.book.step >= seen + self.rule.stride:
+                seen = self._parts.book.step
+                self._pass = asyncio.create_task(self._retire())
+                try:
+                    await asyncio.shield(self._pass)
+                except asyncio.CancelledError:
+                    if self._retention is not None:
+                        self._retention.stopping.set()
+                    raise
+
+    async def retire_last(self) -> None:
+        """End the pass that was under way, and do the last one of the run."""
+        try:
+            async with asyncio.timeout(LAST_RETIRE_S):
+                if self._pass is not None:
+                    await self._pass
+                if self.rule:
+                    await self._retire()
+        except TimeoutError:
+            if self._retention is not None:
+                self._retention.stopping.set()
+            LEFTOVERS.failed("objects", self._log.names.root, f"their removal takes longer than {LAST_RETIRE_S:g} s")
+
+    async def _retire(self) -> None:
+        store, names, policies = self._log.store, self._log.names, self._parts.policies
+        newest, oldest, step = policies.desired, policies.oldest_in_use(), self._parts.book.step
+
+        def work() -> None:
+            if self._retention is None:
+                first, epoch = load_origin(store, names).base_step, self._parts.context.epoch
+                self._retention = Retention(store, names, first=first, by=f"{epoch.role}, epoch {epoch.number}")
+            view = RunNeeds(
+                next_step=step,
+                checkpoints=list(list_checkpoints(store, names)),
+                newest_policy=None if newest is None else (newest.lineage, newest.version),
+                oldest_in_use=oldest,
+            )
+            self._retention.stopping.clear()
+            self._retention.run(self.rule, view)
+
+        try:
+            await asyncio.to_thread(work)
+        except MillraceError as error:  # the store is fuller for it, which ends no run
+            LEFTOVERS.failed("objects", names.root, str(error))
+
     async def newest_checkpoint(self) -> int:
         """Return the step of the newest durable checkpoint; 0 if there is none."""
         return await asyncio.to_thread(self._newest_checkpoint)
@@ -172,10 +234,11 @@ class Housekeeper:
             await self._archive.archive()
 
     async def seal(self, state: str) -> None:
-        """Write the seal of the run, whose end in `state` is archived.
+        """Write the seal of the run, whose end in `state` is archived, after the last pass of its retention.
 
         A failure is logged: a later look seals it (`Sealer`).
         """
+        await self.retire_last()
         store, names, writer = self._log.store, self._log.names, self._parts.writer
         by = f"{self._parts.context.epoch.role}, epoch {self._parts.context.epoch.number}"
         try:

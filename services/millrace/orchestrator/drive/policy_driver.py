@@ -162,6 +162,12 @@ class PolicyDriver:
         """Return the newest version that at least one ready replica serves."""
         return max((replica.version for replica in self.ready()), default=None)
 
+    def oldest_in_use(self) -> int | None:
+        """Return the oldest version that a replica serves or shall serve; None if there is none."""
+        wanted = (entry.version for entry in (self.desired, self._due, self._held) if entry is not None)
+        served = (status.version for status in self._served.values() if status.has_version)
+        return min((*wanted, *served), default=None)
+
     def known(self) -> set[str]:
         """Return the worker ids of the run's replicas that are registered, ready or not."""
         return {r.worker_id for r in self._registry.owned(WorkerKind.INFERENCE, self._run_uid)}

@@ -32,6 +32,7 @@ from millrace.rollouts.batch_wire import closes_run
 from millrace.rollouts.types import Rollout
 from millrace.runlog.records.run_record import load_origin
 from millrace.runlog.recover import load_history
+from millrace.runlog.retention import RetentionRule
 from millrace.telemetry import faults
 from millrace.v1 import run_pb2
 
@@ -89,6 +90,7 @@ class RunDriver(ABC):
     def apply(self, desired: DesiredState) -> None:
         """Take what the run shall do: if it shall pause or end, its driver stops at the next turn of the loop."""
         self._desired = desired
+        self._keeper.rule = RetentionRule.of(self._context.record.settings, desired.retention)
         if desired.is_cancelled:
             self._cancelled.set()
         if desired.is_cancelled or desired.is_paused:
@@ -165,6 +167,7 @@ class RunDriver(ABC):
             keeper.watch_workers,
             keeper.watch_log,
             keeper.trim_consumed,
+            keeper.retire,
             keeper.archive_events,
             keeper.remove_damaged,
         ]

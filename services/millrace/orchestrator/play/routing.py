@@ -69,6 +69,10 @@ class Policies(Protocol):
         """Return the newest version that a ready replica serves."""
         ...
 
+    def oldest_in_use(self) -> int | None:
+        """Return the oldest version that a replica serves or shall serve; None if there is none."""
+        ...
+
     def up_to(self, version: int) -> str:
         """Return the kind of component that must act before a version is served."""
         ...

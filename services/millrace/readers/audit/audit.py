@@ -40,6 +40,7 @@ from millrace.readers.audit.records import (
     check_identity,
     read_kept,
 )
+from millrace.readers.audit.retired import RetirementCheck
 from millrace.readers.audit.rollouts import RolloutFact
 from millrace.runlog import catalogue
 from millrace.runlog.attest import Attestation, SigningKey
@@ -49,7 +50,7 @@ from millrace.storage import ObjectStore
 from millrace.v1 import audit_pb2
 
 _TRAINER = "trainer"
-_READ_ELSEWHERE = {catalogue.EPOCH, catalogue.REOPENING, catalogue.ATTESTATION}
+_READ_ELSEWHERE = {catalogue.EPOCH, catalogue.REOPENING, catalogue.RETIREMENT, catalogue.ATTESTATION}
 
 Weights = Mapping[str, tuple[str, Any]]
 """Number format and flat bits of a policy's tensors, by name."""
@@ -76,7 +77,7 @@ class Depth:
     key: SigningKey | None = None
     """Checks the signatures of attestations."""
     attestations: tuple[Attestation, ...] = ()
-    """Kept elsewhere: what they say must be so, and the store must have them, too."""
+    """KeptAs elsewhere: what they say must be so, and the store must have them, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +167,7 @@ def _audit_store(
         if depth.is_deep:
             check_other_names(audit, own=own_names)
         _look_deeper(audit, derived, depth)
+        derived.retired.tell()
         _note_unseen(audit, headers)
     except AuditStopped:
         return {}, 0  # nobody reads the report
@@ -181,11 +183,14 @@ class _Derived:
     seals: SealCheck
     policies: PolicyCheck
     checkpoints: list[CheckpointFact]
+    retired: RetirementCheck
 
     @classmethod
     def read(cls, audit: Audit, events: EventCheck, run: _Run) -> "_Derived":
         events.add(read_archives(audit), archived=True)
-        policies = PolicyCheck(audit)
+        retired = RetirementCheck(audit)
+        retired.read()
+        policies = PolicyCheck(audit, retired)
         policies.scan()
         checkpoints = check_checkpoints(audit, run_hash=run.record.run_hash)
         return cls(
@@ -194,6 +199,7 @@ class _Derived:
             seals=SealCheck(audit),
             policies=policies,
             checkpoints=checkpoints,
+            retired=retired,
         )
 
 
@@ -202,9 +208,13 @@ def _check_headers(
 ) -> HeaderCheck:
     """Walk the headers, with the rollouts in Redis and the events of each step, and return what the walk knows then."""
     steps = StepClaims(audit, derived.claims)
-    kept_from = derived.checkpoints[0].step if derived.checkpoints else run.origin.base_step
     headers = HeaderCheck(
-        audit, run_hash=run.record.run_hash, origin=run.origin, kept_from=kept_from, claims=steps, named=derived.named
+        audit,
+        run_hash=run.record.run_hash,
+        origin=run.origin,
+        retired=derived.retired,
+        claims=steps,
+        named=derived.named,
     )
     headers.run(rollouts)
     headers.blind.update(steps.finish(base_step=headers.copied_until))
@@ -220,7 +230,9 @@ def _compare_derived(audit: Audit, derived: _Derived, headers: HeaderCheck, *, r
     seals.compare(claims, closings=headers.closings, closing_key=headers.closing_key, now=now)
     saved = {step: frozenset(hashes - {""}) for step, hashes in claims.saved.items()}
     saved |= {step: saved.get(step, frozenset()) | {sha256} for step, sha256 in seals.saved.items()}
-    removed = compare_saved(audit, checkpoints, saved, kept=read_kept(run.record), base_step=base_step)
+    removed = compare_saved(
+        audit, checkpoints, saved, kept=read_kept(run.record), base_step=base_step, retired=derived.retired
+    )
     manifest = audit.names.checkpoint_manifest
     named.pruned = {manifest(step).removeprefix(audit.names.root) for step in removed}
     repaired = {fact.step for fact in checkpoints if fact.is_repaired}
@@ -228,7 +240,7 @@ def _compare_derived(audit: Audit, derived: _Derived, headers: HeaderCheck, *, r
     if run.record.kind != EVAL:  # which publishes nothing
         derived.policies.compare(first=base_step, next_step=headers.next_step, closing=headers.closing)
     derived.policies.compare_claims(claims.published, named)
-    check_token_logs(audit, claims, headers.chains)
+    check_token_logs(audit, claims, headers.chains, derived.retired)
     named.compare()
 
 
@@ -257,7 +269,7 @@ def _look_deeper(audit: Audit, derived: _Derived, depth: Depth) -> None:
                     "CHECKPOINT_DIFFERS", f"checkpoint {version} is not policy {lineage}-{version}: {problem}"
                 )
 
-    keys = [policies.facts[place].key for place in sorted(policies.facts)]
+    keys = [policies.facts[place].key for place in sorted(policies.facts.keys() - policies.retired)]
     for problem in depth.prove(audit.store, keys, audit.progress, compare):
         findings.violation("POLICY_WEIGHTS_CORRUPT", problem)
     if waiting:

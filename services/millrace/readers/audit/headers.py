@@ -12,6 +12,7 @@ from millrace.internal.v1 import batch_pb2
 from millrace.readers.audit.events import StepClaims
 from millrace.readers.audit.findings import Audit, between, some
 from millrace.readers.audit.named import ReferencedObjects
+from millrace.readers.audit.retired import RetirementCheck
 from millrace.readers.audit.rollouts import Archives, RolloutFact
 from millrace.rollouts.batch_wire import closes_run, decode_header
 from millrace.runlog.catalogue import REOPENING
@@ -37,17 +38,17 @@ class HeaderCheck:
         *,
         run_hash: str,
         origin: RunOrigin,
-        kept_from: int,
+        retired: RetirementCheck,
         claims: StepClaims,
         named: ReferencedObjects,
     ) -> None:
-        """Create the walk; chunks of step `kept_from` and later must exist, `claims` and `named` get every header."""
+        """Create the walk; what is missing must be `retired`, and `claims` and `named` get every header."""
         self._audit = audit
         self._claims = claims
         self._named = named
         self._run_hash = run_hash
         self._origin = origin
-        self._kept_from = kept_from
+        self._retired = retired
         self.ordinals = OrdinalCheck(audit, origin.frontier)
         self.chains: dict[int, bytes] = {origin.base_step - 1: origin.chain_hash}
         """H(step) by step."""
@@ -67,7 +68,6 @@ class HeaderCheck:
         self.blind: set[int] = set()
         """Steps whose headers are missing or cannot be read."""
         self._chunks_verified = 0
-        self._chunks_gone = 0
         self._scored_whole: frozenset[str] = frozenset()
         self._duplicates, self._last_duplicates = 0, 0
 
@@ -79,7 +79,7 @@ class HeaderCheck:
         audit, report = self._audit, self._audit.report
         steps = self._steps()
         self._read_records()
-        archives = Archives(audit, in_redis)
+        archives = Archives(audit, in_redis, retired=self._retired)
         for number, (step, revision, data) in enumerate(self._load(steps)):
             if number % _PROGRESS_EVERY == 0:
                 audit.progress(f"step {step} of {steps[-1][0]}")
@@ -89,12 +89,6 @@ class HeaderCheck:
                 "REOPENING_CORRUPT", f"{audit.uri(self._records[sha256])} reopens a header that did not end as FAILED"
             )
         archives.check_rest(self._scored_whole)
-        if self._chunks_gone:
-            audit.findings.not_seen(
-                "CHUNKS_RETIRED",
-                f"{self._chunks_gone} chunks of steps below {self._kept_from}, the oldest kept checkpoint, are gone, "
-                "as retention allows: what they held was not compared with their headers",
-            )
         audit.findings.note(
             "CHUNKS_VERIFIED", f"{self._chunks_verified} chunks have the sha256 that their header names"
         )
@@ -281,9 +275,7 @@ class HeaderCheck:
         self._last_epoch = max(self._last_epoch, header.writer_epoch)
 
     def _check_chunks(self, header: batch_pb2.BatchHeader) -> None:
-        verified, gone = check_chunks(self._audit, header, must_exist=header.step >= self._kept_from)
-        self._chunks_verified += verified
-        self._chunks_gone += gone
+        self._chunks_verified += check_chunks(self._audit, header, retired=self._retired)
 
     def _read_state(self, step: int, header: batch_pb2.BatchHeader) -> None:
         """Add up the duplicates that headers count, and collect the environments that score whole groups."""
@@ -430,12 +422,12 @@ def check_samples(audit: Audit, header: batch_pb2.BatchHeader, trained: set[int]
         )
 
 
-def check_chunks(audit: Audit, header: batch_pb2.BatchHeader, *, must_exist: bool) -> tuple[int, int]:
-    """Read every chunk and compare size and sha256 with the header; return how many are right, and how many are gone.
+def check_chunks(audit: Audit, header: batch_pb2.BatchHeader, *, retired: RetirementCheck) -> int:
+    """Read every chunk and compare size and sha256 with the header; return how many are right.
 
-    A missing chunk is a violation if it `must_exist`, and counts as gone only otherwise.
+    A missing chunk is a violation unless it was `retired`.
     """
-    verified = gone = 0
+    verified = 0
     for index, chunk in enumerate(header.chunks):
         where = f"chunk {index} of batch {header.step} ({audit.uri(chunk.key) if chunk.key else 'without a key'})"
         if not chunk.key:
@@ -448,10 +440,8 @@ def check_chunks(audit: Audit, header: batch_pb2.BatchHeader, *, must_exist: boo
             read_chunk(audit.store, header, index)
             verified += 1
         except NotFoundError:
-            if must_exist:
+            if not retired.covers(chunk.key):
                 audit.findings.violation("CHUNK_MISSING", f"{where} does not exist")
-            else:
-                gone += 1
         except CorruptObjectError as error:
             audit.findings.violation("CHUNK_CORRUPT", f"{where}: {error.message}")
-    return verified, gone
+    return verified

@@ -11,6 +11,7 @@ from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError, InvalidSpecError, NotFoundError
 from millrace.internal.v1 import batch_pb2
 from millrace.readers.audit.findings import Audit
+from millrace.readers.audit.retired import retires_checkpoints_only
 from millrace.runlog.catalogue import POLICY_OBJECT, finding_at, is_place
 from millrace.runlog.names import Deployment
 from millrace.runlog.records.known import describe
@@ -121,7 +122,7 @@ def check_unnamed(
         own = info.key.removeprefix(audit.names.root)
         if info.key == audit.names.tombstone:
             audit.findings.violation(
-                "TOMBSTONE", f"{audit.uri(info.key)} says that the run is being deleted, and nothing deletes runs"
+                "TOMBSTONE", f"{audit.uri(info.key)} says that the run is being deleted, and its deletion has not ended"
             )
         elif not is_place(own):
             audit.findings.violation("OBJECT_UNNAMED", f"{audit.uri(info.key)} is no object of a run")
@@ -209,6 +210,8 @@ class _Late:
             return own.startswith(its_files) and (self._state != "SUCCEEDED" or not has_published)
         if self._state == "SUCCEEDED":
             return False
+        if own.startswith("retirements/"):
+            return retires_checkpoints_only(self._audit, own)
         if version := _version_of(own):
             lineage, newest = self._newest
             return version[0] == lineage and newest < version[1] <= self._closing.step

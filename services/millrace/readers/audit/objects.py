@@ -13,7 +13,8 @@ from millrace.internal.v1 import batch_pb2
 from millrace.readers.audit.events import EventClaims
 from millrace.readers.audit.findings import MAX_PER_CHECK, Audit, gaps
 from millrace.readers.audit.named import ReferencedObjects
-from millrace.runlog.catalogue import EVENT_ARCHIVE, TOKEN_LOG
+from millrace.readers.audit.retired import RetirementCheck
+from millrace.runlog.catalogue import EVENT_ARCHIVE, TOKEN_LOG, KeptAs
 from millrace.runlog.records.run_record import checkpoint_at, list_objects, policy_at
 from millrace.runlog.redis.entry import Entry, id_order
 from millrace.storage.base import find_newest, newest_revision
@@ -82,16 +83,22 @@ def compare_saved(
     *,
     kept: tuple[int | None, int | None],
     base_step: int,
+    retired: RetirementCheck,
 ) -> set[int]:
     """Report saved checkpoints that are missing although retention keeps them, or changed; return the removed steps.
 
     `saved` are the manifests' hashes by step, as events and seals name them; `kept` are `keep_last` and
     `keep_interval`. Retention keeps the newest `keep_last` of those that were saved, and the multiples of
-    `keep_interval`.
+    `keep_interval`. What it has removed is `retired`; a run of which no record says so was pruned before there were
+    records, and is taken at its config.
     """
     there = {fact.step: fact for fact in facts}
     known = sorted({*there, *saved, *([base_step] if base_step else ())})
-    promised = _promised(known, *kept)
+    if retired.has(KeptAs.CHECKPOINTS):
+        keys = {step: audit.names.checkpoint_manifest(step) for step in known if step not in there}
+        promised = {step for step, key in keys.items() if not _has_no_manifest(audit, step) or not retired.covers(key)}
+    else:
+        promised = _promised(known, *kept)
     for step in known:
         if step not in there and step in promised and _has_no_manifest(audit, step):
             uri = audit.uri(audit.names.checkpoint_manifest(step))
@@ -199,7 +206,7 @@ def _check_name(audit: Audit, key: str, entries: list[Entry]) -> None:
 # Token logs: each is what its event says.
 
 
-def check_token_logs(audit: Audit, claims: EventClaims, chains: Mapping[int, bytes]) -> None:
+def check_token_logs(audit: Audit, claims: EventClaims, chains: Mapping[int, bytes], retired: RetirementCheck) -> None:
     """Compare the trainer's log-probs with the events that name them: their size, in a deep audit their bytes.
 
     One that no event names has to be of the run, of the step and lineage in its key, and of that step's chain hash.
@@ -208,9 +215,10 @@ def check_token_logs(audit: Audit, claims: EventClaims, chains: Mapping[int, byt
         if TOKEN_LOG.parse(own) is None:
             audit.findings.violation("TOKEN_LOG_MISNAMED", f"an event names {own[:200]!r}, which is no token log")
             continue
-        problems = [
-            audit.object_problem(audit.names.root + own, size_bytes, sha256) for sha256, size_bytes in sorted(expected)
-        ]
+        key = audit.names.root + own
+        problems = [audit.object_problem(key, size_bytes, sha256) for sha256, size_bytes in sorted(expected)]
+        if any(problems) and audit.store.head(key) is None and retired.covers(key):
+            continue
         for problem in filter(None, problems):
             audit.object_violation("TOKEN_LOG", "log-probs of the trainer", problem)
     unclaimed = [own for own in list_objects(audit.store, audit.names, TOKEN_LOG) if own not in claims.token_logs]
@@ -238,7 +246,7 @@ def _check_unclaimed(audit: Audit, own: str, chains: Mapping[int, bytes]) -> Non
 
 # Published policies: every version once, none left out, named as they are stored, their digests as events have them.
 #
-# Nothing removes a version: later ones may be deltas against it, so every object of every version must be there.
+# Manifests stay as long as the run. An object of a version that is missing was retired, or somebody has taken it.
 
 _CORRUPT = "POLICY_CORRUPT"
 
@@ -264,8 +272,11 @@ class PolicyFact:
 class PolicyCheck:
     """Lists the published versions first, and compares them with the headers once these are known."""
 
-    def __init__(self, audit: Audit) -> None:
+    def __init__(self, audit: Audit, retired: RetirementCheck) -> None:
         self._audit = audit
+        self._retired = retired
+        self.retired: set[tuple[int, int]] = set()
+        """Lineage and version of those that lack an object that was retired."""
         self._lineages: defaultdict[int, list[int]] = defaultdict(list)
         """version → its lineages, ascending."""
         self.facts: dict[tuple[int, int], PolicyFact] = {}
@@ -407,7 +418,7 @@ class PolicyCheck:
             manifest = decode_object(data, what=f"{what} ({audit.uri(key)})", reason=_CORRUPT)
             self._check_identity(manifest, lineage, version)
             self._check_digest(manifest, what)
-            self._check_objects(manifest, what)
+            self._check_objects(manifest, what, place=(lineage, version))
             encodings = manifest["encodings"]
             self.facts[lineage, version] = PolicyFact(
                 lineage=lineage,
@@ -421,14 +432,16 @@ class PolicyCheck:
                 is_repaired=is_repaired,
             )
 
-    def _check_objects(self, manifest: Mapping[str, Any], what: str) -> None:
+    def _check_objects(self, manifest: Mapping[str, Any], what: str, *, place: tuple[int, int]) -> None:
         named = [item for encoding in manifest["encodings"] for item in encoding["objects"]]
         for item in (*named, *manifest["files"]):
             problem = self._objects.get(item["key"])
             if problem is None:
                 problem = self._audit.object_problem(item["key"], item["size_bytes"], item["sha256"])
                 self._objects[item["key"]] = problem
-            if problem:
+            if problem and self._audit.store.head(item["key"]) is None and self._retired.covers(item["key"]):
+                self.retired.add(place)
+            elif problem:
                 self._audit.object_violation("POLICY", what.removeprefix("manifest of "), problem)
 
     def _check_digest(self, manifest: Mapping[str, Any], what: str) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import batch_pb2
 from millrace.readers.audit.findings import Audit
+from millrace.readers.audit.retired import RetirementCheck
 from millrace.rollouts.batch_wire import closes_run
 from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
 from millrace.rollouts.wire import decode_archive
@@ -53,8 +54,11 @@ def is_trainable(rollout: Rollout) -> bool:
 class Archives:
     """Checks the archive of every header, together with the rollouts that Redis still holds."""
 
-    def __init__(self, audit: Audit, in_redis: dict[tuple[int, int], list[RolloutFact]]) -> None:
+    def __init__(
+        self, audit: Audit, in_redis: dict[tuple[int, int], list[RolloutFact]], *, retired: RetirementCheck
+    ) -> None:
         self._audit = audit
+        self._retired = retired
         self._in_redis = in_redis
         self._by_ordinal: defaultdict[int, set[int]] = defaultdict(set)
         for ordinal, member in in_redis:
@@ -112,8 +116,11 @@ class Archives:
                 "ARCHIVE_MISSING", f"{what} is {header.rollouts_key!r}, which is no object of this run"
             )
             return None
-        data = self._audit.get(header.rollouts_key, missing="ARCHIVE_MISSING", what=what)
+        data = self._audit.get(header.rollouts_key)
         if data is None:
+            if self._audit.store.head(header.rollouts_key) is None and not self._retired.covers(header.rollouts_key):
+                where = self._audit.uri(header.rollouts_key)
+                self._audit.findings.violation("ARCHIVE_MISSING", f"{what} {where} does not exist")
             return None
         where = f"{what} ({self._audit.uri(header.rollouts_key)})"
         if hashlib.sha256(data).digest() != header.rollouts_sha256:

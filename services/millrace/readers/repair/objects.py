@@ -29,6 +29,7 @@ from millrace.runlog.catalogue import ObjectKind
 from millrace.runlog.event_archive import decode_archive
 from millrace.runlog.names import Names, Stream
 from millrace.runlog.records.frontier import chain_hash
+from millrace.runlog.records.retirement import Retirement
 from millrace.runlog.records.revisions import list_headers
 from millrace.runlog.records.sealed import Seal
 from millrace.runlog.redis.entry import Entry, decode_entry, scan
@@ -133,6 +134,10 @@ class Workbench:
     repairs: list[Repair] = field(default_factory=list)
     examined: set[str] = field(default_factory=set)
     """Keys that were looked at."""
+    retired: Retirement | None = None
+    """What retention has removed."""
+    num_retired: int = 0
+    """Objects that are missing because of that."""
     good: dict[str, bytes] = field(default_factory=dict)
     """Bytes that a dry run would restore: what follows from them is looked at, too."""
 
@@ -166,7 +171,7 @@ class Workbench:
         stored, problem = _read(self.store, key)
         if stored is not None and not (problem := judge(stored)):
             return stored
-        if problem == MISSING and may_be_gone:
+        if problem == MISSING and (may_be_gone or self._is_retired(key)):
             return None
         tried: list[str] = []
         if self.backup is not None:
@@ -187,7 +192,8 @@ class Workbench:
         return None
 
     def examine_file(self, key: str, *, sha256: str, size_bytes: int, prover: str, without: str = "") -> bool:
-        """Return whether a large object is there with its hash, or the backup has it, from which it is restored.
+        """Return whether a large object is there with its hash, was retired, or the backup has it, from which it is
+        restored.
 
         Only a repair that `is_applied` writes. `prover` names the object that has the hash, `without` says how
         the run does without it. The object passes through a file.
@@ -198,7 +204,7 @@ class Workbench:
             self._give_up(key, "it is named, and is no object of this run", [], "")
             return False
         problem = _file_problem(self.store, key, sha256=sha256, size_bytes=size_bytes)
-        if not problem:
+        if not problem or (problem == MISSING and self._is_retired(key)):
             return True
         tried: list[str] = []
         if self.backup is not None:
@@ -224,6 +230,21 @@ class Workbench:
             return check_key(key).startswith((self.names.root, *deployment))
         except InvalidSpecError:
             return False
+
+    def tell_retired(self) -> None:
+        """Note that objects are missing which nobody needs: they were retired."""
+        if self.retired is not None and self.num_retired:
+            key, why = (
+                self.names.retirement(self.retired.number),
+                ", ".join(each.why for each in self.retired.retired.values()),
+            )
+            problem = f"{self.num_retired} objects do not exist"
+            self._note(key, problem, "", RepairState.NOT_NEEDED, f"they were retired, as {why} says", "")
+
+    def _is_retired(self, key: str) -> bool:
+        is_retired = self.retired is not None and self.retired.covers(key.removeprefix(self.names.root))
+        self.num_retired += is_retired
+        return is_retired
 
     def exists(self, key: str) -> bool:
         """Return whether a key is one that a repair may touch, and has an object."""

@@ -6,6 +6,7 @@ is looked at before what it proves. See `objects` for how bytes get to their pla
 """
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable
@@ -32,6 +33,7 @@ from millrace.runlog.event_archive import decode_archive, encode_archive
 from millrace.runlog.names import Deployment, Names
 from millrace.runlog.records.known import manifest_digest
 from millrace.runlog.records.numbered import GENERATION_ROLE
+from millrace.runlog.records.retirement import newest_retirement
 from millrace.runlog.records.revisions import Reopening, parse_reopening
 from millrace.runlog.records.run_record import RunRecord, list_checkpoints, list_objects, list_policies, parse_origin
 from millrace.runlog.records.sealed import Seal
@@ -72,6 +74,8 @@ def _repair(bench: Workbench) -> None:
     if run_json is not None:
         _repair_names(bench, run_json)
     _repair_reopenings(bench, headers)
+    with contextlib.suppress(CorruptObjectError):  # told of with the numbered objects
+        bench.retired = newest_retirement(bench.store, bench.names)
     pins = _pins(bench, headers)
     kept_from = next(list_checkpoints(bench.store, bench.names), 0)  # batches since then are needed
     for at, (_, header) in headers.items():
@@ -83,7 +87,6 @@ def _repair(bench: Workbench) -> None:
                 of_hash(sha256),
                 prover=f"header {at[0]}",
                 candidates=[("Redis", held)],
-                may_be_gone=header.step < kept_from,
                 without="" if header.step >= kept_from else f"checkpoint {kept_from} has what it taught",
             )
         if header.rollouts_key:
@@ -96,6 +99,7 @@ def _repair(bench: Workbench) -> None:
     _repair_token_logs(bench)
     _repair_checkpoints(bench, headers)
     _repair_policies(bench, headers)
+    bench.tell_retired()
 
 
 def _repair_run_json(bench: Workbench, headers: dict[Position, Header]) -> bytes | None:

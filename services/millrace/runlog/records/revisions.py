@@ -22,6 +22,7 @@ from millrace.rollouts.types import Rollout
 from millrace.rollouts.wire import decode_archive
 from millrace.runlog.catalogue import BATCH_HEADER
 from millrace.runlog.names import Names
+from millrace.runlog.records.retirement import explain
 from millrace.runlog.records.run_record import load_origin
 from millrace.storage.base import MAX_GET_BYTES, ObjectStore
 
@@ -176,9 +177,12 @@ def read_header(store: ObjectStore, names: Names, step: int, revision: int = 0) 
 
 
 def read_chunk(store: ObjectStore, header: batch_pb2.BatchHeader, index: int) -> bytes:
-    """Return a chunk that a committed header names; `CorruptObjectError` if it is not what the header says."""
+    """Return a chunk that a committed header names; `CorruptObjectError` if it is not what the header says.
+
+    `NotFoundError` if it is gone; it says so if the chunk was retired.
+    """
     chunk = header.chunks[index]
-    data = store.get(chunk.key, max_bytes=min(chunk.size_bytes, MAX_GET_BYTES))
+    data = _get(store, chunk.key, max_bytes=min(chunk.size_bytes, MAX_GET_BYTES))
     verify_chunk(header, index, data)
     return data
 
@@ -186,11 +190,12 @@ def read_chunk(store: ObjectStore, header: batch_pb2.BatchHeader, index: int) ->
 def read_archive(store: ObjectStore, header: batch_pb2.BatchHeader) -> bytes:
     """Return the archive of the rollouts that a committed header resolves, as it is stored; empty if it names none.
 
-    `NotFoundError` if it is gone, `CorruptObjectError` if it is not what the header says.
+    `NotFoundError` if it is gone, which says so if it was retired; `CorruptObjectError` if it is not what the header
+    says.
     """
     if not header.rollouts_key:
         return b""
-    data, where = store.get(header.rollouts_key), store.uri(header.rollouts_key)
+    data, where = _get(store, header.rollouts_key), store.uri(header.rollouts_key)
     if hashlib.sha256(data).digest() != header.rollouts_sha256:
         raise CorruptObjectError(
             f"the archive of batch {header.step} ({where}) has not the sha256 that its header names",
@@ -198,6 +203,14 @@ def read_archive(store: ObjectStore, header: batch_pb2.BatchHeader) -> bytes:
             remedy="restore the object from a replica of the bucket (`millrace run repair`)",
         )
     return data
+
+
+def _get(store: ObjectStore, key: str, *, max_bytes: int = MAX_GET_BYTES) -> bytes:
+    """Return an object that a header names; the `NotFoundError` of one that was retired names the record."""
+    try:
+        return store.get(key, max_bytes=max_bytes)
+    except NotFoundError as error:
+        raise explain(store, key, error) from error
 
 
 def read_rollouts(store: ObjectStore, header: batch_pb2.BatchHeader) -> list[Rollout]:

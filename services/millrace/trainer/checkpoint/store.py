@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import secrets
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,10 +23,12 @@ import torch
 from millrace.config.sections.shared import CheckpointConfig
 from millrace.decoding import Fields
 from millrace.errors import ConflictError, CorruptObjectError, NotFoundError
+from millrace.runlog.catalogue import KeptAs
 from millrace.runlog.names import Names
+from millrace.runlog.records.retirement import Retired
 from millrace.runlog.records.run_record import checkpoint_at, list_checkpoints
+from millrace.runlog.retention import record_retirement, remove_place
 from millrace.storage.base import ObjectStore, find_newest, newest_revision, next_revision
-from millrace.storage.clean_up import delete
 from millrace.storage.scratch import owned_directory
 from millrace.telemetry import faults, progress
 from millrace.telemetry.faults import Point
@@ -69,7 +71,9 @@ class WrittenCheckpoint:
 class CheckpointStore:
     """The checkpoints of one run in the object store."""
 
-    def __init__(self, store: ObjectStore, names: Names, *, gang: Gang) -> None:
+    def __init__(self, store: ObjectStore, names: Names, *, gang: Gang, is_logged: bool = True) -> None:
+        """Create it; `is_logged` says that a run's log has them, so that a record of it comes before a removal."""
+        self._is_logged = is_logged
         self._store = store
         self._names = names
         self._gang = gang
@@ -202,6 +206,8 @@ class CheckpointStore:
             return [], []
         steps = [step for step in self.steps() if step not in self._damaged]
         kept = set(steps[-config.keep_last :]) | self._damaged
+        if self._is_logged and steps:
+            self._retire(steps, config, keep_last=config.keep_last)
         dropped, left = list[int](), list[Leftover]()
         for prefix in list(self._store.list_prefixes(self._names.checkpoints)):
             step = checkpoint_at(self._names, prefix)
@@ -209,7 +215,7 @@ class CheckpointStore:
                 continue
             if config.keep_interval and step % config.keep_interval == 0:
                 continue
-            stays = self._delete(prefix)
+            stays = remove_place(self._store, self._names, KeptAs.CHECKPOINTS, step=step)
             left += stays
             if not stays:
                 dropped.append(step)
@@ -217,23 +223,15 @@ class CheckpointStore:
                 break
         return dropped, left
 
-    def _delete(self, prefix: str) -> list[Leftover]:
-        """Delete what is under the prefix of a step, manifests first; return what stays.
-
-        While a manifest stays, so does what it names: a checkpoint is whole or none.
-        """
-        keys = [item.key for item in self._store.list(prefix)]
-        manifests = [key for key in keys if "/" not in key.removeprefix(prefix)]
-        for group in (manifests, [key for key in keys if key not in set(manifests)]):
-            left = list[Leftover]()
-            for key in group:
-                if (stays := delete(self._store, key, what="checkpoint object")) is not None:
-                    left.append(stays)
-                if len(left) >= _MAX_LEFT:
-                    break
-            if left:
-                return left
-        return []
+    def _retire(self, steps: Sequence[int], config: CheckpointConfig, *, keep_last: int) -> None:
+        """Record which of the whole checkpoints the config gives up, before the first of them goes."""
+        below = steps[-keep_last:][0]
+        at_interval = (step for step in steps if config.keep_interval and step % config.keep_interval == 0)
+        keeps = frozenset(step for step in (*at_interval, *self._damaged) if step < below)
+        why = f"ckpt.keep_last = {keep_last}"
+        wanted = {KeptAs.CHECKPOINTS: Retired(below=below, keeps=keeps, why=why)}
+        record_retirement(self._store, self._names, wanted, by="trainer")
+        faults.reach(Point.RETENTION_RECORDED, step=below)
 
     def _key(self, step: int) -> str:
         return self._names.checkpoint_manifest(step)

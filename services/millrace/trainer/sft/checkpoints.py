@@ -362,7 +362,7 @@ class SFTCheckpoints:
         self._training = {**_flat(_training(config)), **data}
         self._run_hash = hashlib.sha256(json.dumps(self._training, sort_keys=True).encode()).hexdigest()
         self._store = LocalStore(directory, setting="output_dir", retry=_RETRY)
-        self._checkpoints = CheckpointStore(self._store, _NAMES, gang=gang)
+        self._checkpoints = CheckpointStore(self._store, _NAMES, gang=gang, is_logged=False)
         self._author = Author(run_hash=self._run_hash, epoch=0, determinism="best_effort", base_digest=base_digest)
         self._checkpointer = Checkpointer(self._checkpoints, config.ckpt, gang=gang, author=self._author)
         self._resume_step = config.ckpt.resume_step

@@ -2,7 +2,7 @@
 
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError
-from millrace.runlog.catalogue import DENSE, HEADER, ObjectKind
+from millrace.runlog.catalogue import DENSE, HEADER, KeptAs, ObjectKind
 
 RECIPE = ObjectKind(
     name="recipe",
@@ -11,6 +11,7 @@ RECIPE = ObjectKind(
     numbering=DENSE,
     finding="RECIPE",
     named_by=(HEADER,),
+    kept=KeptAs.RUN,
 )
 
 

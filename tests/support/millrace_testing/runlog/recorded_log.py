@@ -4,7 +4,9 @@ import dataclasses
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 import redis.asyncio as redis_asyncio
@@ -31,6 +33,7 @@ from millrace.runlog.records.known import KnownObjects
 from millrace.runlog.records.run_record import load_origin
 from millrace.runlog.records.scores import load_scores, name_scores, store_scores
 from millrace.runlog.records.token_logs import store_token_log
+from millrace.runlog.retention import Retention, RetentionRule, RunNeeds
 from millrace.runlog.seal import write_seal
 from millrace.storage import ObjectStore
 from millrace.storage.base import revision_key, with_checksum
@@ -230,11 +233,13 @@ async def record(
     scored: bool = False,
     name: str = "demo",
     ends: str = "SUCCEEDED",
+    rules: Mapping[int, RetentionRule] = MappingProxyType({}),
 ) -> Recorded:
     """Return two groups of two members a step (ordinals 3 n and 3 n + 1), and one that is dropped (3 n + 2).
 
     `seed` changes weights and rewards; `scored`: a teacher has scored the rollouts, log-probs of the trainer are
-    stored, and each step has tokens of its own. `ends` is the state in which it ends, if it `closes`.
+    stored, and each step has tokens of its own. `ends` is the state in which it ends, if it `closes`. `rules`: by
+    which rules of retention something is retired behind a step.
     """
     run = Recorded(log=log, redis=redis, store=store, chain=load_origin(store, log.names).chain_hash, seed=seed)
     store.create(Deployment(log.names.prefix).name_object(name), log.uid.encode())
@@ -242,7 +247,7 @@ async def record(
     trainer = await log.acquire_epoch("trainer", "t")
     events, reports = EventWriter(log, "orchestrator-1"), EventWriter(log, "trainer-1")
     archive, known = EventArchive(log), KnownObjects()
-    frontier = Frontier()
+    frontier, retention = Frontier(), Retention(store, log.names, first=0, by="orchestrator-1")
 
     async def announce(version: int) -> None:
         entry = publish(run, version)
@@ -292,6 +297,10 @@ async def record(
         await reports.write(event_pb2.Event(step_completed=event_pb2.StepCompleted(step=step, chain_hash=chain)))
         if scored:
             await reports.write(token_log(run, step))
+        if step in rules:
+            done = [each for each in checkpoints if each <= step + 1]
+            view = RunNeeds(next_step=step + 1, checkpoints=done, newest_policy=(0, step + 1))
+            assert retention.run(rules[step], view) == []
         if step % 5 == 4:
             await log.write_intent("pause", {"step": step})
             await events.flush()

@@ -21,6 +21,7 @@ from millrace.runlog.names import Deployment, Names, new_uid
 from millrace.runlog.records.known import describe
 from millrace.runlog.records.numbered import create_epoch
 from millrace.runlog.records.run_record import load_origin
+from millrace.runlog.retention import RetentionRule
 from millrace.storage import ObjectStore
 from millrace.storage.base import with_checksum
 from millrace.storage.local import LocalStore
@@ -30,6 +31,7 @@ from millrace_testing.runlog.recorded_log import record
 
 STEPS = 12
 CHECKPOINTS = (5, 10, STEPS)
+RULES = {6: RetentionRule(batches=2), 10: RetentionRule(batches=2, policies=2)}
 PREFIX = "tampered"
 
 
@@ -122,7 +124,9 @@ async def record_run(store: LocalStore, redis_url: str, name: str, uid: str, *, 
     await create_epoch(store, names, "log", "rebuilder")
     store.create(names.generation(2), b"")
     store.create(Deployment(PREFIX).request_object(f"request-{name}"), uid.encode())
-    await record(log, redis, store, steps=STEPS, checkpoints=CHECKPOINTS, seed=seed, scored=True, name=name)
+    await record(
+        log, redis, store, steps=STEPS, checkpoints=CHECKPOINTS, seed=seed, scored=True, name=name, rules=RULES
+    )
     await redis.delete(*names.all_keys)
     await redis.aclose()
     return names
@@ -174,11 +178,15 @@ def rehash(scene: Scene) -> None:
     """Recompute every hash in manifests, headers and checkpoints; events, seal and attestation stay."""
     store, names = scene.store, scene.names
 
+    def is_kept(key: str) -> bool:
+        return bool(key) and store.head(key) is not None
+
     def hashes(key: str) -> None:
         manifest = json.loads(store.get(key))
         named = [item for each in manifest.get("encodings", ()) for item in each["objects"]]
         for item in (*named, *manifest.get("files", ()), *manifest.get("objects", ())):
-            item["sha256"] = hashlib.sha256(store.get(item["key"])).hexdigest()
+            if is_kept(item["key"]):
+                item["sha256"] = hashlib.sha256(store.get(item["key"])).hexdigest()
         store.put(key, canonical(manifest))
 
     for info in list(store.list(names.policies)):
@@ -188,9 +196,9 @@ def rehash(scene: Scene) -> None:
     chains: dict[int, bytes] = {}
     for step in range(STEPS + 1):
         header = read_header(store, names, step)
-        for chunk in header.chunks:
+        for chunk in header.chunks if is_kept(header.rollouts_key) else ():
             chunk.sha256 = hashlib.sha256(store.get(chunk.key)).digest()
-        if header.rollouts_key:
+        if is_kept(header.rollouts_key):
             header.rollouts_sha256 = hashlib.sha256(store.get(header.rollouts_key)).digest()
         for item in header.objects:
             item.CopyFrom(describe(names, item.key, store.get(names.root + item.key)))

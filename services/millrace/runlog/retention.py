@@ -1,0 +1,300 @@
+"""Retention: what of a run may go, by the classes of the catalogue, and how it goes.
+
+    plan       the config keys, the checkpoints, the policies in use  →  what is retired of each class
+    record     `retirements/{number}.json` (`records/retirement.py`), before the first object goes
+    remove     the objects of every step or version that the record adds; what stays is tried again
+
+A process that dies in between leaves a record whose objects are still there: the next pass begins with them. What is
+retired never comes back. Everything here reads and writes the store (blocking).
+"""
+
+import datetime
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from types import MappingProxyType
+from typing import Any
+
+from millrace.config import EvalRunConfig, RLConfig
+from millrace.errors import CorruptObjectError, NotFoundError
+from millrace.runlog import catalogue
+from millrace.runlog.catalogue import POLICY_MANIFEST, KeptAs, ObjectKind
+from millrace.runlog.names import Names
+from millrace.runlog.records.retirement import Retired, Retirement, newest_retirement
+from millrace.storage import ObjectStore
+from millrace.storage.base import find_newest
+from millrace.storage.clean_up import delete_all
+from millrace.telemetry import faults
+from millrace.telemetry.leftovers import Leftover
+
+logger = logging.getLogger(__name__)
+
+MOST_PER_PASS = 1024
+"""Most steps or versions that one record adds: where retention is switched on late, the run is caught up in passes."""
+_AT_ONCE = 8  # steps or versions whose objects are removed at once
+_MAX_LEFT = 3  # objects that cannot be deleted, until a pass gives up for this time
+_NAMES = {KeptAs.BATCHES: "batch object", KeptAs.POLICIES: "policy object", KeptAs.CHECKPOINTS: "checkpoint object"}
+_OF_RULES = (KeptAs.BATCHES, KeptAs.POLICIES)  # the trainer retires checkpoints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionRule:
+    """What the config keys of a run promise to keep; None keeps everything."""
+
+    batches: int | None = None
+    """Newest steps that can be replayed, forked at and exported."""
+    policies: int | None = None
+    """Newest versions that can be loaded."""
+
+    @classmethod
+    def of(cls, config: RLConfig | EvalRunConfig, asked: Mapping[str, Any] = MappingProxyType({})) -> "RetentionRule":
+        """Return the rule of a run's config; `asked` is what a `run resume` has put in the place of its keys."""
+        if not isinstance(config, RLConfig):
+            return cls()  # an evaluation is read as a whole
+        settings = config.orchestrator
+        named = {"batches": settings.retain_batches, "policies": settings.retain_policies, **asked}
+        return cls(batches=_number(named["batches"]), policies=_number(named["policies"]))
+
+    @property
+    def stride(self) -> int:
+        """Return how many steps a run grows from pass to pass: an eighth of what it keeps."""
+        return max(1, min(number for number in (self.batches, self.policies, 1 << 16) if number is not None) // 8)
+
+    def __bool__(self) -> bool:
+        """Return whether anything is ever retired."""
+        return self.batches is not None or self.policies is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunNeeds:
+    """What of a run decides what is needed."""
+
+    next_step: int
+    """The step after the last committed one."""
+    checkpoints: Sequence[int]
+    """Steps of the committed checkpoints, ascending."""
+    newest_policy: tuple[int, int] | None = None
+    """Lineage and version of the newest published policy."""
+    oldest_in_use: int | None = None
+    """Oldest version that a replica serves or shall serve; None if none does."""
+
+
+def plan(rule: RetentionRule, view: RunNeeds, anchor_of: Callable[[int, int], int]) -> dict[KeptAs, Retired]:
+    """Return what the rule retires of each class.
+
+    `anchor_of` returns, for the newest lineage (at most the first argument) of a version (the second), the oldest
+    version whose objects it is made of. Nothing is retired before there is a checkpoint: until then the trainer begins
+    anew with the first batch.
+
+    A run stays resumable at its newest two checkpoints, since one may turn out to be damaged: what comes after the
+    older one is never retired.
+    """
+    resumable = list(view.checkpoints[-2:])
+    found: dict[KeptAs, Retired] = {}
+    if not resumable:
+        return found
+    if rule.batches is not None:
+        promised = view.next_step - rule.batches
+        base = max((step for step in view.checkpoints if step <= promised), default=0)
+        why = f"orchestrator.retain_batches = {rule.batches}"
+        found[KeptAs.BATCHES] = Retired(below=min(base, resumable[0]), why=why)
+    if rule.policies is not None and view.newest_policy is not None:
+        lineage, version = view.newest_policy
+        used = version if view.oldest_in_use is None else view.oldest_in_use
+        oldest = max(0, min(version - rule.policies + 1, used, resumable[0]))
+        below = anchor_of(lineage, oldest)
+        kept = [range(anchor_of(lineage, step), step + 1) for step in view.checkpoints if step < below]
+        keeps = frozenset(number for numbers in kept for number in numbers if number < below)
+        why = f"orchestrator.retain_policies = {rule.policies}"
+        found[KeptAs.POLICIES] = Retired(below=below, keeps=keeps, lineage=lineage, why=why)
+    return found
+
+
+class _StoppedError(Exception):
+    """Nobody waits for a pass any more. Never leaves this module."""
+
+
+class Retention:
+    """The retention of one run, of one writer. `run` is repeated as the run grows."""
+
+    def __init__(self, store: ObjectStore, names: Names, *, first: int, by: str) -> None:
+        """Create it; `first` is the first step that the run may have, and `by` is recorded as the writer."""
+        self._store, self._names, self._by = store, names, by
+        self._first = first
+        self.stopping = threading.Event()
+        """Ends a pass at its next step or version; a later one goes on with it."""
+        self._anchors: dict[tuple[int, int], int] = {}
+        self._first_lineage = 0
+        """Older lineages have none of the versions that are not retired yet."""
+        self._removed: Retirement | None = None
+        """The newest record whose objects are gone as far as this writer knows; None before the first look."""
+
+    def run(self, rule: RetentionRule, view: RunNeeds) -> list[Leftover]:
+        """Do one pass: end the one before, write a record of what the rule gives up besides, and remove it.
+
+        Returns what cannot be removed now; the next pass tries it again before it retires more.
+        """
+        try:
+            return self._run(rule, view)
+        except _StoppedError:
+            return []
+
+    def _run(self, rule: RetentionRule, view: RunNeeds) -> list[Leftover]:
+        newest = newest_retirement(self._store, self._names) if self._removed is None else self._removed
+        if newest is not None and self._removed is None:
+            # Nobody knows how far the writer of the last record came.
+            before = _previous(self._store, self._names, newest)
+            if left := self._remove(newest, before):
+                return left
+        self._removed = newest or _nothing(self._names)
+        wanted = _bounded(plan(rule, view, self._anchor_of), self._removed, first=self._first)
+        record = record_retirement(self._store, self._names, wanted, by=self._by)
+        if record is None:
+            return []
+        faults.reach(faults.Point.RETENTION_RECORDED, step=view.next_step)
+        before, self._removed = self._removed, None
+        if left := self._remove(record, before):
+            return left
+        self._removed = record
+        logger.info("retired", extra={"uid": self._names.uid, "record": record.number, **_in_numbers(record)})
+        return []
+
+    def _anchor_of(self, lineage: int, version: int) -> int:
+        """Return the oldest version that a policy is made of; its own where it is not in the store."""
+        if (lineage, version) not in self._anchors:
+            self._anchors[lineage, version] = self._read_anchor(lineage, version)
+        return self._anchors[lineage, version]
+
+    def _read_anchor(self, lineage: int, version: int) -> int:
+        for number in range(lineage, -1, -1):
+            key = find_newest(self._store, self._names.policy_manifest(number, version))
+            if key is not None:
+                manifest = POLICY_MANIFEST.decode(self._store.get(key), where=self._store.uri(key))
+                return min(int(manifest.anchor), version)
+        return version
+
+    def _remove(self, record: Retirement, before: Retirement) -> list[Leftover]:
+        """Remove what a record adds to the one before it; returns what stays, the rest waits for the next pass."""
+        left: list[Leftover] = []
+        for kept in _OF_RULES:
+            work = partial(self._remove_number, kept, record.of(kept).lineage)
+            numbers = (number for number in added(record.of(kept), before.of(kept)) if number >= self._first)
+            with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="retention") as pool:
+                while len(left) < _MAX_LEFT and (window := list(islice(numbers, _AT_ONCE))):
+                    if self.stopping.is_set():
+                        raise _StoppedError
+                    for stays in pool.map(work, window):
+                        left += stays
+                    faults.reach(faults.Point.RETENTION_MID_PASS, step=window[-1])
+        return left
+
+    def _remove_number(self, kept: KeptAs, lineage: int, number: int) -> list[Leftover]:
+        if kept is not KeptAs.POLICIES:
+            return remove_place(self._store, self._names, kept, step=number)
+        left = list[Leftover]()
+        for each in range(self._first_lineage, lineage + 1):
+            left += remove_place(self._store, self._names, kept, lineage=each, version=number)
+        return left
+
+
+def record_retirement(
+    store: ObjectStore, names: Names, wanted: Mapping[KeptAs, Retired], *, by: str
+) -> Retirement | None:
+    """Write the record that retires what is `wanted` besides what is retired already; None if that is nothing.
+
+    What others have retired meanwhile stays retired.
+    """
+    while True:
+        newest = newest_retirement(store, names) or _nothing(names)
+        retired = {**newest.retired, **{kept: _joined(each, newest.of(kept)) for kept, each in wanted.items()}}
+        if all(next(added(retired[kept], newest.of(kept)), None) is None for kept in wanted):
+            return None
+        time = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        record = Retirement(number=newest.number + 1, run_uid=names.uid, retired=retired, by=by, time=time)
+        if store.create(names.retirement(record.number), record.encode()):
+            return record
+
+
+def added(retired: Retired, before: Retired) -> Iterator[int]:
+    """Yield the numbers that are retired and were not before, ascending."""
+    given_up = (number for number in sorted(before.keeps - retired.keeps) if number < before.below)
+    new = (number for number in range(before.below, retired.below) if number not in retired.keeps)
+    yield from given_up
+    yield from new
+
+
+def remove_place(store: ObjectStore, names: Names, kept: KeptAs, **place: int) -> list[Leftover]:
+    """Remove the objects of a class that one step or version has, also what dead writers left there.
+
+    Commit points go first, and while one stays, so does what it names: a checkpoint is whole or none. Returns what
+    stays.
+    """
+    keys = keys_at(store, names, kept, **place)
+    for group in (
+        [key for kind, key in keys if kind.has_revisions],
+        [key for kind, key in keys if not kind.has_revisions],
+    ):
+        if left := delete_all(store, group, what=_NAMES[kept], most=_MAX_LEFT):
+            return left
+    return []
+
+
+def keys_at(store: ObjectStore, names: Names, kept: KeptAs, **place: int) -> list[tuple[ObjectKind, str]]:
+    """Return kind and whole key of the objects of a class that one step or version has."""
+    kinds = [kind for kind in catalogue.KINDS if kind.kept is kept]
+    found: dict[str, ObjectKind] = {}
+    for prefix in dict.fromkeys(kind.prefix(**place) for kind in kinds):
+        for info in store.list(names.root + prefix):
+            kind = catalogue.kind_at(info.key.removeprefix(names.root))
+            if kind is not None and kind.kept is kept:
+                found[info.key] = kind
+    return [(kind, key) for key, kind in found.items()]
+
+
+def _nothing(names: Names) -> Retirement:
+    return Retirement(number=0, run_uid=names.uid)
+
+
+def _previous(store: ObjectStore, names: Names, record: Retirement) -> Retirement:
+    """Return the record before; where it cannot be read, nothing is known to be gone."""
+    key = names.retirement(record.number - 1)
+    try:
+        return Retirement.decode(store.get(key), where=store.uri(key)) if record.number > 1 else _nothing(names)
+    except (NotFoundError, CorruptObjectError):  # the audit tells of it; what is gone is looked for once more
+        return _nothing(names)
+
+
+def _joined(wanted: Retired, before: Retired) -> Retired:
+    """Return what is wanted and what was retired before: nothing that was retired comes back."""
+    below = max(wanted.below, before.below)
+    keeps = {number for number in wanted.keeps if number >= before.below or number in before.keeps}
+    keeps |= before.keeps if wanted.below < before.below else set()
+    return Retired(
+        below=below, keeps=frozenset(keeps), lineage=max(wanted.lineage, before.lineage), why=wanted.why or before.why
+    )
+
+
+def _bounded(wanted: Mapping[KeptAs, Retired], before: Retirement, *, first: int) -> dict[KeptAs, Retired]:
+    """Return as much of what is wanted as one pass removes."""
+    bounds = {kept: max(before.of(kept).below, first) + MOST_PER_PASS for kept in wanted}
+    return {
+        kept: replace(
+            each,
+            below=min(each.below, bounds[kept]),
+            keeps=frozenset(number for number in each.keeps if number < bounds[kept]),
+        )
+        for kept, each in wanted.items()
+    }
+
+
+def _in_numbers(record: Retirement) -> dict[str, Any]:
+    return {f"{kept.name.lower()}_below": each.below for kept, each in record.retired.items()}
+
+
+def _number(value: object) -> int | None:
+    """Return a number of newest steps or versions; None for what keeps everything."""
+    return value if type(value) is int and value >= 1 else None
