@@ -40,7 +40,7 @@ from report import REPOSITORY, end_like_interrupt, machine, progress, quantile, 
 from scripted_engine import MODEL
 from workplace import Workplace
 
-from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, rollout_pb2
+from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, play_pb2, rollout_pb2
 from millrace.local.directory import free_ports
 from millrace.local.redis import EmbeddedRedis
 from millrace.policies.manifest import PolicyPlace
@@ -137,7 +137,7 @@ class Ours:
         self._stub: Any = env_service_pb2_grpc.EnvServiceStub(self._channel)
         env_id = ENVIRONMENTS[self._api]
         args = {"num_examples": V1_TASKSET["num_examples"]} if self._api == "v1" else {"num_train": NUM_TASKS}
-        self._spec = env_service_pb2.EnvSpec(name=env_id, id=env_id, args_json=json.dumps(args))
+        self._spec = play_pb2.EnvSpec(name=env_id, id=env_id, args_json=json.dumps(args))
         contents = PolicyContents(
             tensors=[("w", TensorBytes.from_numpy(np.zeros(2, np.float32)))],
             files={path.name: path.read_bytes() for path in self._tokenizer.iterdir() if path.suffix != ".safetensors"},
@@ -188,8 +188,8 @@ class Ours:
             tasks.create_task(keep_in_flight(num_groups, load.in_flight // load.group, play_group))
         return taken
 
-    def _request(self, ordinal: int, load: Load) -> env_service_pb2.PlayGroupRequest:
-        return env_service_pb2.PlayGroupRequest(
+    def _request(self, ordinal: int, load: Load) -> play_pb2.PlayGroupRequest:
+        return play_pb2.PlayGroupRequest(
             run_uid=self._log.uid,
             purpose=rollout_pb2.PURPOSE_TRAIN,
             ordinal=ordinal,
@@ -199,7 +199,7 @@ class Ours:
             task_index=ordinal % NUM_TASKS,
             base_url=f"{self._engine}/v1",
             model=MODEL,
-            sampling=env_service_pb2.Sampling(temperature=TEMPERATURE, max_tokens=load.tokens),
+            sampling=play_pb2.Sampling(temperature=TEMPERATURE, max_tokens=load.tokens),
             rollout_timeout_seconds=TURN_S,
             epoch=1,
             generation=1,

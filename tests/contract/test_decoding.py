@@ -54,7 +54,7 @@ ALLOWED = {
     "env_server/adapters/renderer.py:generate_with_spans": ANSWER,
     "env_server/adapters/client_v0.py:_take": ANSWER,
     "env_server/teacher/client.py:answer_object": ANSWER,
-    "rollouts/requests.py:parameters": CHECKED,
+    "rollouts/requests.py:request_parameters": CHECKED,
     "inference/settings.py:_json_table": USERS,
     "inference/vllm/engine.py:_config": "the config of a model that vLLM itself has loaded",
     "inference/vllm/workers/node_copy.py:_read": PEER,

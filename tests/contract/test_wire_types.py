@@ -1,7 +1,8 @@
 """Which code uses which protobuf messages (docs/decisions/records_are_messages.md).
 
 Messages of calls stay at the edges: servicers, clients, the code that registers workers, and `*wire.py`. Records of the
-log are used as they are stored, by the rooms that work on the log; all other code has types of our own.
+log are used as they are stored, by the rooms that work on the log, and what is played (`play.proto`) as it is sent, by
+the rooms that play it; all other code has types of our own.
 """
 
 import ast
@@ -46,6 +47,10 @@ RECORDS = {
         readers/dashboard readers/dashboard/views readers/exports orchestrator/drive rollouts runlog
         readers/audit runlog/records runlog/redis readers/repair trainer trainer/bench trainer/checkpoint
         trainer/learning trainer/log
+    """,
+    "internal.v1.play_pb2": """
+        cli/commands cli/session env_server env_server/adapters env_server/teacher env_server/workers
+        orchestrator/drive orchestrator/play rollouts
     """,
     "internal.v1.policy_pb2": """
         orchestrator orchestrator/drive orchestrator/play readers/audit runlog runlog/redis trainer trainer/log

@@ -22,7 +22,8 @@ from millrace.config.sections.sampling import (
     SAME_TOKENS,
     UNCUT_AS_TEACHER,
 )
-from millrace.rollouts.requests import EnvSpec, PlayRequest, Sampling
+from millrace.internal.v1.play_pb2 import EnvSpec, PlayGroupRequest, Sampling
+from millrace.rollouts.requests import is_training, label_of, request_parameters, truncation_of
 from millrace.rollouts.types import OWN_SAMPLING, Truncation
 
 Way = tuple[float, Truncation]
@@ -101,18 +102,18 @@ class AskedSampling:
     is_plain: bool
 
     @classmethod
-    def of(cls, request: PlayRequest) -> Self:
+    def of(cls, request: PlayGroupRequest) -> Self:
         """Return the sampling that a play request asks for."""
-        return cls.by(request.env, request.sampling, model=request.model, is_training=request.is_training)
+        return cls.by(request.env, request.sampling, model=request.model, is_training=is_training(request))
 
     @classmethod
     def by(cls, env: EnvSpec, sampling: Sampling, *, model: str = "", is_training: bool = True) -> Self:
         """Return the sampling that a run asks for in an environment."""
         return cls(
-            env=env.label,
+            env=label_of(env),
             model=model,
-            parameters=sampling.parameters(is_external=False),
-            way=(sampling.temperature, sampling.truncation),
+            parameters=request_parameters(sampling, is_external=False),
+            way=(sampling.temperature, truncation_of(sampling)),
             is_training=is_training,
             allows_bias=sampling.allows_bias,
             is_plain=sampling.is_plain,

@@ -30,6 +30,7 @@ from millrace.internal.v1.worker_service_pb2 import (
     HeartbeatResponse,
     Worker,
 )
+from millrace.rollouts.requests import label_of
 from millrace.rpc.metrics_server import metrics_server
 from millrace.rpc.serve import RegisteredWorker
 from millrace.rpc.worker import new_worker_id
@@ -286,7 +287,7 @@ def registry_of(service: EnvService, sink: RolloutSink) -> CollectorRegistry:
         sheet.put(SPOOL_LIMIT, sink.spool.limit_bytes)
         quarantined, workers, memory = Count[str](), Count[str](), Count[str]()
         for pool in service.pools:
-            env = env_label(pool.env.label)
+            env = env_label(label_of(pool.env))
             env_opened(env)  # before `COUNTED` is asked, which comes later
             quarantined[env] += len(pool.quarantined_tasks)
             workers[env] += pool.num_workers

@@ -26,11 +26,10 @@ from millrace.env_server.wire import check_play, invalid_request, tasks_to_wire
 from millrace.env_server.workers.pool import EnvPool, PlayAbandonedError, PoolLimits
 from millrace.env_server.workers.starter import WorkerStarter
 from millrace.errors import CapacityError, FencedError, InvalidStateError, MillraceError, UnavailableError
-from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc
-from millrace.rollouts.request_wire import env_from_wire, group_to_wire, play_from_wire, sampling_from_wire
-from millrace.rollouts.requests import EnvSpec, PlayedGroup, PlayRequest
-from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
-from millrace.rollouts.wire import purpose_to_wire
+from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, play_pb2, rollout_pb2
+from millrace.internal.v1.play_pb2 import EnvSpec, PlayGroupRequest, PlayingGroup
+from millrace.rollouts.requests import changed, has_train_task, loaded_as
+from millrace.rollouts.types import Rollout, RolloutStatus
 from millrace.telemetry import waits
 
 logger = logging.getLogger(__name__)
@@ -65,17 +64,17 @@ class GroupKey(NamedTuple):
     """Identity of a group's attempt."""
 
     run_uid: str
-    purpose: Purpose
+    purpose: rollout_pb2.Purpose
     eval_id: str
     ordinal: int
     attempt: int
 
 
 @dataclass(eq=False, kw_only=True)
-class PlayingGroup:
+class GroupInPlay:
     """One attempt of a group. `left` are the members whose rollouts are not appended yet."""
 
-    request: PlayRequest
+    request: PlayGroupRequest
     left: set[int]
     began: float = field(default_factory=time.monotonic)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -85,10 +84,10 @@ class PlayingGroup:
         """Return the group's identity."""
         return group_key(self.request)
 
-    def described(self) -> PlayedGroup:
-        """Return the group as a `PlayedGroup`, with the members that are left and its age."""
+    def described(self) -> PlayingGroup:
+        """Return the group as a `PlayingGroup`, with the members that are left and its age."""
         request = self.request
-        return PlayedGroup(
+        return PlayingGroup(
             purpose=request.purpose,
             eval_id=request.eval_id,
             ordinal=request.ordinal,
@@ -100,7 +99,7 @@ class PlayingGroup:
         )
 
 
-def group_key(request: PlayRequest) -> GroupKey:
+def group_key(request: PlayGroupRequest) -> GroupKey:
     """Return the identity of a request's group."""
     return GroupKey(request.run_uid, request.purpose, request.eval_id, request.ordinal, request.attempt)
 
@@ -109,7 +108,7 @@ class Groups:
     """All groups of this env-server."""
 
     def __init__(self) -> None:
-        self._playing: dict[GroupKey, PlayingGroup] = {}
+        self._playing: dict[GroupKey, GroupInPlay] = {}
         self._finished: OrderedDict[GroupKey, None] = OrderedDict()
         self._epochs: dict[str, int] = {}
 
@@ -133,11 +132,11 @@ class Groups:
         """Return whether the group is being played or was played."""
         return key in self._playing or key in self._finished
 
-    def add(self, group: PlayingGroup) -> None:
+    def add(self, group: GroupInPlay) -> None:
         """Add a group to those being played."""
         self._playing[group.key] = group
 
-    def finish_member(self, group: PlayingGroup, member: int) -> None:
+    def finish_member(self, group: GroupInPlay, member: int) -> None:
         """Remove a member from those left; with its last member the group is finished."""
         group.left.discard(member)
         if not group.left and self._playing.get(group.key) is group:
@@ -146,15 +145,15 @@ class Groups:
             while len(self._finished) > MAX_FINISHED:
                 self._finished.popitem(last=False)
 
-    def of_run(self, run_uid: str) -> list[PlayingGroup]:
+    def of_run(self, run_uid: str) -> list[GroupInPlay]:
         """Return the groups of a run that are being played."""
         return [group for group in self._playing.values() if group.request.run_uid == run_uid]
 
-    def all(self) -> list[PlayingGroup]:
+    def all(self) -> list[GroupInPlay]:
         """Return every group that is being played."""
         return list(self._playing.values())
 
-    def cancel(self, group: PlayingGroup) -> None:
+    def cancel(self, group: GroupInPlay) -> None:
         """Cancel a group's tasks and forget it; a later request for the same attempt would play it again."""
         self._playing.pop(group.key, None)
         group.left.clear()
@@ -261,17 +260,17 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         ]
         if wrong := [each for each in wrong if each[2]]:
             raise invalid_request(wrong, source="OpenEnvRequest")
-        env, choice = await self._placed(env_from_wire(request.env))
+        env, choice = await self._placed(request.env)
         pool = self._pool(env)
         if request.HasField("sampling") and pool.info is not None:
             try:
-                AskedSampling.by(env, sampling_from_wire(request.sampling)).require_declared(pool.info.declared)
+                AskedSampling.by(env, request.sampling).require_declared(pool.info.declared)
             except OwnSamplingError as error:
                 return _failed(error.error_type, str(error))
         return _describe(pool, choice)
 
     async def PlayGroup(
-        self, request: env_service_pb2.PlayGroupRequest, context: grpc.aio.ServicerContext
+        self, request: play_pb2.PlayGroupRequest, context: grpc.aio.ServicerContext
     ) -> env_service_pb2.PlayGroupResponse:
         """Begin to play a group and answer at once; a group that is known already is not begun again.
 
@@ -279,9 +278,8 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         UnavailableError without room, and InvalidStateError if the environment has failed.
         """
         check_play(request)
-        play = play_from_wire(request)
-        self.groups.check_epoch(play.run_uid, play.epoch)
-        play = replace(play, env=(await self._placed(play.env))[0])
+        self.groups.check_epoch(request.run_uid, request.epoch)
+        play = changed(request, env=(await self._placed(request.env))[0])
         self.groups.check_epoch(play.run_uid, play.epoch)  # another orchestrator may have asked meanwhile
         if not self.groups.is_known(group_key(play)) and self._teachers is not None:
             await self._teachers.require_ready(play)
@@ -305,7 +303,7 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         left_s = context.time_remaining()
         timeout_s = _CATCH_UP_S if left_s is None else max(0.0, left_s - _ANSWER_BEFORE_S)
         await self._sink.catch_up(request.run_uid, request.log_instance, timeout_s=timeout_s)
-        groups = [group_to_wire(group.described()) for group in self.groups.of_run(request.run_uid)]
+        groups = [group.described() for group in self.groups.of_run(request.run_uid)]
         return env_service_pb2.ListPlayingResponse(groups=groups)
 
     async def CancelGroups(
@@ -317,7 +315,7 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         stopped = 0
         for group in self.groups.of_run(request.run_uid):
             played = group.request
-            if not named or (int(purpose_to_wire(played.purpose)), played.eval_id, played.ordinal) in named:
+            if not named or (int(played.purpose), played.eval_id, played.ordinal) in named:
                 self.groups.cancel(group)
                 stopped += 1
         return env_service_pb2.CancelGroupsResponse(num_cancelled=stopped)
@@ -355,7 +353,7 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
                     logger.info("an interpreter is chosen", extra={"env": env.id, "why": choice.why})
             for pool in stale:
                 self._drop(pool)
-        return replace(env, python=choice.python), choice
+        return changed(env, python=choice.python), choice
 
     def _drop(self, pool: EnvPool) -> None:
         """Close a pool; the next OpenEnv makes another one."""
@@ -371,7 +369,7 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         """
         require_image(env.image, self.admits.image)
         require_allowed(env.python, self.admits.pythons)
-        key = (*env.loaded_as, canonical_json(parse_args(env)))
+        key = (*loaded_as(env), canonical_json(parse_args(env)))
         pool = self._pools.get(key)
         if pool is not None and _is_to_try_again(pool):
             self._drop(pool)
@@ -381,7 +379,7 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         pool.start()
         return pool
 
-    def _ready_pool(self, request: PlayRequest) -> EnvPool:
+    def _ready_pool(self, request: PlayGroupRequest) -> EnvPool:
         """Return the pool of the request's environment, if it can be played now.
 
         Raises InvalidStateError if it failed, UnavailableError while it loads, and InvalidSpecError for a task that it
@@ -402,7 +400,7 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
             )
         num_tasks = len(pool.info.tasks(request))
         if request.task_index >= num_tasks:
-            which = "training" if request.has_train_task else "held-out"
+            which = "training" if has_train_task(request) else "held-out"
             message = f"the environment has {num_tasks} {which} tasks"
             raise invalid_request([("task_index", request.task_index, message)])
         if pool.info.requires_group and sorted(request.members) != list(range(request.group_size)):
@@ -410,17 +408,17 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
             raise invalid_request([("members", list(request.members), message)])
         return pool
 
-    def _begin(self, request: PlayRequest, pool: EnvPool) -> None:
-        group = PlayingGroup(request=request, left=set(request.members))
+    def _begin(self, request: PlayGroupRequest, pool: EnvPool) -> None:
+        group = GroupInPlay(request=request, left=set(request.members))
         self.groups.add(group)
         together = pool.info is not None and pool.info.requires_group
         for members in [list(request.members)] if together else [[member] for member in request.members]:
-            part = replace(request, members=members)
+            part = changed(request, members=members)
             task = asyncio.create_task(self._play(group, part, pool), name=f"play {request.ordinal}/{members}")
             group.tasks.add(task)
             task.add_done_callback(group.tasks.discard)
 
-    async def _play(self, group: PlayingGroup, part: PlayRequest, pool: EnvPool) -> None:
+    async def _play(self, group: GroupInPlay, part: PlayGroupRequest, pool: EnvPool) -> None:
         """Play some members and append their rollouts, failed ones too; an abandoned play appends none."""
         with waits.of_run(part.run_uid):
             try:
@@ -432,7 +430,7 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
                 return
             await asyncio.gather(*(self._append(group, rollout) for rollout in rollouts))
 
-    async def _append(self, group: PlayingGroup, rollout: Rollout) -> None:
+    async def _append(self, group: GroupInPlay, rollout: Rollout) -> None:
         rollout = replace(rollout, env_server=self._worker_id)
         play_meters.rollout_ended(rollout)
         try:
@@ -440,7 +438,7 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         finally:
             self.groups.finish_member(group, rollout.member)
 
-    async def _rollouts(self, part: PlayRequest, pool: EnvPool) -> Sequence[Rollout]:
+    async def _rollouts(self, part: PlayGroupRequest, pool: EnvPool) -> Sequence[Rollout]:
         try:
             tokenizer_dir = await self._tokenizers.directory(part.tokenizer_manifest_key)
             rollouts = await pool.play(part, tokenizer_dir=tokenizer_dir)

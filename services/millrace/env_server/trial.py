@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
@@ -22,8 +22,10 @@ from millrace.env_server.settings import EnvServerSettings, require_image
 from millrace.env_server.workers.pool import EnvPool, PoolLimits
 from millrace.env_server.workers.starter import WorkerStarter
 from millrace.errors import InvalidSpecError, InvalidStateError, Violation
-from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest, Sampling
-from millrace.rollouts.types import Purpose, Rollout
+from millrace.internal.v1 import rollout_pb2
+from millrace.internal.v1.play_pb2 import EnvSpec, PlayGroupRequest, Sampling
+from millrace.rollouts.requests import LoadedEnv, changed, has_train_task
+from millrace.rollouts.types import Rollout
 
 _POLL_S = 0.05
 
@@ -114,9 +116,9 @@ class LoadedTrial:
         """
         async with contextlib.AsyncExitStack() as stack:
             base_url = model.base_url or await stack.enter_async_context(stub_model(model.reply))
-            request = PlayRequest(
+            request = PlayGroupRequest(
                 run_uid="trial",
-                purpose=Purpose.EVAL,
+                purpose=rollout_pb2.PURPOSE_EVAL,
                 ordinal=0,
                 members=[0],
                 group_size=1,
@@ -134,11 +136,11 @@ class LoadedTrial:
             [rollout] = await self.pool.play(request, tokenizer_dir="")
             return rollout
 
-    def _check(self, request: PlayRequest) -> None:
+    def _check(self, request: PlayGroupRequest) -> None:
         wrong: list[Violation] = []
         num_tasks = len(self.loaded.tasks(request))
         if not 0 <= request.task_index < num_tasks:
-            which = "training" if request.has_train_task else "held-out"
+            which = "training" if has_train_task(request) else "held-out"
             message = f"the environment has {num_tasks} {which} tasks"
             wrong.append(Violation(field="task", value=str(request.task_index), message=message))
         if problem := api_key_problem(request.api_key_var):
@@ -161,7 +163,7 @@ async def opened(env: EnvSpec, note_start: Callable[[], object] = lambda: None) 
     why = ""
     if not env.python:
         choice = await asyncio.to_thread(choose, env.id, pythons)
-        env, why = replace(env, python=choice.python), choice.why
+        env, why = changed(env, python=choice.python), choice.why
     starter = WorkerStarter(settings.confinement(), forks=False)
     pool = EnvPool(env, PoolLimits(), starter)
     try:

@@ -7,7 +7,7 @@ from millrace.decoding import decode_object
 from millrace.env_server.adapters.env_args import MAX_ARGS_BYTES
 from millrace.env_server.isolation.inherited import api_key_problem
 from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
-from millrace.internal.v1 import env_service_pb2, env_worker_pb2, rollout_pb2
+from millrace.internal.v1 import env_service_pb2, env_worker_pb2, play_pb2, rollout_pb2
 from millrace.rollouts.requests import LoadedEnv, TaskSet
 from millrace.runlog.names import Names
 
@@ -56,7 +56,7 @@ def invalid_request(wrong: Sequence[tuple[str, object, str]], *, source: str = "
     return InvalidSpecError(violations, reason="REQUEST_INVALID")
 
 
-def check_play(request: env_service_pb2.PlayGroupRequest) -> None:
+def check_play(request: play_pb2.PlayGroupRequest) -> None:
     """Raise one InvalidSpecError with everything in a PlayGroup request that makes it unplayable."""
     wrong: list[tuple[str, object, str]] = []
     if not _is_uid(request.run_uid):  # it becomes the name of a directory

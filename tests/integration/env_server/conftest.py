@@ -23,7 +23,7 @@ from millrace.env_server.teacher.scorer import Teachers
 from millrace.env_server.tokenizer_files import TokenizerFiles
 from millrace.env_server.workers.pool import PoolLimits
 from millrace.env_server.workers.starter import WorkerStarter
-from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, rollout_pb2
+from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, play_pb2, rollout_pb2
 from millrace.orchestrator.play.env_servers import PLAY_TIMEOUT_S
 from millrace.policies.manifest import PolicyPlace
 from millrace.policies.publish import PolicyContents, publish_policy
@@ -263,13 +263,13 @@ class Server:
         args: dict[str, Any] | None = None,
         *,
         wait: bool = True,
-        sampling: env_service_pb2.Sampling | None = None,
+        sampling: play_pb2.Sampling | None = None,
     ) -> Any:
         """Return OpenEnv until it is not LOADING any more."""
         return await self.open_spec(self.spec(env_id, args), wait=wait, sampling=sampling)
 
     async def open_spec(
-        self, spec: env_service_pb2.EnvSpec, *, wait: bool = True, sampling: env_service_pb2.Sampling | None = None
+        self, spec: play_pb2.EnvSpec, *, wait: bool = True, sampling: play_pb2.Sampling | None = None
     ) -> Any:
         request = env_service_pb2.OpenEnvRequest(env=spec, sampling=sampling)
         async with asyncio.timeout(LOAD_S):
@@ -284,12 +284,12 @@ class Server:
         return encode_chat(messages)
 
     @staticmethod
-    def spec(env_id: str, args: dict[str, Any] | None = None) -> env_service_pb2.EnvSpec:
+    def spec(env_id: str, args: dict[str, Any] | None = None) -> play_pb2.EnvSpec:
         own = dict(args or {})
         takes_several = own.pop(TAKES_SEVERAL, False)
         own_python = own.pop(PYTHON, "")
         agent = own.pop(AGENT, None)
-        return env_service_pb2.EnvSpec(
+        return play_pb2.EnvSpec(
             name=env_id,
             id=env_id,
             args_json=json.dumps(own),
@@ -298,7 +298,7 @@ class Server:
             agent_json=json.dumps(agent) if agent else "",
         )
 
-    def request(self, env_id: str, task_index: int, **changes: Any) -> env_service_pb2.PlayGroupRequest:
+    def request(self, env_id: str, task_index: int, **changes: Any) -> play_pb2.PlayGroupRequest:
         """Return a group of one with a new ordinal; `mode`, `args`, `size` and fields of the request may be given."""
         size = changes.pop("size", 1)
         values: dict[str, Any] = {
@@ -311,7 +311,7 @@ class Server:
             "task_index": task_index,
             "base_url": self.engine.base_url(changes.pop("mode", "ok")),
             "model": "policy",
-            "sampling": env_service_pb2.Sampling(temperature=1.0, max_tokens=16),
+            "sampling": play_pb2.Sampling(temperature=1.0, max_tokens=16),
             "rollout_timeout_seconds": 60.0,
             "epoch": self.epoch,
             "generation": 1,
@@ -319,15 +319,15 @@ class Server:
             "tokenizer_manifest_key": self.tokenizer_manifest_key,
         }
         self._next_ordinal += 1
-        return env_service_pb2.PlayGroupRequest(**{**values, **changes})
+        return play_pb2.PlayGroupRequest(**{**values, **changes})
 
-    async def play(self, *requests: env_service_pb2.PlayGroupRequest, timeout_s: float = 240.0) -> list[Rollout]:
+    async def play(self, *requests: play_pb2.PlayGroupRequest, timeout_s: float = 240.0) -> list[Rollout]:
         """Play the groups and wait for all their rollouts in the stream; in order of ordinal and member."""
         for request in requests:
             await call(self.stub.PlayGroup, request, timeout_s=patient(PLAY_TIMEOUT_S))
         return await self.collect(*requests, timeout_s=timeout_s)
 
-    async def collect(self, *requests: env_service_pb2.PlayGroupRequest, timeout_s: float = 240.0) -> list[Rollout]:
+    async def collect(self, *requests: play_pb2.PlayGroupRequest, timeout_s: float = 240.0) -> list[Rollout]:
         wanted = {(request.ordinal, member) for request in requests for member in request.members}
         found: dict[tuple[int, int], Rollout] = {}
         cursor = "0"

@@ -22,8 +22,9 @@ from millrace.env_server.isolation.namespaces import visible_to_workers
 from millrace.env_server.workers.pool import EnvPool, PoolLimits
 from millrace.env_server.workers.starter import WorkerStarter
 from millrace.env_server.workers.worker_process import WorkerProcess
-from millrace.rollouts.requests import EnvSpec, PlayRequest, Sampling
-from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
+from millrace.internal.v1 import rollout_pb2
+from millrace.internal.v1.play_pb2 import EnvSpec, PlayGroupRequest, Sampling
+from millrace.rollouts.types import Rollout, RolloutStatus
 
 NOBODY = 65534
 USER = (NOBODY, NOBODY) if namespaces.is_administrator() else None
@@ -139,9 +140,9 @@ async def pool(contained: WorkerStarter, request: pytest.FixtureRequest) -> Asyn
 
 
 async def play(pool: EnvPool, base_url: str, task_index: int = 0) -> Rollout:
-    request = PlayRequest(
+    request = PlayGroupRequest(
         run_uid="r-container",
-        purpose=Purpose.TRAIN,
+        purpose=rollout_pb2.PURPOSE_TRAIN,
         ordinal=task_index,
         members=[0],
         group_size=1,

@@ -16,8 +16,8 @@ from millrace.env_server.isolation import namespaces
 from millrace.env_server.isolation.confinement import Confinement, Isolation
 from millrace.env_server.workers.starter import WorkerStarter, WorkerTemplate
 from millrace.env_server.workers.worker_process import WorkerProcess
+from millrace.internal.v1.play_pb2 import EnvSpec
 from millrace.processes.forked import ForkServerError
-from millrace.rollouts.requests import EnvSpec
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 

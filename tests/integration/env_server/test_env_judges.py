@@ -10,7 +10,7 @@ import pytest_asyncio
 from aiohttp import web
 
 from millrace.errors import InvalidSpecError
-from millrace.internal.v1 import env_service_pb2
+from millrace.internal.v1 import env_service_pb2, play_pb2
 from millrace.rollouts.types import RolloutStatus
 from millrace.rpc.channel import call
 from millrace_testing.patience import patient
@@ -68,7 +68,7 @@ async def judge() -> AsyncIterator[Judge]:
     await runner.cleanup()
 
 
-def spec(server: Any, env: str, args: dict[str, Any], **judge: Any) -> env_service_pb2.EnvSpec:
+def spec(server: Any, env: str, args: dict[str, Any], **judge: Any) -> play_pb2.EnvSpec:
     made = server.spec(env, args)
     for name, value in judge.items():
         setattr(made, f"judge_{name}", value)
@@ -83,7 +83,7 @@ def v0_args(base_url: str, key_var: str, **more: Any) -> dict[str, Any]:
     return {"base_url": base_url, "key_var": key_var, **more}
 
 
-async def play(server: Any, env: env_service_pb2.EnvSpec, *, size: int = 1) -> list[Any]:
+async def play(server: Any, env: play_pb2.EnvSpec, *, size: int = 1) -> list[Any]:
     """Open the environment, and play a group with the reversed text as reply."""
     opened = await server.open_spec(env)
     assert opened.state == env_service_pb2.ENV_STATE_READY, opened.error_message

@@ -17,8 +17,9 @@ from millrace.env_server.isolation.limits import WorkerLimits
 from millrace.env_server.run import WarmKeeper, WarmLimits
 from millrace.env_server.workers.pool import KILLS_WORKERS, EnvPool, PoolLimits
 from millrace.env_server.workers.starter import WorkerStarter
-from millrace.rollouts.requests import EnvSpec, PlayRequest, Sampling
-from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
+from millrace.internal.v1 import rollout_pb2
+from millrace.internal.v1.play_pb2 import EnvSpec, PlayGroupRequest, Sampling
+from millrace.rollouts.types import Rollout, RolloutStatus
 from millrace_testing.patience import patient
 from millrace_testing.polling import until
 
@@ -60,9 +61,9 @@ async def opened(
 
 
 async def play(pool: EnvPool, engine: Any, task_index: int, member: int = 0) -> Rollout:
-    request = PlayRequest(
+    request = PlayGroupRequest(
         run_uid="r-hungry",
-        purpose=Purpose.TRAIN,
+        purpose=rollout_pb2.PURPOSE_TRAIN,
         ordinal=task_index,
         members=[member],
         group_size=2,

@@ -23,7 +23,7 @@ from millrace.env_server.workers.pool import EnvPool, PoolLimits
 from millrace.env_server.workers.starter import WorkerStarter
 from millrace.errors import InvalidSpecError
 from millrace.internal.v1 import env_service_pb2
-from millrace.rollouts.requests import EnvSpec
+from millrace.internal.v1.play_pb2 import EnvSpec
 from millrace.rollouts.types import Rollout, RolloutStatus
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]

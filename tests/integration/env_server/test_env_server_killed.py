@@ -23,6 +23,7 @@ from millrace.errors import CapacityError, UnavailableError
 from millrace.internal.v1 import (
     env_service_pb2,
     env_service_pb2_grpc,
+    play_pb2,
     rollout_pb2,
     worker_service_pb2,
     worker_service_pb2_grpc,
@@ -101,11 +102,11 @@ class Place:
         self.workers = env_workers_of(self.process.pid)
         return worker
 
-    spec = env_service_pb2.EnvSpec(name="faulty", id="faulty-v0")
+    spec = play_pb2.EnvSpec(name="faulty", id="faulty-v0")
 
     async def play(self, ordinal: int, *, mode: int = 0, size: int = 4, attempt: int = 0, step: int = 0) -> bool:
         """Ask for a group; whether it was being played already."""
-        request = env_service_pb2.PlayGroupRequest(
+        request = play_pb2.PlayGroupRequest(
             run_uid=self.log.uid,
             purpose=rollout_pb2.PURPOSE_TRAIN,
             ordinal=ordinal,
@@ -116,14 +117,14 @@ class Place:
             task_index=mode,
             base_url=self.base_url("ok"),
             model="policy",
-            sampling=env_service_pb2.Sampling(temperature=1.0),
+            sampling=play_pb2.Sampling(temperature=1.0),
             rollout_timeout_seconds=30.0,
             epoch=1,
             planned_step=step,
         )
         return (await call(self.stub.PlayGroup, request, timeout_s=patient(PLAY_TIMEOUT_S))).already_playing
 
-    async def resync(self, log_instance: str) -> list[env_service_pb2.PlayingGroup]:
+    async def resync(self, log_instance: str) -> list[play_pb2.PlayingGroup]:
         request = env_service_pb2.ListPlayingRequest(run_uid=self.log.uid, epoch=1, log_instance=log_instance)
         return list((await call(self.stub.ListPlaying, request, timeout_s=60)).groups)
 

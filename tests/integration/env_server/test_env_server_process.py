@@ -14,7 +14,13 @@ import pytest
 import pytest_asyncio
 
 from millrace.errors import InvalidSpecError
-from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc, worker_service_pb2, worker_service_pb2_grpc
+from millrace.internal.v1 import (
+    env_service_pb2,
+    env_service_pb2_grpc,
+    play_pb2,
+    worker_service_pb2,
+    worker_service_pb2_grpc,
+)
 from millrace.rpc.channel import call, open_channel
 from millrace_testing.polling import until
 from millrace_testing.processes import env_workers_of
@@ -67,7 +73,7 @@ async def open_environment(orchestrator: Orchestrator) -> worker_service_pb2.Wor
     worker = await asyncio.wait_for(orchestrator.worker, 120)
     async with open_channel(worker.address) as channel:
         stub = env_service_pb2_grpc.EnvServiceStub(channel)
-        spec = env_service_pb2.EnvSpec(name="r", id="reverse-text", image=IMAGE)
+        spec = play_pb2.EnvSpec(name="r", id="reverse-text", image=IMAGE)
         async with asyncio.timeout(120):
             state = env_service_pb2.ENV_STATE_LOADING
             while state == env_service_pb2.ENV_STATE_LOADING:
@@ -91,7 +97,7 @@ async def test_registers_serves_and_drains(process: tuple[Any, Orchestrator]) ->
     assert worker.kind == worker_service_pb2.WORKER_KIND_ENV_SERVER and worker.capacity == 32
     assert worker.env_image == IMAGE
     async with open_channel(worker.address) as channel:
-        spec = env_service_pb2.EnvSpec(name="r", id="reverse-text")
+        spec = play_pb2.EnvSpec(name="r", id="reverse-text")
         request = env_service_pb2.OpenEnvRequest(env=spec)
         with pytest.raises(InvalidSpecError, match=f"plays only environments of {IMAGE}"):
             await call(env_service_pb2_grpc.EnvServiceStub(channel).OpenEnv, request, timeout_s=60)

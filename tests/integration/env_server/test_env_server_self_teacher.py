@@ -18,7 +18,7 @@ from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.http.server import HttpApi, start_http
 from millrace.inference.model_files import ModelSlot
 from millrace.inference.updater import PolicyUpdater
-from millrace.internal.v1 import env_service_pb2
+from millrace.internal.v1 import play_pb2
 from millrace.local.directory import free_ports
 from millrace.orchestrator.play.env_servers import PLAY_TIMEOUT_S
 from millrace.rollouts.types import RolloutStatus, Taught
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600
 
 ENV = "reverse-text"
 SEED = 5
-SIXTEEN = env_service_pb2.Sampling(temperature=1.0, max_tokens=16, extra_body_json='{"ignore_eos": true}')
+SIXTEEN = play_pb2.Sampling(temperature=1.0, max_tokens=16, extra_body_json='{"ignore_eos": true}')
 HINT = "Told: {demonstration}"
 
 

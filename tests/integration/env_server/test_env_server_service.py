@@ -11,7 +11,7 @@ import pytest
 from millrace.env_server.run import WarmKeeper
 from millrace.env_server.workers.pool import EnvPool
 from millrace.errors import CapacityError, FencedError, InvalidSpecError, InvalidStateError, MillraceError
-from millrace.internal.v1 import batch_pb2, env_service_pb2, rollout_pb2
+from millrace.internal.v1 import batch_pb2, env_service_pb2, play_pb2, rollout_pb2
 from millrace.orchestrator.play.env_servers import PLAY_TIMEOUT_S
 from millrace.rollouts.types import RolloutStatus
 from millrace.rpc.channel import call
@@ -24,16 +24,16 @@ from millrace_testing.polling import until
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 
-async def play_group(server: Any, request: env_service_pb2.PlayGroupRequest) -> Any:
+async def play_group(server: Any, request: play_pb2.PlayGroupRequest) -> Any:
     return await call(server.stub.PlayGroup, request, timeout_s=patient(PLAY_TIMEOUT_S))
 
 
-async def playing(server: Any) -> list[env_service_pb2.PlayingGroup]:
+async def playing(server: Any) -> list[play_pb2.PlayingGroup]:
     request = env_service_pb2.ListPlayingRequest(run_uid=server.log.uid, epoch=server.epoch)
     return list((await call(server.stub.ListPlaying, request, timeout_s=60)).groups)
 
 
-async def cancel(server: Any, *groups: env_service_pb2.PlayingGroup) -> int:
+async def cancel(server: Any, *groups: play_pb2.PlayingGroup) -> int:
     request = env_service_pb2.CancelGroupsRequest(run_uid=server.log.uid, epoch=server.epoch, groups=groups)
     return (await call(server.stub.CancelGroups, request, timeout_s=60)).num_cancelled
 
@@ -140,7 +140,7 @@ async def test_bad_requests_name_every_field(server: Any) -> None:
     with pytest.raises(InvalidSpecError, match="JSON object"):
         await call(
             server.stub.OpenEnv,
-            env_service_pb2.OpenEnvRequest(env=env_service_pb2.EnvSpec(id="faulty-v0", args_json="[1")),
+            env_service_pb2.OpenEnvRequest(env=play_pb2.EnvSpec(id="faulty-v0", args_json="[1")),
         )
 
 

@@ -13,7 +13,7 @@ from millrace.inference.engine import EngineState, EngineStatus, FinishReason, G
 from millrace.inference.http.parsers import ChatParsers
 from millrace.inference.http.server import HttpApi, start_http
 from millrace.inference.model_files import ModelSlot, ServedModel
-from millrace.internal.v1 import env_service_pb2
+from millrace.internal.v1 import play_pb2
 from millrace.rollouts.types import PolicySpan, Rollout, RolloutStatus
 from millrace_testing import tool_templates
 from millrace_testing.inference import tiny
@@ -85,7 +85,7 @@ class Tools:
         http = await start_http(api, "127.0.0.1", 0)
         try:
             await self.server.open(ENV)
-            sampling = env_service_pb2.Sampling(temperature=1.0, max_tokens=256)
+            sampling = play_pb2.Sampling(temperature=1.0, max_tokens=256)
             url = f"http://127.0.0.1:{http.port}/v1"
             return await self.server.play_one(ENV, 0, base_url=url, sampling=sampling)
         finally:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from millrace.errors import InvalidSpecError
-from millrace.internal.v1 import env_service_pb2, rollout_pb2
+from millrace.internal.v1 import env_service_pb2, play_pb2, rollout_pb2
 from millrace.orchestrator.play.env_servers import PLAY_TIMEOUT_S
 from millrace.rollouts.types import OWN_SAMPLING, PolicySpan, Purpose, Rollout, RolloutStatus
 from millrace.rpc.channel import call
@@ -149,7 +149,7 @@ async def test_busy_engine_is_asked_again(server: Any) -> None:
 
 async def test_sampling_reaches_the_engine(server: Any) -> None:
     await server.open("reverse-text")
-    sampling = env_service_pb2.Sampling(temperature=0.7, max_tokens=9, top_p=0.5, extra_body_json='{"min_tokens": 2}')
+    sampling = play_pb2.Sampling(temperature=0.7, max_tokens=9, top_p=0.5, extra_body_json='{"min_tokens": 2}')
     await server.play_one("reverse-text", 0, sampling=sampling)
     body = server.engine.requests[-1]
     assert body["temperature"] == 0.7 and body["max_completion_tokens"] == 9 and body["top_p"] == 0.5
@@ -158,15 +158,15 @@ async def test_sampling_reaches_the_engine(server: Any) -> None:
 
 async def test_what_an_environment_was_made_with_is_sampled_and_recorded(server: Any) -> None:
     args = {"modes": ["ok"], "sampling_args": {"temperature": 0.5, "max_tokens": 7, "extra_body": {"top_k": 3}}}
-    opened = await server.open("faulty-v0", args, sampling=env_service_pb2.Sampling(temperature=1.0))
+    opened = await server.open("faulty-v0", args, sampling=play_pb2.Sampling(temperature=1.0))
     assert opened.state == env_service_pb2.ENV_STATE_READY, opened.error_message
-    rollout = await server.play_one("faulty-v0", 0, args=args, sampling=env_service_pb2.Sampling(temperature=1.0))
+    rollout = await server.play_one("faulty-v0", 0, args=args, sampling=play_pb2.Sampling(temperature=1.0))
     assert rollout.status is RolloutStatus.OK, rollout.error
     body = server.engine.requests[-1]
     assert (body["temperature"], body["top_k"], body["max_completion_tokens"]) == (0.5, 3, 7)
     own = {(each.temperature, each.truncation.top_k) for sample in rollout.samples for each in sample.own_sampling}
     assert own == {(0.5, 3)}
-    said = env_service_pb2.Sampling(temperature=0.9, max_tokens=16, top_k=5)
+    said = play_pb2.Sampling(temperature=0.9, max_tokens=16, top_k=5)
     rollout = await server.play_one("faulty-v0", 0, args=args, sampling=said)
     body = server.engine.requests[-1]
     assert (body["temperature"], body["top_k"], body["max_completion_tokens"]) == (0.9, 5, 16)
@@ -177,7 +177,7 @@ async def test_what_an_environment_was_made_with_and_cannot_be_trained_is_refuse
     server: Any,
 ) -> None:
     args = {"modes": ["ok"], "sampling_args": {"seed": 7}}
-    opened = await server.open("faulty-v0", args, sampling=env_service_pb2.Sampling(temperature=1.0))
+    opened = await server.open("faulty-v0", args, sampling=play_pb2.Sampling(temperature=1.0))
     assert (opened.state, opened.error_type) == (env_service_pb2.ENV_STATE_FAILED, OWN_SAMPLING)
     where = "(`sampling_args` of its constructor)"
     assert f"environment 'faulty-v0' declares `seed` = 7 for its model calls {where}" in opened.error_message
@@ -185,7 +185,7 @@ async def test_what_an_environment_was_made_with_and_cannot_be_trained_is_refuse
     assert opened.state == env_service_pb2.ENV_STATE_READY, "evaluations may have it"
     penalised = {"modes": ["ok"], "sampling_args": {"presence_penalty": 0.5}}
     for allows, state in ((False, env_service_pb2.ENV_STATE_FAILED), (True, env_service_pb2.ENV_STATE_READY)):
-        sampling = env_service_pb2.Sampling(temperature=1.0, allows_bias=allows)
+        sampling = play_pb2.Sampling(temperature=1.0, allows_bias=allows)
         assert (await server.open("faulty-v0", penalised, sampling=sampling)).state == state
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from millrace.config.sections.environments import SelectConfig, selection_json
-from millrace.internal.v1 import env_service_pb2, rollout_pb2
+from millrace.internal.v1 import env_service_pb2, play_pb2, rollout_pb2
 from millrace.rollouts.types import OWN_SAMPLING, PolicySpan, Rollout, RolloutStatus
 
 pytestmark = [
@@ -223,7 +223,7 @@ async def test_a_timeout_names_the_key_of_an_environment_that_has_an_option_of_t
 
 
 async def test_what_a_role_declares_and_cannot_be_trained_is_refused_when_it_is_opened(server: Any) -> None:
-    asked = env_service_pb2.Sampling(temperature=1.0)
+    asked = play_pb2.Sampling(temperature=1.0)
     for sampling, problem in (({"temperature": 0.5, "top_k": 3}, ""), ({"seed": 7}, "`seed` = 7"), ({"n": 2}, "`n`")):
         args = {"num_examples": 4, "env": {"agent": {"sampling": sampling}}}
         opened = await server.open("rev-text-v1", args, sampling=asked)

@@ -10,7 +10,7 @@ import pytest
 from millrace.env_server.isolation.inherited import PASS_VARIABLE, is_ours, worker_environ
 from millrace.env_server.workers.starter import WorkerStarter
 from millrace.env_server.workers.worker_process import WorkerProcess
-from millrace.rollouts.requests import EnvSpec
+from millrace.internal.v1.play_pb2 import EnvSpec
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

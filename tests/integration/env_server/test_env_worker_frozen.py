@@ -7,11 +7,10 @@ import signal
 import pytest
 
 from millrace.env_server.workers.worker_process import WorkerProcess
-from millrace.internal.v1 import env_service_pb2
+from millrace.internal.v1 import env_service_pb2, rollout_pb2
+from millrace.internal.v1.play_pb2 import EnvSpec, PlayGroupRequest, Sampling
 from millrace.orchestrator.play.env_servers import PLAY_TIMEOUT_S
-from millrace.rollouts.request_wire import play_from_wire
-from millrace.rollouts.requests import EnvSpec, PlayRequest, Sampling
-from millrace.rollouts.types import Purpose, RolloutStatus
+from millrace.rollouts.types import RolloutStatus
 from millrace.rpc.channel import call
 from millrace.runlog.names import Stream
 from millrace.telemetry import waits
@@ -23,10 +22,10 @@ NAMED_WITHIN_S = 30.0
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 
-def request(base_url: str, ordinal: int = 0) -> PlayRequest:
-    return PlayRequest(
+def request(base_url: str, ordinal: int = 0) -> PlayGroupRequest:
+    return PlayGroupRequest(
         run_uid="r-frozen",
-        purpose=Purpose.TRAIN,
+        purpose=rollout_pb2.PURPOSE_TRAIN,
         ordinal=ordinal,
         members=[0],
         group_size=1,
@@ -140,7 +139,7 @@ async def test_workers_that_are_asked_to_end_accuse_nobody_wherever_they_play(se
     assert not pool.trials.suspects
     assert [rollout.status for rollout in await playing] == ["ok", "ok"] and not pool.probes.workers
     # A suspect whose probe worker is asked to end while it plays, twice, is no culprit.
-    task_id = pool.task_id(play_from_wire(server.request("faulty-v0", 1, args=args)))
+    task_id = pool.task_id(server.request("faulty-v0", 1, args=args))
     pool.trials.suspect(task_id)
     playing = asyncio.create_task(server.play(server.request("faulty-v0", 1, args=args, size=1)))
     probes = []

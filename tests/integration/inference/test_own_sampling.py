@@ -20,8 +20,9 @@ from millrace.env_server.adapters.adapter import EnvAdapter
 from millrace.env_server.adapters.outcome import make_rollout
 from millrace.env_server.adapters.v0 import V0Adapter
 from millrace.env_server.adapters.v1 import V1Adapter
-from millrace.rollouts.requests import EnvSpec, PlayRequest, Sampling
-from millrace.rollouts.types import OWN_SAMPLING, Purpose, Rollout, RolloutStatus, TrainSample, Truncation
+from millrace.internal.v1 import rollout_pb2
+from millrace.internal.v1.play_pb2 import EnvSpec, PlayGroupRequest, Sampling
+from millrace.rollouts.types import OWN_SAMPLING, Rollout, RolloutStatus, TrainSample, Truncation
 from millrace.rollouts.wire import decode_rollout, encode_rollout
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import build_micro_batch
@@ -64,11 +65,13 @@ async def play(served: Any, full_model_dir: Path) -> AsyncIterator[Play]:
     """Yield plays a task of an adapter's with a run's sampling, and gives the rollout as the log would have it."""
     opened: list[EnvAdapter] = []
 
-    async def run(adapter: EnvAdapter, *, purpose: Purpose = Purpose.TRAIN, **sampling: Any) -> Rollout:
+    async def run(
+        adapter: EnvAdapter, *, purpose: rollout_pb2.Purpose = rollout_pb2.PURPOSE_TRAIN, **sampling: Any
+    ) -> Rollout:
         if adapter not in opened:
             await adapter.start()
             opened.append(adapter)
-        request = PlayRequest(
+        request = PlayGroupRequest(
             run_uid="r",
             purpose=purpose,
             ordinal=0,
@@ -196,7 +199,7 @@ async def test_what_the_trainer_cannot_compute_fails_the_rollout_by_name(play: P
 
 
 async def test_an_evaluation_may_be_sampled_in_any_way(served: Any, play: Play) -> None:
-    rollout = await play(v0({"temperature": 0.5, "seed": 3}, {"temperature": 0}), purpose=Purpose.EVAL)
+    rollout = await play(v0({"temperature": 0.5, "seed": 3}, {"temperature": 0}), purpose=rollout_pb2.PURPOSE_EVAL)
     assert ways(rollout) == [(0.5, Truncation()), (0, Truncation())]
     assert scored(served.model, rollout).mismatch_kl <= NOISE
 

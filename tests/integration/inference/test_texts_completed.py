@@ -19,9 +19,10 @@ from millrace.env_server.adapters.v0 import V0Adapter, sampling_args
 from millrace.env_server.engine_access import make_session
 from millrace.env_server.library.v0 import Client, ClientConfig, OpenAICompletionsClient
 from millrace.errors import InvalidSpecError
+from millrace.internal.v1 import rollout_pb2
+from millrace.internal.v1.play_pb2 import EnvSpec, PlayGroupRequest, Sampling
 from millrace.rollouts import parameters
-from millrace.rollouts.requests import EnvSpec, PlayRequest, Sampling
-from millrace.rollouts.types import PolicySpan, Purpose, RolloutStatus
+from millrace.rollouts.types import PolicySpan, RolloutStatus
 
 pytestmark = pytest.mark.filterwarnings("ignore:message_type is deprecated")
 
@@ -56,10 +57,10 @@ def load(env: vf.Environment, **args: Any) -> V0Adapter:
     return V0Adapter.load(EnvSpec(id="completing"), module, args)
 
 
-def request(url: str, task: int = SHORT, **changes: Any) -> PlayRequest:
+def request(url: str, task: int = SHORT, **changes: Any) -> PlayGroupRequest:
     fields: dict[str, Any] = {
         "run_uid": "u",
-        "purpose": Purpose.TRAIN,
+        "purpose": rollout_pb2.PURPOSE_TRAIN,
         "ordinal": 0,
         "members": [0],
         "group_size": 1,
@@ -69,7 +70,7 @@ def request(url: str, task: int = SHORT, **changes: Any) -> PlayRequest:
         "model": "policy",
         "sampling": Sampling(temperature=1.0, max_tokens=24),
     }
-    return PlayRequest(**fields | changes)
+    return PlayGroupRequest(**fields | changes)
 
 
 @pytest.fixture
@@ -302,6 +303,6 @@ async def test_what_no_text_can_have_is_refused_when_it_is_loaded(env, args: dic
 
 
 async def test_an_endpoint_of_others_is_asked_to_chat(group) -> None:
-    [outcome], [body] = await group(1, is_external=True, purpose=Purpose.EVAL, eval_id="e")
+    [outcome], [body] = await group(1, is_external=True, purpose=rollout_pb2.PURPOSE_EVAL, eval_id="e")
     assert body["url"].endswith("/v1/chat/completions") and outcome.status is RolloutStatus.OK
     assert [message["content"] for message in body["messages"]] == [TEXTS[SHORT]]

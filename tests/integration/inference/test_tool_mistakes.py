@@ -11,8 +11,9 @@ from datasets import Dataset
 from millrace.env_server.adapters.v0 import V0Adapter
 from millrace.inference.http.parsers import ChatParsers, ParsedCompletion
 from millrace.inference.http.parsers.calls import ToolCall
-from millrace.rollouts.requests import EnvSpec, PlayRequest, Sampling
-from millrace.rollouts.types import Purpose, RolloutStatus
+from millrace.internal.v1 import rollout_pb2
+from millrace.internal.v1.play_pb2 import EnvSpec, PlayGroupRequest, Sampling
+from millrace.rollouts.types import RolloutStatus
 
 BY_ITEMS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
@@ -54,9 +55,9 @@ async def test_arguments_of_another_type_are_answered_and_trained_on(
 
     monkeypatch.setattr(ChatParsers, "parse_completion", parse_completion)
     monkeypatch.setattr(served.slot.current.tokenizer, "chat_template", BY_ITEMS)  # it wants an object
-    request = PlayRequest(
+    request = PlayGroupRequest(
         run_uid="r",
-        purpose=Purpose.TRAIN,
+        purpose=rollout_pb2.PURPOSE_TRAIN,
         ordinal=0,
         members=[0],
         group_size=1,

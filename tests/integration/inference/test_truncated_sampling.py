@@ -9,7 +9,8 @@ import torch
 
 from millrace.env_server.adapters.client_v0 import request_body
 from millrace.env_server.adapters.v0 import sampling_args
-from millrace.rollouts.requests import Sampling
+from millrace.internal.v1.play_pb2 import Sampling
+from millrace.rollouts.requests import truncation_of
 from millrace.rollouts.types import TrainSample
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import build_micro_batch
@@ -44,7 +45,7 @@ def sample_of(sampling: Sampling, prompt: list[int], tokens: list[int], said: li
         min_version=0,
         max_version=0,
         lineage=0,
-        truncation=sampling.truncation,
+        truncation=truncation_of(sampling),
     )
 
 

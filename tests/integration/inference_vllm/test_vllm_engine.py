@@ -12,8 +12,9 @@ from datasets import Dataset
 
 from millrace.env_server.adapters.v0 import V0Adapter
 from millrace.internal.v1 import policy_service_pb2 as pb
-from millrace.rollouts.requests import EnvSpec, PlayRequest, Sampling
-from millrace.rollouts.types import PolicySpan, Purpose, RolloutStatus
+from millrace.internal.v1 import rollout_pb2
+from millrace.internal.v1.play_pb2 import EnvSpec, PlayGroupRequest, Sampling
+from millrace.rollouts.types import PolicySpan, RolloutStatus
 from millrace.rpc.channel import call
 from millrace_testing.inference import published, vllm_server
 from millrace_testing.inference.vllm_versions import FLAGS, GAP, SEQS, Run, in_flight
@@ -99,8 +100,9 @@ async def test_an_environment_that_has_a_text_completed_gets_exact_tokens(server
     adapter = V0Adapter.load(EnvSpec(id="completing"), module, {})
     await adapter.start()
     asked = [
-        PlayRequest(
-            run_uid="u", purpose=Purpose.TRAIN, ordinal=0, members=[member], group_size=3, env=EnvSpec(id="completing"),
+        PlayGroupRequest(
+            run_uid="u", purpose=rollout_pb2.PURPOSE_TRAIN, ordinal=0, members=[member], group_size=3,
+            env=EnvSpec(id="completing"),
             base_url=f"{server.http}/v1", task_index=0, model="policy",
             sampling=Sampling(temperature=1.0, max_tokens=max_tokens, extra_body_json='{"ignore_eos": true}'),
         )

@@ -10,7 +10,8 @@ import torch
 
 from millrace.env_server.adapters.client_v0 import request_body
 from millrace.env_server.adapters.v0 import sampling_args
-from millrace.rollouts.requests import Sampling
+from millrace.internal.v1.play_pb2 import Sampling
+from millrace.rollouts.requests import truncation_of
 from millrace.rollouts.types import TrainSample
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import build_micro_batch
@@ -62,7 +63,7 @@ def scored(model: torch.nn.Module, sampling: Sampling, prompt: list[int], tokens
         min_version=0,
         max_version=0,
         lineage=0,
-        truncation=sampling.truncation,
+        truncation=truncation_of(sampling),
     )
     micro_batch = build_micro_batch([sample], seq_len=256, device=torch.device("cpu"))
     with torch.no_grad():

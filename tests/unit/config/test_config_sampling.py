@@ -8,8 +8,8 @@ import pytest
 from millrace.config.load import validate_document
 from millrace.config.sections.orchestrator import OrchestratorConfig
 from millrace.errors import InvalidSpecError
+from millrace.internal.v1.play_pb2 import Sampling
 from millrace.orchestrator.play import settings
-from millrace.rollouts.requests import Sampling
 
 
 def document(sampling: dict[str, Any], evaluation: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from datasets import Dataset
 from millrace.env_server.adapters.outcome import require_demonstrations
 from millrace.env_server.adapters.v0 import V0Adapter
 from millrace.errors import InvalidSpecError
-from millrace.rollouts.requests import EnvSpec
+from millrace.internal.v1.play_pb2 import EnvSpec
 
 
 def load(key: str, rows: list[dict[str, Any]]) -> V0Adapter:

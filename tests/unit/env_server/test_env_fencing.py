@@ -7,10 +7,8 @@ import pytest
 
 from millrace.env_server.service import EnvService
 from millrace.errors import CapacityError, FencedError
-from millrace.internal.v1 import env_service_pb2
-from millrace.rollouts.request_wire import play_to_wire
-from millrace.rollouts.requests import EnvSpec, PlayRequest
-from millrace.rollouts.types import Purpose
+from millrace.internal.v1 import env_service_pb2, rollout_pb2
+from millrace.internal.v1.play_pb2 import EnvSpec, PlayGroupRequest
 
 
 async def test_an_orchestrator_that_is_overtaken_while_the_teacher_is_checked_begins_nothing() -> None:
@@ -21,7 +19,7 @@ async def test_an_orchestrator_that_is_overtaken_while_the_teacher_is_checked_be
         pass
 
     class Teachers:
-        async def require_ready(self, request: PlayRequest) -> None:
+        async def require_ready(self, request: PlayGroupRequest) -> None:
             newer = env_service_pb2.ListPlayingRequest(run_uid=request.run_uid, epoch=request.epoch + 1)
             assert not (await service.ListPlaying(newer, context)).groups, "it is told that nothing is played"
 
@@ -30,9 +28,9 @@ async def test_an_orchestrator_that_is_overtaken_while_the_teacher_is_checked_be
     sink: Any = SimpleNamespace(spool=SimpleNamespace(require_room=require_room), catch_up=catch_up)
     teachers: Any = Teachers()
     service = EnvService(sink=sink, tokenizers=nothing, worker_id="e", starter=nothing, teachers=teachers)
-    request = PlayRequest(
+    request = PlayGroupRequest(
         run_uid="r1",
-        purpose=Purpose.TRAIN,
+        purpose=rollout_pb2.PURPOSE_TRAIN,
         ordinal=0,
         members=[0],
         group_size=1,
@@ -42,4 +40,4 @@ async def test_an_orchestrator_that_is_overtaken_while_the_teacher_is_checked_be
         epoch=1,
     )
     with pytest.raises(FencedError, match="epoch 1 is older than epoch 2"):
-        await service.PlayGroup(play_to_wire(request), context)
+        await service.PlayGroup(request, context)

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from millrace.env_server import play_meters, run
-from millrace.rollouts.requests import EnvSpec
+from millrace.internal.v1.play_pb2 import EnvSpec
 
 
 def test_deaths_of_workers_are_counted_from_0() -> None:

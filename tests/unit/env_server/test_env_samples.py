@@ -24,7 +24,7 @@ from millrace.env_server.adapters.samples import (
 from millrace.env_server.adapters.samples_v0 import turns_of
 from millrace.env_server.adapters.samples_v1 import branch_samples
 from millrace.env_server.own_sampling import AskedSampling
-from millrace.rollouts.requests import EnvSpec, Sampling
+from millrace.internal.v1.play_pb2 import EnvSpec, Sampling
 from millrace.rollouts.types import PolicySpan, RoleSpan, Sample
 from millrace_testing.thinking_template import END, KEEPS, STRIPS, prompt_encoder
 

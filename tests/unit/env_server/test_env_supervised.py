@@ -5,7 +5,7 @@ from typing import Any
 
 from millrace.env_server.isolation.confinement import Confinement
 from millrace.env_server.workers.pool import EnvPool, PoolLimits
-from millrace.rollouts.requests import EnvSpec
+from millrace.internal.v1.play_pb2 import EnvSpec
 from millrace_testing.polling import until
 
 

@@ -29,27 +29,27 @@ from millrace.env_server.adapters.selection import build_task_table, canonical_j
 from millrace.env_server.isolation.confinement import Confinement, Isolation
 from millrace.env_server.isolation.limits import WorkerLimits, describe_exit
 from millrace.env_server.isolation.namespaces import VisibleFiles, covered, visible_to_workers
-from millrace.env_server.service import GroupKey, Groups, PlayingGroup
+from millrace.env_server.service import GroupInPlay, GroupKey, Groups
 from millrace.env_server.settings import EnvServerSettings
 from millrace.env_server.workers.env_worker import answer_of
 from millrace.env_server.workers.frames import encode_frame, read_frame
 from millrace.errors import CorruptObjectError, FencedError, InvalidSpecError, NotFoundError
 from millrace.internal.v1 import env_worker_pb2, rollout_pb2
-from millrace.rollouts.requests import EnvSpec, PlayRequest
-from millrace.rollouts.types import Purpose, RolloutStatus, Sample, Trace, TurnReward
+from millrace.internal.v1.play_pb2 import EnvSpec, PlayGroupRequest
+from millrace.rollouts.types import RolloutStatus, Sample, Trace, TurnReward
 from millrace.rollouts.wire import rollout_to_proto
 
 
-def request(**changes: Any) -> PlayRequest:
+def request(**changes: Any) -> PlayGroupRequest:
     values: dict[str, Any] = {
         "run_uid": "r1",
-        "purpose": Purpose.TRAIN,
+        "purpose": rollout_pb2.PURPOSE_TRAIN,
         "ordinal": 4,
         "members": [0, 1],
         "group_size": 2,
         "env": EnvSpec(name="n", id="i"),
     }
-    return PlayRequest(**{**values, **changes})
+    return PlayGroupRequest(**{**values, **changes})
 
 
 # Tasks.
@@ -149,9 +149,9 @@ def test_epochs_only_grow() -> None:
 
 def test_group_ends_with_its_last_member_and_is_remembered() -> None:
     groups = Groups()
-    group = PlayingGroup(request=request(), left={0, 1})
+    group = GroupInPlay(request=request(), left={0, 1})
     groups.add(group)
-    assert groups.num_rollouts == 2 and groups.is_known(GroupKey("r1", Purpose.TRAIN, "", 4, 0))
+    assert groups.num_rollouts == 2 and groups.is_known(GroupKey("r1", rollout_pb2.PURPOSE_TRAIN, "", 4, 0))
     groups.finish_member(group, 0)
     assert group.described().members == [1]
     groups.finish_member(group, 1)
@@ -161,7 +161,7 @@ def test_group_ends_with_its_last_member_and_is_remembered() -> None:
 
 def test_cancelled_group_may_be_played_again() -> None:
     groups = Groups()
-    group = PlayingGroup(request=request(), left={0, 1})
+    group = GroupInPlay(request=request(), left={0, 1})
     groups.add(group)
     groups.cancel(group)
     assert groups.num_rollouts == 0 and not groups.is_known(group.key)

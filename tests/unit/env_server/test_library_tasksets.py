@@ -15,7 +15,7 @@ from millrace.env_server.adapters import library_tasksets as tasksets
 from millrace.env_server.adapters.failures import describe_error
 from millrace.env_server.adapters.v1 import V1Adapter
 from millrace.errors import InvalidSpecError
-from millrace.rollouts.requests import EnvSpec
+from millrace.internal.v1.play_pb2 import EnvSpec
 
 
 @pytest.mark.parametrize(

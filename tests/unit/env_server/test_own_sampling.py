@@ -8,14 +8,17 @@ from millrace.env_server.adapters.client_v0 import request_body
 from millrace.env_server.adapters.samples import OwnRanges
 from millrace.env_server.adapters.v0 import declared_by, sampling_args
 from millrace.env_server.own_sampling import AskedSampling, OwnSamplingError, Way, flat, sent_of
-from millrace.rollouts.requests import EnvSpec, PlayRequest, Sampling
-from millrace.rollouts.types import FULL, OwnSampling, Purpose, Truncation
+from millrace.internal.v1 import rollout_pb2
+from millrace.internal.v1.play_pb2 import EnvSpec, PlayGroupRequest, Sampling
+from millrace.rollouts.types import FULL, OwnSampling, Truncation
 
 
-def own_way(says: dict[str, Any], *, purpose: Purpose = Purpose.TRAIN, **sampling: Any) -> Way | None:
+def own_way(
+    says: dict[str, Any], *, purpose: rollout_pb2.Purpose = rollout_pb2.PURPOSE_TRAIN, **sampling: Any
+) -> Way | None:
     """Return what is recorded of a turn whose environment changes the arguments that the library hands it."""
     asked = Sampling(**{"temperature": 0.7, "max_tokens": 24, **sampling})
-    request = PlayRequest(
+    request = PlayGroupRequest(
         run_uid="r",
         purpose=purpose,
         ordinal=0,
@@ -69,7 +72,7 @@ def test_what_the_trainer_cannot_compute_is_refused_by_name(name: str) -> None:
         own_way(says)
     assert str(caught.value).startswith(f"environment 'talk' sends `{name.split()[0]}` = ")
     assert why in str(caught.value)
-    own_way(says, purpose=Purpose.EVAL)  # which nothing is trained on
+    own_way(says, purpose=rollout_pb2.PURPOSE_EVAL)  # which nothing is trained on
 
 
 COMPUTED: dict[str, tuple[dict[str, Any], Way]] = {

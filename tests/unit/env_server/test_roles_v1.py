@@ -14,7 +14,7 @@ import verifiers.v1 as vf
 from millrace.env_server.adapters import runtimes_v1
 from millrace.env_server.adapters.v1 import V1Adapter
 from millrace.errors import InvalidSpecError
-from millrace.rollouts.requests import EnvSpec
+from millrace.internal.v1.play_pb2 import EnvSpec
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "environments"
 OURS = "millrace_inprocess"

@@ -8,7 +8,7 @@ import pytest
 from millrace.env_server.adapters.samples import MissingTokensError, SpanLog, merge_turns
 from millrace.env_server.adapters.samples_v0 import turns_of
 from millrace.env_server.own_sampling import AskedSampling
-from millrace.rollouts.requests import EnvSpec, Sampling
+from millrace.internal.v1.play_pb2 import EnvSpec, Sampling
 from millrace.rollouts.types import PolicySpan
 
 ASKED = AskedSampling.by(EnvSpec(id="talk"), Sampling(temperature=1.0))

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import pytest
 
@@ -10,14 +9,14 @@ from millrace.config import RLConfig
 from millrace.config.load import validate_document
 from millrace.config.sections.environments import NamedEnv
 from millrace.errors import InvalidSpecError, InvalidStateError, UnauthenticatedError, Violation
-from millrace.internal.v1 import env_service_pb2, worker_service_pb2
+from millrace.internal.v1 import env_service_pb2, play_pb2, rollout_pb2, worker_service_pb2
+from millrace.internal.v1.play_pb2 import PlayGroupRequest, PlayingGroup, Sampling
 from millrace.orchestrator.play import env_servers
 from millrace.orchestrator.play.env_servers import EnvServers, env_spec
 from millrace.orchestrator.service import check_environments
 from millrace.orchestrator.workers import WorkerRegistry
-from millrace.rollouts.request_wire import group_to_wire
-from millrace.rollouts.requests import PlayedGroup, PlayRequest, Sampling
-from millrace.rollouts.types import OWN_SAMPLING, Purpose
+from millrace.rollouts.requests import changed
+from millrace.rollouts.types import OWN_SAMPLING
 from millrace.telemetry import waits
 
 SPEC = env_spec(NamedEnv(id="reverse-text"), is_text_only=True)
@@ -42,7 +41,7 @@ class Tokens:
                     state=env_service_pb2.ENV_STATE_READY, train=tasks, eval=tasks, api="v0"
                 )
             case env_service_pb2.ListPlayingRequest():
-                group = group_to_wire(PlayedGroup(purpose=Purpose.TRAIN, ordinal=4))
+                group = PlayingGroup(purpose=rollout_pb2.PURPOSE_TRAIN, ordinal=4)
                 return env_service_pb2.ListPlayingResponse(groups=[group])
             case _:
                 return env_service_pb2.PlayGroupResponse()
@@ -76,7 +75,9 @@ async def test_env_servers_that_have_other_tokens_are_asked_again(pool: EnvServe
     assert {name: len(groups) for name, groups in (await pool.playing("1.x")).items()} == {"b": 1}
     tokens.stale = {"b"}
     await pool.refresh([SPEC])
-    request = PlayRequest(run_uid="r1", purpose=Purpose.TRAIN, ordinal=0, members=[0], group_size=1, env=SPEC)
+    request = PlayGroupRequest(
+        run_uid="r1", purpose=rollout_pb2.PURPOSE_TRAIN, ordinal=0, members=[0], group_size=1, env=SPEC
+    )
     assert not await pool.play("b", request), "it does not end the run"
     assert pool.servers_with(SPEC.name) == ["a"] and await pool.play("a", request), "the others go on meanwhile"
     tokens.stale = set()
@@ -100,7 +101,7 @@ async def test_how_an_environment_is_trained_is_told_when_it_is_opened_and_what_
     monkeypatch.setattr(env_servers, "call", answer)
     trained = {SPEC.name: Sampling(temperature=0.5, top_k=3)}
     pool = EnvServers(run_uid="r1", epoch=1, registry=registry, trained=trained)
-    evaluated = replace(SPEC, name="evaluated")
+    evaluated = changed(SPEC, name="evaluated")
     await pool.open_all([evaluated])
     assert not asked["evaluated"].HasField("sampling"), "nothing of it is trained on"
     with pytest.raises(InvalidStateError, match="it declares `seed` = 7") as caught:
@@ -124,7 +125,7 @@ async def test_an_environment_that_kills_its_workers_ends_the_run_once_no_env_se
     given_up: set[str] = set()
 
     async def answer(method: object, request: object, *, timeout_s: float, waits_on: str = "") -> object:
-        if isinstance(request, env_service_pb2.PlayGroupRequest) and waits_on in given_up:
+        if isinstance(request, play_pb2.PlayGroupRequest) and waits_on in given_up:
             raise InvalidStateError("it is FAILED", reason="ENV_FAILED")
         if waits_on in given_up:
             return env_service_pb2.OpenEnvResponse(
@@ -137,7 +138,9 @@ async def test_an_environment_that_kills_its_workers_ends_the_run_once_no_env_se
     monkeypatch.setattr(env_servers, "call", answer)
     await pool.open_all([SPEC])
     await pool.refresh([SPEC])
-    request = PlayRequest(run_uid="r1", purpose=Purpose.TRAIN, ordinal=0, members=[0], group_size=1, env=SPEC)
+    request = PlayGroupRequest(
+        run_uid="r1", purpose=rollout_pb2.PURPOSE_TRAIN, ordinal=0, members=[0], group_size=1, env=SPEC
+    )
     given_up.add("a")
     assert not await pool.play("a", request) and await pool.play("b", request)
     await pool.refresh([SPEC])  # the other one still plays it
@@ -246,7 +249,9 @@ async def test_a_call_that_is_under_way_when_its_env_server_is_replaced_is_not_t
     dead = env_server("a")  # nothing listens there: it is called again and again for some seconds
     dead.slot = "host/1"
     registry.register(dead)
-    request = PlayRequest(run_uid="r1", purpose=Purpose.TRAIN, ordinal=0, members=[0], group_size=1, env=SPEC)
+    request = PlayGroupRequest(
+        run_uid="r1", purpose=rollout_pb2.PURPOSE_TRAIN, ordinal=0, members=[0], group_size=1, env=SPEC
+    )
     playing = asyncio.create_task(pool.play("a", request))
     await asyncio.sleep(0.2)
     successor = env_server("c")

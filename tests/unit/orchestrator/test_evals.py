@@ -5,6 +5,8 @@ import pytest
 
 from millrace.config.load import validate_document
 from millrace.errors import InvalidSpecError, Violation
+from millrace.internal.v1 import rollout_pb2
+from millrace.internal.v1.play_pb2 import EnvSpec, PlayGroupRequest, PlayingGroup
 from millrace.orchestrator.play.book import Book
 from millrace.orchestrator.play.env_servers import OpenedEnv
 from millrace.orchestrator.play.evals import Evaluation, Evaluator
@@ -13,7 +15,6 @@ from millrace.orchestrator.play.play import Play
 from millrace.orchestrator.play.player import Player, RunIdentity
 from millrace.orchestrator.play.routing import ReadyReplica, Router
 from millrace.orchestrator.play.settings import PLAY_SLACK_S, of_training, plays_of_training
-from millrace.rollouts.requests import EnvSpec, PlayedGroup, PlayRequest
 from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
 from millrace_testing.orchestrator.builders import make_play, make_rollout
 
@@ -70,7 +71,7 @@ class HastyEnvs:
     def servers_with(self, env: str) -> list[str]:
         return ["env-server-0"]
 
-    async def play(self, worker_id: str, request: PlayRequest) -> bool:
+    async def play(self, worker_id: str, request: PlayGroupRequest) -> bool:
         self.attempts.append(request.attempt)
         status = RolloutStatus.ENV_ERROR if request.attempt == 0 else RolloutStatus.OK
         for member in request.members:
@@ -111,7 +112,7 @@ async def test_a_group_whose_failures_outrun_the_answer_is_not_taken_for_placed(
     envs, (book, group) = HastyEnvs(), training_book()
 
     def deliver(rollout: Rollout, request) -> None:
-        assert request.purpose is Purpose.TRAIN
+        assert request.purpose == rollout_pb2.PURPOSE_TRAIN
         book.add(rollout)
 
     envs.deliver = deliver
@@ -139,7 +140,7 @@ class CountedEnvs(HastyEnvs):
     def servers_with(self, env: str) -> list[str]:
         return list(self.room)
 
-    async def play(self, worker_id: str, request: PlayRequest) -> bool:
+    async def play(self, worker_id: str, request: PlayGroupRequest) -> bool:
         if self.requires_group and len(request.members) != request.group_size:
             raise InvalidSpecError([Violation(field="members", message="all must be played")], reason="REQUEST_INVALID")
         if not self.room[worker_id]:
@@ -289,7 +290,7 @@ async def test_a_whole_group_that_two_play_belongs_to_the_one_that_brought_the_f
     (book, group), player = training_book(scored_whole=True), player_of(envs)
     ask = envs.play
 
-    async def play(worker_id: str, request: PlayRequest) -> bool:
+    async def play(worker_id: str, request: PlayGroupRequest) -> bool:
         took = await ask(worker_id, request)
         if worker_id == "b":  # while it is asked, the play whose answer was lost brings a member
             book.add(make_rollout(0, 0, group_size=2, env_server="a"))
@@ -314,7 +315,9 @@ async def test_a_takeover_keeps_a_whole_task_only_if_its_play_goes_on() -> None:
     evaluated = Evaluated(envs)
     intake, current, [task] = evaluated.intake, evaluated.current, evaluated.plays
     intake.take(play_of(current, 0, "a"))
-    playing = PlayedGroup(purpose=Purpose.EVAL, eval_id=current.eval_id, ordinal=0, attempt=1, members=[0, 1])
+    playing = PlayingGroup(
+        purpose=rollout_pb2.PURPOSE_EVAL, eval_id=current.eval_id, ordinal=0, attempt=1, members=[0, 1]
+    )
     await intake.take_over(ReadStream(), {"a": [playing]})
     assert (task.attempt, task.missing, task.env_server) == (1, [0, 1], "a")
     for member in (0, 1):

@@ -1,11 +1,11 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
+from millrace.internal.v1 import rollout_pb2
+from millrace.internal.v1.play_pb2 import EnvSpec, PlayGroupRequest, PlayingGroup
 from millrace.orchestrator.play.play import MAX_PUT_OFF, PlayState
 from millrace.orchestrator.play.player import Player, RunIdentity
 from millrace.orchestrator.play.routing import ReadyReplica, Router
-from millrace.rollouts.requests import EnvSpec, PlayedGroup, PlayRequest
-from millrace.rollouts.types import Purpose
 from millrace_testing.orchestrator.builders import book_with, make_rollout
 
 RUN = RunIdentity(uid="r1", epoch=1, generation=1)
@@ -39,7 +39,7 @@ async def test_a_lost_group_whose_members_come_while_it_is_stopped_is_whole() ->
         def alive(self) -> list[str]:
             return ["a"]
 
-        async def cancel(self, groups: list[PlayedGroup], *, timeout_s: float) -> None:
+        async def cancel(self, groups: list[PlayingGroup], *, timeout_s: float) -> None:
             book.add(make_rollout(0, 1, group_size=2, env_server="a"))
 
     await player_of(Envs(), Stream()).place_open(book.plays.values())
@@ -68,9 +68,9 @@ async def test_a_play_behind_its_deadline_goes_on_where_its_env_server_plays_it(
 
         async def playing(self, log_instance: str, *, workers: set[str], timeout_s: float) -> dict[str, list]:
             assert workers == {"a"}
-            return {"a": [PlayedGroup(purpose=Purpose.TRAIN, eval_id="", ordinal=0, attempt=0)]}
+            return {"a": [PlayingGroup(purpose=rollout_pb2.PURPOSE_TRAIN, eval_id="", ordinal=0, attempt=0)]}
 
-        async def cancel(self, groups: list[PlayedGroup], *, timeout_s: float) -> None:
+        async def cancel(self, groups: list[PlayingGroup], *, timeout_s: float) -> None:
             stopped.extend(group.ordinal for group in groups)
 
     async def catch_up() -> None:
@@ -97,7 +97,7 @@ async def test_members_that_come_while_one_env_server_is_asked_are_not_asked_for
         def servers_with(self, env: str) -> list[str]:
             return ["a", "b"]
 
-        async def play(self, worker_id: str, request: PlayRequest) -> bool:
+        async def play(self, worker_id: str, request: PlayGroupRequest) -> bool:
             asked.append((worker_id, list(request.members)))
             if worker_id == "a" and len(asked) == 1:  # it plays, but its answer is lost
                 book.add(make_rollout(0, 0, group_size=2))

@@ -6,11 +6,12 @@ from typing import Any, cast
 
 import pytest
 
+from millrace.internal.v1 import rollout_pb2
+from millrace.internal.v1.play_pb2 import PlayingGroup
 from millrace.orchestrator.play.book import Book
 from millrace.orchestrator.play.intake import Intake
 from millrace.orchestrator.play.play import Arrival, Play, PlayState
-from millrace.rollouts.requests import PlayedGroup
-from millrace.rollouts.types import Purpose, RolloutStatus
+from millrace.rollouts.types import RolloutStatus
 from millrace.runlog import Frontier
 from millrace_testing.orchestrator.builders import PLAYS, archived, make_play, make_rollout
 
@@ -93,7 +94,7 @@ async def test_a_takeover_leaves_plays_that_go_on_to_who_plays_them_and_begins_t
     intake.take(make_rollout(3, 1, group_size=2, attempt=1, env_server="a", status=RolloutStatus.ENV_ERROR))
     assert sorted(book.plays) == [1, 2, 3] and not any(play.env_server for play in book.plays.values())
     playing = [
-        PlayedGroup(purpose=Purpose.TRAIN, ordinal=ordinal, attempt=1, members=members)
+        PlayingGroup(purpose=rollout_pb2.PURPOSE_TRAIN, ordinal=ordinal, attempt=1, members=members)
         for ordinal, members in [(0, [1]), (1, [1]), (4, [0]), (5, [0, 1])]
     ]
     await intake.take_over(cast("Any", ReadStream()), {"a": playing})

@@ -3,7 +3,7 @@
 import pytest
 
 from millrace.errors import InvalidSpecError
-from millrace.internal.v1 import env_service_pb2, policy_service_pb2, worker_service_pb2
+from millrace.internal.v1 import play_pb2, policy_service_pb2, worker_service_pb2
 from millrace.rpc.interceptors import MAX_ITEMS, MAX_NAME_CHARS, MAX_TEXT_CHARS, check_request
 from millrace.v1 import event_pb2, run_service_pb2
 
@@ -27,7 +27,7 @@ def heartbeat(**wait) -> worker_service_pb2.HeartbeatRequest:
         (heartbeat(age_seconds=float("-inf")), "waits[0].age_seconds", "finite"),
         (policy_service_pb2.UpdatePolicyRequest(inflight_mode=7), "inflight_mode", "is no InflightMode"),
         (
-            env_service_pb2.PlayGroupRequest(sampling=env_service_pb2.Sampling(top_p=float("inf"))),
+            play_pb2.PlayGroupRequest(sampling=play_pb2.Sampling(top_p=float("inf"))),
             "sampling.top_p",
             "finite",
         ),

@@ -46,7 +46,7 @@ def check(
     """
     from millrace.cli import interrupts
     from millrace.cli.session.environment_check import keep_logs_off_the_terminal
-    from millrace.rollouts.requests import EnvSpec
+    from millrace.internal.v1.play_pb2 import EnvSpec
 
     keep_logs_off_the_terminal()
     spec = EnvSpec(

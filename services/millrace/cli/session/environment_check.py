@@ -68,7 +68,7 @@ async def _load(
     """
     from millrace.env_server.isolation.inherited import api_key_problem
     from millrace.env_server.trial import opened
-    from millrace.rollouts.requests import EnvSpec
+    from millrace.internal.v1.play_pb2 import EnvSpec
 
     known: set[str] = set()
     for env in envs:

@@ -15,7 +15,8 @@ from millrace.env_server.adapters.failures import remember_code
 from millrace.env_server.adapters.outcome import Outcome
 from millrace.env_server.library import releases
 from millrace.errors import NotFoundError
-from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest
+from millrace.internal.v1.play_pb2 import EnvSpec, PlayGroupRequest
+from millrace.rollouts.requests import LoadedEnv
 
 
 class EnvAdapter(Protocol):
@@ -23,7 +24,7 @@ class EnvAdapter(Protocol):
 
     loaded: LoadedEnv
 
-    async def play(self, request: PlayRequest, *, tokenizer_dir: str) -> Sequence[Outcome]:
+    async def play(self, request: PlayGroupRequest, *, tokenizer_dir: str) -> Sequence[Outcome]:
         """Play the request's task once for each member and return their outcomes; limit no time.
 
         `tokenizer_dir` has the policy's tokenizer.

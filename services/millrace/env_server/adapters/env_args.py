@@ -5,7 +5,7 @@ from typing import Any
 
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
-from millrace.rollouts.requests import EnvSpec
+from millrace.internal.v1.play_pb2 import EnvSpec
 
 # Keys of an environment's args that are the env-server's own and not passed to the environment.
 RENDERER = "renderer"  # name of a `renderers` renderer, such as "qwen3"; tokenizes on the client side

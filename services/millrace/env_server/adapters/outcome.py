@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from millrace.errors import InvalidSpecError, Violation
-from millrace.rollouts.requests import PlayRequest
+from millrace.internal.v1.play_pb2 import PlayGroupRequest
+from millrace.rollouts.requests import request_parameters, truncation_of
 from millrace.rollouts.types import (
     MAX_DEMONSTRATION_BYTES,
     MAX_ERROR_FRAMES_CHARS,
@@ -28,6 +29,7 @@ from millrace.rollouts.types import (
     Sample,
     Trace,
 )
+from millrace.rollouts.wire import purpose_from_wire
 
 _DEMO_KEY = "`orchestrator.algo.demo_key`"
 _SHOWN_NAMES = 20
@@ -235,18 +237,18 @@ def finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def _sampling_json(request: PlayRequest, instead: Sequence[Mapping[str, Any]]) -> str:
+def _sampling_json(request: PlayGroupRequest, instead: Sequence[Mapping[str, Any]]) -> str:
     """Encode the run's sampling with `instead`, what requests used in its place, under `environment`.
 
     `instead` is left out if the JSON would be too long.
     """
-    asked = request.sampling.parameters(is_external=request.is_external)
+    asked = request_parameters(request.sampling, is_external=request.is_external)
     whole = json.dumps(asked | ({"environment": list(instead)} if instead else {}), sort_keys=True, default=str)
     return whole if len(whole) <= MAX_SAMPLING_JSON_CHARS else json.dumps(asked, sort_keys=True)
 
 
 def make_rollout(
-    request: PlayRequest,
+    request: PlayGroupRequest,
     *,
     member: int,
     task_id: str,
@@ -266,7 +268,7 @@ def make_rollout(
         )
     return Rollout(
         run_uid=request.run_uid,
-        purpose=request.purpose,
+        purpose=purpose_from_wire(request.purpose),
         ordinal=request.ordinal,
         member=member,
         attempt=request.attempt,
@@ -285,7 +287,7 @@ def make_rollout(
         seconds=seconds,
         model_seconds=outcome.model_s,
         temperature=request.sampling.temperature,
-        truncation=request.sampling.truncation,
+        truncation=truncation_of(request.sampling),
         sampling_json=_sampling_json(request, outcome.sent_instead),
         env_server=env_server,
         planned_step=request.planned_step,

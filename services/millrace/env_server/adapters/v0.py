@@ -59,7 +59,8 @@ from millrace.env_server.library.overhead_v0 import EnvExecutor, note_columns
 from millrace.env_server.library.v0 import HAS_RENDERERS, Client, ClientConfig, ErrorChain, resolve_client
 from millrace.env_server.own_sampling import NEUTRAL, AskedSampling, OwnSamplingError, flat
 from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
-from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest, Sampling
+from millrace.internal.v1.play_pb2 import EnvSpec, PlayGroupRequest, Sampling
+from millrace.rollouts.requests import LoadedEnv, has_train_task, request_parameters
 from millrace.rollouts.types import RolloutStatus
 
 _MODEL_ERRORS = frozenset({"ModelError", "InvalidModelResponseError", "EmptyModelResponseError", "EngineAuthError"})
@@ -141,13 +142,13 @@ class V0Adapter:
         await agent_server().close()
         await engine_access().close()
 
-    async def play(self, request: PlayRequest, *, tokenizer_dir: str) -> Sequence[Outcome]:
+    async def play(self, request: PlayGroupRequest, *, tokenizer_dir: str) -> Sequence[Outcome]:
         """Play a rollout for each member and return the outcomes, one after the other, or as a group if rewards compare
         them.
 
         Of a compared group all fail if one does. `tokenizer_dir` has the policy's tokenizer, for rendering here.
         """
-        row: Any = (self.train if request.has_train_task else self.eval).row(request.task_index)
+        row: Any = (self.train if has_train_task(request) else self.eval).row(request.task_index)
         client = self._client(request, tokenizer_dir)
         args = sampling_args(request.sampling, is_external=request.is_external, declared=self._declared)
         compares = bool(member_of(self._env, row).requires_group_rollouts)
@@ -173,7 +174,7 @@ class V0Adapter:
             outcomes = [_outcome(output, of_play, asked) for output in outputs]
         return fail_together(outcomes) if compares else outcomes
 
-    def _client(self, request: PlayRequest, tokenizer_dir: str) -> Client:
+    def _client(self, request: PlayGroupRequest, tokenizer_dir: str) -> Client:
         renderer = "" if request.is_external else self._choose_renderer(tokenizer_dir)
         key = (request.base_url, request.is_external, request.api_key_var, tokenizer_dir if renderer else "")
         if key not in self._clients:
@@ -451,7 +452,7 @@ def sampling_args(
 
     `declared`, the environment's own, applies where the run's value is neutral.
     """
-    parameters = sampling.parameters(is_external=is_external)
+    parameters = request_parameters(sampling, is_external=is_external)
     if declared:
         parameters = _filled(parameters, declared, holds_temperature=sampling.holds_temperature)
     args = {name: parameters.pop(name) for name in _ARGUMENTS if name in parameters}

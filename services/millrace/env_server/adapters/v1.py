@@ -74,7 +74,8 @@ from millrace.env_server.library.lookups import remember_lookups
 from millrace.env_server.library.v1 import OUTGROWN, is_too_long, stop_what_outgrows
 from millrace.env_server.own_sampling import AskedSampling, OwnSamplingError, flat
 from millrace.errors import InvalidSpecError, Violation
-from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest
+from millrace.internal.v1.play_pb2 import EnvSpec, PlayGroupRequest
+from millrace.rollouts.requests import LoadedEnv, has_train_task, request_parameters
 from millrace.rollouts.types import RolloutStatus, Trace
 
 _API_KEY_VARIABLE = "MILLRACE_ENGINE_API_KEY"
@@ -182,7 +183,7 @@ class V1Adapter:
         """Stop everything that the environment has opened."""
         await self._stack.aclose()
 
-    async def play(self, request: PlayRequest, *, tokenizer_dir: str) -> Sequence[Outcome]:
+    async def play(self, request: PlayGroupRequest, *, tokenizer_dir: str) -> Sequence[Outcome]:
         """Play one episode for each member, one after the other, and return the outcomes.
 
         `tokenizer_dir` has the policy's tokenizer. Raises ValueError if it is "" and the engine is ours. Fails all
@@ -190,13 +191,13 @@ class V1Adapter:
         """
         if not tokenizer_dir and not request.is_external:
             raise ValueError("v1 environments tokenize on the client side: the request needs a tokenizer_manifest_key")
-        task = (self.train if request.has_train_task else self.eval).row(request.task_index)
+        task = (self.train if has_train_task(request) else self.eval).row(request.task_index)
         if not request.is_external and (why := self._no_tool_parser(tokenizer_dir)):
             return [failed(RolloutStatus.ENV_ERROR, "NoToolParser", why)] * len(request.members)
         context = vf.ModelContext(
             model=request.model,
             client=self._client_config(request, tokenizer_dir),
-            sampling=vf.SamplingConfig(**request.sampling.parameters(is_external=request.is_external)),
+            sampling=vf.SamplingConfig(**request_parameters(request.sampling, is_external=request.is_external)),
         )
         outcomes: list[Outcome] = []
         for _ in request.members:
@@ -217,7 +218,7 @@ class V1Adapter:
             '"qwen3", or train a model whose chat template is that of its family'
         )
 
-    def _client_config(self, request: PlayRequest, tokenizer_dir: str) -> Any:
+    def _client_config(self, request: PlayGroupRequest, tokenizer_dir: str) -> Any:
         """Return the config of the train client, which gives exact tokens.
 
         For a foreign endpoint, of the relaying client.

@@ -29,7 +29,7 @@ from millrace.env_server.engine_access import (
     retry_pause_s,
 )
 from millrace.errors import InvalidSpecError, Violation
-from millrace.rollouts.requests import PlayRequest
+from millrace.internal.v1.play_pb2 import PlayGroupRequest
 from millrace.rollouts.types import Float32Array, Taught
 from millrace.rpc.access import ClientAccess
 from millrace.rpc.reach import kept_alive_socket
@@ -272,7 +272,7 @@ class SelfTeacher:
         """Close the connections."""
         await self._access.close()
 
-    async def check(self, part: PlayRequest) -> None:
+    async def check(self, part: PlayGroupRequest) -> None:
         """Render a hint at the request's replica, and find out the token that begins texts.
 
         Raises InvalidSpecError if the chat template takes no system message alone, TeacherLostError if the replica is
@@ -291,7 +291,7 @@ class SelfTeacher:
             remedy = "take a model with such a template, or opd with a teacher of its own"
             raise InvalidSpecError([violation], reason="HINT_NOT_RENDERED", remedy=remedy) from error
 
-    async def hint(self, part: PlayRequest, demonstration: str) -> Hint:
+    async def hint(self, part: PlayGroupRequest, demonstration: str) -> Hint:
         """Return the tokens of a hint with this demonstration, as the request's replica renders them.
 
         Raises TeacherLostError and TeacherRefusedError.
@@ -303,7 +303,7 @@ class SelfTeacher:
         return Hint(token_ids=tuple(rendered["tokens"]), begin_id=self._begin_id, max_model_len=room)
 
     async def score(
-        self, part: PlayRequest, hint: Hint, token_ids: Sequence[int], *, num_prompt: int
+        self, part: PlayGroupRequest, hint: Hint, token_ids: Sequence[int], *, num_prompt: int
     ) -> tuple[Float32Array, Taught]:
         """Return the log-prob of each token but the first given the hint and earlier tokens, float32 [T - 1], and how
         it was made.
@@ -335,14 +335,14 @@ class SelfTeacher:
         taught = Taught(lineage=lineage, version=version, hint_ids=hint.token_ids, skipped=skipped)
         return scores[len(hint.token_ids) - skipped :], taught
 
-    async def _tokens(self, part: PlayRequest, asked: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def _tokens(self, part: PlayGroupRequest, asked: Mapping[str, Any]) -> Mapping[str, Any]:
         reply = await self._ask(part, f"{part.base_url.removesuffix('/v1')}/tokenize", {"model": part.model, **asked})
         tokens, room = reply.get("tokens"), reply.get("max_model_len")
         if not isinstance(tokens, list) or not tokens or not isinstance(room, int):
             raise TeacherRefusedError(f"the replica at {part.base_url} answered without tokens")
         return reply
 
-    async def _ask(self, part: PlayRequest, url: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def _ask(self, part: PlayGroupRequest, url: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """Post a request until it is answered with 200, and return the answer's object.
 
         It is repeated only while the engine is busy or updated. Raises TeacherLostError or TeacherRefusedError.

@@ -37,7 +37,8 @@ from millrace.env_server.teacher.client import (
 )
 from millrace.env_server.tokenizer_files import TokenizerFiles
 from millrace.errors import CapacityError, InvalidSpecError, NotFoundError, UnavailableError, Violation
-from millrace.rollouts.requests import PlayRequest
+from millrace.internal.v1.play_pb2 import PlayGroupRequest
+from millrace.rollouts.requests import is_training
 from millrace.rollouts.types import (
     MAX_ERROR_MESSAGE_CHARS,
     Float32Array,
@@ -173,13 +174,13 @@ class Teachers:
         self._runs: dict[str, _RunTeacher] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def require_ready(self, request: PlayRequest) -> None:
+    async def require_ready(self, request: PlayGroupRequest) -> None:
         """Return if the run needs no teacher, or its teacher passed the check; else begin or go on to check it.
 
         Raises CapacityError (TEACHER_UNREACHABLE) if the check takes longer than a moment, and InvalidSpecError if the
         teacher cannot do its work.
         """
-        if not request.is_training:
+        if not is_training(request):
             return
         run = self._runs.setdefault(request.run_uid, _RunTeacher())
         run.asked_at = time.monotonic()
@@ -201,14 +202,14 @@ class Teachers:
             run.opening = None  # what went wrong is tried again when somebody asks again
         opening.result()
 
-    async def score(self, part: PlayRequest, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+    async def score(self, part: PlayGroupRequest, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
         """Score the rollouts and store the scores.
 
         Return them with metrics of it, or as failures if they cannot be scored. Rollouts of runs without a teacher are
         returned as they are.
         """
         run = self._runs.get(part.run_uid)
-        if not part.is_training or run is None or run.scoring is None or run.client is None:
+        if not is_training(part) or run is None or run.scoring is None or run.client is None:
             return rollouts
         names, seq_len = Names(self._prefix, part.run_uid), run.scoring.seq_len
         if isinstance(run.client, SelfTeacher):
@@ -245,7 +246,7 @@ class Teachers:
                 # unregistered wait: an HTTP session, which closes at once
                 await run.client.close()
 
-    async def _open(self, request: PlayRequest, run: _RunTeacher) -> None:
+    async def _open(self, request: PlayGroupRequest, run: _RunTeacher) -> None:
         """Read which teacher the run has, and check it until it answers; mark the run as ready."""
         with waits.of_run(request.run_uid):
             if run.scoring is None:
@@ -256,7 +257,7 @@ class Teachers:
                 await self._await_teacher(request, run, run.scoring)
             run.is_ready, run.was_ready, run.problem = True, True, ""
 
-    async def _check_policy(self, request: PlayRequest, run: _RunTeacher, scoring: _Scoring) -> None:
+    async def _check_policy(self, request: PlayGroupRequest, run: _RunTeacher, scoring: _Scoring) -> None:
         """Check the request's replica as the run's own teacher.
 
         Raise CapacityError if it is away, as another may be asked next.
@@ -269,7 +270,7 @@ class Teachers:
         except TeacherLostError as error:
             raise CapacityError(str(error), reason="TEACHER_UNREACHABLE", remedy="ask again") from error
 
-    async def _await_teacher(self, request: PlayRequest, run: _RunTeacher, scoring: _Scoring) -> None:
+    async def _await_teacher(self, request: PlayGroupRequest, run: _RunTeacher, scoring: _Scoring) -> None:
         teacher = scoring.algo.teacher
         assert teacher is not None, "the caller has looked"
         variable = teacher.api_key_var or ""
@@ -428,7 +429,7 @@ class _SelfScorer(_Scorer):
     """Scores with the policy itself, with the task's demonstration in its prompt."""
 
     def __init__(
-        self, store: ObjectStore, names: Names, client: SelfTeacher, part: PlayRequest, *, seq_len: int
+        self, store: ObjectStore, names: Names, client: SelfTeacher, part: PlayGroupRequest, *, seq_len: int
     ) -> None:
         super().__init__(store, names, seq_len=seq_len)
         self._client, self._part = client, part

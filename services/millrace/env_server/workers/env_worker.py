@@ -39,8 +39,8 @@ from millrace.env_server.workers.frames import (
 )
 from millrace.errors import CorruptObjectError, InvalidSpecError
 from millrace.internal.v1 import env_worker_pb2, rollout_pb2
-from millrace.rollouts.request_wire import env_from_wire, play_from_wire
-from millrace.rollouts.requests import PlayRequest
+from millrace.internal.v1.play_pb2 import PlayGroupRequest
+from millrace.rollouts.requests import is_training
 from millrace.rollouts.types import RolloutStatus
 from millrace.rollouts.wire import rollout_to_proto
 from millrace.telemetry.logging import bind, setup
@@ -203,7 +203,7 @@ def run(channel_fd: int, echo_fd: int) -> None:
         return
     try:
         with without_gc():
-            adapter = load_adapter(env_from_wire(command.load.env))
+            adapter = load_adapter(command.load.env)
     # The environment is foreign code: whatever it raises, exit included, is the reason why it could not be loaded.
     except BaseException as error:  # noqa: BLE001 - environment code: whatever it raises is the answer
         channel.sendall(encode_frame(_failure(command.load.env.id, error)))
@@ -310,7 +310,7 @@ class _Worker:
         await self._writer.drain()
 
     async def _play(self, play: env_worker_pb2.PlayMembers) -> None:
-        request = play_from_wire(play.request)
+        request = play.request
         began, own = time.monotonic(), OwnTime(play.play_id)
         self._standings[play.play_id] = engine_access.begin()
         try:
@@ -326,7 +326,7 @@ class _Worker:
             ended.rollouts.append(answer_of(request, member, task_id, outcome, seconds))
         await self._send(env_worker_pb2.WorkerReport(ended=ended))
 
-    async def _played(self, request: PlayRequest, tokenizer_dir: str) -> Sequence[Outcome]:
+    async def _played(self, request: PlayGroupRequest, tokenizer_dir: str) -> Sequence[Outcome]:
         """Play the request; turn a SystemExit or KeyboardInterrupt of its code into an EnvironmentExitError."""
         try:
             return await self._adapter.play(request, tokenizer_dir=tokenizer_dir)
@@ -334,7 +334,9 @@ class _Worker:
             ended = EnvironmentExitError(f"the environment's code raised {type(error).__name__}: {error}")
             raise ended.with_traceback(error.__traceback__) from error
 
-    async def _outcomes(self, request: PlayRequest, play: env_worker_pb2.PlayMembers, own: OwnTime) -> list[Outcome]:
+    async def _outcomes(
+        self, request: PlayGroupRequest, play: env_worker_pb2.PlayMembers, own: OwnTime
+    ) -> list[Outcome]:
         """Play and return one outcome per member in any case, by the deadline plus the grace.
 
         The deadline counts the play's own time, without that of other plays' code in the loop.
@@ -369,10 +371,12 @@ class _Worker:
         return [failed(RolloutStatus.ENV_ERROR, kind, message, frames=frames_of(error))] * count
 
 
-def answer_of(request: PlayRequest, member: int, task_id: str, outcome: Outcome, seconds: float) -> rollout_pb2.Rollout:
+def answer_of(
+    request: PlayGroupRequest, member: int, task_id: str, outcome: Outcome, seconds: float
+) -> rollout_pb2.Rollout:
     """Return the wire message of a member's rollout; values that cannot be stored make it a failure."""
     try:
-        if request.demo_key and request.is_training:
+        if request.demo_key and is_training(request):
             outcome = demonstrated(outcome, request.demo_key)
         rollout = make_rollout(request, member=member, task_id=task_id, outcome=outcome, seconds=seconds)
         return rollout_to_proto(rollout)

@@ -45,7 +45,8 @@ from millrace.env_server.workers.worker_process import (
     DEFAULT_WAITS_S,
     WorkerProcess,
 )
-from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest
+from millrace.internal.v1.play_pb2 import EnvSpec, PlayGroupRequest
+from millrace.rollouts.requests import LoadedEnv, label_of
 from millrace.rollouts.types import Rollout, RolloutStatus
 from millrace.telemetry import progress, waits
 from millrace.telemetry.progress import Activity
@@ -276,7 +277,7 @@ class EnvPool:
         """Return how many `workers` there are."""
         return len(self.workers)
 
-    async def play(self, request: PlayRequest, *, tokenizer_dir: str) -> list[Rollout]:
+    async def play(self, request: PlayGroupRequest, *, tokenizer_dir: str) -> list[Rollout]:
         """Play the request's members together; return one rollout per member, failed ones in case of any problem.
 
         Starts the workers if they rest. Raises PlayAbandonedError, only while the env-server leaves.
@@ -290,7 +291,7 @@ class EnvPool:
             self._num_plays -= 1
             self._used_at = time.monotonic()
 
-    async def _play(self, request: PlayRequest, tokenizer_dir: str) -> list[Rollout]:
+    async def _play(self, request: PlayGroupRequest, tokenizer_dir: str) -> list[Rollout]:
         """Play the request, again after each lost worker, until it ends as described at the top of this module."""
         task_id = self.task_id(request)
         num_deaths = num_asked = 0
@@ -329,7 +330,7 @@ class EnvPool:
                     if not error.death.is_from_outside or num_deaths > 1:
                         self.trials.suspect(task_id, was_blocked=error.death.cause is DeathCause.BLOCKED)
 
-    def task_id(self, request: PlayRequest) -> str:
+    def task_id(self, request: PlayGroupRequest) -> str:
         """Return the id of the request's task; the pool must be READY and the index in range."""
         if self.info is None:
             raise RuntimeError("the environment is not loaded")
@@ -340,7 +341,7 @@ class EnvPool:
         """Return whether the env-server is leaving and no worker is left to play."""
         return self.is_leaving and (self.failure is not None or not any(self.slots))
 
-    async def _play_shared(self, request: PlayRequest, tokenizer_dir: str) -> list[Rollout] | None:
+    async def _play_shared(self, request: PlayGroupRequest, tokenizer_dir: str) -> list[Rollout] | None:
         """Play in a shared worker; None if the pool failed or was abandoned before one was free.
 
         Raises WorkerDiedError.
@@ -355,7 +356,7 @@ class EnvPool:
             await self._notify()
 
     async def _play_probed(
-        self, request: PlayRequest, task_id: str, tokenizer_dir: str, *, must_probe: bool
+        self, request: PlayGroupRequest, task_id: str, tokenizer_dir: str, *, must_probe: bool
     ) -> list[Rollout] | None:
         """Play alone in a probe worker.
 
@@ -384,9 +385,9 @@ class EnvPool:
             return rollouts
 
     async def _condemn(
-        self, request: PlayRequest, task_id: str, error: WorkerDiedError, *, seconds: float
+        self, request: PlayGroupRequest, task_id: str, error: WorkerDiedError, *, seconds: float
     ) -> list[Rollout]:
-        play_meters.worker_died(self.env.label)
+        play_meters.worker_died(label_of(self.env))
         reason = (
             f"task {task_id} of environment {self.env.id} ended a worker process that played it alone ({error}); "
             "it is not played again until the env-server restarts: fix the environment or drop the task"
@@ -413,7 +414,7 @@ class EnvPool:
             await self._fail(EnvLoadError(KILLS_WORKERS, f"environment {self.env.id}: {hopeless}", remedy=remedy))
             self.rest()
 
-    def _failures(self, request: PlayRequest, outcome: Outcome, *, seconds: float = 0.0) -> list[Rollout]:
+    def _failures(self, request: PlayGroupRequest, outcome: Outcome, *, seconds: float = 0.0) -> list[Rollout]:
         """Return a rollout with the same failed outcome for every member."""
         task_id = self.task_id(request)
         return [
@@ -422,9 +423,11 @@ class EnvPool:
         ]
 
     @contextmanager
-    def _playing(self, request: PlayRequest) -> Iterator[None]:
+    def _playing(self, request: PlayGroupRequest) -> Iterator[None]:
         """Count the members as playing during the block, and register one shared wait for the engine."""
-        reason = f"{waits.COUNT} rollouts of {request.env.label} that are played with the engine at {request.base_url}"
+        reason = (
+            f"{waits.COUNT} rollouts of {label_of(request.env)} that are played with the engine at {request.base_url}"
+        )
         deadline_s = request.rollout_timeout_seconds + self._limits.blocked_grace_s
         self.num_playing += len(request.members)
         try:
@@ -480,7 +483,7 @@ class EnvPool:
             await self._notify()
             if self.is_leaving:
                 break
-            play_meters.worker_died(self.env.label)
+            play_meters.worker_died(label_of(self.env))
             num_short_lives = 1 if time.monotonic() - began > _STABLE_S else num_short_lives + 1
             with waits.waiting(f"another start of a worker of {self.env.id} ({self.num_deaths} died)"):
                 await asyncio.sleep(_RESTARTS.after(num_short_lives))

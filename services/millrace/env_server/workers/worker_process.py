@@ -25,13 +25,13 @@ from millrace.env_server.workers.frames import EchoProbe, encode_frame, read_fra
 from millrace.env_server.workers.starter import Started, WorkerStarter
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import env_worker_pb2
+from millrace.internal.v1.play_pb2 import EnvSpec, PlayGroupRequest
 from millrace.processes.forked import ForkedProcess
 from millrace.processes.sessions import Process
 from millrace.processes.table import kill_session
-from millrace.rollouts.request_wire import env_to_wire, play_to_wire
-from millrace.rollouts.requests import EnvSpec, LoadedEnv, PlayRequest
+from millrace.rollouts.requests import LoadedEnv
 from millrace.rollouts.types import Rollout
-from millrace.rollouts.wire import rollout_from_proto
+from millrace.rollouts.wire import purpose_from_wire, rollout_from_proto
 from millrace.telemetry import faults, waits
 from millrace.telemetry.faults import Point
 
@@ -66,7 +66,7 @@ _SHOWN_PLACES = 4
 class _Play:
     """A request that a worker plays, and the future for its answer."""
 
-    request: PlayRequest
+    request: PlayGroupRequest
     answer: asyncio.Future[list[Rollout]]
 
     def checked(self, ended: env_worker_pb2.PlayEnded) -> list[Rollout]:
@@ -76,7 +76,7 @@ class _Play:
         the log.
         """
         asked, rollouts = self.request, [rollout_from_proto(rollout) for rollout in ended.rollouts]
-        same = (asked.run_uid, asked.purpose, asked.eval_id, asked.ordinal, asked.attempt)
+        same = (asked.run_uid, purpose_from_wire(asked.purpose), asked.eval_id, asked.ordinal, asked.attempt)
         expected = [(*same, member) for member in asked.members]
         if [(r.run_uid, r.purpose, r.eval_id, r.ordinal, r.attempt, r.member) for r in rollouts] != expected:
             raise CorruptObjectError(f"it answered with other rollouts than those of group {asked.ordinal}")
@@ -164,7 +164,7 @@ class WorkerProcess:
         worker.loaded = asyncio.get_running_loop().create_future()
         worker._listener = asyncio.create_task(worker._listen(), name=f"listen {name}")
         worker._watch = asyncio.create_task(worker._watch_life(), name=f"watch {name}")
-        await worker._send(env_worker_pb2.WorkerCommand(load=env_worker_pb2.LoadEnv(env=env_to_wire(env))))
+        await worker._send(env_worker_pb2.WorkerCommand(load=env_worker_pb2.LoadEnv(env=env)))
         logger.info("env worker started", extra={"worker": name, "pid": worker.process.pid, "env": env.id})
         return worker
 
@@ -194,7 +194,7 @@ class WorkerProcess:
         """Wait until the worker has ended, without a limit."""
         await self._ended.wait()
 
-    async def play(self, request: PlayRequest, *, tokenizer_dir: str) -> list[Rollout]:
+    async def play(self, request: PlayGroupRequest, *, tokenizer_dir: str) -> list[Rollout]:
         """Play the request's members and return one rollout per member. Raises WorkerDiedError.
 
         A cancelled call cancels the play in the worker. A worker that does not answer in time after the deadline is
@@ -212,9 +212,7 @@ class WorkerProcess:
             if self.door is not None:
                 with contextlib.suppress(ConnectionError):  # it died: the listener ends the play
                     await self.door.open(request.base_url)
-            play = env_worker_pb2.PlayMembers(
-                play_id=play_id, request=play_to_wire(request), tokenizer_dir=tokenizer_dir
-            )
+            play = env_worker_pb2.PlayMembers(play_id=play_id, request=request, tokenizer_dir=tokenizer_dir)
             await self._send(env_worker_pb2.WorkerCommand(play=play))
             faults.reach(Point.ENV_SERVER_MID_EPISODE, step=request.planned_step)
             return await self._answer(answer, request.rollout_timeout_seconds + self.blocked_grace_s)

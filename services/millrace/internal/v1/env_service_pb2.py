@@ -22,42 +22,34 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from millrace.internal.v1 import rollout_pb2 as millrace_dot_internal_dot_v1_dot_rollout__pb2
+from millrace.internal.v1 import play_pb2 as millrace_dot_internal_dot_v1_dot_play__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&millrace/internal/v1/env_service.proto\x12\x14millrace.internal.v1\x1a\"millrace/internal/v1/rollout.proto\"\x92\x02\n\x07\x45nvSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\t\x12\x11\n\targs_json\x18\x03 \x01(\t\x12\x1c\n\x14takes_several_traces\x18\x04 \x01(\x08\x12\x14\n\x0cis_text_only\x18\x05 \x01(\x08\x12\x1c\n\x14judge_max_concurrent\x18\x06 \x01(\r\x12\x17\n\x0fjudge_timeout_s\x18\x07 \x01(\x01\x12\x15\n\rjudge_key_var\x18\x08 \x01(\t\x12\x0e\n\x06python\x18\t \x01(\t\x12\r\n\x05image\x18\n \x01(\t\x12\x13\n\x0bselect_json\x18\x0b \x01(\t\x12\x10\n\x08\x64\x65mo_key\x18\x0c \x01(\t\x12\x12\n\nagent_json\x18\r \x01(\t\",\n\x07TaskSet\x12\x11\n\tnum_tasks\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\"\x9c\x01\n\x0eOpenEnvRequest\x12*\n\x03\x65nv\x18\x01 \x01(\x0b\x32\x1d.millrace.internal.v1.EnvSpec\x12\x13\n\x0b\x61pi_key_var\x18\x02 \x01(\t\x12\x17\n\x0fteacher_key_var\x18\x03 \x01(\t\x12\x30\n\x08sampling\x18\x04 \x01(\x0b\x32\x1e.millrace.internal.v1.Sampling\"\x94\x02\n\x0fOpenEnvResponse\x12-\n\x05state\x18\x01 \x01(\x0e\x32\x1e.millrace.internal.v1.EnvState\x12,\n\x05train\x18\x02 \x01(\x0b\x32\x1d.millrace.internal.v1.TaskSet\x12+\n\x04\x65val\x18\x03 \x01(\x0b\x32\x1d.millrace.internal.v1.TaskSet\x12\x0b\n\x03\x61pi\x18\x04 \x01(\t\x12\x16\n\x0erequires_group\x18\x05 \x01(\x08\x12\x12\n\nerror_type\x18\x06 \x01(\t\x12\x15\n\rerror_message\x18\x07 \x01(\t\x12\x14\n\x0c\x65rror_remedy\x18\x08 \x01(\t\x12\x11\n\tplayed_in\x18\t \x01(\t\"\xd7\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\x17\n\x0f\x65xtra_body_json\x18\x04 \x01(\t\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x01\x12\x13\n\x0b\x61llows_bias\x18\x08 \x01(\x08\x12\x10\n\x08is_plain\x18\t \x01(\x08\x12\x19\n\x11holds_temperature\x18\n \x01(\x08\"\xa7\x04\n\x10PlayGroupRequest\x12\x0f\n\x07run_uid\x18\x01 \x01(\t\x12.\n\x07purpose\x18\x02 \x01(\x0e\x32\x1d.millrace.internal.v1.Purpose\x12\x0f\n\x07\x65val_id\x18\x03 \x01(\t\x12\x0f\n\x07ordinal\x18\x04 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x05 \x01(\r\x12\x0f\n\x07members\x18\x06 \x03(\r\x12\x12\n\ngroup_size\x18\x07 \x01(\r\x12*\n\x03\x65nv\x18\x08 \x01(\x0b\x32\x1d.millrace.internal.v1.EnvSpec\x12\x17\n\x0fuse_train_tasks\x18\t \x01(\x08\x12\x12\n\ntask_index\x18\n \x01(\x04\x12\x10\n\x08\x62\x61se_url\x18\x0b \x01(\t\x12\r\n\x05model\x18\x0c \x01(\t\x12\x30\n\x08sampling\x18\r \x01(\x0b\x32\x1e.millrace.internal.v1.Sampling\x12\x1f\n\x17rollout_timeout_seconds\x18\x0e \x01(\x01\x12\r\n\x05\x65poch\x18\x0f \x01(\x04\x12\x12\n\ngeneration\x18\x10 \x01(\x04\x12\x14\n\x0cplanned_step\x18\x11 \x01(\x04\x12\x1e\n\x16tokenizer_manifest_key\x18\x12 \x01(\t\x12\x18\n\x10\x64ispatched_after\x18\x13 \x01(\t\x12\x13\n\x0bis_external\x18\x14 \x01(\x08\x12\x13\n\x0b\x61pi_key_var\x18\x15 \x01(\t\x12\x10\n\x08\x64\x65mo_key\x18\x16 \x01(\t\",\n\x11PlayGroupResponse\x12\x17\n\x0f\x61lready_playing\x18\x01 \x01(\x08\"\xbf\x01\n\x0cPlayingGroup\x12.\n\x07purpose\x18\x01 \x01(\x0e\x32\x1d.millrace.internal.v1.Purpose\x12\x0f\n\x07\x65val_id\x18\x02 \x01(\t\x12\x0f\n\x07ordinal\x18\x03 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x0f\n\x07members\x18\x05 \x03(\r\x12\x13\n\x0b\x61ge_seconds\x18\x06 \x01(\x01\x12\x14\n\x0cplanned_step\x18\x07 \x01(\x04\x12\x10\n\x08\x62\x61se_url\x18\x08 \x01(\t\"J\n\x12ListPlayingRequest\x12\x0f\n\x07run_uid\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x14\n\x0clog_instance\x18\x03 \x01(\t\"I\n\x13ListPlayingResponse\x12\x32\n\x06groups\x18\x01 \x03(\x0b\x32\".millrace.internal.v1.PlayingGroup\"i\n\x13\x43\x61ncelGroupsRequest\x12\x0f\n\x07run_uid\x18\x01 \x01(\t\x12\x32\n\x06groups\x18\x02 \x03(\x0b\x32\".millrace.internal.v1.PlayingGroup\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"-\n\x14\x43\x61ncelGroupsResponse\x12\x15\n\rnum_cancelled\x18\x01 \x01(\r*g\n\x08\x45nvState\x12\x19\n\x15\x45NV_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x45NV_STATE_LOADING\x10\x01\x12\x13\n\x0f\x45NV_STATE_READY\x10\x02\x12\x14\n\x10\x45NV_STATE_FAILED\x10\x03\x32\x8d\x03\n\nEnvService\x12V\n\x07OpenEnv\x12$.millrace.internal.v1.OpenEnvRequest\x1a%.millrace.internal.v1.OpenEnvResponse\x12\\\n\tPlayGroup\x12&.millrace.internal.v1.PlayGroupRequest\x1a\'.millrace.internal.v1.PlayGroupResponse\x12\x62\n\x0bListPlaying\x12(.millrace.internal.v1.ListPlayingRequest\x1a).millrace.internal.v1.ListPlayingResponse\x12\x65\n\x0c\x43\x61ncelGroups\x12).millrace.internal.v1.CancelGroupsRequest\x1a*.millrace.internal.v1.CancelGroupsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&millrace/internal/v1/env_service.proto\x12\x14millrace.internal.v1\x1a\x1fmillrace/internal/v1/play.proto\",\n\x07TaskSet\x12\x11\n\tnum_tasks\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\"\x9c\x01\n\x0eOpenEnvRequest\x12*\n\x03\x65nv\x18\x01 \x01(\x0b\x32\x1d.millrace.internal.v1.EnvSpec\x12\x13\n\x0b\x61pi_key_var\x18\x02 \x01(\t\x12\x17\n\x0fteacher_key_var\x18\x03 \x01(\t\x12\x30\n\x08sampling\x18\x04 \x01(\x0b\x32\x1e.millrace.internal.v1.Sampling\"\x94\x02\n\x0fOpenEnvResponse\x12-\n\x05state\x18\x01 \x01(\x0e\x32\x1e.millrace.internal.v1.EnvState\x12,\n\x05train\x18\x02 \x01(\x0b\x32\x1d.millrace.internal.v1.TaskSet\x12+\n\x04\x65val\x18\x03 \x01(\x0b\x32\x1d.millrace.internal.v1.TaskSet\x12\x0b\n\x03\x61pi\x18\x04 \x01(\t\x12\x16\n\x0erequires_group\x18\x05 \x01(\x08\x12\x12\n\nerror_type\x18\x06 \x01(\t\x12\x15\n\rerror_message\x18\x07 \x01(\t\x12\x14\n\x0c\x65rror_remedy\x18\x08 \x01(\t\x12\x11\n\tplayed_in\x18\t \x01(\t\",\n\x11PlayGroupResponse\x12\x17\n\x0f\x61lready_playing\x18\x01 \x01(\x08\"J\n\x12ListPlayingRequest\x12\x0f\n\x07run_uid\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x14\n\x0clog_instance\x18\x03 \x01(\t\"I\n\x13ListPlayingResponse\x12\x32\n\x06groups\x18\x01 \x03(\x0b\x32\".millrace.internal.v1.PlayingGroup\"i\n\x13\x43\x61ncelGroupsRequest\x12\x0f\n\x07run_uid\x18\x01 \x01(\t\x12\x32\n\x06groups\x18\x02 \x03(\x0b\x32\".millrace.internal.v1.PlayingGroup\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"-\n\x14\x43\x61ncelGroupsResponse\x12\x15\n\rnum_cancelled\x18\x01 \x01(\r*g\n\x08\x45nvState\x12\x19\n\x15\x45NV_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x45NV_STATE_LOADING\x10\x01\x12\x13\n\x0f\x45NV_STATE_READY\x10\x02\x12\x14\n\x10\x45NV_STATE_FAILED\x10\x03\x32\x8d\x03\n\nEnvService\x12V\n\x07OpenEnv\x12$.millrace.internal.v1.OpenEnvRequest\x1a%.millrace.internal.v1.OpenEnvResponse\x12\\\n\tPlayGroup\x12&.millrace.internal.v1.PlayGroupRequest\x1a\'.millrace.internal.v1.PlayGroupResponse\x12\x62\n\x0bListPlaying\x12(.millrace.internal.v1.ListPlayingRequest\x1a).millrace.internal.v1.ListPlayingResponse\x12\x65\n\x0c\x43\x61ncelGroups\x12).millrace.internal.v1.CancelGroupsRequest\x1a*.millrace.internal.v1.CancelGroupsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'millrace.internal.v1.env_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ENVSTATE']._serialized_start=2178
-  _globals['_ENVSTATE']._serialized_end=2281
-  _globals['_ENVSPEC']._serialized_start=101
-  _globals['_ENVSPEC']._serialized_end=375
-  _globals['_TASKSET']._serialized_start=377
-  _globals['_TASKSET']._serialized_end=421
-  _globals['_OPENENVREQUEST']._serialized_start=424
-  _globals['_OPENENVREQUEST']._serialized_end=580
-  _globals['_OPENENVRESPONSE']._serialized_start=583
-  _globals['_OPENENVRESPONSE']._serialized_end=859
-  _globals['_SAMPLING']._serialized_start=862
-  _globals['_SAMPLING']._serialized_end=1077
-  _globals['_PLAYGROUPREQUEST']._serialized_start=1080
-  _globals['_PLAYGROUPREQUEST']._serialized_end=1631
-  _globals['_PLAYGROUPRESPONSE']._serialized_start=1633
-  _globals['_PLAYGROUPRESPONSE']._serialized_end=1677
-  _globals['_PLAYINGGROUP']._serialized_start=1680
-  _globals['_PLAYINGGROUP']._serialized_end=1871
-  _globals['_LISTPLAYINGREQUEST']._serialized_start=1873
-  _globals['_LISTPLAYINGREQUEST']._serialized_end=1947
-  _globals['_LISTPLAYINGRESPONSE']._serialized_start=1949
-  _globals['_LISTPLAYINGRESPONSE']._serialized_end=2022
-  _globals['_CANCELGROUPSREQUEST']._serialized_start=2024
-  _globals['_CANCELGROUPSREQUEST']._serialized_end=2129
-  _globals['_CANCELGROUPSRESPONSE']._serialized_start=2131
-  _globals['_CANCELGROUPSRESPONSE']._serialized_end=2176
-  _globals['_ENVSERVICE']._serialized_start=2284
-  _globals['_ENVSERVICE']._serialized_end=2681
+  _globals['_ENVSTATE']._serialized_start=932
+  _globals['_ENVSTATE']._serialized_end=1035
+  _globals['_TASKSET']._serialized_start=97
+  _globals['_TASKSET']._serialized_end=141
+  _globals['_OPENENVREQUEST']._serialized_start=144
+  _globals['_OPENENVREQUEST']._serialized_end=300
+  _globals['_OPENENVRESPONSE']._serialized_start=303
+  _globals['_OPENENVRESPONSE']._serialized_end=579
+  _globals['_PLAYGROUPRESPONSE']._serialized_start=581
+  _globals['_PLAYGROUPRESPONSE']._serialized_end=625
+  _globals['_LISTPLAYINGREQUEST']._serialized_start=627
+  _globals['_LISTPLAYINGREQUEST']._serialized_end=701
+  _globals['_LISTPLAYINGRESPONSE']._serialized_start=703
+  _globals['_LISTPLAYINGRESPONSE']._serialized_end=776
+  _globals['_CANCELGROUPSREQUEST']._serialized_start=778
+  _globals['_CANCELGROUPSREQUEST']._serialized_end=883
+  _globals['_CANCELGROUPSRESPONSE']._serialized_start=885
+  _globals['_CANCELGROUPSRESPONSE']._serialized_end=930
+  _globals['_ENVSERVICE']._serialized_start=1038
+  _globals['_ENVSERVICE']._serialized_end=1435
 # @@protoc_insertion_point(module_scope)

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from millrace.internal.v1 import env_service_pb2 as millrace_dot_internal_dot_v1_dot_env__service__pb2
+from millrace.internal.v1 import play_pb2 as millrace_dot_internal_dot_v1_dot_play__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
@@ -42,7 +43,7 @@ class EnvServiceStub(object):
                 _registered_method=True)
         self.PlayGroup = channel.unary_unary(
                 '/millrace.internal.v1.EnvService/PlayGroup',
-                request_serializer=millrace_dot_internal_dot_v1_dot_env__service__pb2.PlayGroupRequest.SerializeToString,
+                request_serializer=millrace_dot_internal_dot_v1_dot_play__pb2.PlayGroupRequest.SerializeToString,
                 response_deserializer=millrace_dot_internal_dot_v1_dot_env__service__pb2.PlayGroupResponse.FromString,
                 _registered_method=True)
         self.ListPlaying = channel.unary_unary(
@@ -99,7 +100,7 @@ def add_EnvServiceServicer_to_server(servicer, server):
             ),
             'PlayGroup': grpc.unary_unary_rpc_method_handler(
                     servicer.PlayGroup,
-                    request_deserializer=millrace_dot_internal_dot_v1_dot_env__service__pb2.PlayGroupRequest.FromString,
+                    request_deserializer=millrace_dot_internal_dot_v1_dot_play__pb2.PlayGroupRequest.FromString,
                     response_serializer=millrace_dot_internal_dot_v1_dot_env__service__pb2.PlayGroupResponse.SerializeToString,
             ),
             'ListPlaying': grpc.unary_unary_rpc_method_handler(
@@ -166,7 +167,7 @@ class EnvService(object):
             request,
             target,
             '/millrace.internal.v1.EnvService/PlayGroup',
-            millrace_dot_internal_dot_v1_dot_env__service__pb2.PlayGroupRequest.SerializeToString,
+            millrace_dot_internal_dot_v1_dot_play__pb2.PlayGroupRequest.SerializeToString,
             millrace_dot_internal_dot_v1_dot_env__service__pb2.PlayGroupResponse.FromString,
             options,
             channel_credentials,

@@ -23,10 +23,11 @@ _sym_db = _symbol_database.Default()
 
 
 from millrace.internal.v1 import env_service_pb2 as millrace_dot_internal_dot_v1_dot_env__service__pb2
+from millrace.internal.v1 import play_pb2 as millrace_dot_internal_dot_v1_dot_play__pb2
 from millrace.internal.v1 import rollout_pb2 as millrace_dot_internal_dot_v1_dot_rollout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%millrace/internal/v1/env_worker.proto\x12\x14millrace.internal.v1\x1a&millrace/internal/v1/env_service.proto\x1a\"millrace/internal/v1/rollout.proto\"5\n\x07LoadEnv\x12*\n\x03\x65nv\x18\x01 \x01(\x0b\x32\x1d.millrace.internal.v1.EnvSpec\"n\n\x0bPlayMembers\x12\x0f\n\x07play_id\x18\x01 \x01(\x04\x12\x37\n\x07request\x18\x02 \x01(\x0b\x32&.millrace.internal.v1.PlayGroupRequest\x12\x15\n\rtokenizer_dir\x18\x03 \x01(\t\"\x1d\n\nCancelPlay\x12\x0f\n\x07play_id\x18\x01 \x01(\x04\"\xb0\x01\n\rWorkerCommand\x12-\n\x04load\x18\x01 \x01(\x0b\x32\x1d.millrace.internal.v1.LoadEnvH\x00\x12\x31\n\x04play\x18\x02 \x01(\x0b\x32!.millrace.internal.v1.PlayMembersH\x00\x12\x32\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32 .millrace.internal.v1.CancelPlayH\x00\x42\t\n\x07\x63ommand\"\xd1\x01\n\tEnvLoaded\x12\x0b\n\x03\x61pi\x18\x01 \x01(\t\x12,\n\x05train\x18\x02 \x01(\x0b\x32\x1d.millrace.internal.v1.TaskSet\x12+\n\x04\x65val\x18\x03 \x01(\x0b\x32\x1d.millrace.internal.v1.TaskSet\x12\x16\n\x0erequires_group\x18\x04 \x01(\x08\x12\x16\n\x0etrain_task_ids\x18\x05 \x03(\t\x12\x15\n\reval_task_ids\x18\x06 \x03(\t\x12\x15\n\rdeclared_json\x18\x07 \x01(\t\"L\n\tEnvFailed\x12\x12\n\nerror_type\x18\x01 \x01(\t\x12\x15\n\rerror_message\x18\x02 \x01(\t\x12\x14\n\x0c\x65rror_remedy\x18\x03 \x01(\t\"M\n\tPlayEnded\x12\x0f\n\x07play_id\x18\x01 \x01(\x04\x12/\n\x08rollouts\x18\x02 \x03(\x0b\x32\x1d.millrace.internal.v1.Rollout\"u\n\x08Standing\x12:\n\x06places\x18\x01 \x03(\x0b\x32*.millrace.internal.v1.Standing.PlacesEntry\x1a-\n\x0bPlacesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\xe4\x01\n\x0cWorkerReport\x12\x31\n\x06loaded\x18\x01 \x01(\x0b\x32\x1f.millrace.internal.v1.EnvLoadedH\x00\x12\x31\n\x06\x66\x61iled\x18\x02 \x01(\x0b\x32\x1f.millrace.internal.v1.EnvFailedH\x00\x12\x30\n\x05\x65nded\x18\x03 \x01(\x0b\x32\x1f.millrace.internal.v1.PlayEndedH\x00\x12\x32\n\x08standing\x18\x04 \x01(\x0b\x32\x1e.millrace.internal.v1.StandingH\x00\x42\x08\n\x06reportb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%millrace/internal/v1/env_worker.proto\x12\x14millrace.internal.v1\x1a&millrace/internal/v1/env_service.proto\x1a\x1fmillrace/internal/v1/play.proto\x1a\"millrace/internal/v1/rollout.proto\"5\n\x07LoadEnv\x12*\n\x03\x65nv\x18\x01 \x01(\x0b\x32\x1d.millrace.internal.v1.EnvSpec\"n\n\x0bPlayMembers\x12\x0f\n\x07play_id\x18\x01 \x01(\x04\x12\x37\n\x07request\x18\x02 \x01(\x0b\x32&.millrace.internal.v1.PlayGroupRequest\x12\x15\n\rtokenizer_dir\x18\x03 \x01(\t\"\x1d\n\nCancelPlay\x12\x0f\n\x07play_id\x18\x01 \x01(\x04\"\xb0\x01\n\rWorkerCommand\x12-\n\x04load\x18\x01 \x01(\x0b\x32\x1d.millrace.internal.v1.LoadEnvH\x00\x12\x31\n\x04play\x18\x02 \x01(\x0b\x32!.millrace.internal.v1.PlayMembersH\x00\x12\x32\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32 .millrace.internal.v1.CancelPlayH\x00\x42\t\n\x07\x63ommand\"\xd1\x01\n\tEnvLoaded\x12\x0b\n\x03\x61pi\x18\x01 \x01(\t\x12,\n\x05train\x18\x02 \x01(\x0b\x32\x1d.millrace.internal.v1.TaskSet\x12+\n\x04\x65val\x18\x03 \x01(\x0b\x32\x1d.millrace.internal.v1.TaskSet\x12\x16\n\x0erequires_group\x18\x04 \x01(\x08\x12\x16\n\x0etrain_task_ids\x18\x05 \x03(\t\x12\x15\n\reval_task_ids\x18\x06 \x03(\t\x12\x15\n\rdeclared_json\x18\x07 \x01(\t\"L\n\tEnvFailed\x12\x12\n\nerror_type\x18\x01 \x01(\t\x12\x15\n\rerror_message\x18\x02 \x01(\t\x12\x14\n\x0c\x65rror_remedy\x18\x03 \x01(\t\"M\n\tPlayEnded\x12\x0f\n\x07play_id\x18\x01 \x01(\x04\x12/\n\x08rollouts\x18\x02 \x03(\x0b\x32\x1d.millrace.internal.v1.Rollout\"u\n\x08Standing\x12:\n\x06places\x18\x01 \x03(\x0b\x32*.millrace.internal.v1.Standing.PlacesEntry\x1a-\n\x0bPlacesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\xe4\x01\n\x0cWorkerReport\x12\x31\n\x06loaded\x18\x01 \x01(\x0b\x32\x1f.millrace.internal.v1.EnvLoadedH\x00\x12\x31\n\x06\x66\x61iled\x18\x02 \x01(\x0b\x32\x1f.millrace.internal.v1.EnvFailedH\x00\x12\x30\n\x05\x65nded\x18\x03 \x01(\x0b\x32\x1f.millrace.internal.v1.PlayEndedH\x00\x12\x32\n\x08standing\x18\x04 \x01(\x0b\x32\x1e.millrace.internal.v1.StandingH\x00\x42\x08\n\x06reportb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,24 +36,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STANDING_PLACESENTRY']._loaded_options = None
   _globals['_STANDING_PLACESENTRY']._serialized_options = b'8\001'
-  _globals['_LOADENV']._serialized_start=139
-  _globals['_LOADENV']._serialized_end=192
-  _globals['_PLAYMEMBERS']._serialized_start=194
-  _globals['_PLAYMEMBERS']._serialized_end=304
-  _globals['_CANCELPLAY']._serialized_start=306
-  _globals['_CANCELPLAY']._serialized_end=335
-  _globals['_WORKERCOMMAND']._serialized_start=338
-  _globals['_WORKERCOMMAND']._serialized_end=514
-  _globals['_ENVLOADED']._serialized_start=517
-  _globals['_ENVLOADED']._serialized_end=726
-  _globals['_ENVFAILED']._serialized_start=728
-  _globals['_ENVFAILED']._serialized_end=804
-  _globals['_PLAYENDED']._serialized_start=806
-  _globals['_PLAYENDED']._serialized_end=883
-  _globals['_STANDING']._serialized_start=885
-  _globals['_STANDING']._serialized_end=1002
-  _globals['_STANDING_PLACESENTRY']._serialized_start=957
-  _globals['_STANDING_PLACESENTRY']._serialized_end=1002
-  _globals['_WORKERREPORT']._serialized_start=1005
-  _globals['_WORKERREPORT']._serialized_end=1233
+  _globals['_LOADENV']._serialized_start=172
+  _globals['_LOADENV']._serialized_end=225
+  _globals['_PLAYMEMBERS']._serialized_start=227
+  _globals['_PLAYMEMBERS']._serialized_end=337
+  _globals['_CANCELPLAY']._serialized_start=339
+  _globals['_CANCELPLAY']._serialized_end=368
+  _globals['_WORKERCOMMAND']._serialized_start=371
+  _globals['_WORKERCOMMAND']._serialized_end=547
+  _globals['_ENVLOADED']._serialized_start=550
+  _globals['_ENVLOADED']._serialized_end=759
+  _globals['_ENVFAILED']._serialized_start=761
+  _globals['_ENVFAILED']._serialized_end=837
+  _globals['_PLAYENDED']._serialized_start=839
+  _globals['_PLAYENDED']._serialized_end=916
+  _globals['_STANDING']._serialized_start=918
+  _globals['_STANDING']._serialized_end=1035
+  _globals['_STANDING_PLACESENTRY']._serialized_start=990
+  _globals['_STANDING_PLACESENTRY']._serialized_end=1035
+  _globals['_WORKERREPORT']._serialized_start=1038
+  _globals['_WORKERREPORT']._serialized_end=1266
 # @@protoc_insertion_point(module_scope)

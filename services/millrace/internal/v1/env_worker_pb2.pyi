@@ -1,4 +1,5 @@
 from millrace.internal.v1 import env_service_pb2 as _env_service_pb2
+from millrace.internal.v1 import play_pb2 as _play_pb2
 from millrace.internal.v1 import rollout_pb2 as _rollout_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -11,8 +12,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class LoadEnv(_message.Message):
     __slots__ = ("env",)
     ENV_FIELD_NUMBER: _ClassVar[int]
-    env: _env_service_pb2.EnvSpec
-    def __init__(self, env: _Optional[_Union[_env_service_pb2.EnvSpec, _Mapping]] = ...) -> None: ...
+    env: _play_pb2.EnvSpec
+    def __init__(self, env: _Optional[_Union[_play_pb2.EnvSpec, _Mapping]] = ...) -> None: ...
 
 class PlayMembers(_message.Message):
     __slots__ = ("play_id", "request", "tokenizer_dir")
@@ -20,9 +21,9 @@ class PlayMembers(_message.Message):
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_DIR_FIELD_NUMBER: _ClassVar[int]
     play_id: int
-    request: _env_service_pb2.PlayGroupRequest
+    request: _play_pb2.PlayGroupRequest
     tokenizer_dir: str
-    def __init__(self, play_id: _Optional[int] = ..., request: _Optional[_Union[_env_service_pb2.PlayGroupRequest, _Mapping]] = ..., tokenizer_dir: _Optional[str] = ...) -> None: ...
+    def __init__(self, play_id: _Optional[int] = ..., request: _Optional[_Union[_play_pb2.PlayGroupRequest, _Mapping]] = ..., tokenizer_dir: _Optional[str] = ...) -> None: ...
 
 class CancelPlay(_message.Message):
     __slots__ = ("play_id",)

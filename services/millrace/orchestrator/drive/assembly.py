@@ -13,6 +13,7 @@ from millrace.config.sections.environments import EnvConfig
 from millrace.config.sections.orchestrator import MAX_FAILURE_WINDOW
 from millrace.errors import InvalidStateError
 from millrace.internal.v1 import policy_pb2
+from millrace.internal.v1.play_pb2 import EnvSpec, Sampling
 from millrace.orchestrator.drive.batch_writer import BatchWriter
 from millrace.orchestrator.drive.loop import RolloutLoop
 from millrace.orchestrator.drive.policy_driver import PolicyDriver
@@ -30,7 +31,6 @@ from millrace.orchestrator.play.routing import AdmissionRule, Policies, ReadyRep
 from millrace.orchestrator.play.settings import of_run, of_training, plays_of_training
 from millrace.orchestrator.play.tasks import Sampler, TaskSource
 from millrace.orchestrator.run_meters import entries_damaged
-from millrace.rollouts.requests import EnvSpec, Sampling
 from millrace.rollouts.types import Rollout
 from millrace.runlog import Entry, RunLog, Stream
 

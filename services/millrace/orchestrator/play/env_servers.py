@@ -22,10 +22,9 @@ from millrace.errors import (
     UnavailableError,
 )
 from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc
+from millrace.internal.v1.play_pb2 import EnvSpec, PlayGroupRequest, PlayingGroup, Sampling
 from millrace.orchestrator.play.failures import OWN_SAMPLING_REMEDY
 from millrace.orchestrator.workers import WorkerKind, WorkerRecord, WorkerRegistry
-from millrace.rollouts.request_wire import env_to_wire, group_from_wire, group_to_wire, play_to_wire, sampling_to_wire
-from millrace.rollouts.requests import EnvSpec, PlayedGroup, PlayRequest, Sampling
 from millrace.rollouts.types import OWN_SAMPLING
 from millrace.rpc.channel import call, open_channel
 from millrace.telemetry import waits
@@ -213,10 +212,10 @@ class EnvServers:
             try:
                 stub = self._stub(worker_id)
                 request = env_service_pb2.OpenEnvRequest(
-                    env=env_to_wire(spec), api_key_var=keys.endpoint, teacher_key_var=keys.teacher
+                    env=spec, api_key_var=keys.endpoint, teacher_key_var=keys.teacher
                 )
                 if sampling := self._trained.get(spec.name):
-                    request.sampling.CopyFrom(sampling_to_wire(sampling))
+                    request.sampling.CopyFrom(sampling)
                 answer = await call(stub.OpenEnv, request, timeout_s=RPC_TIMEOUT_S, waits_on=worker_id)
             except _AWAY as error:
                 logger.warning("env-server does not answer", extra={"worker": worker_id, "error": str(error)})
@@ -264,16 +263,14 @@ class EnvServers:
         )
         self._ready.setdefault(spec.name, set()).add(worker_id)
 
-    async def play(self, worker_id: str, request: PlayRequest) -> bool:
+    async def play(self, worker_id: str, request: PlayGroupRequest) -> bool:
         """Ask an env-server to play a group; return False if it does not take the group now.
 
         It may be full, gone, draining or of another token; one whose environment failed gets none of its groups
         any more.
         """
         try:
-            await call(
-                self._stub(worker_id).PlayGroup, play_to_wire(request), timeout_s=PLAY_TIMEOUT_S, waits_on=worker_id
-            )
+            await call(self._stub(worker_id).PlayGroup, request, timeout_s=PLAY_TIMEOUT_S, waits_on=worker_id)
         except (CapacityError, *_AWAY) as error:
             level = logging.WARNING if isinstance(error, UnauthenticatedError) else logging.INFO
             fields = {"worker": worker_id, "ordinal": request.ordinal, "error": str(error)}
@@ -305,7 +302,7 @@ class EnvServers:
 
     async def playing(
         self, log_instance: str, *, workers: Collection[str] | None = None, timeout_s: float = LIST_TIMEOUT_S
-    ) -> dict[str, list[PlayedGroup]]:
+    ) -> dict[str, list[PlayingGroup]]:
         """Return by env-server the groups that it plays for the run; those that do not answer are left out.
 
         All living env-servers are asked, or only `workers`. Each first appends its finished rollouts that the
@@ -315,14 +312,14 @@ class EnvServers:
             run_uid=self._run_uid, epoch=self._epoch, log_instance=log_instance
         )
 
-        async def ask(worker_id: str) -> Sequence[PlayedGroup] | None:
+        async def ask(worker_id: str) -> Sequence[PlayingGroup] | None:
             try:
                 method = self._stub(worker_id).ListPlaying
                 answer = await call(method, request, timeout_s=timeout_s, waits_on=worker_id)
             except _AWAY as error:
                 logger.warning("env-server does not answer", extra={"worker": worker_id, "error": str(error)})
                 return None
-            return [group_from_wire(group) for group in answer.groups]
+            return list(answer.groups)
 
         asked = [worker_id for worker_id in self.alive() if workers is None or worker_id in workers]
         with waits.waiting(
@@ -331,14 +328,12 @@ class EnvServers:
             answers = await asyncio.gather(*(ask(worker_id) for worker_id in asked))
         return {worker_id: list(found) for worker_id, found in zip(asked, answers, strict=True) if found is not None}
 
-    async def cancel(self, groups: Sequence[PlayedGroup], *, timeout_s: float = RPC_TIMEOUT_S) -> None:
+    async def cancel(self, groups: Sequence[PlayingGroup], *, timeout_s: float = RPC_TIMEOUT_S) -> None:
         """Stop groups on every env-server, or all of the run if none is named.
 
         Best effort: late rollouts are discarded.
         """
-        request = env_service_pb2.CancelGroupsRequest(
-            run_uid=self._run_uid, groups=map(group_to_wire, groups), epoch=self._epoch
-        )
+        request = env_service_pb2.CancelGroupsRequest(run_uid=self._run_uid, groups=groups, epoch=self._epoch)
 
         async def cancel_on(worker_id: str) -> None:
             try:

@@ -3,12 +3,13 @@
 import logging
 from collections.abc import Callable, Container, Mapping, Sequence
 
+from millrace.internal.v1.play_pb2 import PlayingGroup
 from millrace.orchestrator.play.book import Book, RolloutStream
 from millrace.orchestrator.play.evals import Evaluation
 from millrace.orchestrator.play.play import Arrival, Play, PlayState
 from millrace.orchestrator.play.routing import Policies
-from millrace.rollouts.requests import PlayedGroup
 from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
+from millrace.rollouts.wire import purpose_from_wire
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class Intake:
             if self._keeps_evaluated:
                 self._book.keep_evaluated(rollout, counts=counts)
 
-    async def take_over(self, stream: RolloutStream, playing: Mapping[str, Sequence[PlayedGroup]]) -> None:
+    async def take_over(self, stream: RolloutStream, playing: Mapping[str, Sequence[PlayingGroup]]) -> None:
         """Take every rollout that the log holds, then place the plays that env-servers still work on (`playing`).
 
         Each env-server first appended what it has finished and the log lacks. What nobody plays, or a silent
@@ -120,12 +121,12 @@ class Intake:
                 play.place(rollout.env_server, replica="", timeout_s=play.settings.timeout_s)
         return play
 
-    def _offered(self, group: PlayedGroup) -> Play | None:
+    def _offered(self, group: PlayingGroup) -> Play | None:
         """Return the play that an env-server reports as being played, opened if need be.
 
         None if it is resolved or unknown.
         """
-        if group.purpose is Purpose.TRAIN:
+        if purpose_from_wire(group.purpose) is Purpose.TRAIN:
             return self._opened(group.ordinal, group.planned_step)
         evaluation = self._evaluations.get(group.eval_id)
         return evaluation.plays.get(group.ordinal) if evaluation is not None else None

@@ -9,12 +9,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from millrace.internal.v1.play_pb2 import PlayGroupRequest, PlayingGroup
 from millrace.orchestrator.play.book import RolloutStream
 from millrace.orchestrator.play.env_servers import EnvServers
 from millrace.orchestrator.play.play import Play, PlayState
 from millrace.orchestrator.play.routing import Policies, ReadyReplica, Router
-from millrace.rollouts.requests import PlayedGroup, PlayRequest
 from millrace.rollouts.types import Purpose
+from millrace.rollouts.wire import purpose_to_wire
 from millrace.telemetry import faults
 
 logger = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ class Player:
             for group in groups
         }
         for play in late:
-            key = (play.settings.purpose, play.settings.eval_id, play.ordinal, play.attempt)
+            key = (purpose_to_wire(play.settings.purpose), play.settings.eval_id, play.ordinal, play.attempt)
             if play.state is PlayState.PLACED and (play.source or play.env_server, *key) in known:
                 play.go_on()
 
@@ -153,7 +154,9 @@ class Player:
         """Ask the env-servers to stop plays that are over, or are played again elsewhere; best effort."""
         if plays:
             playing = [
-                PlayedGroup(purpose=play.settings.purpose, eval_id=play.settings.eval_id, ordinal=play.ordinal)
+                PlayingGroup(
+                    purpose=purpose_to_wire(play.settings.purpose), eval_id=play.settings.eval_id, ordinal=play.ordinal
+                )
                 for play in plays
             ]
             await self._envs.cancel(playing, timeout_s=STOP_TIMEOUT_S)
@@ -162,11 +165,11 @@ class Player:
         load = Counter(play.env_server for play in plays if play.is_open)
         return sorted(self._envs.servers_with(env), key=lambda worker_id: (load[worker_id], worker_id))
 
-    def _request(self, play: Play, replica: ReadyReplica) -> PlayRequest:
+    def _request(self, play: Play, replica: ReadyReplica) -> PlayGroupRequest:
         policy, settings = self._policies.desired, play.settings
-        return PlayRequest(
+        return PlayGroupRequest(
             run_uid=self._run.uid,
-            purpose=settings.purpose,
+            purpose=purpose_to_wire(settings.purpose),
             eval_id=settings.eval_id,
             ordinal=play.ordinal,
             attempt=play.attempt,
@@ -197,9 +200,9 @@ def _has_room(play: Play, plays: Iterable[Play]) -> bool:
     return bound is None or not playing or playing + len(play.missing) <= bound
 
 
-def _is_asked_for(play: Play, request: PlayRequest) -> bool:
+def _is_asked_for(play: Play, request: PlayGroupRequest) -> bool:
     """Return whether the request still names exactly the missing members of the play."""
-    return play.is_open and play.attempt == request.attempt and play.missing == request.members
+    return play.is_open and play.attempt == request.attempt and play.missing == list(request.members)
 
 
 def _name(play: Play) -> str:

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from millrace.config import EvalRunConfig, OrchestratorConfig
@@ -11,7 +11,8 @@ from millrace.config.sections.algo import DISTILLING
 from millrace.config.sections.environments import EnvConfig
 from millrace.config.sections.eval import FixedSamplingConfig
 from millrace.config.sections.sampling import EvalSamplingConfig, SamplingConfig, TemperatureSchedule
-from millrace.rollouts.requests import Sampling
+from millrace.internal.v1.play_pb2 import Sampling
+from millrace.rollouts.requests import changed
 from millrace.rollouts.types import Purpose, RolloutStatus
 
 PLAY_SLACK_S = 30.0
@@ -58,7 +59,7 @@ class PlaySettings:
         """Return the sampling of rollouts that are planned for a step."""
         if self.temperature_at is None:
             return self.sampling
-        return replace(self.sampling, temperature=self.temperature_at(planned_step))
+        return changed(self.sampling, temperature=self.temperature_at(planned_step))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +95,7 @@ def plays_of_training(config: OrchestratorConfig, env: EnvConfig) -> PlaySetting
     return PlaySettings(
         purpose=Purpose.TRAIN,
         rollout_timeout_s=config.rollout_timeout_s,
-        sampling=replace(
+        sampling=changed(
             _sampling(sampling),
             allows_bias=sampling.allow_biased_sampling,
             is_plain=config.algo.type in DISTILLING,

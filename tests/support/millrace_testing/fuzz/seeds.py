@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.internal.v1 import env_worker_pb2
+from millrace.internal.v1 import env_worker_pb2, play_pb2
 from millrace.rollouts.types import (
     OwnSampling,
     PolicySpan,
@@ -277,14 +277,14 @@ def _request(message_type: type) -> Any:
             request.worker_id = "w"
             request.waits.add(reason="a", age_seconds=1.0)
             request.policy.version = 1
-        case env_service_pb2.PlayGroupRequest():
-            request.sampling.CopyFrom(env_service_pb2.Sampling(temperature=1.0, max_tokens=4, extra_body_json="{}"))
-            request.env.CopyFrom(env_service_pb2.EnvSpec(name="e", id="e", args_json="{}"))
+        case play_pb2.PlayGroupRequest():
+            request.sampling.CopyFrom(play_pb2.Sampling(temperature=1.0, max_tokens=4, extra_body_json="{}"))
+            request.env.CopyFrom(play_pb2.EnvSpec(name="e", id="e", args_json="{}"))
             request.run_uid, request.purpose, request.group_size = "u", 1, 1
             request.members.append(0)
             request.base_url, request.rollout_timeout_seconds = "http://127.0.0.1:1/v1", 5.0
         case env_service_pb2.OpenEnvRequest():
-            request.env.CopyFrom(env_service_pb2.EnvSpec(name="e", id="e", args_json="{}"))
+            request.env.CopyFrom(play_pb2.EnvSpec(name="e", id="e", args_json="{}"))
         case env_service_pb2.ListPlayingRequest() | env_service_pb2.CancelGroupsRequest():
             request.run_uid = "u"
         case policy_service_pb2.UpdatePolicyRequest():

@@ -18,6 +18,7 @@ from millrace.internal.v1 import (
     batch_pb2,
     env_service_pb2,
     env_service_pb2_grpc,
+    play_pb2,
     policy_pb2,
     policy_service_pb2,
     policy_service_pb2_grpc,
@@ -177,8 +178,8 @@ class FakeEnvServer(env_service_pb2_grpc.EnvServiceServicer):
         return await RunLog.open(self.deps["redis"], self.deps["store"], prefix=self.deps["prefix"], uid=uid)
 
 
-def _playing(request) -> env_service_pb2.PlayingGroup:
-    return env_service_pb2.PlayingGroup(
+def _playing(request) -> play_pb2.PlayingGroup:
+    return play_pb2.PlayingGroup(
         purpose=request.purpose,
         eval_id=request.eval_id,
         ordinal=request.ordinal,
