@@ -95,9 +95,9 @@ class Trainer:
                     files=(),
                     is_strict=is_strict,
                     share=self.shares[rank],
-                    on_death=self.deaths[rank].append,
                 )
             )
+            self.committers[rank].on_death = self.deaths[rank].append
 
     def close(self) -> None:
         for share in self.shares:

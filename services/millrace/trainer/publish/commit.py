@@ -101,12 +101,8 @@ class Committer:
         is_strict: bool = True,
         upload_files: Callable[[], tuple[FileEntry, ...]] | None = None,
         share: ShareWriter | None = None,
-        on_death: Callable[[UnavailableError], None] = lambda death: None,
     ) -> None:
-        """Take `share`, which does this rank's work; by default the calling thread does it.
-
-        `on_death` is called at every rank with each death of a process that publishes a version.
-        """
+        """Take `share`, which does this rank's work; by default the calling thread does it."""
         self._store = target.store
         self._names = target.names
         self._gang = target.gang
@@ -118,8 +114,9 @@ class Committer:
         self._is_strict = is_strict
         self._upload_files = upload_files
         self._share = share or target.share_writer(config, is_process=False)
-        self._on_death = on_death
         self._anchor = 0
+        self.on_death: Callable[[UnavailableError], None] = lambda death: None
+        """Called at every rank with each death of a process that publishes a version."""
 
     def holds(self, parts: list[TensorPart]) -> bool:
         """Return whether the next version will be compared with exactly these parts."""
@@ -131,7 +128,7 @@ class Committer:
         If it has others: ConflictError naming both. Unless strict that can only be of a trainer that had the run before
         and woke up: UnavailableError then, and the next try begins a lineage after it (`publish_plan`).
         """
-        deaths = _Deaths(version.version, on_death=self._on_death, should_stop=self._should_stop)
+        deaths = _Deaths(version.version, on_death=self.on_death, should_stop=self._should_stop)
         try:
             while True:
                 with deaths:
@@ -147,7 +144,7 @@ class Committer:
 
     def adopt(self, version: int, parts: list[TensorPart]) -> None:
         """Take the weights of a committed version as what the next one is compared with, if they are its weights."""
-        deaths = _Deaths(version, on_death=self._on_death, should_stop=self._should_stop)
+        deaths = _Deaths(version, on_death=self.on_death, should_stop=self._should_stop)
         while True:
             with deaths:
                 return self._adopt(VersionInput(version=version, parts=parts, probe=None))
@@ -161,7 +158,7 @@ class Committer:
         the version's, whose `digest` was announced (it is empty if a damaged
         manifest was all that was left): then nobody has them any more.
         """
-        deaths = _Deaths(version.version, on_death=self._on_death, should_stop=self._should_stop)
+        deaths = _Deaths(version.version, on_death=self.on_death, should_stop=self._should_stop)
         while True:
             with deaths:
                 return self._republish(version, lineage=lineage, digest=digest, sha256=sha256)

@@ -234,8 +234,8 @@ class Publisher(BackgroundWriter):
             is_strict=learner.is_strict,
             upload_files=upload_files,
             share=self._share,
-            on_death=self._report_death,
         )
+        self._committer.on_death = self._report_death
         self._previous: list[TensorPart] = []
 
     @property
