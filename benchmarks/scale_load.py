@@ -373,6 +373,7 @@ class Fleet:
             took = time.monotonic() - began
             self.latencies_s.append(took)
             is_registered = not reply.register_again
+            interval_s = reply.heartbeat_seconds or interval_s
             if is_registered:
                 hear(reply)
             await asyncio.sleep(max(0.0, interval_s - took))

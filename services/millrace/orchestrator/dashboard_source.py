@@ -231,7 +231,7 @@ def _error(error: run_pb2.RunError) -> dict[str, str]:
 
 def _worker(record: WorkerRecord, name: str) -> dict[str, Any]:
     """Return what the dashboard shows of a worker, whose short name is `name`: its host, state, activity and GPUs."""
-    is_silent = time.monotonic() - record.last_seen > QUIET_S
+    is_silent = time.monotonic() - record.silent_since > QUIET_S
     return {
         "id": record.worker_id,
         "name": name,

@@ -156,7 +156,7 @@ def _read_workers(sheet: MetricSheet, workers: WorkerRegistry) -> None:
     found = Count(
         (
             record.kind,
-            "leaving" if record.is_leaving else "silent" if now - record.last_seen > QUIET_S else "ready",
+            "leaving" if record.is_leaving else "silent" if now - record.silent_since > QUIET_S else "ready",
         )
         for record in workers.records()
     )

@@ -23,7 +23,7 @@ from millrace.orchestrator.dashboard_source import OrchestratorSource
 from millrace.orchestrator.manager import RunManager
 from millrace.orchestrator.meters import registry_of
 from millrace.orchestrator.service import RunServicer
-from millrace.orchestrator.workers import HEARTBEAT_S, KINDS, LEASE_S, WorkerRegistry
+from millrace.orchestrator.workers import HEARTBEAT_S, KINDS, WorkerRegistry
 from millrace.race import first_of
 from millrace.rpc.health import PROCESS, HealthBoard
 from millrace.rpc.metrics_server import metrics_server
@@ -252,8 +252,9 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
     ) -> worker_service_pb2.RegisterWorkerResponse:
         """Add a worker to the registry, or renew its description; raise InvalidSpecError if that is invalid."""
         _check_worker(request.worker)
-        self._registry.register(request.worker)
-        return worker_service_pb2.RegisterWorkerResponse(heartbeat_seconds=HEARTBEAT_S, lease_seconds=LEASE_S)
+        record = self._registry.register(request.worker)
+        lease_s = record.lease_ends - record.last_seen
+        return worker_service_pb2.RegisterWorkerResponse(heartbeat_seconds=record.interval_s, lease_seconds=lease_s)
 
     async def Heartbeat(
         self, request: worker_service_pb2.HeartbeatRequest, context: grpc.aio.ServicerContext
@@ -269,7 +270,9 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         if record is None:
             return worker_service_pb2.HeartbeatResponse(register_again=True)
         return worker_service_pb2.HeartbeatResponse(
-            assignments=list(self._registry.assignments(record)), let_go=self._registry.retired_runs()
+            assignments=self._registry.assignments(record),
+            let_go=self._registry.retired_runs(),
+            heartbeat_seconds=record.interval_s,
         )
 
 

@@ -62,7 +62,7 @@ class _Seen:
     """A worker at the last look."""
 
     record: WorkerRecord
-    last_seen: float
+    silent_since: float
     is_reported: bool = False
 
 
@@ -163,16 +163,16 @@ class Watchdog:
         for worker_id in self._seen.keys() - current.keys():
             await self._report_gone(self._seen.pop(worker_id), current, now)
         for worker_id, record in current.items():
-            seen = self._seen.setdefault(worker_id, _Seen(record=record, last_seen=record.last_seen))
-            silence_s = now - record.last_seen
+            seen = self._seen.setdefault(worker_id, _Seen(record=record, silent_since=record.silent_since))
+            silence_s = now - record.silent_since
             if silence_s > TELL_SILENT_S and not seen.is_reported:
                 seen.is_reported = True
-                self._remember_gone(worker_id, record.last_seen)
+                self._remember_gone(worker_id, record.silent_since)
                 await self._warn("WORKER_SILENT", f"{_name(record)} has not answered for {silence_s:.0f} s: {_CAUSES}")
             elif silence_s < SILENT_S and (since := self._gone.pop(worker_id, None)) is not None:
                 seen.is_reported = False
                 await self._warn("WORKER_BACK", f"{_name(record)} answers again, after {now - since:.0f} s of silence")
-            seen.record, seen.last_seen = record, record.last_seen
+            seen.record, seen.silent_since = record, record.silent_since
 
     async def _report_gone(self, seen: _Seen, current: dict[str, WorkerRecord], now: float) -> None:
         """Report that a worker of the run was replaced by another one in its slot, or was lost.
@@ -180,7 +180,7 @@ class Watchdog:
         Not that it was released.
         """
         record, slot = seen.record, seen.record.worker.slot
-        silence_s = now - seen.last_seen
+        silence_s = now - seen.silent_since
         heir = next((r for r in current.values() if slot and r.worker.slot == slot), None)
         if heir is not None:
             self._gone.pop(record.worker_id, None)
@@ -191,7 +191,7 @@ class Watchdog:
                     f"{silence_s:.0f} s ago; what it held is played or replayed by others",
                 )
         elif record.worker_id in self._registry.lost and not record.is_leaving:
-            self._remember_gone(record.worker_id, seen.last_seen)
+            self._remember_gone(record.worker_id, seen.silent_since)
             await self._warn(
                 "WORKER_LOST",
                 f"{_name(record)} has not answered for {silence_s:.0f} s and counts as lost: {_CAUSES}; "

@@ -89,7 +89,7 @@ def components(uid: str, registry: WorkerRegistry, *, owner: str) -> list[Compon
     own = _of_run(waits.snapshot(owner), uid)
     found = [Component(name=owner, kind="orchestrator", waits=own)]
     # A worker that announced its end and is silent has ended: nobody waits for it.
-    here = [record for record in registry.records() if not (record.is_leaving and now - record.last_seen > SILENT_S)]
+    here = [record for record in registry.records() if not (record.is_leaving and now - record.silent_since > SILENT_S)]
     found += [_component(record, uid, now) for record in here if serves(record, uid)]
     present = {component.kind for component in found}
     for record in registry.lost.values():
@@ -107,7 +107,7 @@ def serves(record: WorkerRecord, uid: str) -> bool:
 
 
 def _component(record: WorkerRecord, uid: str, now: float, *, is_lost: bool = False) -> Component:
-    age_s = max(0.0, now - record.last_seen - METER.within(record.last_seen, now))  # not heard is not silent
+    age_s = max(0.0, now - record.silent_since - METER.within(record.silent_since, now))  # not heard is not silent
     waiting = [replace(wait, age_s=wait.age_s + age_s) for wait in _of_run(record.waits, uid)]
     return Component(
         name=record.worker_id,

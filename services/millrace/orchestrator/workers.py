@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -22,11 +22,20 @@ from millrace.telemetry.waits import Wait
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
-"""Heartbeat interval that workers get with their registration."""
+"""Heartbeat interval that workers get, unless there are so many that this would be more than `HEARTBEATS_PER_S`."""
+HEARTBEATS_PER_S = 500
+"""Heartbeats of env-servers and replicas that this process takes in a second, about a fifth of a core."""
 LEASE_S = 10.0
-"""Silence after which a worker counts as lost: ten missed heartbeats, so that a busy laptop loses none."""
+"""Silence after which a worker counts as lost: ten missed heartbeats, so that a busy laptop loses none.
+
+Silence begins when a heartbeat is due that does not come.
+"""
+LOST_ROUNDS = 3
+"""How often somebody else must have been heard meanwhile: heartbeats that wait for this process are taken in turn."""
 PULSE_S, STOOD_STILL_S = 0.5, 2.0
 """How often this process looks whether it runs, and the gap from which on it says that it did not."""
+LOOK_S = 0.1
+"""Shortest time between two looks for leases that ran out."""
 MAX_LOST = 64
 """Lost workers that are remembered, to name them."""
 QUIET_S = 5.0
@@ -66,11 +75,8 @@ class WorkerRecord:
     last_seen: float
     registered: float = field(default_factory=time.monotonic)
     """When it joined, monotonic."""
-    waits: list[Wait] = field(default_factory=list)
     trainer: worker_service_pb2.TrainerStatus | None = None
     policy: policy_service_pb2.PolicyStatus | None = None
-    gpus: list[GpuUse] = field(default_factory=list)
-    """The devices that it may use, as last reported."""
     num_playing: int = 0
     is_leaving: bool = False
     """It drains: it gets nothing new."""
@@ -78,21 +84,60 @@ class WorkerRecord:
     """Run that this trainer or replica is given to; empty when free. Env-servers serve every run."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while the worker has something to hear that it should not wait for."""
+    interval_s: float = 0.0
+    """Seconds after `last_seen` in which it was asked to send its next heartbeat; 0: `HEARTBEAT_S`."""
+    round: int = 0
+    """The registry's round of heartbeats in which it was heard last."""
+    worker_id: str = field(init=False)
+    """Unique id of the process."""
+    kind: WorkerKind = field(init=False)
+    _request: worker_service_pb2.HeartbeatRequest = field(default_factory=worker_service_pb2.HeartbeatRequest)
+
+    def __post_init__(self) -> None:
+        self.worker_id, self.kind = self.worker.worker_id, KINDS[self.worker.kind]
+
+    def take(self, request: worker_service_pb2.HeartbeatRequest) -> bool:
+        """Take a report; return whether it says something that others may wait for."""
+        before = self._essence()
+        self._request = request
+        self.num_playing, self.is_leaving = request.num_playing, request.is_leaving
+        if request.HasField("trainer"):
+            self.trainer = request.trainer
+        if request.HasField("policy"):
+            self.policy = request.policy
+        return self._essence() != before
+
+    def _essence(self) -> tuple[object, ...]:
+        """Return the part of the last report that others may wait for: no counts, ages or durations."""
+        policy = self.policy
+        served = policy and (policy.run_uid, policy.state, policy.lineage, policy.version, policy.has_version)
+        state = policy and (policy.is_asleep, policy.is_damaged, policy.error)
+        return self.is_leaving, self.trainer, served, state
 
     @property
-    def worker_id(self) -> str:
-        """Return the unique id of the process."""
-        return self.worker.worker_id
+    def waits(self) -> list[Wait]:
+        """Return what the worker waited for at its last report."""
+        return from_proto(self._request.waits[:MAX_WAITS])
 
     @property
-    def kind(self) -> WorkerKind:
-        """Return the worker's kind."""
-        return KINDS[self.worker.kind]
+    def gpus(self) -> list[GpuUse]:
+        """Return the devices that the worker may use, as last reported."""
+        return gpus_from_proto(self._request.gpus)
+
+    @property
+    def silent_since(self) -> float:
+        """Return the monotonic time from which the worker's silence counts, as if all spoke each `HEARTBEAT_S`."""
+        return self.last_seen + max(0.0, self.interval_s - HEARTBEAT_S)
 
     @property
     def takes_work(self) -> bool:
         """Return whether the worker may get new work: it is neither leaving nor silent."""
-        return not self.is_leaving and time.monotonic() - self.last_seen <= QUIET_S
+        return not self.is_leaving and time.monotonic() - self.silent_since <= QUIET_S
+
+    @property
+    def lease_ends(self) -> float:
+        """Return the monotonic time at which the worker counts as lost, unless it is heard before."""
+        return self.silent_since + (LEAVING_LEASE_S if self.is_leaving else LEASE_S)
 
     @property
     def reported(self) -> str:
@@ -121,10 +166,18 @@ class _Retired:
 
 
 class WorkerRegistry:
-    """Registered workers by id; `changed` wakes those that wait for a worker or its report."""
+    """Registered workers by id; `changed` wakes those that wait for a worker or its report.
+
+    Most heartbeats change nothing and wake nobody. `keep_pulse` looks for workers that fell silent. A silence is the
+    worker's own only if others were heard meanwhile: where this process itself is late, heartbeats wait for it.
+    """
 
     def __init__(self) -> None:
         self.by_id: dict[str, WorkerRecord] = {}
+        self._slots: dict[str, WorkerRecord] = {}
+        self._lists: dict[tuple[WorkerKind, str | None], list[WorkerRecord]] = {}
+        self._round, self._heard, self._look_at = 0, 0.0, 0.0
+        self._quiet: set[str] = set()
         self._resolved_below: dict[str, int] = {}
         self._log_instances: dict[str, str] = {}
         self._damaged: dict[str, tuple[policy_pb2.PolicyEntry, int]] = {}
@@ -139,11 +192,13 @@ class WorkerRegistry:
         self.stood_still_s = 0.0
         """Seconds for which this process itself was stopped or starved, over its life: nobody else is to blame."""
         self.changed = asyncio.Event()
+        self.revision = 0
+        """How often `changed` was set."""
 
-    def register(self, worker: worker_service_pb2.Worker) -> None:
-        """Add a worker, or take its new description; drop the worker that had its slot before.
+    def register(self, worker: worker_service_pb2.Worker) -> WorkerRecord:
+        """Add a worker, or take its new description; return its record.
 
-        Raise CapacityError if `MAX_WORKERS` are registered.
+        Raises CapacityError if `MAX_WORKERS` others are registered.
         """
         self.lost.pop(worker.worker_id, None)
         self._replace_slot(worker)
@@ -155,47 +210,75 @@ class WorkerRegistry:
                 remedy="end those that are not needed, or start a deployment of its own",
             )
         if known is None:
-            self.by_id[worker.worker_id] = WorkerRecord(worker=worker, last_seen=time.monotonic())
+            known = self.by_id[worker.worker_id] = WorkerRecord(worker=worker, last_seen=time.monotonic())
             logger.info("worker registered", extra={"worker": worker.worker_id, "address": worker.address})
         else:
-            known.worker, known.last_seen = worker, time.monotonic()
+            self._slots.pop(known.worker.slot, None)
+            known.worker, known.kind = worker, KINDS[worker.kind]
+        if worker.slot:
+            self._slots[worker.slot] = known
+        self._lists.clear()
+        self._hear(known)
+        self._look_at = min(self._look_at, known.lease_ends)
         self.notify()
+        return known
 
     def heartbeat(self, request: worker_service_pb2.HeartbeatRequest) -> WorkerRecord | None:
-        """Store a worker's report, renew its lease and return its record.
-
-        None if it is unknown and has to register again.
-        """
+        """Take a worker's report; None if it is not known and shall register again."""
         record = self.by_id.get(request.worker_id)
         if record is None:
             return None
-        record.last_seen = time.monotonic()
-        record.waits = from_proto(request.waits[:MAX_WAITS])
-        record.gpus = gpus_from_proto(request.gpus)
-        record.num_playing = request.num_playing
-        record.is_leaving = request.is_leaving
-        if request.HasField("trainer"):
-            record.trainer = request.trainer
-        if request.HasField("policy"):
-            record.policy = request.policy
-        self.notify()
+        self._hear(record)
+        has_news = record.take(request)
+        if record.is_leaving:
+            self._look_at = min(self._look_at, record.lease_ends)
+        if has_news or record.worker_id in self._quiet:
+            self._quiet.discard(record.worker_id)
+            self.notify()
         return record
 
-    def alive(self, kind: WorkerKind) -> list[WorkerRecord]:
-        """Return the workers of a kind whose lease holds, in order of id; others are removed as lost."""
+    def _hear(self, record: WorkerRecord) -> None:
+        """Note that a worker spoke. One that speaks for the second time in a round begins the next round."""
+        if record.round == self._round:
+            self._round += 1
+        record.round = self._round
+        record.last_seen = self._heard = time.monotonic()
+        record.interval_s = self.interval_s(record.kind)
+
+    def interval_s(self, kind: WorkerKind) -> float:
+        """Return the seconds between two heartbeats of a worker of a kind.
+
+        It grows with the number of workers, but not for trainers: others wait for the steps and turns that they report.
+        """
+        return HEARTBEAT_S if kind is WorkerKind.TRAINER else max(HEARTBEAT_S, len(self.by_id) / HEARTBEATS_PER_S)
+
+    def alive(self, kind: WorkerKind) -> Sequence[WorkerRecord]:
+        """Return the workers of a kind whose lease holds, in order of id."""
+        return self._list(kind, None)
+
+    def _list(self, kind: WorkerKind, run_uid: str | None) -> Sequence[WorkerRecord]:
+        """Return the workers of a kind that are given to a run, or all if it is None; the list never changes."""
         self._expire()
-        return sorted(
-            (record for record in self.by_id.values() if record.kind is kind),
-            key=lambda record: record.worker_id,
-        )
+        found = self._lists.get((kind, run_uid))
+        if found is None:
+            of_kind = (record for record in self.by_id.values() if record.kind is kind)
+            mine = (record for record in of_kind if run_uid is None or record.run_uid == run_uid)
+            found = self._lists[kind, run_uid] = sorted(mine, key=lambda record: record.worker_id)
+        return found
 
     def accepting(self, kind: WorkerKind) -> list[WorkerRecord]:
         """Return the workers of a kind that take work, in order of id."""
         return [record for record in self.alive(kind) if record.takes_work]
 
-    def owned(self, kind: WorkerKind, run_uid: str) -> list[WorkerRecord]:
-        """Return the workers of a kind that are given to a run."""
-        return [record for record in self.alive(kind) if record.run_uid == run_uid]
+    def owned(self, kind: WorkerKind, run_uid: str) -> Sequence[WorkerRecord]:
+        """Return the workers of a kind that are given to a run, in order of id."""
+        return self._list(kind, run_uid)
+
+    def _give(self, record: WorkerRecord, run_uid: str) -> None:
+        """Give a worker to a run, or to none if that is empty, and tell the worker."""
+        record.run_uid = run_uid
+        record.news.set()
+        self._lists.clear()
 
     def claim(self, kind: WorkerKind, run_uid: str, *, limit: int | None = None, fresh: bool = False) -> int:
         """Give free workers of a kind to a run, until it has `limit` or all that are free; return how many it has then.
@@ -207,13 +290,12 @@ class WorkerRegistry:
         """
         self._retired.pop(run_uid, None)
         mine = [record for record in self.owned(kind, run_uid) if not record.is_leaving]
-        free = [record for record in self.accepting(kind) if record.run_uid == "" and record.reported in ("", run_uid)]
+        free = [record for record in self.owned(kind, "") if record.takes_work and record.reported in ("", run_uid)]
         free = [record for record in free if not (fresh and record.is_over(run_uid))]
         for record in sorted(free, key=lambda record: record.reported != run_uid):
             if limit is not None and len(mine) >= limit:
                 break
-            record.run_uid = run_uid
-            record.news.set()
+            self._give(record, run_uid)
             mine.append(record)
         return len(mine)
 
@@ -224,8 +306,7 @@ class WorkerRegistry:
         """
         for record in self.by_id.values():
             if record.run_uid == run_uid:
-                record.run_uid = ""
-                record.news.set()
+                self._give(record, "")
         self._resolved_below.pop(run_uid, None)
         self._log_instances.pop(run_uid, None)
         self._damaged.pop(run_uid, None)
@@ -235,8 +316,7 @@ class WorkerRegistry:
     def give_back(self, kind: WorkerKind, run_uid: str) -> None:
         """Free the run's workers of a kind, while it is still driven here: it gets others, or these again."""
         for record in self.owned(kind, run_uid):
-            record.run_uid = ""
-            record.news.set()
+            self._give(record, "")
         self.notify()
 
     def goes_on(self, run_uid: str) -> None:
@@ -321,6 +401,7 @@ class WorkerRegistry:
 
     def notify(self) -> None:
         """Wake everyone who waits on `changed`."""
+        self.revision += 1
         self.changed.set()
         self.changed = asyncio.Event()
 
@@ -333,9 +414,10 @@ class WorkerRegistry:
         return self._names.of(Numbered(each.worker_id, each.kind, each.worker.slot) for each in self.by_id.values())
 
     async def keep_pulse(self) -> None:
-        """Add the time in which this process did not run to the workers' last signs of life. Ends by cancellation.
+        """Look for workers that fell silent until cancelled.
 
-        Without it an orchestrator that was stopped would lose every worker in the moment it goes on.
+        Time in which this process did not run is added to the workers' last signs of life: else an orchestrator that
+        was stopped would lose every worker in the moment it goes on.
         """
         self._pulse = time.monotonic()
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
@@ -349,33 +431,60 @@ class WorkerRegistry:
                 logger.warning("this process stood still", extra={"seconds": round(gap_s, 1)})
                 for record in self.by_id.values():
                     record.last_seen = min(now, record.last_seen + gap_s)
+            self._expire()
+            quiet = {name for name, record in self.by_id.items() if now - record.silent_since > QUIET_S}
+            new, self._quiet = quiet - self._quiet, quiet
+            if new:
+                self.notify()
 
     def _expire(self) -> None:
+        """Remove the workers whose lease has run out; until the first of them can have, do nothing."""
         now = time.monotonic()
+        if now < self._look_at:
+            return
         if self._pulse and now - self._pulse > PULSE_S + STOOD_STILL_S:
             return  # we stood still and `keep_pulse` has not run since: nobody's silence is known
-        for worker_id, record in list(self.by_id.items()):
-            if now - record.last_seen > (LEAVING_LEASE_S if record.is_leaving else LEASE_S):
-                logger.warning(
-                    "worker lost: no heartbeat",
-                    extra={"worker": worker_id, "seconds": round(now - record.last_seen, 1), "run": record.run_uid},
-                )
-                self.lost[worker_id] = record
+        for record in list(self.by_id.values()):
+            if now > record.lease_ends and self._is_own_silence(record, now):
+                seconds = round(now - record.last_seen, 1)
+                fields = {"worker": record.worker_id, "seconds": seconds, "run": record.run_uid}
+                logger.warning("worker lost: no heartbeat", extra=fields)
+                self.lost[record.worker_id] = record
                 while len(self.lost) > MAX_LOST:
                     del self.lost[next(iter(self.lost))]
                 self._remove(record, "WORKER_LOST")
+        ends = min((record.lease_ends for record in self.by_id.values()), default=now)
+        self._look_at = max(ends, now + LOOK_S)
+
+    def _is_own_silence(self, record: WorkerRecord, now: float) -> bool:
+        """Return whether a silent worker would have been heard if it spoke.
+
+        Heartbeats that wait for this process are taken in turn. So a worker's own does not wait if others were heard
+        several times since, or if nobody was heard for long.
+        """
+        return self._round - record.round >= LOST_ROUNDS or now - self._heard > LEAVING_LEASE_S
 
     def _replace_slot(self, worker: worker_service_pb2.Worker) -> None:
-        """Remove another worker that has the new worker's slot: it is dead, since its successor holds the slot."""
-        for record in list(self.by_id.values()):
-            if worker.slot and record.worker.slot == worker.slot and record.worker_id != worker.worker_id:
-                fields = {"worker": record.worker_id, "by": worker.worker_id, "slot": worker.slot}
-                logger.warning("worker replaced by its successor", extra=fields | {"run": record.run_uid})
-                self._remove(record, "WORKER_REPLACED")
+        """Drop the worker that was registered for the same place: it is dead, since its successor holds the place."""
+        record = self._slots.get(worker.slot)
+        if record is not None and record.worker_id != worker.worker_id:
+            fields = {"worker": record.worker_id, "by": worker.worker_id, "slot": worker.slot}
+            logger.warning("worker replaced by its successor", extra=fields | {"run": record.run_uid})
+            self._remove(record, "WORKER_REPLACED")
+
+    def forget(self, worker_id: str) -> None:
+        """Drop a worker, as if it had never registered."""
+        if (record := self.by_id.get(worker_id)) is not None:
+            self._remove(record, "")
 
     def _remove(self, record: WorkerRecord, reason: str) -> None:
+        """Drop a worker and tell `on_lost`, unless the reason is empty."""
         del self.by_id[record.worker_id]
-        for callback in self.on_lost:
+        if self._slots.get(record.worker.slot) is record:
+            del self._slots[record.worker.slot]
+        self._lists.clear()
+        self.notify()
+        for callback in self.on_lost if reason else ():
             callback(record, reason)
 
 

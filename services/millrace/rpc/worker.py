@@ -190,6 +190,8 @@ class WorkerAgent:
                     logger.info("registering again", extra={"worker_id": self._worker.worker_id})
                     await asyncio.sleep(MIN_INTERVAL_S)  # bounds the loop with an orchestrator that always forgets
                     continue
+                if reply.heartbeat_seconds:
+                    self._interval_s = _bounded(reply.heartbeat_seconds)
                 handled = self._on_assignments(reply)
                 if inspect.isawaitable(handled):
                     await handled
@@ -205,7 +207,7 @@ class WorkerAgent:
             return RegisterWorkerRequest(worker=self._worker)
 
         reply: RegisterWorkerResponse = await self._until_answered("registration with", stub.RegisterWorker, request)
-        self._interval_s = min(max(reply.heartbeat_seconds, MIN_INTERVAL_S), MAX_INTERVAL_S)
+        self._interval_s = _bounded(reply.heartbeat_seconds)
         self._is_registered = True
         fields = {"worker_id": self._worker.worker_id, "orchestrator": self._address, "interval_s": self._interval_s}
         logger.info("registered", extra=fields)
@@ -308,6 +310,10 @@ def to_proto(waits: Iterable[Wait]) -> list[event_pb2.Wait]:
         )
         for wait in waits
     ]
+
+
+def _bounded(interval_s: float) -> float:
+    return min(max(interval_s, MIN_INTERVAL_S), MAX_INTERVAL_S)
 
 
 def from_proto(messages: Iterable[event_pb2.Wait]) -> list[Wait]:

@@ -147,7 +147,7 @@ async def test_an_evaluation_ends_before_a_turn_and_the_wait_is_visible(place, r
 async def test_a_trainer_that_dies_leaves_no_replica_asleep_and_its_successor_asks_anew(place, running) -> None:
     place.hear(1)
     await until(lambda: place.lent() == 1, timeout_s=10)
-    place.registry.by_id.pop("t")
+    place.registry.forget("t")
     place.registry.notify()
     await until(lambda: place.asleep == [False, False], timeout_s=10)
     place.register("t2", worker_service_pb2.WORKER_KIND_TRAINER, "")
@@ -157,7 +157,8 @@ async def test_a_trainer_that_dies_leaves_no_replica_asleep_and_its_successor_as
 
 
 async def test_a_replica_that_joins_during_a_turn_sleeps_and_one_that_its_predecessor_put_to_sleep_wakes(place) -> None:
-    late = place.registry.by_id.pop("inf1")
+    late = place.registry.by_id["inf1"]
+    place.registry.forget("inf1")
     asleep = pb.PolicyStatus(is_asleep=True)
     place.registry.heartbeat(worker_service_pb2.HeartbeatRequest(worker_id="inf0", policy=asleep))
     place.hear(0)
@@ -230,7 +231,7 @@ async def test_a_gang_that_failed_in_its_turn_has_the_devices_until_it_ends(plac
     place.hear(1, error_reason="OUT_OF_MEMORY")
     await asyncio.sleep(0.2)
     assert place.asleep == [True, True]
-    place.registry.by_id.pop("t")
+    place.registry.forget("t")
     place.registry.notify()
     await until(lambda: place.asleep == [False, False], timeout_s=10)
 

@@ -126,7 +126,7 @@ async def test_a_replaced_worker_is_named_with_its_successor(world):
     del world.reported["env-server-a"]
     world.add("env-server-b", ws.WORKER_KIND_ENV_SERVER, slot="host/1")
     world.registry.lost.pop("env-server-a", None)
-    world.registry.by_id.pop("env-server-a", None)
+    world.registry.forget("env-server-a")
     await world.run(2)
     assert world.events.reasons == ["WORKER_REPLACED"]
     assert "env-server env-server-a ended and env-server-b took its place" in world.events.warnings[0][1]

@@ -15,7 +15,7 @@ def test_workers_are_numbered_by_kind_in_the_order_in_which_they_came() -> None:
     for name, kind in (("b", TRAINER), ("x", REPLICA), ("a", TRAINER)):
         register(registry, name, kind)
     assert registry.names() == {"b": "trainer-1", "x": "inference-1", "a": "trainer-2"}
-    registry.by_id.pop("b")
+    registry.forget("b")
     assert registry.names() == {"x": "inference-1", "a": "trainer-2"}, "who stays keeps its name"
     register(registry, "c", TRAINER)
     assert registry.names()["c"] == "trainer-1", "and the next takes what is free"

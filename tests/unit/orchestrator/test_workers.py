@@ -1,5 +1,9 @@
+import asyncio
 import time
 
+import pytest
+
+from millrace.internal.v1 import policy_service_pb2
 from millrace.internal.v1 import worker_service_pb2 as ws
 from millrace.orchestrator import workers
 from millrace.orchestrator.workers import WorkerKind, WorkerRegistry
@@ -16,9 +20,21 @@ def ids(records) -> list[str]:
     return [record.worker_id for record in records]
 
 
-def silence(registry: WorkerRegistry, name: str, seconds: float) -> None:
-    record = next(record for record in registry.records() if record.worker_id == name)
-    record.last_seen = time.monotonic() - seconds
+class Clock:
+    """Stands in for the module `time` of the registry."""
+
+    def __init__(self) -> None:
+        self.now = time.monotonic()
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(workers, "time", made)
+    return made
 
 
 def test_a_successor_in_its_slot_replaces_a_worker_at_once() -> None:
@@ -35,21 +51,21 @@ def test_workers_without_a_slot_replace_nobody() -> None:
     assert ids(registry_with("a", "b").alive(WorkerKind.ENV_SERVER)) == ["a", "b"]
 
 
-def test_a_silent_worker_gets_nothing_new_and_is_lost_later() -> None:
+def test_a_silent_worker_gets_nothing_new_and_is_lost_later(clock: Clock) -> None:
     registry, gone = registry_with("a"), []
     registry.on_lost.append(lambda record, reason: gone.append((record.worker_id, reason)))
-    silence(registry, "a", workers.QUIET_S + 1)
+    clock.now += workers.QUIET_S + 1
     kind = WorkerKind.ENV_SERVER
     assert (ids(registry.accepting(kind)), ids(registry.alive(kind)), gone) == ([], ["a"], [])
-    silence(registry, "a", workers.LEASE_S + 1)
+    clock.now += workers.LEASE_S - workers.QUIET_S
     assert (ids(registry.alive(kind)), gone) == ([], [("a", "WORKER_LOST")])
 
 
-def test_a_worker_that_leaves_gets_nothing_new_and_is_gone_soon_after_its_last_word() -> None:
+def test_a_worker_that_leaves_gets_nothing_new_and_is_gone_soon_after_its_last_word(clock: Clock) -> None:
     registry, kind = registry_with("a"), WorkerKind.ENV_SERVER
     registry.heartbeat(ws.HeartbeatRequest(worker_id="a", is_leaving=True))
     assert (ids(registry.accepting(kind)), ids(registry.alive(kind))) == ([], ["a"])
-    silence(registry, "a", workers.LEAVING_LEASE_S + 0.5)
+    clock.now += workers.LEAVING_LEASE_S + 0.5
     assert not registry.alive(kind)
 
 
@@ -94,3 +110,72 @@ def test_the_retired_runs_are_bounded() -> None:
         registry.retire(f"run-{number}", has_ended=True)
     told = registry.retired_runs()
     assert len(told) == workers.MAX_RETIRED and told[-1] == f"run-{workers.MAX_RETIRED + 9}"
+
+
+def beat(registry: WorkerRegistry, name: str, **report) -> None:
+    registry.heartbeat(ws.HeartbeatRequest(worker_id=name, **report))
+
+
+def test_a_heartbeat_wakes_others_only_with_what_they_may_wait_for() -> None:
+    registry = registry_with("a", kind=ws.WORKER_KIND_INFERENCE)
+    status = policy_service_pb2.PolicyStatus(run_uid="run", has_version=True, version=3)
+    beat(registry, "a", policy=status)
+    heard = registry.revision
+    for number in range(100):
+        status.num_requests = number
+        beat(registry, "a", policy=status, num_playing=number)
+    assert registry.revision == heard
+    status.version = 4
+    beat(registry, "a", policy=status)
+    beat(registry, "a", policy=status, is_leaving=True)
+    assert registry.revision == heard + 2
+
+
+def test_a_worker_whose_heartbeats_wait_for_this_process_is_not_lost(clock: Clock) -> None:
+    registry, kind = registry_with(*"abcd"), WorkerKind.ENV_SERVER
+    for _ in range(3):  # each heartbeat waits for longer than a lease, and they are taken in turn
+        for name in "abcd":
+            clock.now += workers.LEASE_S / 2
+            beat(registry, name)
+            assert ids(registry.alive(kind)) == list("abcd")
+    clock.now += workers.LEASE_S
+    for _ in range(workers.LOST_ROUNDS + 1):
+        clock.now += workers.HEARTBEAT_S
+        for name in "abc":
+            beat(registry, name)
+    assert ids(registry.alive(kind)) == list("abc"), "the others were heard again and again"
+
+
+def test_all_workers_are_lost_where_nobody_is_heard(clock: Clock) -> None:
+    registry = registry_with("a", "b")
+    clock.now += workers.LEASE_S + 1
+    assert not registry.alive(WorkerKind.ENV_SERVER)
+
+
+def test_many_workers_speak_less_often_and_their_silence_counts_from_when_they_should_have_spoken(clock: Clock) -> None:
+    number = 4 * workers.HEARTBEATS_PER_S
+    registry = registry_with(*(f"{each:04d}" for each in range(number)))
+    trainer = registry.register(ws.Worker(worker_id="t", kind=ws.WORKER_KIND_TRAINER))
+    beat(registry, "0000")
+    [first, *_] = registry.alive(WorkerKind.ENV_SERVER)
+    assert trainer.interval_s == workers.HEARTBEAT_S, "others wait for what it reports"
+    assert first.interval_s == pytest.approx(4.0, rel=0.01)
+    assert first.lease_ends - clock.now == pytest.approx(workers.LEASE_S + 3.0, rel=0.01)
+    clock.now += 4.0 + workers.QUIET_S - workers.HEARTBEAT_S - 0.1
+    assert first.takes_work
+    clock.now += 0.2
+    assert not first.takes_work
+
+
+async def test_who_waits_for_workers_hears_that_one_fell_silent_and_that_it_is_back(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    monkeypatch.setattr(workers, "PULSE_S", 0.01)
+    monkeypatch.setattr(workers, "STOOD_STILL_S", 1e9)
+    registry = registry_with("a")
+    looking = asyncio.create_task(registry.keep_pulse())
+    for change in (lambda: setattr(clock, "now", clock.now + workers.QUIET_S + 1), lambda: beat(registry, "a")):
+        changed = registry.changed
+        change()
+        await asyncio.wait_for(changed.wait(), 10)
+    looking.cancel()

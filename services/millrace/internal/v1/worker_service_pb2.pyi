@@ -138,11 +138,13 @@ class Assignment(_message.Message):
     def __init__(self, run_uid: _Optional[str] = ..., resolved_below: _Optional[int] = ..., log_instance: _Optional[str] = ..., damaged_policy: _Optional[_Union[_policy_pb2.PolicyEntry, _Mapping]] = ..., num_damage_reports: _Optional[int] = ..., is_over: bool = ..., device_turn: _Optional[int] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("register_again", "assignments", "let_go")
+    __slots__ = ("register_again", "assignments", "let_go", "heartbeat_seconds")
     REGISTER_AGAIN_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENTS_FIELD_NUMBER: _ClassVar[int]
     LET_GO_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     register_again: bool
     assignments: _containers.RepeatedCompositeFieldContainer[Assignment]
     let_go: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, register_again: bool = ..., assignments: _Optional[_Iterable[_Union[Assignment, _Mapping]]] = ..., let_go: _Optional[_Iterable[str]] = ...) -> None: ...
+    heartbeat_seconds: float
+    def __init__(self, register_again: bool = ..., assignments: _Optional[_Iterable[_Union[Assignment, _Mapping]]] = ..., let_go: _Optional[_Iterable[str]] = ..., heartbeat_seconds: _Optional[float] = ...) -> None: ...
