@@ -38,7 +38,6 @@ OnReconnect = Callable[[UnavailableError, float], None]
 RunStateLike = run_pb2.RunState | str
 """A state, or its name: `"RUNNING"` for RUN_STATE_RUNNING."""
 
-
 # Lists of messages as columns of plain values: `pandas.DataFrame(columns)` takes them as they are.
 
 Columns = dict[str, list[Any]]

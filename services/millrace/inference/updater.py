@@ -6,7 +6,6 @@ Level-triggered: callers set the version to serve, as often as they like; one ba
                  ▲                        │              APPLYING failed: BROKEN, nothing serves; the next request
                  └────────────────────────┘                               for a version loads the model again
 
-
 Everything that can be checked is checked while the old version serves: hashes of all objects, digests of all tensors
 (`HostCopy`), names, shapes and dtypes against the model (`check`). Then generation pauses, the weights are written, and
 the engine proves what it holds; an engine that has to generate for that keeps every answer back until it is proved. A

@@ -1,10 +1,10 @@
-"""A stack's directory, which is one stack's at a time, and its ports.
+"""A stack's directory, which one stack has at a time, and its ports.
 
-The lock is one of the kernel's on an open file that everything of the stack shares: the supervisor, its reaper, every
-service, and Redis (`Supervisor.kept_open`). So the holder of the lock knows that nobody writes to the same append-only
-file, store and spool any more. What a killed stack has left behind ends by itself within seconds (its reaper sees to
-it, or each service for itself); a new stack waits for that, and then ends what is still there, such as a process that
-is stopped by a signal.
+The lock is the kernel's, on an open file that all processes of the stack share: the supervisor, its reaper, every
+service, and Redis (`Supervisor.kept_open`). So while a stack has the lock no other process writes to the append-only
+file, store and spool. The processes of a killed stack end by themselves within seconds (its reaper ends them, or each
+service itself); a new stack waits for that, and then kills those that are left, such as a process that is stopped by a
+signal.
 """
 
 import asyncio
@@ -31,22 +31,22 @@ from millrace.rpc.reach import bound_socket
 from millrace.telemetry import waits
 
 LEAVING_S = reaper.TERM_GRACE_S + table.KILL_WAIT_S + 4.0
-"""How long what a killed stack has left behind may take to end by itself."""
+"""Seconds that the processes of a killed stack may take to end by themselves."""
 KILL_WAIT_S = 5.0
-"""How long it may take to end after a SIGKILL."""
+"""Seconds that they may take to end after a SIGKILL."""
 BEGIN_S = 2.0
-"""How long a stack that has just got the lock may take to write its identity."""
+"""Seconds that a stack that has just got the lock may take to write its identity."""
 _POLL_S = 0.1
 
 
-# The id of a stack, which every process of it bears: who supervises it, and whose directory it works in.
+# The id of a stack, in the environment of every process of it: its supervisor and its directory.
 #
 # It is in the environment of foreign code as well, so it names the directory by a digest only.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackId:
-    """As text: `{pid}-{start ticks}-{digest of the directory}-{random}`."""
+    """The id of a stack; as text `{pid}-{start ticks}-{digest of the directory}-{random}`."""
 
     supervisor: int
     """Process id."""
@@ -58,13 +58,13 @@ class StackId:
 
     @classmethod
     def new(cls, directory: Path) -> Self:
-        """Return the id of a stack that this process supervises."""
+        """Make the id of a stack that this process supervises."""
         ticks = table.start_ticks(os.getpid())
         return cls(supervisor=os.getpid(), start_ticks=ticks, place=place_of(directory), random=secrets.token_hex(8))
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """Return none for what is no such id."""
+        """Parse the text of an id; return None if it is none."""
         match text.split("-"):
             case [pid, ticks, place, random] if pid.isdecimal() and ticks.isdecimal():
                 return cls(supervisor=int(pid), start_ticks=int(ticks), place=place, random=random)
@@ -75,24 +75,25 @@ class StackId:
 
     @property
     def is_supervised(self) -> bool:
-        """Return whether its supervisor lives."""
+        """Return whether the stack's supervisor lives."""
         return table.is_running(self.supervisor) and table.start_ticks(self.supervisor) == self.start_ticks
 
 
 def place_of(directory: Path) -> str:
-    """Return the identity of a directory, from its ids."""
+    """Return a digest of a directory's resolved path, as ids of its stacks have it."""
     return hashlib.sha256(os.fsencode(directory.resolve())).hexdigest()[:16]
 
 
 async def hold_directory(directory: Path, stack: StackId, *, note: Callable[[str], None]) -> IO[str]:
-    """Lock the directory for a stack of this process; InvalidStateError (STACK_RUNNING) if another one lives there.
+    """Lock the directory for a stack of this process, end what a killed stack left, and return the locked file.
 
-    `note` gets which process is waited for and which is ended.
+    `note` gets the processes that are waited for or ended. Raises InvalidStateError (STACK_RUNNING) if another stack
+    lives there.
     """
     file = (directory / ".lock").open("a+")
     try:
         await _take(file, directory, note)
-        # At once: who still waits for the stack before would take this one for what that has left behind, and end it.
+        # At once: a stack that still waits for the one before would otherwise take this one for its rest, and end it.
         file.truncate(0)
         file.write(str(stack))
         file.flush()
@@ -104,8 +105,11 @@ async def hold_directory(directory: Path, stack: StackId, *, note: Callable[[str
 
 
 async def _take(file: IO[str], directory: Path, note: Callable[[str], None]) -> None:
-    """Lock the file, once nothing of a stack whose supervisor is dead holds it any more."""
-    began, is_told, is_killed = time.monotonic(), False, False
+    """Lock the file, once no process of a killed stack has it locked; kill those that do not end by themselves.
+
+    Raises InvalidStateError if another stack lives there, or its processes cannot be ended.
+    """
+    began, is_noted, is_killed = time.monotonic(), False, False
     deadline_s = LEAVING_S + KILL_WAIT_S
     with waits.waiting("the processes of the stack before to end", waits_on="operator", deadline_s=deadline_s):
         while not _try(file):
@@ -119,9 +123,9 @@ async def _take(file: IO[str], directory: Path, note: Callable[[str], None]) -> 
                 continue  # another stack has got the lock meanwhile: these are its own
             if before is None or before.is_supervised or age_s > deadline_s or (is_killed and not left):
                 raise _taken(directory, before, left)
-            if not is_told:
+            if not is_noted:
                 note(f"waiting for what the killed stack (pid {before.supervisor}) has left behind: {_named(left)}")
-                is_told = True
+                is_noted = True
             if age_s > LEAVING_S and not is_killed:
                 note(f"ending what the killed stack (pid {before.supervisor}) has left behind: {_named(left)}")
                 table.send(left, signal.SIGKILL)
@@ -130,17 +134,21 @@ async def _take(file: IO[str], directory: Path, note: Callable[[str], None]) -> 
 
 
 async def _sweep(directory: Path, note: Callable[[str], None]) -> None:
-    """End what bears the mark of a stack of this directory without holding its lock, such as environments' workers."""
+    """Kill processes with the mark of a stack of this directory that do not hold its lock, such as environments'
+    workers.
+
+    Raises InvalidStateError if one belongs to a living stack, or cannot be ended.
+    """
     ends = time.monotonic() + KILL_WAIT_S
-    is_told = False
+    is_noted = False
     with waits.waiting("leftovers of the stack before to end", waits_on="operator", deadline_s=KILL_WAIT_S):
         while left := await asyncio.to_thread(_marked, directory):
             alive = next((stack for stack in left.values() if stack.is_supervised), None)
             if alive is not None or time.monotonic() > ends:
                 raise _taken(directory, alive, set(left))
-            if not is_told:
+            if not is_noted:
                 note(f"ending what a killed stack has left behind: {_named(set(left))}")
-                is_told = True
+                is_noted = True
             table.send(set(left), signal.SIGKILL)
             await asyncio.sleep(_POLL_S)
 
@@ -159,13 +167,13 @@ def _read(file: IO[str]) -> str:
 
 
 def holders(file: IO[str]) -> set[int]:
-    """Return the processes, of those that this one may look into, that hold the lock of the file (not only have it
-    open).
+    """Return the processes that hold the lock of the file, rather than only have it open, of those that can be
+    inspected.
     """
-    wanted = os.fstat(file.fileno())
+    file_stat = os.fstat(file.fileno())
     found: set[int] = set()
     for entry in Path("/proc").glob("[0-9]*"):
-        if int(entry.name) != os.getpid() and _holds(entry, wanted):
+        if int(entry.name) != os.getpid() and _holds(entry, file_stat):
             found.add(int(entry.name))
     return found
 
@@ -187,7 +195,7 @@ def _holds(process: Path, wanted: os.stat_result) -> bool:
 
 
 def _marked(directory: Path) -> dict[int, StackId]:
-    """Return the running processes whose environment names a stack of this directory."""
+    """Return the running processes whose environment has the id of a stack of this directory, with the id."""
     place, found = place_of(directory), {}
     for pid in psutil.pids():
         stack = StackId.parse(table.mark_of(pid, table.STACK_MARK))
@@ -211,7 +219,7 @@ def _taken(directory: Path, stack: StackId | None, left: set[int]) -> InvalidSta
 
 
 def _named(pids: set[int]) -> str:
-    """Return the processes as `pid 4711 (valkey-server), …`."""
+    """Return the processes as text: `pid 4711 (valkey-server), …`."""
     if not pids:
         return "processes that cannot be seen from here (of another user, container or machine)"
     return ", ".join(f"pid {pid} ({_command(pid)})" for pid in sorted(pids))
@@ -226,7 +234,7 @@ def _command(pid: int) -> str:
     return Path(module).name or "ended meanwhile"
 
 
-# Ports of the one-machine stack: free ones for what nobody configured, a clear error for those that are taken.
+# Ports of the one-machine stack: free ones where none is configured, a clear error for those that are taken.
 
 # Below the range that Linux takes outgoing connections from (32768 on): services bind ten seconds after the choice.
 _RANGE = (20000, 32000)
@@ -246,10 +254,10 @@ def is_free(host: str, port: int) -> bool:
 
 
 def free_ports(count: int, *, host: str = "127.0.0.1", but: Collection[int] = ()) -> list[int]:
-    """Return distinct ports that are free now, and that no other process of this user was given a short time ago.
+    """Return distinct ports that are free now and were not returned to a process of this user a short time ago.
 
-    None of `but`: those are promised to somebody who has not bound them yet.
-    A foreign program may still take one before it is bound: say so then.
+    Ports in `but` are not returned. A foreign program may still take one before it is bound. Raises UnavailableError if
+    not enough are found.
     """
     chosen: list[int] = []
     with _given_out() as times:
@@ -269,7 +277,7 @@ def free_ports(count: int, *, host: str = "127.0.0.1", but: Collection[int] = ()
 
 @contextlib.contextmanager
 def _given_out() -> Iterator[int | None]:
-    """Provide the locked file with the time at which each port of the range was given out; None if there can be none.
+    """Yield the locked file with the time at which each port of the range was given out; None if it cannot be had.
 
     Two stacks that start at once choose a dozen ports each, seconds before they bind them.
     """
@@ -286,7 +294,7 @@ def _given_out() -> Iterator[int | None]:
 
 
 def _is_locked(file: int) -> bool:
-    """Take the lock, which is held for milliseconds; False where its holder stands still."""
+    """Lock the file, which others do for milliseconds; return False if another process has it locked for longer."""
     ends = time.monotonic() + _LOCK_S
     # unregistered wait: a second at most, before anything is started
     while True:
@@ -315,7 +323,7 @@ def _hold(times: int | None, ports: list[int]) -> None:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return one port that was free a moment ago."""
+    """Return one port that is free now."""
     return free_ports(1, host=host)[0]
 
 

@@ -1,4 +1,4 @@
-"""Which GPUs of this machine the engine and the trainer of a one-machine stack get."""
+"""The assignment of this machine's GPUs to the engine and the trainer of a one-machine stack."""
 
 import os
 import shutil
@@ -15,18 +15,19 @@ SHARED_UTILIZATION = 0.4
 vLLM's own default, 0.92, would leave the trainer nothing.
 """
 DEVICE = Path("/dev/nvidia0")
-"""What the kernel shows of a first GPU."""
+"""The device of a first GPU."""
 DRIVER = Path("/sys/module/nvidia/version")
-"""What the kernel shows of the driver that it has loaded."""
+"""The file with the version of the driver that the kernel has loaded."""
 CUDA_13_DRIVER = 580
 """The first driver on which wheels of CUDA 13 work; torch from PyPI is made for that since 2.11."""
 _TIMEOUT_S = 20.0
 
 
 def machine_gpus(environ: Mapping[str, str] = os.environ) -> tuple[int, ...]:
-    """Return numbers of the GPUs that the driver shows, as far as CUDA_VISIBLE_DEVICES allows; none without a driver.
+    """Return the numbers of the GPUs that nvidia-smi lists, as far as CUDA_VISIBLE_DEVICES allows.
 
-    The variable may name them by number or by (the beginning of) their UUID; of parts of a GPU (MIG) there are none.
+    None without a driver. The variable may name them by number or by (the beginning of) their UUID; parts of a GPU
+    (MIG) are not found.
     """
     found = _asked("uuid", environ)
     if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is None:
@@ -41,7 +42,7 @@ def machine_gpus(environ: Mapping[str, str] = os.environ) -> tuple[int, ...]:
 
 
 def memory_gib(gpus: Sequence[int], environ: Mapping[str, str] = os.environ) -> float | None:
-    """Return the memory of the smallest of these GPUs, as far as the driver says."""
+    """Return the memory of the smallest of these GPUs, in GiB; None if the driver does not report all."""
     found = _asked("memory.total", environ, "nounits")
     sizes = [found.get(index, "") for index in gpus]
     if not sizes or not all(size.isdecimal() for size in sizes):
@@ -50,7 +51,7 @@ def memory_gib(gpus: Sequence[int], environ: Mapping[str, str] = os.environ) -> 
 
 
 def _asked(field: str, environ: Mapping[str, str], *form: str) -> dict[int, str]:
-    """Return a field of each GPU, by its number, as nvidia-smi says it; nothing without a driver that answers."""
+    """Return a field of each GPU, by its number, from nvidia-smi; nothing without a driver that answers."""
     program = shutil.which("nvidia-smi", path=environ.get("PATH"))
     if program is None:
         return {}
@@ -65,21 +66,23 @@ def _asked(field: str, environ: Mapping[str, str], *form: str) -> dict[int, str]
 
 
 def training_gpus(environ: Mapping[str, str] = os.environ, *, torch_version: str | None = None) -> tuple[int, ...]:
-    """Return the GPUs that a trainer gets of which nothing is written: none for a wheel of torch that is made for CPUs.
+    """Return the GPUs for a trainer whose config names none: all of `machine_gpus`, or none if it trains on the CPU.
 
-    None either where MILLRACE_TRAINER_DEVICE is cpu. Without a trainer's GPUs, the engine's are left as they are, too.
+    It does for a wheel of torch that is made for CPUs, or with MILLRACE_TRAINER_DEVICE=cpu.
     """
     wheel = version("torch") if torch_version is None else torch_version
     return () if environ.get("MILLRACE_TRAINER_DEVICE") == "cpu" or wheel.endswith("+cpu") else machine_gpus(environ)
 
 
 def driver_version() -> str:
-    """Return the version of NVIDIA's driver that the kernel has loaded; empty without one."""
+    """Return the version of NVIDIA's driver that the kernel has loaded; "" without one."""
     return DRIVER.read_text().strip() if DRIVER.exists() else ""
 
 
 def wheel_version() -> str:
-    """Return the version of torch here, with what its wheel is made for where that is said; empty without torch."""
+    """Return the version of torch here, with the local part that names its CUDA release, if it has one; "" without
+    torch.
+    """
     try:
         return version("torch")
     except PackageNotFoundError:  # a machine from which runs are only submitted
@@ -87,7 +90,7 @@ def wheel_version() -> str:
 
 
 def is_too_old(driver: str, wheel: str) -> bool:
-    """Return whether a wheel of torch cannot work on this driver, as far as both say enough."""
+    """Return whether a wheel of torch cannot work on this driver; False if the versions do not show it."""
     release, _, made_for = wheel.partition("+")
     numbers = [int(part) if part.isdecimal() else 0 for part in (*release.split(".")[:2], driver.split(".")[0])]
     if len(numbers) < 3 or not numbers[2]:
@@ -103,10 +106,11 @@ def assign(
     inference: Sequence[int] | None = None,
     trainer: Sequence[int] | None = None,
 ) -> dict[str, tuple[int, ...]]:
-    """Return the GPUs of each service. Configured GPUs count; a service without GPUs is left out.
+    """Return the GPUs of each service: those configured, else the first `engine_size` for the engine and the rest for
+    the trainer.
 
-    `engine_size` is how many the engine uses, 0 for one that uses none. It gets the first ones and the trainer all
-    others; on a machine with too few they share.
+    `inference` and `trainer` are configured ones. With too few GPUs both share them. Without GPUs only configured
+    services have an entry.
     """
     given = {name: tuple(ids) for name, ids in (("inference", inference), ("trainer", trainer)) if ids is not None}
     if not gpus:
@@ -123,13 +127,13 @@ def are_shared(assigned: Mapping[str, Sequence[int]]) -> bool:
 
 
 def require(assigned: Mapping[str, Sequence[int]], gpus: Sequence[int]) -> None:
-    """Raise InvalidStateError (GPU_UNUSABLE) naming every GPU that a service was given and that does not exist."""
+    """Raise InvalidStateError (GPU_UNUSABLE) with every GPU that a service was assigned and that is not in `gpus`."""
     missing = {name: [index for index in ids if index not in gpus] for name, ids in assigned.items()}
-    told = [f"{name} {', '.join(map(str, ids))}" for name, ids in missing.items() if ids]
-    if told:
+    descriptions = [f"{name} {', '.join(map(str, ids))}" for name, ids in missing.items() if ids]
+    if descriptions:
         seen = ", ".join(map(str, gpus)) or "none"
         raise InvalidStateError(
-            f"GPUs are asked for that this machine does not show: {'; '.join(told)} (nvidia-smi shows: {seen})",
+            f"GPUs are asked for that this machine does not show: {'; '.join(descriptions)} (nvidia-smi shows: {seen})",
             reason="GPU_UNUSABLE",
             remedy="fix the driver (`nvidia-smi` has to list them; CUDA 13 needs 580 or newer), or name others in "
             "inference_gpu_ids and trainer_gpu_ids; [] trains on the CPU",

@@ -3,7 +3,7 @@
     keeper = Keeper(supervisor, probes, ...)
     await keeper.run()          # returns never; ProcessDiedError when a process is in a crash loop
 
-It begins when every process was ready once: a death before is an error of the start, which starting again would hide.
+It begins when every process was ready once: an earlier death is an error of the start, which a restart would hide.
 """
 
 import asyncio
@@ -34,27 +34,27 @@ _TELL_READY_AFTER_S = 1.0
 
 # Whether a process that is alive still answers: probes, and the arithmetic of their failures.
 #
-# A health check that fails says little on a busy laptop. A process is named after `NAME_AFTER_S` and killed after
-# `KILL_AFTER_S` without an answer, and only if as many checks failed in a row, if the supervisor itself was on time
-# meanwhile, and if the machine is not the reason: another process answered, or the kernel says that this one is
-# stopped.
+# One failed health check means little on a busy laptop. A process is reported after `NAME_AFTER_S` and killed after
+# `KILL_AFTER_S` without an answer, and only if `LEAST_FAILURES` checks failed in a row, if the supervisor itself was on
+# time meanwhile, and if the machine is not the reason: another process answered, or the kernel reports that this one
+# is stopped.
 
 PERIOD_S = 5.0
 CHECK_TIMEOUT_S = 2.0
 NAME_AFTER_S = 10.0
 KILL_AFTER_S = 30.0
 KILL_SICK_AFTER_S = 60.0
-"""A process that says itself that it is not healthy has measured its own patience before: it gets longer."""
+"""The same for a process that answers that it is not healthy: it has waited itself before it answered so."""
 LEAST_FAILURES = 4
 _LATE_S = 3 * PERIOD_S
 
 
 class Answer(Enum):
-    """What a probe heard."""
+    """The result of a probe."""
 
     SERVING = auto()
     SICK = auto()
-    """It answers, and says that it does not serve."""
+    """It answers that it does not serve."""
     SILENT = auto()
 
 
@@ -63,7 +63,7 @@ class LivenessAction(Enum):
 
     FINE = auto()
     NAME = auto()
-    """Tell the user, once."""
+    """Report it to the user, once."""
     KILL = auto()
 
 
@@ -71,9 +71,9 @@ Probe = Callable[[], Awaitable[Answer]]
 
 
 def probe_service(address: str, access: ClientAccess | None = None) -> Probe:
-    """Return a health check of the process behind a gRPC address, on a new connection: an old one may be backing off.
+    """Return a health check of the process at a gRPC address, on a new connection, as an old one may be backing off.
 
-    `access` says how to call it; by default as on loopback, in plain text.
+    `access` is how to call it; by default in plain text, as on loopback.
     """
     how = ClientAccess.plain() if access is None else access
 
@@ -90,7 +90,7 @@ def probe_service(address: str, access: ClientAccess | None = None) -> Probe:
 
 
 def probe_redis(redis: EmbeddedRedis) -> Probe:
-    """Return PING."""
+    """Return a check that sends PING to the embedded Redis."""
 
     async def ask() -> Answer:
         is_ready = await asyncio.to_thread(redis.is_ready, timeout_s=CHECK_TIMEOUT_S)
@@ -100,10 +100,10 @@ def probe_redis(redis: EmbeddedRedis) -> Probe:
 
 
 class AnswerHistory:
-    """The answers of one life of one process. Times are monotonic seconds."""
+    """The answers of one life of a process. Times are monotonic seconds."""
 
     def __init__(self, now: float) -> None:
-        """Begin with a service that serves."""
+        """Begin with a process that serves at `now`."""
         self.failures = 0
         self.answer = Answer.SERVING
         self._well_at = now
@@ -111,11 +111,11 @@ class AnswerHistory:
         self._is_named = False
 
     def silent_s(self, now: float) -> float:
-        """Return seconds since it was last well."""
+        """Return the seconds since the process last served, as far as the supervisor was on time."""
         return now - self._well_at
 
     def hear(self, answer: Answer, now: float, *, is_certain: bool) -> LivenessAction:
-        """Judge an answer; `is_certain`: the machine is not to blame for a silence."""
+        """Record an answer and return what to do; `is_certain` says that the machine is not the cause of a silence."""
         was_late = now - self._asked_at > _LATE_S  # the machine slept, or we did not get the processor either
         self._asked_at, self.answer = now, answer
         if answer is Answer.SERVING or was_late:
@@ -132,7 +132,7 @@ class AnswerHistory:
 
 
 class Keeper:
-    """What keeps the processes of one supervisor alive."""
+    """Keeps the processes of one supervisor alive."""
 
     def __init__(
         self,
@@ -146,12 +146,11 @@ class Keeper:
         has_liveness: bool = True,
         settled_after_s: Mapping[str, float] | None = None,
     ) -> None:
-        """Create the keeper; `probes` are by the names of the children, which all serve now.
+        """Take `probes` by the names of the children, which all serve now.
 
-        `settled_after_s`, by name, is for those that need longer than others to show that a life is a good one.
-
-        `note` gets in words what happens, `on_change` that the pids are others. A process that was started again and
-        does not serve within `ready_deadline_s` is killed, which counts as a death.
+        `settled_after_s`, by name, is for those that need longer than others to show that a life is a good one. `note`
+        gets messages for the user; `on_change` is called when pids have changed. A restarted process that does not
+        serve within `ready_deadline_s` is killed, which counts as a death.
         """
         self._supervisor = supervisor
         self.probes = probes
@@ -164,14 +163,17 @@ class Keeper:
         self._is_restarting = is_restarting
         self._heard_at: dict[str, float] = {}
         self.logs: Path | None = None
-        """A directory whose logs are kept bounded meanwhile."""
+        """A directory whose logs are rotated while `run` runs."""
 
     def restarts(self) -> dict[str, int]:
         """Return the number of restarts of each process."""
         return {name: lives.restarts for name, lives in self.lives.items()}
 
     async def run(self) -> NoReturn:
-        """Keep them alive until cancelled; ProcessDiedError names the one that cannot be."""
+        """Keep the processes alive until cancelled.
+
+        Raise ProcessDiedError for one in a crash loop, or not to be restarted.
+        """
         now = time.monotonic()
         for lives in self.lives.values():
             lives.ready(now)
@@ -189,7 +191,7 @@ class Keeper:
             raise first_error(group) from None
 
     async def _revive(self, child: Child) -> None:
-        """Start a dead process again and wait until it serves; ProcessDiedError for one in a crash loop."""
+        """Start a dead process again, after a pause, and wait until it serves; raise ProcessDiedError as `run` does."""
         name, lives = child.spec.name, self.lives[child.spec.name]
         exit_kind = ExitKind.of(await child.exited)
         decision = lives.end(time.monotonic(), exit_kind)
@@ -208,7 +210,7 @@ class Keeper:
         await self._until_ready(name, again)
 
     async def _until_ready(self, name: str, child: Child) -> None:
-        """Return when it serves or has died again; one that does neither in time is killed."""
+        """Return when the process serves or has died again; kill it if it does neither within the deadline."""
         began = time.monotonic()
         ends = began + self._ready_deadline_s
         with waits.waiting(f"{name} to be ready again", waits_on=name, deadline_s=self._ready_deadline_s):
@@ -225,7 +227,10 @@ class Keeper:
             await self._supervisor.end_rest(child)
 
     async def _check(self, name: str) -> None:
-        """Ask one process for its health as long as the stack lives; kills each life of it that stops answering."""
+        """Check the health of one process for as long as the stack lives.
+
+        Each life of it that stops answering is killed.
+        """
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             await asyncio.sleep(PERIOD_S)
@@ -244,11 +249,11 @@ class Keeper:
                 self._heard_at[name] = now
             is_certain = answer is Answer.SICK or is_stopped(child.pid) or self._others_answer(name, now)
             action = history.hear(answer, now, is_certain=is_certain)
-            said = f"{name} {_what(answer)} for {history.silent_s(now):.0f} s{_why(child)}"
+            message = f"{name} {_what(answer)} for {history.silent_s(now):.0f} s{_why(child)}"
             if action is LivenessAction.NAME:
-                self._note(said)
+                self._note(message)
             elif action is LivenessAction.KILL and child.is_alive:
-                self._note(f"{said}: killing it")
+                self._note(f"{message}: killing it")
                 await self._supervisor.end_rest(child)
                 return
             await asyncio.sleep(PERIOD_S)
@@ -273,29 +278,29 @@ def _why(child: Child) -> str:
 
 # When a process that died is started again, and when that is given up: arithmetic without processes or clocks.
 #
-# A death counts until a life has lasted `SETTLED_AFTER_S`. One by SIGKILL comes from outside (a person, the kernel
-# out of memory, our own liveness) and says less about the process than a death of its own: it weighs a quarter.
+# A death counts until a life has lasted `SETTLED_AFTER_S`. A SIGKILL comes from outside (a person, the kernel out of
+# memory, our own liveness check) and means less about the process than a death of its own: it weighs a quarter.
 
 BACKOFF = Backoff(0.2, 10.0, factor=3.0)
 SETTLED_AFTER_S = 30.0
-"""A life that lasted this long after it was ready was a good one: what came before is forgotten."""
+"""A life that lasted this long after it was ready was a good one: earlier deaths are forgotten."""
 CRASH_LOOP = 5.0
-"""Weight of the deaths in a row, none of a settled process, that are a crash loop."""
+"""Total weight of deaths in a row, none of a settled process, that makes a crash loop."""
 
 
 class ExitKind(Enum):
     """How a process ended."""
 
     ORDERLY = 0.0
-    """Exit code 0: somebody sent SIGTERM to have it restarted."""
+    """Exit code 0: a SIGTERM to have it restarted."""
     KILLED = 0.25
     """SIGKILL."""
     CRASHED = 1.0
-    """Another signal or exit code: its own doing."""
+    """Another signal or exit code: a fault of its own."""
 
     @classmethod
     def of(cls, returncode: int) -> "ExitKind":
-        """Return the description of a return code, which is minus the number of a signal."""
+        """Return the kind of a return code, which is minus the number of a signal."""
         return {0: cls.ORDERLY, -9: cls.KILLED}.get(returncode, cls.CRASHED)
 
 
@@ -312,30 +317,33 @@ class RestartDecision:
 
 
 class RestartHistory:
-    """The lives of one process, one after the other. Times are monotonic seconds."""
+    """The lives of one process. Times are monotonic seconds."""
 
     def __init__(self, *, settled_after_s: float = SETTLED_AFTER_S) -> None:
-        """Create the record; `settled_after_s` is longer for a process that answers long before it works."""
+        """Take `settled_after_s`, longer for a process that answers long before it works."""
         self._settled_after_s = settled_after_s
         self.restarts = 0
-        """How often it was started again."""
+        """How often the process was started again."""
         self.ready_at: float | None = None
-        """When this life became ready; None before."""
+        """When its present life became ready; None before."""
         self._short = 0
         self._weight = 0.0
 
     def begin(self) -> None:
-        """Record that the child was started again."""
+        """Record that the process was started again."""
         self.restarts += 1
         self.ready_at = None
 
     def ready(self, now: float) -> None:
-        """Record that the child serves."""
+        """Record that the process serves."""
         if self.ready_at is None:
             self.ready_at = now
 
     def end(self, now: float, exit_kind: ExitKind) -> RestartDecision:
-        """Record that the child died."""
+        """Record that the process died, and return whether and when to start it again.
+
+        A process that ended in an orderly way after it was ready is started at once, without a count.
+        """
         lived_s = None if self.ready_at is None else now - self.ready_at
         self.ready_at = None
         if exit_kind is ExitKind.ORDERLY:
@@ -349,27 +357,29 @@ class RestartHistory:
         return RestartDecision(is_hopeless=self._weight >= CRASH_LOOP, delay_s=delay_s, short_lives=self._short)
 
 
-# Keeps the logs of a stack's processes bounded: a file that has grown too large becomes `NAME.log.1`.
+# Rotation of the logs of a stack's processes: a file that has grown too large becomes `NAME.log.1`.
 #
 # The processes keep their files open to append, foreign programs among them, so a file is copied and then emptied;
-# what is written between the last read and that moment is lost. Who follows a file (`millrace.cli.log_files`) sees by
-# a new `NAME.log.1` that it was rotated.
-
+# text that is written between the last read and that moment is lost. A reader that follows a file
+# (`millrace.cli.log_files`) sees by a new `NAME.log.1` that it was rotated.
 MAX_BYTES = 64 << 20
-"""Of one file; with the one before it, a process keeps twice as much."""
+"""The most bytes of one file; with the older one, a process keeps twice as much."""
 ROTATION_PERIOD_S = 5.0
 _CHUNK_BYTES = 1 << 20
 _LOOKS, _LOOK_AGAIN_S = 10, 0.001
-"""How often a copy that ends within a line is looked at again: the write is done, or the line is a prompt."""
+"""How often a file is read again if the copy ends within a line: then the write is done, or the line is a prompt."""
 
 
 def old_of(path: Path) -> Path:
-    """Return the file with the older lines of a log."""
+    """Return the path of the file with the older lines of a log."""
     return path.with_name(f"{path.name}.1")
 
 
 def rotate(path: Path, *, max_bytes: int = MAX_BYTES) -> bool:
-    """Make the file the old one if it is larger than `max_bytes`; whether it was. OSError where the disk is full."""
+    """Move the lines of a file larger than `max_bytes` to the old file, replacing that; return whether it was larger.
+
+    Raises OSError if the disk is full.
+    """
     try:
         if path.stat().st_size <= max_bytes:
             return False
@@ -388,7 +398,7 @@ def rotate(path: Path, *, max_bytes: int = MAX_BYTES) -> bool:
 
 
 def _copy_lines(source: BinaryIO, target: BinaryIO) -> None:
-    """Copy to the end of a line: a reader can see the first half of a write that crosses a page, before the second."""
+    """Copy up to the end of a line, reading again for a moment: a reader may see only the first half of a write."""
     last = b"\n"
     # unregistered wait: 10 ms at most, for a write that is under way
     for _ in range(_LOOKS):
@@ -404,16 +414,16 @@ async def keep_bounded(
     directory: Path, *, note: Callable[[str], None], max_bytes: int = MAX_BYTES, period_s: float = ROTATION_PERIOD_S
 ) -> NoReturn:
     """Rotate the logs of a directory as they grow, until cancelled. `note` gets each that cannot be rotated, once."""
-    told: set[str] = set()
+    noted: set[str] = set()
     # unregistered wait: a periodic look at files of this machine
     while True:
         for path in await asyncio.to_thread(_logs, directory):
             try:
                 await asyncio.to_thread(rotate, path, max_bytes=max_bytes)
-                told.discard(path.name)
+                noted.discard(path.name)
             except OSError as error:
-                if path.name not in told:
-                    told.add(path.name)
+                if path.name not in noted:
+                    noted.add(path.name)
                     note(f"{path} cannot be rotated and goes on growing: {error}")
         await asyncio.sleep(period_s)
 

@@ -1,4 +1,4 @@
-"""Checks of what the user named and we do not start: a Redis and an object store of their own."""
+"""Checks of the user's own Redis and object store, which the stack does not start."""
 
 import asyncio
 from concurrent.futures import Future
@@ -13,12 +13,15 @@ from millrace.telemetry.logging import redact
 
 STORE_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
-_SAID = ("BUCKET_MISSING", "CLOCK_SKEWED", "STORE_FAILING")
-"""Reasons of a store that answers, and says itself what to do."""
+_OWN_REMEDY = ("BUCKET_MISSING", "CLOCK_SKEWED", "STORE_FAILING")
+"""Reasons of errors of a store that answers, which have a remedy of their own."""
 
 
 async def check_redis(url: str, *, prefix: str) -> None:
-    """Raise as `redis_self_test`, naming the Redis and not its password; InvalidSpecError if it is no URL."""
+    """Run `redis_self_test` on the Redis at a URL, and raise its errors, with the URL but without the password in them.
+
+    Raises InvalidSpecError if it is no URL.
+    """
     with waits.waiting("redis to answer", waits_on="redis", deadline_s=DEADLINE_S):
         client = open_redis(url)  # as the services do; a malformed URL is not repeated
         try:
@@ -36,9 +39,9 @@ async def check_redis(url: str, *, prefix: str) -> None:
 
 
 async def check_store(url: str, *, prefix: str) -> Future[None]:
-    """Raise UnavailableError naming the store if it does not answer; InvalidStateError if it cannot carry runs.
+    """Run the self-test of the object store at a URL, and return its future, which may raise later.
 
-    The future is that of `self_test`: what it raises may come later.
+    Raises UnavailableError if the store does not answer, and InvalidStateError if runs cannot work with it.
     """
     with waits.waiting("the object store to answer", waits_on="store", deadline_s=STORE_TIMEOUT_S):
         try:
@@ -52,7 +55,7 @@ async def check_store(url: str, *, prefix: str) -> Future[None]:
                 remedy="start it, or correct MILLRACE_STORE_URL, or unset it for the filesystem store",
             ) from None
         except UnavailableError as error:
-            if error.reason in _SAID:
+            if error.reason in _OWN_REMEDY:
                 raise
             raise UnavailableError(
                 f"the object store {redact(url)} (MILLRACE_STORE_URL) does not answer: {error.message}",
@@ -62,8 +65,9 @@ async def check_store(url: str, *, prefix: str) -> Future[None]:
 
 
 async def _connect(url: str) -> None:
-    """Raise UnavailableError if nobody listens at the endpoint that the URL names: the store itself would retry for
-    long.
+    """Raise UnavailableError if the endpoint in the URL does not accept a connection.
+
+    The store itself would retry for long.
     """
     endpoint = urlsplit(dict(parse_qsl(urlsplit(url).query)).get("endpoint", ""))
     if not endpoint.hostname:

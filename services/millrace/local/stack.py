@@ -4,11 +4,11 @@
         await stack.start()
         await stack.guard(work(stack.address))     # ends with ProcessDiedError when a process cannot be kept alive
 
-Everything is in one directory: `logs/<process>.log` (bounded, see `millrace.local.keeper`), `store/` (the object
-store), `redis/`, `spool/` (finished rollouts of the env-server), `scratch/` (checkpoints on their way),
-`logs/stack.log` (what died, was started again or does not answer), and `stack.json`: where the stack listens, which
-file holds the URL of its Redis, the pids. Services start at the same time, because each spends seconds on imports. Once
-all were ready, what dies is started again (see `millrace.local.keeper`).
+All files are in one directory: `logs/<process>.log` (rotated, see `millrace.local.keeper`), `store/` (the object
+store), `redis/`, `spool/` (finished rollouts of the env-server), `scratch/` (checkpoints in transit), `logs/stack.log`
+(deaths, restarts, missing answers), and `stack.json`: the addresses, the file with the URL of its Redis, the pids.
+Services start at the same time, because each spends seconds on imports. Once all were ready, one that dies is started
+again (see `millrace.local.keeper`).
 """
 
 import asyncio
@@ -50,7 +50,7 @@ REDIS_DEADLINE_S = 20.0
 SAY_WAIT_AFTER_S = 10.0
 _POLL_S = 0.1
 _TO_REDIS = ("LD_", "FAKETIME", "NO_FAKE")
-"""Variables by which any program is run otherwise, such as with a clock of its own; Redis needs none of the keys."""
+"""Prefixes of variables that Redis inherits, which change how any program runs; it needs no other variable."""
 
 SERVICES = {
     "orchestrator": "millrace.orchestrator.main",
@@ -65,31 +65,31 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackOptions:
-    """What a stack is made of. None chooses: a free loopback port, the embedded Redis, the filesystem store."""
+    """The parts of a stack. None chooses: a free loopback port, the embedded Redis, the filesystem store."""
 
     directory: Path
     listen: str | None = None
     """host:port of the orchestrator."""
     http_host: str = HOST
     http_port: int | None = None
-    """Where the engine's HTTP API listens."""
+    """The port of the engine's HTTP API."""
     dashboard_port: int | None = None
-    """Where the dashboard listens, on loopback."""
+    """The port of the dashboard, on loopback."""
     engine: str = "embedded"
     """embedded or vllm; the process of the latter runs in the interpreter that has vLLM."""
     engine_environ: Mapping[str, str] = field(default_factory=dict)
-    """What only the engine's process reads, such as its limits; the environment says the rest."""
+    """Variables for the engine's process alone, such as its limits, beside the environment's."""
     gpus: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """The GPUs that a service sees, by its name; without an entry all."""
+    """The GPUs that a service sees, by its name; a service without an entry sees all."""
     redis_url: str | None = None
     redis_url_file: str | None = None
-    """The file that `redis_url` was read from, if it was: then the services get its path, and not the URL."""
+    """The file that `redis_url` was read from, if it was: then the services get its path in place of the URL."""
     store_url: str | None = None
     prefix: str = "millrace"
     log_level: str = "INFO"
     log_json: bool = False
     is_durable: bool = True
-    """Whether the embedded Redis keeps an append-only file, which a stack that is started again reads."""
+    """Whether the embedded Redis keeps an append-only file, which a later stack in the directory reads."""
     is_restarting: bool = True
     """Whether a process that dies after the start is started again; else its death ends the stack."""
     has_liveness: bool = True
@@ -98,7 +98,7 @@ class StackOptions:
     """Certificates and tokens of the stack, as `Settings.of_stack` gives them; by default none."""
 
     def with_settings(self, settings: Settings) -> Self:
-        """Return these options with Redis, store, prefix and access from the `MILLRACE_*` environment."""
+        """Return these options with Redis, store, prefix and access of `settings`, which come from the environment."""
         return replace(
             self,
             redis_url=settings.redis_url,
@@ -110,7 +110,7 @@ class StackOptions:
 
 
 class LocalStack:
-    """The running stack; leaving the `async with` block stops it."""
+    """The one-machine stack; leaving the `async with` block stops it."""
 
     def __init__(
         self,
@@ -121,9 +121,8 @@ class LocalStack:
         modules: Mapping[str, str] = SERVICES,
         ready_deadline_s: float = READY_DEADLINE_S,
     ) -> None:
-        """Create the stack.
-
-        `note` gets messages about long waits, and `modules` names the service processes by their main modules.
+        """Take `note`, which gets messages about long waits, and `modules`, the main modules of the services by
+        name.
         """
         self.options = options
         self.directory = options.directory.resolve()
@@ -147,7 +146,7 @@ class LocalStack:
 
     @property
     def logs(self) -> Path:
-        """Return directory of the process logs."""
+        """Return the directory of the processes' logs."""
         return self.directory / "logs"
 
     @property
@@ -157,12 +156,12 @@ class LocalStack:
 
     @property
     def http_url(self) -> str:
-        """Return the engine's HTTP API, once started."""
+        """Return the URL of the engine's HTTP API, once started."""
         return str(self._where["http"])
 
     @property
     def dashboard_url(self) -> str:
-        """Return the dashboard, once started."""
+        """Return the URL of the dashboard, once started."""
         return str(self._where["dashboard"])
 
     async def __aenter__(self) -> Self:
@@ -186,10 +185,10 @@ class LocalStack:
                 self._lock.close()
 
     async def start(self) -> None:
-        """Start everything and return when every service is healthy.
+        """Start all processes and return when every service is healthy.
 
         Raises UnavailableError for a taken port, an unreachable Redis or store, and a service that is not ready in
-        time; ProcessDiedError as soon as one dies, whatever is waited for at that moment.
+        time; ProcessDiedError as soon as a process dies.
         """
         await self.guard(self._start())
 
@@ -245,7 +244,9 @@ class LocalStack:
         self._keep({**probes, **{name: probe_service(address, access) for name, address in addresses.items()}})
 
     async def _open_store(self) -> str:
-        """Return the URL of the store: one that others run, which is checked, or a directory of the stack."""
+        """Return the URL of the store: the configured one, which is checked, or a directory of the stack, which is
+        made.
+        """
         if store_url := self.options.store_url:
             from millrace.local.preflight import check_store
 
@@ -256,7 +257,7 @@ class LocalStack:
         return directory.as_uri()
 
     def _settings(self) -> dict[str, Any]:
-        """Return keys of a config that the running stack has decided."""
+        """Return the keys of a run's config that the running stack has decided, with their values."""
         return {
             "inference.engine": self.options.engine,
             "inference.server.port": self.options.http_port,
@@ -265,16 +266,19 @@ class LocalStack:
         }
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work` while the stack lives; ProcessDiedError as soon as a process is dead for good."""
+        """Return the result of `work`; raise ProcessDiedError if a process dies for good meanwhile.
+
+        Until the stack is ready that is any death; a death at the end of such work counts, too.
+        """
         is_starting = self._keeping is None
         done, death = await first_of(work, self._wait_failure())
         if done is not None and (death is None or not is_starting):
             return done.result()
-        assert death is not None  # of a start that ends at the same moment as well: nobody would hear of it again
+        assert death is not None  # also if the start ends at the same moment: the death would not be reported again
         raise death.result()
 
     def _keep(self, probes: Mapping[str, Probe]) -> None:
-        """Restart processes that die, from now on."""
+        """Start the keeper, which restarts processes that die from now on."""
         self.keeper = Keeper(
             self.supervisor,
             probes,
@@ -291,8 +295,8 @@ class LocalStack:
         self._keeping = asyncio.create_task(self.keeper.run(), name="keeper of the stack")
 
     async def _wait_failure(self) -> BaseException:
-        """Return the error that ends the stack: any death before it was ready, later one that the keeper does not
-        restart.
+        """Wait for the error that ends the stack, and return it: any death before it was ready, then one that is not
+        restarted.
         """
         if self._keeping is None:
             return await self.supervisor.wait_death()
@@ -300,7 +304,7 @@ class LocalStack:
         return self._keeping.exception() or RuntimeError("the keeper ended")
 
     def _tell(self, text: str, *, is_shown: bool = True) -> None:
-        """Say it to the user and in the stack's own log."""
+        """Write a message into the stack's own log and, with `is_shown`, pass it to the user."""
         self.logs.mkdir(parents=True, exist_ok=True)
         with (self.logs / "stack.log").open("a") as file:
             file.write(f"{datetime.now(UTC).isoformat(timespec='milliseconds')} {text}\n")
@@ -308,7 +312,7 @@ class LocalStack:
             self._note(text)
 
     def _write_json(self) -> None:
-        """Write `stack.json`: addresses, current pids, and how often each process was started again."""
+        """Write `stack.json`: addresses, present pids, and the number of restarts of each process."""
         pids = {name: child.pid for name, child in self.supervisor.children.items()}
         again = self.keeper.restarts() if self.keeper else {}
         fresh = self.directory / "stack.json.new"
@@ -364,7 +368,10 @@ class LocalStack:
         redis_url: str,
         store_url: str,
     ) -> ProcessSpec:
-        """Return a service's command and variables."""
+        """Return the specification of a service's process: command, variables, log.
+
+        `addresses` and `exported` (metrics) are by service; `http` is the engine's HTTP address.
+        """
         settings = replace(
             self.options.access,
             token=None,  # the clients' own
@@ -380,10 +387,10 @@ class LocalStack:
             dashboard_listen=(self._dashboard or None) if name == "orchestrator" else None,
             log_level=self.options.log_level.upper(),
             log_json=self.options.log_json,
-            drain_s=0.0,  # nobody balances load in front of these
+            drain_s=0.0,  # there is no load balancer in front of these
             grace_s=3.0,
         )
-        # The environment's own placement variables speak of other processes; everything else is passed on.
+        # The environment's own placement variables are about other processes; all others are passed on.
         placement = {variable_name(part.name) for part in fields(Settings)}
         inherited = {key: value for key, value in self._environ.items() if key not in placement}
         if name == "inference" and self.options.engine == "vllm":
@@ -399,13 +406,15 @@ class LocalStack:
         )
 
     def _defaults(self) -> dict[str, str]:
-        """Return the defaults of every service, which the environment overrides."""
+        """Return the default variables of every service, which the environment overrides."""
         # More threads than cores collapse throughput, and there are four services on this machine.
         defaults = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
         return {**defaults, SCRATCH_VARIABLE: str(self.directory / "scratch")}  # /tmp is memory on many machines
 
     def _start_fork_server(self) -> None:
-        """Start the fork server: from now on services are forked from a process with their imports, where possible."""
+        """Start the fork server, if any service may be forked, so that services start from a process with their
+        imports.
+        """
         is_vllm = self.options.engine == "vllm"
         modules = [module for name, module in self._modules.items() if not (is_vllm and name == "inference")]
         if preloaded := needs(modules, self._environ):
@@ -413,19 +422,22 @@ class LocalStack:
             self.supervisor.start_fork_server(server, env={**self._defaults(), **self._environ})
 
     def _peers(self) -> ClientAccess:
-        """Return the variables by which the stack's processes reach each other."""
+        """Return the access with which the stack's processes call each other."""
         return ClientAccess.internal(self.options.access)
 
     def _own(self, name: str) -> dict[str, str]:
-        """Return the variables that only this service reads."""
+        """Return the variables for this service alone."""
         ids = self.options.gpus.get(name)
         visible = {} if ids is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ids))}
         if name == "trainer" and ids:
-            visible["MILLRACE_TRAINER_DEVICE"] = "cuda"  # no CPU in silence
+            visible["MILLRACE_TRAINER_DEVICE"] = "cuda"  # rather an error than silent training on the CPU
         return {**visible, **self._settings_of(name)}
 
     def _ranks(self, name: str) -> list[str]:
-        """Return the command prefix of a gang of the trainer, one rank per GPU; empty for one process."""
+        """Return the arguments that start the trainer as a gang, one rank per GPU.
+
+        None for one process, or another service.
+        """
         count = len(self.options.gpus.get(name, ()))
         if name != "trainer" or count < 2:
             return []
@@ -461,7 +473,7 @@ class LocalStack:
         probe = probe_service(address, self._peers())
         with waits.waiting(f"{name} to be ready", waits_on=name, deadline_s=self._ready_deadline_s):
             while time.monotonic() < ends:
-                # Silent until the process has bound its port; whether it died is `guard`'s to see.
+                # Silent until the process has bound its port; `guard` notices its death.
                 if await probe() is Answer.SERVING:
                     return
                 await asyncio.sleep(_POLL_S)
@@ -487,7 +499,7 @@ class LocalStack:
                     self._note(f"waiting for {wait.reason} ({_of(wait)}): {last[0][:120]}")
                 else:
                     silent.append(wait)
-            if silent:  # most import for seconds before they write anything: one line for all
+            if silent:  # most services import for seconds before they write anything: one line for all
                 names = ", ".join(wait.waits_on for wait in silent)
                 self._note(f"waiting for {names} to be ready ({_of(silent[0])}); no output yet")
 
@@ -497,7 +509,10 @@ def _of(wait: waits.Wait) -> str:
 
 
 async def _wait_redis(redis: EmbeddedRedis) -> None:
-    """Wait until the server answers. The caller watches for its death, because another object runs the process."""
+    """Wait until the server answers; raise UnavailableError after a deadline.
+
+    The caller watches for the server's death.
+    """
     with waits.waiting("redis to be ready", waits_on="redis", deadline_s=REDIS_DEADLINE_S):
         try:
             async with asyncio.timeout(REDIS_DEADLINE_S):
@@ -507,10 +522,9 @@ async def _wait_redis(redis: EmbeddedRedis) -> None:
             raise redis.failed(f"did not answer within {REDIS_DEADLINE_S:g} s") from None
 
 
-# Which services of a one-machine stack are forked from a process that has imported what they need, and what.
-
+# The services of a one-machine stack that are forked from a process with their imports, and these imports.
 VARIABLE = "MILLRACE_FORK_SERVER"
-"""0 has every service of a one-machine stack start as a program of its own."""
+"""With the value 0 every service of a one-machine stack starts as a program of its own."""
 NEEDS: Mapping[str, Sequence[str]] = {
     "millrace.orchestrator.main": ("millrace.orchestrator.main", "millrace.orchestrator.serve"),
     "millrace.env_server.main": ("millrace.env_server.main", "millrace.env_server.run"),
@@ -528,16 +542,16 @@ NEEDS: Mapping[str, Sequence[str]] = {
         "millrace.trainer.model.pretrained",
     ),
 }
-"""What each service imports before it works, lighter ones first."""
+"""The modules that each service imports before it works, lighter ones first."""
 WITH_TORCH = ("millrace.inference.main", "millrace.trainer.main")
 GPUS = ("/dev/nvidiactl", "/dev/kfd")
 
 
 def needs(modules: Iterable[str], environ: Mapping[str, str]) -> dict[str, Sequence[str]]:
-    """Return the modules to import for those of these main modules that may be forked.
+    """Return the modules to import for each of these main modules that may be forked.
 
-    None of them elsewhere than on Linux, or where `VARIABLE` says 0. What uses a GPU is started afresh: what a driver
-    did in a process does not survive a fork.
+    None may elsewhere than on Linux, or if `VARIABLE` is 0, and services with torch may not on a machine with a GPU:
+    the state of a driver does not survive a fork.
     """
     if environ.get(VARIABLE, "1") == "0" or not hasattr(os, "pidfd_open") or not Path("/proc/self/stat").exists():
         return {}

@@ -1,1 +1,1 @@
-"""What every process says about itself: settings, logs, and what it waits for. Imports neither grpc nor pydantic."""
+"""Settings, logs, metrics and waits of every process. Imports neither grpc nor pydantic."""

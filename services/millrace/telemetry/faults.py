@@ -2,9 +2,9 @@
 
     faults.reach("trainer.after_publish", step=3)
 
-costs one comparison unless `MILLRACE_FAULTS` names a directory when the process starts. There, `arm` (the test's side)
-writes one file per fault; the process that reaches the point under the fault's conditions takes the file away by a
-rename, so each fault strikes once, in one process, and leaves a record of it.
+costs one comparison unless `MILLRACE_FAULTS` names a directory when the process starts. There, `arm` (called by the
+test) writes one file per fault; the process that reaches the point under the fault's conditions renames the file, so
+each fault strikes once, in one process, and leaves a record.
 """
 
 import contextlib
@@ -39,9 +39,9 @@ class Point(StrEnum):
     ORCHESTRATOR_BEFORE_SEAL = "orchestrator.before_seal"
     """The terminal state is archived, the run is not sealed."""
     ORCHESTRATOR_REOPEN_INTENT = "orchestrator.reopen_intent"
-    """A resume of a failed run is an intent, nothing else says so (`step`: of its closing header)."""
+    """A resume of a failed run is stored as an intent, and nowhere else (`step`: of its closing header)."""
     ORCHESTRATOR_REOPENED = "orchestrator.reopened"
-    """A failed run is reopened, and nobody has claimed it or told of it (`step`: of its closing header)."""
+    """A failed run is reopened, neither claimed nor reported by an event (`step`: of its closing header)."""
     ORCHESTRATOR_REOPEN_TOLD = "orchestrator.reopen_told"
     """The event that the reopened run is queued again is in the log (`step`: of its closing header)."""
     RETENTION_RECORDED = "retention.recorded"
@@ -53,10 +53,9 @@ class Point(StrEnum):
     TRAINER_AFTER_STEP = "trainer.after_step"
     """After the optimizer step, before anything is published (`step`)."""
     TRAINER_BEFORE_UPLOAD = "trainer.before_upload"
-    """A policy is encoded while training goes on; nothing of it is uploaded (`version`)."""
+    """A policy is encoded while training goes on, and no part of it is uploaded (`version`)."""
     TRAINER_MID_UPLOAD = "trainer.mid_upload"
-    """A rank has uploaded its share of a policy and told nobody (`version`): the process that publishes has, if there
-    is one."""
+    """A rank has its share of a policy uploaded, by a publishing process if there is one, and unreported (`version`)."""
     TRAINER_BEFORE_MANIFEST = "trainer.before_manifest"
     """The policy's objects are uploaded, its manifest does not exist (`version`)."""
     TRAINER_AFTER_MANIFEST = "trainer.after_manifest"
@@ -85,9 +84,9 @@ class Action(StrEnum):
     """What a fault does."""
 
     KILL = "kill"
-    """SIGKILL to the own process."""
+    """Sends SIGKILL to its own process."""
     FREEZE = "freeze"
-    """SIGSTOP to the own process: somebody has to continue or to kill it."""
+    """Sends SIGSTOP to its own process, which another one has to continue or to kill."""
     SLEEP = "sleep"
     """Blocks the thread for `seconds`."""
     RAISE = "raise"
@@ -96,7 +95,10 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One armed fault: strikes at `point` when every condition of `when` is met, `skip` times let pass before."""
+    """One armed fault.
+
+    It strikes at `point` when every condition of `when` is met, after `skip` times without effect.
+    """
 
     point: Point
     action: Action = Action.KILL
@@ -107,7 +109,10 @@ class Fault:
 
 
 def arm(directory: Path, fault: Fault) -> Path:
-    """Write a fault for processes that were started with this directory; returns the record it leaves when it fires."""
+    """Write a fault for processes that were started with this directory.
+
+    Return the path of the record that it will leave.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{fault.point.value}.json"
     fresh = path.with_suffix(".tmp")
@@ -117,7 +122,10 @@ def arm(directory: Path, fault: Fault) -> Path:
 
 
 def reach(point: Point, **where: int) -> None:
-    """Pass a fault point; `where` are the numbers that a fault's conditions compare."""
+    """Mark a fault point in the code: an armed fault strikes here if `where` meets its conditions.
+
+    Else nothing happens.
+    """
     if DIRECTORY is not None:
         _strike(Path(DIRECTORY), Point(point), where)
 

@@ -1,7 +1,7 @@
-"""Memory, utilization and power of the GPUs that this process may use, as NVIDIA's driver says; nothing without one.
+"""Memory, utilization and power of the GPUs that this process may use, from NVIDIA's driver; nothing without one.
 
-The driver's own library (NVML, `libnvidia-ml.so.1`) is asked, which comes with every driver, so that no package is
-needed and no CUDA context is made. https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html
+They are read with the driver's own library (NVML, `libnvidia-ml.so.1`), which comes with every driver, so that no
+package is needed and no CUDA context is made. https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html
 """
 
 import ctypes
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S = 2.0
 OLD_S = 20.0
-"""A reading that is older says nothing: a driver that hangs must not look idle."""
+"""The age from which on a reading is not returned: a driver that hangs must not look idle."""
 MAX_GPUS = 64
 _LIBRARY = "libnvidia-ml.so.1"
 _OK = 0
@@ -26,7 +26,7 @@ _TEXT_BYTES = 96
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuUse:
-    """One GPU. What the driver does not say is None."""
+    """One GPU. A value that the driver does not report is None."""
 
     index: int
     uuid: str
@@ -44,7 +44,7 @@ class GpuReader(Protocol):
     """Reads GPUs; a second implementation replaces the driver in tests."""
 
     def read(self) -> Sequence[GpuUse]:
-        """Return the GPUs that this process may use, at this moment. May block as long as the driver does."""
+        """Return the present use of the GPUs that this process may use. May block as long as the driver does."""
         ...
 
 
@@ -57,19 +57,16 @@ class _Utilization(ctypes.Structure):
 
 
 class Nvml:
-    """The driver's library. Each function returns 0, or a code that says what it cannot."""
+    """The driver's library. Each of its functions returns 0, or a code if it cannot answer."""
 
     def __init__(self, library: Any, environ: Mapping[str, str]) -> None:
-        """Create the meter.
-
-        `library` is initialized, and `environ` says which of the machine's GPUs belong to this process.
-        """
+        """Take `library`, which is initialised, and `environ`, whose CUDA_VISIBLE_DEVICES chooses GPUs."""
         self._library = library
         self._handles = self._allowed(environ.get("CUDA_VISIBLE_DEVICES"))
 
     @classmethod
     def open(cls, environ: Mapping[str, str]) -> "Nvml | None":
-        """Return the library of this machine's driver; None where there is no driver, or it does not begin."""
+        """Load and initialise the library of this machine's driver; return None without a driver, or if that fails."""
         try:
             library = ctypes.CDLL(_LIBRARY)
         except OSError:
@@ -81,11 +78,14 @@ class Nvml:
         return cls(library, environ)
 
     def read(self) -> list[GpuUse]:
-        """Return the GPUs that `CUDA_VISIBLE_DEVICES` lets this process use."""
+        """Return the use of the GPUs that `CUDA_VISIBLE_DEVICES` lets this process use."""
         return [self._use(index, handle) for index, handle in self._handles]
 
     def _allowed(self, visible: str | None) -> list[tuple[int, ctypes.c_void_p]]:
-        """Return number and handle of each; as for CUDA, what is no device ends the list."""
+        """Return the number and handle of each visible GPU, in order; as for CUDA, a name that is no GPU ends the list.
+
+        `visible` is the variable's value; None is all.
+        """
         count = ctypes.c_uint()
         if self._library.nvmlDeviceGetCount_v2(ctypes.pointer(count)) != _OK:
             return []
@@ -97,18 +97,18 @@ class Nvml:
         if visible is None:
             return every
         found: list[tuple[int, ctypes.c_void_p]] = []
-        for wanted in (part.strip() for part in visible.split(",")):
-            match = next((each for each in every if self._is(each, wanted)), None)
+        for name in (part.strip() for part in visible.split(",")):
+            match = next((each for each in every if self._is(each, name)), None)
             if match is None:
                 break
             found.append(match)
         return found
 
-    def _is(self, device: tuple[int, ctypes.c_void_p], wanted: str) -> bool:
-        """Return whether a device is called so: its number, or how its id begins."""
-        if wanted.isdecimal():
-            return device[0] == int(wanted)
-        return wanted.startswith("GPU-") and self._text("nvmlDeviceGetUUID", device[1]).startswith(wanted)
+    def _is(self, device: tuple[int, ctypes.c_void_p], name: str) -> bool:
+        """Return whether a name in the variable is this device's: its number, or the beginning of its id."""
+        if name.isdecimal():
+            return device[0] == int(name)
+        return name.startswith("GPU-") and self._text("nvmlDeviceGetUUID", device[1]).startswith(name)
 
     def _use(self, index: int, handle: ctypes.c_void_p) -> GpuUse:
         memory, busy, power = _Memory(), _Utilization(), ctypes.c_uint()
@@ -132,7 +132,7 @@ class Nvml:
 
 
 class GpuWatch:
-    """The newest reading. A thread reads, because a driver may block for as long as a GPU is lost."""
+    """Has the newest reading. A thread reads, because a driver may block for as long as a GPU is lost."""
 
     def __init__(self, reader: GpuReader | None = None, *, period_s: float = PERIOD_S) -> None:
         self._reader = reader
@@ -142,17 +142,17 @@ class GpuWatch:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to read; once."""
+        """Start the thread; a second call does nothing."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="gpu-watch", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """Read no more; does not wait for a driver that blocks."""
+        """Have the thread stop; do not wait for a driver that blocks."""
         self._stopping.set()
 
     def latest(self) -> tuple[GpuUse, ...]:
-        """Return the newest reading; nothing where there is none, or where it is old. Never blocks."""
+        """Return the newest reading, or nothing if there is none or it is older than `OLD_S`. Never blocks."""
         read_at, found = self._latest
         return found if time.monotonic() - read_at <= OLD_S else ()
 

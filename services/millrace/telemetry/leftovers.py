@@ -1,7 +1,7 @@
-"""What could not be removed in this process: how many there are by kind, which are known, and when each is tried again.
+"""Objects that this process failed to remove: their number by kind, and when each may be tried again.
 
-A removal that fails must not be tried at every turn, nor told of at every try: the pauses grow, and of many leftovers
-of one kind those whose number is a power of two are warned of.
+A failed removal must not be tried at every turn, nor be reported at every try: the pauses grow, and of many leftovers
+of one kind a warning is logged for those whose number is a power of two.
 """
 
 import logging
@@ -17,24 +17,24 @@ logger = logging.getLogger(__name__)
 
 _PAUSES = Backoff(60.0, 3600.0)
 _MAX_KNOWN = 4096
-"""Of those that are remembered; one that is forgotten is tried, and told of, as if it were new."""
+"""The most leftovers that are remembered; one that is forgotten is tried, and reported, as if it were new."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leftover:
-    """One thing that stays, though nobody needs it."""
+    """An object that is not needed and could not be removed."""
 
     what: str
-    """Its kind, for people and as the label of the metric: `checkpoint`, `log file`."""
+    """Its kind, in messages and as the label of the metric: `checkpoint`, `log file`."""
     name: str
     """Its path or URI."""
     why: str
-    """What was answered to the last try."""
+    """The error of the last try."""
     num_tries: int
     retry_at: float
-    """Before that time of the monotonic clock it is not tried again."""
+    """The monotonic time before which it is not tried again."""
     number: int
-    """How many of its kind could not be removed by then, this one included."""
+    """How many of its kind had failed when it was first tried, this one included."""
 
     def __str__(self) -> str:
         count = f"; {self.number} such by now" if self.number > 1 else ""
@@ -42,12 +42,14 @@ class Leftover:
 
     @property
     def is_to_be_told(self) -> bool:
-        """Return whether to report the failure: at its first try, and then at each doubling of the tries."""
+        """Return whether to log a warning: at the first try alone, and if its number within its kind is a power of
+        two.
+        """
         return self.num_tries == 1 and self.number & (self.number - 1) == 0
 
 
 class Leftovers:
-    """Those of one process. Thread-safe."""
+    """The leftovers of one process. Thread-safe."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -57,13 +59,13 @@ class Leftovers:
         self._lock = threading.Lock()
 
     def is_paused(self, name: str) -> Leftover | None:
-        """Return the state of one whose next try is not due; None if it may be tried."""
+        """Return the leftover of this name if its next try is not due yet; None if it may be tried."""
         with self._lock:
             known = self._known.get(name)
             return known if known is not None and self._clock() < known.retry_at else None
 
     def failed(self, what: str, name: str, why: str) -> Leftover:
-        """Note a try that failed, and warn."""
+        """Record a failed try of an object, log it, and return its leftover. `what` is the kind, `why` the error."""
         with self._lock:
             before = self._known.pop(name, None)
             num_tries = 1 if before is None else before.num_tries + 1
@@ -86,15 +88,15 @@ class Leftovers:
         return known
 
     def removed(self, name: str) -> None:
-        """Record that a leftover is gone."""
+        """Forget a leftover, because it was removed."""
         with self._lock:
             self._known.pop(name, None)
 
     def failures(self) -> Mapping[str, int]:
-        """Return tries that failed, by kind."""
+        """Return the number of failed tries, by kind."""
         with self._lock:
             return dict(self._failed)
 
 
 LEFTOVERS = Leftovers()
-"""Those of this process."""
+"""The leftovers of this process."""

@@ -1,4 +1,4 @@
-"""Logs: one line per event, the same fields everywhere, and secrets that are replaced before they are written.
+"""Logs: one line per event, the same fields everywhere, and secrets masked before they are written.
 
     setup("trainer")
     logger = logging.getLogger(__name__)  # the standard library's
@@ -33,14 +33,14 @@ from millrace.errors import InvalidSpecError, Violation
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 FILE_VARIABLE, FILE_BYTES = "MILLRACE_LOG_FILE", 64 << 20
-"""A file that has the lines, too, and its size; `FILE.1` has as much of what was before."""
+"""The variable with a file that gets the lines, too, and the file's largest size; `FILE.1` has older lines."""
 FILE_ONLY = "is_file_only"
-"""In `extra`: this line is not for stderr, where the same is shown in another way."""
+"""Key of `extra` for a line that is not written to stderr, where the same is shown in another way."""
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName", FILE_ONLY}
 _QUIET = ("aiohttp.access", "asyncio", "boto3", "botocore", "urllib3", "s3transfer", "filelock", "httpx", "httpcore")
 _FIELDS: ContextVar[Mapping[str, Any]] = ContextVar("millrace_log_fields", default={})  # noqa: B039 - never mutated
 _WINDOW_S, _LINES_PER_WINDOW = 60.0, 20
-"""A message may come so often within a minute; of more only the 32nd, the 64th, … are written."""
+"""A message may be logged so often within a minute; of more only the 32nd, the 64th, … are written."""
 _MAX_MESSAGES, _KEY_CHARS = 1000, 200
 _NUMBER = re.compile(r"\d+")
 _BOOLEANS = frozenset({"1", "true", "yes", "on"})
@@ -48,7 +48,7 @@ _BOOLEANS = frozenset({"1", "true", "yes", "on"})
 
 @contextlib.contextmanager
 def bind(**fields: Any) -> Iterator[None]:
-    """Add fields to every line that this task logs inside the block; nested blocks add up."""
+    """Add fields to every line that this task logs inside the block; nested blocks add to each other."""
     token = _FIELDS.set({**_FIELDS.get(), **fields})
     try:
         yield
@@ -73,8 +73,8 @@ def setup(
 ) -> None:
     """Configure the root logger of this process; a second call replaces the first.
 
-    Level and format come from `MILLRACE_LOG_LEVEL` and `MILLRACE_LOG_JSON` unless given; lines go to stderr, and to the
-    file that `MILLRACE_LOG_FILE` names.
+    Raises InvalidSpecError for a wrong level. Level and format come from `MILLRACE_LOG_LEVEL` and `MILLRACE_LOG_JSON`
+    unless given; lines go to stderr, and to the file that `MILLRACE_LOG_FILE` names.
     """
     environ = os.environ if environ is None else environ
     level = (level or environ.get("MILLRACE_LOG_LEVEL") or "INFO").upper()
@@ -104,10 +104,10 @@ def setup(
 
 
 class RateLimit(logging.Filter):
-    """Of a warning or an error that comes again and again: the first lines of each minute, then counts.
+    """Limits repeated warnings and errors: the first lines of each minute are written, then few.
 
-    Messages that differ in nothing but their numbers are one. A line after some that were left out says in
-    `left_out` how many these were.
+    Messages that differ only in numbers count as one. A line that is written after others were left out has their
+    number as `left_out`.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -117,7 +117,7 @@ class RateLimit(logging.Filter):
         self._lock = threading.Lock()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the line is written."""
+        """Return whether the line is written; lines below WARNING always are."""
         if record.levelno < logging.WARNING:
             return True
         key = record.name, record.levelno, _NUMBER.sub("#", str(record.msg)[:_KEY_CHARS])
@@ -147,7 +147,7 @@ class _Seen:
 
 
 class _Formatter(logging.Formatter):
-    """Collects the fields of a record; secrets are masked in the finished line."""
+    """Base of the formatters: collects the fields of a record, and masks secrets in the finished line."""
 
     def __init__(self, service: str, secrets: tuple[str, ...]) -> None:
         super().__init__()
@@ -155,15 +155,15 @@ class _Formatter(logging.Formatter):
         self._secrets = secrets
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return one line, followed by a traceback in plain mode."""
+        """Return the record's line, without secrets."""
         return self.mask(self.line(record))
 
     def line(self, record: logging.LogRecord) -> str:
-        """Return the line before secrets are masked."""
+        """Return the record's line before secrets are masked."""
         raise NotImplementedError
 
     def mask(self, text: str) -> str:
-        """Return the text without secrets."""
+        """Return the text with secrets masked."""
         return redact(text, secrets=self._secrets)
 
     def time(self, record: logging.LogRecord) -> str:
@@ -171,12 +171,12 @@ class _Formatter(logging.Formatter):
         return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z"
 
     def fields(self, record: logging.LogRecord) -> dict[str, Any]:
-        """Bound fields, then the record's own, which win."""
+        """Return the bound fields and the record's own, which replace bound ones of the same name."""
         own = {key: value for key, value in record.__dict__.items() if key not in _STANDARD}
         return {**_FIELDS.get(), **own}
 
     def traceback(self, record: logging.LogRecord) -> str:
-        """Return the traceback as text, or nothing."""
+        """Return the record's traceback as text; "" without one."""
         parts = []
         if record.exc_info:
             parts.append(self.formatException(record.exc_info))
@@ -186,10 +186,10 @@ class _Formatter(logging.Formatter):
 
 
 class PlainFormatter(_Formatter):
-    """`time level service message key=value …` for people."""
+    """Lines as `time level service message key=value …`, for people."""
 
     def line(self, record: logging.LogRecord) -> str:
-        """Return one line, then the traceback."""
+        """Return one line, then the traceback on lines of its own."""
         message = record.getMessage().replace("\n", "\\n")  # one event stays one line
         pairs = "".join(f" {key}={_plain(value)}" for key, value in self.fields(record).items())
         text = f"{self.time(record)} {record.levelname} {self.service} {message}{pairs}"
@@ -201,7 +201,7 @@ class JsonFormatter(_Formatter):
     """One JSON object per line for log collectors."""
 
     def line(self, record: logging.LogRecord) -> str:
-        """Return the object; own keys never overwrite the standard ones."""
+        """Return the record as a JSON object; a field with the name of a standard key gets the prefix `field_`."""
         entry: dict[str, Any] = {
             "ts": self.time(record),
             "level": record.levelname,
@@ -216,7 +216,10 @@ class JsonFormatter(_Formatter):
         return json.dumps(entry, ensure_ascii=False)
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line; masked part by part, because masking the finished object could break its quotes."""
+        """Return the record's line.
+
+        Its parts are masked, because masking the finished object could break its quotes.
+        """
         return self.line(record)
 
     def _masked(self, value: Any) -> Any:
@@ -244,10 +247,10 @@ def _plain(value: Any) -> str:
 
 MASK = "***"
 MAX_CHARS = 256 << 10
-"""Most characters of one text that `masked` gives."""
+"""Most characters of one text that `masked` returns."""
 MAX_SECRET_CHARS = 4096
 """Longest secret that is found where a text is cut."""
-_MIN_SECRET_CHARS = 8  # shorter values ("1", "true") would blot out ordinary text
+_MIN_SECRET_CHARS = 8  # shorter values ("1", "true") would mask ordinary text
 
 # redis://user:password@host: everything from the colon up to the last @ before a slash or blank.
 _URL_PASSWORD = re.compile(r"(?P<head>\b[A-Za-z][A-Za-z0-9+.-]*://[^\s/:@'\"]*:)(?P<secret>[^\s/'\"]+)@")
@@ -265,11 +268,11 @@ _BETWEEN_WORDS = re.compile(r"-|(?<=[a-z0-9])(?=[A-Z])")  # of X-API-Key, and of
 
 
 known_secrets: tuple[str, ...] = ()
-"""What `keep_secret` was told, as `secrets_of` gives it."""
+"""The values given to `keep_secret`, in the form of `secrets_of`."""
 
 
 def keep_secret(value: str) -> None:
-    """Let `redact` mask this value of a file from now on: of a URL the password, of another text all of it."""
+    """Have `redact` mask this value from now on: the password of a URL, or all of another text."""
     global known_secrets
     name = "URL" if "://" in value else "SECRET"
     # One tuple for another: log lines of other threads are being masked meanwhile.
@@ -277,11 +280,10 @@ def keep_secret(value: str) -> None:
 
 
 def secrets_of(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return values that must not be shown: those of variables with secret names, and passwords inside URLs.
+    """Return the values to mask, longest first: those of variables with secret names, and passwords in URLs.
 
-    Longest first.
-
-    Each value comes with its forms inside a JSON string and inside a Python repr, which is how logs quote it.
+    Each value is also there as it is inside a JSON string and a Python repr, which is how logs quote it. Short values
+    are left out.
     """
     found: set[str] = set()
     for name, value in environ.items():
@@ -296,14 +298,14 @@ def secrets_of(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def is_secret_name(name: str) -> bool:
-    """Return whether what has this name, a variable, a header or a key of a config, must not be shown."""
+    """Return whether the value of a variable, header or config key of this name must not be shown."""
     return _SECRET_NAME.search(_BETWEEN_WORDS.sub("_", name).upper()) is not None
 
 
 def redact(text: str, *, secrets: tuple[str, ...] | None = None) -> str:
-    """Return the text with every secret masked.
+    """Return the text with every secret masked: known values, passwords of URLs, tokens, and `password=…` pairs.
 
-    `secrets` are known values, by default those of this process's environment; those of `keep_secret` come on top.
+    `secrets` are known values, by default those of this process's environment; those of `keep_secret` are masked, too.
     """
     given = secrets_of(os.environ) if secrets is None else secrets
     for secret in _longest_first({*given, *known_secrets}) if known_secrets else given:
@@ -321,9 +323,9 @@ def redact(text: str, *, secrets: tuple[str, ...] | None = None) -> str:
 
 
 def redacted_beginning(text: str, limit: int, *, secrets: tuple[str, ...] | None = None) -> str:
-    """Return at most so many characters of the redacted text, then an ellipsis.
+    """Return at most `limit` characters of the redacted text, with an ellipsis if there are more.
 
-    Cut before, a secret would lose its end, and what is left of it would not be known for one.
+    The text is redacted before it is cut, because the beginning of a secret would not be recognised.
     """
     if len(text) <= limit:
         return redact(text, secrets=secrets)
@@ -331,12 +333,12 @@ def redacted_beginning(text: str, limit: int, *, secrets: tuple[str, ...] | None
 
 
 def redacted_end(text: str, limit: int, *, secrets: tuple[str, ...] | None = None) -> str:
-    """Return the last characters of the redacted text; see `redacted_beginning`."""
+    """Return at most the last `limit` characters of the redacted text; see `redacted_beginning`."""
     return redact(text[-(limit + MAX_SECRET_CHARS) :], secrets=secrets)[-limit:]
 
 
 def secret_spans(text: str, *, secrets: tuple[str, ...]) -> list[tuple[int, int]]:
-    """Return the ranges that `redact` would mask, as begins and ends; they may overlap."""
+    """Return the ranges (begin, end) that `redact` would mask, in no order; they may overlap."""
     found = []
     for secret in {*secrets, *known_secrets}:
         at = text.find(secret)
@@ -351,9 +353,9 @@ def secret_spans(text: str, *, secrets: tuple[str, ...]) -> list[tuple[int, int]
 
 
 def masked(value: Any, secrets: tuple[str, ...]) -> Any:
-    """Return the plain value without secrets: neither in its texts, nor under names of secrets.
+    """Return plain data for JSON with secrets masked: those in texts, and all values under secret names.
 
-    Texts have an end, numbers are finite or None.
+    Texts are cut at MAX_CHARS, and numbers that are not finite become None.
     """
     match value:
         case str():

@@ -1,10 +1,10 @@
-"""What a service tells Prometheus: the parts that all services have, and how numbers come out of a running program.
+"""Metrics for Prometheus: those that all services have, and the parts from which each service makes its own.
 
 Names begin with `millrace_` and end with their unit; labels are bounded (`BoundedLabel`), and never name a rollout, a
 group or a step. Each service declares its own metrics in its `meters.py`, or in a module beside it. Two kinds:
 
-* what is counted where it happens: `Counter` and `Histogram` of prometheus_client, made with `registry=None`;
-* what is looked up when somebody asks: a `StateCollector` with the `Family` of each number.
+* events that are counted where they happen: `Counter` and `Histogram` of prometheus_client, made with `registry=None`;
+* state that is read when Prometheus asks: a `StateCollector` with the `Family` of each number.
 
 `make_registry` puts both together for one server. docs/operations.md lists every metric.
 """
@@ -22,13 +22,13 @@ from millrace.telemetry import waits
 from millrace.telemetry.leftovers import LEFTOVERS
 
 MAX_LABEL_VALUES = 64
-"""Values of one label that are distinguished; users name environments, and Prometheus keeps every name for ever."""
+"""The most values of a label; users name environments, and Prometheus keeps every name for ever."""
 OTHER = "other"
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
-"""Buckets of what may take milliseconds with a toy model and an hour with a large one."""
+"""Buckets of durations that may be milliseconds with a toy model and an hour with a large one."""
 SHORT_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-"""Buckets of what takes milliseconds when all is well."""
+"""Buckets of durations that are ordinarily milliseconds."""
 
 _COMPONENTS: tuple[str, ...] = (
     "env worker",
@@ -44,7 +44,7 @@ _COMPONENTS: tuple[str, ...] = (
 
 
 class BoundedLabel:
-    """Lets the first `limit` values through; those after are `other`."""
+    """Returns the first `limit` distinct values as they are, and `other` for later ones."""
 
     def __init__(self, limit: int = MAX_LABEL_VALUES) -> None:
         self._limit = limit
@@ -52,7 +52,7 @@ class BoundedLabel:
         self._lock = threading.Lock()
 
     def __call__(self, value: str) -> str:
-        """Return the value, or `other`."""
+        """Return the value if it is known or there is room for another one, else `other`."""
         with self._lock:
             if value not in self._known and len(self._known) >= self._limit:
                 return OTHER
@@ -62,7 +62,7 @@ class BoundedLabel:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A metric that is looked up: a counter if its name ends in `_total`, else a gauge."""
+    """A metric that is read when asked for: a counter if its name ends in `_total`, else a gauge."""
 
     name: str
     text: str
@@ -76,7 +76,7 @@ class Family:
 
 
 class MetricSheet:
-    """Where one look puts its numbers."""
+    """Collects the numbers of one reading."""
 
     def __init__(self, families: Sequence[Family]) -> None:
         self._metrics = {family: family.empty() for family in families}
@@ -93,7 +93,7 @@ class MetricSheet:
 
 
 class StateCollector(Collector):
-    """Asks `read` for the state of a part whenever the metrics are asked for."""
+    """Calls `read` for the present numbers whenever the metrics are asked for."""
 
     def __init__(self, families: Sequence[Family], read: Callable[[MetricSheet], None]) -> None:
         self._families = families
@@ -130,8 +130,9 @@ COMMON = (BUILD, WAITS_OVERDUE, WAIT_OLDEST, REMOVALS_FAILED)
 
 
 def make_registry(service: str, collectors: Iterable[Collector], *, has_process: bool = True) -> CollectorRegistry:
-    """Return the registry of one server: the collectors, the waits, the release, and memory, processor and files if
-    wanted.
+    """Return the registry of one server: the collectors, waits, release and failed removals of the service.
+
+    `has_process` adds the process's memory, processor time and files.
     """
     registry = CollectorRegistry()
     for collector in (common(service), *collectors):
@@ -142,9 +143,7 @@ def make_registry(service: str, collectors: Iterable[Collector], *, has_process:
 
 
 def common(service: str) -> StateCollector:
-    """Return the collectors of every service, `service` being `orchestrator`, `env-server`, `inference` or
-    `trainer`.
-    """
+    """Return the collector of every service's waits, release and failed removals; `service` is its label."""
 
     def read(sheet: MetricSheet) -> None:
         sheet.put(BUILD, 1, service, __version__)
@@ -164,7 +163,7 @@ def common(service: str) -> StateCollector:
 
 
 def component_of(waits_on: str) -> str:
-    """Return the kind of component that a wait names: worker ids and addresses of engines are too many for a label."""
+    """Return the kind of component that a wait names; worker ids and addresses of engines are too many for a label."""
     if waits_on == "store":
         return "object store"
     if waits_on.startswith(("http://", "https://")):

@@ -1,4 +1,4 @@
-"""How far long work is: a download, a model that is loaded, an environment, a compilation, a checkpoint.
+"""The progress of long work: a download, a model that is loaded, an environment, a compilation, a checkpoint.
 
     with progress.work(Activity.DOWNLOAD, "policy 12", unit=BYTES, waits_on="object store") as work:
         work.expect(size_bytes)
@@ -9,8 +9,8 @@ It is a wait while it lasts, so that `millrace run why`, `watch` and the dashboa
 of 8.0 GB (39 %)"; every few seconds it is a line of the log, which `millrace up` and `rl` show while they wait for a
 service. A command on a terminal draws what is `active` instead (`cli/view/bars.py`).
 
-What does the work may be far below who knows its name: `add` and `expect` of the module count for the innermost work of
-the context. Threads that shall count need the context, as `asyncio.to_thread` hands it on.
+The code that does the work may not know its name: `add` and `expect` of the module count for the innermost work of the
+context. Threads that count need the context, which `asyncio.to_thread` passes on.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ from millrace.telemetry import waits
 logger = logging.getLogger(__name__)
 
 SAY_EVERY_S = 5.0
-"""Seconds between two lines, and age of work from which on it is said at all."""
+"""Seconds between two lines, and from the beginning of work to its first line."""
 BYTES = "bytes"
 _UNITS = ("kB", "MB", "GB", "TB", "PB")
 
 
 class Activity(Enum):
-    """What is done, as it is said while it is done, and of what waits for it."""
+    """A kind of work: its words for the work itself, and for a wait for it."""
 
     APPLY = ("applying", "to be applied")
     DOWNLOAD = ("downloading", "to be downloaded")
@@ -48,7 +48,7 @@ class Activity(Enum):
 
 
 class LongWork:
-    """A piece of work that is under way while its `with` block runs. Any thread may count."""
+    """A piece of work, in progress while its `with` block runs. Any thread may count."""
 
     def __init__(self, doing: Activity, what: str, *, unit: str, total: int, wait: waits.Waiting) -> None:
         self._doing = doing
@@ -65,15 +65,15 @@ class LongWork:
         self._token: contextvars.Token[LongWork | None] | None = None
 
     def add(self, count: int) -> None:
-        """Add to the work done; a negative count takes back what has to be done again."""
+        """Add to the work done; a negative count takes back work that has to be done again."""
         self._change(add=count)
 
     def at(self, done: int, *, total: int | None = None) -> None:
-        """Set how much is done in all."""
+        """Set how much of the work is done, and the total if it is given."""
         self._change(done=done, total=total)
 
     def expect(self, count: int) -> None:
-        """Add to the total of work that is known."""
+        """Add to the known total of the work."""
         self._change(expect=count)
 
     def detail(self, text: str) -> None:
@@ -83,7 +83,7 @@ class LongWork:
         self._wait.update(reason=self._reason())
 
     def turn_to(self, doing: Activity, what: str, *, waits_on: str | None = None) -> None:
-        """Continue with other work in the same wait; the count begins anew, without a total."""
+        """Continue with other work in the same wait; the count begins at 0, without a total."""
         with self._lock:
             self._doing, self._what, self._detail = doing, what, ""
             self._done = self._total = 0
@@ -96,7 +96,7 @@ class LongWork:
 
     @property
     def amount(self) -> str:
-        """Return the progress: "3.1 of 8.0 GB (39 %)"; empty while nothing is known."""
+        """Return the progress as text, "3.1 of 8.0 GB (39 %)"; "" while it is unknown."""
         with self._lock:
             done, total, unit, detail = self._done, self._total, self._unit, self._detail
         return ", ".join(part for part in (_amount(done, total, unit), detail) if part)
@@ -153,29 +153,32 @@ class LongWork:
 def work(
     doing: Activity, what: str, *, unit: str = BYTES, total: int = 0, waits_on: str = "", deadline_s: float = 0.0
 ) -> LongWork:
-    """Work that is counted in `unit` (a plural) of `total`, 0 if that is unknown, and is a wait while it lasts.
+    """Make a piece of work, to be used as a context manager; while its block runs it is a wait, too.
 
-    `waits_on` and `deadline_s` are the wait's.
+    It is counted in `unit` (a plural) of `total`, 0 if that is unknown. `waits_on` and `deadline_s` are the wait's.
     """
     wait = waits.waiting(f"{what} {doing.passive}", waits_on=waits_on, deadline_s=deadline_s)
     return LongWork(doing, what, unit=unit, total=total, wait=wait)
 
 
 def add(count: int) -> None:
-    """Count for the innermost work of this context, if there is any."""
+    """Add to the innermost work of this context, if there is any."""
     if (found := _CURRENT.get()) is not None:
         found.add(count)
 
 
 def expect(count: int) -> None:
-    """Announce more to do to the innermost work of this context, if there is any."""
+    """Add to the total of the innermost work of this context, if there is any."""
     if (found := _CURRENT.get()) is not None:
         found.expect(count)
 
 
 @contextlib.contextmanager
 def tried() -> Iterator[Callable[[int], None]]:
-    """Take back what was counted for the innermost work of this context, from any thread, if the block raises."""
+    """Yield a function that counts for the innermost work of this context.
+
+    If the block raises, its counts are taken back. The function may be called from any thread.
+    """
     found, counted = _CURRENT.get(), 0
     lock = threading.Lock()
 
@@ -195,14 +198,14 @@ def tried() -> Iterator[Callable[[int], None]]:
 
 
 def active() -> list[LongWork]:
-    """Return the work of this process that is under way, oldest first."""
+    """Return the work of this process that is in progress, oldest first."""
     with _LOCK:
         return list(_ACTIVE)
 
 
 @contextlib.contextmanager
 def send_lines_to(say: Callable[[str], None]) -> Iterator[None]:
-    """Send lines of this block to `say` instead of the log."""
+    """Pass the lines about work to `say` during this block, instead of the log."""
     global _sayer
     before, _sayer = _sayer, say
     try:
@@ -212,7 +215,7 @@ def send_lines_to(say: Callable[[str], None]) -> Iterator[None]:
 
 
 def count_rows(found: LongWork, rows: Iterable[Any], *, total: int) -> Iterator[Any]:
-    """Yield the rows, each of which counts as one of `total` when the next one is requested."""
+    """Yield the rows, and count each as one of `total` when the next one is requested."""
     found.at(0, total=total)
     for number, row in enumerate(rows, 1):
         yield row
@@ -224,7 +227,9 @@ def _say(line: str) -> None:
 
 
 def _amount(done: int, total: int, unit: str) -> str:
-    """Return `3.1 of 8.0 GB (39 %)`, `120 of 290 tensors (41 %)` or `3.1 GB`."""
+    """Return the progress as text: `3.1 of 8.0 GB (39 %)`, `120 of 290 tensors (41 %)` or `3.1 GB`; "" if both are
+    0.
+    """
     if done <= 0 and total <= 0:
         return ""
     share = f" ({min(done, total) / total:.0%})".replace("%", " %") if total > 0 else ""
@@ -251,16 +256,15 @@ _CURRENT: contextvars.ContextVar[LongWork | None] = contextvars.ContextVar("mill
 _sayer: Callable[[str], None] = logger.info
 
 
-# Long work of Hugging Face's libraries, which tell how far it is by a progress bar only: `tqdm`.
+# Long work of Hugging Face's libraries, which report progress by a progress bar only: `tqdm`.
 #
-# Nothing here imports them: who loads a model has done so.
-
+# Nothing here imports them, because code that loads a model has done so.
 _LOADING = threading.Lock()
-"""The hook of transformers is one for all threads."""
+"""Lock of the hook of transformers, which all threads share."""
 
 
 def counting_bar(work: LongWork) -> type:
-    """Return a class for `tqdm_class` of `huggingface_hub.snapshot_download`: its bar of bytes counts for `work`."""
+    """Return a class for `tqdm_class` of `huggingface_hub.snapshot_download`, whose bar of bytes counts for `work`."""
     from huggingface_hub.utils import tqdm
 
     class CountingBar(tqdm):
@@ -284,7 +288,7 @@ def counting_bar(work: LongWork) -> type:
 
 @contextlib.contextmanager
 def loading_counts(work: LongWork) -> Iterator[None]:
-    """Count for `work` the tensors that `from_pretrained` of transformers loads in this block and thread."""
+    """Count the tensors that `from_pretrained` of transformers loads in this block and thread for `work`."""
     library: Any = importlib.import_module("transformers.utils.logging")
     mine = threading.get_ident()
 

@@ -23,7 +23,7 @@ _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "fals
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Split `host:port` (`[::1]:port` for IPv6); ValueError says what is wrong."""
+    """Split `host:port` (`[::1]:port` for IPv6) into both; raise ValueError if it is none."""
     match = _ADDRESS.fullmatch(text)
     if match is None or int(match["port"]) > 65535:
         raise ValueError("must be host:port, such as 127.0.0.1:50051")
@@ -31,12 +31,12 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def bare_host(host: str) -> str:
-    """Return a host as sockets take it, without brackets."""
+    """Return a host without brackets, as sockets need it."""
     return host.strip("[]")
 
 
 def join_address(host: str, port: int) -> str:
-    """Return `host:port` as `parse_address` takes it: with brackets around an address of IPv6."""
+    """Return `host:port` as `parse_address` reads it, with brackets around an IPv6 address."""
     name = bare_host(host)
     return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
 
@@ -172,9 +172,11 @@ class Settings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str], *, required: Iterable[str] = ()) -> Self:
-        """Read the variables; InvalidSpecError lists everything that is malformed, missing or misspelled at once.
+        """Read the settings from variables.
 
-        `required` names fields (`redis_url`) or variables (`MILLRACE_REDIS_URL`). An empty variable counts as absent.
+        Raise one InvalidSpecError with all that are malformed, missing or misspelled. `required` has fields
+        (`redis_url`) or variables (`MILLRACE_REDIS_URL`). An empty variable counts as missing. The URL of Redis is read
+        from its file, if one is named.
         """
         known = {variable_name(part.name): part for part in fields(cls)}
         needed = {name if name.startswith("MILLRACE_") else variable_name(name) for name in required}
@@ -202,7 +204,10 @@ class Settings:
         return cls(**values)
 
     def require(self, name: str) -> str:
-        """Return the value of an optional field, or InvalidSpecError naming its variable."""
+        """Return the value of an optional field as text.
+
+        Raise InvalidSpecError that names its variable if it is None.
+        """
         value = getattr(self, name)
         if value is None:
             missing = Violation(field=variable_name(name), message="is not set", source="environment")
@@ -210,10 +215,10 @@ class Settings:
         return str(value)
 
     def of_stack(self) -> Self:
-        """Return only the variables about access that the processes of a stack on this machine share, and how its
-        clients call it.
+        """Return only the settings of access that the processes and clients of a stack on this machine share.
 
-        Without a certificate of its own the stack speaks plain text: whom to trust elsewhere does not matter then.
+        Without a certificate of its own the stack uses plain text, and trusted certificates are left out. Raises
+        InvalidSpecError for a certificate without a CA.
         """
         names = [*ACCESS_FIELDS, "insecure", "token_file", "token"]
         if self.tls_cert is None:
@@ -225,14 +230,14 @@ class Settings:
         return type(self)(**{name: getattr(self, name) for name in names})
 
     def access_environ(self) -> dict[str, str]:
-        """Return the variables about access, for a child process that inherits no others of Millrace's."""
+        """Return the variables of access, for a child process that inherits no other variable of Millrace's."""
         names = {variable_name(name) for name in (*ACCESS_FIELDS, "insecure")}
         return {name: text for name, text in self.to_environ().items() if name in names and text != "0"}
 
     def to_environ(self) -> dict[str, str]:
-        """Return the variables that give these settings to a child process.
+        """Return the variables that pass these settings to a child process.
 
-        The URL of Redis as the file that it came from.
+        A file of Redis' URL in place of the URL.
         """
         environ: dict[str, str] = {}
         for part in fields(self):
@@ -254,7 +259,7 @@ ACCESS_FIELDS = (
     "worker_token_file",
     "metrics_token_file",
 )
-"""Settings that all services of a deployment share about who may call whom."""
+"""Settings of access between services, which all services of a deployment share."""
 
 
 def variable_name(field_name: str) -> str:
@@ -263,7 +268,10 @@ def variable_name(field_name: str) -> str:
 
 
 def _with_redis_url(environ: Mapping[str, str], violations: list[Violation]) -> Mapping[str, str]:
-    """Return the variables, with the URL of Redis from the file that one of them may name."""
+    """Return the variables with the URL of Redis from the file that one of them names; add problems to `violations`.
+
+    The URL's password is masked in logs from then on.
+    """
     name, url_name = variable_name("redis_url_file"), variable_name("redis_url")
     path = environ.get(name, "")
     if not path:

@@ -16,9 +16,9 @@ _depth = 0
 
 @contextlib.contextmanager
 def without_gc() -> Iterator[None]:
-    """Import in this block: no collections meanwhile, and what lives at its end is never walked again.
+    """Switch garbage collection off in this block, for imports, and exclude all objects that exist after it for good.
 
-    Blocks may overlap in threads. Not for code that makes garbage in cycles for long.
+    Blocks may overlap in threads. Not for code that makes much garbage in cycles.
     """
     global _depth
     with _LOCK:

@@ -1,16 +1,16 @@
-"""What this process waits for right now: every wait has a reason, an age and a deadline.
+"""The present waits of this process: every wait has a reason, an age and a deadline.
 
-`millrace run why` prints the waits of all services, so every wait that can last longer than a blink is wrapped:
+`millrace run why` prints the waits of all services, so every wait that can last longer than a moment is wrapped:
+
 
     with waits.waiting("batch 12", waits_on="orchestrator", deadline_s=60) as wait:
         ...
         wait.update(reason="batch 12, chunk 3 of 7")
 
-What is ordinary for a moment (a Redis command, a call to another service) is registered with `quiet_s` and shows itself
-only once it is older; what thousands wait for at once (an answer of the engine) is one wait with a count (`shared`).
-
+A wait that is ordinary for a moment (a Redis command, a call to another service) is registered with `quiet_s` and shown
+only once it is older; thousands of equal waits (for answers of the engine) are one wait with a count (`shared`).
 Registering costs a few microseconds, works from any thread and needs no event loop. The conversion to the wire is in
-`millrace.rpc.worker`, because this package stays free of protobuf.
+`millrace.rpc.worker`, because this package imports no protobuf.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ from millrace.errors import MillraceError, is_refusal
 from millrace.telemetry.logging import bind
 
 COUNT = "{n}"
-"""Stands in the reason of a shared wait for how many wait."""
+"""Is replaced, in the reason of a shared wait, by the number of waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """What answers and refuses, as the error that it was told by says."""
+    """The refusal of something that is waited for: it answers with an error that time alone may never end."""
 
     reason: str
     """UPPER_SNAKE."""
@@ -44,7 +44,7 @@ class Refusal:
 
     @classmethod
     def of(cls, error: BaseException | None) -> "Refusal | None":
-        """Return the refusal in an error; None for an error that may pass with time, and for none."""
+        """Return the refusal that an error is; None for an error that may pass with time, and for None."""
         if not isinstance(error, MillraceError) or not is_refusal(error):
             return None
         return cls(reason=error.reason, message=error.message, remedy=error.remedy or "")
@@ -57,21 +57,21 @@ class Wait:
     owner: str
     """The service instance that waits."""
     reason: str
-    """What it waits for, in words ("batch 12")."""
+    """A description of what is waited for ("batch 12")."""
     waits_on: str = ""
     """The component that it waits on ("trainer", "env-server", ...); empty if none is known."""
     age_s: float = 0.0
-    """Seconds since the wait began in which this process ran: what it missed while it stood still is nobody's fault."""
+    """Seconds since the wait began, without times in which this process itself did not run."""
     deadline_s: float = 0.0
-    """Seconds after which the owner gives up or acts; 0 is a wait without end that reports itself."""
+    """Seconds after which the owner gives up or acts; 0 is a wait without a limit, which is never overdue."""
     run: str = ""
-    """Uid of the run that it holds up; empty if it concerns the whole process."""
+    """Uid of the run that waits; empty if it concerns the whole process."""
     refusal: Refusal | None = None
-    """Where what it waits for answers and refuses: no more than time may never end it."""
+    """The last refusal, if what is waited for answers and refuses; time alone may never end such a wait."""
 
     @property
     def is_overdue(self) -> bool:
-        """Return whether the wait is older than its deadline, which says that its owner is stuck."""
+        """Return whether the wait is older than its deadline, which means that its owner is stuck."""
         return 0 < self.deadline_s < self.age_s
 
 
@@ -80,15 +80,18 @@ AgeOf = Callable[[float], float]
 
 
 class Registered(Protocol):
-    """What a registry holds."""
+    """A wait in a registry."""
 
     def describe(self, owner: str, age_of: "AgeOf") -> Wait | None:
-        """Return the wait as a value; None while it is too young to be shown."""
+        """Return the wait's present state for a snapshot; None while it is too young to be shown.
+
+        `age_of` returns the seconds since a moment on the registry's clock.
+        """
         ...
 
 
 class Waiting:
-    """A wait that is under way while its `with` block runs. Not reentrant: one object is one wait."""
+    """A wait, in progress while its `with` block runs. Not reentrant: one object is one wait."""
 
     __slots__ = ("_began", "_deadline_s", "_key", "_quiet_s", "_reason", "_refusal", "_registry", "_run", "_waits_on")
 
@@ -119,7 +122,10 @@ class Waiting:
         deadline_s: float | None = None,
         refusal: Refusal | None = None,
     ) -> None:
-        """Say more exactly what is waited for, and how the last try was refused; the age goes on counting."""
+        """Change the wait's description; its age goes on.
+
+        An omitted `refusal` clears the last one, other arguments keep theirs.
+        """
         with self._registry.lock:
             self._refusal = refusal
             self._reason = self._reason if reason is None else reason
@@ -155,7 +161,7 @@ class Waiting:
 
 @dataclass(slots=True, kw_only=True)
 class SharedWait:
-    """All who wait for the same thing; its age is that of the longest wait."""
+    """Several equal waits as one, whose age is that of the longest."""
 
     reason: str
     waits_on: str
@@ -165,10 +171,10 @@ class SharedWait:
     key: int = 0
     refusal: Refusal | None = None
     began: dict[int, float] = field(default_factory=dict)
-    """When each member began, oldest first."""
+    """When each of the waits began, oldest first."""
 
     def show(self, reason: str = "", refusal: Refusal | None = None) -> None:
-        """Show the wait from now on, however young, and for this reason: it is known to be unusual."""
+        """Show the wait from now on, however young, with this reason and refusal, because it is known to be unusual."""
         self.quiet_s = 0.0
         self.refusal = refusal or self.refusal
         self.reason = reason or self.reason
@@ -202,9 +208,9 @@ class WaitRegistry:
         clock: Callable[[], float] = time.monotonic,
         stood_still: Callable[[float, float], float] = lambda began, ended: 0.0,
     ) -> None:
-        """Make an empty registry; `clock` gives monotonic seconds.
+        """Make an empty registry; `clock` returns monotonic seconds.
 
-        `stood_still` says for how long this process did not run between two of its moments.
+        `stood_still` returns for how many seconds between two moments this process did not run.
         """
         self.clock = clock
         self._stood_still = stood_still
@@ -222,14 +228,16 @@ class WaitRegistry:
         quiet_s: float = 0.0,
         refusal: Refusal | None = None,
     ) -> Waiting:
-        """Return a context manager that registers the wait while its block runs."""
+        """Return a context manager that registers a wait while its block runs."""
         return Waiting(self, reason, waits_on, deadline_s, quiet_s, refusal)
 
     @contextlib.contextmanager
     def shared(
         self, reason: str, *, waits_on: str = "", deadline_s: float = 0.0, quiet_s: float = 0.0
     ) -> Iterator[SharedWait]:
-        """Join those of this run who wait for `reason`: all of them are one wait, with a count where it says {n}."""
+        """Join the equal waits of this run while the block runs: they are one wait, with their number in place of
+        {n}.
+        """
         name = (reason, waits_on, _RUN.get())
         with self.lock:
             crowd = self._crowds.get(name)
@@ -275,7 +283,7 @@ class WaitRegistry:
 
 
 class LastingWait:
-    """One wait of a loop that looks up at every tick: its age counts from when the loop began to wait for that thing.
+    """One wait of a loop that polls: its age counts from the first poll that waited for the same thing.
 
     wait = LastingWait()
     while not done:
@@ -298,9 +306,9 @@ class LastingWait:
         deadline_s: float = 0.0,
         refusal: Refusal | None = None,
     ) -> None:
-        """Wait, or go on waiting, for what `key` names; another key ends the wait before and begins a new one.
+        """Wait, or go on waiting, for the thing that `key` names.
 
-        `refusal` is that of the last try.
+        Another key ends the present wait and begins a new one. `refusal` is that of the last try.
         """
         if self._waiting is not None and self._key == key:
             self._waiting.update(reason=reason, waits_on=waits_on, deadline_s=deadline_s, refusal=refusal)
@@ -311,7 +319,7 @@ class LastingWait:
         self._waiting.__enter__()
 
     def over(self) -> None:
-        """End the wait: what was waited for exists."""
+        """End the wait, if there is one."""
         if self._waiting is not None:
             self._waiting.__exit__(None, None, None)
             self._waiting = None
@@ -319,13 +327,12 @@ class LastingWait:
 
 # When this process itself did not run: stopped by a signal, its event loop blocked, or its machine overloaded.
 #
-# The monotonic clock goes on meanwhile, so that every deadline seems to be over and every neighbour seems to have
-# been silent, although nobody has listened. Who measures how long another one took takes off what this module has
-# seen.
+# The monotonic clock goes on meanwhile, so that every deadline seems to be over and every neighbour seems to have been
+# silent, although this process did not listen. Code that measures how long another process took subtracts these times.
 #
-#     standstill.watch()                       # on the event loop whose standing still counts
+#     waits.watch()                       # on the event loop whose gaps count
 #     ...
-#     took_s = now - began - standstill.METER.within(began, now)
+#     took_s = now - began - waits.METER.within(began, now)
 
 TICK_S = 0.5
 LEAST_S = 1.0
@@ -335,7 +342,7 @@ _REMEMBERED = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standstill:
-    """A time in which this process did not run, on its monotonic clock. It is over."""
+    """A past time in which this process did not run, on its monotonic clock."""
 
     began: float
     ended: float
@@ -347,7 +354,7 @@ class Standstill:
 
 
 class Meter:
-    """Finds gaps between the ticks of something that ticks as long as the process runs."""
+    """Finds gaps between the ticks of an event loop, which ticks as long as the process runs."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -355,24 +362,23 @@ class Meter:
         self._due_s = TICK_S
         self._is_ticking: Callable[[], bool] = lambda: True
         self.found: deque[Standstill] = deque(maxlen=_REMEMBERED)
-        """The newest, oldest first."""
+        """The newest standstills, oldest first."""
 
     def begin(self, *, is_ticking: Callable[[], bool] = lambda: True) -> None:
-        """Expect ticks from now on, as long as `is_ticking`; earlier times are unknown."""
+        """Expect ticks from now on, while `is_ticking` returns true; earlier times are unknown."""
         self._is_ticking = is_ticking
         self._ticked = self._clock()
 
     def tick(self, *, due_s: float = TICK_S) -> None:
-        """Note one tick; the next one is due in `due_s`."""
+        """Record a tick, and a standstill if it came late; the next one is due in `due_s`."""
         gap = self._gap(self._clock())
         if gap is not None:
             self.found.append(gap)
         self._ticked, self._due_s = self._clock(), due_s
 
     def within(self, began: float, ended: float) -> float:
-        """Return seconds between two moments in which this process stood still.
-
-        Of now, too, before a tick has seen it.
+        """Return the seconds between two moments in which this process did not run, a present gap without a tick
+        included.
         """
         gap = self._gap(self._clock()) if self._is_ticking() else None
         gaps = [*self.found, gap] if gap is not None else self.found
@@ -385,7 +391,7 @@ class Meter:
 
 
 METER = Meter()
-"""That of this process."""
+"""The meter of this process."""
 _watched: "weakref.ref[asyncio.AbstractEventLoop] | None" = None
 
 
@@ -414,9 +420,7 @@ _RUN: ContextVar[str] = ContextVar("millrace_waits_run", default="")
 
 @contextlib.contextmanager
 def of_run(uid: str) -> Iterator[None]:
-    """Assign waits and log lines of this block to this run, also those of tasks and calls to other loops that the
-    block makes.
-    """
+    """Assign waits and log lines of this block to a run, and those of tasks that the block starts."""
     token = _RUN.set(uid)
     try:
         with bind(run=uid):
@@ -433,10 +437,10 @@ def waiting(
     quiet_s: float = 0.0,
     refusal: Refusal | None = None,
 ) -> Waiting:
-    """Register a wait of this process while the `with` block runs.
+    """Return a context manager that registers a wait of this process while its block runs.
 
-    `deadline_s` is the age from which it counts as overdue, 0 for a wait without end; it is shown from `quiet_s` on.
-    `refusal`: what is waited for answers, and refuses.
+    `deadline_s` is the age from which it counts as overdue, 0 for never; it is shown once it is `quiet_s` old.
+    `refusal` is for something that answers and refuses.
     """
     return REGISTRY.waiting(reason, waits_on=waits_on, deadline_s=deadline_s, quiet_s=quiet_s, refusal=refusal)
 
@@ -444,9 +448,10 @@ def waiting(
 def shared(
     reason: str, *, waits_on: str = "", deadline_s: float = 0.0, quiet_s: float = 0.0
 ) -> contextlib.AbstractContextManager[SharedWait]:
-    """Wait as `waiting` does for what many wait for at once: waits with the same reason (and run) are one wait.
+    """Return a context manager that registers one of many equal waits: those with the same reason, component and run
+    are one.
 
-    "{n}" in the reason becomes their number; the age is that of who has waited longest.
+    "{n}" in the reason becomes their number; the age is that of the longest wait.
     """
     return REGISTRY.shared(reason, waits_on=waits_on, deadline_s=deadline_s, quiet_s=quiet_s)
 

@@ -7,7 +7,6 @@
     prove          generation goes on, answers are kept back until the probe is computed; then the gate opens, and the
                    workers verify everything in the background. After a load they read it before the gate opens.
 
-
 Everything runs in the event loop of vLLM's API server, over its documented `EngineClient`.
 """
 

@@ -1,6 +1,5 @@
 """Stages a version in the workers while the old one serves, verifies their weights, and probes the new version.
 
-
 Reading back is cut into small calls, because nothing is decoded during a call.
 """
 

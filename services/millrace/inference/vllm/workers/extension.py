@@ -1,12 +1,10 @@
 """The worker extension of vLLM's worker processes, which writes policies into the model and reads them back.
 
-
 An update has two halves. `millrace_stage` and `millrace_prepare` run between decode steps while the old version serves:
 they read the mapped host copy, and build what cannot be changed in place (linear layers that the CPU backend packs).
 `millrace_activate` runs while generation is paused: it writes the changed elements and puts the built layers in, so the
 pause does not grow with the model. Weights that can be updated in neither way are loaded by vLLM's layerwise reload in
 the pause.
-
 
 Methods are called by name through `collective_rpc`; arguments are plain values.
 """
