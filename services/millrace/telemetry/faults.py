@@ -55,7 +55,7 @@ class Point(StrEnum):
     TRAINER_BEFORE_UPLOAD = "trainer.before_upload"
     """A policy is encoded while training goes on, and no part of it is uploaded (`version`)."""
     TRAINER_MID_UPLOAD = "trainer.mid_upload"
-    """A rank has its share of a policy uploaded, by a publishing process if there is one, and unreported (`version`)."""
+    """A rank has its share of a policy uploaded (by the publishing process, if any) and unreported (`version`)."""
     TRAINER_BEFORE_MANIFEST = "trainer.before_manifest"
     """The policy's objects are uploaded, its manifest does not exist (`version`)."""
     TRAINER_AFTER_MANIFEST = "trainer.after_manifest"
