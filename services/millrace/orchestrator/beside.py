@@ -159,6 +159,7 @@ def page(size: int, token: str) -> tuple[int, int]:
     """
     wanted = page_size(size)
     try:
+        # What is no base64, or no number, raises a ValueError, too.
         start = int(base64.urlsafe_b64decode(token.encode())) if token else 0
         if start < 0:
             raise ValueError("negative")
@@ -193,6 +194,7 @@ def numbers_of(request: Any, *, count: int) -> tuple[int, ...] | None:
     numbers = tuple(int(number) for number in match[1].split(".")[1:]) if match else ()
     if len(numbers) != count:
         raise _no_token(token)
+    # The numbers mean nothing under another filter or order.
     if not text.startswith(_digest(request)):
         problem = Violation(field="page_token", message="belongs to another request: only page_size may change")
         raise InvalidSpecError([problem], reason="PAGE_TOKEN_INVALID", remedy="leave it out for the first page")
@@ -204,6 +206,7 @@ def _digest(request: Message) -> str:
     asked = type(request)()
     asked.CopyFrom(request)
     asked.ClearField("page_token")
+    # Pages of one list may differ in size, so the size is no part of what was asked.
     asked.ClearField("page_size")
     return f"{zlib.crc32(asked.SerializeToString(deterministic=True)):08x}"
 

@@ -128,6 +128,7 @@ class RunCatalog:
         """
         failed = [uid for uid, view in self._views.items() if view.has_failed]
         self._turn += 1
+        # One at a time: each look costs requests to the store, and there may be hundreds of failed runs.
         looked_at = failed[self._turn % len(failed)] if failed else ""
         index = await read_index(self._redis, self._store, self._prefix)
         self._note_names(index)
@@ -254,8 +255,10 @@ class RunCatalog:
         """
         run_log = await self.open_log(view.record.uid)
         instance = await run_log.read_instance()
+        # Ids in another copy may be those of other events, so that everything is read again.
         if view.log_instance not in ("", instance):
             view = RunView(view.record)
+        # A rebuilt log may lack the event of the end, which the headers still have.
         if run_log.generation > 1 and not view.log_instance:
             committed = await load_history(run_log)
             is_closing = committed.last is not None and closes_run(committed.last)

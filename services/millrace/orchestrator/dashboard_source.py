@@ -87,6 +87,7 @@ class OrchestratorSource:
         """Return the run's committed checkpoints, oldest first; raise UnavailableError after `CALL_S`."""
         listing = self._listed_checkpoints(self._known(name).record.uid)
         async with _deadline():
+            # Shielded: other pages may wait for the same listing.
             found = await asyncio.shield(listing)
         return [
             {
@@ -188,6 +189,7 @@ class OrchestratorSource:
         progress = self._manager.progress(view.record.uid) or run.progress
         records = self._registry.records()
         names = self._registry.names()
+        # Env-servers are given to no run: they serve every run that has not ended.
         mine = [each for each in records if each.run_uid == view.record.uid]
         serving = [] if view.is_terminal else [each for each in records if each.kind is WorkerKind.ENV_SERVER]
         return {

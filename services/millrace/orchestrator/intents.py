@@ -169,6 +169,7 @@ class IntentCalls:
         payload = {"request_id": request_id, "closing_sha256": closing.sha256}
         await write_intent(self._store, names, "reopen", payload)
         faults.reach(faults.Point.ORCHESTRATOR_REOPEN_INTENT, step=closing.step)
+        # Before the record: the previous driver is fenced out when the closing header loses its meaning.
         epoch = await create_epoch(self._store, names, ROLE, self._owner)
         await asyncio.to_thread(reopen, self._store, names, closing, epoch=epoch.number, owner=self._owner)
         faults.reach(faults.Point.ORCHESTRATOR_REOPENED, step=closing.step)

@@ -242,6 +242,7 @@ class RunManager:
         if view.record.kind == EVAL:
             return self._drive  # it needs neither a trainer nor a replica
         kind, uid = WorkerKind.TRAINER, view.record.uid
+        # For a run that is closing, a trainer that has finished the run is the right one.
         trainers = self._registry.claim(kind, uid, limit=1, fresh=not is_closing)
         if trainers or desired.is_cancelled or is_closing:
             return self._drive
@@ -275,6 +276,7 @@ class RunManager:
         if _is_gone(causes):
             recent = [at for at in self._gone.get(uid, []) if now - at < GONE_WINDOW_S]
             self._gone[uid] = [*recent, now][-MAX_GONE:]
+            # Redis may lose the log again and again: then the tries must not follow each other at once.
             pause_s = BACKOFF_S if len(recent) >= MAX_GONE else 0.0
         self._not_before[uid] = now + pause_s
         text = "; ".join(f"{type(cause).__name__}: {cause}" for cause in causes)
@@ -337,6 +339,7 @@ class RunManager:
                     self._kept_events[uid] = events  # goes on by itself as soon as the log is rebuilt
                 raise
             finally:
+                # Those that are kept go on queueing: the next drive writes them into the rebuilt log.
                 if uid not in self._kept_events:
                     await _try_to("write the last events", events.close())
         finally:

@@ -219,6 +219,7 @@ async def _manage(manager: RunManager, started: asyncio.Event, tested: asyncio.E
 
     It begins after the first test of the stores, or after `TEST_STORES_S`. Raises what ends the manager by itself.
     """
+    # Before it listens, its slot is not known, and a lease of a dead predecessor could not be taken over.
     await started.wait()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(TEST_STORES_S):
@@ -231,6 +232,7 @@ async def _manage(manager: RunManager, started: asyncio.Event, tested: asyncio.E
         logger.info("giving every run back")
     finally:
         running.cancel()
+        # Bounded: Redis may be away, and the leases end by themselves.
         _, left = await asyncio.wait((running,), timeout=GIVE_BACK_S)
         if left:
             logger.warning("not every run could be given back", extra={"within_s": GIVE_BACK_S})

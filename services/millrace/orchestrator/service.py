@@ -154,6 +154,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         """Return one run; its error is set while something refuses to let it get ahead, too."""
         view = await self._catalog.find(request.name)
         run = run_pb2.Run()
+        # A copy: the error below belongs to this answer, and not to the view.
         run.CopyFrom(view.run)
         if not view.is_terminal and (problem := self._manager.held_up.problem(view.record.uid)) is not None:
             cause, by = problem.metadata["cause"], problem.metadata["component"]

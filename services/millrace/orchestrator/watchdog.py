@@ -181,6 +181,7 @@ class Watchdog:
         """
         record, slot = seen.record, seen.record.worker.slot
         silence_s = now - seen.silent_since
+        # A slot has one process at a time, so another worker in it is the successor.
         heir = next((r for r in current.values() if slot and r.worker.slot == slot), None)
         if heir is not None:
             self._gone.pop(record.worker_id, None)
@@ -207,6 +208,7 @@ class Watchdog:
         at = self._progress()
         if at != self._at:
             if self._num_reported and not self._has_accused:
+                # It ended by itself and no component was silent: the steps of this run just take that long.
                 self._patience = min(self._patience * PATIENCE, MOST_PATIENT)
             self._at, self._moved, self._num_reported, self._has_accused = at, now, 0, False
             return
@@ -230,6 +232,7 @@ class Watchdog:
             if component.is_silent:
                 continue  # its last report is as old as its silence, which has an event of its own
             for wait in component.waits:
+                # Ages and counts in a reason differ at every look.
                 key = (wait.owner, wait.waits_on, re.sub(r"[\d.]+", "#", wait.reason))
                 if wait.is_overdue and key not in self._overdue:
                     self._overdue[key] = now

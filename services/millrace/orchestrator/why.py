@@ -91,6 +91,7 @@ def components(uid: str, registry: WorkerRegistry, *, owner: str) -> list[Compon
     # A worker that announced its end and is silent has ended: nobody waits for it.
     here = [record for record in registry.records() if not (record.is_leaving and now - record.silent_since > SILENT_S)]
     found += [_component(record, uid, now) for record in here if serves(record, uid)]
+    # A lost worker explains nothing where another one of its kind serves the run.
     present = {component.kind for component in found}
     for record in registry.lost.values():
         is_missed = record.kind not in present and not record.is_leaving
@@ -302,6 +303,7 @@ class HeldUp:
         known = self._refused.get(uid)
         if (found := self._find(uid)) is not None:
             kind, wait = found
+            # A wait may be older than the run's last progress, which it did not prevent.
             since = max(now - wait.age_s, moved_at) if known is None else known.since
             self._refused[uid] = _Refused(since=since, seen=now, kind=kind, wait=wait)
         elif known is not None and now - known.seen > GAP_S:

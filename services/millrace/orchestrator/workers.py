@@ -292,6 +292,7 @@ class WorkerRegistry:
         mine = [record for record in self.owned(kind, run_uid) if not record.is_leaving]
         free = [record for record in self.owned(kind, "") if record.takes_work and record.reported in ("", run_uid)]
         free = [record for record in free if not (fresh and record.is_over(run_uid))]
+        # False sorts first: a worker that has the run already keeps its state.
         for record in sorted(free, key=lambda record: record.reported != run_uid):
             if limit is not None and len(mine) >= limit:
                 break
@@ -430,6 +431,7 @@ class WorkerRegistry:
                 self.stood_still_s += gap_s
                 logger.warning("this process stood still", extra={"seconds": round(gap_s, 1)})
                 for record in self.by_id.values():
+                    # Not beyond now: a heartbeat may have come in since the gap.
                     record.last_seen = min(now, record.last_seen + gap_s)
             self._expire()
             quiet = {name for name, record in self.by_id.items() if now - record.silent_since > QUIET_S}
@@ -450,6 +452,7 @@ class WorkerRegistry:
                 fields = {"worker": record.worker_id, "seconds": seconds, "run": record.run_uid}
                 logger.warning("worker lost: no heartbeat", extra=fields)
                 self.lost[record.worker_id] = record
+                # A dictionary keeps the order of insertion, so the first one is the oldest.
                 while len(self.lost) > MAX_LOST:
                     del self.lost[next(iter(self.lost))]
                 self._remove(record, "WORKER_LOST")

@@ -120,6 +120,7 @@ def load_key(path: Path) -> SigningKey:
             data = file.read(MAX_KEY_BYTES + 1)
     except OSError as error:
         raise _bad_key(f"cannot be read: {error.strerror or error}", value=str(path)) from error
+    # PEM holds a key of Ed25519; any other bytes are themselves the key of HMAC.
     if data.startswith(b"-----BEGIN"):
         return _load_ed25519(data, path)
     if not MIN_KEY_BYTES <= len(data) <= MAX_KEY_BYTES:
@@ -139,9 +140,11 @@ def write_attestation(store: ObjectStore, names: Names, attestation: Attestation
     """
 
     def signed(number: int) -> Attestation:
+        # The number is signed, too: the order of attestations cannot be changed.
         draft = replace(attestation, number=number, algorithm=key.algorithm, key_id=key.key_id)
         return replace(draft, signature=key.sign(draft.message()))
 
+    # Numbers are dense from 1, so that their count is the last one.
     last = sum(1 for _ in store.list(names.attestations))
     number = create_next(
         store,

@@ -88,6 +88,7 @@ class EventArchive:
                 reason="LOG_BEHIND_STORE",
                 remedy="rebuild the log from the object store",
             )
+        # The first one is the last that was archived: it proves that Redis has what follows.
         return entries[1:]
 
     def _write(self, entries: Sequence[Entry]) -> None:
@@ -135,6 +136,7 @@ def load_archived_events(store: ObjectStore, names: Names) -> list[Entry]:
         parts = pool.map(lambda key: decode_archive(_get(store, key), store.uri(key)), _objects(store, names))
         found: dict[str, Entry] = {}
         for entry in (entry for part in parts for entry in part):
+            # Objects of two archivers may overlap.
             found.setdefault(entry.id, entry)
     return sorted(found.values(), key=lambda entry: id_order(entry.id))
 

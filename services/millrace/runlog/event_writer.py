@@ -196,6 +196,7 @@ class EventWriter:
         """
         assert self._sequence is not None
         if number != self._sequence + 1:
+            # It gets another number, under which it may have to be appended once more.
             self._ring.remove((number, data))
             event = event_pb2.Event.FromString(data)
             logger.error(

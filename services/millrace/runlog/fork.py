@@ -157,6 +157,7 @@ class _Copy:
     _num_reopened: int = 0
 
     def run(self, *, base_step: int, step: int) -> None:
+        # The parent's chain proves what is read, the fork's own one is over what is written.
         chain, own_chain = self.origin.parent_chain_hash, self.origin.chain_hash
         for number in range(base_step, step):
             chain, own_chain = self._headers(number, chain, own_chain)

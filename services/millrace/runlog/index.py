@@ -81,7 +81,9 @@ async def create_run(
             return uid
     await asyncio.to_thread(prepare, uid, run_json)
     await RunLog.create(redis, store, prefix, uid, run_json)
+    # By this mark the run is found if a crash after the commit leaves it unlisted.
     await _hash(redis, deployment, "HSET", _PENDING + uid, name)
+    # The commit: from here on the run exists, or another one has the name.
     winner = await asyncio.to_thread(_claim, store, deployment.name_object(name), uid)
     if winner != uid:
         await connection.call(redis, f"dropping run {uid}", lambda: redis.delete(*Names(prefix, uid).all_keys))

@@ -262,6 +262,7 @@ async def open_or_rebuild(
     names = Names(prefix, uid)
     for _ in range(_MAX_ATTEMPTS):
         log = RunLog(redis, store, names=names, generation=0, run_hash="")
+        # No look at the store: this process has compared this very instance before.
         if await _is_proven(log):
             return log
         what = f"the log of run {uid} to be compared with the store, and rebuilt if need be"
@@ -364,6 +365,7 @@ async def _why_stale(log: RunLog) -> str:
     if log.generation < installed:
         logger.warning("Redis holds an older generation of the log than was installed", extra=where)
         return LOST
+    # Redis would give new events the ids of archived ones that it has lost.
     newest = await asyncio.to_thread(load_newest_archived, log.store, log.names)
     if newest is not None:
         held = await log.read_range(Stream.EVENTS, newest.id, newest.id)
@@ -393,6 +395,7 @@ async def _rebuild(log: RunLog, stale: _Stale, owner: str) -> None:
     await asyncio.to_thread(require_exists, log.store, log.names)
     if await asyncio.to_thread(is_sealed, log.store, log.names) and await _put_back(log, stale):
         return
+    # Exactly one rebuilder gets each number, so that no two fill the same key.
     epoch = await create_epoch(log.store, log.names, GENERATION_ROLE, owner)
     rebuild = _Rebuild(log=log, generation=epoch.number, stale=stale.generation)
     replaced = {"stale": as_text(stale.generation), "why": stale.why}

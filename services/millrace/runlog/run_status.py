@@ -289,9 +289,11 @@ class RunStatus:
             case "policy_served":
                 self.served[event.policy_served.replica] = _counted(event.policy_served.version)
                 newest = max(self.served.values())
+                # No event says that a replica is gone: one that is many versions late is taken for that.
                 self.served = {name: at for name, at in self.served.items() if at >= newest - GONE_BEHIND}
 
     def _add_step(self, step: event_pb2.StepCompleted) -> None:
+        # Only the first report of a step counts: a resumed trainer reports steps again.
         if self.num_steps < step.step + 1 <= MAX_INTEGER:
             self.num_steps = step.step + 1
             self.num_rollouts = _counted(self.num_rollouts + step.num_rollouts)

@@ -60,6 +60,7 @@ def self_test(store: ObjectStore, *, prefix: str, passed: Callable[[], None] | N
     """
     base = f"{prefix}/self-test/{secrets.token_hex(8)}/"
     single = f"{base}{len(_RACES)}"
+    # A thread for each writer, because a race needs all of them at once.
     pool = ThreadPoolExecutor(sum(_RACES) + 1, thread_name_prefix="self-test")
     races: _Races = {}
     try:
@@ -77,6 +78,7 @@ def self_test(store: ObjectStore, *, prefix: str, passed: Callable[[], None] | N
         _clean_up(store, [*races, single])
         raise
     finally:
+        # Late writers go on: the future that is returned waits for them.
         pool.shutdown(wait=False)
 
 

@@ -160,6 +160,7 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig, *, reported_
             registry=context.registry,
             events=events,
             on_change=book.changed.set,
+            # `evals` is made below; nobody asks before the drive begins.
             is_due=lambda version: evals.may_be_due(version, before=config.max_steps),
         )
         trainer = TrainerWatch(run_uid=uid, registry=context.registry)
@@ -179,6 +180,7 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig, *, reported_
     turns = None
     if training is not None and training.inference.sleep_while_training:
         turns = DeviceTurns(run_uid=uid, epoch=epoch, registry=context.registry, is_evaluating=lambda: evals.is_playing)
+    # Training and evaluation share the replicas, so that each has to see the load of both.
     router.count(lambda: load_of(book.plays.values()))
     router.count(evals.load)
     return RunParts(

@@ -103,6 +103,7 @@ class Durations:
             mine = [each for each in self._ended if each.env == env]
             seconds = [each.seconds for each in mine if not math.isnan(each.seconds)] or [0.0]
             border = float(np.quantile(seconds, _SLOW_QUANTILE))
+            # A comparison with NaN is false: groups of unknown duration are in no quarter.
             slow = [each for each in mine if each.seconds >= border] or mine
             found[env] = StaleShare(
                 num_groups=len(mine),

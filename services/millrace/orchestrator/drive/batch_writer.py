@@ -144,6 +144,7 @@ def cut(
     batch = CutBatch(step=step, samples=[], rewards=[])
     credited = [credit_group(group, algorithms[group.task.env], seq_len=seq_len) for group in groups]
     compared, batch.baselines = baselines.against([item for items in credited for item in items])
+    # One credit per sample, in the order in which the groups have their samples.
     credits = iter(finish(compared, algorithms))
     for group, items in zip(groups, credited, strict=True):
         final = [(item, credit) for item in items if not (credit := next(credits)).trains_nothing]
@@ -495,6 +496,7 @@ class BatchWriter:
 
     def _header(self, kind: batch_pb2.BatchKind, baselines: Baselines) -> batch_pb2.BatchHeader:
         book, context = self._book, self._context
+        # Not the book's own yet: that moves on only when the header is committed.
         frontier = book.frontier.resolve(item.ordinal for item in book.pending)
         self._next_pools = self._pools_after(book.step + (kind == batch_pb2.BATCH_KIND_TRAIN), frontier)
         self._next_baselines = baselines

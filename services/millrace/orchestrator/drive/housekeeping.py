@@ -83,6 +83,7 @@ class Housekeeper:
         count = await reappend_committed(self._log, self._parts.context.epoch)
         if self._parts.intake.has_begun:  # env-servers append what this copy of the stream lacks, and it is read again
             self._parts.stream.rewind()
+            # Each env-server answers only when it has appended what the log lacks of its rollouts.
             await self._parts.envs.playing(instance)
             await self._parts.stream.catch_up()
         self._policy_cursor = "0"

@@ -300,6 +300,7 @@ class PolicyDriver:
             self._take(record, response.status)
 
     def _take(self, record: WorkerRecord, status: policy_service_pb2.PolicyStatus) -> None:
+        # A replica may still serve another run: to this one it serves nothing then.
         if status.run_uid == self._run_uid:
             self._served[record.worker_id] = status
         else:

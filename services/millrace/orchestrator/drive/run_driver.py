@@ -109,7 +109,9 @@ class RunDriver(ABC):
             await self._keeper.archive_last()
             raise
         except Exception as error:  # the edge of a run: a defect there must not end the other runs
+            # A task group raises all errors together; one after which another driver can continue decides.
             first = _decisive(error)
+            # Before the log is read, no closing header can be written: its step and chain are unknown.
             if isinstance(first, ConflictError | UnavailableError | CapacityError) or not self._is_restored:
                 raise first from error
             fields = {"run": self._context.record.name, "error": str(first)}

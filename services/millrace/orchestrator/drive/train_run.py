@@ -109,6 +109,7 @@ class TrainRunDriver(RunDriver):
         last = dict.fromkeys(evals.names, max(self._base_step - 1, 0))  # a fork is evaluated at its first step
         for env, done in self._done_evals:
             last[env] = max(done, last.get(env, 0))
+        # The first multiple of the interval at which some environment was not evaluated.
         step = min(last.values()) // interval * interval + interval
         cause = "the run was taken over"  # what kept the first versions; later ones an evaluation
         while step < self._parts.max_steps:
@@ -124,6 +125,7 @@ class TrainRunDriver(RunDriver):
             except InvalidStateError as error:
                 await self._events.warning(error.reason, str(error))
             finally:
+                # After an error, too: the replica must not stay at an old version.
                 policies.release()
             last |= dict.fromkeys(evals.due(step, last=last), step)
             # A version that was published meanwhile can be held still; without holding, the next one is waited for.

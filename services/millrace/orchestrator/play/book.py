@@ -204,6 +204,7 @@ class Book:
         """
         left = [r for r in rollouts if r.purpose is Purpose.TRAIN and not self.frontier.is_resolved(r.ordinal)]
         self._archive += left
+        # After a lost answer an env-server appends a rollout twice, which counts once.
         for rollout in {(r.ordinal, r.member, r.attempt): r for r in left}.values():
             self._count(rollout)
         # The last of equal keys wins: the latest attempt of each ordinal.

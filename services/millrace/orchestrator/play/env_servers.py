@@ -198,6 +198,7 @@ class EnvServers:
         self._problems = {worker_id: text for worker_id, text in self._problems.items() if worker_id in alive}
         for worker_id in self._channels.keys() - alive:
             channel = self._channels.pop(worker_id)
+            # In the background, because a channel to a dead machine takes long to close.
             closing = asyncio.get_running_loop().create_task(channel.close())
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
@@ -236,6 +237,7 @@ class EnvServers:
             others_may |= answer.state == env_service_pb2.ENV_STATE_LOADING
             if answer.state == env_service_pb2.ENV_STATE_READY:
                 self._admit(spec, worker_id, answer)
+        # One env-server is enough to begin; `refresh` asks the others again.
         if self._ready.get(spec.name):
             return True
         if failure is not None:

@@ -173,6 +173,8 @@ class Evaluator:
         counts = next(each for each in settings.envs if each.name == env)
         if counts.num_examples > 0:
             num_tasks = min(num_tasks, counts.num_examples)
+        # During training the epoch is part of it: a successor begins anew, and late rollouts of its predecessor do not
+        # count.
         eval_id = f"{env}@{step}" if settings.is_whole_run else f"{env}@{step}-e{self._epoch}"
         plays = replace(settings.plays, eval_id=eval_id, use_train_tasks=use_train_tasks, sampling=counts.sampling)
         current = self._open[eval_id] = Evaluation(
@@ -262,6 +264,7 @@ class Evaluator:
             policy_version=min((v for rollout in good if (v := rollout.min_version) is not None), default=0),
             policy_version_max=max((v for rollout in good if (v := rollout.max_version) is not None), default=0),
             step=current.step,
+            # A rollout that is missing counts with reward 0.
             reward_mean=sum(rollout.reward for rollout in good) / current.num_planned,
             num_rollouts=len(good),
             num_failed=current.num_planned - len(good),

@@ -174,6 +174,7 @@ class Failures:
         self._losses.note(rollout)
         is_ok = rollout.status == RolloutStatus.OK
         if is_ok:
+            # One good rollout shows that groups can be played: the next ones need not wait.
             self._num_in_a_row, self.not_before = 0, 0.0
         elif not rollout.is_environment_failure:
             return
@@ -206,6 +207,7 @@ class Failures:
             self._num_in_a_row += 1
             self.not_before = time.monotonic() + BACKOFF.after(self._num_in_a_row)
         if group := self._open.pop(ordinal, None):
+            # Closed groups are written into headers: without their members they stay small.
             group.members.clear()
             self._total(group.env).add(group)
             self._closed.append(group)
@@ -260,6 +262,7 @@ class Failures:
         A report is due at the first lost group, then whenever the number of rollouts has doubled.
         """
         count = self._losses.statuses.total()
+        # A good rollout came since the last report, and the count began anew.
         if count < self._num_losses_reported:
             self._num_losses_reported = 0
         if count < max(self._largest_group, 2 * self._num_losses_reported):

@@ -131,6 +131,7 @@ class Player:
         now = time.monotonic()
         env_servers, replicas = self._envs.alive(), self._policies.known()
         placed = [play for play in plays if play.state is PlayState.PLACED]
+        # Since when a replica is missed is kept, so that its plays are lost only after their grace period.
         gone = {play.replica for play in placed if play.replica} | self._orphaned.keys()
         self._orphaned = {replica: self._orphaned.get(replica, now) for replica in gone - replicas}
         lost = []

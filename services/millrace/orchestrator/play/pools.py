@@ -125,6 +125,7 @@ class Pools:
             may_move = current is Pool.NORMAL or (current is Pool.HARD and thresholds.replays_hard)
             if may_move and pool is not current and group.task_index < MAX_TASKS:
                 moved.setdefault(group.env, {}).setdefault(group.task_index, pool)
+        # Never backwards: after a takeover fewer ordinals may be known as drawn than before.
         drawn_below = max(self.drawn_below, drawn_below)
         recent = (*self.recent, Moves(drawn_below=drawn_below, step=step, placed=moved))
         # Moves that count for every unresolved ordinal are folded into `placed`, which bounds the length of `recent`.
@@ -330,6 +331,7 @@ class TaskBuffer:
             env, index = self._sampler.choose(ordinal, left, step=step)
             return TaskRef(ordinal=ordinal, env=env, task_index=index)
         ref, ratios = self._order.task(ordinal), self._ratios(step)
+        # A generator per ordinal: no draw depends on the draws before it, which a successor does not repeat.
         rng = random_of(self._seed, ordinal)
         env = ref.env if ratios is None else self._choose(ratios, rng, list(self._sources))
         if (hard := self._replayed(ordinal, env, placed)) is not None:

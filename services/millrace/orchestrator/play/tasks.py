@@ -80,6 +80,7 @@ def _interleave(weights: Sequence[float]) -> tuple[list[int], list[int], list[in
     """
     if len(weights) == 1:
         return [0], [0], [1]
+    # A slot goes to the source that is least far ahead, which then advances by its stride.
     strides = [1.0 / weight for weight in weights]
     passes = [stride / 2 for stride in strides]
     cycle: list[int] = []
@@ -91,6 +92,7 @@ def _interleave(weights: Sequence[float]) -> tuple[list[int], list[int], list[in
         ranks.append(counts[which])
         counts[which] += 1
         passes[which] += strides[which]
+    # A source without any slot is never drawn; its count stays positive all the same.
     return cycle, ranks, [max(count, 1) for count in counts]
 
 

@@ -143,6 +143,7 @@ def _audit_store(
     """
     try:
         own_names = check_identity(audit, run.record)
+        # Before the headers: what a live run adds meanwhile has its header by the time that headers are read.
         derived = _Derived.read(audit, events, run)
         headers = _check_headers(audit, derived, rollouts, run=run)
         epochs = check_epochs(audit)

@@ -94,6 +94,7 @@ class EventCheck:
     def _add(self, entry: Entry, event: event_pb2.Event) -> None:
         at = id_order(entry.id)
         generation = at[0]
+        # Eight bytes distinguish two events well enough, and a run may have millions.
         digest = bytes.fromhex(entry.h)[:8]
         writer = self._writers[event.writer]
         known = writer.seen.get(event.writer_sequence)
@@ -104,6 +105,7 @@ class EventCheck:
                     f"event {event.writer_sequence} of {event.writer} exists with different contents (one at "
                     f"{entry.id})",
                 )
+            # A rebuild copies events: the oldest generation says when this one was written.
             writer.seen[event.writer_sequence] = min(known[0], generation), known[1]
             return
         writer.seen[event.writer_sequence] = generation, digest

@@ -200,6 +200,7 @@ class Audit:
 
         It is {kind}_OBJECT_CORRUPT for a wrong hash, else {kind}_OBJECT_MISSING; `what` names the object.
         """
+        # Only the comparison of hashes has these words; in all other cases nothing usable is there.
         is_corrupt = " has sha256 " in problem
         self.findings.violation(f"{kind}_OBJECT_{'CORRUPT' if is_corrupt else 'MISSING'}", f"{what}: {problem}")
 
@@ -240,6 +241,7 @@ class Audit:
         """
         digest = hashlib.sha256()
         try:
+            # In pieces: an object may be larger than memory, and the audit may be stopped in between.
             for start in range(0, size_bytes, _PIECE_BYTES):
                 digest.update(self.store.get_range(key, start, min(_PIECE_BYTES, size_bytes - start)))
                 self.progress(f"{start / 1e6:.0f} of {size_bytes / 1e6:.0f} MB of {key.removeprefix(self.names.root)}")

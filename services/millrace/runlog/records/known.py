@@ -29,6 +29,7 @@ class KnownObjects:
     def note(self, header: batch_pb2.BatchHeader) -> None:
         """Note that a header is committed, and with it every object that it names."""
         self._named.update((item.key, item.sha256) for item in header.objects)
+        # The folder is enough: each upload has one of its own.
         self._places.update(chunk.key.rpartition("/")[0] for chunk in header.chunks)
         self._places.add(header.rollouts_key.rpartition("/")[0])
 

@@ -161,6 +161,7 @@ def load_newest(store: ObjectStore, names: Names) -> tuple[int, StepHeaders] | N
     if not exists(first):
         return None
     low, width = first, 1
+    # Doubling, then bisection: steps are committed without gaps.
     while exists(low + width):
         low, width = low + width, 2 * width
     high = low + width

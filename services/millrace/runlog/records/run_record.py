@@ -124,6 +124,7 @@ class RunRecord:
 
 
 _TYPES: dict[str, type] = dict.fromkeys((each.name for each in fields(RunRecord)), str)
+# Every other field is a string.
 _TYPES |= {"config": dict, "labels": dict, "parent": dict}
 _ONLY_SHOWN = {"labels", "create_time", "code_version"}
 

@@ -181,6 +181,7 @@ async def _retry(
             if began:
                 logger.info("Redis at %s answers again: %s", address, what)
             return result
+        # The time of this try ran out while the process did not run, which says nothing about Redis.
         if not began and excused < EXCUSED and standstill.METER.within(tried, time.monotonic()):
             excused += 1
             logger.info("this process stood still while it was %s: once more", what)
@@ -215,6 +216,7 @@ def _note_outage(address: str, began: float) -> None:
     now = time.monotonic()
     if OUTAGES and OUTAGES[-1].address == address and OUTAGES[-1].ended >= began:
         last = OUTAGES.pop()
+        # Commands that waited at the same time saw the same outage.
         began = min(began, last.began)
     OUTAGES.append(Outage(address=address, began=began, ended=now))
 

@@ -76,6 +76,7 @@ async def mark_damaged(log: LogCopy, what: str, cause: str) -> LogGoneError:
         f"giving the damaged log of run {log.uid} up",
         lambda: script.CONDEMN.run(log.redis, [log.names.meta], [log.generation, text]),
     )
+    # Otherwise another process has marked or rebuilt it first.
     if connection.as_text(answer) == "OK":
         logger.error(
             "the log of the run is damaged and will be rebuilt: %s", text, extra={"uid": log.uid, "damage": text}
@@ -126,6 +127,7 @@ async def require_own(log: LogCopy, stream: Stream, position: int, data: bytes) 
     `data` is what was to be appended there. Returns if the stream is just further, or if the store has not `data`
     itself.
     """
+    # A stream that is only further on has this entry in its past.
     newest = await log.next_position(stream) - 1
     if newest >= position and await asyncio.to_thread(_is_in_store, log, stream, position, data):
         await require_backed(log, stream, newest)

@@ -140,6 +140,7 @@ def check_format(version: str, where: str) -> int:
 
     `CorruptObjectError` if it is no version.
     """
+    # Releases of one major read each other's minors.
     major = version.partition(".")[0]
     if not re.fullmatch(r"[1-9][0-9]{0,8}", major):
         raise CorruptObjectError(f"{where} has the format {version[:40]!r}", reason="ENTRY_CORRUPT")

@@ -93,6 +93,7 @@ class Lease:
                 return None
             if not slot or holder.slot != slot:
                 return None
+            # In the same slot, so its process is dead. The script takes it only while the value is still this one.
             expected, taken_from = held, holder.owner
         return None
 

@@ -66,6 +66,7 @@ class RecentArchives:
         data = read_archive(self._store, header)
         found = BatchArchive(header, chain, decode_archive(data) if data else [])
         with self._lock:
+            # A larger archive is read again rather than kept in memory.
             if len(data) <= _MAX_KEPT_BYTES:
                 self._kept[key] = found
             while len(self._kept) > _KEPT:

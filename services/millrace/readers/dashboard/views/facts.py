@@ -116,6 +116,7 @@ class RunFacts:
                 self._take(event)
 
     def _take(self, event: event_pb2.Event) -> None:
+        # A full deque drops its oldest event for the new one.
         self._num_left_out += len(self._events) == MAX_EVENTS
         self._events.append(event)
         if event.HasField("time"):
@@ -131,6 +132,7 @@ class RunFacts:
             if event.HasField("step_completed"):
                 self._ended[row.step] = row.time
             for name, value in row.values.items():
+                # The first value of a step stays: a resumed trainer reports it again.
                 self._series.setdefault(name, {}).setdefault(row.step, value)
 
     def matching(self, wanted: Iterable[str]) -> list[str]:

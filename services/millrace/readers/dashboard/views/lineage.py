@@ -58,6 +58,7 @@ class Lineage:
             return self._columns.column(name)[:num_rows]
 
         with_it = np.flatnonzero((column("version_min") <= version) & (version <= column("version_max")))
+        # Version v is what the batch of step v - 1 made.
         from_it = np.flatnonzero((column("step") == version - 1) & (column("trained") == 1))
         about = self.version(version)
         if not len(with_it) and not len(from_it) and not about["is_known"]:
