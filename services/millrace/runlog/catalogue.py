@@ -66,6 +66,9 @@ class ObjectKind:
     """How the names of the audit's findings about the object begin; empty if there are none."""
     named_by: tuple[str, ...]
     """Who names it, and by which hash; who counts it, if there is no hash."""
+    is_announced: bool = False
+    """Who creates one announces it to the writer of headers (`KnownObjects.announce`), since each step brings another:
+    that one lists them only where it begins."""
     is_large: bool = False
     """Only a deep audit reads its bytes; another one compares its size."""
     kept: KeptAs
@@ -87,11 +90,14 @@ class ObjectKind:
         first, slash, _ = self.key.partition("/")
         return first + slash
 
-    @property
-    def is_ordered(self) -> bool:
-        """Return whether keys of the kind sort by their numbers."""
-        field = _FIELD.search(self.key)
-        return field is not None and field["digits"] is not None
+    def series(self, key: str) -> str:
+        """Return the beginning of a key up to its first number; keys of one series sort by their numbers.
+
+        The folder for what is no key of the kind.
+        """
+        match = _pattern(self).fullmatch(key)
+        first = next((field["name"] for field in _FIELD.finditer(self.key) if field["digits"]), None)
+        return self.folder if match is None or first is None else key[: match.start(first)]
 
     def path(self, **fields: object) -> str:
         """Return the key without the run's prefix for the numbers and texts of `fields`."""
@@ -184,6 +190,7 @@ EVENT_ARCHIVE = ObjectKind(
     finding="EVENT_ARCHIVE",
     named_by=(HEADER, SEALED),
     kept=KeptAs.RUN,
+    is_announced=True,
     repair=f"{_PROVED_BY_HASH}, also made anew of Redis",
 )
 POLICY_MANIFEST = ObjectKind(
@@ -195,6 +202,7 @@ POLICY_MANIFEST = ObjectKind(
     finding="POLICY",
     named_by=(HEADER, "the next header, by the digest of the weights", EVENT, SEALED),
     kept=KeptAs.RUN,
+    is_announced=True,
     remedy="the trainer publishes it again as its next revision",
     repair=f"{_PROVED_BY_HASH}; of a revision, a manifest of the same digest",
 )
@@ -297,6 +305,17 @@ BATCH_HEADER = ObjectKind(
     kept=KeptAs.RUN,
     repair="bytes that continue the chain, also of Redis",
 )
+CHAIN_POINT = ObjectKind(
+    name="chain point",
+    key="chain_points/{step:08d}.json",
+    codec="millrace.runlog.records.chain_points:ChainPoint.decode",
+    numbering="by step",
+    finding="CHAIN_POINT",
+    named_by=(HEADER,),
+    is_announced=True,
+    kept=KeptAs.RUN,
+    remedy="none is needed: a takeover reads the headers before it",
+)
 BATCH_CHUNK = ObjectKind(
     name="batch chunk",
     key="batches/{step:08d}/e{epoch:08d}-{nonce}/chunk-{index:05d}.pb",
@@ -359,6 +378,7 @@ KINDS = [
     RETIREMENT,
     ATTESTATION,
     BATCH_HEADER,
+    CHAIN_POINT,
     BATCH_CHUNK,
     ROLLOUT_ARCHIVE,
     TOKEN_LOG,

@@ -9,7 +9,7 @@ from typing import Any
 
 from millrace.errors import FencedError, InternalError
 from millrace.internal.v1 import batch_pb2
-from millrace.rollouts.batch_wire import check_header, decode_header, verify_chunk
+from millrace.rollouts.batch_wire import check_header, decode_header, decode_link, verify_chunk
 from millrace.runlog.names import Stream
 from millrace.runlog.records.known import KnownObjects
 from millrace.runlog.records.numbered import Epoch, latest_epoch
@@ -60,7 +60,7 @@ async def commit_batch(
     if await asyncio.to_thread(latest_epoch, log.store, log.names, epoch.role) > epoch.number:
         AppendResult.FENCED.require(f"committing step {header.step} of run {log.uid}")
     header_bytes = await _write_header(log, header)
-    known.note(decode_header(header_bytes))
+    known.note(decode_link(header_bytes), header_bytes)
     faults.reach(faults.Point.ORCHESTRATOR_AFTER_HEADER, step=header.step)
     result = await log.append_batch(epoch, header_bytes, chunks if fits_redis(header) else ())
     if result is AppendResult.CONFLICT and await log.next_position(Stream.BATCHES) <= header.step:

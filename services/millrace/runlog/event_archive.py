@@ -11,7 +11,7 @@ import hashlib
 import logging
 import re
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import zstandard
@@ -41,13 +41,21 @@ _ID = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 class EventArchive:
     """Writes the events of one run to the store. Of one event loop; several archivers at once do no harm."""
 
-    def __init__(self, log: RunLog, *, on_damaged: OnDamaged | None = None) -> None:
+    def __init__(
+        self,
+        log: RunLog,
+        *,
+        on_damaged: OnDamaged | None = None,
+        on_written: Callable[[str], None] = lambda key: None,
+    ) -> None:
         """Create the archive.
 
-        `on_damaged` is called for every entry that is left out, again at every look until it is removed.
+        `on_damaged` is called for every entry that is left out, again at every look until it is removed; `on_written`
+        with the key of each object that was written, after the run's prefix, from another thread.
         """
         self._log = log
         self._on_damaged = on_damaged
+        self._on_written = on_written
         self._last: Entry | None = None
         self._is_loaded = False
 
@@ -104,7 +112,10 @@ class EventArchive:
         self._write_object(part)
 
     def _write_object(self, entries: Sequence[Entry]) -> None:
-        self._log.store.create(self._log.names.archived_events(entries[0].id, entries[-1].id), encode_archive(entries))
+        names = self._log.names
+        key = names.archived_events(entries[0].id, entries[-1].id)
+        self._log.store.create(key, encode_archive(entries))
+        self._on_written(key.removeprefix(names.root))
 
 
 def _readable(page: Iterable[Entry], on_damaged: OnDamaged | None) -> list[Entry]:

@@ -241,6 +241,15 @@ class Names:
         """
         return revision_key(self._object(catalogue.BATCH_HEADER, step=step), revision)
 
+    @property
+    def chain_points(self) -> str:
+        """Return the prefix of the chain points."""
+        return self._folder(catalogue.CHAIN_POINT)
+
+    def chain_point(self, step: int) -> str:
+        """Return the key of the create-only point of the chain after the header of a training step."""
+        return self._object(catalogue.CHAIN_POINT, step=step)
+
     def quarantined(self, key: str, sha256: str) -> str:
         """Return the key under which `run repair` keeps a damaged object of the deployment.
 

@@ -1,28 +1,33 @@
 """What the store says was committed, and how Redis gets what it lacks of it."""
 
 import asyncio
+import contextlib
 import hashlib
+import itertools
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.internal.v1 import batch_pb2, policy_pb2
-from millrace.rollouts.batch_wire import decode_header
-from millrace.runlog.names import Stream
+from millrace.rollouts.batch_wire import closes_run, decode_header, decode_link
+from millrace.runlog.catalogue import CHAIN_POINT
+from millrace.runlog.names import Names, Stream
+from millrace.runlog.records.chain_points import Page, load_point
 from millrace.runlog.records.frontier import chain_hash
-from millrace.runlog.records.known import manifest_digest
+from millrace.runlog.records.known import KnownObjects, add_named, manifest_digest
 from millrace.runlog.records.numbered import Epoch
 from millrace.runlog.records.revisions import (
     StepHeaders,
     chain_broken,
     decode_stored,
-    is_failed_closing,
     load_step,
     read_chunk,
+    read_header,
 )
-from millrace.runlog.records.run_record import list_policies, load_origin
+from millrace.runlog.records.run_record import list_objects, list_policies, load_origin
 from millrace.runlog.redis import damage
 from millrace.runlog.redis.log import RunLog
 from millrace.storage import ObjectStore
@@ -33,65 +38,180 @@ logger = logging.getLogger(__name__)
 MAX_REDIS_BATCH_BYTES = 32 << 20
 """Above this, a batch's chunks stay in the store and only its header goes to Redis (docs/architecture.md)."""
 
-_WINDOW = 16  # headers fetched at once
+_WINDOW = 16  # steps fetched at once
+_MAX_POINTS = 2  # the newest has no header after it where its writer died just then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
     """What the store has of a log."""
 
-    headers: list[batch_pb2.BatchHeader]
-    """Every header in the order of the chain, the superseded ones included (`revisions`)."""
+    last: batch_pb2.BatchHeader | None
+    """The last header; None if nothing is committed."""
     chain: bytes
     """The chain hash after the last of them, or after the log's origin."""
     is_reopened: bool
     """The last one is a closing header that does not end the run: its successor comes next."""
-
-    @property
-    def last(self) -> batch_pb2.BatchHeader | None:
-        """Return the last header; None if nothing is committed."""
-        return self.headers[-1] if self.headers else None
+    known: KnownObjects = field(default_factory=KnownObjects)
+    """What the headers name."""
 
     @property
     def num_reopened(self) -> int:
-        """Return the number of failed closing headers that do not end the run."""
-        ends = self.last is not None and is_failed_closing(self.last) and not self.is_reopened
-        return sum(map(is_failed_closing, self.headers)) - ends
+        """Return the number of closing headers that do not end the run: it had failed, and was reopened."""
+        ends = self.last is not None and closes_run(self.last) and not self.is_reopened
+        return len(self.known.closings) - ends
+
+
+class ChainWalk:
+    """Reads the chain of a run from some point on, header by header, and checks that each continues the one before."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        names: Names,
+        *,
+        step: int,
+        chain: bytes,
+        known: KnownObjects,
+        point: tuple[str, str] | None = None,
+    ) -> None:
+        """Begin before the header of `step`, with the chain hash and what is known there.
+
+        `point` is the key, after the run's prefix, and the sha256 (hex) of the chain point that says so; None at the
+        log's origin.
+        """
+        self._store, self._names = store, names
+        self._step, self.chain, self.known = step, chain, known
+        self._point = point
+        self.is_proved = point is None
+        """A header of the chain names the point."""
+        self._last: tuple[int, int, bytes] | None = None
+
+    @classmethod
+    def from_origin(cls, store: ObjectStore, names: Names) -> "ChainWalk":
+        """Begin at the first header (blocking)."""
+        origin = load_origin(store, names)
+        return cls(store, names, step=origin.base_step, chain=origin.chain_hash, known=KnownObjects())
+
+    @classmethod
+    def from_point(cls, store: ObjectStore, names: Names, step: int) -> "ChainWalk | None":
+        """Begin after the chain point of a step (blocking); None if that is not what the header of the step says."""
+        try:
+            point, sha256 = load_point(store, names, step)
+            data = read_header(store, names, step, point.revision)
+        except (CorruptObjectError, NotFoundError) as error:
+            logger.warning("the chain is read from an earlier point", extra={"uid": names.uid, "problem": str(error)})
+            return None
+        before = decode_stored(decode_link, store, names, step, point.revision, data).previous_chain_hash
+        if len(before) != len(point.chain_hash) or chain_hash(before, data) != point.chain_hash:
+            logger.warning("a chain point is not that of its header", extra={"uid": names.uid, "step": step})
+            return None
+        known, named = KnownObjects.after(point, sha256), (CHAIN_POINT.path(step=step), sha256)
+        return cls(store, names, step=step + 1, chain=point.chain_hash, known=known, point=named)
+
+    def windows(self) -> Generator[list[StepHeaders | None], None, None]:
+        """Yield what is committed of the steps from the first on, some at a time, without an end (blocking)."""
+        with ThreadPoolExecutor(_WINDOW, thread_name_prefix="headers") as pool:
+            for first in itertools.count(self._step, _WINDOW):
+                steps = range(first, first + _WINDOW)
+                yield list(pool.map(lambda step: load_step(self._store, self._names, step), steps))
+
+    def take(self, window: Sequence[StepHeaders | None]) -> Committed | None:
+        """Take the next steps; return what is committed if the chain ends among them.
+
+        `CorruptObjectError` if a header does not continue the chain, or one is missing before others.
+        """
+        for place, found in enumerate(window):
+            if found is not None:
+                for revision, data in enumerate(found.revisions):
+                    self._add(self._step, revision, data)
+            if found is None or found.is_reopened:
+                self._require_end(window[place + 1 :])
+                return self._committed(is_reopened=found is not None)
+            self._step += 1
+        return None
+
+    def _add(self, step: int, revision: int, data: bytes) -> None:
+        """Add the header in these bytes; `CorruptObjectError` unless it comes next."""
+        link = decode_stored(decode_link, self._store, self._names, step, revision, data)
+        if (link.step, link.revision) != (step, revision) or link.previous_chain_hash != self.chain:
+            where = self._store.uri(self._names.batch_header(step, revision))
+            raise chain_broken(self._names, step, f"{where} does not continue the chain of batch {step - 1}")
+        if not self.is_proved:
+            self.is_proved = any((ref.key, ref.sha256.hex()) == self._point for ref in link.objects)
+        self.known.note(link, data)
+        self.chain = chain_hash(self.chain, data)
+        self._last = step, revision, data
+
+    def _committed(self, *, is_reopened: bool) -> Committed:
+        last = None if self._last is None else decode_stored(decode_header, self._store, self._names, *self._last)
+        return Committed(last=last, chain=self.chain, is_reopened=is_reopened, known=self.known)
+
+    def _require_end(self, rest: Sequence[StepHeaders | None]) -> None:
+        """Require that no header comes after a missing one: headers are written in order, so an object was lost."""
+        later = [self._step + 1 + offset for offset, found in enumerate(rest) if found is not None]
+        if later:
+            where = self._store.uri(self._names.batch_header(self._step))
+            message = f"header {where} is missing, but step {later[0]} is committed"
+            raise chain_broken(self._names, self._step, message)
 
 
 async def load_history(log: RunLog) -> Committed:
-    """Load every committed header from the log's origin on; CorruptObjectError if one was replaced or lost.
+    """Return what is committed. Every header from the newest proved chain point on is read and checked against it.
 
-    Each is checked against the chain hash before it, which at the origin is 32 zero bytes but for a fork
-    (`load_origin`).
+    One that was replaced or lost is found here; before that point the audit finds it. The cost does not grow with the
+    run. Without a point that a later header proves, the headers are read from the log's origin on.
     """
-    headers: list[batch_pb2.BatchHeader] = []
-    origin = await asyncio.to_thread(load_origin, log.store, log.names)
-    chain, step = origin.chain_hash, origin.base_step
-    while True:
-        window = range(step, step + _WINDOW)
-        found = await asyncio.gather(*(_get_step(log, each) for each in window))
-        for step, committed in zip(window, found, strict=True):
-            if committed is None:
-                _require_end(log, step, found[step - window.start :])
-                return Committed(headers=headers, chain=chain, is_reopened=False)
-            for revision, data in enumerate(committed.revisions):
-                headers.append(_next_header(log, step, revision, data, chain))
-                chain = chain_hash(chain, data)
-            if committed.is_reopened:
-                _require_end(log, step, [None, *found[step + 1 - window.start :]])
-                return Committed(headers=headers, chain=chain, is_reopened=True)
-        step += 1
+    for step in await asyncio.to_thread(_newest_points, log):
+        walk = await asyncio.to_thread(ChainWalk.from_point, log.store, log.names, step)
+        if walk is not None and (committed := await _walk(walk)).last is not None and walk.is_proved:
+            return committed
+    return await _walk(await asyncio.to_thread(ChainWalk.from_origin, log.store, log.names))
 
 
-def _next_header(log: RunLog, step: int, revision: int, data: bytes, chain: bytes) -> batch_pb2.BatchHeader:
-    """Return the header in these bytes; `CorruptObjectError` unless it comes next after `chain`."""
-    decode_stored(log.store, log.names, step, revision, data)
-    header = decode_header(data)
-    if (header.step, header.revision) != (step, revision) or header.previous_chain_hash != chain:
-        where = log.store.uri(log.names.batch_header(step, revision))
-        raise chain_broken(log.names, step, f"{where} does not continue the chain of batch {step - 1}")
-    return header
+def load_closings(log: RunLog, committed: Committed) -> list[batch_pb2.BatchHeader]:
+    """Return every closing header of the chain (blocking); `CorruptObjectError` if one is another's."""
+    found: list[batch_pb2.BatchHeader] = []
+    for each in committed.known.closings:
+        data = read_header(log.store, log.names, each.step, each.revision)
+        if hashlib.sha256(data).hexdigest() != each.sha256:
+            where = log.store.uri(log.names.batch_header(each.step, each.revision))
+            raise chain_broken(log.names, each.step, f"{where} is not the header that the chain has there")
+        found.append(decode_stored(decode_header, log.store, log.names, each.step, each.revision, data))
+    return found
+
+
+def load_named(store: ObjectStore, names: Names, known: KnownObjects) -> Page:
+    """Return everything that the headers of a run name (blocking).
+
+    Of the chain points where they are whole; else of the headers, all of which are read then.
+    """
+    try:
+        return known.named(store, names)
+    except (CorruptObjectError, NotFoundError) as error:
+        logger.warning("every header is read for what it names", extra={"uid": names.uid, "problem": str(error)})
+    walk, whole = ChainWalk.from_origin(store, names), Page()
+    with contextlib.closing(walk.windows()) as windows:
+        for window in windows:
+            for data in [data for found in window if found is not None for data in found.revisions]:
+                add_named(whole, decode_link(data))
+            if walk.take(window) is not None:
+                break
+    return whole
+
+
+def _newest_points(log: RunLog) -> list[int]:
+    """Return the steps of the newest chain points, the newest first (blocking)."""
+    places = map(CHAIN_POINT.parse, list_objects(log.store, log.names, CHAIN_POINT))
+    return sorted((int(place["step"]) for place in places if place), reverse=True)[:_MAX_POINTS]
+
+
+async def _walk(walk: ChainWalk) -> Committed:
+    """Read to the end of the chain, off the event loop."""
+    with contextlib.closing(walk.windows()) as windows:
+        while (committed := walk.take(await asyncio.to_thread(next, windows))) is None:
+            pass
+    return committed
 
 
 async def reappend_committed(log: RunLog, epoch: Epoch) -> int:
@@ -166,17 +286,6 @@ def _load_policies(log: RunLog, first: int) -> list[policy_pb2.PolicyEntry]:
             )
         )
     return entries
-
-
-def _require_end(log: RunLog, step: int, rest: Sequence[StepHeaders | None]) -> None:
-    """Raise CorruptObjectError if a step after `step`, which has no header, is committed: an object was lost.
-
-    `rest` has the headers of `step` and of the steps after it.
-    """
-    later = [step + offset for offset, data in enumerate(rest) if data is not None]
-    if later:
-        where = log.store.uri(log.names.batch_header(step))
-        raise chain_broken(log.names, step, f"header {where} is missing, but step {later[0]} is committed")
 
 
 async def _get_step(log: RunLog, step: int) -> StepHeaders | None:

@@ -18,10 +18,11 @@ from millrace.runlog import catalogue
 from millrace.runlog.catalogue import BATCH_HEADER, SCORES
 from millrace.runlog.event_archive import EventArchive
 from millrace.runlog.names import Names
+from millrace.runlog.records.chain_points import Page
 from millrace.runlog.records.known import KnownObjects
 from millrace.runlog.records.run_record import list_objects
 from millrace.runlog.records.sealed import Seal, seal_key
-from millrace.runlog.recover import load_history
+from millrace.runlog.recover import load_history, load_named
 from millrace.runlog.redis.log import RunLog
 from millrace.storage import ObjectStore
 
@@ -41,25 +42,24 @@ def write_seal(
     """
     if store.head(key) is not None:
         return False
-    kinds = [kind for kind in catalogue.KINDS if catalogue.SEALED in kind.named_by]
-    in_headers = [kind for kind in kinds if catalogue.HEADER in kind.named_by]
-    objects = {name: sha256.hex() for kind in in_headers for name, sha256 in known.named(kind.folder).items()}
-    objects |= {ref.key: ref.sha256.hex() for ref in known.find_new(store, names)}
-    for other in [key for kind in kinds if kind not in in_headers for key in list_objects(store, names, kind)]:
+    named = load_named(store, names, known)
+    objects = {own: named.objects[own].hex() for own in named.objects if catalogue.SEALED in _namers(own)}
+    kinds = [kind for kind in catalogue.KINDS if {catalogue.HEADER, catalogue.SEALED} & {*kind.named_by}]
+    for own in [own for kind in kinds for own in list_objects(store, names, kind) if own not in named.objects]:
         try:
-            data = store.get(names.root + other, max_bytes=MAX_JSON_BYTES)
+            data = store.get(names.root + own, max_bytes=MAX_JSON_BYTES)
         except NotFoundError:  # a checkpoint that was pruned just now
             continue
         except CorruptObjectError as error:  # nothing of ours is so large; the audit tells of it
             logger.warning("an object is not sealed", extra={"uid": names.uid, "error": error.message})
             continue
-        objects[other] = hashlib.sha256(data).hexdigest()
+        objects[own] = hashlib.sha256(data).hexdigest()
     seal = Seal(
         run_uid=names.uid,
         state=state,
         chain_hash=chain.hex(),
         objects=objects,
-        others=_others_by_size(store, names, known, objects),
+        others=_others_by_size(store, names, named, objects),
         by=by,
         time=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
     )
@@ -80,27 +80,30 @@ async def seal_late(log: RunLog, *, state: str, by: str) -> bool:
     committed = await load_history(log)
     if committed.is_reopened or committed.last is None or not closes_run(committed.last):
         return False  # it goes on
-    key, known = log.names.seal(committed.num_reopened), KnownObjects(committed.headers)
+    key, known = log.names.seal(committed.num_reopened), committed.known
     return await asyncio.to_thread(
         write_seal, log.store, log.names, key, known, chain=committed.chain, state=state, by=by
     )
 
 
-def _others_by_size(
-    store: ObjectStore, names: Names, known: KnownObjects, objects: dict[str, str]
-) -> dict[str, int] | None:
+def _namers(key: str) -> tuple[str, ...]:
+    kind = catalogue.kind_at(key)
+    return () if kind is None else kind.named_by
+
+
+def _others_by_size(store: ObjectStore, names: Names, page: Page, objects: dict[str, str]) -> dict[str, int] | None:
     """Return the size of everything in the store that neither the headers nor `objects` name; None if it is too much.
 
     Attestations and scores are left out.
     """
     others: dict[str, int] = {}
-    named = objects.keys() | known.named("").keys()
+    named = objects.keys() | page.objects.keys()
     for prefix in store.list_prefixes(names.root):
         if prefix in (names.attestations, names.root + SCORES.folder):
             continue
         for info in store.list(prefix):
             key = info.key.removeprefix(names.root)
-            if key not in named and not known.holds(info.key) and not BATCH_HEADER.parse(key):
+            if key not in named and not page.holds(info.key) and not BATCH_HEADER.parse(key):
                 others[key] = info.size_bytes
         if len(others) > _MAX_OTHERS:
             logger.warning("too many objects to be listed in the seal", extra={"uid": names.uid})

@@ -18,6 +18,7 @@ from millrace.storage.local import LocalStore
 from millrace_testing.fuzz import run as lane
 from millrace_testing.fuzz import targets
 from millrace_testing.fuzz.mutate import spliced
+from millrace_testing.runlog.committed import known_by
 from millrace_testing.runlog.recipes import RECIPE, encode_recipe
 from millrace_testing.runlog.scene import Scene, objects, read_header, record_scene
 from millrace_testing.runlog.tamperings import add, expected_depth, is_finding, picks, rows
@@ -46,7 +47,7 @@ def recorded(declared, tmp_path_factory, redis_url) -> Scene:
 def seal_anew(store: LocalStore, names: Names) -> None:
     before = Seal.decode(store.get(names.seal(0)), where="it")
     store.delete(names.seal(0))
-    known = KnownObjects(read_header(store, names, step) for step, _ in list_headers(store, names))
+    known = known_by(read_header(store, names, step) for step, _ in list_headers(store, names))
     chain = bytes.fromhex(before.chain_hash)
     assert write_seal(store, names, names.seal(0), known, chain=chain, state=before.state, by="test")
 

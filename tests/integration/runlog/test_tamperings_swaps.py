@@ -13,10 +13,10 @@ from millrace.runlog import chain_hash, commit_batch
 from millrace.runlog.attest import unsigned, write_attestation
 from millrace.runlog.catalogue import CHECKPOINT_OBJECT, KINDS, QUARANTINED, RUN_JSON, SCORES
 from millrace.runlog.rebuild import open_reopened
-from millrace.runlog.records.known import KnownObjects
 from millrace.runlog.records.numbered import create_epoch, write_intent
 from millrace.runlog.records.revisions import find_closing, reopen
 from millrace.runlog.seal import write_seal
+from millrace_testing.runlog.committed import known_by
 from millrace_testing.runlog.recorded_log import STEPS as FEW_STEPS
 from millrace_testing.runlog.recorded_log import Recorded, audit, record, violations
 from millrace_testing.runlog.scene import STEPS, Scene, record_scene
@@ -57,10 +57,10 @@ async def close(run: Recorded, step: int, revision: int, *, number: int) -> None
     ordinal = run.headers[-1].resolved_below
     header.resolved_below, header.outcome = ordinal + 1, batch_pb2.RUN_OUTCOME_FAILED
     header.resolutions.add(ordinal=ordinal, outcome=batch_pb2.ORDINAL_OUTCOME_DROPPED, reason="run_failed")
-    stored = await commit_batch(run.log, epoch, header, [], b"", known=KnownObjects(run.headers))
+    stored = await commit_batch(run.log, epoch, header, [], b"", known=known_by(run.headers))
     run.chain = chain_hash(run.chain, stored)
     run.headers.append(batch_pb2.BatchHeader.FromString(stored))
-    known, key = KnownObjects(run.headers), run.names.seal(number)
+    known, key = known_by(run.headers), run.names.seal(number)
     assert write_seal(run.store, run.names, key, known, chain=run.chain, state="FAILED", by="test")
 
 

@@ -30,6 +30,6 @@ def test_the_failed_groups_of_the_parent_do_not_end_a_fork(writer_epoch: int, fa
     nothing: Any = SimpleNamespace(log=None)
     failures = Failures(num_groups=GROUPS, group_sizes={"reverse-text": SIZE}, max_share=0.9)
     writer = BatchWriter(nothing, book=Book(), envs=nothing, stream=nothing, failures=failures, seq_len=1)
-    committed = Committed(headers=[header], chain=bytes(32), is_reopened=False)
+    committed = Committed(last=header, chain=bytes(32), is_reopened=False)
     writer.restore(committed, origin=RunOrigin())
     assert (failures.error() is not None) == fails

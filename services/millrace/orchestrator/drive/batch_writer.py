@@ -342,7 +342,7 @@ class BatchWriter:
         After a closing header that was reopened, continue at its step, which it did not train, and with the
         ordinals after those that it dropped.
         """
-        self.chain, last, self.known = committed.chain, committed.last, KnownObjects(committed.headers)
+        self.chain, last, self.known = committed.chain, committed.last, committed.known
         self.num_reopened = committed.num_reopened
         if last is None:
             self._book.restore(step=origin.base_step, frontier=origin.frontier)

@@ -41,7 +41,11 @@ class Housekeeper:
         self._parts = parts
         self._log = parts.context.log
         self._generation = parts.context.log.generation
-        self._archive = EventArchive(parts.context.log, on_damaged=parts.damage.note)
+        self._archive = EventArchive(
+            parts.context.log,
+            on_damaged=parts.damage.note,
+            on_written=lambda key: parts.writer.known.announce(key),  # not bound: a takeover replaces what is known
+        )
         self._policy_cursor = "0"
         self._policy_rewinds = 0
         self._retention: Retention | None = None
@@ -109,6 +113,7 @@ class Housekeeper:
                     break
                 if policy is not None:
                     self._parts.policies.publish(policy)
+                    self._parts.writer.known.announce(policy.manifest_key.removeprefix(self._log.names.root))
                     self._parts.writer.lineage = max(policy.lineage, self._parts.writer.lineage)
 
     async def remove_damaged(self) -> None:

@@ -28,10 +28,9 @@ from millrace.orchestrator.drive.trainer_watch import TrainerFailedError
 from millrace.orchestrator.intents import DesiredState
 from millrace.orchestrator.play.failures import RolloutsFailedError
 from millrace.race import first_of
-from millrace.rollouts.batch_wire import closes_run
 from millrace.rollouts.types import Rollout
 from millrace.runlog.records.run_record import load_origin
-from millrace.runlog.recover import load_history
+from millrace.runlog.recover import load_closings, load_history
 from millrace.runlog.retention import RetentionRule
 from millrace.telemetry import faults
 from millrace.v1 import run_pb2
@@ -156,7 +155,7 @@ class RunDriver(ABC):
         self._base_step = origin.base_step
         committed = await load_history(run_log)
         self._writer.restore(committed, origin=origin)
-        self._superseded = [header for header in committed.headers if closes_run(header)]
+        self._superseded = await asyncio.to_thread(load_closings, run_log, committed)
         self._is_restored = True
         await self._keeper.start()
 

@@ -27,6 +27,7 @@ from millrace.readers.audit.objects import (
     CheckpointFact,
     PolicyCheck,
     check_checkpoints,
+    check_points,
     check_token_logs,
     compare_chains,
     compare_saved,
@@ -242,6 +243,7 @@ def _compare_derived(audit: Audit, derived: _Derived, headers: HeaderCheck, *, r
         derived.policies.compare(first=base_step, next_step=headers.next_step, closing=headers.closing)
     derived.policies.compare_claims(claims.published, named)
     check_token_logs(audit, claims, headers.chains, derived.retired)
+    check_points(audit, headers.chains, named)
     named.compare()
 
 

@@ -57,6 +57,11 @@ class ReferencedObjects:
         named = self._named.get(key)
         return named.digest if named else ""
 
+    def sha256_of(self, key: str) -> str:
+        """Return the sha256 (hex) with which an object is named; empty if nothing names it."""
+        named = self._named.get(key)
+        return named.sha256 if named else ""
+
     def compare(self) -> None:
         """Read every named object, several at once; one that is missing, or has another hash, is a violation."""
         keys = sorted(self._named.keys() - self.pruned - self.repaired)

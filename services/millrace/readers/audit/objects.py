@@ -14,7 +14,7 @@ from millrace.readers.audit.events import EventClaims
 from millrace.readers.audit.findings import MAX_PER_CHECK, Audit, gaps
 from millrace.readers.audit.named import ReferencedObjects
 from millrace.readers.audit.retired import RetirementCheck
-from millrace.runlog.catalogue import EVENT_ARCHIVE, TOKEN_LOG, KeptAs
+from millrace.runlog.catalogue import CHAIN_POINT, EVENT_ARCHIVE, TOKEN_LOG, KeptAs
 from millrace.runlog.records.run_record import checkpoint_at, list_objects, policy_at
 from millrace.runlog.redis.entry import Entry, id_order
 from millrace.storage.base import find_newest, newest_revision
@@ -74,6 +74,24 @@ def compare_chains(audit: Audit, facts: Sequence[CheckpointFact], chains: Mappin
                 f"checkpoint {fact.step} was trained on the chain {fact.chain_hash[:16]}…, the headers give "
                 f"{chain.hex()[:16]}…",
             )
+
+
+def check_points(audit: Audit, chains: Mapping[int, bytes], named: ReferencedObjects) -> None:
+    """Report violations unless each chain point says what the headers up to its step do.
+
+    `chains` has the chain hash after each step, `named` what the headers name.
+    """
+    for _, key, _, point in audit.read_kind(CHAIN_POINT):
+        if point is None or (chain := chains.get(point.step)) is None:
+            continue  # not readable, or after a header that is not there: both are reported
+        wrong = next((own for own, sha256 in point.page.objects.items() if named.sha256_of(own) != sha256.hex()), None)
+        if point.chain_hash != chain:
+            problem = f"the chain {point.chain_hash.hex()[:16]}…, the headers give {chain.hex()[:16]}…"
+        elif wrong is not None:
+            problem = f"a sha256 of {wrong} that no header names"
+        else:
+            continue
+        audit.findings.violation("CHAIN_POINT_WRONG", f"{audit.uri(key)} says that step {point.step} has {problem}")
 
 
 def compare_saved(

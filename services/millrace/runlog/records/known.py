@@ -5,72 +5,188 @@ never changes, so the chain hash shows whether one of them was changed or remove
 """
 
 import hashlib
-from collections.abc import Iterable
+import itertools
+import logging
+from collections.abc import Iterator
 
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.internal.v1 import batch_pb2
+from millrace.rollouts.batch_wire import closes_run
 from millrace.runlog import catalogue
+from millrace.runlog.catalogue import CHAIN_POINT, ObjectKind
 from millrace.runlog.names import Names
+from millrace.runlog.records import chain_points
+from millrace.runlog.records.chain_points import ChainPoint, Closing, Page, load_point
+from millrace.runlog.records.frontier import chain_hash
 from millrace.runlog.records.run_record import list_objects
 from millrace.storage import ObjectStore
 
+logger = logging.getLogger(__name__)
+
 
 class KnownObjects:
-    """What the headers of one run name so far. Of one writer."""
+    """What the headers of one run name so far, as far as the next one needs it. Of one writer.
 
-    def __init__(self, headers: Iterable[batch_pb2.BatchHeader] = ()) -> None:
-        """Create the set; `headers` are the committed ones."""
-        self._named: dict[str, bytes] = {}
-        self._places: set[str] = set()
-        for header in headers:
-            self.note(header)
+    Its size and the cost of a header do not grow with the run: of each series of keys it has the highest, and of the
+    objects those that were named since the last chain point. Kinds of which there is one more with each step are
+    listed once; from then on only those are read that were announced.
+    """
 
-    def note(self, header: batch_pb2.BatchHeader) -> None:
-        """Note that a header is committed, and with it every object that it names."""
-        self._named.update((item.key, item.sha256) for item in header.objects)
-        # The folder is enough: each upload has one of its own.
-        self._places.update(chunk.key.rpartition("/")[0] for chunk in header.chunks)
-        self._places.add(header.rollouts_key.rpartition("/")[0])
+    def __init__(self) -> None:
+        """Create the set of a run without headers."""
+        self._highest: dict[str, str] = {}
+        self._page = Page()
+        self._before: tuple[int, str] | None = None
+        self._unnamed_points: dict[int, bytes] = {}
+        """Points that no header names yet, by step."""
+        self._expected: set[str] = set()
+        """Keys after the run's prefix that may exist and are not named."""
+        self._is_listed = False
+        self._newest = (-1, 0)
+        """Step and revision of the last header that was noted."""
+        self.closings: list[Closing] = []
+        """Every closing header, the one that ends the run included."""
 
-    def named(self, prefix: str) -> dict[str, bytes]:
-        """Return the objects that headers name under a prefix: sha256 by key, both without the run's prefix."""
-        return {key: sha256 for key, sha256 in self._named.items() if key.startswith(prefix)}
+    @classmethod
+    def after(cls, point: ChainPoint, sha256: str) -> "KnownObjects":
+        """Return what the headers up to a point name; `sha256` (hex) is of the point's bytes."""
+        known = cls()
+        known._highest, known._before = dict(point.highest), (point.step, sha256)
+        known._newest, known.closings = (point.step, point.revision), list(point.closings)
+        return known
 
-    def holds(self, key: str) -> bool:
-        """Return whether a whole object key is in a folder in which a header has its chunks or its archive."""
-        return key.rpartition("/")[0] in self._places
+    def note(self, header: batch_pb2.BatchHeader | batch_pb2.BatchLink, stored: bytes) -> None:
+        """Note that the next header is committed, and with it every object that it names; `stored` are its bytes.
+
+        One that was noted before changes nothing: a commit that failed after its header is tried again.
+        """
+        if (header.step, header.revision) <= self._newest:
+            return
+        self._newest = header.step, header.revision
+        for key, kind in add_named(self._page, header).items():
+            self._expected.discard(key)
+            series = kind.series(key)
+            self._highest[series] = max(key, self._highest.get(series, ""))
+            if kind == CHAIN_POINT and (place := kind.parse(key)):
+                self._unnamed_points.pop(int(place["step"]), None)
+        if closes_run(header):
+            self.closings.append(Closing(header.step, header.revision, hashlib.sha256(stored).hexdigest()))
+        elif (header.step + 1) % chain_points.POINT_STEPS == 0:
+            self._make_point(header, chain_hash(header.previous_chain_hash, stored))
+
+    def announce(self, key: str) -> None:
+        """Note that an object was created, whose key after the run's prefix is given; the next header names it."""
+        kind = _kinds().get(_folder(key))
+        if kind is not None and key > self._highest.get(kind.series(key), ""):
+            self._expected.add(key)
 
     def fill(self, store: ObjectStore, names: Names, header: batch_pb2.BatchHeader) -> None:
         """Add to a header the stored objects that it has to name and no earlier one names (blocking).
 
-        What it names stays.
+        What it names stays. Chain points that no header names are created.
         """
-        found = {item.key: item for item in (*header.objects, *self.find_new(store, names))}
+        new = (*header.objects, *self.find_new(store, names), *self._store_points(store, names))
+        found = {item.key: item for item in new}
         del header.objects[:]
         header.objects.extend(found[key] for key in sorted(found))
 
     def find_new(self, store: ObjectStore, names: Names) -> list[batch_pb2.ObjectRef]:
         """Return references to the stored objects that the next header has to name, with their hashes (blocking).
 
-        They are of the kinds that headers name, and no header so far names them.
+        They sort after those of their series that headers name. The first call lists all kinds, later ones those that
+        nobody announces.
         """
+        kinds = [
+            kind for kind in _kinds().values() if kind != CHAIN_POINT and not (self._is_listed and kind.is_announced)
+        ]
+        listed = [key for kind in kinds for key in self._list(store, names, kind)]
+        self._expected.update(listed)
+        self._is_listed = True
         found: list[batch_pb2.ObjectRef] = []
-        for key in self._new(store, names):
+        for key in sorted(self._expected):
             try:
                 found.append(describe(names, key, store.get(names.root + key)))
-            except NotFoundError:  # a run that is being deleted
-                continue
+            except NotFoundError:  # deleted since: by retention, or with its run
+                self._expected.discard(key)
         return found
 
-    def _new(self, store: ObjectStore, names: Names) -> list[str]:
-        kinds = [kind for kind in catalogue.KINDS if catalogue.HEADER in kind.named_by]
-        keys = [key for kind in kinds for key in list_objects(store, names, kind, after=self._last(kind))]
-        return [key for key in keys if key not in self._named]
+    def named(self, store: ObjectStore, names: Names) -> Page:
+        """Return everything that headers name (blocking): from one chain point to the one before, back to the first.
 
-    def _last(self, kind: catalogue.ObjectKind) -> str:
-        """Return the highest key of a kind that is named, after which new ones sort; empty if they sort anywhere."""
-        return max((key for key in self._named if key.startswith(kind.folder)), default="") if kind.is_ordered else ""
+        NotFoundError or CorruptObjectError if one of these is gone or damaged.
+        """
+        whole, before = Page(), self._before
+        whole.add(self._page)
+        while before is not None:
+            step, sha256 = before
+            if data := self._unnamed_points.get(step):
+                point = ChainPoint.decode(data, where=names.chain_point(step))
+            else:
+                point, _ = load_point(store, names, step, sha256=sha256)
+            whole.add(point.page)
+            before = point.before
+        return whole
+
+    def _list(self, store: ObjectStore, names: Names, kind: ObjectKind) -> Iterator[str]:
+        """Yield the keys of a kind that sort after the highest of their series.
+
+        Where numbers have no gap and are all that differs, the next ones are asked for, and nothing is listed.
+        """
+        if kind.numbering == catalogue.DENSE and kind.key.count("{") == 1:
+            place = kind.parse(self._highest.get(kind.folder, ""))
+            for number in itertools.count(int(place["number"]) + 1 if place else 1):
+                if store.head(names.root + kind.path(number=number)) is None:
+                    return
+                yield kind.path(number=number)
+        for key in list_objects(store, names, kind, after=self._highest.get(kind.folder, "")):
+            if key > self._highest.get(kind.series(key), ""):
+                yield key
+
+    def _make_point(self, header: batch_pb2.BatchHeader | batch_pb2.BatchLink, chain: bytes) -> None:
+        """Begin a new page after the training step of a header."""
+        point = ChainPoint(
+            run_uid=header.run_uid,
+            step=header.step,
+            revision=header.revision,
+            chain_hash=chain,
+            before=self._before,
+            closings=tuple(self.closings),
+            highest=self._highest,
+            page=self._page,
+        )
+        data = self._unnamed_points[header.step] = point.encode()
+        self._before, self._page = (header.step, hashlib.sha256(data).hexdigest()), Page()
+
+    def _store_points(self, store: ObjectStore, names: Names) -> Iterator[batch_pb2.ObjectRef]:
+        """Create the points that no header names, and yield references to them; one that is another's is left out."""
+        for step, data in sorted(self._unnamed_points.items()):
+            key = names.chain_point(step)
+            if store.create(key, data) or store.get(key) == data:
+                yield describe(names, key.removeprefix(names.root), data)
+            else:
+                logger.warning("the object is no chain point of this run", extra={"uid": names.uid, "key": key})
+
+
+def add_named(page: Page, header: batch_pb2.BatchHeader | batch_pb2.BatchLink) -> dict[str, ObjectKind]:
+    """Add what a header names to a page; return the objects' kinds by key. Scores, which nobody looks up, are left
+    out.
+    """
+    kinds = _kinds()
+    found = {item.key: kinds[_folder(item.key)] for item in header.objects if _folder(item.key) in kinds}
+    page.objects.update((item.key, item.sha256) for item in header.objects if item.key in found)
+    keys = (header.rollouts_key, *(chunk.key for chunk in header.chunks))
+    page.places |= {key.rpartition("/")[0] for key in keys if key}
+    return found
+
+
+def _kinds() -> dict[str, ObjectKind]:
+    """Return the kinds that headers name because they are new, by folder."""
+    return {kind.folder: kind for kind in catalogue.KINDS if catalogue.HEADER in kind.named_by}
+
+
+def _folder(key: str) -> str:
+    return key[: key.find("/") + 1]
 
 
 def describe(names: Names, key: str, data: bytes) -> batch_pb2.ObjectRef:

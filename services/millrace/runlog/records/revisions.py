@@ -12,7 +12,9 @@ Only FAILED is ever superseded. Everything here reads the store (blocking).
 import datetime
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from typing import TypeVar
 
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError, InvalidStateError, NotFoundError
@@ -27,6 +29,8 @@ from millrace.runlog.records.run_record import load_origin
 from millrace.storage.base import MAX_GET_BYTES, ObjectStore
 
 _MAX_RECORD_BYTES = 1 << 20
+
+H = TypeVar("H", batch_pb2.BatchHeader, batch_pb2.BatchLink)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +70,15 @@ def is_failed_closing(header: batch_pb2.BatchHeader | batch_pb2.BatchLink) -> bo
     return closes_run(header) and header.outcome == batch_pb2.RUN_OUTCOME_FAILED
 
 
-def decode_stored(store: ObjectStore, names: Names, step: int, revision: int, data: bytes) -> batch_pb2.BatchLink:
-    """Return the header that an object of the store holds, as a link of the chain.
+def decode_stored(
+    decode: Callable[[bytes], H], store: ObjectStore, names: Names, step: int, revision: int, data: bytes
+) -> H:
+    """Return the header that an object of the store holds, as `decode` reads it.
 
     A `CorruptObjectError` names the object that holds none.
     """
     try:
-        return decode_link(data)
+        return decode(data)
     except CorruptObjectError as error:
         raise CorruptObjectError(
             f"{store.uri(names.batch_header(step, revision))} cannot be read: {error.message}",
@@ -103,7 +109,7 @@ def load_step(store: ObjectStore, names: Names, step: int) -> StepHeaders | None
             revisions.append(read_header(store, names, step, len(revisions)))
         except NotFoundError:
             break
-        if not is_failed_closing(decode_stored(store, names, step, len(revisions) - 1, revisions[-1])):
+        if not is_failed_closing(decode_stored(decode_link, store, names, step, len(revisions) - 1, revisions[-1])):
             return StepHeaders(revisions=tuple(revisions), is_reopened=False)
     if not revisions:
         return None

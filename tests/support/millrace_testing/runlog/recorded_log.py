@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from unittest import mock
 
 import numpy as np
 import redis.asyncio as redis_asyncio
@@ -29,6 +30,7 @@ from millrace.runlog import EventWriter, Frontier, RunLog, Stream, chain_hash, c
 from millrace.runlog import event_archive as event_archive
 from millrace.runlog.event_archive import EventArchive
 from millrace.runlog.names import Deployment
+from millrace.runlog.records import chain_points
 from millrace.runlog.records.known import KnownObjects
 from millrace.runlog.records.run_record import load_origin
 from millrace.runlog.records.scores import load_scores, name_scores, store_scores
@@ -39,10 +41,13 @@ from millrace.storage import ObjectStore
 from millrace.storage.base import revision_key, with_checksum
 from millrace.trainer.checkpoint.index import ShardPiece, ShardTensor, encode_index
 from millrace.v1 import event_pb2, run_pb2
+from millrace_testing.runlog.committed import known_by
 from millrace_testing.runlog.recorded_policies import Publisher, manifest_sha256, sha256
 
 STEPS = 3
 MEMBERS = 2
+POINT_STEPS = 4
+"""After so many training steps there is a chain point."""
 RUN_HASH = "ab" * 32
 NUM_REPORTS = 1 + 2 * STEPS + 2
 """Events of the trainer: its versions, its steps, two checkpoints."""
@@ -155,7 +160,7 @@ def seal_anew(run: Recorded) -> None:
     key = run.names.seal(0)
     if run.store.head(key) is not None:
         run.store.delete(key)
-        known = KnownObjects(run.headers)
+        known = known_by(run.headers)
         assert write_seal(run.store, run.names, key, known, chain=run.chain, state="SUCCEEDED", by="test")
 
 
@@ -246,12 +251,14 @@ async def record(
     orchestrator = await log.acquire_epoch("orchestrator", "o")
     trainer = await log.acquire_epoch("trainer", "t")
     events, reports = EventWriter(log, "orchestrator-1"), EventWriter(log, "trainer-1")
-    archive, known = EventArchive(log), KnownObjects()
     frontier, retention = Frontier(), Retention(store, log.names, first=0, by="orchestrator-1")
+    known = KnownObjects()
+    archive = EventArchive(log, on_written=known.announce)
 
     async def announce(version: int) -> None:
         entry = publish(run, version)
         (await log.append_policy(trainer, entry.SerializeToString(), version)).require("policy")
+        known.announce(entry.manifest_key.removeprefix(log.names.root))
         published = event_pb2.PolicyPublished(
             version=version, digest=entry.digest, manifest_sha256=manifest_sha256(entry)
         )
@@ -263,7 +270,8 @@ async def record(
         header.orchestrator_state = json.dumps({"num_duplicates": header.step}).encode()
         chunks = pack_batch(header, samples, target_chunk_bytes=100)
         header.objects.extend(name_scores(log.names, played))
-        stored = await commit_batch(log, orchestrator, header, chunks, encode_archive(played), known=known)
+        with mock.patch.object(chain_points, "POINT_STEPS", POINT_STEPS):
+            stored = await commit_batch(log, orchestrator, header, chunks, encode_archive(played), known=known)
         run.chain = chain_hash(run.chain, stored)
         run.chains.append(run.chain)
         run.headers.append(batch_pb2.BatchHeader.FromString(stored))
