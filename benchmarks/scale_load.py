@@ -29,6 +29,7 @@ from millrace.config.load import validate_document
 from millrace.internal.v1 import (
     env_service_pb2,
     env_service_pb2_grpc,
+    play_pb2,
     policy_pb2,
     policy_service_pb2,
     policy_service_pb2_grpc,
@@ -76,7 +77,7 @@ def run_config(*, batch_size: int, group_size: int, tokens: int, async_level: in
     return validate_document(document).resolved_json()
 
 
-def rollout(request: env_service_pb2.PlayGroupRequest, member: int, *, tokens: int, version: int) -> bytes:
+def rollout(request: play_pb2.PlayGroupRequest, member: int, *, tokens: int, version: int) -> bytes:
     """An encoded rollout of random tokens, an eighth of which are the prompt."""
     rng, prompt = np.random.default_rng(request.ordinal * 1000 + member), max(1, tokens // 8)
     mask = np.ones(tokens, np.uint8)
@@ -236,7 +237,7 @@ class EnvServer(env_service_pb2_grpc.EnvServiceServicer):
         )
 
     async def PlayGroup(
-        self, request: env_service_pb2.PlayGroupRequest, context: grpc.aio.ServicerContext
+        self, request: play_pb2.PlayGroupRequest, context: grpc.aio.ServicerContext
     ) -> env_service_pb2.PlayGroupResponse:
         """Take a group."""
         self.calls["PlayGroup"] += 1
@@ -261,7 +262,7 @@ class EnvServer(env_service_pb2_grpc.EnvServiceServicer):
         self.calls["CancelGroups"] += 1
         return env_service_pb2.CancelGroupsResponse()
 
-    async def _play(self, request: env_service_pb2.PlayGroupRequest) -> None:
+    async def _play(self, request: play_pb2.PlayGroupRequest) -> None:
         if request.run_uid not in self._logs:
             self._logs[request.run_uid] = await RunLog.open(**self._log, uid=request.run_uid)
         data = [rollout(request, member, tokens=self._tokens, version=self._version()) for member in request.members]

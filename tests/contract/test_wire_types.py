@@ -53,8 +53,8 @@ RECORDS = {
         orchestrator/drive orchestrator/play rollouts
     """,
     "internal.v1.policy_pb2": """
-        orchestrator orchestrator/drive orchestrator/play readers/audit runlog runlog/redis trainer trainer/log
-        trainer/publish
+        inference orchestrator orchestrator/drive orchestrator/play readers/audit runlog runlog/redis trainer
+        trainer/log trainer/publish
     """,
     "internal.v1.rollout_pb2": "env_server env_server/workers rollouts",
     "internal.v1.token_log_pb2": "rollouts",

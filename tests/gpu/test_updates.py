@@ -17,7 +17,6 @@ from millrace.inference.launch_env import vllm_environ
 from millrace.inference.updater import DesiredPolicy
 from millrace.inference.vllm.ranks import write_order
 from millrace.internal.v1 import policy_service_pb2 as pb
-from millrace.internal.v1.policy_pb2 import PolicyEntry
 from millrace.policies.host_copy import HostCopy
 from millrace.policies.peft.config import AdapterSpec
 from millrace.storage.local import LocalStore
@@ -134,9 +133,9 @@ async def test_adapters_on_captured_graphs_are_the_merged_model(
     try:
         async with server.client() as client:
             first = await generated(server)
-            await client.serve(entry_of(run.adapter(2)))
+            await client.serve(run.adapter(2).entry)
             second = await generated(server)
-            await client.serve(entry_of(run.base_desired))
+            await client.serve(run.base_desired.entry)
             without = await generated(server)
         assert server.stop()[0] == 0, server.log()
     finally:
@@ -170,26 +169,16 @@ async def started_by(python: str, directory: Path, desired: DesiredPolicy, regis
     async with server.client() as client, asyncio.timeout(START_S):
         while True:
             try:
-                status = await client.update(entry_of(desired))
+                status = await client.update(desired.entry)
             except UnavailableError:  # not up yet, or the moment of the hand-over
                 if starting.done():
                     await starting  # which says why
                 await asyncio.sleep(0.2)
                 continue
-            if status.state == pb.POLICY_STATE_SERVING and status.version == desired.version:
+            if status.state == pb.POLICY_STATE_SERVING and status.version == desired.entry.version:
                 break
             assert status.state not in (pb.POLICY_STATE_UPDATE_FAILED, pb.POLICY_STATE_BROKEN), status.error
     return await starting
-
-
-def entry_of(desired: DesiredPolicy) -> PolicyEntry:
-    return PolicyEntry(
-        lineage=desired.lineage,
-        version=desired.version,
-        manifest_key=desired.manifest_key,
-        manifest_sha256=desired.manifest_sha256,
-        digest=desired.digest,
-    )
 
 
 def begin(said: list[tuple[list[int], list[float]]]) -> list[float]:

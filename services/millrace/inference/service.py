@@ -160,14 +160,7 @@ def _desired(request: pb.UpdatePolicyRequest) -> DesiredPolicy:
     ]
     if violations:
         raise InvalidSpecError(violations, reason="REQUEST_INVALID")
-    return DesiredPolicy(
-        run_uid=request.run_uid,
-        lineage=entry.lineage,
-        version=entry.version,
-        manifest_key=entry.manifest_key,
-        manifest_sha256=entry.manifest_sha256,
-        digest=entry.digest,
-    )
+    return DesiredPolicy(run_uid=request.run_uid, entry=entry)
 
 
 # Pauses that callers of PolicyService ask for, with or without sleep: visible while they last, and limited in time.

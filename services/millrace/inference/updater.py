@@ -35,6 +35,7 @@ from millrace.errors import (
 from millrace.inference import model_files
 from millrace.inference.engine import EngineState, EngineStatus, HeldDigest, InflightMode, PolicyEngine, PolicyIdentity
 from millrace.inference.model_files import POLICY_NAME, ModelSlot, ServedModel
+from millrace.internal.v1.policy_pb2 import PolicyEntry
 from millrace.models.files import require_no_adapter
 from millrace.policies.manifest import AdapterEntry, StagedPolicy, Stager
 from millrace.policies.proof import mismatch
@@ -65,29 +66,18 @@ class UpdateState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DesiredPolicy:
-    """The version to serve, and the key of its manifest. An empty hash or digest is not compared."""
+    """The version that shall be served: the run, and its entry of the policy stream.
+
+    A hash or digest that is empty there is not compared.
+    """
 
     run_uid: str
-    lineage: int
-    version: int
-    manifest_key: str
-    manifest_sha256: bytes
-    digest: str
+    entry: PolicyEntry
 
     @property
     def identity(self) -> PolicyIdentity:
-        """Return the version's run, lineage and number, as the engine has them."""
-        return PolicyIdentity(run_uid=self.run_uid, lineage=self.lineage, version=self.version)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProvedPolicy:
-    """A version and the digest that was found in the engine for it, in one value, so that both are always of one
-    version.
-    """
-
-    identity: PolicyIdentity
-    held: HeldDigest
+        """Return the engine's name for it."""
+        return PolicyIdentity(run_uid=self.run_uid, lineage=self.entry.lineage, version=self.entry.version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +126,8 @@ class PolicyUpdater:
         self._served: DesiredPolicy | None = None
         self._settled: DesiredPolicy | None = None
         self._held_files: tuple[tuple[str, str], ...] | None = None
-        self._proved: ProvedPolicy | None = None
+        self._proved: tuple[PolicyIdentity, HeldDigest] | None = None
+        """A version and the digest that was found in the engine for it: one value, so nobody sees halves of two."""
         self._error, self._is_damaged, self._is_leaving, self._is_fixed = "", False, False, False
         self._pause_s = self._update_s = 0.0
         self._fetched_bytes = self._full_bytes = self._base_bytes = 0
@@ -148,15 +139,16 @@ class PolicyUpdater:
         serves = engine.state is EngineState.READY and self._slot.current is not None
         proved = self._proved if serves else None
         if proved is not None and engine.identity is not None and not engine.identity.run_uid:  # a fixed model
-            proved = ProvedPolicy(identity=engine.identity, held=_UNPROVED)
+            proved = (engine.identity, _UNPROVED)
         state, error = self._state, self._error
         if engine.state is EngineState.FAILED and state is UpdateState.SERVING:
             state, error = UpdateState.BROKEN, engine.error  # it failed by itself, between two updates
+        identity, held = proved or (None, _UNPROVED)
         return UpdateStatus(
             state=state,
-            identity=proved.identity if proved is not None else None,
-            digest=proved.held.digest if proved is not None else "",
-            proof=proved.held.proof if proved is not None else "",
+            identity=identity,
+            digest=held.digest,
+            proof=held.proof,
             error=error,
             is_damaged=self._is_damaged,
             pause_s=self._pause_s,
@@ -236,7 +228,7 @@ class PolicyUpdater:
         tokenizer = await asyncio.to_thread(model_files.load_tokenizer, model_dir)
         identity = PolicyIdentity(run_uid="", lineage=0, version=0)
         await self._engine.load(model_dir, None, identity=identity)
-        self._proved = ProvedPolicy(identity=identity, held=_UNPROVED)
+        self._proved = (identity, _UNPROVED)
         self._slot.current = ServedModel(names=self._names, directory=model_dir, tokenizer=tokenizer)
         self._is_fixed = True
         self._set(UpdateState.SERVING)
@@ -255,8 +247,8 @@ class PolicyUpdater:
     async def _attempt(self, desired: DesiredPolicy) -> None:
         began = time.monotonic()
         self._set(UpdateState.FETCHING)
-        fields = {"run": desired.run_uid, "lineage": desired.lineage, "version": desired.version}
-        what = f"policy {desired.version}"
+        fields = {"run": desired.run_uid, "lineage": desired.entry.lineage, "version": desired.entry.version}
+        what = f"policy {desired.entry.version}"
         downloading = progress.work(Activity.DOWNLOAD, what, waits_on="object store", deadline_s=_FETCH_DEADLINE_S)
         try:
             with waits.of_run(desired.run_uid), downloading as work:
@@ -286,12 +278,12 @@ class PolicyUpdater:
         is_same_run = self._served is not None and self._served.run_uid == desired.run_uid
         is_same_model = is_same_run and self._slot.current is not None  # a base whose adapter failed is not announced
         if is_same_model and files == self._held_files and self._engine.status().state is EngineState.READY:
-            work.turn_to(Activity.APPLY, f"policy {desired.version}", waits_on="")
+            work.turn_to(Activity.APPLY, f"policy {desired.entry.version}", waits_on="")
             staged = self._against_held(staged)
             await self._engine.check(staged)
             await self._apply(desired, staged)
         else:
-            work.turn_to(Activity.LOAD, f"policy {desired.version}")
+            work.turn_to(Activity.LOAD, f"policy {desired.entry.version}")
             await self._load(desired, staged)
             self._held_files = files
         self._fetched_bytes, self._full_bytes = self._base_bytes + staged.fetched_bytes, staged.full_bytes
@@ -303,13 +295,14 @@ class PolicyUpdater:
         """Fetch the version into host memory and return it; raise CorruptObjectError if it is not the announced one."""
         if self._stager is None:
             raise _no_store()
-        staged = await asyncio.to_thread(self._stager.stage, desired.manifest_key, desired.manifest_sha256)
+        entry = desired.entry
+        staged = await asyncio.to_thread(self._stager.stage, entry.manifest_key, entry.manifest_sha256)
         manifest = staged.manifest
         found = PolicyIdentity(run_uid=manifest.run_uid, lineage=manifest.lineage, version=manifest.version)
-        if found != desired.identity or (desired.digest and manifest.digest != desired.digest):
+        if found != desired.identity or (entry.digest and manifest.digest != entry.digest):
             raise CorruptObjectError(
-                f"manifest {desired.manifest_key} is of policy {found} with digest {manifest.digest}; announced was "
-                f"{desired.identity} with digest {desired.digest}",
+                f"manifest {entry.manifest_key} is of policy {found} with digest {manifest.digest}; announced was "
+                f"{desired.identity} with digest {entry.digest}",
                 reason="POLICY_MANIFEST_MISMATCH",
                 remedy="publish the policy again",
             )
@@ -409,7 +402,7 @@ class PolicyUpdater:
         except Exception as error:  # whatever it was, the engine is unproved; raised again
             await self._engine.fail(f"the update to {identity} is not proved: {_describe(error)}")
             raise
-        self._proved = ProvedPolicy(identity=identity, held=held)
+        self._proved = (identity, held)
 
     def _forget(self) -> None:
         if self._stager is not None:

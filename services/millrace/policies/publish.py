@@ -45,6 +45,10 @@ class PublishedPolicy:
     manifest: PolicyManifest
     size_bytes: int
     already_existed: bool
+    changed_fraction: float = 1.0
+    """Share of the elements that differ from the version before; 1 where nobody compared them."""
+    damage: str = ""
+    """Why a version was published anew; empty for all others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,6 @@ import queue
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from millrace.errors import CapacityError, FencedError, InternalError, MillraceError, UnavailableError
@@ -89,23 +88,9 @@ _LATER_STEPS_WITHIN_S = 300.0
 _SLOWEST_STEP_FACTOR = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Status:
-    """What the heartbeat says; replaced as a whole, so that a reader in another thread never sees half of a change."""
-
-    run_uid: str = ""
-    epoch: int = 0
-    step: int = 0
-    is_finished: bool = False
-    error_reason: str = ""
-    error_message: str = ""
-    error_remedy: str = ""
-    device_turn: int = 0
-
-    @property
-    def is_over(self) -> bool:
-        """Return whether the run needs no more work from this trainer."""
-        return self.is_finished or bool(self.error_reason)
+def is_over(status: TrainerStatus) -> bool:
+    """Return whether the status says that the run needs no more work from this trainer."""
+    return status.is_finished or bool(status.error_reason)
 
 
 class PeerFailure(Protocol):
@@ -160,7 +145,8 @@ class TrainerWorker:
         self._board = board
         self._clock = clock
         self.stopping = threading.Event()
-        self._status = Status()
+        self._status = TrainerStatus()
+        """What the heartbeat says; replaced as a whole, so that a reader in another thread sees no half of a change."""
         self._changing = threading.Lock()
         self._assigned = ""
         self._assigned_at = clock()
@@ -184,25 +170,15 @@ class TrainerWorker:
     def is_working(self) -> bool:
         """Return whether the trainer works on a run that needs it."""
         status = self._status
-        return bool(status.run_uid) and not status.is_over
+        return bool(status.run_uid) and not is_over(status)
 
     # The agent's ends.
 
     def report(self) -> HeartbeatRequest:
         """Make the next heartbeat."""
-        status = self._status
         return HeartbeatRequest(
             is_leaving=self.stopping.is_set(),
-            trainer=TrainerStatus(
-                run_uid=status.run_uid,
-                epoch=status.epoch,
-                step=status.step,
-                is_finished=status.is_finished,
-                error_reason=status.error_reason,
-                error_message=status.error_message,
-                error_remedy=status.error_remedy,
-                device_turn=status.device_turn,
-            ),
+            trainer=self._status,
         )
 
     def hear(self, response: HeartbeatResponse) -> None:
@@ -293,12 +269,16 @@ class TrainerWorker:
     def _change(self, **changes: Any) -> None:
         """Replace parts of the status: the main thread does, and the one that hears of peers."""
         with self._changing:
-            self._status = replace(self._status, **changes)
+            status = TrainerStatus()
+            status.CopyFrom(self._status)
+            for name, value in changes.items():
+                setattr(status, name, value)
+            self._status = status
 
     def _begin_status(self, run_uid: str = "") -> None:
         """Begin a status with only the run that is worked on."""
         with self._changing:
-            self._status = Status(run_uid=run_uid)
+            self._status = TrainerStatus(run_uid=run_uid)
 
     # The main thread.
 
@@ -324,7 +304,7 @@ class TrainerWorker:
         assigned = self._assigned
         if self._status.run_uid and self._status.run_uid != assigned:
             self._begin_status()  # the orchestrator took note of how the run ended, or gave it to another trainer
-        if assigned and assigned not in self._unwanted and not self._status.is_over:
+        if assigned and assigned not in self._unwanted and not is_over(self._status):
             self._idle.over()
             return f"work {assigned}"
         reason = f"note to be taken of the end of run {assigned}" if assigned else "a run to be assigned (it is idle)"

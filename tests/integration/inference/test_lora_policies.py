@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -60,11 +59,11 @@ async def test_an_adapter_is_loaded_replaced_and_unloaded(run: Run, replica: Rep
     for desired in (run.base_desired, run.adapter(1), run.adapter(2), run.base_desired):
         assert await replica.update(desired) is UpdateState.SERVING, replica.updater.status().error
         status = replica.updater.status()
-        assert (status.digest, status.proof) == (desired.digest, "readback+probe")
+        assert (status.digest, status.proof) == (desired.entry.digest, "readback+probe")
         for version, twin in run.twins.items():
             gap = await replica.logprob_gap(twin)
-            assert (gap < 1e-5) == (version == desired.version), (desired.version, version, gap)
-        if desired.version:
+            assert (gap < 1e-5) == (version == desired.entry.version), (desired.entry.version, version, gap)
+        if desired.entry.version:
             assert status.fetched_bytes < status.full_bytes / 4
 
 
@@ -109,10 +108,11 @@ async def test_an_adapter_that_does_not_fit_leaves_the_old_one(run: Run, replica
 
 async def test_an_adapter_on_another_base_is_refused(run: Run, replica: Replica, local_store: LocalStore) -> None:
     desired = run.adapter(1)
-    manifest = json.loads(local_store.get(desired.manifest_key))
+    manifest = json.loads(local_store.get(desired.entry.manifest_key))
     manifest["adapter"]["base_digest"] = "ab" * 32
-    local_store.put(desired.manifest_key, json.dumps(manifest).encode())
-    assert await replica.update(replace(desired, manifest_sha256=b"")) is UpdateState.UPDATE_FAILED
+    local_store.put(desired.entry.manifest_key, json.dumps(manifest).encode())
+    desired.entry.ClearField("manifest_sha256")
+    assert await replica.update(desired) is UpdateState.UPDATE_FAILED
     assert "the adapter is on a base of digest abab" in replica.updater.status().error
 
 

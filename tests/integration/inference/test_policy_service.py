@@ -22,6 +22,7 @@ from millrace.inference.service import SERVICE_NAME, PolicyServicer
 from millrace.inference.updater import DesiredPolicy, PolicyUpdater
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.internal.v1 import policy_service_pb2_grpc
+from millrace.internal.v1.policy_pb2 import PolicyEntry
 from millrace.policies.host_copy import HostCopy
 from millrace.rpc.channel import call, open_channel
 from millrace.rpc.serve import Shutdown, serve
@@ -381,6 +382,6 @@ async def test_a_replica_does_not_fall_asleep_over_an_update(client, local_store
 async def test_a_version_that_is_desired_is_work_to_do_before_anybody_has_begun(client, local_store):
     updater = PolicyUpdater(client.engine, ModelSlot(), local_store, HostCopy(local_store))
     assert updater.is_idle
-    policy = DesiredPolicy(run_uid="r", lineage=0, version=1, manifest_key="k", manifest_sha256=b"", digest="")
+    policy = DesiredPolicy(run_uid="r", entry=PolicyEntry(version=1, manifest_key="k"))
     updater.desire(policy, mode=InflightMode.KEEP, epoch=1)
     assert not updater.is_idle, "though its state says nothing of it yet"

@@ -170,9 +170,9 @@ class Trainer:
         for each in done:
             if isinstance(each, Exception):
                 raise each
-        assert [committed.published is None for committed in done] == [rank > 0 for rank in range(self.world_size)]
+        assert [published is None for published in done] == [rank > 0 for rank in range(self.world_size)]
         self.history[version] = {name: array.tobytes() for name, array in self.weights.items()}
-        return done[0].published.manifest
+        return done[0].manifest
 
     def publish_to(self, last: int) -> "Trainer":
         for version in range(len(self.history), last + 1):

@@ -192,7 +192,7 @@ def test_ranks_publish_a_damaged_version_anew_together(store: LocalStore, world_
     store.put(damaged[-1], b"x")  # only what another rank than the one that looks has uploaded
     first, *others = republish(expected=digest if is_known else "")
     assert others == [None] * (world_size - 1), "rank 0 tells of it"
-    assert damaged[-1] in first.damage and first.published.manifest_key.endswith("manifest.r1.json")
+    assert damaged[-1] in first.damage and first.manifest_key.endswith("manifest.r1.json")
     again = trainer.manifest(2)
     assert (again.digest, again.anchor) == (digest, 2) and len(again.full.objects) == world_size
     trainer.require(HostCopy(store), 2)

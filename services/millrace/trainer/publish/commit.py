@@ -15,7 +15,7 @@ steps that they share, then what one rank does by itself.
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -72,22 +72,6 @@ class VersionInput:
     adapter: AdapterEntry | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommittedVersion:
-    """What became of a version. `published` is None at ranks other than 0."""
-
-    published: PublishedPolicy | None
-    changed_fraction: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RepublishedVersion:
-    """A version that was published anew, and what was the matter with it."""
-
-    published: PublishedPolicy
-    damage: str
-
-
 class Committer:
     """Commits the versions of one lineage, in order. Each call is collective in a gang, and one thread's at a time."""
 
@@ -122,8 +106,8 @@ class Committer:
         """Return whether the next version will be compared with exactly these parts."""
         return self._share.holds(parts)
 
-    def commit(self, version: VersionInput) -> CommittedVersion:
-        """Commit a version, or prove that the committed one has equal weights.
+    def commit(self, version: VersionInput) -> PublishedPolicy | None:
+        """Commit a version, or prove that the committed one has equal weights; return it, None at ranks other than 0.
 
         If it has others: ConflictError naming both. Unless strict that can only be of a trainer that had the run before
         and woke up: UnavailableError then, and the next try begins a lineage after it (`publish_plan`).
@@ -149,9 +133,7 @@ class Committer:
             with deaths:
                 return self._adopt(VersionInput(version=version, parts=parts, probe=None))
 
-    def republish(
-        self, version: VersionInput, *, lineage: int, digest: str, sha256: bytes
-    ) -> RepublishedVersion | None:
+    def republish(self, version: VersionInput, *, lineage: int, digest: str, sha256: bytes) -> PublishedPolicy | None:
         """Publish a committed version anew and in full, under the next successor of its manifest, if it is damaged.
 
         None at ranks other than 0, and if every byte is as it was written. InvalidStateError if these weights are not
@@ -163,7 +145,7 @@ class Committer:
             with deaths:
                 return self._republish(version, lineage=lineage, digest=digest, sha256=sha256)
 
-    def _commit(self, version: VersionInput) -> CommittedVersion:
+    def _commit(self, version: VersionInput) -> PublishedPolicy | None:
         key, committed = self._find(version.version)
         if committed is None:
             return self.publish(version, key)
@@ -171,9 +153,9 @@ class Committer:
         with agreed(self._gang):  # rank 0 raises the conflict for all
             published = existing_policy(self._store, key, whole_digest(entries)) if self._gang.is_leader else None
         self._advance(version, committed, digests)
-        return CommittedVersion(published=published, changed_fraction=1.0)
+        return published
 
-    def publish(self, version: VersionInput, key: str) -> CommittedVersion:
+    def publish(self, version: VersionInput, key: str) -> PublishedPolicy | None:
         """Upload a version and commit it under `key`."""
         digests, entries, deltas = self._encode(version)
         previous = version.version - 1
@@ -192,7 +174,7 @@ class Committer:
         )
         published = self._write_manifest(manifest)
         self._advance(version, _Committed(digest=manifest.digest, anchor=anchor), digests)
-        return CommittedVersion(published=published, changed_fraction=changed)
+        return published and replace(published, changed_fraction=changed)
 
     def _adopt(self, version: VersionInput) -> None:
         _, committed = self._find(version.version)
@@ -202,9 +184,7 @@ class Committer:
             return
         self._advance(version, committed, digests)
 
-    def _republish(
-        self, version: VersionInput, *, lineage: int, digest: str, sha256: bytes
-    ) -> RepublishedVersion | None:
+    def _republish(self, version: VersionInput, *, lineage: int, digest: str, sha256: bytes) -> PublishedPolicy | None:
         first_key = self._names.policy_manifest(lineage, version.version)
         found = self._gang.from_leader(lambda: find_damage(self._store, first_key, digest=digest, sha256=sha256))
         if found is None:
@@ -223,7 +203,7 @@ class Committer:
         published = self._write_manifest(manifest)
         if lineage == self._lineage:
             self._anchor = version.version
-        return RepublishedVersion(published=published, damage=damage) if published is not None else None
+        return published and replace(published, damage=damage)
 
     def _lost(self, name: str, *, digest: str, held: str) -> InvalidStateError:
         """Return the error of a damaged version, such as `0-7`, of which nobody has the weights any more."""

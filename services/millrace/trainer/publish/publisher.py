@@ -30,7 +30,7 @@ from millrace.trainer.gang.agreement import agreed
 from millrace.trainer.learning.learner import Learner, digest_of
 from millrace.trainer.model.pretrained import probe
 from millrace.trainer.model.published import Snapshots, policy_tensors, share_bytes
-from millrace.trainer.publish.commit import CommittedVersion, Committer, VersionInput
+from millrace.trainer.publish.commit import Committer, VersionInput
 from millrace.trainer.publish.plan import PublishPlan, PublishTarget, published_anew
 from millrace.v1 import event_pb2
 
@@ -283,7 +283,7 @@ class Publisher(BackgroundWriter):
             made, lineage=entry.lineage, digest=entry.digest, sha256=entry.manifest_sha256
         )
         if republished is not None and self._log_client is not None:
-            name, uri = f"{entry.lineage}-{entry.version}", self._store.uri(republished.published.manifest_key)
+            name, uri = f"{entry.lineage}-{entry.version}", self._store.uri(republished.manifest_key)
             self._log_client.write_event(published_anew(name, damage=republished.damage, uri=uri))
 
     def raise_failure(self) -> None:
@@ -325,18 +325,16 @@ class Publisher(BackgroundWriter):
             self._snapshots.give_back(parts)
 
     def _commit(self, made: VersionInput, *, began: float, step: int | None) -> None:
-        committed = self._committer.commit(made)
-        if committed.published is not None and self._log_client is not None:
+        published = self._committer.commit(made)
+        if published is not None and self._log_client is not None:
             faults.reach(Point.TRAINER_AFTER_MANIFEST, version=made.version)
             if self._work.is_abandoned.is_set():
                 return
-            self._announce(self._log_client, committed, committed.published, time.monotonic() - began)
+            self._announce(self._log_client, published, time.monotonic() - began)
         if step is not None:
             faults.reach(Point.TRAINER_AFTER_PUBLISH, step=step)
 
-    def _announce(
-        self, log_client: PolicyLog, committed: CommittedVersion, published: PublishedPolicy, seconds: float
-    ) -> None:
+    def _announce(self, log_client: PolicyLog, published: PublishedPolicy, seconds: float) -> None:
         manifest = published.manifest
         entry = policy_pb2.PolicyEntry(
             lineage=manifest.lineage,
@@ -359,7 +357,7 @@ class Publisher(BackgroundWriter):
             uri=self._store.uri(published.manifest_key),
             full_bytes=manifest.full_bytes,
             codec=manifest.codecs,
-            changed_fraction=committed.changed_fraction,
+            changed_fraction=published.changed_fraction,
             digest=manifest.digest,
             manifest_sha256=published.manifest_sha256.hex(),
         )
@@ -372,7 +370,7 @@ class Publisher(BackgroundWriter):
                 "codec": manifest.codecs,
                 "bytes": published.size_bytes,
                 "full_bytes": manifest.full_bytes,
-                "changed": round(committed.changed_fraction, 4),
+                "changed": round(published.changed_fraction, 4),
                 "seconds": round(seconds, 3),
             },
         )

@@ -8,6 +8,7 @@ import torch
 
 from millrace.inference.embedded import loader
 from millrace.inference.updater import DesiredPolicy
+from millrace.internal.v1.policy_pb2 import PolicyEntry
 from millrace.models.files import ADAPTER_CONFIG
 from millrace.policies.manifest import AdapterEntry, PolicyPlace, Probe
 from millrace.policies.peft.config import AdapterSpec
@@ -52,10 +53,10 @@ class Run:
         return self._publish(version, named, twin, is_adapter=True)[1]
 
     def _publish(self, version: int, tensors: dict[str, torch.Tensor], twin: torch.nn.Module, *, is_adapter=False):
-        entry = None
+        adapter = None
         if is_adapter:
             manifest = self.base_manifest
-            entry = AdapterEntry(
+            adapter = AdapterEntry(
                 rank=self.spec.rank,
                 alpha=self.spec.alpha,
                 target_modules=self.spec.target_modules,
@@ -72,19 +73,18 @@ class Run:
                 tensors=[(name, loader.as_tensor_bytes(tensor)) for name, tensor in tensors.items()],
                 files=self.files,
                 probe=Probe(token_ids=tokens, logprobs=tuple(prompt_logprobs(twin, tokens))),
-                adapter=entry,
+                adapter=adapter,
             ),
             epoch=1,
         )
-        desired = DesiredPolicy(
-            run_uid="run1",
+        entry = PolicyEntry(
             lineage=0,
             version=version,
             manifest_key=published.manifest_key,
             manifest_sha256=published.manifest_sha256,
             digest=published.manifest.digest,
         )
-        return published.manifest, desired
+        return published.manifest, DesiredPolicy(run_uid="run1", entry=entry)
 
 
 def half(tensors: dict[str, torch.Tensor]) -> None:
