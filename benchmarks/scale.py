@@ -15,6 +15,7 @@ import importlib
 from report import end_like_interrupt, machine
 
 SUBCOMMANDS = {
+    "runs": ("scale_redis", "runs that have ended: start, idle, Redis, and the way back after a FLUSHALL"),
     "workers": ("scale_workers", "workers that one orchestrator holds: heartbeats, dispatch, an order to update"),
 }
 """By name, the module and what it measures."""

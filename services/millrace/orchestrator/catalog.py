@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -22,13 +23,15 @@ from millrace.errors import (
     UnavailableError,
 )
 from millrace.rollouts.batch_wire import closes_run
-from millrace.runlog import EventReader, RunLog
+from millrace.runlog import EventReader, RunLog, index
 from millrace.runlog import names as run_name
+from millrace.runlog.event_archive import load_archived_events, readable_event
 from millrace.runlog.index import RunIndex, read_index
 from millrace.runlog.names import Names
-from millrace.runlog.rebuild import open_or_rebuild, open_reopened
-from millrace.runlog.records.revisions import has_ended, is_end
+from millrace.runlog.rebuild import ENDED_S, open_or_rebuild, open_reopened
+from millrace.runlog.records.revisions import has_ended, is_end, load_reopenings
 from millrace.runlog.records.run_record import UNKNOWN, RunRecord
+from millrace.runlog.records.sealed import is_sealed
 from millrace.runlog.recover import load_history
 from millrace.runlog.run_status import TERMINAL, RunStatus, state_name
 from millrace.storage import ObjectStore
@@ -36,6 +39,11 @@ from millrace.telemetry.logging import masked
 from millrace.v1 import event_pb2, run_pb2
 
 logger = logging.getLogger(__name__)
+
+MAX_ENDED = 2000
+"""Views of ended runs that stay in memory."""
+COMPARE_S = 60.0
+"""How often the list of open runs is compared with the store: a Redis that restarted may have lost its newest ones."""
 
 
 # What a run looks like from outside: its record in the store, folded with the events of its log.
@@ -97,7 +105,7 @@ class RunView:
 
 
 class RunCatalog:
-    """Views by uid. Terminal runs are read once; open ones at every look.
+    """Views by uid of the runs that may not have ended, read at every look, and of others that were asked for.
 
     Whatever is wrong with one run stays with it: it is shown as DAMAGED, and read again at every look.
     """
@@ -113,35 +121,62 @@ class RunCatalog:
         self._drive_damage: dict[str, MillraceError] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._turn = 0
+        self._compare_at = 0.0
 
     @property
     def views(self) -> list[RunView]:
-        """Return every run as it was last seen."""
+        """Return every open run, and the ended ones that were asked for, as they were last seen."""
         return list(self._views.values())
 
     async def refresh(self) -> list[RunView]:
-        """Read the new events of every run's log and return all runs, oldest first.
+        """Read the new events of every run that may not have ended, and return these runs, oldest first.
 
-        A run that cannot be read is DAMAGED. While Redis or the store does not answer for a run, its view stays
-        as it is; what fails to answer for the list of runs is raised. At each call one of the failed runs is
-        checked in the store for a reopening by another replica.
+        A run that ended since the last call is among them once more. A run that cannot be read is DAMAGED. While
+        Redis or the store does not answer for a run, its view stays as it is; what fails to answer for the list of
+        runs is raised. At each call one of the failed runs is checked in the store for a reopening.
         """
-        failed = [uid for uid, view in self._views.items() if view.has_failed]
+        is_compared = time.monotonic() >= self._compare_at
+        runs = await index.read_open(self._redis, self._store, self._prefix, is_compared=is_compared)
+        if is_compared:
+            self._compare_at = time.monotonic() + COMPARE_S
+        runs |= {uid: view.record.name for uid, view in self._views.items() if view.record.uid and not view.is_terminal}
+        failed = [uid for uid in runs if uid in self._views and self._views[uid].has_failed]
         self._turn += 1
         # One at a time: each look costs requests to the store, and there may be hundreds of failed runs.
         looked_at = failed[self._turn % len(failed)] if failed else ""
-        index = await read_index(self._redis, self._store, self._prefix)
-        self._note_names(index)
-        for name, uid in index.runs.items():
-            try:
-                await self.look_at(uid, name, is_looked_at=uid == looked_at)
-            except MillraceError as error:  # Redis or the store is away: what was seen last stays
-                if self._unread.get(uid) != error.reason:
-                    self._unread[uid] = error.reason
-                    logger.warning("run cannot be read now", extra={"uid": uid, "error": str(error)})
-            else:
-                self._unread.pop(uid, None)
-        return sorted(self._views.values(), key=lambda view: view.record.uid)
+        found: list[RunView] = []
+        for uid, name in runs.items():
+            if (view := await self._try_to_look_at(uid, name, is_looked_at=uid == looked_at)) is not None:
+                found.append(view)
+        return sorted(found, key=lambda view: view.record.uid)
+
+    async def list_names(self) -> list[tuple[str, str]]:
+        """Return uid and name of every run, the newest first.
+
+        A run whose entry in the index is damaged has a placeholder for its uid, and comes last.
+        """
+        found = await read_index(self._redis, self._store, self._prefix)
+        self._note_names(found)
+        runs = sorted(((uid, name) for name, uid in found.runs.items()), reverse=True)
+        return [*runs, *((_key_of(name), name) for name in found.damaged)]
+
+    async def read_listed(self, runs: Iterable[tuple[str, str]]) -> list[RunView]:
+        """Return the views of listed runs (`list_names`), in the same order; a run that has ended is read once.
+
+        Left out is a run for which Redis or the store does not answer, unless it was seen before.
+        """
+        views: list[RunView] = []
+        for uid, name in runs:
+            view = self._views.get(uid)
+            if view is None or (view.record.uid and not view.is_terminal):
+                view = await self._try_to_look_at(uid, name, is_looked_at=True) or view
+            if view is not None:
+                views.append(view)
+        ended = [uid for uid, view in self._views.items() if view.is_terminal]
+        for uid in ended[: max(0, len(ended) - MAX_ENDED)]:
+            del self._views[uid]
+            self._locks.pop(uid, None)
+        return views
 
     async def find(self, name: str) -> RunView:
         """Read the run called `runs/{name}`, `{name}` or with that uid as it is now, and return its view.
@@ -149,12 +184,30 @@ class RunCatalog:
         Raise NotFoundError, with a suggestion, if there is none.
         """
         wanted = name.removeprefix("runs/")
-        index = await read_index(self._redis, self._store, self._prefix)
-        self._note_names(index)
-        if wanted in index.damaged:
+        if wanted in self._views and self._views[wanted].record.uid:
+            return await self.look_at(wanted, self._views[wanted].record.name, is_looked_at=True)
+        with contextlib.suppress(CorruptObjectError):  # the list says which run it is, or shows it as damaged
+            if (named := await index.find_uid(self._redis, self._store, self._prefix, wanted)) is not None:
+                return await self.look_at(named[1], named[0], is_looked_at=True)
+        listed = await read_index(self._redis, self._store, self._prefix)
+        self._note_names(listed)
+        if wanted in listed.damaged:
             return self._views[_key_of(wanted)]
-        found = run_name.resolve(wanted, index.runs, is_exact=True)
-        return await self.look_at(index.runs[found], found, is_looked_at=True)
+        found = run_name.resolve(wanted, listed.runs, is_exact=True)
+        return await self.look_at(listed.runs[found], found, is_looked_at=True)
+
+    async def retire(self, run_log: RunLog) -> bool:
+        """Have the log of a sealed run expire from Redis, and look at the run only when somebody asks for it.
+
+        Return False, and do nothing, if its end is not sealed.
+        """
+        names = run_log.names
+        number = len(await asyncio.to_thread(load_reopenings, self._store, names))
+        if await asyncio.to_thread(self._store.head, names.seal(number)) is None:
+            return False
+        await run_log.expire(ENDED_S)
+        await index.note_ended(self._redis, self._store, self._prefix, uid=names.uid, number=number)
+        return True
 
     def known(self, name: str) -> RunView | None:
         """Return a run from memory as it was last seen, by name, uid, unique prefix, or `-` for the newest.
@@ -172,8 +225,12 @@ class RunCatalog:
         return await open_or_rebuild(self._redis, self._store, prefix=self._prefix, uid=uid, owner=self._owner)
 
     async def open_reopened(self, uid: str) -> RunLog:
-        """Open the log of a reopened run without the superseded closing header."""
-        return await open_reopened(self._redis, self._store, prefix=self._prefix, uid=uid, owner=self._owner)
+        """Open the log of a reopened run without the superseded closing header, and have every replica look at it."""
+        run_log = await open_reopened(self._redis, self._store, prefix=self._prefix, uid=uid, owner=self._owner)
+        number = len(await asyncio.to_thread(load_reopenings, self._store, run_log.names))
+        name = self._views[uid].record.name
+        await index.list_open(self._redis, self._prefix, uid=uid, name=name, number=number)
+        return run_log
 
     async def is_end(self, uid: str, state: run_pb2.RunState) -> bool:
         """Return whether the headers confirm an event of this terminal state, before or after a reopening."""
@@ -211,6 +268,18 @@ class RunCatalog:
         view.damage = damage
         return view
 
+    async def _try_to_look_at(self, uid: str, name: str, *, is_looked_at: bool) -> RunView | None:
+        """Return the view as `look_at` does; while Redis or the store is away the last one, if there is any."""
+        try:
+            view = await self.look_at(uid, name, is_looked_at=is_looked_at)
+        except MillraceError as error:
+            if self._unread.get(uid) != error.reason:
+                self._unread[uid] = error.reason
+                logger.warning("run cannot be read now", extra={"uid": uid, "error": str(error)})
+            return self._views.get(uid)
+        self._unread.pop(uid, None)
+        return view
+
     async def look_at(self, uid: str, name: str, *, is_looked_at: bool) -> RunView:
         """Read the run as it is now, DAMAGED if it cannot be read; raise while Redis or the store is away.
 
@@ -242,10 +311,29 @@ class RunCatalog:
                 await self._look_for_reopening(view)
             if view.is_terminal:
                 return view
+            if not view.log_instance and await self._fold_archive(view):
+                return view
             try:
                 return await self._fold(view)
             except LogGoneError:  # between two commands: the next one opens the new copy
                 return await self._fold(view)
+
+    async def _fold_archive(self, view: RunView) -> bool:
+        """Apply the archived events of a sealed run to its new view, without Redis; return False for any other run."""
+        names = Names(self._prefix, view.record.uid)
+        if not await asyncio.to_thread(is_sealed, self._store, names):
+            return False
+        try:
+            entries = await asyncio.to_thread(load_archived_events, self._store, names)
+        except (CorruptObjectError, NotFoundError):
+            return False  # Redis may have them
+        archived = RunView(view.record)
+        for event in map(readable_event, entries):
+            if event is not None:
+                archived.apply(event)
+        if archived.is_terminal:
+            view.status, view.cursor = archived.status, archived.cursor
+        return view.is_terminal
 
     async def _fold(self, view: RunView) -> RunView:
         """Apply the new events of the run's log to the view and return it.

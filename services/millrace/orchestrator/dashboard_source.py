@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import time
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from millrace.config import EvalRunConfig, RLConfig
 from millrace.config.tree import differences
-from millrace.errors import NotFoundError, UnavailableError
+from millrace.errors import MillraceError, NotFoundError, UnavailableError
 from millrace.orchestrator.catalog import ConfigText, RunCatalog, RunView
 from millrace.orchestrator.chain import boxes
 from millrace.orchestrator.manager import RunManager
@@ -25,10 +26,15 @@ from millrace.v1 import audit_pb2, run_pb2, run_service_pb2
 if TYPE_CHECKING:
     import grpc.aio
 
+logger = logging.getLogger(__name__)
+
 CALL_S = 10.0
 """Deadline of what has to ask Redis or the store."""
 AUDIT_S = 300.0
 """Deadline of an audit, which reads the whole log."""
+MAX_ENDED = 1000
+"""How many of the newest runs a list of the dashboard has, also if they have ended."""
+READ_AGAIN_S = 5.0
 _ASK_AGAIN = "see whether both answer, and ask again: what was done is not done twice"
 _NO_CALL = cast("grpc.aio.ServicerContext", None)  # the methods that are called here do not look at it
 
@@ -47,12 +53,18 @@ class OrchestratorSource:
         self._listings: dict[str, asyncio.Task[run_service_pb2.ListCheckpointsResponse]] = {}
         self._config_texts: dict[str, ConfigText] = {}
         self._secrets = secrets_of(os.environ)
+        self._reading: asyncio.Task[None] | None = None
+        self._read_at = 0.0
 
     def list_runs(self, *, config: str = "") -> list[dict[str, Any]]:
         """Return a summary of every run, or of those whose configs match the words `config`, the newest first.
 
-        Each is as the manager last saw it, which looks twice a second.
+        Open runs are as the manager last saw them, which looks twice a second. Of those that have ended, the newest
+        `MAX_ENDED` are read in the background once a list was asked for; others are shown once they were opened.
         """
+        if self._reading is None or (self._reading.done() and time.monotonic() - self._read_at > READ_AGAIN_S):
+            self._read_at = time.monotonic()
+            self._reading = asyncio.create_task(self._read_ended(), name="ended runs of the dashboard")
         views = sorted(self._catalog.views, key=lambda view: view.record.uid, reverse=True)
         return [self._summary(view) for view in views if not config or self._config_text(view).matches(config)]
 
@@ -61,7 +73,10 @@ class OrchestratorSource:
 
         Raise NotFoundError if the run is unknown.
         """
-        view = self._known(name)
+        view = self._catalog.known(name)
+        if view is None:
+            async with _deadline():
+                view = await self._catalog.find(name)
         model = EvalRunConfig if view.record.kind == EVAL else RLConfig
         config = masked(view.record.config or {}, self._secrets)  # by its own names, which are values in the answer
         keys = [
@@ -78,6 +93,13 @@ class OrchestratorSource:
             "served": dict(status.served),
             "entered": {state_name(state): at for state, at in status.entered.items()},
         }
+
+    async def _read_ended(self) -> None:
+        """Have the newest runs in memory, also those that have ended; an outage is logged, and tried again later."""
+        try:
+            await self._catalog.read_listed((await self._catalog.list_names())[:MAX_ENDED])
+        except MillraceError as error:
+            logger.warning("cannot list runs for the dashboard", extra={"error": str(error)})
 
     def uid_of(self, name: str) -> str:
         """Return the uid of a run that is known."""

@@ -36,38 +36,44 @@ RETRY_S = 30.0
 
 
 class Sealer:
-    """Seals ended runs that have no seal, one after the other."""
+    """Seals ended runs that have no seal, and retires those that have one, one after the other."""
 
     def __init__(self, catalog: RunCatalog, *, owner: str) -> None:
         self._catalog = catalog
         self._owner = owner
-        self._seen: set[tuple[str, int]] = set()
+        self._queued: set[str] = set()
         self._not_before: dict[str, float] = {}
         self._todo: asyncio.Queue[RunView] = asyncio.Queue()
 
     def note(self, view: RunView) -> None:
-        """Queue an ended run to be sealed, once for each of its ends.
+        """Queue an ended run to be sealed and retired, unless it is queued.
 
         A run that could not be sealed is queued again after `RETRY_S`.
         """
-        end = view.record.uid, view.run.end_time.ToNanoseconds()
-        if end not in self._seen and time.monotonic() >= self._not_before.get(view.record.uid, 0.0):
-            self._seen.add(end)
+        uid = view.record.uid
+        if uid not in self._queued and time.monotonic() >= self._not_before.get(uid, 0.0):
+            self._queued.add(uid)
             self._todo.put_nowait(view)
 
     async def run(self) -> None:
-        """Seal the queued runs that are not sealed; one that fails can be queued again. Ends by cancellation."""
+        """Seal the queued runs that are not sealed, and retire them; one that fails can be queued again.
+
+        Ends by cancellation.
+        """
         while True:
             view = await self._todo.get()
             uid = view.record.uid
             state = state_name(view.status.state)
+            self._not_before[uid] = time.monotonic() + RETRY_S
             try:
-                if await seal_late(await self._catalog.open_log(uid), state=state, by=f"{self._owner}, later"):
+                run_log = await self._catalog.open_log(uid)
+                if await seal_late(run_log, state=state, by=f"{self._owner}, later"):
                     logger.info("run sealed that had ended without", extra={"run": view.record.name})
+                if await self._catalog.retire(run_log):
+                    del self._not_before[uid]
             except Exception as error:  # noqa: BLE001 - the edge of a run: whatever is wrong with it, the others go on
                 logger.warning("run not sealed, trying again", extra={"run": view.record.name, "error": str(error)})
-                self._not_before[uid] = time.monotonic() + RETRY_S
-                self._seen.discard((uid, view.run.end_time.ToNanoseconds()))  # a later scan names it again
+            self._queued.discard(uid)
 
 
 logger = logging.getLogger(__name__)
@@ -128,6 +134,7 @@ class RunManager:
         self._gone: dict[str, list[float]] = {}
         self._kept_events: dict[str, RunEvents] = {}
         self._retired: set[str] = set()
+        self._ended: dict[str, RunView] = {}
         self._sealer = Sealer(catalog, owner=owner)
         self.held_up = HeldUp(registry, owner=owner)
         """Which runs get nowhere because something refuses."""
@@ -204,6 +211,11 @@ class RunManager:
             logger.warning("cannot list runs, trying again", extra={"error": str(error)})
             return []
         found: list[tuple[RunView, DesiredState]] = []
+        for view in [view for view in self._ended.values() if not view.is_terminal or not _ended_lately(view)]:
+            del self._ended[view.record.uid]
+            if view.is_terminal:
+                run_meters.forget(view.record.name)
+                self._retired.discard(view.record.uid)
         for view in views:
             uid = view.record.uid
             if view.is_terminal:
@@ -428,12 +440,11 @@ class RunManager:
     def _note_ended(self, view: RunView) -> None:
         """Have workers release a run that ended within `RETIRED_S`, and queue it for its seal.
 
-        Its metrics are removed if it ended earlier. It is not queued while its drive still runs.
+        Its metrics are removed when it has ended that long ago. It is not queued while its drive still runs.
         """
-        if time.time() - view.run.end_time.ToNanoseconds() / 1e9 < RETIRED_S:
+        self._ended[view.record.uid] = view
+        if _ended_lately(view):
             self._retire_once(view, has_ended=True)
-        else:
-            run_meters.forget(view.record.name)
         self._desired.forget(view.record.uid)
         self._end_pause(view.record.uid)
         if view.record.uid not in self._claims:  # else the drive that ended it is about to seal it
@@ -449,6 +460,11 @@ class RunManager:
         if view.record.uid not in self._retired and view.record.uid not in self._claims:
             self._retired.add(view.record.uid)
             self._registry.retire(view.record.uid, has_ended=has_ended)
+
+
+def _ended_lately(view: RunView) -> bool:
+    end_time = view.status.end_time
+    return end_time is not None and time.time() - end_time.ToNanoseconds() / 1e9 < RETIRED_S
 
 
 def _is_gone(causes: Iterable[BaseException]) -> bool:

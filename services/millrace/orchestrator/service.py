@@ -4,7 +4,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -25,7 +25,7 @@ from millrace.errors import (
     Violation,
 )
 from millrace.orchestrator import new_run
-from millrace.orchestrator.beside import LogPlace, Readers, next_token, page
+from millrace.orchestrator.beside import PAGE_DEFAULT, LogPlace, Readers, next_token, page
 from millrace.orchestrator.catalog import RunCatalog, RunView
 from millrace.orchestrator.drive.assembly import env_specs, require_tasks, trained_envs
 from millrace.orchestrator.intents import IntentCalls
@@ -40,7 +40,7 @@ from millrace.runlog.fork import copy_fork, plan_fork
 from millrace.runlog.index import create_run, find_request
 from millrace.runlog.names import Names, check_request_id, new_uid
 from millrace.runlog.records.run_record import EVAL, RunRecord
-from millrace.runlog.run_status import is_terminal
+from millrace.runlog.run_status import TERMINAL, is_terminal
 from millrace.storage.base import newest_revision, require_checksum
 from millrace.telemetry import waits
 from millrace.v1 import checkpoint_pb2, event_pb2, run_pb2, run_service_pb2, run_service_pb2_grpc
@@ -169,10 +169,31 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     ) -> run_service_pb2.ListRunsResponse:
         """Return a page of runs, newest first, of all or of those in the request's states."""
         size, start = page(request.page_size, request.page_token)
-        views = reversed(await self._catalog.refresh())
-        runs = [view.run for view in views if not request.states or view.run.state in request.states]
-        shown = _of_bounded_size(runs[start : start + size])
-        return run_service_pb2.ListRunsResponse(runs=shown, next_page_token=next_token(start + len(shown), len(runs)))
+        if request.states:
+            runs = await self._in_states(request.states, at_least=start + size + 1)
+            shown = _of_bounded_size(runs[start : start + size])
+            return run_service_pb2.ListRunsResponse(
+                runs=shown, next_page_token=next_token(start + len(shown), len(runs))
+            )
+        listed = await self._catalog.list_names()
+        views = await self._catalog.read_listed(listed[start : start + size])
+        shown = _of_bounded_size([view.run for view in views])
+        return run_service_pb2.ListRunsResponse(runs=shown, next_page_token=next_token(start + len(shown), len(listed)))
+
+    async def _in_states(self, states: Collection[run_pb2.RunState], *, at_least: int) -> list[run_pb2.Run]:
+        """Return the newest `at_least` runs in these states, or all if there are fewer.
+
+        Runs that have ended are read only where the states may be theirs.
+        """
+        if not TERMINAL.union([run_pb2.RUN_STATE_DAMAGED]).intersection(states):
+            return [view.run for view in reversed(await self._catalog.refresh()) if view.run.state in states]
+        listed, runs = await self._catalog.list_names(), []
+        for first in range(0, len(listed), PAGE_DEFAULT):
+            views = await self._catalog.read_listed(listed[first : first + PAGE_DEFAULT])
+            runs += [view.run for view in views if view.run.state in states]
+            if len(runs) >= at_least:
+                break
+        return runs
 
     async def CancelRun(
         self, request: run_service_pb2.CancelRunRequest, context: grpc.aio.ServicerContext

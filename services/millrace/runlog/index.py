@@ -1,22 +1,25 @@
-"""Which runs exist. The store is the truth, the Redis hash `{prefix}:runs` (name → uid) the fast copy.
+"""Which runs exist, and which of them may not have ended. The store is the truth, two Redis hashes are the fast copy:
+`{prefix}:runs` (name → uid) of all, `{prefix}:open` (mark → name) of those that may not have ended.
 
 Creating a run writes, in this order, all create-only and each by a rule that lets a repetition finish it:
 
 1. `runs/{uid}/run.json`            under a fresh uid: nobody sees it yet
 2. `requests/{request_id}` → uid    decides which of several equal requests creates the run; a loser takes over its uid
 3. meta in Redis                    the log can be opened (before it, a fork copies what it begins with)
-4. `names/{name}` → uid             **the commit**: the run exists and its name is taken
-5. `{prefix}:runs` name → uid       listed; a pending mark `?uid` written before step 4 finds it after a crash
+4. `open/{uid}.0`                   its mark, until it has ended and is sealed; reopening a run writes the next one
+5. `names/{name}` → uid             **the commit**: the run exists and its name is taken
+6. `{prefix}:runs` name → uid       listed; a pending mark `?uid` written before step 5 finds it after a crash
 
 A name whose object cannot be read, when the hash is built again, is marked there (`!name`) and looked at each time.
 
-What a crash before step 4 leaves is invisible, and the same request id completes it.
+What a crash before step 5 leaves is invisible, and the same request id completes it.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import redis.asyncio as redis_asyncio
@@ -35,6 +38,8 @@ logger = logging.getLogger(__name__)
 _MAX_UID_BYTES = 1 << 10
 _PENDING = "?"  # no run name begins with it
 _DAMAGED = "!"  # nor with this
+_OPEN = "the index of open runs"
+_PAGE = 500  # runs in one command
 _COMPLETE = "*"  # field that says: this hash was built from the store, so a missing name is a missing run
 
 
@@ -81,6 +86,7 @@ async def create_run(
             return uid
     await asyncio.to_thread(prepare, uid, run_json)
     await RunLog.create(redis, store, prefix, uid, run_json)
+    await asyncio.to_thread(store.create, deployment.open_object(uid), name.encode())
     # By this mark the run is found if a crash after the commit leaves it unlisted.
     await _hash(redis, deployment, "HSET", _PENDING + uid, name)
     # The commit: from here on the run exists, or another one has the name.
@@ -88,8 +94,10 @@ async def create_run(
     if winner != uid:
         await connection.call(redis, f"dropping run {uid}", lambda: redis.delete(*Names(prefix, uid).all_keys))
         await _hash(redis, deployment, "HDEL", _PENDING + uid)
+        await asyncio.to_thread(store.delete, deployment.open_object(uid))
         raise _name_taken(name, winner)
-    await _promote(redis, deployment, name, uid)
+    await _promote(redis, deployment, {name: uid})
+    await list_open(redis, prefix, uid=uid, name=name, number=0)
     return uid
 
 
@@ -110,8 +118,7 @@ async def read_index(redis: redis_asyncio.Redis, store: ObjectStore, prefix: str
     index = RunIndex()
     if runs.pop(_COMPLETE, None) is None:
         stored = await asyncio.to_thread(read_names, store, deployment)
-        for name, uid in stored.runs.items():
-            await _promote(redis, deployment, name, uid)
+        await _promote(redis, deployment, stored.runs)
         for name in stored.damaged:
             await _hash(redis, deployment, "HSET", _DAMAGED + name, name)
         await _hash(redis, deployment, "HSET", _COMPLETE, "1")
@@ -125,12 +132,111 @@ async def read_index(redis: redis_asyncio.Redis, store: ObjectStore, prefix: str
             index.damaged[name] = error
             continue
         if held is not None and (held == uid or mark.startswith(_DAMAGED)):
-            await _promote(redis, deployment, name, held)
+            await _promote(redis, deployment, {name: held})
             runs[name] = held
     index.runs.update(runs)
     for name in index.runs:  # what Redis knows needs no object
         index.damaged.pop(name, None)
     return index
+
+
+async def find_uid(redis: redis_asyncio.Redis, store: ObjectStore, prefix: str, wanted: str) -> tuple[str, str] | None:
+    """Return name and uid of the run that has this name or this uid; None if there is none.
+
+    It takes as long however many runs there are. CorruptObjectError if what the store has of it cannot be read.
+    """
+    deployment = Deployment(prefix)
+
+    def of_uid() -> tuple[str, str] | None:
+        try:
+            key = Names(prefix, wanted).run_json
+            name = _name_in(store.get(key, max_bytes=MAX_JSON_BYTES), key)
+        except (NotFoundError, InvalidSpecError):
+            return None
+        return (name, wanted) if read_uid(store, deployment.name_object(name)) == wanted else None
+
+    try:
+        key = deployment.name_object(wanted)
+    except InvalidSpecError:
+        return await asyncio.to_thread(of_uid)
+    held = as_text(await _hash(redis, deployment, "HGET", wanted))
+    uid = held if held and _is_ours(wanted, held) else await asyncio.to_thread(read_uid, store, key)
+    return (wanted, uid) if uid else await asyncio.to_thread(of_uid)
+
+
+# Which runs may not have ended: one mark for each, and a further one for each reopening.
+
+
+async def list_open(redis: redis_asyncio.Redis, prefix: str, *, uid: str, name: str, number: int) -> None:
+    """List a run as one that may not have ended, since it was reopened `number` times; its mark is in the store."""
+    await _in_hash(redis, Deployment(prefix).open_key, _OPEN, "HSET", f"{uid}.{number}", name)
+
+
+async def note_ended(redis: redis_asyncio.Redis, store: ObjectStore, prefix: str, *, uid: str, number: int) -> None:
+    """Remove the marks of a run whose end is sealed, after it was reopened `number` times."""
+    deployment = Deployment(prefix)
+    for each in range(number + 1):
+        await asyncio.to_thread(store.delete, deployment.open_object(uid, each))
+    marks = (f"{uid}.{each}" for each in range(number + 1))
+    await _in_hash(redis, deployment.open_key, _OPEN, "HDEL", *marks)
+
+
+async def read_open(
+    redis: redis_asyncio.Redis, store: ObjectStore, prefix: str, *, is_compared: bool
+) -> dict[str, str]:
+    """Return uid → name of every run that may not have ended.
+
+    The store is asked only if `is_compared`, or where Redis lost the hash, which is made again then.
+    """
+    deployment = Deployment(prefix)
+    found = await _in_hash(redis, deployment.open_key, _OPEN, "HGETALL")
+    marks = {as_text(mark): as_text(name) for mark, name in found.items()}
+    is_complete = marks.pop(_COMPLETE, None) is not None
+    for mark in [mark for mark, name in marks.items() if not _is_mark(mark, name)]:
+        logger.error("a field of the index of open runs is foreign", extra={"field": mark[:200]})
+        del marks[mark]
+    if is_compared or not is_complete:
+        missing = await asyncio.to_thread(_load_open, store, deployment, marks)
+        for some in _pages({**missing, _COMPLETE: "1"}):
+            await _in_hash(redis, deployment.open_key, _OPEN, "HSET", *chain.from_iterable(some))
+        marks |= missing
+    return {mark.rpartition(".")[0]: name for mark, name in marks.items()}
+
+
+def _load_open(store: ObjectStore, deployment: Deployment, known: Mapping[str, str]) -> dict[str, str]:
+    """Return the marks in the store that are not in `known`, with the names of their runs (blocking).
+
+    Those of runs that were not created whole, or cannot be read, are left out. In a deployment that had runs before
+    there were marks every run gets one.
+    """
+    if store.head(deployment.open_complete) is None:
+        for name, uid in read_names(store, deployment).runs.items():
+            store.create(deployment.open_object(uid), name.encode())
+        store.create(deployment.open_complete, b"")
+    found: dict[str, str] = {}
+    for info in store.list(deployment.open_prefix):
+        mark = info.key.removeprefix(deployment.open_prefix)
+        if mark not in known and _is_mark(mark, "any"):
+            uid = mark.rpartition(".")[0]
+            try:
+                name = store.get(info.key, max_bytes=_MAX_UID_BYTES).decode()
+                if read_uid(store, deployment.name_object(name)) == uid:
+                    found[mark] = name
+            except (NotFoundError, CorruptObjectError, InvalidSpecError, UnicodeDecodeError) as error:
+                logger.warning("an open run cannot be read", extra={"uid": uid, "error": str(error)})
+    return found
+
+
+def _pages(fields: Mapping[str, str]) -> Iterator[list[tuple[str, str]]]:
+    """Yield fields of a hash with their values, so many at a time as one command may have."""
+    items = list(fields.items())
+    for first in range(0, len(items), _PAGE):
+        yield items[first : first + _PAGE]
+
+
+def _is_mark(mark: str, name: str) -> bool:
+    uid, _, number = mark.rpartition(".")
+    return number.isdecimal() and _is_ours(name, uid)
 
 
 def _find_request(store: ObjectStore, prefix: str, request_id: str) -> str | None:
@@ -167,22 +273,28 @@ def _name_in(run_json: bytes, where: str) -> str:
     return check_run_name(RunRecord.parse(run_json, where=where, needs=["name"]).name)
 
 
-async def _promote(redis: redis_asyncio.Redis, deployment: Deployment, name: str, uid: str) -> None:
-    """List a run, and drop its marks."""
-    await _hash(redis, deployment, "HSET", name, uid)
-    await _hash(redis, deployment, "HDEL", _PENDING + uid, _DAMAGED + name)
+async def _promote(redis: redis_asyncio.Redis, deployment: Deployment, runs: Mapping[str, str]) -> None:
+    """List runs (name → uid), and drop their marks."""
+    for some in _pages(runs):
+        await _hash(redis, deployment, "HSET", *chain.from_iterable(some))
+        marks = ((_PENDING + uid, _DAMAGED + name) for name, uid in some)
+        await _hash(redis, deployment, "HDEL", *chain.from_iterable(marks))
 
 
 async def _hash(redis: redis_asyncio.Redis, deployment: Deployment, command: str, *args: str) -> Any:
-    key = deployment.runs_key
+    return await _in_hash(redis, deployment.runs_key, "the index of runs", command, *args)
+
+
+async def _in_hash(redis: redis_asyncio.Redis, key: str, what: str, command: str, *args: str) -> Any:
+    """Run a command on a hash of the index; one that is no hash is dropped when it is read, and is empty."""
     if command == "HGETALL":
         try:
-            return await connection.call(redis, "reading the index of runs", lambda: redis.hgetall(key))
+            return await connection.call(redis, f"reading {what}", lambda: redis.hgetall(key))
         except CorruptObjectError as error:
-            logger.error("the index of runs is no hash, it is made anew", extra={"error": error.message})
-            await connection.call(redis, "dropping the index of runs", lambda: redis.delete(key))
+            logger.error("%s is no hash, it is made anew", what, extra={"error": error.message})
+            await connection.call(redis, f"dropping {what}", lambda: redis.delete(key))
             return {}
-    return await connection.call(redis, "writing the index of runs", lambda: redis.execute_command(command, key, *args))
+    return await connection.call(redis, f"writing {what}", lambda: redis.execute_command(command, key, *args))
 
 
 def _claim(store: ObjectStore, key: str, uid: str) -> str:

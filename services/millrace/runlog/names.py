@@ -78,6 +78,28 @@ class Deployment:
         return f"{self.prefix}:runs"
 
     @property
+    def open_key(self) -> str:
+        """Return the key of the Redis hash mark → run name, of the runs that may not have ended."""
+        return f"{self.prefix}:open"
+
+    @property
+    def open_prefix(self) -> str:
+        """Return the prefix of the marks of the runs that may not have ended."""
+        return f"{self.prefix}/open/"
+
+    def open_object(self, uid: str, number: int = 0) -> str:
+        """Return the key of the mark that the run may not have ended, since it was reopened `number` times.
+
+        It has the run's name, and is removed when that end is sealed.
+        """
+        return f"{self.open_prefix}{Names(self.prefix, uid).uid}.{number}"
+
+    @property
+    def open_complete(self) -> str:
+        """Return the key of the object that says that every run that may not have ended has a mark."""
+        return f"{self.prefix}/open.complete"
+
+    @property
     def names_prefix(self) -> str:
         """Return the prefix of the create-only objects that make run names unique."""
         return f"{self.prefix}/names/"

@@ -227,6 +227,8 @@ logger = logging.getLogger(__name__)
 _MAX_ATTEMPTS = 10  # each repetition means that Redis was wiped once more meanwhile
 _TEMPORARY_S = 600  # the rebuilt events of a dead rebuilder go after that
 PAGE_ENTRIES = 500
+ENDED_S = 3600.0
+"""How long Redis keeps the log of a run that has ended, since its end or since somebody last had it put back."""
 MAX_PROMPT = 3  # rebuilds because of damage that need not wait
 BACKOFF = Backoff(5.0, 60.0)
 _DAMAGE_WINDOW_S = 600.0
@@ -311,7 +313,9 @@ async def open_reopened(redis: redis_asyncio.Redis, store: ObjectStore, *, prefi
     Redis' copy is compared with the store anew; else as `open_or_rebuild`.
     """
     proof_of(RunLog(redis, store, names=Names(prefix, uid), generation=0, run_hash="")).instance = ""
-    return await open_or_rebuild(redis, store, prefix=prefix, uid=uid, owner=owner)
+    log = await open_or_rebuild(redis, store, prefix=prefix, uid=uid, owner=owner)
+    await log.persist()
+    return log
 
 
 async def _find_stale(log: RunLog) -> _Stale | None:
@@ -407,7 +411,7 @@ async def _rebuild(log: RunLog, stale: _Stale, owner: str) -> None:
     held = await read_events(log)
     restored = merge_events(restored, held, generation=epoch.number, now_ns=time.time_ns(), why=stale.why)
     await _fill(rebuild, restored)
-    answer = await _install(rebuild, restored)
+    answer = await _install(rebuild, restored, expires_s=0.0)
     if answer != "OK":
         await log.command("dropping a rebuild", "DEL", log.names.rebuilt_events(epoch.number))
         logger.info("log not installed", extra={"uid": log.uid, "generation": epoch.number, "answer": answer})
@@ -428,7 +432,7 @@ async def _put_back(log: RunLog, stale: _Stale) -> bool:
     rebuild = _Rebuild(log=log, generation=generation, stale=stale.generation)
     logger.info("putting the log of an ended run back into Redis", extra={"uid": log.uid, "why": stale.why})
     await _fill(rebuild, restored)
-    await _install(rebuild, restored)
+    await _install(rebuild, restored, expires_s=ENDED_S)
     return True
 
 
@@ -457,10 +461,10 @@ async def _fill(rebuild: _Rebuild, restored: Restored) -> None:
         await log.call("restoring events", write)
 
 
-async def _install(rebuild: _Rebuild, restored: Restored) -> str:
-    """Put a rebuilt log in place of the stale one, or of none.
+async def _install(rebuild: _Rebuild, restored: Restored, *, expires_s: float) -> str:
+    """Put a rebuilt log in place of the stale one, or of none; it expires after `expires_s` seconds, 0 for never.
 
-    Return "OK", or another answer of the script if the log has changed or the rebuilt one is incomplete.
+    Return "OK", or what the script answers if it may not.
     """
     log, names = rebuild.log, rebuild.log.names
     keys = [
@@ -471,7 +475,8 @@ async def _install(rebuild: _Rebuild, restored: Restored) -> str:
         names.stream(Stream.POLICIES),
         names.stream(Stream.ROLLOUTS),
     ]
-    args: list[str | int | bytes] = [rebuild.generation, rebuild.stale, len(restored.events), "format", FORMAT_MAJOR]
+    args: list[str | int | bytes] = [rebuild.generation, rebuild.stale, len(restored.events), round(1000 * expires_s)]
+    args += ["format", FORMAT_MAJOR]
     for field, value in restored.meta.items():
         args += [field, value]
     reply = await log.call("installing a rebuilt log", lambda: script.INSTALL_LOG.run(log.redis, keys, args))

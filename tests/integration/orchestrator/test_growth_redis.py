@@ -1,14 +1,42 @@
 """What a run keeps in Redis does not grow with its length, and what was removed there is missed by nobody."""
 
-import pytest
+import json
+from typing import Any
 
+import pytest
+import redis.asyncio as redis_asyncio
+
+from millrace.orchestrator.catalog import RunCatalog
 from millrace.orchestrator.drive import housekeeping
-from millrace.runlog import RunLog, Stream, open_redis
+from millrace.runlog import Names, RunLog, Stream, new_uid, open_redis
+from millrace.runlog.index import create_run, note_ended, read_open
+from millrace.runlog.names import Deployment
+from millrace.runlog.rebuild import ENDED_S
 from millrace.runlog.redis import log as redis_log
-from millrace_testing.orchestrator.runs import create, headers_of, require_clean, resolutions, states, watch, wipe
+from millrace.storage import open_store
+from millrace.v1 import run_pb2
+from millrace_testing.orchestrator.runs import create, get, headers_of, require_clean, resolutions, states, watch, wipe
 from millrace_testing.polling import until
 
 STEPS = 12
+
+
+class CountedStore:
+    """A store that counts what it is asked."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.num_calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.num_calls += 1
+        return getattr(self._store, name)
+
+
+async def num_commands(redis: redis_asyncio.Redis) -> int:
+    """Return how many commands this server has had for hashes."""
+    stats = await redis.info("commandstats")
+    return sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("hgetall", "hset", "hget", "hdel"))
 
 
 @pytest.mark.parametrize("is_wiped", [False, True])
@@ -44,5 +72,58 @@ async def test_batches_and_policies_in_redis_are_those_of_a_window(stack, monkey
         assert [header.step for header in headers] == list(range(STEPS + 1))
         resolutions(headers)
         await require_clean(stack, run)
+    finally:
+        await redis.aclose()
+
+
+async def test_an_ended_run_expires_from_redis_and_is_shown_from_the_store(stack) -> None:
+    """Nobody looks at it unless asked; watching it puts its log back for a while."""
+    await stack.env_server()
+    await stack.inference()
+    await stack.trainer()
+    run = await create(stack, max_steps=1)
+    assert states(await watch(stack, run))[-1] == "SUCCEEDED"
+    redis, deployment, names = stack.deps["redis"], Deployment(stack.prefix), Names(stack.prefix, run.uid)
+
+    async def is_retired() -> bool:
+        return not [mark for mark in await redis.hkeys(deployment.open_key) if mark != b"*"]
+
+    await until(is_retired, timeout_s=20.0)
+    assert not list(stack.deps["store"].list(deployment.open_prefix))
+    held = [key for key in names.all_keys if await redis.exists(key)]
+    assert len(held) >= 3 and all([0 < await redis.ttl(key) <= ENDED_S for key in held])
+
+    await redis.delete(*held)
+    catalog = RunCatalog(**stack.deps, owner="another")
+    assert await catalog.refresh() == []
+    (view,) = await catalog.read_listed(await catalog.list_names())
+    shown = await get(stack, run)
+    assert view.run == shown and shown.state == run_pb2.RUN_STATE_SUCCEEDED and shown.progress.num_groups == 2
+    assert not await redis.exists(names.meta), "a run that is only shown takes no room in Redis"
+    assert states(await watch(stack, run))[-1] == "SUCCEEDED"
+    assert 0 < await redis.ttl(names.meta) <= ENDED_S and 0 < await redis.ttl(names.stream(Stream.EVENTS)) <= ENDED_S
+    await require_clean(stack, run)
+
+
+@pytest.mark.parametrize("is_wiped", [False, True])
+async def test_the_look_for_open_runs_costs_the_same_however_many_have_ended(stack_urls, is_wiped) -> None:
+    """With `is_wiped` Redis has lost everything, and the open runs come from the store."""
+    redis, store, prefix = open_redis(stack_urls[0]), CountedStore(open_store(stack_urls[1])), f"g{new_uid()}"
+    costs: list[tuple[int, int]] = []
+    try:
+        await read_open(redis, store, prefix, is_compared=True)  # an orchestrator does so before it has any run
+        for number in (2, 10):
+            for name in [f"ended-{len(costs)}-{index}" for index in range(number)]:
+                uid = new_uid()
+                data = json.dumps({"uid": uid, "name": name, "run_hash": "0" * 64}).encode()
+                await create_run(redis, store, prefix, uid=uid, name=name, run_json=data)
+                await note_ended(redis, store, prefix, uid=uid, number=0)
+            await read_open(redis, store, prefix, is_compared=False)
+            if is_wiped:
+                await redis.delete(Deployment(prefix).open_key, Deployment(prefix).runs_key)
+            store.num_calls, before = 0, await num_commands(redis)
+            assert await read_open(redis, store, prefix, is_compared=False) == {}
+            costs.append((store.num_calls, await num_commands(redis) - before))
+        assert costs[0] == costs[1] and costs[0][0] <= 2 * is_wiped
     finally:
         await redis.aclose()

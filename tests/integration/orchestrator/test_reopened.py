@@ -6,7 +6,7 @@ import pytest
 
 from millrace.errors import InvalidStateError
 from millrace.internal.v1 import batch_pb2
-from millrace.orchestrator.catalog import RunCatalog
+from millrace.orchestrator.catalog import RunCatalog, RunView
 from millrace.rpc.channel import call
 from millrace.runlog import Names, Stream
 from millrace.runlog.records.numbered import read_intents
@@ -215,13 +215,16 @@ async def test_another_replica_that_saw_the_end_learns_of_the_reopening(stack) -
         await until(lambda other=other: has_state(stack, other, FAILED), timeout_s=40)
     env.fail_open = ""
     for catalog in catalogs:
-        assert [view.is_terminal for view in await catalog.refresh()] == [True] * 4
+        assert [view.is_terminal for view in await catalog.read_listed(await catalog.list_names())] == [True] * 4
     trainer.hold.clear()
     await resume(stack, run)
     assert not (await catalogs[0].find(run.name)).is_terminal
-    for _ in range(4):
-        views = {view.record.uid: view for view in await catalogs[1].refresh()}
-    assert not views[run.uid].is_terminal and isinstance(views[run.uid].status.batches, BatchAge)
+
+    async def seen() -> list[RunView]:
+        return [view for view in await catalogs[1].refresh() if view.record.uid == run.uid and not view.is_terminal]
+
+    (view,) = await until(seen, timeout_s=20)
+    assert isinstance(view.status.batches, BatchAge)
     trainer.hold.set()
     assert states(await watch(stack, run))[-1] == "SUCCEEDED"
 

@@ -16,16 +16,16 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import TypeVar
 
-from millrace.decoding import decode_object
+from millrace.decoding import MAX_JSON_BYTES, decode_object
 from millrace.errors import CorruptObjectError, InvalidStateError, NotFoundError
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import MAX_HEADER_BYTES, closes_run, decode_header, decode_link, verify_chunk
 from millrace.rollouts.types import Rollout
 from millrace.rollouts.wire import decode_archive
 from millrace.runlog.catalogue import BATCH_HEADER
-from millrace.runlog.names import Names
+from millrace.runlog.names import Deployment, Names
 from millrace.runlog.records.retirement import explain
-from millrace.runlog.records.run_record import load_origin
+from millrace.runlog.records.run_record import RunRecord, load_origin
 from millrace.storage.base import MAX_GET_BYTES, ObjectStore
 
 _MAX_RECORD_BYTES = 1 << 20
@@ -311,10 +311,14 @@ def reopen(store: ObjectStore, names: Names, closing: Closing, *, epoch: int, ow
         owner=owner,
         time=time,
     )
+    run_json = store.get(names.run_json, max_bytes=MAX_JSON_BYTES)
+    name = RunRecord.parse(run_json, where=store.uri(names.run_json), needs=["name"]).name
     while True:
         known = load_reopenings(store, names)
         if any(each.closing_sha256 == closing.sha256 for each in known):
             return False
+        # Before the record, without which it is harmless: an orchestrator that begins later looks at marked runs only.
+        store.create(Deployment(names.prefix).open_object(names.uid, len(known) + 1), name.encode())
         # Another record took that number meanwhile: look whether it is of this closing header.
         if store.create(names.reopened(len(known) + 1), record.encode()):
             return True

@@ -352,6 +352,25 @@ class RunLog:
         oldest = max(0, version - KEPT_POLICIES + 1)
         return await self.trim_batches(version) + await self._trim(Stream.POLICIES, f"{oldest}-0")
 
+    # How long Redis keeps the log.
+
+    async def expire(self, seconds: float) -> None:
+        """Have every key of the log expire at one moment, in `seconds`; an open log is rebuilt from the store."""
+        await self._each_key("letting the log expire", "PEXPIRE", round(1000 * seconds))
+
+    async def persist(self) -> None:
+        """Have no key of the log expire: the run goes on."""
+        await self._each_key("keeping the log", "PERSIST")
+
+    async def _each_key(self, what: str, command: str, *args: int) -> None:
+        async def ask() -> None:
+            pipeline = self.redis.pipeline(transaction=True)  # of one moment: the keys expire together
+            for key in self.names.all_keys:
+                pipeline.execute_command(command, key, *args)
+            await pipeline.execute()
+
+        await self.call(what, ask)
+
     # Intents.
 
     async def write_intent(self, kind: str, payload: Mapping[str, Any]) -> Intent:

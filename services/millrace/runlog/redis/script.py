@@ -177,10 +177,10 @@ return {'OK', ''}
 
 # Install a rebuilt log where there is none, or in place of the stale generation that the rebuilder saw.
 # KEYS: meta, events, rebuilt events, batches, policies, rollouts. ARGV: generation, stale generation or "", number of
-# rebuilt events, then field, value, ... of meta. Batches and policies are dropped: their writers append them again from
-# the store, from base:{stream} on. Rollouts stay: what Redis has of them nobody else may have. Only where no rollout
-# could be appended any more (the key is no stream, or its newest id is above what a clock says, 10^15 ms) they are
-# moved into a new stream, without the entries that have such ids.
+# rebuilt events, after how many ms all of it expires (0: never), then field, value, ... of meta. Batches and policies
+# are dropped: their writers append them again from the store, from base:{stream} on. Rollouts stay: what Redis has of
+# them nobody else may have. Only where no rollout could be appended any more (the key is no stream, or its newest id is
+# above what a clock says, 10^15 ms) they are moved into a new stream, without the entries that have such ids.
 INSTALL_LOG = Script.of(
     """
 local meta, events, rebuilt, rollouts = KEYS[1], KEYS[2], KEYS[3], KEYS[6]
@@ -213,9 +213,11 @@ elseif kind ~= 'none' then
 end
 redis.call('DEL', meta, KEYS[4], KEYS[5])
 redis.call('RENAME', rebuilt, events)
-redis.call('PERSIST', events)
 redis.call('HSET', meta, 'generation', ARGV[1])
-for i = 4, #ARGV, 2 do redis.call('HSET', meta, ARGV[i], ARGV[i + 1]) end
+for i = 5, #ARGV, 2 do redis.call('HSET', meta, ARGV[i], ARGV[i + 1]) end
+for _, key in ipairs({meta, events, rollouts}) do
+  if ARGV[4] == '0' then redis.call('PERSIST', key) else redis.call('PEXPIRE', key, ARGV[4]) end
+end
 return {'OK', ARGV[1]}
 """
 )
