@@ -105,7 +105,7 @@ class RunView:
 
 
 class RunCatalog:
-    """Views by uid of the runs that may not have ended, read at every look, and of others that were asked for.
+    """Views by uid: of the runs that may not have ended, read at each refresh, and of ended ones that a call has named.
 
     Whatever is wrong with one run stays with it: it is shown as DAMAGED, and read again at every look.
     """

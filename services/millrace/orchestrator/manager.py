@@ -36,7 +36,7 @@ RETRY_S = 30.0
 
 
 class Sealer:
-    """Seals ended runs that have no seal, and retires those that have one, one after the other."""
+    """Seals ended runs that have no seal, and retires those that ended `RETIRED_S` ago, one after the other."""
 
     def __init__(self, catalog: RunCatalog, *, owner: str) -> None:
         self._catalog = catalog
@@ -69,7 +69,8 @@ class Sealer:
                 run_log = await self._catalog.open_log(uid)
                 if await seal_late(run_log, state=state, by=f"{self._owner}, later"):
                     logger.info("run sealed that had ended without", extra={"run": view.record.name})
-                if await self._catalog.retire(run_log):
+                # A successor, too, tells the workers that the run has ended: it is listed for so long.
+                if not _ended_lately(view) and await self._catalog.retire(run_log):
                     del self._not_before[uid]
             except Exception as error:  # noqa: BLE001 - the edge of a run: whatever is wrong with it, the others go on
                 logger.warning("run not sealed, trying again", extra={"run": view.record.name, "error": str(error)})

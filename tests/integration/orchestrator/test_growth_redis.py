@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import redis.asyncio as redis_asyncio
 
+from millrace.orchestrator import manager
 from millrace.orchestrator.catalog import RunCatalog
 from millrace.orchestrator.drive import housekeeping
 from millrace.runlog import Names, RunLog, Stream, new_uid, open_redis
@@ -76,8 +77,10 @@ async def test_batches_and_policies_in_redis_are_those_of_a_window(stack, monkey
         await redis.aclose()
 
 
-async def test_an_ended_run_expires_from_redis_and_is_shown_from_the_store(stack) -> None:
+async def test_an_ended_run_expires_from_redis_and_is_shown_from_the_store(stack, monkeypatch) -> None:
     """Nobody looks at it unless asked; watching it puts its log back for a while."""
+    monkeypatch.setattr(manager, "RETIRED_S", 0.0)
+    monkeypatch.setattr(manager, "RETRY_S", 0.5)
     await stack.env_server()
     await stack.inference()
     await stack.trainer()
