@@ -1,1 +1,1 @@
-"""The `millrace` command. Nothing heavy is imported before a command runs: `millrace --help` answers in 150 ms."""
+"""The `millrace` command. Importing it loads no large package, so that `millrace --help` answers within 150 ms."""

@@ -6,7 +6,10 @@ from millrace.cli.early_interrupts import listen_early
 
 
 def main() -> int:
-    """Run the command; its imports come later than the first Ctrl-C may."""
+    """Run the command and return its exit code.
+
+    `listen_early` comes before the imports of the commands, so that a Ctrl-C during them is not lost.
+    """
     listen_early()
     from millrace.cli.main import main as run
 

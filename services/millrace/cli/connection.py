@@ -1,7 +1,8 @@
-"""How commands find and reach a server: its address, running stacks, `--token-file`, `--tls-ca` and `--insecure`.
+"""Find the server that a command talks to, and connect to it: its address, the stacks on this machine, and the options
+of protected servers.
 
-They are the variables MILLRACE_TOKEN_FILE, MILLRACE_TLS_CA and MILLRACE_INSECURE for one command. A token itself is no
-option: process lists show command lines.
+`--token-file`, `--tls-ca` and `--insecure` set MILLRACE_TOKEN_FILE, MILLRACE_TLS_CA and MILLRACE_INSECURE for one
+command. There is no option for the token itself, because process lists show command lines.
 """
 
 import contextlib
@@ -39,7 +40,10 @@ _given: dict[str, str] = {}
 
 
 def take_options(arguments: Sequence[str]) -> list[str]:
-    """Take these options out of a command line and remember them for this command; CliError if one is incomplete."""
+    """Remember the options of protected servers for this command, and return the other arguments.
+
+    Raises CliError if an option has no value, or for `--token`.
+    """
     _given.clear()
     rest: list[str] = []
     words = iter(arguments)
@@ -63,12 +67,14 @@ def take_options(arguments: Sequence[str]) -> list[str]:
 
 
 def environ(base: Mapping[str, str] | None = None) -> Mapping[str, str]:
-    """Return the environment (or `base`) with what this command line says."""
+    """Return a copy of `base` (the process's environment by default) with the variables that `take_options`
+    remembered.
+    """
     return {**(os.environ if base is None else base), **_given}
 
 
 def token_given() -> str:
-    """Return where the token came from that a server does not accept, without the token itself."""
+    """Return a phrase for an error message: which source the refused token came from. The token itself is not in it."""
     given = environ()
     if path := given.get("MILLRACE_TOKEN_FILE"):
         return f"it does not accept the one in {path}"
@@ -76,7 +82,9 @@ def token_given() -> str:
 
 
 def open_client(address: str) -> "Client":
-    """Return a client of the server at `address`, as this command line and the environment say."""
+    """Return a client of the server at `address`, with token and TLS from the environment and the remembered
+    options.
+    """
     # gRPC writes one line of its own to stderr for every handshake that fails; ours says it better. Read at its import.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from millrace.client import Client, ClientAccess
@@ -85,10 +93,9 @@ def open_client(address: str) -> "Client":
 
 
 def ask_server(server: str | None, work: "Callable[[Client], Coroutine[Any, Any, T]]", *, run: str = "") -> T:
-    """Return the result of `work`, called with a client of the orchestrator that `--server` or the environment names.
+    """Call `work` with a client of the orchestrator, and return its result. The address is that of `server_address`.
 
-    Else of a stack that runs here: that of `run`, as the user calls it, where there are several.
-    The first signal cancels the work; UnavailableError says where the address came from if nobody answers at it.
+    The first signal cancels the work; UnavailableError mentions where the address came from.
     """
     from millrace.cli import interrupts
 
@@ -113,7 +120,7 @@ SILENT_REMEDY = "it listens but does not answer; a stack kills and restarts what
 
 
 def check_address(text: str, *, option: str) -> str:
-    """Return the address; InvalidSpecError naming the option if it is no host:port."""
+    """Return `text` if it is host:port; raises InvalidSpecError, with `option` as the field, if it is not."""
     try:
         parse_address(text)
     except ValueError as error:
@@ -134,32 +141,32 @@ _PATTERNS = ("*/stack.json", "*/*/stack.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningStack:
-    """A stack whose supervisor lives."""
+    """A stack whose supervisor process is alive."""
 
     directory: Path
     address: str
     """host:port of its orchestrator."""
     says: Mapping[str, Any]
-    """The whole of its `stack.json`."""
+    """The contents of its `stack.json`."""
 
     @property
     def is_shared(self) -> bool:
-        """Return whether the stack serves everybody's runs (`millrace up`).
+        """Return whether the stack serves any number of runs, as that of `millrace up`.
 
-        Else it ends with the run that it was started for.
+        A stack of `millrace rl` ends with its run.
         """
         return self.says.get("is_durable") is True
 
     def text(self, name: str) -> str | None:
-        """Return the text under this name; empty if it is no text."""
+        """Return the text under `name` in `stack.json`; None if there is none."""
         found = self.says.get(name)
         return found if isinstance(found, str) else None
 
 
 def read_stack(directory: Path) -> RunningStack | None:
-    """Return the stack of a directory.
+    """Return the stack that runs in `directory`.
 
-    None if none runs there: no file, a damaged one, or one whose supervisor is gone.
+    None if there is no readable `stack.json` there, or its supervisor has ended.
     """
     path = directory / "stack.json"
     try:
@@ -173,22 +180,23 @@ def read_stack(directory: Path) -> RunningStack | None:
 
 
 def running_stacks(root: Path = OUTPUTS) -> list[RunningStack]:
-    """Return the stacks that work below `root`, by directory."""
+    """Return the running stacks in directories below `root`, sorted by directory."""
     paths = sorted({path for pattern in _PATTERNS for path in root.glob(pattern)})
     return [stack for path in paths if (stack := read_stack(path.parent)) is not None]
 
 
 def choose_stack(run: str = "", *, root: Path = OUTPUTS, option: str = "--server") -> RunningStack | None:
-    """Return the stack that a command means that names none; None if none runs here.
+    """Choose a stack for a command that names no server; None if no stack runs below `root`.
 
-    The only one, or that of the run (`millrace rl` calls a stack's directory as its run), or the only one that several
-    runs share. CliError with the list of them where it may be one or another; `option` is what names one.
+    The first choice is the stack of `run`: its directory has the name of the run. Then comes the only running stack,
+    then the only shared one. Raises CliError with the list if the choice is not unique; `option` is the option that its
+    hint mentions.
     """
     found = running_stacks(root)
-    wanted = run.removeprefix("runs/")
-    named = [stack for stack in found if wanted and stack.directory.name == wanted]
-    named = named or [stack for stack in found if wanted and stack.directory.name.startswith(wanted)]
-    shared = [stack for stack in found if stack.is_shared] if wanted not in ("", "-") else []
+    name = run.removeprefix("runs/")
+    named = [stack for stack in found if name and stack.directory.name == name]
+    named = named or [stack for stack in found if name and stack.directory.name.startswith(name)]
+    shared = [stack for stack in found if stack.is_shared] if name not in ("", "-") else []
     for meant in (named, found, shared):
         if len(meant) == 1:
             return meant[0]
@@ -205,15 +213,17 @@ def choose_stack(run: str = "", *, root: Path = OUTPUTS, option: str = "--server
 
 
 def shared_address(root: Path = OUTPUTS) -> str:
-    """Return where a run is submitted that names no server: the only shared stack here, or where `millrace up`
-    listens.
+    """Return the address to submit a run to if none is given: that of the only shared stack here, otherwise the default
+    of `millrace up`.
     """
     shared = [stack for stack in running_stacks(root) if stack.is_shared]
     return shared[0].address if len(shared) == 1 else DEFAULT_LISTEN
 
 
 def say_environments_beside(config: "RLConfig", stack: RunningStack | None, *, server: str) -> None:
-    """Note the environments whose file is in this directory and in no other that the stack is known to search."""
+    """Print a note for each environment of the config whose file is in the current directory, where the stack at
+    `server` does not search for it.
+    """
     evaluation = config.orchestrator.eval
     ids = [env.id for env in (*config.orchestrator.env, *(evaluation.env if evaluation else ()))]
     looks_in = _looks_in(stack)
@@ -242,9 +252,9 @@ def _describe(stack: RunningStack) -> str:
 
 
 def _is_alive(pid: int, ticks: int) -> bool:
-    """Return whether the process that started then lives.
+    """Return whether process `pid` is running and started at `ticks`.
 
-    Without psutil (the client alone) no stack was started from here.
+    False without psutil: then only the client is installed, and this installation started no stack.
     """
     try:
         from millrace.processes import table
@@ -257,18 +267,18 @@ def _is_alive(pid: int, ticks: int) -> bool:
 
 
 def _looks_in(stack: RunningStack | None) -> list[str] | None:
-    said = stack.says.get("looks_in") if stack is not None else None
-    is_pair = isinstance(said, list) and len(said) == 2 and all(isinstance(each, str) for each in said)
-    return said if is_pair else None
+    found = stack.says.get("looks_in") if stack is not None else None
+    is_pair = isinstance(found, list) and len(found) == 2 and all(isinstance(each, str) for each in found)
+    return found if is_pair else None
 
 
 def server_address(
     option: str | None, *, run: str = "", environ: Mapping[str, str] = os.environ, root: Path = OUTPUTS
 ) -> tuple[str, str]:
-    """Return host:port and where it comes from: the option, MILLRACE_SERVER, a stack here, or the default of
-    `millrace up`.
+    """Return the orchestrator's host:port, and a description of where it comes from.
 
-    CliError if several stacks run here and neither of them is that of `run` alone.
+    The sources, in order: the option, MILLRACE_SERVER, a stack on this machine, the default of `millrace up`. Raises
+    CliError if several stacks run here and none can be chosen.
     """
     if option:
         return check_address(option, option="--server"), "--server"
@@ -281,7 +291,7 @@ def server_address(
 
 @contextlib.contextmanager
 def explain_unreachable(origin: str, address: str, *, directory: Path | None = None, token: str = "") -> Iterator[None]:
-    """Explain where the address came from and what to do, when no server answers at it or the server refuses the
+    """Add to errors of the block where the address came from and what to do: if no server answers, or it refuses the
     token.
     """
     try:
@@ -305,7 +315,10 @@ def explain_unreachable(origin: str, address: str, *, directory: Path | None = N
 
 
 def is_listening(address: str) -> bool:
-    """Return whether the port takes connections; a frozen process's does, because the kernel answers for it."""
+    """Return whether something accepts connections at `address`.
+
+    A frozen process counts too, because the kernel accepts for it.
+    """
     host, port = parse_address(address)
     try:
         with socket.create_connection((own_host(host), port), timeout=CONNECT_TIMEOUT_S):
@@ -315,13 +328,16 @@ def is_listening(address: str) -> bool:
 
 
 def stack_at(address: str, directory: Path | None = None) -> RunningStack | None:
-    """Return the stack of the directory, or else of one below `outputs`, that listens at this address."""
+    """Return the running stack that listens at `address`; None if there is none.
+
+    Only `directory` is searched if it is given, otherwise all stacks below `outputs`.
+    """
     found = running_stacks() if directory is None else [read_stack(directory)]
     return next((stack for stack in found if stack and _place(stack.address) == _place(address)), None)
 
 
 def _place(address: str) -> tuple[str, int] | None:
-    """Host and port, with one name for all those that mean this machine."""
+    """Return host and port, with one host name for all names of this machine; None if `address` is not valid."""
     try:
         host, port = parse_address(address)
     except ValueError:

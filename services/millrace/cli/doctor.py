@@ -1,4 +1,4 @@
-"""What a deployment needs before a run can go well, asked one thing after the other."""
+"""The checks of `millrace doctor`: API, Redis, object store and GPUs, one after the other."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """One answer. `is_good` is None for what was not looked at."""
+    """The result of one check; `is_good` is None if it was skipped."""
 
     what: str
     is_good: bool | None
@@ -30,9 +30,10 @@ class CheckResult:
 async def examine(
     server: str, origin: str, *, directory: Path | None = None, environ: Mapping[str, str] = os.environ
 ) -> list[CheckResult]:
-    """Return API, Redis, object store and GPUs, in that order; nothing raises but broken settings (InvalidSpecError).
+    """Check API, Redis, object store and GPUs, and return the results in that order.
 
-    What the environment does not name is that of the stack in `directory` (or below `outputs`) that is the server.
+    URLs that the environment does not set are taken from the stack that listens at `server`, in `directory` or below
+    `outputs`. Failures are results; only broken settings raise (InvalidSpecError).
     """
     settings = Settings.from_env(with_options(environ))
     found = stack_at(server, directory)
@@ -53,9 +54,9 @@ async def examine(
 
 
 async def _gpus() -> str:
-    """Return GPUs, driver and wheel of this machine.
+    """Describe GPUs, driver and torch wheel of this machine.
 
-    InvalidStateError for a GPU that the driver or the wheel cannot use.
+    Raises InvalidStateError if driver or wheel cannot use the GPU.
     """
     from millrace.local.gpus import CUDA_13_DRIVER, DEVICE, driver_version, is_too_old, machine_gpus, wheel_version
 
@@ -83,7 +84,10 @@ async def _gpus() -> str:
 
 
 def _redis_of(stack: Mapping[str, Any]) -> str | None:
-    """Return the URL of a stack's Redis, whose password only a file has."""
+    """Return the Redis URL of a stack, read from its file; None if there is no such file.
+
+    `stack.json` has only the path, because the URL contains a password.
+    """
     try:
         return Path(str(stack["redis_url_file"])).read_text().strip()
     except (KeyError, OSError):

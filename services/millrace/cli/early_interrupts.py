@@ -1,4 +1,7 @@
-"""Remembers a Ctrl-C that Python would swallow. This module imports next to nothing: the others come after it."""
+"""Remembers a Ctrl-C that comes while a command's modules are being imported.
+
+This module must load fast, so it imports very little.
+"""
 
 import os
 import signal
@@ -12,11 +15,10 @@ _AGAIN_S = 0.05  # the callback that swallowed it has returned by then; if it ha
 
 
 def listen_early() -> None:
-    """Remember each Ctrl-C from now on, in addition to raising it, and raise it again where Python swallows it.
+    """Install a SIGINT handler that remembers the signal and raises KeyboardInterrupt.
 
-    Python swallows a KeyboardInterrupt that meets a callback of its own (of a weak reference, of an import lock, of the
-    garbage collector): it prints "Exception ignored in …", and the command would go on as if nobody had asked it to
-    end.
+    Python swallows a KeyboardInterrupt inside some callbacks (weak references, import locks): it prints "Exception
+    ignored in …", and the command would go on.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, _note_early)

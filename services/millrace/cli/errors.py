@@ -1,4 +1,4 @@
-"""How a command ends badly: one error class of its own, and one way to print every error.
+"""The command line's own error class, and the function that prints every error.
 
 Exit codes: 0 ok, 1 a run failed or a defect, 2 usage, 3 not found, 4 denied, 5 unavailable, 130 Ctrl-C, 143 SIGTERM.
 """
@@ -15,12 +15,12 @@ EXIT_USAGE = 2
 
 
 class CliError(Exception):
-    """A command cannot go on: what is wrong, where, what to do, and the exit code."""
+    """A command cannot go on. Has the problem, its place, the remedy and the exit code."""
 
     def __init__(
         self, message: str, *, hint: str | None = None, exit_code: int = EXIT_USAGE, place: str | None = None
     ) -> None:
-        """Create the error; `hint` is the remedy."""
+        """Create the error. `hint` is printed as the remedy, `place` as the location of the problem."""
         super().__init__(message)
         self.message = message
         self.place = place
@@ -32,13 +32,13 @@ class Interrupted(Exception):
     """The user or the system asked the command to end."""
 
     def __init__(self, number: signal.Signals) -> None:
-        """Create the error; `number` is the signal that asked the command to end."""
+        """Create the error; the exit code is 128 + `number`, the signal's number."""
         super().__init__(number.name)
         self.exit_code = 128 + number
 
 
 def report(error: BaseException, *, is_debug: bool, stream: TextIO | None = None) -> int:
-    """Print an error for people and return the exit code; the traceback only with `is_debug`."""
+    """Print an error and return the exit code of the command. With `is_debug`, also print the traceback."""
     out = stream or sys.stderr
     if is_debug:
         traceback.print_exception(error, file=out)

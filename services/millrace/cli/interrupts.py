@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM of a command: the first cancels its work, which cleans up; the second hurries the clean-up."""
+"""Ctrl-C and SIGTERM of a command.
+
+The first one cancels the work, which cleans up; the second one shortens the clean-up.
+"""
 
 import asyncio
 import signal
@@ -13,7 +16,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """What the signals of this process do."""
+    """The signals that this process has received, and what they trigger."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -21,11 +24,13 @@ class Interrupts:
         self._hurry: list[Callable[[], object]] = []
 
     def on_second(self, callback: Callable[[], object]) -> None:
-        """Call back when a second signal comes: the user does not want to wait for an orderly end."""
+        """Register a callback for the second signal and each later one: the user does not want to wait for the
+        clean-up.
+        """
         self._hurry.append(callback)
 
     def receive(self, number: signal.Signals, task: "asyncio.Task[Any]") -> None:
-        """Handle a signal: cancel `task` at the first, and shorten the clean-up at each further one."""
+        """Handle a signal: the first cancels `task`, each later one calls the callbacks of `on_second`."""
         if self.received is None:
             self.received = number
             task.cancel()
@@ -35,7 +40,10 @@ class Interrupts:
 
 
 def run(work: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T:
-    """Run an asynchronous command to its end; Interrupted if a signal ended it (after its own clean-up)."""
+    """Run an asynchronous command and return its result.
+
+    Raises Interrupted, after the command's clean-up, if a signal ended it.
+    """
     return asyncio.run(_run(work))
 
 
@@ -45,8 +53,8 @@ async def _run(work: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T:
     task = asyncio.current_task()
     if task is None:
         raise RuntimeError("no task is running")
-    heard = [number for number in _SIGNALS if not _is_to_be_ignored(number)]
-    for number in heard:
+    numbers = [number for number in _SIGNALS if not _is_to_be_ignored(number)]
+    for number in numbers:
         loop.add_signal_handler(number, interrupts.receive, number, task)
     if remembered:
         raise Interrupted(remembered[0])
@@ -57,10 +65,12 @@ async def _run(work: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T:
             raise
         raise Interrupted(interrupts.received) from None
     finally:
-        for number in heard:
+        for number in numbers:
             loop.remove_signal_handler(number)
 
 
 def _is_to_be_ignored(number: signal.Signals) -> bool:
-    """Return whether who started this process wants it to outlive the terminal, as `nohup` does."""
+    """Return whether the signal is SIGHUP and was ignored when the process started, as under `nohup`: then the process
+    has to outlive the terminal.
+    """
     return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN

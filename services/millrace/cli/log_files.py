@@ -1,4 +1,6 @@
-"""The logs of a local stack's processes: where they are, which lines are a run's, and `run logs --component`."""
+"""The log files of a local stack's processes: where they are, which lines belong to a run, and `run logs
+--component`.
+"""
 
 import asyncio
 import itertools
@@ -26,14 +28,17 @@ COMPONENTS = ("orchestrator", "env-server", "inference", "trainer")
 _CHUNK_BYTES = 1 << 20
 _MAX_LINE_BYTES = 1 << 20
 _PATIENCE = 10
-"""How many looks at an emptied file wait for what was in it to appear as the old one."""
+"""How many reads of an emptied file wait for its contents to appear as the rotated file."""
 _OURS = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z [A-Z]+ ")
 _RUN = re.compile(r" run=(\S+)")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def process_logs(address: str, run_name: str, *, component: str | None = None, root: Path | None = None) -> list[Path]:
-    """Log files of the stack that listens on `address`, and of the run's own stack; only `component`'s if given."""
+    """Return the log files of the stack that listens on `address`, and of the run's own stack.
+
+    With `component`, only those of that component.
+    """
     base = root or OUTPUTS
     directories = [base / run_name.removeprefix("runs/") / "logs", *stack_logs(address, root=root)]
     files = {path.resolve() for directory in directories for path in directory.glob("*.log")}
@@ -41,32 +46,35 @@ def process_logs(address: str, run_name: str, *, component: str | None = None, r
 
 
 def stack_logs(address: str, *, root: Path | None = None) -> list[Path]:
-    """Return the directories of logs of the stacks below `root` that listen on `address`."""
+    """Return the log directories of the stacks below `root` that listen on `address`."""
     found = [stack.text("logs") for stack in running_stacks(root or OUTPUTS) if stack.address == address]
     return [Path(logs) for logs in found if logs is not None]
 
 
 def files_of(directory: Path, component: str) -> list[Path]:
-    """Return the logs of one component, of each of its replicas or ranks."""
+    """Return the log files of one component, with those of its replicas or ranks."""
     return sorted(path for path in directory.glob("*.log") if is_of(path, component))
 
 
 def is_of(path: Path, component: str) -> bool:
-    """Return whether the file is `component.log`, or that of one of its replicas or ranks, such as
-    `trainer-rank-1.log`.
-    """
+    """Return whether the file is `component.log`, or a replica's or a rank's file, such as `trainer-rank-1.log`."""
     return path.stem == component or path.stem.startswith(f"{component}-")
 
 
 class RunLines:
-    """Tells the lines of one run, in one file, from those of other runs and of the service itself."""
+    """Selects the lines of one run in a log file.
+
+    Keeps state: lines without a header belong to the line before them.
+    """
 
     def __init__(self, uid: str, name: str) -> None:
         self._names = frozenset({uid, name, f"runs/{name}"})
         self._is_own = False
 
     def has(self, line: str) -> bool:
-        """Return whether the line names the run, or belongs to the last one that does, as a traceback."""
+        """Return whether the line belongs to the run: it names the run, or continues a line that does, as a
+        traceback.
+        """
         if line.startswith("{"):
             self._is_own = _json_run(line) in self._names
         elif _OURS.match(line):
@@ -75,15 +83,15 @@ class RunLines:
 
 
 class LevelLines:
-    """Tells the lines of a level and of worse ones, in one file, from the others."""
+    """Selects the lines of one level and of worse ones in a log file. Keeps state, as `RunLines`."""
 
     def __init__(self, level: str) -> None:
-        """Create the handler; `level` is one of `LEVELS`."""
+        """Select lines of `level`, one of `LEVELS`, and of worse levels."""
         self._levels = frozenset(name.upper() for name in LEVELS[LEVELS.index(level) :])
         self._is_shown = False
 
     def has(self, line: str) -> bool:
-        """Return whether the line is of such a level, or belongs to the last one that is, as a traceback."""
+        """Return whether the line has such a level, or continues a line that does, as a traceback."""
         if line.startswith("{"):
             self._is_shown = _json_field(line, "level").upper() in self._levels
         elif _OURS.match(line):
@@ -103,7 +111,7 @@ def _json_field(line: str, name: str) -> str:
 
 
 class LogTail:
-    """Reads a log from its beginning, the old file's included, and then what is added to it."""
+    """Reads a log file from the beginning, the rotated file first, then whatever is appended to it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -115,7 +123,7 @@ class LogTail:
         self._num_emptied = 0
 
     def read(self) -> Iterator[str]:
-        """Yield the whole lines that were added since the last call, without the control characters of a terminal."""
+        """Yield the complete lines that were added since the last call, without terminal control characters."""
         found = self._identity()
         if not self._is_begun or found != self._old_seen:  # the file that was read so far is the old one now
             self._old_seen = found
@@ -133,7 +141,7 @@ class LogTail:
         yield from self._lines(self.path, self._at)
 
     def finish(self) -> Iterator[str]:
-        """Yield the rest once nothing is added any more: a line without its end."""
+        """Yield the last line if it has no line end. To be called once nothing more is written."""
         rest, self._rest = self._rest, b""
         if rest:
             yield _text(rest)
@@ -177,20 +185,20 @@ _POLL_S = 0.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogQuery:
-    """What is to be shown."""
+    """Which lines of which component are printed."""
 
     component: str
     lines: int | None = None
-    """The last so many; None: all."""
+    """Print only the last so many lines; None prints all."""
     is_follow: bool = False
     level: str | None = None
-    """Only lines of this level and worse ones."""
+    """Only lines of this level and of worse ones."""
     is_all: bool = False
-    """Also the lines of a shared stack that are not this run's."""
+    """Whether lines of other runs on a shared stack are printed, too."""
 
 
 def require_component(name: str, directories: Iterable[Path]) -> None:
-    """Raise CliError with the known names if neither a service nor a log has this name."""
+    """Raise CliError with the known names if `name` is neither a service nor has a log file in `directories`."""
     there = {path.stem for directory in directories for path in directory.glob("*.log")}
     if name not in COMPONENTS and not any(stem == name or stem.startswith(f"{name}-") for stem in there):
         others = sorted(there - set(COMPONENTS))
@@ -202,10 +210,10 @@ def require_component(name: str, directories: Iterable[Path]) -> None:
 
 
 def own_logs(text: str) -> Path | None:
-    """Return the directory of logs of the run that is meant, if it had a stack (or a trainer) of its own: no server
-    is asked.
+    """Return the log directory of a run that has its own stack or trainer; None if there is none.
 
-    By its path, the run's name or the beginning of one; `-` is the newest, unless a `millrace up` works here.
+    `text` is a path, the run's name or the beginning of one. `-` is the newest, unless a shared stack (`millrace up`)
+    works here.
     """
     if (Path(text) / "logs").is_dir():
         return Path(text) / "logs"
@@ -220,14 +228,15 @@ def own_logs(text: str) -> Path | None:
 
 
 async def show_own(directory: Path, query: LogQuery) -> None:
-    """Print a log of a stack that serves this run alone; following ends with the stack."""
+    """Print the logs of a stack that serves a single run; following ends when the stack ends."""
     await _print(lambda: files_of(directory, query.component), query, is_over=lambda: not _is_running(directory.parent))
 
 
 async def show_shared(client: "Client", query: LogQuery, *, uid: str, name: str) -> bool:
-    """Print the run's lines of a log of the stack that the client talks to; whether its logs are on this machine.
+    """Print the run's lines from the logs of the stack that `client` is connected to.
 
-    Following raises what ends it before the run has ended, such as UnavailableError where the server is gone.
+    Return False if its logs are not on this machine. While following, errors of the connection are raised, such as
+    UnavailableError.
     """
     directories = stack_logs(client.address, root=OUTPUTS)
     require_component(query.component, directories)
@@ -254,7 +263,7 @@ async def show_shared(client: "Client", query: LogQuery, *, uid: str, name: str)
 
 
 def elsewhere(component: str, uid: str, *, is_follow: bool) -> str:
-    """Return how to see the logs of services that run on other machines, or in containers."""
+    """Return a message: how to see the logs of a component that runs on other machines or in containers."""
     follow = " --follow" if is_follow else ""
     pods = f"--namespace millrace logs --selector app.kubernetes.io/component={component} --prefix --tail=-1"
     return (
@@ -270,7 +279,7 @@ async def _until_end(client: "Client", name: str) -> None:
 
 
 def _is_running(directory: Path) -> bool:
-    """Return whether a stack, or a `millrace sft`, works in the directory."""
+    """Return whether a stack or a `millrace sft` is running in the directory."""
     from millrace.local.directory import StackId
 
     try:
@@ -287,7 +296,10 @@ async def _print(
     is_over: Callable[[], bool],
     of_run: Callable[[], RunLines] | None = None,
 ) -> None:
-    """Print the logs, of several each line with its file's name, and what is added to them until `is_over`."""
+    """Print the selected lines, then those that are added until `is_over`.
+
+    With several files, each line begins with its file's name.
+    """
     tails: dict[Path, LogTail] = {}
     chosen: dict[Path, list[RunLines | LevelLines]] = {}
     kept: deque[str] | None = None if query.lines is None else deque(maxlen=query.lines)

@@ -1,7 +1,7 @@
-"""Entry of the `millrace` command.
+"""The entry point of the `millrace` command.
 
-Only click and the error classes are imported here; a command imports what it needs when it runs. A test asserts that
-`millrace --help` imports neither torch nor grpc nor pydantic nor rich.
+This module imports only click and the error classes; each command imports what it needs when it runs. A test checks
+that `millrace --help` imports neither torch nor grpc nor pydantic nor rich.
 """
 
 import difflib
@@ -54,33 +54,36 @@ Try:
 
 
 class LazyGroup(click.Group):
-    """A group over a table `name -> (module:attribute, one line of help)`."""
+    """A click group defined by a table `name -> (module:attribute, one line of help)`.
+
+    A command is imported when it runs, not when the help is printed.
+    """
 
     def __init__(self, *args: object, lazy: Mapping[str, tuple[str, str]] | None = None, **options: object) -> None:
-        """Create the group; `lazy` is the table of commands, everything else goes to click."""
+        """Create the group; `lazy` is the table of commands, all other arguments are click's."""
         super().__init__(*args, **options)  # type: ignore[arg-type]
         self._lazy = dict(lazy or {})
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names, in the order of the table."""
+        """Return the names of the commands, in the order of the table."""
         return [*self._lazy, *super().list_commands(ctx)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the command's module and return the command."""
+        """Import the module of the command, and return the command."""
         if cmd_name not in self._lazy:
             return super().get_command(ctx, cmd_name)
         module, _, attribute = self._lazy[cmd_name][0].partition(":")
         return getattr(importlib.import_module(module), attribute)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands with their lines of help, from the table alone."""
+        """Write the section of commands and their help lines, without importing the commands."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in self._lazy.items()])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Resolve a command as click does, with suggestions for a misspelt name."""
+        """Resolve a command as click does; suggest the nearest name for an unknown one."""
         if args and args[0] not in self.list_commands(ctx) and not args[0].startswith("-"):
             close = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
             hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(self.list_commands(ctx))}"
@@ -96,7 +99,7 @@ def cli(debug: bool) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code; the one place where errors become messages."""
+    """Run a command and return its exit code. All errors become messages here."""
     listen_early()
     arguments = list(sys.argv[1:] if argv is None else argv)
     is_debug = "--debug" in arguments

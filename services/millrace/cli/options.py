@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have, and names of runs; importing them must cost nothing."""
+"""Arguments and options that several commands have, and names of runs. Importing this module loads nothing large."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,9 +24,9 @@ FORMAT = click.option(
 # Defaults that help texts show; apart, because importing them must cost nothing.
 
 DEFAULT_LISTEN = "127.0.0.1:50051"
-"""Where `millrace up` listens, and where commands look for an orchestrator, unless told otherwise."""
+"""Address of `millrace up`, and the default address of an orchestrator."""
 DEFAULT_DIRECTORY = Path("outputs/local")
-"""Where `millrace up` works, and where commands look for its stack and its store."""
+"""Directory of `millrace up`, where commands look for its stack and its store."""
 
 
 SERVER = click.option(
@@ -37,7 +37,7 @@ SERVER = click.option(
 
 
 def options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
-    """Return the decorators as one, in the order of a help text."""
+    """Combine click decorators into one; the first is the first in the help text."""
 
     def decorate(function: F) -> F:
         for each in reversed(decorators):
@@ -70,7 +70,10 @@ STORE = options(
 
 
 async def resolve(runs: "RunsClient", text: str) -> "run_pb2.Run":
-    """Return the run that is meant; NotFoundError with a did-you-mean, InvalidSpecError if several begin like this."""
+    """Return the run that `text` refers to, asked of a server.
+
+    Raises NotFoundError with a suggestion, InvalidSpecError if several names begin with `text`.
+    """
     if text == "-":
         return choose(text, await runs.list(limit=1))
     try:
@@ -80,7 +83,7 @@ async def resolve(runs: "RunsClient", text: str) -> "run_pb2.Run":
 
 
 def choose(text: str, known: "Sequence[run_pb2.Run]") -> "run_pb2.Run":
-    """Return the run that is meant, of those that are known."""
+    """Return the run among `known` that `text` refers to."""
     by_name = {run.name.removeprefix("runs/"): run for run in known}
     return by_name[names.resolve(text, {name: run.uid for name, run in by_name.items()})]
 
@@ -89,10 +92,16 @@ def choose(text: str, known: "Sequence[run_pb2.Run]") -> "run_pb2.Run":
 
 
 class RawCommand(click.Command):
-    """Passes all arguments untouched as the parameter `arguments`; only `--help` is click's."""
+    """A click command that gets all arguments unparsed, as the parameter `arguments`; the config loader parses them.
+
+    Only `--help` is handled by click.
+    """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Show the help, or take the arguments as they are: click would read `-1` as an option."""
+        """Print the help if it is asked for.
+
+        Otherwise keep all arguments as they are, because click would read `-1` as an option.
+        """
         if "--help" in args or args == ["-h"]:
             return super().parse_args(ctx, ["--help"])
         ctx.params["arguments"] = tuple(args)

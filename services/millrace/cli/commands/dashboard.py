@@ -50,8 +50,10 @@ def dashboard(url: str | None, directory: Path | None, browser: bool | None) -> 
 
 
 def _page_that_leads_to(address: str) -> Path:
-    """Return a file that only this user reads: a browser's command line, which all users see, must not have the code
-    in it.
+    """Write an HTML page that redirects to `address`, readable by this user only, and return its path.
+
+    The browser gets the page instead of the address: all users see command lines, and the address contains the login
+    code.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not cache.is_absolute():  # a relative one is to be ignored
@@ -68,7 +70,10 @@ def _page_that_leads_to(address: str) -> Path:
 
 
 def _of_stack(directory: Path | None) -> str:
-    """Return the address in the stack's file; without a directory, of the only stack here."""
+    """Return the dashboard's address of the stack in `directory`; of the only stack here if `directory` is None.
+
+    Raises CliError if no stack with a dashboard runs there.
+    """
     from millrace.cli.connection import OUTPUTS, choose_stack, read_stack
 
     stack = choose_stack(option="--dir") if directory is None else read_stack(directory)
@@ -83,7 +88,10 @@ def _of_stack(directory: Path | None) -> str:
 
 
 def _code_path(base: str) -> str:
-    """Return the path that logs in, from the server at `base`."""
+    """Ask the server at `base` for a login code; return the path that logs in with it.
+
+    Raises UnavailableError if nothing answers there, CliError if the token is refused or the server is no dashboard.
+    """
     from millrace.cli.connection import environ
     from millrace.decoding import decode_object
     from millrace.errors import CorruptObjectError, UnavailableError

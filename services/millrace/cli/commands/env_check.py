@@ -95,7 +95,10 @@ def _task_and_model(choices: dict[str, Any]) -> "tuple[TrialTask, TrialModel]":
 
 
 async def _run(spec: Any, what: "tuple[TrialTask, TrialModel] | None", signals: "Interrupts") -> dict[str, Any]:
-    """Load, play, and say on standard error what goes on."""
+    """Load the environment, play one task unless `what` is None, and return the result as plain data.
+
+    Each step is reported on standard error.
+    """
     from millrace.cli.session.environment_check import Steps, loaded_line
     from millrace.env_server.trial import opened
 
@@ -143,7 +146,7 @@ def _describe_rollout(rollout: "Rollout") -> dict[str, Any]:
 
 
 def _lines(result: dict[str, Any]) -> list[str]:
-    """Return the result for people."""
+    """Return the lines of the text format for a result of `_run`."""
     lines = [f"environment {result['env']} (API {result['api']}) can be loaded"]
     if "status" not in result:
         return lines

@@ -64,7 +64,10 @@ def estimate(arguments: tuple[str, ...]) -> int:
 
 
 def _document(arguments: Sequence[str]) -> "type[RLConfig | SFTConfig]":
-    """Return the document that the first file configures; an RL run where that is not clear."""
+    """Return the config class of the first file: that of `millrace sft` or of `millrace rl`.
+
+    RLConfig if the file does not show which.
+    """
     from millrace.cli.session.config_file import read_raw
     from millrace.config import RLConfig, SFTConfig
     from millrace.config.prime_rl.translation import kind_of
@@ -100,8 +103,9 @@ def _estimate(loaded: "Loaded[Any]") -> "Estimate":
 
 
 def _code() -> Any:
-    """Return `millrace.trainer.estimate.estimate`, imported by name: the command line works without torch, which
-    only the estimate needs.
+    """Return the module `millrace.trainer.estimate.estimate`.
+
+    It is imported by name, because the command line has to work without torch. Raises CliError if a package is missing.
     """
     try:
         return importlib.import_module("millrace.trainer.estimate.estimate")
@@ -112,7 +116,10 @@ def _code() -> Any:
 def _number(
     flags: Mapping[str, str | bool], name: str, default: float, *, whole: bool = False, most: float = float("inf")
 ) -> float:
-    """Return a flag that is a number from 0 to `most`."""
+    """Return the value of a flag as a number; `default` if it is not given.
+
+    Raises InvalidSpecError if it is not a number from 0 to `most`.
+    """
     text = str(flags.get(name, default))
     try:
         value = float(int(text)) if whole else float(text)

@@ -26,10 +26,10 @@ Options:
 
 
 class _EvalCommand(RawCommand):
-    """As `RawCommand`, but `eval show` has a help of its own."""
+    """A `RawCommand` that leaves the help of `eval show` to that subcommand."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Leave every argument after `show` to the subcommand."""
+        """Keep all arguments as they are if the first is `show`; otherwise parse them as `RawCommand` does."""
         if args[:1] != ["show"]:
             return super().parse_args(ctx, args)
         ctx.params["arguments"] = tuple(args)

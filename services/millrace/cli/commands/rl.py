@@ -51,8 +51,9 @@ def rl(arguments: tuple[str, ...]) -> int:
 
 
 def _bench(prepared: "Prepared") -> int:
-    """Return the trainer on fake samples, the engine on random prompts, and the orchestrator with both but for
-    learning.
+    """Run the benches one after the other: the trainer, the engine (if it is embedded), the orchestrator with both.
+
+    Return the exit code; the first failure ends the sequence.
     """
     from millrace.cli import interrupts
     from millrace.cli.session.bench import Bench, inference_bench, run_bench, trainer_bench

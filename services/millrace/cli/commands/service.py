@@ -38,7 +38,7 @@ def _command(name: str, about: str) -> click.Command:
 
 
 def _bench(name: str, loaded: "Loaded[Any]") -> int:
-    """Return a trainer on fake samples; CliError for an env-server."""
+    """Run the trainer's bench and return the exit code. Raises CliError for any service but the trainer."""
     from millrace.cli import interrupts
     from millrace.cli.errors import CliError
     from millrace.cli.session.bench import run_bench, trainer_bench
@@ -59,7 +59,10 @@ def _bench(name: str, loaded: "Loaded[Any]") -> int:
 
 
 def _bench_orchestrator(arguments: Sequence[str]) -> int:
-    """Return the steps of its part of a run, or of a whole one, on a stack of its own."""
+    """Run the orchestrator's bench on a stack started for it, and return the exit code.
+
+    With `--dry-run` only print the config.
+    """
     from millrace.cli import interrupts
     from millrace.cli.session.orchestrator_bench import bench_orchestrator
     from millrace.cli.session.prepare import print_config

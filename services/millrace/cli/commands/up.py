@@ -89,7 +89,7 @@ def up(
 
 
 async def _serve(options: "StackOptions", signals: "Interrupts") -> None:
-    """Run the stack until it is interrupted."""
+    """Start the stack, print its addresses, and wait until the command is interrupted or the stack fails."""
     import asyncio
 
     from millrace.local.stack import LocalStack
@@ -113,7 +113,7 @@ async def _serve(options: "StackOptions", signals: "Interrupts") -> None:
 
 
 def restart_command(directory: Path, listen: str) -> list[str]:
-    """Return the command line that starts this stack again."""
+    """Return the command line that starts the same stack again."""
     words = ["millrace", "up"]
     words += [] if directory == DEFAULT_DIRECTORY else ["--dir", str(directory)]
     return words + ([] if listen == DEFAULT_LISTEN else ["--listen", listen])

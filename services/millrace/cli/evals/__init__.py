@@ -1,1 +1,1 @@
-"""`millrace eval`: what is evaluated, how it is played, and what came out of it."""
+"""`millrace eval`: its command line, the play of an evaluation, and the results."""

@@ -1,7 +1,8 @@
-"""Evaluations beside a fine-tuning: the weights of due steps, played as `millrace eval` plays a directory.
+"""Evaluations during a fine-tuning: saved weights are played as `millrace eval` plays a directory.
 
-The trainer puts weights into `evals/due` of the run (`trainer.sft.saving`). Each evaluation has a stack of its own in
-`evals/step-N`, which goes on where an earlier command was killed. Its figures are one line of `metrics.jsonl`.
+The trainer puts the weights to evaluate into `evals/due` of the run (`trainer.sft.saving`). Each evaluation starts a
+local stack in `evals/step-N`; if a command is killed, the next one continues there. Its figures become one line of
+`metrics.jsonl`.
 """
 
 import asyncio
@@ -37,7 +38,7 @@ _LOOK_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationEngine:
-    """What serves the weights that are evaluated."""
+    """The engine that serves the evaluated weights, and the GPUs it uses."""
 
     inference: InferenceConfig
     gpus: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -46,9 +47,10 @@ class EvaluationEngine:
 def engine_beside(
     config: SFTConfig, environ: Mapping[str, str] = os.environ
 ) -> tuple[EvaluationEngine, tuple[int, ...] | None]:
-    """Return the engine of a fine-tuning's evaluations, and the GPUs of its training; None where there are none.
+    """Return the engine of a fine-tuning's evaluations, and the GPUs left for the training.
 
-    InvalidStateError (GPU_UNUSABLE) if a GPU is not there, or none is left for the training.
+    None instead of GPUs on a machine without any. Raises InvalidStateError (GPU_UNUSABLE) if a GPU is missing, or if
+    vLLM would share one with the training.
     """
     inference = with_engine(config.inference, environ)
     engine_python(inference.engine, environ)  # NotFoundError before anything starts
@@ -69,10 +71,10 @@ def engine_beside(
 
 
 class Evaluations:
-    """Plays what is due, one after the other, and writes the figures."""
+    """Plays the weights in `evals/due` one after the other, and writes the figures."""
 
     def __init__(self, config: SFTConfig, evaluation: SFTEvalConfig, directory: Path, engine: EvaluationEngine) -> None:
-        """Set up the evaluations; `directory` is the directory of the fine-tuning."""
+        """Set up the evaluations of the fine-tuning in `directory`, and remove the mark of an earlier command."""
         self._config = config
         self._evaluation = evaluation
         self._directory = directory
@@ -83,7 +85,7 @@ class Evaluations:
         remove(self._root / BEGUN, what="mark of an earlier command")
 
     async def run(self, interrupts: Interrupts) -> None:
-        """Evaluate until `finish` is called and nothing is left."""
+        """Evaluate weights as they become due; return once `finish` was called and none is left."""
         # unregistered wait: it looks at a directory for as long as the training takes, which the command shows
         while True:
             is_over = self._is_over.is_set()
@@ -97,7 +99,7 @@ class Evaluations:
                     await asyncio.wait_for(self._is_over.wait(), _LOOK_S)
 
     async def finish(self, task: "asyncio.Task[None]") -> None:
-        """Wait for the evaluations that are left, and show all of them."""
+        """Wait until `task`, which runs `run`, has evaluated what is left; then write and print the summary."""
         self._is_over.set()
         if left := len(self._due()):
             most_s = left * self._evaluation.timeout_s
@@ -114,7 +116,7 @@ class Evaluations:
         return sorted(found, key=_step_of)
 
     async def _evaluate(self, weights: Path, interrupts: Interrupts) -> None:
-        """Run one evaluation and return its figures, or why there are none; then remove its weights."""
+        """Evaluate one directory of weights, write the figures or a warning with the reason, and remove the weights."""
         step = _step_of(weights)
         logs = self._root / f"step-{step}.log"
         try:
@@ -170,7 +172,10 @@ class Evaluations:
         )
 
     def _write_line(self, step: int, data: Mapping[str, Any]) -> None:
-        """Add the figures to the metrics of the run, once; the trainer writes there, too, so it is one write."""
+        """Append the figures to the run's metrics, unless the step has a line already.
+
+        It is a single write, because the trainer appends to the same file.
+        """
         path = self._directory / "metrics.jsonl"
         lines = path.read_bytes().splitlines() if path.is_file() else []
         if any(_is_of(line, step) for line in lines):
@@ -192,7 +197,10 @@ class Evaluations:
         click.echo(f"warning: {text}", err=True)
 
     def _write_summary(self) -> dict[str, Any]:
-        """Write the figures of every evaluated step as `millrace eval` writes those of several policies."""
+        """Write the results and the plot of all evaluated steps, in the format of `millrace eval` for several policies.
+
+        Return the results.
+        """
         data: dict[str, Any] = {"name": self._directory.name, "policies": []}
         places = (
             [path for path in self._root.iterdir() if (path / RESULTS_NAME).is_file()] if self._root.is_dir() else []
@@ -211,7 +219,7 @@ class Evaluations:
 async def evaluating(
     config: SFTConfig, directory: Path, interrupts: Interrupts, *, engine: EvaluationEngine
 ) -> AsyncIterator["RunningEvaluations"]:
-    """Evaluate what comes due while the block lasts; the config has `[eval]`."""
+    """Evaluate due weights in a task during the block; the task is cancelled at its end. `config.eval` must be set."""
     assert config.eval is not None
     evaluations = Evaluations(config, config.eval, directory, engine)
     task = asyncio.create_task(evaluations.run(interrupts), name="evaluations")
@@ -224,13 +232,13 @@ async def evaluating(
 
 @dataclass(frozen=True, slots=True)
 class RunningEvaluations:
-    """Evaluations that go on in a task."""
+    """Evaluations, and the task that runs them."""
 
     evaluations: Evaluations
     task: "asyncio.Task[None]"
 
     async def finish(self) -> None:
-        """Wait for the evaluations that are left, and show all of them."""
+        """Wait for the evaluations that are left, then write and print the summary."""
         await self.evaluations.finish(self.task)
 
 
@@ -239,7 +247,7 @@ def _step_of(path: Path) -> int:
 
 
 def _is_of(line: bytes, step: int) -> bool:
-    """Return whether a line of the metrics has evaluations of a step."""
+    """Return whether a line of `metrics.jsonl` has evaluation figures of this step."""
     with contextlib.suppress(MillraceError):
         found = decode_object(line, what="a line of metrics.jsonl", reason="METRICS_CORRUPT")
         return found.get("step") == step and any(name.startswith("eval/") for name in found)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 BASE = "base"
 _STEP_NAME = re.compile(r"(?:global_)?(?:step|checkpoint)[_-](\d+)")
 _WEIGHTS_SUBDIRECTORIES = ("", "weights", "model", "policy", "hf")
-"""Where trainers put the Hugging Face directory below the one that is named by the step."""
+"""Subdirectories of a step's directory that may contain the Hugging Face model; trainers differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,21 +32,24 @@ class EvalPolicy:
     """One policy to evaluate."""
 
     step: int | None
-    """None for the base model."""
+    """The policy's step; None for the base model."""
     fetch: Callable[[Path], Path]
-    """Return a directory with a whole model in Hugging Face format; the argument is a new one that may be used."""
+    """Function that returns a directory with the whole model in Hugging Face format.
+
+    It may create the directory it is given and write the model there.
+    """
     digest: Callable[[], str]
-    """Return the SHA-256 (hex) of what the policy is made of."""
+    """Function that returns a SHA-256 (hex) which identifies the weights."""
 
     @property
     def label(self) -> str:
-        """Return the policy's label, as names of runs and tables have it."""
+        """Return the policy's name in run names and tables: `base` or `step-N`."""
         return BASE if self.step is None else f"step-{self.step}"
 
 
 @dataclass(frozen=True, slots=True)
 class RunPolicies:
-    """What a run has published, read from the object store alone."""
+    """The published policies of a run, read from the object store."""
 
     store: "ObjectStore"
     names: "Names"
@@ -54,7 +57,7 @@ class RunPolicies:
 
     @classmethod
     def open(cls, text: str, *, store_url: str | None, prefix: str) -> "RunPolicies":
-        """Find the run by its name, uid or directory of results; NotFoundError if there is none."""
+        """Find a run by name, uid or directory of results. Raises NotFoundError if there is none."""
         from millrace.cli.offline.run_store import find_uid, store_of
         from millrace.runlog.names import Names
         from millrace.runlog.records.run_record import RunRecord
@@ -66,11 +69,11 @@ class RunPolicies:
 
     @property
     def model_name(self) -> str:
-        """Return the model that the run began with, as its config names it."""
+        """Return the name of the start model in the run's config."""
         return self.record.training.model.name
 
     def find(self) -> dict[int, str]:
-        """Return the manifest's key of every published version, of the newest lineage that has it."""
+        """Return the manifest's key of each published version, from the newest lineage with that version."""
         from millrace.runlog.records.run_record import published_policies
 
         found: dict[int, str] = {}
@@ -79,16 +82,20 @@ class RunPolicies:
         return dict(sorted(found.items()))
 
     def download(self, key: str, directory: Path) -> Path:
-        """Write one version as a whole model; an adapter is merged into its base."""
+        """Write the version with the manifest `key` into `directory` as a whole model, an adapter merged into its base.
+
+        Return the model's directory.
+        """
         from millrace.policies.pull import download_merged, read_manifest
 
         return download_merged(self.store, read_manifest(self.store, key), directory)
 
 
 def of_run(run: RunPolicies, *, steps: Sequence[int] | None, has_base: bool, base: Path | None) -> list[EvalPolicy]:
-    """Return the base and the published steps of a run; CliError naming the steps that there are if one is missing.
+    """Return the policies of a run to evaluate: the base model if `has_base`, and the given or all published steps.
 
-    The base is version 0 of the run where that is still stored, else the directory `base`.
+    The base is version 0 if it is still stored, otherwise the directory `base`. Raises CliError if a step is missing or
+    nothing is left to evaluate.
     """
     found = run.find()
 
@@ -108,9 +115,9 @@ def of_run(run: RunPolicies, *, steps: Sequence[int] | None, has_base: bool, bas
 
 
 def of_directory(weights: Path, *, steps: Sequence[int] | None, has_base: bool, base: Path | None) -> list[EvalPolicy]:
-    """Return the base and `step_N` (also `step-N`, `checkpoint-N`) of a directory.
-
-    A LoRA adapter is merged into the base.
+    """Return the policies in a directory: the base model if `has_base`, and each `step_N`, `step-N` or `checkpoint-N`
+    below `weights`. A LoRA adapter is merged into `base`. Raises CliError if a step is missing or nothing is left to
+    evaluate.
     """
     if not weights.is_dir():
         raise CliError(f"--weights-dir {weights} is no directory", hint=f"looked for {weights.absolute()}")
@@ -147,7 +154,10 @@ def _some(policies: list[EvalPolicy]) -> list[EvalPolicy]:
 
 
 def _choose(found: Set[int], steps: Sequence[int] | None, *, where: str) -> list[int]:
-    """Return the selected steps in ascending order; all available steps if none is selected."""
+    """Return the steps to evaluate in ascending order: `steps`, or all of `found` if that is None.
+
+    Raises CliError if one is missing.
+    """
     missing = sorted(set(steps or ()) - found)
     if missing:
         raise CliError(
@@ -158,7 +168,7 @@ def _choose(found: Set[int], steps: Sequence[int] | None, *, where: str) -> list
 
 
 def _model_in(path: Path) -> Path | None:
-    """Return the directory with the model or adapter of a step."""
+    """Return the directory at or below `path` that has a model or an adapter; None if there is none."""
     for name in _WEIGHTS_SUBDIRECTORIES:
         if any((path / name / file).is_file() for file in ("config.json", ADAPTER_CONFIG)):
             return path / name
@@ -166,7 +176,7 @@ def _model_in(path: Path) -> Path | None:
 
 
 def _digest_stored(source: Path, base: Path | None) -> str:
-    """Return the digest of a model, or of an adapter and the base that it is merged into."""
+    """Return the digest of the model in `source`; for an adapter, the digest of the adapter and its base together."""
     found = digest_directory(source)
     if base is None or not (source / ADAPTER_CONFIG).is_file():
         return found
@@ -174,9 +184,10 @@ def _digest_stored(source: Path, base: Path | None) -> str:
 
 
 def _stored(source: Path, base: Path | None) -> Callable[[Path], Path]:
-    """Return how to load the model of a directory.
+    """Return the `fetch` function of the model in `source`.
 
-    An adapter is checked against its base here, and merged when it is asked.
+    An adapter is checked against its base at once, and merged when the function is called. Raises CliError if the
+    adapter's base is missing.
     """
     from millrace.policies.peft.directory import is_adapter, open_adapter
 
@@ -200,18 +211,17 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 def digest_directory(directory: Path) -> str:
-    """Return the SHA-256 (hex) of the names and bytes of all files below `directory`, but for hidden ones and caches.
+    """Return the SHA-256 (hex) over the names and bytes of all files below `directory`, except hidden files and caches.
 
-    Reads every byte, about a second per GB: sizes and times say nothing of weights that were saved again.
+    It reads every byte (about a second per GB), because rewritten weights may have the same sizes and times.
     """
     return _digest((file.relative_to(directory).as_posix(), file) for file in _files(directory))
 
 
 def digest_environment(env_id: str) -> str:
-    """Return the SHA-256 (hex) of an environment's module, of those beside it that it imports, and of `verifiers`.
-
-    It is looked for where a local stack imports it from, and not imported. One that is not there as a module of its own
-    (a taskset of the library) is known by the release.
+    """Return the SHA-256 (hex) over an environment's module, the neighbouring modules that it imports, and the version
+    of `verifiers`. The module is searched where a local stack would import it, and is not imported. An environment
+    without a module (a taskset of the library) has the digest of the version alone.
     """
     name = env_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_")
     places: list[tuple[str, Path]] = []
@@ -233,10 +243,9 @@ def digest_environment(env_id: str) -> str:
 
 
 def digests_of(config: EvalRunConfig, *, weights: str = "") -> dict[str, str]:
-    """Return the digest of everything that decides about an evaluation and is not in its config, by what it is.
-
-    `weights` is that of the policy where the caller knows it; else it is that of the directory `model.name`, unless an
-    endpoint serves the model.
+    """Return the digests of everything outside the config that influences an evaluation, by description: environments,
+    files named in their arguments, the model. `weights` is the model's digest if the caller knows it; otherwise the
+    directory `model.name` is read, unless an endpoint serves the model.
     """
     found = {f"environment {env.name}": digest_environment(env.id) for env in config.env}
     for env in config.env:
@@ -248,10 +257,8 @@ def digests_of(config: EvalRunConfig, *, weights: str = "") -> dict[str, str]:
 
 
 def _beside(directory: Path, modules: Iterable[Path], *, without: Path) -> list[tuple[str, Path]]:
-    """Return the modules and packages of a directory that these import, and what those import there, but for one of
-    them.
-
-    None where packages are installed: all that these need is there, gigabytes of it.
+    """Return the modules and packages in `directory` that `modules` import, directly or indirectly, with their relative
+    paths. `without` is left out. Return none if the directory is one of installed packages, which can be gigabytes.
     """
     found: dict[Path, str] = {}
     left = [file for file in modules if file.suffix == ".py" and directory.name not in _INSTALLED]
@@ -268,7 +275,7 @@ def _beside(directory: Path, modules: Iterable[Path], *, without: Path) -> list[
 
 
 def _imported(module: Path) -> set[str]:
-    """Return the first names of all modules that a file imports; none if it is no Python."""
+    """Return the top-level names of all modules that a file imports; none if it is not valid Python."""
     try:
         nodes = list(ast.walk(ast.parse(module.read_bytes())))
     except (SyntaxError, ValueError):
@@ -279,7 +286,7 @@ def _imported(module: Path) -> set[str]:
 
 
 def _files_of_args(args: Any, where: str) -> Iterator[tuple[str, Path]]:
-    """Yield the files that an environment's args name, by key."""
+    """Yield each file that a value in `args` names, with its key; `where` is the key of `args` itself."""
     if isinstance(args, Mapping):
         for key, value in args.items():
             yield from _files_of_args(value, f"{where}.{key}")
@@ -291,7 +298,10 @@ def _files_of_args(args: Any, where: str) -> Iterator[tuple[str, Path]]:
 
 
 def _files(directory: Path) -> list[Path]:
-    """Return all files below a directory, linked directories included, each of them once."""
+    """Return all files below a directory, without hidden files and caches.
+
+    Links to directories are followed, each directory once.
+    """
     found: list[Path] = []
     seen: set[str] = set()
     for root, names, files in os.walk(directory, followlinks=True):

@@ -1,4 +1,4 @@
-"""From a command line to a checked evaluation, before anything starts."""
+"""Turn a command line of `millrace eval` into a checked evaluation, before anything starts."""
 
 import ast
 import json
@@ -39,34 +39,39 @@ _ENVIRONMENT_IDS = ("--environment-ids", "--environment_ids")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedEval:
-    """An evaluation that is ready to be submitted."""
+    """A checked evaluation, ready to be played."""
 
     config: EvalRunConfig
     settings: Settings
     server: str | None
-    """host:port of the orchestrator; None starts a local stack."""
+    """host:port of the orchestrator; None if a local stack is started."""
     server_origin: str
     name: str
-    """Chosen, or made of the first environment and a random tail."""
+    """The name that was given, or one made of the first environment and a random suffix."""
     is_dry_run: bool
     is_plain: bool
     is_resumed: bool = False
-    """Whether what an earlier command of this name has begun goes on."""
+    """Whether an evaluation that an earlier command began under this name is continued."""
     part_of: str = ""
-    """The name of the evaluation of several policies that this is one of; then its weights may be elsewhere than in
-    an earlier attempt."""
+    """For one policy out of several: the name of the whole evaluation.
+
+    Then the path of the weights may differ between attempts.
+    """
     weights: str = ""
-    """Digest of the policy that is evaluated, where it is one of several."""
+    """For one policy out of several: the digest of its weights."""
     inference: InferenceConfig = field(default_factory=lambda: InferenceConfig(engine="embedded"))
-    """The engine that serves the model where this command starts one."""
+    """The engine that a local stack starts for the model."""
     gpus: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """The GPUs of that engine, as `StackOptions` has them."""
+    """The GPUs of that engine, in the format of `StackOptions`."""
     policies: tuple[EvalPolicy, ...] = ()
-    """Policies to compare; empty where `model.name` is all that is evaluated."""
+    """The policies to compare; empty if only `model.name` is evaluated."""
 
 
 def prepare_eval(arguments: Sequence[str], *, environ: Mapping[str, str] = os.environ) -> PreparedEval:
-    """Load and check; InvalidSpecError with everything that is wrong, CliError for what this machine lacks."""
+    """Load the config and check the whole command line.
+
+    Raises InvalidSpecError with all problems of the config, CliError for what is missing on this machine.
+    """
     settings = Settings.from_env(environ)
     arguments = _with_environments(arguments)
     weights, of, store = (_value(arguments, f"--{name}") for name in ("weights-dir", "run", "store"))
@@ -114,13 +119,15 @@ def prepare_eval(arguments: Sequence[str], *, environ: Mapping[str, str] = os.en
 
 
 def _store_url(settings: Settings) -> str | None:
-    """Return the store of --run: MILLRACE_STORE_URL, or that of the stack here which MILLRACE_SERVER names."""
+    """Return the object store for `--run`: MILLRACE_STORE_URL, or the store of the local stack that listens at
+    MILLRACE_SERVER.
+    """
     stack = stack_at(settings.server) if settings.server and settings.store_url is None else None
     return settings.store_url if stack is None else stack.text("store")
 
 
 def _with_environments(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with `--environment-ids a,b` as the list of environments that it represents."""
+    """Return the arguments with each `--environment-ids a,b` replaced by the `--env` list that it abbreviates."""
     words: list[str] = []
     rest = list(arguments)
     while rest:
@@ -135,7 +142,10 @@ def _with_environments(arguments: Sequence[str]) -> list[str]:
 
 
 def _value(arguments: Sequence[str], flag: str) -> str | None:
-    """Return the last value of a flag of this command, which decides what the config is loaded with."""
+    """Return the last value of `flag` in the arguments, None if it is not there.
+
+    It is needed before the config is loaded, because it decides about the defaults.
+    """
     found = None
     for index, word in enumerate(arguments):
         name, equals, value = word.partition("=")
@@ -145,7 +155,7 @@ def _value(arguments: Sequence[str], flag: str) -> str | None:
 
 
 def _base(model: str | None) -> Layer | None:
-    """Return the model that a run began with, as the weakest source of `model.name`."""
+    """Return a config layer that sets `model.name`, weaker than files and flags; None without a model."""
     if model is None:
         return None
     origin = Provenance(label=COMMAND_LINE, strength=Strength.ENVIRONMENT)
@@ -153,8 +163,9 @@ def _base(model: str | None) -> Layer | None:
 
 
 def _with_endpoint(config: EvalRunConfig, path: str | None) -> EvalRunConfig:
-    """Return the config with the endpoint that `model.name` is an alias of, where it is no directory and none is
-    named.
+    """Return the config with the endpoint that `model.name` is an alias of.
+
+    Unchanged if the config has an endpoint, or there is no such alias. Raises CliError if the endpoint is not usable.
     """
     if config.client is not None or (path is None and is_path(config.model.name, output_dir=config.output_dir)):
         return config
@@ -171,7 +182,10 @@ def _with_endpoint(config: EvalRunConfig, path: str | None) -> EvalRunConfig:
 
 
 def _steps(text: str | bool | None, *, is_sweep: bool) -> list[int] | None:
-    """Parse `--steps 10,20` or `[10, 20]`."""
+    """Parse the value of `--steps`, `10,20` or `[10, 20]`.
+
+    Raises CliError if it is not a list of steps, or if neither a run nor a directory of weights is evaluated.
+    """
     if text is None:
         return None
     if not is_sweep:
@@ -183,7 +197,7 @@ def _steps(text: str | bool | None, *, is_sweep: bool) -> list[int] | None:
 
 
 def _check_resume(name: str, server: str | None) -> None:
-    """Require that an evaluation that is resumed has a name and was started in this directory."""
+    """Raise CliError if `--resume` has no name, or if a server runs the evaluation."""
     if not name:
         raise CliError(
             "--resume goes on with an evaluation of this machine, and needs its name", hint="add --name NAME"
@@ -194,7 +208,9 @@ def _check_resume(name: str, server: str | None) -> None:
 
 
 def _check_sweep(config: EvalRunConfig, server: str | None, *, has_both: bool) -> None:
-    """Require a stack of this command for the evaluation of weights: no other stack serves them."""
+    """Raise CliError if policies are evaluated and the command line also names an endpoint, a server or a second source
+    of policies. Only a local stack serves policies.
+    """
     if has_both:
         raise CliError("--run and --weights-dir both name the policies", hint="keep one of them")
     if config.client is not None:
@@ -212,7 +228,10 @@ def _check_sweep(config: EvalRunConfig, server: str | None, *, has_both: bool) -
 def _check_place(
     config: EvalRunConfig, server: str | None, sources: Mapping[str, str], environ: Mapping[str, str]
 ) -> None:
-    """Require a model or an endpoint, and the endpoint's key where this command starts the env-server."""
+    """Raise CliError unless there is a model directory or an endpoint to evaluate.
+
+    The endpoint's key must be set if this command starts the env-server.
+    """
     if config.client is None:
         if server is not None:
             raise CliError(
@@ -243,7 +262,7 @@ _FORM = 'write [[endpoint]] with endpoint_id = "…", model = "…", url = "http
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """One alias: the model as the endpoint knows it, the endpoint's URLs, the variable with its key."""
+    """One alias: the model's name at the endpoint, its URLs, and the variable that contains the key."""
 
     model: str
     urls: tuple[str, ...]
@@ -251,9 +270,10 @@ class Endpoint:
 
 
 def find_endpoint(alias: str, path: str | None) -> Endpoint | None:
-    """Return the endpoint that is called `alias` in a file, a directory with one, or `configs/` and here.
+    """Return the endpoint with this alias; None if there is none.
 
-    None if none is.
+    `path` is a file or a directory with one; without it, `configs/` and the current directory are searched. Raises
+    CliError if the file is invalid, or if `path` is given and does not have the alias.
     """
     file = _file(path)
     if file is None:
@@ -297,7 +317,10 @@ def _from_toml(path: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _from_python(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the literal that the module assigns to ENDPOINTS; its code is not run."""
+    """Parse the literal that a Python file assigns to ENDPOINTS, without running the file.
+
+    Raises ValueError if there is none.
+    """
     for node in ast.parse(path.read_text()).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if any(isinstance(target, ast.Name) and target.id == "ENDPOINTS" for target in targets):

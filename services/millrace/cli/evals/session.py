@@ -1,4 +1,4 @@
-"""An evaluation from its submission to its results, on a local stack or on a server, and `eval.json`."""
+"""Play an evaluation on a local stack or on a server, from its submission to its results in `eval.json`."""
 
 import asyncio
 import contextlib
@@ -36,21 +36,25 @@ from millrace.v1 import event_pb2, run_pb2
 
 RESULTS_NAME = "eval.json"
 BEGUN_NAME = "begun.json"
-"""What a stack that goes on with an interrupted evaluation needs to know of it: its settings, what was at the paths
-that these name, its engine's port."""
+"""The file that a later `--resume` reads: the settings, the digests of the weights and environments, and the engine's
+port.
+"""
 _MAY_DIFFER = {"client", "output_dir", "run", "log", "max_concurrent"}
-"""Keys of the config that change nothing about the results; of `client`, the URL is that of our own engine."""
+"""Keys of the config that do not change the results.
+
+`client` is among them, because it has the URL of the local engine.
+"""
 LOOK_S = 0.5
 SAY_S = 5.0
-"""How often a line says how far it is where no bar can be drawn."""
+"""Interval of the progress lines where no bar can be drawn."""
 
 
 class OtherEvaluationError(CliError):
-    """What is to be resumed was begun with other settings, weights or environments."""
+    """The evaluation to resume was begun with other settings, weights or environments."""
 
 
 class EvalView(PlainView):
-    """Plain lines, and the reports kept."""
+    """Prints plain lines of a run, and keeps the report of each environment."""
 
     def __init__(self, progress: Progress, stream: TextIO) -> None:
         super().__init__(stream, progress)
@@ -66,10 +70,10 @@ class EvalView(PlainView):
 async def evaluate_here(
     prepared: PreparedEval, interrupts: Interrupts, *, stream: TextIO | None = None
 ) -> tuple[dict[str, Any], Path]:
-    """Start a stack, without a trainer, evaluate, stop it; returns the results and where they were written.
+    """Start a local stack without a trainer, evaluate, and stop it.
 
-    What is said meanwhile goes to `stream`, which is standard error if left out.
-    One that is resumed and was interrupted goes on from the log that its stack has left in its directory.
+    Return the results and the path they were written to. Messages go to `stream`, standard error by default. A resumed
+    evaluation continues from the log in its directory.
     """
     begun, config = time.monotonic(), prepared.config
     directory = claim(prepared)
@@ -95,7 +99,10 @@ async def evaluate_here(
 
 
 def claim(prepared: PreparedEval) -> Path:
-    """Return the directory of the results; an error if it has other results, or none that could be continued."""
+    """Return the directory of the results.
+
+    Raises AlreadyExistsError if it has results and they are not resumed, CliError if there is nothing to resume.
+    """
     directory = Path(prepared.config.output_dir) / prepared.name
     is_there = directory.is_dir() and any(directory.iterdir())
     if is_there and not prepared.is_resumed:
@@ -110,12 +117,15 @@ def claim(prepared: PreparedEval) -> Path:
 
 
 def go_on(prepared: PreparedEval) -> str:
-    """Return the command that continues an interrupted evaluation, as a message."""
+    """Return a message that explains how to resume the evaluation."""
     return f"interrupted; to go on, give the same command with --name {prepared.name} --resume"
 
 
 def finished(prepared: PreparedEval) -> dict[str, Any] | None:
-    """Return the results that an earlier command of this name has written; CliError if its settings were others."""
+    """Return the results that an earlier command of this name wrote; None if there are none.
+
+    Raises OtherEvaluationError if its settings were different.
+    """
     directory = Path(prepared.config.output_dir) / prepared.name
     _require_same(prepared, directory)
     path = directory / RESULTS_NAME
@@ -123,7 +133,11 @@ def finished(prepared: PreparedEval) -> dict[str, Any] | None:
 
 
 def begin(prepared: PreparedEval, directory: Path) -> int:
-    """Note what a later `--resume` needs; return the port of the engine, that of the first attempt where one was."""
+    """Write the file for a later `--resume`, and return the engine's port.
+
+    A resumed evaluation uses the port of the first attempt. Raises OtherEvaluationError if the earlier settings were
+    different.
+    """
     _require_same(prepared, directory)
     path = directory / BEGUN_NAME
     if path.is_file():
@@ -160,18 +174,18 @@ def _require_same(prepared: PreparedEval, directory: Path) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return a file that an earlier command has written; CorruptObjectError if it was cut off."""
+    """Read a JSON file of an earlier command. Raises CorruptObjectError if it is not complete."""
     remedy = f"choose another --name, or remove {path.parent}"
     return decode_object(path.read_bytes(), what=str(path), reason="EVAL_RESULTS_CORRUPT", remedy=remedy)
 
 
 def _settings(config: EvalRunConfig) -> dict[str, Any]:
-    """Return the keys that decide about the results."""
+    """Return the keys of the config that influence the results."""
     return {key: value for key, value in json.loads(config.resolved_json()).items() if key not in _MAY_DIFFER}
 
 
 def _say_failures(view: EvalView, log: Path) -> None:
-    """Name the log with the errors of the rollouts that failed."""
+    """Print how many rollouts of each environment failed, and the log with their errors."""
     failed = {name: report.num_failed for name, report in view.reports.items() if report.num_failed}
     for name, number in failed.items():
         report = view.reports[name]
@@ -183,7 +197,10 @@ def _say_failures(view: EvalView, log: Path) -> None:
 
 
 async def evaluate_there(prepared: PreparedEval, interrupts: Interrupts) -> tuple[dict[str, Any], Path]:
-    """Submit to the server and follow; Ctrl-C detaches and the run continues."""
+    """Submit the evaluation to the server and follow it; return the results and the path they were written to.
+
+    Ctrl-C detaches, and the run continues.
+    """
     begun = time.monotonic()
     progress = Progress(name=f"runs/{prepared.name}")
     view = EvalView(progress, sys.stderr)
@@ -201,10 +218,11 @@ async def evaluate_there(prepared: PreparedEval, interrupts: Interrupts) -> tupl
 def eval_stack(
     prepared: PreparedEval, directory: Path, *, http_port: int
 ) -> tuple[StackOptions, dict[str, str], EvalRunConfig]:
-    """Return the stack of an evaluation: without a trainer; with an engine, and then with its address in the config.
+    """Return the options of the local stack, its services, and the config with the address of its engine.
 
-    It lives on loopback as long as this command and has no tokens or certificates, whatever the environment says: its
-    engine is played like an endpoint of others (`[client]`), which is never shown a token of ours.
+    There is no trainer; there is an engine unless the config has an endpoint. The stack listens on loopback and has no
+    tokens or certificates, because the env-server calls the engine like any endpoint (`[client]`), and endpoints never
+    get a deployment token.
     """
     config = prepared.config
     names = {"orchestrator", "env-server"} | ({"inference"} if config.client is None else set())
@@ -252,7 +270,7 @@ async def _evaluate(
 
 
 async def _find(client: Client, run_id: str) -> run_pb2.Run | None:
-    """Return the run that an earlier stack in this directory has made, if it came so far."""
+    """Return the run that an earlier stack in this directory created; None if there is none."""
     try:
         return await client.runs.get(run_id)
     except NotFoundError:
@@ -261,7 +279,7 @@ async def _find(client: Client, run_id: str) -> run_pb2.Run | None:
 
 @contextlib.asynccontextmanager
 async def _telling(client: Client, name: str, view: EvalView, *, is_plain: bool) -> AsyncIterator[None]:
-    """Show the run's progress while the block runs: a bar on a terminal, a line every few seconds elsewhere."""
+    """Show the progress of the run during the block: a bar on a terminal, otherwise a line every few seconds."""
     tell = _draw if is_fancy(sys.stderr, plain=is_plain) else _say
     teller = asyncio.create_task(tell(client, name, view), name="progress of the evaluation")
     try:
@@ -283,15 +301,18 @@ async def _draw(client: Client, name: str, view: EvalView) -> None:
 
 
 async def _say(client: Client, name: str, view: EvalView) -> None:
-    said = -1
+    last = -1
     async for now in _looks(client, name, SAY_S):
-        if now.step != said:
-            said = now.step
+        if now.step != last:
+            last = now.step
             view.note(f"played {now.step}/{now.max_steps} rollouts  reward {now.reward:.3f}")
 
 
 async def _looks(client: Client, name: str, period_s: float) -> AsyncIterator[run_pb2.RunProgress]:
-    """Yield the run's progress once per period; a failed query is left out, since the follower of events reports it."""
+    """Yield the progress of the run once per period.
+
+    A failed query is skipped; the task that follows the events reports the error.
+    """
     while True:
         await asyncio.sleep(period_s)
         with contextlib.suppress(MillraceError):
@@ -318,13 +339,14 @@ def _write(
 
 PLOT_NAME = "eval.png"
 _WEIGHTS = "policies"
-"""Downloaded and merged weights are here, in the directory of the results, while they are evaluated."""
+"""Subdirectory of the results for downloaded and merged weights, removed after each evaluation."""
 
 
 def evaluate_policies(prepared: PreparedEval) -> tuple[dict[str, Any], Path]:
-    """Evaluate every policy; return the results, which are written after each, and their path.
+    """Evaluate all policies one after the other; return the results and their path.
 
-    AlreadyExistsError if the name is taken, of the whole or of one policy's part, and they are not to be resumed.
+    The results are written after each policy. Raises AlreadyExistsError if the whole or a part exists already and is
+    not resumed.
     """
     parts = [_part(prepared, policy) for policy in prepared.policies]
     directory, *_ = [claim(each) for each in (prepared, *parts)]
@@ -345,13 +367,13 @@ def evaluate_policies(prepared: PreparedEval) -> tuple[dict[str, Any], Path]:
 
 
 def _part(prepared: PreparedEval, policy: EvalPolicy) -> PreparedEval:
-    """Return the evaluation of one of the policies."""
+    """Return the evaluation of one policy of several."""
     name = run_name.make(prepared.name, policy.label)
     return replace(prepared, name=name, policies=(), part_of=prepared.name)
 
 
 def _sweep_evaluate(one: PreparedEval, policy: EvalPolicy, directory: Path) -> dict[str, Any]:
-    """Return the results of one policy, from an earlier attempt where that has finished it."""
+    """Evaluate one policy and return the results; those of an earlier attempt if it has finished."""
     place = directory / _WEIGHTS / policy.label
     one = replace(one, weights=policy.digest())
     if one.is_resumed and (data := finished(one)) is not None:
@@ -373,7 +395,7 @@ _OWN = ("reward/sem", "truncated", "turns", "seconds", "endpoint_retries")
 def results(
     prepared: PreparedEval, run: run_pb2.Run, reports: Sequence[event_pb2.EvalCompleted], *, seconds: float
 ) -> dict[str, Any]:
-    """Return all results as plain data; `envs` in the order of the config."""
+    """Return the results as plain data, with `envs` in the order of the config."""
     config = prepared.config
     return {
         "name": run.name,
@@ -413,7 +435,7 @@ def _env(report: event_pb2.EvalCompleted) -> dict[str, Any]:
 
 
 def figures(data: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures of each environment, under the names that evaluations of a run have in its metrics."""
+    """Return the numbers of each environment under the metric names that evaluations during a run use."""
     values: dict[str, Any] = {}
     for env, found in data["envs"].items():
         prefix = f"eval/{env}"
@@ -430,9 +452,8 @@ def figures(data: Mapping[str, Any]) -> dict[str, float]:
 
 
 def table(data: dict[str, Any]) -> list[str]:
-    """Return one line per policy and environment: reward ± standard error, pass@k with its interval, rollouts.
-
-    All figures of a line are over `rollouts`, in which the failed ones count as reward 0 and as not passed.
+    """Return a table with one line per policy and environment: reward ± standard error, pass@k with its interval,
+    rollouts. Each line is over all rollouts; a failed one counts as reward 0 and as not passed.
     """
     policies: list[dict[str, Any]] = data.get("policies") or [data]
     lines = [(each.get("policy", ""), name, env) for each in policies for name, env in each["envs"].items()]

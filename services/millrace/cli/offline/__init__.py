@@ -1,1 +1,1 @@
-"""What commands read from the object store itself, without a server."""
+"""Commands that read the object store directly, without a server."""

@@ -1,4 +1,4 @@
-"""An audit by this process, from the object store itself: as deep as is asked for, as far as is installed here."""
+"""Audit a run in this process, from the object store. How deep depends on the request and on the installed packages."""
 
 import importlib
 from collections.abc import Callable, Iterable
@@ -19,7 +19,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditRequest:
-    """What `millrace run audit` was asked for."""
+    """The options of `millrace run audit`."""
 
     name: str
     store: str | None
@@ -32,12 +32,15 @@ class AuditRequest:
 
     @property
     def is_here(self) -> bool:
-        """Return whether this process audits, and not the run's server."""
+        """Return whether this process does the audit; otherwise the run's server does."""
         return self.store is not None or self.is_deep or bool(self.attestations)
 
 
 def audit_here(request: AuditRequest, say: Say) -> "audit_pb2.AuditReport":
-    """Audit the log, then recompute steps if the options ask for it."""
+    """Audit the log and return the report; with `is_deep` and `num_replays`, also recompute some steps.
+
+    `say` is called with the progress.
+    """
     from millrace.cli import interrupts
     from millrace.cli.offline.run_store import naming, open_run, redis_url
     from millrace.readers.audit import audit_run
@@ -78,7 +81,10 @@ def _depth(request: AuditRequest) -> "Depth":
 
 
 def _replay(report: "audit_pb2.AuditReport", store: "ObjectStore", names: "Names", *, count: int, say: Say) -> None:
-    """Compute steps again, spread over the run, and compare with the published weights."""
+    """Recompute `count` steps, spread over the run, and compare them with the published weights.
+
+    The outcome is added to `report`.
+    """
     if not count:
         report.not_seen.add(check="NOT_REPLAYED", message="no step was computed again (--replay N)")
         return
@@ -111,7 +117,10 @@ def _replay(report: "audit_pb2.AuditReport", store: "ObjectStore", names: "Names
 
 
 def sampled(first: int, total: int, count: int) -> list[int]:
-    """Return `count` steps of `total` from `first` on, including the last one."""
+    """Return at most `count` steps, evenly spread over the `total` steps from `first` on.
+
+    The last step is always among them.
+    """
     if total < 1:
         return []
     count = min(count, total)
@@ -135,7 +144,7 @@ _TWICE = frozenset(
 
 
 def report_lines(report: audit_pb2.AuditReport) -> list[str]:
-    """Return the report for people; the last line is `audit clean`, or how many violations there are."""
+    """Return the report as text. The last line is `audit clean`, or the number of violations."""
     rows = [
         ("log", _log(report)),
         ("ordinals", _ordinals(report)),

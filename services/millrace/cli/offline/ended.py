@@ -1,4 +1,4 @@
-"""Runs whose own stack has ended: found by the directory that they worked in, told from the log that is there."""
+"""Runs whose own stack has ended. They are found by their directories, and described from the logs in them."""
 
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,21 +23,21 @@ _PATTERNS = ("*/store", "*/*/store", "*/stack.json", "*/*/stack.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedRun:
-    """A run that no server answers for, as its store has it."""
+    """A run whose stack has ended, as its store records it."""
 
     directory: Path
     run: "run_pb2.Run"
     events: "list[event_pb2.Event]"
     status: "RunStatus"
-    """That of the last event."""
+    """The status after the last event."""
 
     @property
     def note(self) -> str:
-        """Return the source of the data that is shown."""
+        """Return a line that tells the user which directory the data was read from."""
         return f"note: the stack of {self.run.name} has ended; read from its log in {self.directory}"
 
     def explain(self) -> str:
-        """Explain how the run ended; if only its stack ended, that the run may go on."""
+        """Describe how the run ended; if only its stack has ended, how to continue the run."""
         from millrace.runlog.run_status import ended_words, is_terminal, resumed_words, state_name
 
         status = self.status
@@ -59,10 +59,10 @@ def ask_or_read(
     *,
     run: str,
 ) -> None:
-    """Do the work with a server, or read the run that is meant if its own stack has ended.
+    """Call `work` with a client of the run's server, or `read` with the run if its own stack has ended.
 
-    A server that is named, by option or environment, is asked alone. UnavailableError and NotFoundError say where else
-    was looked; CliError lists the directories where several have a run of that name.
+    If an option or the environment names a server, only that server is asked. Raises UnavailableError or NotFoundError
+    if the run is in neither place, CliError if several directories have a run of that name.
     """
     from millrace.cli.connection import ask_server, is_listening, server_address
 
@@ -92,7 +92,7 @@ def ask_or_read(
 
 
 def refuse(ended: EndedRun) -> None:
-    """Raise CliError: no process works on the run, so there is nobody to send the request to."""
+    """Raise CliError: no process works on the run, so a request to it cannot be answered."""
     name = ended.run.name.removeprefix("runs/")
     hint = f"the command that it was started with, and --name {name} --resume, goes on with a run that is not done; "
     hint += "--ckpt.resume_step K begins a fork of it at step K"
@@ -107,9 +107,9 @@ def _show(ended: EndedRun, read: Callable[[EndedRun], None]) -> None:
 
 
 def find_ended(text: str, *, root: Path = OUTPUTS) -> EndedRun | None:
-    """Return the ended run that is meant; None if no directory of one is there.
+    """Return the ended run that `text` refers to; None if there is none.
 
-    By its directory, by its name or the unique beginning of one, or as the newest (`-`).
+    `text` is a directory, a name or its unique beginning, or `-` for the newest.
     """
     directory = _directory_of(text, root)
     return None if directory is None else read_ended(directory)
@@ -138,13 +138,16 @@ def _directory_of(text: str, root: Path) -> Path | None:
 
 
 def _directories(root: Path) -> list[Path]:
-    """Return the directories below `root` in which a stack of its own has worked and does no longer."""
+    """Return the directories below `root` in which a run's own stack worked and has ended."""
     paths = sorted({path.parent for pattern in _PATTERNS for path in root.glob(pattern)})
     return [path for path in paths if path != DEFAULT_DIRECTORY and _is_ended(path)]
 
 
 def list_ended(*, note: Callable[[str], None], root: Path = OUTPUTS) -> Iterator[EndedRun]:
-    """Yield the ended runs below `root`, the directory that was changed last first; note those that cannot be read."""
+    """Yield the ended runs below `root`, the most recently changed first.
+
+    Those that cannot be read are reported with `note`.
+    """
     for path in sorted(_directories(root), key=lambda path: path.stat().st_mtime, reverse=True):
         try:
             yield read_ended(path)
@@ -155,13 +158,13 @@ def list_ended(*, note: Callable[[str], None], root: Path = OUTPUTS) -> Iterator
 
 
 def _is_ended(directory: Path) -> bool:
-    """Return whether a stack worked in the directory, and does no longer."""
+    """Return whether a stack worked in the directory and has ended."""
     has_worked = (directory / "stack.json").is_file() or (directory / "store").is_dir()
     return has_worked and read_stack(directory) is None
 
 
 def read_ended(directory: Path) -> EndedRun:
-    """Return the run of a directory, from its store; MillraceError if that has none."""
+    """Read the run of a directory from its store. Raises MillraceError if there is none, or if it cannot be read."""
     from millrace.cli.offline.run_store import find_uid
     from millrace.decoding import MAX_JSON_BYTES
     from millrace.runlog.event_archive import load_archived_events, readable_event
@@ -183,7 +186,7 @@ def read_ended(directory: Path) -> EndedRun:
 
 
 def _store_of(directory: Path) -> "tuple[ObjectStore, str]":
-    """Return the store of an ended stack, and the prefix of its deployment there."""
+    """Return the object store of an ended stack, and the deployment's prefix in it."""
     from millrace.cli.offline.run_store import store_prefix
     from millrace.storage import open_store
 

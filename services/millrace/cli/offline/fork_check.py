@@ -1,4 +1,4 @@
-"""What a client can tell of a fork before it is made: a dry run changes nothing, and ForkRun has no dry form."""
+"""Check a fork before it is made, as far as a client can. The server cannot do a dry run of ForkRun."""
 
 import json
 from typing import TYPE_CHECKING
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 async def check_fork(client: "Client", parent: "run_pb2.Run", config: "RLConfig", *, step: int, name: str) -> str:
-    """Check step, settings and name as the server would, against the parent's record.
+    """Check step, settings and name as the server would; return a description of what only the server can check.
 
-    Returns what only the server can check. Raises InvalidStateError for a step that is not there or lacks a checkpoint
-    for its settings, InvalidSpecError for settings that no fork can have, AlreadyExistsError for a taken name.
+    Raises InvalidStateError if the step is not available or its settings need another checkpoint, InvalidSpecError if a
+    fork cannot have these settings, AlreadyExistsError if the name is taken.
     """
     saved = [int(each.step) for each in await client.runs.checkpoints(parent.name)]
     _require_kept(parent, saved, step)
@@ -46,7 +46,7 @@ async def check_fork(client: "Client", parent: "run_pb2.Run", config: "RLConfig"
 
 
 def _require_kept(parent: "run_pb2.Run", saved: list[int], step: int) -> None:
-    """Raise InvalidStateError for a step later than everything committed, or earlier than everything kept."""
+    """Raise InvalidStateError if the step is later than all that is committed, or earlier than all that is kept."""
     orchestrator = json.loads(parent.config_json).get("orchestrator", {})
     ahead = 0 if is_terminal(parent.state) else int(orchestrator.get("async_level") or 1)
     oldest = min(saved, default=0)

@@ -1,4 +1,4 @@
-"""What the dashboard's reader says of a run, asked by this process: of an object store, without a server."""
+"""Ask the dashboard's reader about a run in this process. It reads the object store, so no server is needed."""
 
 import contextlib
 import time
@@ -15,19 +15,22 @@ from millrace.storage import ObjectStore
 from millrace.storage.scratch import scratch_parent
 
 GIVE_UP_S = 1800.0
-"""How long an index may take; one of a million rollouts takes minutes, the first time."""
+"""How long building an index may take. The first index of a million rollouts takes minutes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogHere:
-    """The log of one run."""
+    """One run's record, with a reader that answers questions about its log."""
 
     record: RunRecord
     reader: Reader
     note: Callable[[str], None]
 
     def ask(self, question: str, params: Mapping[str, str]) -> dict[str, Any]:
-        """The answer, once everything that is in the store is read; `note` is told how far that is."""
+        """Return the answer to a question of the dashboard's reader.
+
+        While the index is being built, wait and report the progress with `note`.
+        """
         begun = time.monotonic()
         while True:
             try:
@@ -40,7 +43,7 @@ class LogHere:
 
 @contextlib.contextmanager
 def open_log(store: ObjectStore, prefix: str, uid: str, *, note: Callable[[str], None]) -> Iterator[LogHere]:
-    """The log of a run, with an index of its own in the scratch directory."""
+    """Open the log of a run, with an index in the scratch directory; the reader is closed at the end of the block."""
     names = Names(prefix, uid)
     record = RunRecord.parse(store.get(names.run_json), where=store.uri(names.run_json), needs=["uid", "name"])
     reader = Reader(store, prefix, scratch_parent() / "dashboard" / "commands")

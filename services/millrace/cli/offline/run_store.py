@@ -1,4 +1,4 @@
-"""Runs without a server: which object store a command reads, which run is meant, and what is known of it."""
+"""Find and read runs without a server: which object store, which run, and what is known about it."""
 
 import contextlib
 import os
@@ -25,13 +25,13 @@ _UID = re.compile(r"[a-z0-9]{20,60}")
 _OUTPUTS = Path("outputs")
 _MOST_NAMED = 8
 DEFAULT_STORE = DEFAULT_DIRECTORY / "store"
-"""Where `millrace up` keeps its objects, seen from the directory that it is started in."""
+"""The object store of `millrace up`, relative to the directory in which that was started."""
 
 
 def open_run_store(url: str | None, *, environ: Mapping[str, str] = os.environ) -> "ObjectStore":
-    """Return the store that is named, by the option, MILLRACE_STORE_URL, or the local stack's.
+    """Open the object store at `url`, MILLRACE_STORE_URL, or the one of `millrace up`, in this order.
 
-    A directory must exist.
+    Raises CliError if none is given and none is here, or if its directory does not exist.
     """
     from millrace.storage import open_store
 
@@ -53,7 +53,10 @@ def open_run_store(url: str | None, *, environ: Mapping[str, str] = os.environ) 
 
 @contextlib.contextmanager
 def naming(option: str | None) -> Iterator[None]:
-    """Let an error of the block name the option that the value came from, if any."""
+    """Make an InvalidSpecError of the block name the command-line option as its field.
+
+    Unchanged if `option` is None.
+    """
     try:
         yield
     except InvalidSpecError as error:
@@ -64,7 +67,10 @@ def naming(option: str | None) -> Iterator[None]:
 
 
 def redis_url(text: str) -> str:
-    """Return the value of `--redis` if it is a URL, else the URL in the file that it names."""
+    """Return the Redis URL for `--redis`: the text itself, or the URL in the file that it names.
+
+    Raises CliError if it is neither.
+    """
     if "://" in text:
         return text
     try:
@@ -77,13 +83,13 @@ def redis_url(text: str) -> str:
 
 
 def store_prefix(prefix: str | None, *, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the prefix of the deployment: the option, MILLRACE_PREFIX, or its default."""
+    """Return the deployment's prefix: the option, MILLRACE_PREFIX, or the default."""
     return prefix or Settings.from_env(environ).prefix
 
 
 def find_uid(store: "ObjectStore", prefix: str, text: str) -> str:
-    """Return the uid of a run: by name, `runs/{name}`, a unique beginning of one, the uid, or `-` for the newest
-    run.
+    """Return the uid of the run that `text` refers to: a name, `runs/{name}`, the unique beginning of a name, a uid, or
+    `-` for the newest run. Raises NotFoundError if there is none.
     """
     from millrace.runlog import names as run_name
     from millrace.runlog.index import read_names
@@ -93,9 +99,9 @@ def find_uid(store: "ObjectStore", prefix: str, text: str) -> str:
     uids = index.runs
     if text not in uids and _UID.fullmatch(text) and _exists(store, prefix, text):
         return text  # also where its name leads nowhere
-    wanted = text.removeprefix("runs/")
-    if wanted in index.damaged:
-        raise index.damaged[wanted]
+    name_only = text.removeprefix("runs/")
+    if name_only in index.damaged:
+        raise index.damaged[name_only]
     name = run_name.resolve(
         text, uids, holder=f"{store.describe()} holds", remedy=f"check --store and --prefix (now {prefix!r})"
     )
@@ -103,10 +109,10 @@ def find_uid(store: "ObjectStore", prefix: str, text: str) -> str:
 
 
 def store_of(name: str, url: str | None) -> "tuple[ObjectStore, str]":
-    """Return the store that holds the run, and the run's name there.
+    """Return the object store that has the run, and the run's name in it.
 
-    A directory of results has a store of its own. Otherwise it is the one that is named, that of the stack that runs
-    here, or that of `outputs/local`.
+    The first choice is the store in the run's own directory of results, then the store of a running stack, then
+    `open_run_store`. Raises NotFoundError if only other local runs are found.
     """
     from millrace.storage import open_store
 
@@ -129,9 +135,9 @@ def store_of(name: str, url: str | None) -> "tuple[ObjectStore, str]":
 def open_run(
     name: str, url: str | None, prefix: str | None, *, is_written: bool = False
 ) -> "tuple[ObjectStore, str, str]":
-    """Return the store that holds the run, the prefix of its deployment there, and the run's uid.
+    """Return the object store that has the run, the deployment's prefix, and the run's uid.
 
-    InvalidStateError if something is to be written there, and the store cannot carry runs.
+    With `is_written`, the store is tested first: raises InvalidStateError if it cannot carry runs.
     """
     from millrace.storage.self_test import require_tested
 
@@ -142,7 +148,10 @@ def open_run(
 
 
 def _running_store() -> str | None:
-    """Return the store of the stack that runs here, or of the one at MILLRACE_SERVER, unless a store is configured."""
+    """Return the store URL of the shared stack here, or of the one at MILLRACE_SERVER.
+
+    None if MILLRACE_STORE_URL is set, or the stack is not unique.
+    """
     settings = Settings.from_env(os.environ)
     if settings.store_url is not None:
         return None
@@ -151,7 +160,10 @@ def _running_store() -> str | None:
 
 
 def directory_of(name: str) -> Path | None:
-    """Return the directory of results that is meant, if it is one: by its path, by the run's name, or as the newest."""
+    """Return the directory of results for `name`: a path, a run's name or its beginning, or `-` for the newest.
+
+    None if there is none.
+    """
     from millrace.runlog import names as run_name
 
     if (Path(name) / "store").is_dir():
@@ -177,7 +189,7 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSnapshot:
-    """What is known of a run at one moment."""
+    """A run's state, config and metrics at one moment."""
 
     name: str
     uid: str
@@ -185,24 +197,25 @@ class RunSnapshot:
     state: str
     config: Mapping[str, Any]
     metrics: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Columns by name, with `step`; None is a value that is not there."""
+    """Columns by metric name, with `step` among them. None is a missing value."""
 
     def points(self, metric: str) -> list[tuple[int, float]]:
-        """Return (step, value) of a metric, where it has one."""
+        """Return (step, value) pairs of a metric, without missing values."""
         values = self.metrics.get(metric, ())
         steps = self.metrics.get("step", ())
         return [(step, value) for step, value in zip(steps, values, strict=False) if value is not None]
 
     @property
     def num_steps(self) -> int:
-        """Return steps that are done."""
+        """Return how many steps are done, counted by the mean reward."""
         done = self.points("reward/mean")
         return done[-1][0] + 1 if done else 0
 
 
 def looks_here(names: Sequence[str], *, store: str | None, prefix: str | None, note: Note) -> dict[str, RunSnapshot]:
-    """Return the named runs that can be read without a server, by the names they were given: all of a store, if one is
-    named, else those with a directory of results.
+    """Return snapshots of the runs that can be read without a server, by the names given.
+
+    With `store` all are read from it; otherwise only those with a directory of results.
     """
 
     found: dict[str, RunSnapshot] = {}
@@ -220,7 +233,7 @@ def looks_here(names: Sequence[str], *, store: str | None, prefix: str | None, n
 
 
 async def looks_there(client: "Client", names: Sequence[str], *, note: Note) -> dict[str, RunSnapshot]:
-    """Return the named runs of a server."""
+    """Return snapshots of runs on a server, by the names given."""
     from millrace.cli.options import resolve
     from millrace.decoding import decode_object
     from millrace.runlog.run_status import state_name
@@ -247,9 +260,9 @@ def _look(log: "LogHere") -> RunSnapshot:
     steps: list[Any] = []
     first: int | None = 0
     while first is not None:
-        said = log.ask("list-metrics", {"first": str(first)})
-        steps.extend(metrics_page(said).steps)
-        first = said["next"]
+        page = log.ask("list-metrics", {"first": str(first)})
+        steps.extend(metrics_page(page).steps)
+        first = page["next"]
     changes = log.ask("events", {"kinds": "state_changed", "size": "1"})["events"]
     state = str(changes[0]["body"].get("new_state", "")) if changes else ""
     return RunSnapshot(

@@ -1,4 +1,4 @@
-"""The rollouts of a run as people look at them: read from the archives in its object store, without a server."""
+"""The rollouts of a run for display, read from the archives in the object store without a server."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,20 +17,20 @@ SORTS: dict[str, Callable[["SampleRecord"], Any]] = {
     "turns": lambda found: found.rollout.num_turns,
     "seconds": lambda found: found.rollout.seconds,
 }
-"""What samples can be sorted by."""
+"""Sort keys of samples, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRecord:
-    """A rollout and the step whose batch resolved it."""
+    """A rollout, and the step whose batch it was committed with."""
 
     step: int
     rollout: "Rollout"
     id: str = ""
-    """What names it for `run lineage`, the API and the dashboard."""
+    """The sample's id in `run lineage`, the API and the dashboard."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record as plain data."""
+        """Return the sample as plain data."""
         rollout = self.rollout
         error = rollout.error
         return {
@@ -61,7 +61,7 @@ class SampleRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFilter:
-    """Which samples are shown; what is None or empty lets everything pass."""
+    """Conditions on samples; a field that is None or empty is no condition."""
 
     env: str = ""
     step: int | None = None
@@ -72,10 +72,10 @@ class SampleFilter:
     min_reward: float | None = None
     max_reward: float | None = None
     text: str = ""
-    """Part of some message, in any case."""
+    """Text that one of the messages must contain; case is ignored."""
 
     def passes(self, rollout: "Rollout") -> bool:
-        """Return whether the rollout passes the filters; the step is the archive's."""
+        """Return whether the rollout meets all conditions except `step`, which `read_samples` checks."""
         return (
             (not self.env or rollout.env == self.env)
             and (self.task is None or rollout.ordinal == self.task)
@@ -87,28 +87,29 @@ class SampleFilter:
         )
 
 
-def read_samples(store: "ObjectStore", prefix: str, uid: str, wanted: SampleFilter) -> Iterator[SampleRecord]:
-    """Yield the rollouts that pass, of all committed batches in order of steps; duplicates are left out.
+def read_samples(store: "ObjectStore", prefix: str, uid: str, conditions: SampleFilter) -> Iterator[SampleRecord]:
+    """Yield the samples that pass the filter, from all committed batches in order of steps.
 
-    `CorruptObjectError` names an archive that is damaged. One archive is in memory at a time.
+    Duplicates and pruned archives are skipped. One archive is in memory at a time. Raises CorruptObjectError for a
+    damaged archive.
     """
     from millrace.errors import NotFoundError
     from millrace.readers.exports.samples import read_headers
     from millrace.runlog.names import Names, rollout_id
     from millrace.runlog.records.revisions import read_rollouts
 
-    for step, revision, header in read_headers(store, Names(prefix, uid), step=wanted.step):
+    for step, revision, header in read_headers(store, Names(prefix, uid), step=conditions.step):
         try:
             rollouts = read_rollouts(store, header)
         except NotFoundError:  # pruned
             continue
         for place, rollout in enumerate(rollouts):
-            if not rollout.is_duplicate and wanted.passes(rollout):
+            if not rollout.is_duplicate and conditions.passes(rollout):
                 yield SampleRecord(step, rollout, rollout_id(step, revision, place))
 
 
 def sort_samples(samples: Sequence[SampleRecord], order: str) -> list[SampleRecord]:
-    """Sort samples by a name in `SORTS`, descending with a `-` before the name."""
+    """Return the samples sorted by a name in `SORTS`; with a `-` before the name, in descending order."""
     return sorted(samples, key=SORTS[order.removeprefix("-")], reverse=order.startswith("-"))
 
 

@@ -1,7 +1,7 @@
-"""Rollouts as rows of `millrace sft`: whole conversations, whichever engine sampled them.
+"""Turn rollouts into rows for `millrace sft`: whole conversations, from any engine.
 
-What the trained model would read otherwise than the one that played is left out: the rows hold text, and the trained
-model's own chat template and tokenizer make tokens of it.
+A row is text; the trained model's chat template and tokenizer turn it into tokens. Conversations that would not survive
+this unchanged are left out.
 """
 
 import re
@@ -16,14 +16,14 @@ _CUT = re.compile(r"… \(\d+ characters cut\)\Z")
 
 
 class TrainingRows:
-    """Makes rows, and counts those that were left out by reason."""
+    """Makes rows from samples, and counts the samples that were left out, by reason."""
 
     def __init__(self) -> None:
         self.num_rows = 0
         self.left_out = Counter[str]()
 
     def row(self, found: SampleRecord) -> dict[str, Any] | None:
-        """Return the row of a sample; None if it cannot be trained on."""
+        """Return the row of a sample; None if the sample cannot be trained on."""
         messages = messages_of(found.rollout)
         if reason := _unfit(found, messages):
             self.left_out[reason] += 1
@@ -32,13 +32,13 @@ class TrainingRows:
         return {"messages": messages}
 
     def describe(self) -> str:
-        """Return the number of rows, and why others were left out."""
+        """Return the number of rows, and the number of samples left out by reason."""
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.left_out.items()))
         return f"{self.num_rows} rows" + (f"; left out: {reasons}" if reasons else "")
 
 
 def _unfit(found: SampleRecord, messages: list[dict[str, Any]]) -> str:
-    """Return why a sample is no row; empty if it is one."""
+    """Return why a sample cannot be a row; empty if it can."""
     rollout = found.rollout
     if rollout.status is not RolloutStatus.OK:
         return "failed"

@@ -1,4 +1,4 @@
-"""`--bench`: a service in isolation for some steps, as supervised child processes, and a table at the end."""
+"""`--bench`: run one service alone for some steps, in supervised child processes, and print a table at the end."""
 
 import secrets
 import sys
@@ -26,12 +26,15 @@ _WORKERS = {
 
 
 def flags(prefix: str = "") -> dict[str, bool]:
-    """Return the reserved flags; `prefix` precedes those of the samples."""
+    """Return the flags of a bench that are not keys of the config.
+
+    `prefix` comes before the flags of the fake samples.
+    """
     return {"bench": False, "bench.steps": True, **{f"{prefix}data.fake.{key}": True for key in _KEYS}}
 
 
 def is_bench(given: Mapping[str, str | bool], *, prefix: str = "") -> bool:
-    """Return whether the command is a bench; InvalidSpecError for flags of a bench without `--bench`."""
+    """Return whether `--bench` is given. Raises InvalidSpecError if it is not, and other flags of a bench are."""
     if given.get("bench"):
         return True
     message = "is a flag of --bench: there are no fake samples in a run; add --bench, or leave it out"
@@ -50,7 +53,10 @@ def trainer_bench(
     is_sft: bool = False,
     prefix: str = "",
 ) -> TrainerBench:
-    """Return the benchmark of a trainer that the flags describe; InvalidSpecError lists everything that is wrong."""
+    """Return the trainer's bench for the config and the given flags.
+
+    Raises InvalidSpecError with everything that is wrong.
+    """
     wrong: list[Violation] = []
     fake = f"{prefix}data.fake."
 
@@ -73,7 +79,10 @@ def trainer_bench(
 
 
 def inference_bench(config: InferenceConfig, given: Mapping[str, str | bool]) -> InferenceBench:
-    """Return the benchmark of an engine that `--bench` describes; CliError for vLLM, which has its own."""
+    """Return the engine's bench for the config and the given flags.
+
+    Raises CliError for vLLM, which has its own benchmark.
+    """
     if config.needs_vllm or config.engine == "vllm":
         raise CliError(
             "--bench is for the embedded engine; vLLM measures itself",
@@ -83,7 +92,7 @@ def inference_bench(config: InferenceConfig, given: Mapping[str, str | bool]) ->
 
 
 def num_steps(given: Mapping[str, str | bool]) -> int:
-    """Return the steps that are measured; InvalidSpecError if that is no number."""
+    """Return how many steps to measure. Raises InvalidSpecError if the flag is not a number."""
     wrong: list[Violation] = []
     steps = _number(given, "bench.steps", DEFAULT_STEPS, 1, wrong)
     if wrong:
@@ -99,9 +108,9 @@ async def run_bench(
     num_ranks: int = 1,
     wandb: WandbConfig | None = None,
 ) -> int:
-    """Run the bench in processes of its own, and return the exit code; the figures stay under `output_dir`.
+    """Run the bench in child processes, and return the exit code.
 
-    Its steps go to W&B, too, if the config says where.
+    The results are written into a new directory below `output_dir`, and to W&B if `wandb` is set.
     """
     # Here, because commands of a client alone read the flags above, without the packages that processes take.
     from millrace.cli.session.fine_tune import exporting, gang_environ, rank_spec, wait_for_ranks

@@ -1,4 +1,6 @@
-"""Whether a command line says what to train: without a file and without a model, the defaults would fetch one."""
+"""Check that a command line names a config file or a model, and convert the config files of one service or of another
+trainer. Without a file or a model, the defaults would download a model.
+"""
 
 import contextlib
 import json
@@ -28,15 +30,13 @@ _OF_RUNS = ("name", "server", "follow", "resume", "plain")
 
 
 def missing_file(example: str) -> CliError:
-    """Return the error of a command that needs a config file; `example` is the command line that would do."""
+    """Return the error of a command without a config file; `example` is a command line that works."""
     return CliError(f"name a config file: {example}")
 
 
 @contextlib.contextmanager
 def explained(arguments: Sequence[str], *, command: str, example: str) -> Iterator[None]:
-    """Return the error about a wrong config with what was probably meant: a file at all, or the command that the
-    file is for.
-    """
+    """Add a remedy to the config errors of the block: to name a file, or the command that the file is for."""
     try:
         yield
     except InvalidSpecError as error:
@@ -48,8 +48,9 @@ def explained(arguments: Sequence[str], *, command: str, example: str) -> Iterat
 
 
 def _meant(arguments: Sequence[str], violations: Sequence[Violation], *, command: str, example: str) -> str | None:
-    """Return what to do without a file, or with one that configures something else: whose keys at the top are not
-    ours.
+    """Return a remedy if the command line has no file, or if unknown keys show that a file belongs to another command.
+
+    None otherwise.
     """
     files = _files(arguments)
     unknown = {wrong.field for wrong in violations if wrong.message.startswith("unknown key")}
@@ -71,14 +72,14 @@ def _files(arguments: Sequence[str]) -> list[str]:
 
 
 def refuse_check(loaded: Loaded[ConfigT]) -> None:
-    """Raise CliError where `--check-environments` would have no effect."""
+    """Raise CliError if `--check-environments` is given to a command that does not support it."""
     if loaded.flags.get("check-environments"):
         hint = "leave it out, or try an environment alone: millrace env check ID"
         raise CliError("--check-environments is for `millrace rl` and `millrace run submit`", hint=hint)
 
 
 def refuse_flags_of_runs(loaded: Loaded[ConfigT], *, command: str) -> None:
-    """Raise CliError where a service is given an option of runs, which would have no effect."""
+    """Raise CliError if a service is given a flag that only a run can have."""
     refuse_check(loaded)
     for name in _OF_RUNS:
         if name in loaded.flags:
@@ -89,8 +90,9 @@ def refuse_flags_of_runs(loaded: Loaded[ConfigT], *, command: str) -> None:
 
 
 def require_file_or_model(loaded: Loaded[ConfigT], *, example: str) -> None:
-    """Raise CliError where neither a file nor any source names anything: the model would be the default one of the
-    Hub.
+    """Raise CliError if there is no config file and nothing sets the model.
+
+    The default model would be downloaded from the Hub.
     """
     if not loaded.files and not any(path.endswith("model.name") for path in loaded.sources):
         raise missing_file(example)
@@ -101,13 +103,16 @@ def require_file_or_model(loaded: Loaded[ConfigT], *, example: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A section and the document that holds it."""
+    """A config section of one service, and the config class with that section."""
 
     section: str
     document: type[Document]
 
     def named(self, arguments: Sequence[str], *, reserved: Mapping[str, bool]) -> list[str]:
-        """Return the arguments with every key of the section under its name: files and flags may leave it out."""
+        """Return the arguments with the section's name before each of its keys.
+
+        Files and flags of one service may leave the name out.
+        """
         words: list[str] = []
         rest = list(arguments)
         while rest:
@@ -122,7 +127,9 @@ class Part:
         return words
 
     def _prefixed(self, flag: str, reserved: Mapping[str, bool]) -> str:
-        """Return `--inference.parallel.tp=2` for `parallel.tp=2`, and `--no-inference.…` for `no-…`."""
+        """Return a flag with the section's name before the key: `--inference.parallel.tp=2` for `parallel.tp=2`,
+        `--no-inference.…` for `no-…`.
+        """
         off = flag[:3] if flag.startswith(("no-", "no_")) else ""
         name, equals, value = flag.removeprefix(off).partition("=")
         first = name.partition(".")[0].replace("-", "_")
@@ -136,9 +143,8 @@ class Part:
         return f"--{off}{self.section}.{inner}{name}{equals}{value}"
 
     def _has_name(self, name: str) -> bool:
-        """Return whether a file has the section, or only keys that may accompany it.
-
-        Errors are the loader's to report.
+        """Return whether a file needs no section name in front: it has the section already, or only has keys of other
+        sections. True for an unreadable file; the loader reports the error.
         """
         tree = read_raw(name)
         own = schema_tree(self.document).child(self.section)
@@ -155,7 +161,7 @@ PARTS: Mapping[str, Part] = {
 
 
 def read_raw(name: str) -> dict[str, Any] | None:
-    """Return the tables of a file; None if it cannot be read, which is the loader's to report."""
+    """Return the contents of a TOML or JSON file. None if it is not readable; the loader reports the error."""
     try:
         text = Path(name).read_text()
         tree = json.loads(text) if name.endswith(".json") else tomllib.loads(text)
@@ -165,7 +171,7 @@ def read_raw(name: str) -> dict[str, Any] | None:
 
 
 def _is_vllm_flag(name: str, own: Any, reserved: Mapping[str, bool]) -> bool:
-    """Return whether an unknown flag is passed to `vllm serve`: its name resembles none of Millrace's."""
+    """Return whether an unknown flag is meant for `vllm serve`: it is similar to none of Millrace's own."""
     from millrace.config.prime_rl.keys import RL_KEYS
 
     spelled = name.replace("-", "_")
@@ -186,9 +192,10 @@ _WHOLE = {"rl": RLConfig, "sft": SFTConfig, "eval": EvalRunConfig}
 
 
 def import_config(files: Sequence[str], *, kind: str | None, out: Path | None) -> tuple[str, Sequence[Note], str]:
-    """Return the text in our schema, what became of the keys, and the command for it.
+    """Translate files of prime-rl or TRL.
 
-    InvalidSpecError if it is wrong.
+    Return the text in Millrace's schema, notes about the keys, and the command for it. Raises InvalidSpecError if the
+    files are invalid.
     """
     if (of_trl := _read_trl(files)) is not None:
         return _import_trl(of_trl, files[0], kind=kind, out=out)
@@ -215,8 +222,8 @@ def import_config(files: Sequence[str], *, kind: str | None, out: Path | None) -
 
 
 def _unnamed_loss(tree: dict[str, Any], files: Sequence[str], parts: Sequence[str]) -> list[Note]:
-    """Return a note about the loss that is used where files of training name none: prime-rl's default changed by
-    release.
+    """Return a note about the loss if files of a training do not set one. prime-rl has changed its default between
+    releases.
     """
     trainer = tree.get("trainer", tree)
     if not {"rl", "trainer"} & set(parts) or "preset" in tree or "type" in trainer.get("loss", {}):
@@ -225,7 +232,7 @@ def _unnamed_loss(tree: dict[str, Any], files: Sequence[str], parts: Sequence[st
 
 
 def _read_trl(files: Sequence[str]) -> Arguments | None:
-    """Read TRL's arguments in the only file; None if the file is not TRL's."""
+    """Return TRL's arguments from the only file; None if it is not a file of TRL."""
     try:
         found = [read_arguments(name) for name in files]
     except UnreadableFileError as error:
@@ -243,7 +250,7 @@ def _read_trl(files: Sequence[str]) -> Arguments | None:
 def _import_trl(
     arguments: Arguments, name: str, *, kind: str | None, out: Path | None
 ) -> tuple[str, Sequence[Note], str]:
-    """Translate a config of TRL's GRPO or SFT trainer."""
+    """Translate the arguments of TRL's GRPO or SFT trainer; the result is that of `import_config`."""
     command = kind or arguments.kind
     if command not in ("rl", "sft"):
         raise CliError(f"{name}: nothing in it tells which trainer of TRL it is for", hint="say it: --as rl, or sft")
@@ -282,7 +289,7 @@ _UNBUILT = (Effect.LATER, Effect.BLOCKS)
 
 
 def print_notes(notes: Sequence[Note], *, stream: TextIO | None = None) -> None:
-    """Print the notes: keys with another meaning, then those without any effect yet."""
+    """Print how keys were understood: first those with another meaning here, then those without effect yet."""
     out = stream or sys.stderr
     same = [note for note in notes if note.effect is Effect.SAME]
     taken = [note for note in notes if note.effect not in (*_UNBUILT, Effect.SAME)]
@@ -300,7 +307,7 @@ def print_notes(notes: Sequence[Note], *, stream: TextIO | None = None) -> None:
 
 
 def refuse_blocked(notes: Sequence[Note]) -> None:
-    """Raise CliError if the config needs an unavailable feature without which the run would learn something else."""
+    """Raise CliError if the config uses a feature that is not available and that would change what the run learns."""
     blocked = [note for note in notes if note.effect is Effect.BLOCKS]
     if blocked:
         raise CliError(

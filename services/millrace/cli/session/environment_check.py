@@ -1,4 +1,6 @@
-"""`--check-environments`: load the environments of a config before anything is submitted, where they will be played."""
+"""`--check-environments`: load the environments of a config before the run is submitted, on the machine that will play
+them.
+"""
 
 import json
 import logging
@@ -20,9 +22,9 @@ if TYPE_CHECKING:
 
 
 async def check_environments(prepared: Prepared, *, server: str | None) -> None:
-    """Load the environments on the server's env-servers, or without a server on this machine.
+    """Load the environments on the env-servers of `server`, or on this machine if that is None.
 
-    Raises the error of the first environment that cannot be loaded, or names the key that is not set.
+    Raises the error of the first environment that cannot be loaded; also if a key is not set.
     """
     with Steps() as steps:
         if server is None:
@@ -49,7 +51,7 @@ async def _check_here(prepared: Prepared, steps: "Steps") -> None:
 
 
 async def check_evaluated(envs: Sequence[EvalEnvConfig]) -> None:
-    """Load environments that are evaluated on this machine; raises the error of the first that cannot be loaded."""
+    """Load environments that this machine evaluates. Raises the error of the first that cannot be loaded."""
     with Steps() as steps:
         await _load(envs, {}, {env.name: selection_json(evaluated=env.select) for env in envs}, steps)
 
@@ -62,9 +64,10 @@ async def _load(
     *,
     demo_key: str = "",
 ) -> None:
-    """Load environments, each name once; `trained` says of which several traces are taken, `selected` which tasks.
+    """Load environments, each name once.
 
-    `demo_key` is the field that training tasks must have, if any.
+    `trained` has whether several traces are taken of an environment's rollouts; `selected` has the selection of tasks
+    as JSON. `demo_key` is a field that training tasks must have, if not empty.
     """
     from millrace.env_server.isolation.inherited import api_key_problem
     from millrace.env_server.trial import opened
@@ -98,20 +101,23 @@ async def _load(
 
 
 def keep_logs_off_the_terminal() -> None:
-    """Let the error that ends the command say what went wrong, and not the logs of pool and worker as well."""
+    """Keep logs of the pool and its workers off the terminal, except warnings of the workers.
+
+    An error ends the command with its own message.
+    """
     os.environ.setdefault("MILLRACE_LOG_LEVEL", "WARNING")  # of the workers, whose output is this terminal
     logging.getLogger("millrace").addHandler(logging.NullHandler())
 
 
 def loaded_line(trial: "LoadedTrial") -> str:
-    """Return what was loaded, as a line for people."""
+    """Return a line about a loaded environment: time, API, number of tasks."""
     sizes = f"{len(trial.loaded.train)} training tasks, {len(trial.loaded.eval)} held-out tasks"
     where = trial.played_in and f"; {trial.played_in}"
     return f"loaded in {trial.load_s:.1f} s: API {trial.loaded.api}, {sizes}{where}"
 
 
 class Steps:
-    """What goes on: a spinner on a terminal, plain lines elsewhere."""
+    """Shows the current operation: as a spinner on a terminal, elsewhere as plain lines."""
 
     def __init__(self) -> None:
         self._is_live = is_fancy(sys.stderr, plain=False)
@@ -124,7 +130,7 @@ class Steps:
         self._stop()
 
     def begin(self, text: str) -> None:
-        """Announce that an operation begins which takes a while."""
+        """Show that an operation has begun."""
         if not self._is_live:
             click.echo(f"{text} ...", err=True)
             return
@@ -134,7 +140,7 @@ class Steps:
         self._status.start()
 
     def done(self, text: str) -> None:
-        """Announce that the operation has ended well."""
+        """Show that the operation has succeeded."""
         self._stop()
         click.echo(text, err=True)
 

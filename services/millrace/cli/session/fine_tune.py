@@ -1,4 +1,4 @@
-"""Runs the trainer's SFT as a supervised child process, or as several that train one model together."""
+"""Run a fine-tuning as a supervised child process, or as several that train one model together."""
 
 import asyncio
 import contextlib
@@ -26,20 +26,20 @@ _TOGETHER_S = 5.0  # between the ends of ranks that fail for the same reason
 
 
 class Evaluated(Protocol):
-    """Evaluations that go on beside the training."""
+    """Evaluations that are played during the training."""
 
     @property
     def task(self) -> "asyncio.Task[None]":
-        """Return the asyncio task that plays the rollouts."""
+        """Return the task that plays the evaluations."""
         ...
 
     async def finish(self) -> None:
-        """Wait for the evaluations that are left, and show all of them."""
+        """Wait for the evaluations that are left, then write and print the summary."""
         ...
 
 
 Evaluates = Callable[[SFTConfig, Path, Interrupts], contextlib.AbstractAsyncContextManager[Evaluated]]
-"""Evaluates what comes due in a directory while its block lasts."""
+"""Context manager that evaluates due weights in a directory during its block."""
 
 
 async def fine_tune(
@@ -50,12 +50,11 @@ async def fine_tune(
     gpus: Sequence[int] | None = None,
     evaluating: "Evaluates | None" = None,
 ) -> int:
-    """Run the fine-tuning to its end with its output on ours; return its exit code. Ctrl-C stops it and its children.
+    """Run the fine-tuning and return its exit code. Ctrl-C stops it and its children.
 
-    `gpus` are those of the training where not all are. `evaluating` plays the evaluations of a config that has some.
-
-    With several ranks only the first one's output is shown, and each has a log in `logs`; ProcessDiedError if another
-    one fails by itself. InvalidStateError (STACK_RUNNING) while another command works in the run's directory.
+    `gpus` are the GPUs of the training, None for all. `evaluating` plays the evaluations, if the config has any. With
+    several ranks, only the output of the first is shown; the others write logs. Raises ProcessDiedError if another rank
+    fails first, InvalidStateError (STACK_RUNNING) if another command works in the run's directory.
     """
     name = config.run.name or names.make(f"sft-{Path(config.model.name).name}", secrets.token_hex(2))
     directory = Path(config.output_dir) / name
@@ -82,7 +81,7 @@ async def fine_tune(
 
 
 async def _until_over(ranks: Sequence[Child], evaluations: "Evaluated | None") -> int:
-    """Return the exit code of the training, once what is left to be evaluated is, if it ended well."""
+    """Wait for the training and return its exit code. If it succeeded, first wait for the evaluations that are left."""
     if evaluations is None:
         return await wait_for_ranks(ranks)
     done, failure = await first_of(wait_for_ranks(ranks), evaluations.task)
@@ -97,7 +96,7 @@ async def _until_over(ranks: Sequence[Child], evaluations: "Evaluated | None") -
 
 @contextlib.asynccontextmanager
 async def exporting(config: Mapping[str, Any], directory: Path) -> AsyncIterator[None]:
-    """Write `metrics.jsonl` to W&B while the block runs, if configured; a problem is reported once."""
+    """Copy the lines of `metrics.jsonl` to W&B during the block, if the config has W&B. A problem is reported once."""
     if config["wandb"] is None:
         yield
         return
@@ -124,7 +123,7 @@ async def exporting(config: Mapping[str, Any], directory: Path) -> AsyncIterator
 
 
 def _wandb_id(directory: Path) -> str:
-    """Return the W&B id of a run whose config names none, made once and kept in its directory of results."""
+    """Return the W&B id of the run in this directory. It is made once and kept in a file."""
     path = directory / "wandb-id"
     if not path.exists():
         path.write_text(secrets.token_hex(8))
@@ -134,9 +133,9 @@ def _wandb_id(directory: Path) -> str:
 def rank_spec(
     rank: int, *, argv: Sequence[str], gang: Mapping[str, str], logs: Path, gpus: Sequence[int] | None = None
 ) -> ProcessSpec:
-    """Return one rank's process; the output of all but the first is in `logs`.
+    """Return the process of one rank. All ranks but the first write their output into `logs`.
 
-    `gpus` are those of all ranks, if not all.
+    `gpus` are the GPUs of all ranks together, None for all of the machine.
     """
     return ProcessSpec(
         name=f"rank {rank}" if rank else "trainer",
@@ -154,7 +153,10 @@ def rank_spec(
 
 
 async def wait_for_ranks(ranks: Sequence[Child]) -> int:
-    """Return the exit code of the first rank, at once when all ended well or one did not."""
+    """Wait until all ranks have succeeded or one has failed; return the exit code of rank 0.
+
+    Raises ProcessDiedError if another rank failed for a reason that rank 0 does not report.
+    """
     while True:
         failed = next((child for child in ranks if child.exited.done() and child.exited.result() != 0), None)
         if failed is not None and failed is ranks[0]:
@@ -174,7 +176,7 @@ async def wait_for_ranks(ranks: Sequence[Child]) -> int:
 
 
 def gang_environ(num_ranks: int) -> dict[str, str]:
-    """Return the variables that torchrun sets for its processes, without the rank."""
+    """Return the environment variables that torchrun sets for all ranks, without those of the rank itself."""
     from millrace.local.directory import free_port
 
     count = str(num_ranks)

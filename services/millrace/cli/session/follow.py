@@ -1,4 +1,4 @@
-"""Follows a run to its end: events into the progress, the view and the metrics file."""
+"""Follow a run to its end: each event goes to the progress, the view and the metrics file."""
 
 import asyncio
 import contextlib
@@ -22,23 +22,23 @@ from millrace.v1 import event_pb2, run_pb2
 
 REFRESH_S = 0.25
 GIVEN_BACK_S = 120.0
-"""How long a stack of our own stays for what is still written of a run that has ended; exports have 60 s."""
+"""How long a local stack is kept while exports write the rest of an ended run. Exports have 60 s for it."""
 _LOOK_S = 0.1
 _SHOWN_S = 1.0
 _METRIC_KINDS = {"step_completed": "step", "eval_completed": "eval", "score_completed": "score"}
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one JSON object per step, evaluation and score, written as they come."""
+    """Writes `metrics.jsonl`: one JSON object per step, evaluation and score, at once."""
 
     def __init__(self, path: Path) -> None:
-        """Begin the file anew: a follower reads the events from the first one."""
+        """Create the file, or empty it: the events are read from the first one again."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._file = path.open("w")
 
     def write(self, event: event_pb2.Event) -> None:
-        """Append the event's numbers to the file, if the event has any."""
+        """Append the numbers of an event; do nothing if it is not a step, an evaluation or a score."""
         body = event.WhichOneof("body") or ""
         if body not in _METRIC_KINDS:
             return
@@ -67,7 +67,7 @@ async def follow(
     *,
     metrics: MetricsFile | None = None,
 ) -> None:
-    """Follow `progress.name` until its terminal state, or until it is held up. A cancellation leaves the run alone."""
+    """Follow the run `progress.name` until it has ended or is held up. Cancelling this does not affect the run."""
 
     def reconnecting(error: UnavailableError, delay_s: float) -> None:
         view.note(f"reconnecting in {delay_s:.1f}s: {error.message}")
@@ -86,11 +86,12 @@ async def follow(
 
 
 async def until_given_back(client: Client, name: str, *, note: Callable[[str], None]) -> None:
-    """Stay until the orchestrator has given back a run that has ended: exports, as to W&B, write the rest meanwhile.
+    """Wait until the orchestrator has released an ended run; exports, such as that to W&B, write the rest meanwhile.
 
-    What they wait for is noted once it lasts. Returns after two minutes at most, and where nobody answers.
+    Return after two minutes at most, or if the server does not answer. Reasons for a longer wait are reported with
+    `note`.
     """
-    ends, said = time.monotonic() + GIVEN_BACK_S, ""
+    ends, last = time.monotonic() + GIVEN_BACK_S, ""
     shown_from = time.monotonic() + _SHOWN_S
     with waits.waiting("the orchestrator to give the run back", waits_on="orchestrator", deadline_s=GIVEN_BACK_S):
         while time.monotonic() < ends:
@@ -102,16 +103,16 @@ async def until_given_back(client: Client, name: str, *, note: Callable[[str], N
             if not found.waits:
                 return
             reason = found.waits[0].reason
-            if reason != said and time.monotonic() > shown_from:
-                said = reason
+            if reason != last and time.monotonic() > shown_from:
+                last = reason
                 note(f"the run has ended; waiting for {reason} (Ctrl-C leaves it undone)")
             await asyncio.sleep(_LOOK_S)
 
 
 def require_success(progress: Progress, *, logs: Path | None = None) -> None:
-    """Raise CliError (exit 1) with cause, place and remedy unless the run ended well.
+    """Raise CliError (exit code 1) with cause, place and remedy unless the run has succeeded.
 
-    `logs` is the directory of process logs of a stack that was the run's own and is gone: no server answers any more.
+    `logs` is the log directory of the run's own stack, which has ended; None if a server has the run.
     """
     if progress.state == run_pb2.RUN_STATE_SUCCEEDED:
         return
@@ -135,7 +136,7 @@ def require_success(progress: Progress, *, logs: Path | None = None) -> None:
 
 
 def _held_up(name: str, error: RefusedError, *, logs: Path | None) -> CliError:
-    """Return the error for a run without progress: nothing of the run is lost, and its log has no end."""
+    """Return the error for a run that makes no progress. The run has not ended, and nothing of it is lost."""
     component = error.metadata.get("component", "orchestrator")
     if logs is None:
         look, go_on = f"details: millrace run why {name}", f"the run goes on by itself (millrace run watch {name})"
@@ -152,7 +153,7 @@ def _held_up(name: str, error: RefusedError, *, logs: Path | None) -> CliError:
 
 @contextlib.asynccontextmanager
 async def ticking(view: ProgressView) -> AsyncIterator[None]:
-    """Draw the view four times a second while the block runs, and once at its end."""
+    """Redraw the view four times a second during the block, and once at its end."""
     ticker = asyncio.create_task(_tick(view), name="refresh of the view")
     try:
         yield

@@ -1,7 +1,8 @@
-"""`millrace orchestrator --bench`: batches as in a run, on a stack of its own whose trainer learns nothing.
+"""`millrace orchestrator --bench`: play batches as in a run, on a local stack whose trainer does not train.
 
-The first batches warm up, as many as are begun at once: one, and those by which sampling runs ahead. The run has no
-last step and is cancelled after the one that counts last, so that as much is played at once in it as in any other.
+The first batches are for warm-up and are not counted: one, plus the number by which sampling may run ahead. The run has
+no last step and is cancelled after the last measured batch; otherwise fewer rollouts would be in progress towards its
+end.
 """
 
 import asyncio
@@ -35,10 +36,10 @@ from millrace.v1 import event_pb2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredBatch:
-    """One batch: seconds since the one before was committed, its tokens with prompts, and what its rollouts were.
+    """Measurements of one batch.
 
-    `rollout_s` and `model_s` are means over the rollouts that did not fail: wall seconds, and those of them in which
-    a reply of the engine was waited for.
+    `seconds` is the time since the previous batch was committed; `num_tokens` includes the prompts. `rollout_s` and
+    `model_s` are means over the rollouts that succeeded: their wall seconds, and the part spent waiting for the engine.
     """
 
     step: int
@@ -52,11 +53,11 @@ class MeasuredBatch:
 
     @property
     def tokens_per_s(self) -> float:
-        """Return tokens per second, prompts included."""
+        """Return the tokens per second, prompts included."""
         return self.num_tokens / self.seconds
 
     def metrics(self) -> dict[str, float | int]:
-        """Return the line of `metrics.jsonl`."""
+        """Return the batch's line in `metrics.jsonl`."""
         return {
             "step": self.step,
             "perf/throughput": self.tokens_per_s,
@@ -72,7 +73,10 @@ class MeasuredBatch:
 
 
 def summary(batches: Sequence[MeasuredBatch], *, cpu_s: Mapping[str, float], peak: Mapping[str, int]) -> dict[str, Any]:
-    """Return medians over the batches as plain data; CPU seconds over all of them and peaks in bytes, by process."""
+    """Return the medians over the batches as plain data.
+
+    `cpu_s` has each process's CPU seconds over all batches, `peak` its peak memory in bytes.
+    """
     rows = [batch.metrics() for batch in batches]
     medians = {name: median(row[name] for row in rows) for name in rows[0] if name != "step"}
     return {
@@ -90,7 +94,7 @@ def summary(batches: Sequence[MeasuredBatch], *, cpu_s: Mapping[str, float], pea
 
 
 def lines(config: RLConfig, found: Mapping[str, Any], *, engine: str) -> list[str]:
-    """Return the summary as people read it."""
+    """Return the summary as a table for the terminal."""
     loop, rest = config.orchestrator, found["rollout_s"] - found["model_s"]
     cpu = ", ".join(f"{name} {seconds:.3f}" for name, seconds in found["cpu_s"].items())
     peaks = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in found["peak_bytes"].items())
@@ -116,7 +120,7 @@ def lines(config: RLConfig, found: Mapping[str, Any], *, engine: str) -> list[st
 
 
 def _rollouts(loop: OrchestratorConfig) -> str:
-    """Return the rollouts of a step, by groups."""
+    """Return the number of rollouts per step as text, such as `8 × 16`."""
     sizes = sorted(set(loop.group_sizes.values()))
     if len(sizes) == 1:
         return f"{loop.groups_per_step} × {sizes[0]}"
@@ -128,8 +132,8 @@ _LOOK_S = 0.5
 
 
 def bench_config(config: RLConfig) -> RLConfig:
-    """Return the run that is measured: batches stay full whatever they are worth, and nothing else happens beside
-    them.
+    """Return the config to measure: batches are filled whatever their rewards are, and there are no evaluations,
+    checkpoints or exports.
     """
     loop = config.orchestrator.model_copy(update={"filter_zero_advantages": False, "eval": None, "max_steps": None})
     trainer = config.trainer.model_copy(update={"ckpt": None, "max_steps": None})
@@ -143,9 +147,9 @@ def warm_up(config: RLConfig) -> int:
 
 
 async def bench_orchestrator(prepared: Prepared, interrupts: Interrupts) -> int:
-    """Measure, and print the table; what was measured stays under the config's `output_dir`.
+    """Measure, print the table, and return 0. The results are written below the config's `output_dir`.
 
-    CliError if the run ends before its last batch, with the reason that it gives.
+    Raises CliError with the run's error if the run ends too early.
     """
     from millrace.local.stack import SERVICES, LocalStack
 
@@ -183,7 +187,10 @@ async def bench_orchestrator(prepared: Prepared, interrupts: Interrupts) -> int:
 async def _measure(
     client: Client, config: RLConfig, steps: int, *, store: Path, usage: "ProcessUse", on_batch: OnBatch
 ) -> list[MeasuredBatch]:
-    """Return the batches after the warm-up, each reported when it is committed; the run has ended on return."""
+    """Play the run and return the batches after the warm-up; `on_batch` is called with each.
+
+    The run is cancelled after the last one.
+    """
     run = await client.runs.create(config.resolved_json(), run_id="bench")
     progress = Progress(name=run.name, uid=run.uid)
     view, batches, committed_s = PlainView(sys.stderr, progress), list[MeasuredBatch](), 0.0
@@ -215,7 +222,7 @@ async def _measure(
 
 
 def read_batch(directory: Path, uid: str, event: event_pb2.Event, *, seconds: float) -> MeasuredBatch:
-    """Return what the store in `directory` has of a committed batch."""
+    """Return the measurements of a committed batch, from its archive in the store at `directory`."""
     from millrace.readers.exports.samples import read_samples
     from millrace.rollouts.types import RolloutStatus
     from millrace.runlog import Names
@@ -238,29 +245,29 @@ def read_batch(directory: Path, uid: str, event: event_pb2.Event, *, seconds: fl
 
 @dataclass(slots=True)
 class ProcessUse:
-    """What processes use, each with all that it has started, by the name that `pids` gives it."""
+    """Measures CPU time and memory of processes, each with its descendants, under the names in `pids`."""
 
     pids: Callable[[], Mapping[str, int]]
     peak: dict[str, int] = field(default_factory=dict)
-    """Resident bytes at the look at which they were most."""
+    """The largest resident memory seen so far, in bytes."""
     _began: Mapping[str, float] = field(default_factory=dict)
     _ended: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def cpu_s(self) -> dict[str, float]:
-        """Return CPU seconds, user and system, between `begin` and `end`."""
+        """Return the CPU seconds (user and system) between `begin` and `end`."""
         return {name: seconds - self._began.get(name, 0.0) for name, seconds in self._ended.items()}
 
     def begin(self) -> None:
-        """Count from now on."""
+        """Start the measurement of CPU time."""
         self._began = self._look()
 
     def end(self) -> None:
-        """Count up to now."""
+        """End the measurement of CPU time; may be called again later."""
         self._ended = self._look()
 
     async def look_on(self) -> None:
-        """Sample memory for its peaks; ends by cancellation."""
+        """Sample the memory periodically, until cancelled."""
         # unregistered wait: a periodic look
         while True:
             self._look()

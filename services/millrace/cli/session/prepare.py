@@ -1,4 +1,4 @@
-"""From a command line to a checked config, before anything starts: for `rl`, `run submit` and `--dry-run`."""
+"""Turn a command line of `rl` or `run submit` into a checked config, before anything starts."""
 
 import importlib
 import json
@@ -38,31 +38,31 @@ _OF_THE_STACK = ("inference", "log", "inference_gpu_ids", "trainer_gpu_ids")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A run that is ready to be submitted."""
+    """A checked run, ready to be submitted."""
 
     config: RLConfig
     settings: Settings
     server: str | None
-    """host:port of the orchestrator; None starts a local stack."""
+    """host:port of the orchestrator; None if a local stack is started."""
     server_origin: str
-    """Where the address of the server comes from, in words."""
+    """Where that address came from, for error messages."""
     name: str | None
-    """The name that the user chose."""
+    """The name the user gave; None if none was given."""
     is_dry_run: bool
     shown: Mapping[str, Any] | None
-    """What a dry run prints: with --set-only the keys that files, command line and environment set; None for all."""
+    """What a dry run prints with `--set-only`: the keys that are set. None prints all keys."""
     labels: Mapping[str, str]
     """Free labels of the run."""
     is_checked: bool
-    """Whether its environments are to be loaded first."""
+    """Whether the environments are loaded before the run is submitted."""
     is_plain: bool
     is_follow: bool
     flags: Mapping[str, str | bool] = field(default_factory=dict)
-    """The command's own flags, as they were given."""
+    """The flags of the command that are not keys of the config."""
     resume_step: int | None = None
-    """The step of the run of that name to go on from, -1 for the newest; None for a new run."""
+    """The step from which an existing run continues; -1 for the newest, None for a new run."""
     must_exist: bool = False
-    """Whether to refuse to begin anew where there is no such run."""
+    """Whether it is an error if there is no such run; otherwise a new run begins."""
 
 
 def prepare(
@@ -72,9 +72,10 @@ def prepare(
     default_server: str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Prepared:
-    """Load and check the config; InvalidSpecError with everything that is wrong, before anything starts.
+    """Load the config and check the whole command line.
 
-    CliError where neither a file nor a model is named; `command` is what its example begins with.
+    Raises InvalidSpecError with all problems of the config, CliError if there is neither a file nor a model. `command`
+    begins the example in that error.
     """
     settings = Settings.from_env(with_options(environ))
     arguments, labels = take_labels(arguments)
@@ -123,9 +124,9 @@ def prepare(
 
 
 def take_labels(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the arguments without `--label KEY=VALUE`, which may be repeated, and the labels.
+    """Split the arguments into those without `--label KEY=VALUE` and the labels.
 
-    CliError for anything else.
+    Raises CliError for a label without a key or a value.
     """
     rest: list[str] = []
     labels: dict[str, str] = {}
@@ -144,16 +145,16 @@ def take_labels(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def _server_of(flags: Mapping[str, str | bool], settings: Settings, default: str | None) -> tuple[str | None, str]:
-    """Return the address of the orchestrator, if one is named, and where it comes from."""
+    """Return the orchestrator's address, None if there is none, and a description of where it came from."""
     if "server" in flags:
         return check_address(str(flags["server"]), option="--server"), "--server"
     return settings.server or default, "MILLRACE_SERVER" if settings.server else "the default"
 
 
 def _say_what_a_running_stack_keeps(loaded: Loaded[RLConfig], stack: Mapping[str, Any] | None) -> None:
-    """Name the keys that are about the stack of `millrace rl`, where the run goes to one that runs already.
+    """Print a note with the keys that have no effect, because the run is submitted to a stack that is already running.
 
-    Of a stack that `millrace up` started here, only those that differ, with what it has.
+    Keys that have the same value there are left out, if the stack's settings are known.
     """
     kept = sorted(
         key
@@ -173,15 +174,13 @@ def _say_what_a_running_stack_keeps(loaded: Loaded[RLConfig], stack: Mapping[str
 
 
 def _settings_of(stack: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what is known of the settings of a stack of `millrace up`, by key: with the embedded engine all of
-    them.
-    """
-    said = (stack or {}).get("settings")
-    if not isinstance(said, dict):
+    """Return the known settings of a running stack, by key; with the embedded engine, the defaults are included."""
+    known = (stack or {}).get("settings")
+    if not isinstance(known, dict):
         return {}
-    if said.get("inference.engine") != "embedded":
-        return said
-    return {**_flat(InferenceConfig().model_dump(), "inference"), **_flat(LogConfig().model_dump(), "log"), **said}
+    if known.get("inference.engine") != "embedded":
+        return known
+    return {**_flat(InferenceConfig().model_dump(), "inference"), **_flat(LogConfig().model_dump(), "log"), **known}
 
 
 def _shown(key: str, value: Any) -> str:
@@ -196,7 +195,7 @@ def _flat(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _value(config: RLConfig, key: str) -> Any:
-    """Return the value at a dotted key; None where that is no place of the config's."""
+    """Return the value at a dotted key of the config; None if there is no such key."""
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
@@ -204,7 +203,7 @@ def _value(config: RLConfig, key: str) -> Any:
 
 
 def _say_what_the_engine_ignores(config: RLConfig) -> None:
-    """Name the fields of `extra_body` that the embedded engine does not have."""
+    """Print a note with the fields of `extra_body` that the embedded engine does not support."""
     loop = config.orchestrator
     body = {name: each for env in loop.env for name, each in loop.sampling_of(env).extra_body.items()}
     if not body or config.inference.engine == "vllm" or config.inference.needs_vllm:
@@ -219,7 +218,10 @@ def _say_what_the_engine_ignores(config: RLConfig) -> None:
 
 
 def _engine_of(environ: Mapping[str, str]) -> Layer | None:
-    """Return MILLRACE_ENGINE, which the services read, as the weakest source of `inference.engine`."""
+    """Return a config layer that sets `inference.engine` from MILLRACE_ENGINE, weaker than files and flags.
+
+    None if it is not set.
+    """
     engine = environ.get("MILLRACE_ENGINE")
     if not engine:
         return None
@@ -228,7 +230,7 @@ def _engine_of(environ: Mapping[str, str]) -> Layer | None:
 
 
 def without_resume_step(config: RLConfig) -> tuple[RLConfig, int | None]:
-    """Return the config of the run itself, and the step that the command shall go on from."""
+    """Return the config without `resume_step`, which is not part of a run's config, and the step itself."""
     found = next((part.resume_step for part in (config.ckpt, config.trainer.ckpt) if part is not None), None)
     if found is None:
         return config, None
@@ -242,16 +244,17 @@ def without_resume_step(config: RLConfig) -> tuple[RLConfig, int | None]:
 
 
 def choose_run_id(config: RLConfig, name: str | None, *, root: Path) -> str:
-    """Return the run's id for a local stack: the chosen name, or environment and a random tail without a directory
-    yet.
-    """
+    """Return the id of a run on a local stack: the given name, or one made of the environment and a random suffix."""
     if name is not None:
         return name
     return free_name(config.orchestrator.env[0].id, secrets.token_hex(2), root=root)
 
 
 def _with_checked_model(loaded: Loaded[RLConfig], server: str | None) -> Loaded[RLConfig]:
-    """Refuse a model that the stack of this command would not find; a server on this machine gets its whole path."""
+    """Check that a local stack will find the model.
+
+    For a server on this machine, return the config with absolute paths.
+    """
     config = loaded.config
     if server is None:
         names = {"model.name": config.model.name, "trainer.model.name": config.trainer.model.name}
@@ -264,7 +267,10 @@ def _with_checked_model(loaded: Loaded[RLConfig], server: str | None) -> Loaded[
 
 
 def _with_absolute_model(loaded: Loaded[RLConfig]) -> Loaded[RLConfig]:
-    """Name a local model by its absolute path: a stack that runs already has another working directory."""
+    """Return the config with the absolute path of a local model: a running stack has another working directory.
+
+    Print a note if the path does not exist.
+    """
     name = loaded.config.model.name
     if not is_path(name, output_dir=loaded.config.output_dir):
         return loaded
@@ -276,7 +282,10 @@ def _with_absolute_model(loaded: Loaded[RLConfig]) -> Loaded[RLConfig]:
 
 
 def _with_absolute_rows(loaded: Loaded[RLConfig]) -> Loaded[RLConfig]:
-    """Name the files of `[trainer.dataset]` by their absolute path if they are here, as those of the model."""
+    """Return the config with the absolute path of a local `[trainer.dataset]`.
+
+    Unchanged if it is not on this machine.
+    """
     trainer = loaded.config.trainer
     if trainer.dataset is None or not Path(trainer.dataset.name).expanduser().exists():
         return loaded
@@ -290,7 +299,10 @@ def _with_absolute_rows(loaded: Loaded[RLConfig]) -> Loaded[RLConfig]:
 
 
 def check_new_name(text: str, *, option: str = "--name") -> str:
-    """Return the name; InvalidSpecError suggests a similar legal one."""
+    """Return `text` if it is a valid run name.
+
+    Otherwise raise InvalidSpecError with a similar valid name as the remedy.
+    """
     if run_name.is_legal(text):
         return text
     close = run_name.suggest(text)
@@ -300,7 +312,9 @@ def check_new_name(text: str, *, option: str = "--name") -> str:
 
 
 def free_name(stem: str, tail: str = "", *, root: Path) -> str:
-    """Return a name without results under `root`: `{stem}-{tail}`, else with `-2`, `-3`, … appended."""
+    """Return a name without a directory of results under `root`: `{stem}-{tail}`, or that with `-2`, `-3`, …
+    appended.
+    """
 
     def is_taken(name: str) -> bool:
         return (root / name).exists() and any((root / name).iterdir())
@@ -312,15 +326,14 @@ def free_name(stem: str, tail: str = "", *, root: Path) -> str:
 
 
 def print_config(config: Document, *, only: Mapping[str, Any] | None = None) -> None:
-    """Print every key with its value as JSON (TOML cannot say null) on standard output, or `only` what is set."""
+    """Print the config as JSON on standard output; `only` replaces it by the keys that are set. (TOML has no null.)"""
     click.echo(json.dumps(json.loads(config.resolved_json()) if only is None else only, indent=2))
 
 
 def validate_fine_tuning(config: SFTConfig) -> None:
-    """Validate the first rows of local data files, a local model, and which tokens of these rows it would be trained
-    on.
-
-    The errors are those of a run that starts. What is not on this machine gets a note: the config may be for another.
+    """Check the data files and the model of a fine-tuning as far as they are on this machine: the first rows, and which
+    of their tokens would be trained on. The errors are those the training would raise. Missing files only get a note,
+    because the config may be for another machine.
     """
     try:
         look = importlib.import_module("millrace.trainer.sft.look")  # by name: the command line works without torch
@@ -345,9 +358,10 @@ def validate_fine_tuning(config: SFTConfig) -> None:
 
 
 def validate_model(key: str, name: str, *, tokenizer: str | None, needs_template: bool, output_dir: str) -> bool:
-    """Validate a model that is a directory on this machine; the errors are those of a run that starts.
+    """Check a model directory on this machine, and return whether it was checked.
 
-    A model of the Hub is not looked at. A path that is not there gets a note: the config may be for another machine.
+    The errors are those the run would raise. Models of the Hub are skipped; a missing path only gets a note, because
+    the config may be for another machine.
     """
     directory, other = Path(name).expanduser(), Path(tokenizer or name).expanduser()
     if not is_path(name, output_dir=output_dir):
@@ -365,7 +379,9 @@ def validate_model(key: str, name: str, *, tokenizer: str | None, needs_template
 
 
 def validate_models(config: RLConfig) -> None:
-    """Look at the model of an RL run, with the tokenizer that it is published with, and at the rows that it learns."""
+    """Check the model and the tokenizer of an RL run, and the rows of its `[trainer.dataset]`, if they are on this
+    machine.
+    """
     is_here = validate_model(
         "trainer.model.name",
         config.trainer.model.name,
@@ -383,10 +399,10 @@ def validate_models(config: RLConfig) -> None:
 
 
 def is_path(name: str, *, output_dir: str = "outputs") -> bool:
-    """Return whether a model name means a path on this machine rather than the id of a model hub (`Qwen/Qwen3-0.6B`).
+    """Return whether a model name is a path on this machine, not an id of the Hub (`Qwen/Qwen3-0.6B`).
 
-    A path begins with `.`, `/` or `~`, is under the output directory, has more than one slash (hub ids have at most
-    one), or names something that exists.
+    A path begins with `.`, `/` or `~`, is in the output directory, has more than one slash (ids have at most one), or
+    exists.
     """
     first = name.partition("/")[0]
     return (
@@ -398,9 +414,9 @@ def is_path(name: str, *, output_dir: str = "outputs") -> bool:
 
 
 def check_models(names: Mapping[str, str], *, sources: Mapping[str, str], output_dir: str, sft_hint: bool) -> None:
-    """Raise InvalidSpecError for every name (by its key) that is a path without a model in it.
+    """Raise InvalidSpecError with each path in `names` (by config key) that is not a model.
 
-    `sft_hint` adds how to make a model with `millrace sft`.
+    `sft_hint` adds to the remedy how to make a model with `millrace sft`.
     """
     violations = []
     for key, name in names.items():

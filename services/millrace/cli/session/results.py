@@ -1,4 +1,4 @@
-"""What remains of a run on this machine: the policy, the plot, and `summary.json`."""
+"""The results of a run on this machine: the policy, the plot, and `summary.json`."""
 
 import json
 import re
@@ -17,16 +17,19 @@ from millrace.v1 import run_pb2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Artifacts:
-    """Where the results are; None for what there is not."""
+    """Where the results of a run are; None for what does not exist."""
 
     policy_path: str | None
-    """A directory in Hugging Face format, or the manifest's URI where the store cannot be reached from here."""
+    """A directory in Hugging Face format, or the manifest's URI if this machine cannot read the store."""
     checkpoint_path: str | None
     plot_path: str | None
 
 
 def split_uri(uri: str, uid: str) -> tuple[str, str]:
-    """Return the store's URL and the object's key of an object of run `uid`; ValueError for a foreign URI."""
+    """Split an object's URI into the store's URL and the object's key.
+
+    Raises ValueError if it is not an object of run `uid`.
+    """
     parts = urlsplit(uri)
     path = unquote(parts.path)
     # The key begins with the prefix, which holds no slash, before `runs/{uid}/`.
@@ -38,18 +41,18 @@ def split_uri(uri: str, uid: str) -> tuple[str, str]:
 
 
 def local_path(uri: str) -> Path | None:
-    """Return the path of a `file://` URI if it exists on this machine."""
+    """Return the path of a `file://` URI if it exists here; otherwise None."""
     parts = urlsplit(uri)
     path = Path(unquote(parts.path))
     return path if parts.scheme == "file" and path.exists() else None
 
 
 def download_policy(progress: Progress, directory: Path, *, store_url: str | None) -> str | None:
-    """Download the newest policy in Hugging Face format into `directory`; returns its path.
+    """Download the newest policy into `directory` in Hugging Face format, and return its path.
 
-    `store_url` is the store as this machine reaches it (with endpoint and region); None takes what the URI says, which
-    suffices for a directory of this machine. Where the store is out of reach, or this is the client alone
-    (`millrace[client]` has no numpy and no boto3), the manifest's URI is returned instead.
+    None if nothing is published. `store_url` is the store as this machine reaches it, with endpoint and region. Without
+    it, only a store in a local directory can be read. The manifest's URI is returned if the store is not reachable, or
+    if packages for it are missing (`millrace[client]` has neither numpy nor boto3).
     """
     if progress.policy is None or not progress.policy.uri:
         return None
@@ -66,7 +69,7 @@ def download_policy(progress: Progress, directory: Path, *, store_url: str | Non
 
 
 def checkpoint_path(progress: Progress) -> str | None:
-    """Return the last checkpoint: its directory if it is on this machine, else its URI."""
+    """Return the directory of the last checkpoint, or its URI if it is not on this machine; None if there is none."""
     if progress.checkpoint is None:
         return None
     manifest = local_path(progress.checkpoint.uri)
@@ -76,7 +79,7 @@ def checkpoint_path(progress: Progress) -> str | None:
 
 
 def collect(progress: Progress, directory: Path, *, store_url: str | None) -> Artifacts:
-    """Download the policy, draw the plot."""
+    """Download the policy and draw the plot; return where the results are."""
     policy = download_policy(progress, directory / "policy", store_url=store_url)
     plot = directory / "reward.png"
     return Artifacts(
@@ -87,7 +90,7 @@ def collect(progress: Progress, directory: Path, *, store_url: str | None) -> Ar
 
 
 def summary(progress: Progress, artifacts: Artifacts, *, seconds: float, phases: dict[str, float]) -> dict[str, Any]:
-    """Return the summary as plain data; its first nine keys are a promise to programs."""
+    """Return the summary as plain data. Programs may rely on the first nine keys."""
     last = {point.env: point for point in progress.evals}
     return {
         "reward_before": progress.reward_before,
@@ -136,7 +139,10 @@ def _staleness(found: Staleness) -> dict[str, Any]:
 
 
 def _moved(moved: TransferredBytes) -> dict[str, Any]:
-    """Return bytes moved against full copies of the same versions; `ratio` is None if nothing was moved."""
+    """Return the transferred bytes and the size of full copies of the same versions.
+
+    `ratio` is None if it is unknown.
+    """
     return {
         "versions": moved.versions,
         "bytes": moved.moved_bytes,
@@ -146,7 +152,7 @@ def _moved(moved: TransferredBytes) -> dict[str, Any]:
 
 
 def phases_of(progress: Progress) -> dict[str, float]:
-    """Return seconds of the run's own phases by the times of its state changes."""
+    """Return the seconds of each phase of the run, from the times of its state changes."""
     marks = [
         ("start_s", run_pb2.RUN_STATE_STARTING, run_pb2.RUN_STATE_RUNNING),
         ("train_s", run_pb2.RUN_STATE_RUNNING, run_pb2.RUN_STATE_STOPPING),
@@ -157,7 +163,7 @@ def phases_of(progress: Progress) -> dict[str, float]:
 
 
 def watched_summary(progress: Progress) -> dict[str, Any]:
-    """Return the summary of a run that was followed only: nothing of it was copied to this machine."""
+    """Return the summary of a run that was only followed: nothing was downloaded."""
     artifacts = Artifacts(
         policy_path=progress.policy.uri if progress.policy is not None else None,
         checkpoint_path=checkpoint_path(progress),
@@ -168,13 +174,13 @@ def watched_summary(progress: Progress) -> dict[str, Any]:
 
 
 def write_summary(data: dict[str, Any], path: Path) -> None:
-    """Write the summary where programs look for it."""
+    """Write the summary as JSON to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=2) + "\n")
 
 
 def _moved_line(weights: dict[str, Any]) -> str:
-    """Return a line such as `published 12 MB (31% of full copies), fetched 9 MB (28%)`."""
+    """Return a line such as `published 12 MB (31% of full copies), fetched 9 MB (28%)`; empty if nothing was moved."""
     parts = [
         f"{what} {size(weights[what]['bytes'])}"
         + ("" if weights[what]["ratio"] is None else f" ({weights[what]['ratio']:.1%} of full copies)")
@@ -185,7 +191,10 @@ def _moved_line(weights: dict[str, Any]) -> str:
 
 
 def _skipped_line(evals: Sequence[dict[str, Any]]) -> str:
-    """Return a line such as `reverse-text: v20, v40; letters: v20`: versions that were due, and not evaluated."""
+    """Return a line such as `reverse-text: v20, v40.
+
+    Letters: v20`, the versions whose evaluation was due and was skipped.
+    """
     found: dict[str, list[int]] = {}
     for each in evals:
         if each["skipped"]:
@@ -194,10 +203,7 @@ def _skipped_line(evals: Sequence[dict[str, Any]]) -> str:
 
 
 def summary_lines(data: dict[str, Any], *, with_plot: bool = True) -> list[str]:
-    """Return the summary for people; what was not measured or written has no line.
-
-    A run that is watched has no plot.
-    """
+    """Return the summary as lines for the terminal, without values that do not exist. A watched run has no plot."""
 
     def number(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)

@@ -1,4 +1,4 @@
-"""A run from its submission to its summary: on a local stack that lives as long as the run, or on a server."""
+"""Run `millrace rl` from submission to summary: on a local stack that ends with the run, or on a server."""
 
 import asyncio
 import json
@@ -34,9 +34,9 @@ SUBMIT_PAUSE_S = 1.0
 
 
 async def run_local(prepared: Prepared, interrupts: Interrupts) -> tuple[dict[str, Any], Path]:
-    """Start the stack, run, stop the stack; returns the summary and where it was written.
+    """Start a local stack, train, and stop the stack; return the summary and its path. No process is left in any case.
 
-    However it ends, no process is left. Raises CliError when the run fails, ProcessDiedError for a crash loop.
+    Raises CliError if the run fails, ProcessDiedError if a service crashes repeatedly.
     """
     from millrace.local.stack import LocalStack  # not part of millrace[client]
 
@@ -76,7 +76,10 @@ async def run_local(prepared: Prepared, interrupts: Interrupts) -> tuple[dict[st
 
 
 async def run_remote(prepared: Prepared, interrupts: Interrupts) -> tuple[dict[str, Any], Path]:
-    """Submit to the server and follow; Ctrl-C detaches and the run continues."""
+    """Submit the run to the server and follow it; return the summary and its path.
+
+    Ctrl-C detaches, and the run continues.
+    """
     begun = time.monotonic()
     root = Path(prepared.config.output_dir)
     progress = _progress(prepared, "")
@@ -98,7 +101,7 @@ async def run_remote(prepared: Prepared, interrupts: Interrupts) -> tuple[dict[s
 Note = Callable[[str], None]
 
 NEWEST = -1
-"""`ckpt.resume_step` that goes on where the run is."""
+"""Value of `ckpt.resume_step` that continues a run at its newest step."""
 # What a run is called and where this machine writes is no part of what is trained.
 _OWN = {
     ("output_dir",),
@@ -120,7 +123,7 @@ def find_home(root: Path, name: str, *, prefix: str) -> Path | None:
 
 
 def exists_error(name: str, where: str) -> CliError:
-    """Return an error with the choices that a user has when a name is taken."""
+    """Return the error for a name that is taken, with the user's choices as the remedy."""
     return CliError(
         f"a run called {name!r} exists ({where})",
         hint="go on with it: the same command with --resume; begin anew at one of its steps: with "
@@ -138,7 +141,10 @@ async def begin(
     create: Callable[[], Awaitable[run_pb2.Run]],
     note: Note,
 ) -> run_pb2.Run:
-    """Return the run to follow: a new one, one that goes on, or a fork. CliError where none of it can be."""
+    """Return the run to follow: a new run (`create`), an existing one that continues, or a fork of it.
+
+    Raises CliError if none of these is possible.
+    """
     if resume_step is None:
         try:
             return await create()
@@ -182,7 +188,10 @@ async def _go_on(client: Client, run: run_pb2.Run, note: Note) -> run_pb2.Run:
 
 
 async def _fork(client: Client, run: run_pb2.Run, config: RLConfig, *, step: int, note: Note) -> run_pb2.Run:
-    """Return a fork at a step; its parent is paused where it would go on, and can be resumed later."""
+    """Fork the run at a step and return the fork.
+
+    The run itself is paused if it is still going on; it can be resumed later.
+    """
     name = run.name.removeprefix("runs/")
     ending = f"-from-{step}"
     try:
@@ -213,7 +222,7 @@ def _state(run: run_pb2.Run) -> str:
 
 
 def _differences(config: RLConfig, theirs: Any) -> Iterator[str]:
-    """Return the keys that differ from the run's, with both values."""
+    """Return a description of each key whose value differs from the existing run's config."""
 
     def walk(mine: Any, other: Any, path: tuple[str, ...]) -> Iterator[str]:
         if path in _OWN or mine == other:
@@ -228,7 +237,7 @@ def _differences(config: RLConfig, theirs: Any) -> Iterator[str]:
 
 
 async def begin_remote(client: Client, prepared: Prepared, *, note: Note) -> run_pb2.Run:
-    """Return the run on a server: a new one, or what the command says of one that is there."""
+    """Return the run to follow on a server, with the options of the command line."""
     return await begin(
         client,
         prepared.config,
@@ -241,7 +250,7 @@ async def begin_remote(client: Client, prepared: Prepared, *, note: Note) -> run
 
 
 async def submit(client: Client, prepared: Prepared, *, run_id: str, request_id: str | None = None) -> run_pb2.Run:
-    """Create the run; one request id per invocation, so that a retry creates no second run."""
+    """Create the run. A caller that retries passes the same `request_id`, so that the retry creates no second run."""
     return await client.runs.create(
         prepared.config.resolved_json(),
         run_id=run_id,
@@ -251,7 +260,10 @@ async def submit(client: Client, prepared: Prepared, *, run_id: str, request_id:
 
 
 async def submit_for_sure(client: Client, prepared: Prepared, view: ProgressView, *, run_id: str) -> run_pb2.Run:
-    """Create the run on a stack of our own, which starts a dead orchestrator again; UnavailableError after 60 s."""
+    """Create the run on a local stack, and retry while its orchestrator is restarted.
+
+    Raises UnavailableError after 60 s.
+    """
     request_id = str(uuid.uuid4())
     ends = time.monotonic() + SUBMIT_DEADLINE_S
     with waits.waiting("the orchestrator to take the run", waits_on="orchestrator", deadline_s=SUBMIT_DEADLINE_S):
@@ -268,7 +280,7 @@ async def submit_for_sure(client: Client, prepared: Prepared, view: ProgressView
 async def follow_or_detach(
     client: Client, progress: Progress, view: ProgressView, *, directory: Path | None = None
 ) -> None:
-    """Follow to the end; a Ctrl-C says how to come back, and how to end the run."""
+    """Follow the run to its end. On Ctrl-C, print how to follow it again and how to cancel it."""
     metrics = MetricsFile(directory / "metrics.jsonl") if directory else None
     try:
         queued = client.runs.telling_queued(
@@ -316,7 +328,7 @@ async def _submit_and_follow(
 
 
 def _reached(address: str, dashboard: str, *, directory: Path) -> str:
-    """Return how to follow the run from another terminal."""
+    """Return a message: how to reach the run from another terminal."""
     is_found = directory.parent == OUTPUTS
     found = "`millrace run list` and the like find it here" if is_found else f"for others: MILLRACE_SERVER={address}"
     opened = "" if is_found else f" --dir {directory}"
@@ -327,9 +339,10 @@ def _reached(address: str, dashboard: str, *, directory: Path) -> str:
 
 
 def _home(prepared: Prepared, run_id: str, *, root: Path) -> Path:
-    """Return the directory of the stack.
+    """Return the directory of the local stack.
 
-    CliError if the run is there and the command does not say what is to become of it.
+    Raises CliError if a run of this name exists and the command does not resume it, or if it resumes one that does not
+    exist.
     """
     home = find_home(root, run_id, prefix=prepared.settings.prefix)
     if home is None and prepared.must_exist:
@@ -369,9 +382,10 @@ def _adopt(progress: Progress, run: run_pb2.Run) -> None:
 
 
 async def planned_stack(prepared: Prepared, directory: Path, *, note: Callable[[str], object]) -> "StackOptions":
-    """Return the stack of a run.
+    """Return the options of the run's local stack.
 
-    VLLM has what the trainer leaves of a GPU that both use (InvalidStateError: too little).
+    If vLLM and the trainer use the same GPU, vLLM's share is computed first; raises InvalidStateError if it is too
+    small.
     """
     from millrace.local import gpus
     from millrace.local.shared_gpu import engine_share
@@ -386,9 +400,8 @@ async def planned_stack(prepared: Prepared, directory: Path, *, note: Callable[[
 
 
 def stack_options(prepared: Prepared, directory: Path, *, engine_share: float | None = None) -> "StackOptions":
-    """Return the stack of a run: its place from the environment, its engine and its logs from the config.
-
-    `engine_share` is vLLM's part of a GPU that the trainer uses, too, of which the config says nothing.
+    """Return the options of the run's local stack: services and addresses from the environment, engine and logs from
+    the config. `engine_share` is vLLM's share of a GPU that the trainer also uses, if the config does not set it.
     """
     from millrace.inference.launch_env import engine_environ
     from millrace.local.gpus import SHARED_UTILIZATION
@@ -414,7 +427,7 @@ def stack_options(prepared: Prepared, directory: Path, *, engine_share: float | 
 
 
 def _engine_and_gpus(prepared: Prepared) -> tuple[InferenceConfig, dict[str, tuple[int, ...]]]:
-    """Return the engine that this machine runs, and the GPUs of it and of the trainer."""
+    """Return the config of the engine on this machine, and the GPUs of engine and trainer."""
     from millrace.inference.launch_env import with_engine
     from millrace.local import gpus
 
@@ -430,7 +443,7 @@ def _engine_and_gpus(prepared: Prepared) -> tuple[InferenceConfig, dict[str, tup
 
 
 def _is_share_open(inference: InferenceConfig, assigned: Mapping[str, Sequence[int]]) -> bool:
-    """Return whether vLLM shares a GPU with the trainer and the config leaves vLLM's share open."""
+    """Return whether vLLM shares a GPU with the trainer and the config does not set vLLM's share."""
     from millrace.inference.launch_env import is_given, vllm_flags
     from millrace.local import gpus
 

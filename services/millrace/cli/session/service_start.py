@@ -1,4 +1,4 @@
-"""`millrace orchestrator|trainer|env-server`: a service in the foreground, which takes this process's place."""
+"""`millrace orchestrator|trainer|env-server`: a service in the foreground. It replaces this process (exec)."""
 
 import os
 import sys
@@ -27,17 +27,17 @@ PLACES: Mapping[str, str] = {
     "metrics-listen": "host:port of GET /metrics",
     "log-level": "debug, info, warning or error",
 }
-"""Flags that say where a service lives, each also the variable of that name (`MILLRACE_STORE_URL`)."""
+"""Flags for a service's addresses and logs. Each is also an environment variable (`MILLRACE_STORE_URL`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """A service that is started by a command."""
+    """A service that a command can start."""
 
     name: str
     module: str
     section: str
-    """Whose part of a run's config its files are."""
+    """The config section that its config files contain."""
 
 
 SERVICES = {
@@ -60,7 +60,7 @@ _BENCHES = {
 
 
 def options_help(name: str) -> str:
-    """Return the flags of a service, for `--help`."""
+    """Return the text on the options of a service for `--help`."""
     names = [place for place in PLACES if place != "orchestrator" or name != "orchestrator"]
     lines = "\n".join(f"  --{place:<15} {PLACES[place]}" for place in names)
     return f"""\b
@@ -76,9 +76,9 @@ callers are checked and what environments may do."""
 
 
 def load_service(service: Service, arguments: Sequence[str], environ: Mapping[str, str]) -> Loaded[Any]:
-    """Return the checked config, that of no run where the arguments name none.
+    """Load and check the config of a service; without a config, placeholders for what a run must have.
 
-    InvalidSpecError lists what is wrong; CliError for a flag that belongs to a run.
+    Raises InvalidSpecError with everything that is wrong, CliError for a flag that only a run can have.
     """
     reserved = {**RESERVED_FLAGS, **dict.fromkeys(PLACES, True), **bench.flags()}
     part = PARTS[service.section]
@@ -93,14 +93,14 @@ def load_service(service: Service, arguments: Sequence[str], environ: Mapping[st
 
 
 def bench_run(arguments: Sequence[str]) -> Prepared:
-    """Return the run that an orchestrator's `--bench` measures: its part of one, with the defaults of the others."""
+    """Return the run that the orchestrator's `--bench` measures: the given section, and the defaults of all others."""
     reserved = {**RESERVED_FLAGS, **dict.fromkeys(PLACES, True), **bench.flags()}
     words = PARTS["orchestrator"].named(arguments, reserved=reserved)
     return prepare(words, command="millrace orchestrator --bench")
 
 
 def start_service(service: Service, loaded: Loaded[Any], environ: Mapping[str, str]) -> NoReturn:
-    """Become the service's process."""
+    """Replace this process by the service, with the flags as environment variables."""
     given = {
         variable_name(place.replace("-", "_")): str(loaded.flags[place]) for place in PLACES if place in loaded.flags
     }
@@ -129,7 +129,10 @@ _EXAMPLE = "millrace inference @ examples/reverse_text/infer.toml"
 
 
 def load_replica(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> Loaded[ReplicaConfig]:
-    """Load and check the config; InvalidSpecError with everything that is wrong, CliError if nothing is named."""
+    """Load and check the config of an inference replica.
+
+    Raises InvalidSpecError with everything that is wrong, CliError without arguments.
+    """
     if not arguments:
         raise CliError("no config is named", hint=f"name a file: {_EXAMPLE}; or a model: --model.name DIRECTORY")
     reserved = {**RESERVED_FLAGS, "bench": False, "bench.steps": True}
@@ -138,7 +141,7 @@ def load_replica(arguments: Sequence[str], environ: Mapping[str, str] = os.envir
 
 
 def start_replica(loaded: Loaded[ReplicaConfig], environ: Mapping[str, str] = os.environ) -> NoReturn:
-    """Become the replica's process."""
+    """Replace this process by the replica. Raises CliError if there is neither a model nor an orchestrator."""
     config = with_engine(loaded.config.inference, environ)
     settings = Settings.from_env(environ)
     model = config.model.name if "inference.model.name" in loaded.sources else None

@@ -1,1 +1,1 @@
-"""Runs as people look at them: live on a terminal, plain lines elsewhere, tables, plots."""
+"""How runs are shown: live on a terminal, as plain lines elsewhere, as tables and plots."""

@@ -1,4 +1,4 @@
-"""Long work of a command: bars on a terminal, lines every few seconds elsewhere; both on stderr."""
+"""Progress of long work: bars on a terminal, lines every few seconds elsewhere. Both go to standard error."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ _WIDTH = 30
 
 @contextlib.contextmanager
 def shown_work(console: Console | None = None) -> Iterator[None]:
-    """Show the long work of this process while the block runs."""
+    """Show the progress of this process's long work during the block."""
     target = console or Console(stderr=True)
     if not target.is_terminal:
         with progress.send_lines_to(lambda line: click.echo(line, file=target.file)):
@@ -28,7 +28,7 @@ def shown_work(console: Console | None = None) -> Iterator[None]:
 
 
 def bars() -> Table:
-    """Return a row for each piece of work: what, a bar if its end is known, and how far it is."""
+    """Return a table with a row for each piece of work: title, bar, amount."""
     rows = Table.grid(padding=(0, 1))
     for work in progress.active():
         share = work.share

@@ -1,4 +1,4 @@
-"""Events as lines of text: one per step for progress, one per event for `millrace run logs`."""
+"""Format events as lines of text, for the progress of a run and for `millrace run logs`."""
 
 import datetime
 
@@ -32,14 +32,14 @@ def step_line(point: StepPoint, progress: Progress) -> str:
 
 
 def reward(point: StepPoint | EvalPoint) -> str:
-    """Return the mean reward; none where no rollout came to one."""
+    """Return the mean reward as text; a dash if there are no rollouts."""
     return f"{point.reward:.3f}" if point.num_rollouts else "–"
 
 
 def progress_line(event: event_pb2.Event, progress: Progress) -> str | None:
-    """Return the line that a follower of the run wants to see; None for what is routine.
+    """Return the event's line for a follower of the run; None for routine events.
 
-    `progress` has applied the event.
+    The event must have been applied to `progress`.
     """
     match event.WhichOneof("body"):
         case "policy_published" | "policy_served" | "batch_committed" | "token_log_stored" | None:
@@ -54,14 +54,20 @@ def progress_line(event: event_pb2.Event, progress: Progress) -> str | None:
 
 
 def is_of_level(event: event_pb2.Event, level: str | None) -> bool:
-    """Return whether an event is as bad as that: an error ends the run, warnings and failed rollouts are warnings."""
+    """Return whether the event has at least this level.
+
+    A failure of the run is an error; warnings and failed rollouts are warnings.
+    """
     is_error = event.HasField("state_changed") and event.state_changed.HasField("error")
     is_warning = is_error or event.HasField("warning") or event.HasField("rollouts_failed")
     return {"error": is_error, "warning": is_warning}.get(level or "", True)
 
 
 def event_line(event: event_pb2.Event, progress: Progress) -> str:
-    """Return any event in one line, which steers no terminal: the errors of environments quote what a model wrote."""
+    """Return any event as one line.
+
+    Control characters are replaced, because environment errors may quote what a model wrote.
+    """
     return printable(progress.short(_event_words(event, progress)).replace("\n", " ⏎ "))
 
 
@@ -148,7 +154,7 @@ def wait_line(wait: event_pb2.Wait) -> str:
 
 
 def log_line(event: event_pb2.Event, progress: Progress) -> str:
-    """Return an event with its time (UTC) and its writer in front."""
+    """Return an event as a line that begins with its time (UTC) and its writer."""
     time = datetime.datetime.fromtimestamp(event.time.ToNanoseconds() / 1e9, tz=datetime.UTC)
     writer = progress.short(event.writer)
     return f"{time:%H:%M:%S}.{time.microsecond // 1000:03d}  {writer:<16}  {event_line(event, progress)}"

@@ -1,4 +1,4 @@
-"""The live picture of a run: `render` is a pure function of its progress, `LiveView` shows it four times a second."""
+"""The live picture of a run. `render` depends on the progress alone; `LiveView` redraws it four times a second."""
 
 import time
 from typing import Self
@@ -24,7 +24,7 @@ _STATE_STYLES = {
 
 
 def render(progress: Progress, *, elapsed_s: float) -> RenderableType:
-    """Return the picture: header, bar, measures with sparklines, pipeline, waits, last events."""
+    """Return the picture: header, bar, measures with sparklines, pipeline, long waits, last events."""
     parts: list[RenderableType] = [_header(progress, elapsed_s)]
     if progress.max_steps:
         bar = Table.grid()  # a bare bar ends without a newline
@@ -73,7 +73,10 @@ def _measures(progress: Progress) -> Table:
 
 
 def _pipeline(progress: Progress) -> Text:
-    """Return rollouts to policy and back: where the numbers differ most is where the run is slow."""
+    """Return the line that shows how far each stage is, from batches to the served policy.
+
+    A large difference between two stages shows which one is slow.
+    """
     queued = max(0, progress.committed - progress.step)
     waited = f", waited {progress.steps[-1].wait_ratio:.0%}" if progress.steps else ""
     version = "–" if progress.policy is None else f"v{progress.policy.version}"
@@ -89,7 +92,7 @@ def _pipeline(progress: Progress) -> Text:
 
 
 class LiveView:
-    """Draws `render` in place on a terminal."""
+    """Draws `render` on a terminal, always in the same place."""
 
     def __init__(self, console: Console, progress: Progress) -> None:
         self._progress = progress
@@ -104,18 +107,18 @@ class LiveView:
         self._live.stop()
 
     def show(self, event: event_pb2.Event) -> None:
-        """Take a line of the event into the picture; steps are in the picture already."""
+        """Add the event's line to the last events. Steps have no line, because the picture shows them anyway."""
         line = progress_line(event, self._progress)
         if line is not None and not event.HasField("step_completed"):
             self._progress.last_lines.append(line)
 
     def note(self, text: str) -> None:
-        """Show a line that no event says."""
+        """Add a line that does not come from an event."""
         self._progress.last_lines.append(text)
         self.refresh()
 
     def refresh(self) -> None:
-        """Draw again."""
+        """Redraw the picture."""
         self._live.refresh()
 
     def _render(self) -> RenderableType:

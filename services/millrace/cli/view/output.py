@@ -1,4 +1,7 @@
-"""Runs as tables and JSON, and colours of single lines. Tables go to standard output, all else to standard error."""
+"""Format runs as tables and JSON, with colours on a terminal.
+
+Tables go to standard output, everything else to standard error.
+"""
 
 import datetime
 import json
@@ -29,23 +32,29 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class Paint:
-    """Styles texts, or leaves them as they are. What is as wide as its column is styled after the padding."""
+    """Adds colours to text, or does nothing if `is_on` is false.
+
+    Table cells are padded first, because colour codes would count as width.
+    """
 
     is_on: bool = False
 
     @classmethod
     def of(cls, stream: TextIO) -> Self:
-        """Choose colours as the stream and NO_COLOR require."""
+        """Return a Paint for a stream: on for a capable terminal, unless NO_COLOR is set."""
         return cls(has_colours(stream))
 
     def __call__(self, text: str, colour: str | None = None, *, bold: bool = False, dim: bool = False) -> str:
-        """Return the text with a style, which is reset after it."""
+        """Return the text in a style that ends with the text."""
         if not self.is_on or not text.strip():
             return text
         return click.style(text, fg=colour, bold=bold or None, dim=dim or None)
 
     def run_cell(self, column: str, cell: str, padded: str) -> str:
-        """Return a cell of a table of runs."""
+        """Return a cell of a table of runs with the colour of its column.
+
+        `padded` is the cell in the column's width.
+        """
         match column.upper():
             case "STATE":
                 return self(padded, _STATES.get(cell, "cyan"), bold=True)
@@ -55,7 +64,10 @@ class Paint:
                 return padded
 
     def sample_cell(self, column: str, cell: str, padded: str) -> str:
-        """Return a cell of a table of samples."""
+        """Return a cell of a table of samples with the colour of its column.
+
+        `padded` is the cell in the column's width.
+        """
         match column:
             case "status":
                 return self(padded, "green" if cell == "ok" else "red")
@@ -67,7 +79,7 @@ class Paint:
                 return padded
 
     def state(self, name: str) -> str:
-        """Return the state of a run."""
+        """Return the name of a run's state in its colour."""
         return self(name, _STATES.get(name, "cyan"), bold=True)
 
 
@@ -82,13 +94,16 @@ _HEADER = ("NAME", "STATE", "STEP", "REWARD", "POLICY", "TOKENS", "AGE")
 
 
 def runs_json(runs: Sequence[run_pb2.Run], *, ended: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Return runs in the JSON form of the API; `endedStack` is the directory that `ended` has for a uid."""
-    said = [(run.uid, MessageToDict(run)) for run in runs]
-    return json.dumps([{**run, "endedStack": ended[uid]} if uid in ended else run for uid, run in said], indent=2)
+    """Return runs in the JSON form of the API.
+
+    `ended` has the directories, by uid, of runs whose stack has ended; they appear as `endedStack`.
+    """
+    messages = [(run.uid, MessageToDict(run)) for run in runs]
+    return json.dumps([{**run, "endedStack": ended[uid]} if uid in ended else run for uid, run in messages], indent=2)
 
 
 def message_json(message: Message, *, indent: int | None = 2) -> str:
-    """Return a message in the JSON form that the API defines; in one line without an indent."""
+    """Return a message in the JSON form of the API; on one line if `indent` is None."""
     return json.dumps(MessageToDict(message), indent=indent)
 
 
@@ -99,9 +114,9 @@ def runs_table(
     ended: Mapping[str, str] = MappingProxyType({}),
     paint: Paint = PLAIN,
 ) -> str:
-    """Return one line per run.
+    """Return a table with one line per run.
 
-    Where the stack of one has ended, its last cell names the directory that `ended` has for it.
+    `ended` has the directories, by uid, of runs whose stack has ended; they appear in the last column.
     """
     if not ended:
         return table([_row(run, now) for run in runs], header=_HEADER, paint=paint.run_cell)
@@ -110,7 +125,7 @@ def runs_table(
 
 
 def eval_curves(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the metric of each environment that a run with this (resolved) config is evaluated on, and its name."""
+    """Return the reward metric of each evaluated environment in a resolved config, with the environment's name."""
     orchestrator = config.get("orchestrator")
     found = orchestrator.get("eval") if isinstance(orchestrator, dict) else None
     envs = found.get("env") if isinstance(found, dict) else None
@@ -121,7 +136,10 @@ def eval_curves(config: Mapping[str, Any]) -> dict[str, str]:
 def curve_lines(
     metrics: Mapping[str, Sequence[float | None]], evals: Mapping[str, str] = MappingProxyType({})
 ) -> list[tuple[str, str]]:
-    """Return metrics with their last value and their curve, `evals` by environment; what has no value has no line."""
+    """Return label and text for each metric that has values: the last value and the curve.
+
+    `evals` has the metrics of evaluations, with the environments' names.
+    """
     lines = []
     first, *rest = SHOWN_CURVES
     for name in (first, *evals, *rest):
@@ -142,7 +160,7 @@ def run_details(
     curves: Sequence[tuple[str, str]] = (),
     paint: Paint = PLAIN,
 ) -> str:
-    """Return all that matters of one run, with lines of its curves where they are given."""
+    """Return everything about one run, one line per item. `curves` are lines to add."""
     progress = run.progress
     lines = [
         ("name", run.name),
@@ -174,7 +192,7 @@ def run_details(
 
 
 def _groups(progress: run_pb2.RunProgress) -> str:
-    """Return the share of the groups that was dropped; empty before the first batch."""
+    """Return how many groups were dropped, as text; empty before the first batch."""
     if not progress.num_groups:
         return ""
     share = progress.num_groups_dropped / progress.num_groups
@@ -182,13 +200,13 @@ def _groups(progress: run_pb2.RunProgress) -> str:
 
 
 def _tasks(progress: run_pb2.RunProgress) -> str:
-    """Return the number of tasks in each pool; empty where no task can move."""
+    """Return the number of tasks in each pool, as text; empty if tasks have no pools."""
     counts = (progress.num_easy_tasks, progress.num_normal_tasks, progress.num_hard_tasks)
     return "{} easy, {} normal, {} hard".format(*counts) if any(counts) else ""
 
 
 def failed_rollouts(each: run_pb2.EnvRollouts) -> str:
-    """Return how the rollouts of an environment with failures ended."""
+    """Return a text about an environment's failed rollouts: how many, their statuses, the first error."""
     by_status = ", ".join(f"{number} {status}" for status, number in sorted(each.failed.items()))
     return printable(
         f"{each.num_failed} of {each.num_rollouts} rollouts of {each.env} ({by_status}); the first: {each.first_error}"
@@ -196,12 +214,12 @@ def failed_rollouts(each: run_pb2.EnvRollouts) -> str:
 
 
 def summed_up(text: str) -> rs.ExplainRunResponse:
-    """Return the answer of a server that has nothing to say but this."""
+    """Return a response that consists of a summary only."""
     return rs.ExplainRunResponse(summary=text)
 
 
 def explanation(answer: rs.ExplainRunResponse) -> str:
-    """Return the chain in words, one link per line, then every wait, longest first."""
+    """Return the chain of waits as lines, one link per line, then every wait, the longest first."""
     first, *others = answer.summary.split(" ← ")
     lines = [first] if first else []
     lines += [f"  ← {link}" for link in others]
@@ -225,14 +243,14 @@ def _row(run: run_pb2.Run, now: datetime.datetime) -> tuple[str, ...]:
 
 
 def _reward(run: run_pb2.Run) -> str:
-    """Return the reward of the newest batch; a fork has steps before it has a batch of its own."""
+    """Return the reward of the newest batch as text. A dash if the run has no batch of its own yet, as a new fork."""
     return f"{run.progress.reward:.3f}" if run.progress.step and run.progress.num_rollouts else "–"
 
 
 def _policy(progress: run_pb2.RunProgress) -> str:
-    """Return the newest version, and the oldest that is served.
+    """Return the newest version and the oldest served version as text.
 
-    Version 0 is known once something was played with it.
+    A dash while it is unknown whether version 0 exists: before the first rollout.
     """
     if not progress.policy_version and not progress.num_rollouts:
         return "–"

@@ -1,4 +1,4 @@
-"""The plots of a run and of an evaluation."""
+"""Draw the plots of a run and of an evaluation."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,10 @@ from millrace.cli.view.progress import Progress
 
 
 def write_plot(progress: Progress, path: Path) -> bool:
-    """Draw reward, held-out reward, staleness and step time over the steps as a PNG; False without matplotlib."""
+    """Draw reward, held-out reward, staleness and step time over the steps, as a PNG.
+
+    Return False without matplotlib.
+    """
     try:
         import matplotlib
     except ImportError:
@@ -50,7 +53,10 @@ def write_plot(progress: Progress, path: Path) -> bool:
 
 
 def write_eval_plot(data: dict[str, Any], path: Path) -> bool:
-    """Draw the reward of every environment over the steps, with its standard error; False without matplotlib."""
+    """Draw the mean reward of each environment over the steps with its standard error, as a PNG.
+
+    Return False without matplotlib.
+    """
     try:
         import matplotlib
     except ImportError:

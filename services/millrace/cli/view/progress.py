@@ -1,4 +1,4 @@
-"""What is known of a run from its events: a plain state that every view, the summary and the plot are drawn from."""
+"""The state of a run, computed from its events. All views, the summary and the plot are made from it."""
 
 import json
 import re
@@ -14,13 +14,13 @@ from millrace.v1 import event_pb2, run_pb2
 _KL_NAMES = ("mismatch_kl/mean", "mismatch_kl/all/mean", "mismatch_kl")
 _RECENT_STEPS = 8
 _WORKER_ID = re.compile(r"\b(trainer|env-server|inference|orchestrator)-[\w.-]*?-?\d+-[0-9a-f]{8}\b")
-"""Service, host, process id and a random part, as `new_worker_id` makes them."""
+"""Matches ids made by `new_worker_id`: service, host, process id and a random part."""
 LAST_EVENTS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPoint:
-    """One optimizer step. `number` counts from 1: after it the policy is version `number`."""
+    """Measurements of one optimizer step. `number` counts from 1: the step made policy version `number`."""
 
     number: int
     reward: float
@@ -34,84 +34,87 @@ class StepPoint:
 
     @property
     def tokens_per_s(self) -> float:
-        """Return tokens of the batch over the wall time of the step."""
+        """Return the batch's tokens divided by the step's wall time."""
         return self.num_tokens / self.step_s if self.step_s > 0 else 0.0
 
     @property
     def wait_ratio(self) -> float:
-        """Return share of the step in which the trainer waited for its batch."""
+        """Return the share of the step's time in which the trainer waited for its batch."""
         return self.wait_s / self.step_s if self.step_s > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalPoint:
-    """One evaluation of one environment."""
+    """The result of one evaluation of one environment."""
 
     env: str
     step: int
     version: int
-    """Oldest policy version that answered."""
+    """The oldest policy version that answered."""
     version_max: int
-    """Newest one."""
+    """The newest policy version that answered."""
     reward: float
     num_rollouts: int
     num_failed: int
     skipped: tuple[int, ...]
-    """Versions that were due before it and were not evaluated."""
+    """Versions whose evaluation was due before this one and was skipped."""
 
 
 @dataclass(slots=True, kw_only=True)
 class TransferredBytes:
-    """Bytes of weights that were moved, and what full copies would have been."""
+    """Bytes of weights that were moved, and the size of full copies of the same versions."""
 
     versions: int = 0
     moved_bytes: int = 0
     full_bytes: int = 0
 
     def add(self, moved_bytes: int, full_bytes: int) -> None:
-        """Take one more version in; events of older releases do not say what a full copy has."""
+        """Add one version. Events of older releases have 0 for the size of a full copy."""
         self.versions += 1
         self.moved_bytes += moved_bytes
         self.full_bytes += full_bytes
 
     @property
     def ratio(self) -> float | None:
-        """Return the share of a full copy that was transferred; None if it is unknown."""
+        """Return the transferred share of full copies; None if their size is unknown."""
         return self.moved_bytes / self.full_bytes if self.full_bytes else None
 
 
 @dataclass(slots=True, kw_only=True)
 class Progress(RunStatus):
-    """The status of a run as its events tell it, with the series that views draw. `apply` is the only writer."""
+    """The status of a run with the series that views draw.
+
+    Only `apply` changes it, except for the fields that the views use themselves.
+    """
 
     name: str
     uid: str = ""
     place: str = ""
-    """Where it can be looked at, if that is known."""
+    """The addresses of the run's orchestrator and dashboard; empty if unknown."""
     staleness_bound: int | None = None
-    """`max_off_policy_steps`: rollouts that are older are dropped."""
+    """The run's `max_off_policy_steps`. Older rollouts are dropped."""
     steps: list[StepPoint] = field(default_factory=list)
     evals: list[EvalPoint] = field(default_factory=list)
     policy: event_pb2.PolicyPublished | None = None
     """The newest published version."""
     published: TransferredBytes = field(default_factory=TransferredBytes)
-    """What the trainer wrote of all versions."""
+    """Bytes the trainer has written for all versions."""
     fetched: TransferredBytes = field(default_factory=TransferredBytes)
-    """What all replicas read."""
+    """Bytes all replicas have read."""
     checkpoint: event_pb2.CheckpointSaved | None = None
     score: event_pb2.ScoreCompleted | None = None
     waits: dict[str, event_pb2.Wait] = field(default_factory=dict)
-    """The newest wait of each owner."""
+    """The newest wait reported by each owner."""
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_EVENTS))
-    """The last events in words, kept by the views."""
+    """The last events as text; the views add them."""
     shown_as: dict[str, str] = field(default_factory=dict)
-    """Short names of processes, such as `trainer-1`, by their ids."""
+    """Short names of processes, such as `trainer-1`, by process id."""
     held_up: RefusedError | None = None
-    """Why nobody waits for it any more, though it has not ended."""
+    """The error because of which following the run ended, although the run has not."""
 
     @classmethod
     def of(cls, run: run_pb2.Run) -> Self:
-        """Return the state before the first event, with the bounds that the run's config names."""
+        """Return the progress of a run before its first event, with the limits from its config."""
         try:
             orchestrator = json.loads(run.config_json or "{}").get("orchestrator", {})
         except ValueError:  # a newer server may send another form; the bounds are only decoration
@@ -120,7 +123,9 @@ class Progress(RunStatus):
         return cls(name=run.name, uid=run.uid, max_steps=run.progress.max_steps, staleness_bound=bound)
 
     def short(self, text: str) -> str:
-        """Return the text with short names for ids of processes, numbered by service as they come."""
+        """Return the text with ids of processes replaced by short names, numbered per service in order of
+        appearance.
+        """
         return _WORKER_ID.sub(self._name, text)
 
     def _name(self, found: re.Match[str]) -> str:
@@ -131,7 +136,7 @@ class Progress(RunStatus):
         return self.shown_as[worker_id]
 
     def apply(self, event: event_pb2.Event) -> None:
-        """Take an event in. Events of a kind that this version does not know change nothing."""
+        """Apply an event. Unknown kinds of events change nothing."""
         RunStatus.apply(self, event)
         match event.WhichOneof("body"):
             case "state_changed":
@@ -156,14 +161,14 @@ class Progress(RunStatus):
 
     @property
     def step(self) -> int:
-        """Return optimizer steps taken."""
+        """Return the number of optimizer steps done."""
         return self.steps[-1].number if self.steps else 0
 
     @property
     def eta_s(self) -> float | None:
-        """Return seconds to the last step at the pace of the last steps; None if unknown.
+        """Return the seconds until the last step, from the median of recent steps; None if unknown.
 
-        The first step includes the wait for the first batch and what is done once, and says nothing of the others.
+        The first step is left out, because it includes the start of the run.
         """
         if not self.steps or not self.max_steps:
             return None
@@ -175,18 +180,21 @@ class Progress(RunStatus):
 
     @property
     def wait_ratio(self) -> float | None:
-        """Return share of all step time in which the trainer waited; None before the first step."""
+        """Return the share of all step time in which the trainer waited; None before the first step."""
         total_s = sum(point.step_s for point in self.steps)
         return sum(point.wait_s for point in self.steps) / total_s if total_s > 0 else None
 
     @property
     def reward_before(self) -> float | None:
-        """Return held-out reward of the first evaluated step, the mean over environments; None without evaluation."""
+        """Return the held-out reward at the first evaluated step, as the mean over environments.
+
+        None without evaluations.
+        """
         return self._eval_mean(min(point.step for point in self.evals)) if self.evals else None
 
     @property
     def reward_after(self) -> float | None:
-        """Return held-out reward of the last evaluated step; None unless two steps were evaluated."""
+        """Return the held-out reward at the last evaluated step; None unless at least two steps were evaluated."""
         steps = {point.step for point in self.evals}
         return self._eval_mean(max(steps)) if len(steps) > 1 else None
 

@@ -1,6 +1,7 @@
-"""Samples, lineage and several runs side by side in a terminal.
+"""Show samples, lineage and comparisons of runs in a terminal.
 
-What a model wrote may hold anything: control characters are shown as signs, so no sample can steer a terminal.
+Text that a model wrote is untrusted: control characters are replaced by visible signs, so that it cannot control the
+terminal.
 """
 
 import datetime
@@ -28,7 +29,7 @@ _MAX_CELL = 60
 
 
 def sample_table(samples: Sequence[SampleRecord], *, paint: Paint = PLAIN) -> str:
-    """Return one line a sample: where it belongs, its reward, and the beginnings of prompt and reply."""
+    """Return a table with one line per sample: id, task, reward, and the beginnings of prompt and reply."""
     rows = []
     for found in samples:
         rollout, messages = found.rollout, messages_of(found.rollout)
@@ -54,7 +55,7 @@ def sample_table(samples: Sequence[SampleRecord], *, paint: Paint = PLAIN) -> st
 
 
 def sample_lines(found: SampleRecord) -> Iterator[str]:
-    """Yield a sample in full."""
+    """Yield the lines of a whole sample: its figures, then every message."""
     rollout = found.rollout
     yield (
         f"── {found.id}  batch {found.step} (of step {found.step + 1})  {rollout.env}{_evaluated(rollout)}  "
@@ -77,12 +78,12 @@ def sample_lines(found: SampleRecord) -> Iterator[str]:
 
 
 def _reward(rollout: "Rollout") -> str:
-    """Return the advantage as text: one that failed has none."""
+    """Return the reward as text; a dash if the rollout failed."""
     return f"{rollout.reward:.3f}" if rollout.error is None else "–"
 
 
 def _versions(rollout: "Rollout") -> str:
-    """Return the oldest and the newest version that answered; none did where no token came."""
+    """Return the oldest and the newest policy version that answered, as text; a dash if no token was sampled."""
     if rollout.min_version is None:
         return "–"
     oldest, newest = f"v{rollout.min_version}", f"v{rollout.max_version}"
@@ -90,7 +91,7 @@ def _versions(rollout: "Rollout") -> str:
 
 
 def _evaluated(rollout: "Rollout") -> str:
-    """Return the text after the environment of an evaluation rollout: the version of the policy that was evaluated."""
+    """Return a suffix with the evaluated policy version; empty for a training rollout."""
     if rollout.purpose.value != "eval" or rollout.min_version is None:
         return ""
     newest = "" if rollout.min_version == rollout.max_version else f"–v{rollout.max_version}"
@@ -108,7 +109,7 @@ _MOST_STEPS = 24
 
 
 def lineage_lines(found: rs.GetLineageResponse) -> list[str]:
-    """Return the lineage in lines, the past first."""
+    """Return the lineage of a sample or a version as lines, from its origin to what came of it."""
     if found.WhichOneof("lineage") == "rollout":
         return list(_of_rollout(found.rollout))
     return list(_of_version(found.version))
@@ -217,24 +218,24 @@ CURVES = (
     "reward/mean", "loss/mean", "mismatch_kl/mean", "entropy/mean", "batch/off_policy_level/mean", "progress/tokens",
     "time/step", "time/wait_for_batch",
 )  # fmt: skip
-"""What is compared unless metrics are named, with the rewards of all evaluations."""
+"""Metrics that are compared by default, besides the rewards of all evaluations."""
 _WIDTH = 20
 _MAX_VALUE = 40
 
 
-def chosen_metrics(runs: Sequence[RunSnapshot], wanted: Sequence[str]) -> list[str]:
-    """Return the metrics to show: those that are named, or the usual ones that some run has."""
+def chosen_metrics(runs: Sequence[RunSnapshot], named: Sequence[str]) -> list[str]:
+    """Return the metrics to show: `named`, or if that is empty the default ones that at least one run has."""
     there = {name for run in runs for name in run.metrics} - {"step"}
-    if wanted:
-        return list(wanted)
+    if named:
+        return list(named)
     evals = sorted(name for name in there if name.startswith("eval/") and name.endswith("/reward/mean"))
     return [name for name in (CURVES[0], *evals, *CURVES[1:]) if name in there]
 
 
 def config_differences(runs: Sequence[RunSnapshot], secrets: tuple[str, ...]) -> dict[str, list[Any]]:
-    """Return keys whose values are not the same in all runs, with those; None where a run has none.
+    """Return the config keys that differ between the runs, with the value of each run.
 
-    Secrets are masked.
+    None where a run does not have the key. Secrets are masked.
     """
     flat = [{each.key: each.value for each in differences(masked(run.config, secrets), _model(run))} for run in runs]
     keys = dict.fromkeys(key for config in flat for key in config)
@@ -243,7 +244,7 @@ def config_differences(runs: Sequence[RunSnapshot], secrets: tuple[str, ...]) ->
 
 
 def compare_lines(runs: Sequence[RunSnapshot], metrics: Sequence[str], differing: dict[str, list[Any]]) -> list[str]:
-    """Return the comparison for people."""
+    """Return the comparison as tables for the terminal."""
     names = [printable(run.name) for run in runs]
     heads = [[run.kind, run.state, str(run.num_steps)] for run in runs]
     rows = [[label, *(head[at] for head in heads)] for at, label in enumerate(("kind", "state", "steps"))]
@@ -259,7 +260,7 @@ def compare_lines(runs: Sequence[RunSnapshot], metrics: Sequence[str], differing
 
 
 def compare_json(runs: Sequence[RunSnapshot], metrics: Sequence[str], differing: dict[str, list[Any]]) -> str:
-    """Return the comparison for programs; a value that is not finite is null."""
+    """Return the comparison as JSON; values that are not finite are null."""
     found = [
         {
             "name": run.name,
@@ -278,7 +279,7 @@ def compare_json(runs: Sequence[RunSnapshot], metrics: Sequence[str], differing:
 
 
 def _cells(runs: Sequence[RunSnapshot], metric: str) -> Iterator[str]:
-    """Yield curve and last value of each run; all curves of a metric have one scale."""
+    """Yield last value and curve of each run, all on the same scale."""
     curves = [[value for _, value in run.points(metric)] for run in runs]
     finite = [value for values in curves for value in values if math.isfinite(value)] or [0.0]
     for values in curves:

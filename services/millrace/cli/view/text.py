@@ -1,4 +1,4 @@
-"""Numbers, times and texts of others as people read them."""
+"""Format numbers, times and untrusted text for people."""
 
 import math
 import statistics
@@ -10,7 +10,7 @@ _LONGEST = 600
 
 
 def count(value: float) -> str:
-    """Return a count in three digits: 950, 14.2k, 3.1M."""
+    """Return a count in about three digits, such as 950, 14.2k, 3.1M."""
     for limit, divisor, unit in ((1e3, 1.0, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M")):
         if abs(value) < limit:
             return f"{value / divisor:.0f}" if not unit else f"{value / divisor:.1f}{unit}"
@@ -18,7 +18,7 @@ def count(value: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Return a size in bytes: 512 B, 1.4 MB."""
+    """Return a number of bytes as text, such as 512 B, 1.4 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(num_bytes) < 1000:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -27,7 +27,7 @@ def size(num_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration: 43s, 2m 05s, 1h 12m."""
+    """Return seconds as text, such as 43s, 2m 05s, 1h 12m."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -37,7 +37,7 @@ def duration(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float], *, width: int = 24) -> str:
-    """Return the last `width` values as bars between their own minimum and maximum; empty for no values."""
+    """Return the last `width` values as bars, scaled between their minimum and maximum; empty without values."""
     shown = list(values)[-width:]
     if not shown:
         return ""
@@ -47,7 +47,10 @@ def sparkline(values: Sequence[float], *, width: int = 24) -> str:
 
 
 def curve(values: Sequence[float], *, width: int, low: float, high: float) -> str:
-    """Return all values as at most `width` bars between given bounds, each the mean of its share; `!` is not finite."""
+    """Return all values as at most `width` bars between `low` and `high`.
+
+    If there are more values, each bar is the mean of several; `!` is a bar that is not finite.
+    """
     shares = [values[at * len(values) // width : (at + 1) * len(values) // width] for at in range(width)]
     means = [statistics.fmean(share) for share in (shares if len(values) > width else ([each] for each in values))]
     span = (high - low) or 1.0
@@ -59,9 +62,9 @@ def curve(values: Sequence[float], *, width: int, low: float, high: float) -> st
 def table(
     rows: Sequence[Sequence[str]], *, header: Sequence[str], paint: Callable[[str, str, str], str] | None = None
 ) -> str:
-    """Return left-aligned columns with a header line, without trailing blanks.
+    """Return rows as left-aligned columns with a header, without trailing blanks.
 
-    `paint` colours a cell: it gets the column's name, the cell, and the cell as wide as its column.
+    `paint` colours a cell: it gets the column's name, the cell, and the padded cell.
     """
     everything = [list(header), *map(list, rows)]
     widths = [max(len(row[column]) for row in everything) for column in range(len(header))]
@@ -76,15 +79,13 @@ def table(
 
 
 def shortened(text: str) -> str:
-    """Return the text on one line, of at most 600 characters: its beginning, and its end, where the place often
-    is.
-    """
+    """Return the text on one line. Of a long text only the beginning and the end are kept, at most 600 characters."""
     line = " ".join(text.split())
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST * 2 // 3]} … {line[-_LONGEST // 3 + 3 :]}"
 
 
 def printable(text: str) -> str:
-    """Return the text with every control or unprintable character but the line break as a visible sign."""
+    """Return the text with each control or unprintable character replaced by a visible sign; line breaks are kept."""
     return "".join(char if char == "\n" or not _is_control(char) else _sign(char) for char in text)
 
 

@@ -1,4 +1,4 @@
-"""How progress is shown: live on a terminal, one plain line per event elsewhere."""
+"""Views of a followed run: a live picture on a terminal, plain lines elsewhere, JSON for programs."""
 
 import json
 import os
@@ -15,27 +15,27 @@ from millrace.v1 import event_pb2
 
 
 class ProgressView(Protocol):
-    """What follows a run on behalf of a person."""
+    """Shows a run that is being followed."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *exc_info: object) -> None: ...
 
     def show(self, event: event_pb2.Event) -> None:
-        """Show an event that `progress` has applied."""
+        """Show an event. It must have been applied to the view's progress."""
         ...
 
     def note(self, text: str) -> None:
-        """Show a line that no event says."""
+        """Show a line that does not come from an event."""
         ...
 
     def refresh(self) -> None:
-        """Draw again; called four times a second."""
+        """Redraw; called four times a second."""
         ...
 
 
 class PlainView:
-    """One line per step, evaluation, state change and warning."""
+    """Prints one line per step, evaluation, state change and warning."""
 
     def __init__(self, stream: TextIO, progress: Progress) -> None:
         self._stream = stream
@@ -48,31 +48,31 @@ class PlainView:
         self._stream.flush()
 
     def show(self, event: event_pb2.Event) -> None:
-        """Print the event's line, if the event has one."""
+        """Print the line of an event; routine events have none."""
         line = progress_line(event, self._progress)
         if line is not None:
             self.note(line)
 
     def note(self, text: str) -> None:
-        """Print a line at once: the reader may be a pipe."""
+        """Print a line and flush it, because the reader may be a pipe."""
         print(text, file=self._stream, flush=True)
 
     def refresh(self) -> None:
-        """Draw nothing."""
+        """Do nothing: lines are printed at once."""
 
 
 def is_fancy(stream: TextIO, *, plain: bool, environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether to draw: on a capable terminal, unless plain lines are requested."""
+    """Return whether a stream can show pictures and bars: a capable terminal, and plain lines are not requested."""
     return not plain and stream.isatty() and environ.get("TERM") != "dumb"
 
 
 def has_colours(stream: TextIO, *, environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether lines may be coloured: on a capable terminal, and NO_COLOR is not set."""
+    """Return whether a stream gets coloured lines: a capable terminal, and NO_COLOR is not set."""
     return is_fancy(stream, plain=False, environ=environ) and not environ.get("NO_COLOR")
 
 
 def make_view(progress: Progress, *, plain: bool, stream: TextIO | None = None) -> ProgressView:
-    """Return the view for a stream (standard error if None). NO_COLOR keeps the picture and drops its colours."""
+    """Return the view for a stream, standard error by default. With NO_COLOR the live picture has no colours."""
     out = stream or sys.stderr
     if not is_fancy(out, plain=plain):
         return PlainView(out, progress)
@@ -87,7 +87,7 @@ def make_view(progress: Progress, *, plain: bool, stream: TextIO | None = None) 
 
 
 class JsonView:
-    """A `ProgressView` that prints events to standard output, and notes to standard error."""
+    """A `ProgressView` that prints events to standard output as JSON, one per line, and notes to standard error."""
 
     def __enter__(self) -> Self:
         return self
@@ -96,11 +96,11 @@ class JsonView:
         pass
 
     def show(self, event: event_pb2.Event) -> None:
-        """Print the event in the JSON form of its message."""
+        """Print the event in the JSON form of the API."""
         click.echo(json.dumps(MessageToDict(event)))
 
     def note(self, text: str) -> None:
-        """Print a message between the events."""
+        """Print a note on standard error."""
         click.echo(text, err=True)
 
     def refresh(self) -> None:

@@ -1,1 +1,1 @@
-"""`millrace run` and its commands: what is asked of a server, and what is read from the store itself."""
+"""`millrace run` and its commands. Some ask a server; some read the object store directly."""

@@ -66,7 +66,7 @@ _FROM_HERE = options(
 
 
 def _from_here(command: Callable[..., int]) -> Callable[..., int]:
-    """Add the options of an audit by this process, and hand them on as one `AuditRequest`."""
+    """Add the options of an audit by this process to a command, which gets them as one `AuditRequest`."""
 
     @functools.wraps(command)
     def with_request(name: str, as_json: bool, form: str, server: str | None, **options: Any) -> int:
@@ -126,7 +126,10 @@ def _by_server(name: str, server: str | None) -> "audit_pb2.AuditReport":
 
 @contextlib.contextmanager
 def _patience(name: str) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal's standard error what the block reads and for how long; show nothing elsewhere."""
+    """Show on standard error, if it is a terminal, what the audit of run `name` reads and for how long.
+
+    The block gets a function that sets the text; elsewhere that function does nothing.
+    """
     if not sys.stderr.isatty():
         yield lambda text: None
         return
@@ -182,7 +185,7 @@ def attest(name: str, key: Path, out: Path | None, store: str | None, prefix: st
 
 
 def _audit(store: "ObjectStore", names: "Names") -> "AuditReport":
-    """Return the findings of an audit of the store."""
+    """Audit the run from the object store alone, and return the report."""
     from millrace.cli import interrupts
     from millrace.readers.audit import audit_run
 
@@ -193,9 +196,9 @@ def _audit(store: "ObjectStore", names: "Names") -> "AuditReport":
 
 
 def audited_head(names: "Names", report: "AuditReport") -> "Attestation":
-    """Return the head of the run as its audit has read it, its seal included.
+    """Return an unsigned attestation of the run's newest step, chain hash and seal, as the audit has read them.
 
-    CliError if the audit finds violations.
+    Raises CliError if the audit found violations.
     """
     from millrace.runlog.attest import unsigned
 
@@ -360,8 +363,9 @@ def replay(name: str, step: int, loss: str | None, store: str | None, prefix: st
 
 
 def _recompute() -> Callable[..., "ReplayReport"]:
-    """Return `millrace.readers.replay.steps.replay`, imported by name: the command line works without torch, which
-    only the replay needs.
+    """Return the function `replay` of `millrace.readers.replay.steps`.
+
+    It is imported by name, because the command line has to work without torch. Raises CliError if a package is missing.
     """
     try:
         return importlib.import_module("millrace.readers.replay.steps").replay
@@ -371,7 +375,10 @@ def _recompute() -> Callable[..., "ReplayReport"]:
 
 @contextmanager
 def _progress(name: str) -> Iterator[OnStep]:
-    """Show progress on standard error while the block runs: a bar on a terminal, else a line per step."""
+    """Show the progress of a replay on standard error: a bar on a terminal, otherwise a line per step.
+
+    The block gets the function to call with the steps done and in total.
+    """
     if not sys.stderr.isatty():
         yield lambda done, total: click.echo(f"replaying {name}: {done} of {total} steps", err=True)
         return

@@ -65,7 +65,10 @@ def compare(
 def _looks(
     names: tuple[str, ...], *, server: str | None, store: str | None, prefix: str | None
 ) -> "Sequence[RunSnapshot]":
-    """Return the runs, in the order in which they were named."""
+    """Return snapshots of the runs, in the order of `names`.
+
+    Runs that are not readable here are asked of the server.
+    """
     from millrace.cli.offline.run_store import looks_here, looks_there
 
     found = {} if server is not None else looks_here(names, store=store, prefix=prefix, note=_note)

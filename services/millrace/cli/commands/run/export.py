@@ -60,7 +60,10 @@ def export_policy(name: str, step: int, directory: Path, is_merged: bool, store:
 
 
 def _find(store: "ObjectStore", names: "Names", step: int, *, run: str) -> "PolicyManifest":
-    """Return the manifest of a version, of its newest lineage; CliError naming what there is."""
+    """Return the manifest of the policy after `step`, from its newest lineage; -1 is the newest policy.
+
+    Raises CliError if there is none.
+    """
     from millrace.policies.pull import read_manifest
     from millrace.runlog.records.run_record import published_policies
 
@@ -136,7 +139,7 @@ def export(
 
 
 def _wandb_target(store: "ObjectStore", names: "Names", directory: Path) -> "WandbTarget":
-    """Return the W&B settings of the run's own config."""
+    """Return the W&B settings from the run's config, to be written below `directory`."""
     from millrace.readers.exports.wandb_run import target_of
     from millrace.runlog.records.run_record import RunRecord
 

@@ -29,7 +29,7 @@ Options:
 
 
 class _ForkCommand(RawCommand):
-    """As `RawCommand`, with a run in front."""
+    """A `RawCommand` whose usage line begins with a run and a step."""
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         """Return the text after the command's name in its usage line."""
@@ -80,7 +80,10 @@ async def _fork(
 
 
 def _config(parent: "run_pb2.Run", rest: tuple[str, ...]) -> "RLConfig":
-    """Return the parent's resolved config with files and flags on top; the environment has no say in it."""
+    """Return the config of the new run: the parent's resolved config, with files and flags of the command line on top.
+
+    Environment variables are not read.
+    """
     from millrace.config import RLConfig
     from millrace.config.layers import Layer, Provenance, Strength
     from millrace.config.load import load
@@ -93,7 +96,7 @@ def _config(parent: "run_pb2.Run", rest: tuple[str, ...]) -> "RLConfig":
 
 
 def _flags(rest: tuple[str, ...]) -> Mapping[str, str | bool]:
-    """Return the command's own flags."""
+    """Return the flags in `rest` that belong to this command, not to the config."""
     from millrace.config import RLConfig
     from millrace.config.argv import read_command_line
     from millrace.config.tree import schema_tree

@@ -90,7 +90,10 @@ def panes(name: str, level: str | None, detach: bool, server: str | None) -> Non
 
 
 def _reached(server: str | None) -> list[str]:
-    """Return the options that reach the same server: panes have tmux's environment, which may be an older one."""
+    """Return the options with which a pane reaches the same server.
+
+    A pane cannot inherit them: its environment is that of the tmux server, which may have started earlier.
+    """
     from millrace.cli.connection import OPTIONS, environ
 
     known = environ()
@@ -102,13 +105,16 @@ def _reached(server: str | None) -> list[str]:
 
 
 def _shell(words: list[str]) -> str:
-    """Return the command of a pane, which stays until a key is pressed, because its last lines say how it ended."""
+    """Return the shell command of a pane. It waits for Enter at the end, so that the last lines remain readable."""
     command = shlex.join([sys.executable, "-m", "millrace.cli", "run", *words])
     return f"{command}; printf '(ended; Enter closes)'; read _"
 
 
 def _tmux(tmux: str, *words: str, is_asked: bool = False) -> int:
-    """Run a tmux command; raises CliError with tmux's message on failure, unless the exit code itself is the answer."""
+    """Run a tmux command and return its exit code.
+
+    A failure raises CliError with tmux's message, unless `is_asked`: then the exit code is the answer.
+    """
     try:
         done = subprocess.run([tmux, *words], capture_output=True, text=True, timeout=START_S, check=False)
     except subprocess.TimeoutExpired as error:
@@ -195,7 +201,7 @@ def list_runs(states: tuple[str, ...], limit: int, form: str, server: str | None
 
 
 def _print_runs(served: "Sequence[run_pb2.Run]", here: "Sequence[EndedRun]", *, limit: int, form: str) -> None:
-    """Print the runs of a server and the local ones, one line each."""
+    """Print the runs of a server (`served`) and the ended local runs (`here`) as one list, newest first."""
     from millrace.cli.view.output import Paint, runs_json, runs_table
 
     known = {run.uid for run in served}
@@ -245,9 +251,9 @@ def show(name: str, form: str, server: str | None) -> None:
 
 
 async def _curves(client: "Client", run: "run_pb2.Run") -> list[tuple[str, str]]:
-    """Return lines of the run's curves.
+    """Return label and text for each curve of the run.
 
-    One that says why there are none, where the log cannot be read at the moment.
+    If the curves cannot be read now, return one line with the reason.
     """
     import asyncio
 
@@ -366,7 +372,7 @@ def logs(name: str, component: str | None, form: str, server: str | None, **opti
 def _show_event(
     event: "event_pb2.Event", progress: "Progress", *, form: str, level: str | None, writer: str = ""
 ) -> None:
-    """Process an event, and print it if the options select it."""
+    """Apply an event to `progress`, and print it if its level and writer match."""
     from millrace.cli.view.lines import is_of_level, log_line
     from millrace.cli.view.output import message_json
 
@@ -414,7 +420,7 @@ async def _event_lines(
 
 
 def _say_names(progress: "Progress", form: str) -> None:
-    """Print which processes the short names mean: an id contains the host and the process id."""
+    """Print which process each short name in the lines stands for."""
     if progress.shown_as and form != "json":
         names = ", ".join(f"{name} is {process}" for process, name in progress.shown_as.items())
         click.echo(f"note: {names}", err=True)

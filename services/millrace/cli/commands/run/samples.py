@@ -88,7 +88,7 @@ def samples(
 
 
 def _trains(objects: "ObjectStore", prefix: str, uid: str) -> bool:
-    """Return whether the run trains; a run whose record is lost counts as one that does."""
+    """Return whether the run trains a model; True if its record does not exist."""
     from millrace.errors import NotFoundError
     from millrace.runlog.names import Names
     from millrace.runlog.records.run_record import EVAL, RunRecord
@@ -101,7 +101,7 @@ def _trains(objects: "ObjectStore", prefix: str, uid: str) -> bool:
 
 
 def _write_rows(samples: "Iterable[SampleRecord]") -> None:
-    """Print a row per line, and beside them how many there are."""
+    """Print each usable sample as a row of JSON. The number of rows, and what was left out, goes to standard error."""
     from millrace.cli.offline.training_rows import TrainingRows
 
     rows = TrainingRows()
