@@ -97,7 +97,10 @@ class WorkerRecord:
         self.worker_id, self.kind = self.worker.worker_id, KINDS[self.worker.kind]
 
     def take(self, request: worker_service_pb2.HeartbeatRequest) -> bool:
-        """Take a report; return whether it says something that others may wait for."""
+        """Store a worker's report as its last one.
+
+        Returns whether something has changed that others may wait for.
+        """
         before = self._essence()
         self._request = request
         self.num_playing, self.is_leaving = request.num_playing, request.is_leaving
@@ -168,8 +171,9 @@ class _Retired:
 class WorkerRegistry:
     """Registered workers by id; `changed` wakes those that wait for a worker or its report.
 
-    Most heartbeats change nothing and wake nobody. `keep_pulse` looks for workers that fell silent. A silence is the
-    worker's own only if others were heard meanwhile: where this process itself is late, heartbeats wait for it.
+    Most heartbeats change nothing and wake nobody. `keep_pulse` looks for workers that fell silent. A worker that
+    is silent is lost only if others were heard meanwhile: where this process itself is late, all heartbeats wait
+    for it.
     """
 
     def __init__(self) -> None:
@@ -224,7 +228,10 @@ class WorkerRegistry:
         return known
 
     def heartbeat(self, request: worker_service_pb2.HeartbeatRequest) -> WorkerRecord | None:
-        """Take a worker's report; None if it is not known and shall register again."""
+        """Store a worker's report and return its record.
+
+        None if the worker is not registered: it has to register again.
+        """
         record = self.by_id.get(request.worker_id)
         if record is None:
             return None
@@ -238,7 +245,10 @@ class WorkerRegistry:
         return record
 
     def _hear(self, record: WorkerRecord) -> None:
-        """Note that a worker spoke. One that speaks for the second time in a round begins the next round."""
+        """Note that a worker was heard now, and choose its next interval.
+
+        A worker that is heard for the second time in a round begins the next round.
+        """
         if record.round == self._round:
             self._round += 1
         record.round = self._round
@@ -257,7 +267,10 @@ class WorkerRegistry:
         return self._list(kind, None)
 
     def _list(self, kind: WorkerKind, run_uid: str | None) -> Sequence[WorkerRecord]:
-        """Return the workers of a kind that are given to a run, or all if it is None; the list never changes."""
+        """Return the workers of a kind that are given to a run, or all if it is None, in order of id.
+
+        The list is cached and shared, so that callers must not change it.
+        """
         self._expire()
         found = self._lists.get((kind, run_uid))
         if found is None:
@@ -275,7 +288,7 @@ class WorkerRegistry:
         return self._list(kind, run_uid)
 
     def _give(self, record: WorkerRecord, run_uid: str) -> None:
-        """Give a worker to a run, or to none if that is empty, and tell the worker."""
+        """Give a worker to a run, and answer its waiting heartbeat. An empty `run_uid` makes it free."""
         record.run_uid = run_uid
         record.news.set()
         self._lists.clear()
@@ -417,8 +430,8 @@ class WorkerRegistry:
     async def keep_pulse(self) -> None:
         """Look for workers that fell silent until cancelled.
 
-        Time in which this process did not run is added to the workers' last signs of life: else an orchestrator that
-        was stopped would lose every worker in the moment it goes on.
+        Time in which this process did not run is added to the times at which workers were heard last: else an
+        orchestrator that was stopped would lose every worker as soon as it goes on.
         """
         self._pulse = time.monotonic()
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
@@ -440,7 +453,7 @@ class WorkerRegistry:
                 self.notify()
 
     def _expire(self) -> None:
-        """Remove the workers whose lease has run out; until the first of them can have, do nothing."""
+        """Remove the workers whose lease has run out. Does nothing before the first lease can run out."""
         now = time.monotonic()
         if now < self._look_at:
             return
@@ -460,15 +473,15 @@ class WorkerRegistry:
         self._look_at = max(ends, now + LOOK_S)
 
     def _is_own_silence(self, record: WorkerRecord, now: float) -> bool:
-        """Return whether a silent worker would have been heard if it spoke.
+        """Return whether a heartbeat of this worker would have been processed by now, had it sent one.
 
-        Heartbeats that wait for this process are taken in turn. So a worker's own does not wait if others were heard
-        several times since, or if nobody was heard for long.
+        Heartbeats that wait for this process are processed in turn. So the worker's own does not wait if others
+        were heard several times since, or if nobody was heard for long.
         """
         return self._round - record.round >= LOST_ROUNDS or now - self._heard > LEAVING_LEASE_S
 
     def _replace_slot(self, worker: worker_service_pb2.Worker) -> None:
-        """Drop the worker that was registered for the same place: it is dead, since its successor holds the place."""
+        """Remove the worker that is registered for the same slot: it is dead, since its successor has the slot."""
         record = self._slots.get(worker.slot)
         if record is not None and record.worker_id != worker.worker_id:
             fields = {"worker": record.worker_id, "by": worker.worker_id, "slot": worker.slot}
@@ -476,12 +489,12 @@ class WorkerRegistry:
             self._remove(record, "WORKER_REPLACED")
 
     def forget(self, worker_id: str) -> None:
-        """Drop a worker, as if it had never registered."""
+        """Remove a worker, as if it had never registered; its run does not learn of a loss."""
         if (record := self.by_id.get(worker_id)) is not None:
             self._remove(record, "")
 
     def _remove(self, record: WorkerRecord, reason: str) -> None:
-        """Drop a worker and tell `on_lost`, unless the reason is empty."""
+        """Remove a worker and call `on_lost`, unless the reason is empty."""
         del self.by_id[record.worker_id]
         if self._slots.get(record.worker.slot) is record:
             del self._slots[record.worker.slot]

@@ -1,7 +1,7 @@
-"""What can be asked of the messages of `play.proto`, and what a loaded environment consists of.
+"""Questions to the messages of `play.proto`, and the parts of a loaded environment.
 
-The orchestrator, the env-server and its workers use the messages themselves; a `top_p` or `repetition_penalty` of 0
-says nothing there.
+The orchestrator, the env-server and its workers use the messages themselves. There a `top_p` or `repetition_penalty` of
+0 means that it is not set.
 """
 
 import json
@@ -19,7 +19,7 @@ M = TypeVar("M", bound=Message)
 
 
 def changed(message: M, **fields: Any) -> M:
-    """Return a copy of a message in which these fields have other values, by name; none of them is None."""
+    """Return a copy of a message with other values of the fields in `changes`; none of them is None."""
     copy = type(message)()
     copy.CopyFrom(message)
     for name in fields:
@@ -29,7 +29,7 @@ def changed(message: M, **fields: Any) -> M:
 
 
 def label_of(env: EnvSpec) -> str:
-    """Return the name by which people know an environment: that in the run, or else the package's."""
+    """Return the name by which an environment is shown: its name in the run, or else the package's."""
     return env.name or env.id
 
 
@@ -50,8 +50,8 @@ def truncation_of(sampling: Sampling) -> Truncation:
 def request_parameters(sampling: Sampling, *, is_external: bool) -> dict[str, Any]:
     """Return all parameters of a request to an engine, the further fields of `extra_body_json` included.
 
-    Engines of ours get every parameter, also one that changes nothing: what is left out vLLM takes from the model's
-    `generation_config.json`, without a word. Other endpoints (`is_external`) may refuse what OpenAI's API does not
+    Engines of ours get every parameter, also one that changes nothing: vLLM silently takes what is left out from
+    the model's `generation_config.json`. Other endpoints (`is_external`) may refuse what OpenAI's API does not
     know, so they get only those that change something.
     """
     neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}

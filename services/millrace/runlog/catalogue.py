@@ -104,8 +104,9 @@ class ObjectKind:
         return self.key.format(**fields)
 
     def prefix(self, **fields: object) -> str:
-        """Return the beginning of the keys of one step or version, with the slash at its end, for the numbers of
-        `fields`.
+        """Return the prefix of the kind's keys of one step or version, with the slash at its end.
+
+        `fields` are the numbers by which keys of the kind begin.
         """
         found = next(field for field in _FIELD.finditer(self.key) if field["name"] in ("step", "version"))
         return f"{self.key[: found.end()]}/".format(**fields)

@@ -185,7 +185,7 @@ def _roles(store: ObjectStore, names: Names) -> list[str]:
 
 
 def _first_batch(store: ObjectStore, names: Names, origin: RunOrigin, policies: Sequence[tuple[int, int]]) -> int:
-    """Return the step of the first batch that Redis has to hold: the one after what the newest policy was trained on.
+    """Return the step of the first batch that Redis has to hold: the one after those that the newest policy is made of.
 
     `policies` are version and lineage of each that was begun, ascending. A trainer that begins earlier reads the
     batches before it from the store.

@@ -1,4 +1,4 @@
-"""Retention: what of a run may go, by the classes of the catalogue, and how it goes.
+"""Retention: which objects of a run are removed, by the classes of the catalogue, and in which order.
 
     plan       the config keys, the checkpoints, the policies in use  →  what is retired of each class
     record     `retirements/{number}.json` (`records/retirement.py`), before the first object goes
@@ -43,7 +43,7 @@ _OF_RULES = (KeptAs.BATCHES, KeptAs.POLICIES)  # the trainer retires checkpoints
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionRule:
-    """What the config keys of a run promise to keep; None keeps everything."""
+    """How many of its newest steps and versions a run keeps, by its config; None keeps everything."""
 
     batches: int | None = None
     """Newest steps that can be replayed, forked at and exported."""
@@ -52,7 +52,10 @@ class RetentionRule:
 
     @classmethod
     def of(cls, config: RLConfig | EvalRunConfig, asked: Mapping[str, Any] = MappingProxyType({})) -> "RetentionRule":
-        """Return the rule of a run's config; `asked` is what a `run resume` has put in the place of its keys."""
+        """Return the rule of a run's config.
+
+        `asked` has the values that a `run resume` has set instead of the config's.
+        """
         if not isinstance(config, RLConfig):
             return cls()  # an evaluation is read as a whole
         settings = config.orchestrator
@@ -61,17 +64,17 @@ class RetentionRule:
 
     @property
     def stride(self) -> int:
-        """Return how many steps a run grows from pass to pass: an eighth of what it keeps."""
+        """Return after how many steps the next pass is due: an eighth of what is kept, at least one."""
         return max(1, min(number for number in (self.batches, self.policies, 1 << 16) if number is not None) // 8)
 
     def __bool__(self) -> bool:
-        """Return whether anything is ever retired."""
+        """Return whether the rule ever retires anything."""
         return self.batches is not None or self.policies is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunNeeds:
-    """What of a run decides what is needed."""
+    """The state of a run by which it is decided what it still needs."""
 
     next_step: int
     """The step after the last committed one."""
@@ -115,14 +118,14 @@ def plan(rule: RetentionRule, view: RunNeeds, anchor_of: Callable[[int, int], in
 
 
 class _StoppedError(Exception):
-    """Nobody waits for a pass any more. Never leaves this module."""
+    """The pass has to stop, because `stopping` is set. Never leaves this module."""
 
 
 class Retention:
-    """The retention of one run, of one writer. `run` is repeated as the run grows."""
+    """Retires and removes what one run no longer keeps. One writer calls `run` again and again as the run grows."""
 
     def __init__(self, store: ObjectStore, names: Names, *, first: int, by: str) -> None:
-        """Create it; `first` is the first step that the run may have, and `by` is recorded as the writer."""
+        """Create it. `first` is the first step that the run may have, and `by` names the writer in its records."""
         self._store, self._names, self._by = store, names, by
         self._first = first
         self.stopping = threading.Event()
@@ -134,7 +137,7 @@ class Retention:
         """The newest record whose objects are gone as far as this writer knows; None before the first look."""
 
     def run(self, rule: RetentionRule, view: RunNeeds) -> list[Leftover]:
-        """Do one pass: end the one before, write a record of what the rule gives up besides, and remove it.
+        """Do one pass: finish the one before, write a record of what the rule retires besides, and remove it.
 
         Returns what cannot be removed now; the next pass tries it again before it retires more.
         """
@@ -164,7 +167,7 @@ class Retention:
         return []
 
     def _anchor_of(self, lineage: int, version: int) -> int:
-        """Return the oldest version that a policy is made of; its own where it is not in the store."""
+        """Return the oldest version whose objects a policy is made of; `version` itself if it is not in the store."""
         if (lineage, version) not in self._anchors:
             self._anchors[lineage, version] = self._read_anchor(lineage, version)
         return self._anchors[lineage, version]
@@ -178,7 +181,11 @@ class Retention:
         return version
 
     def _remove(self, record: Retirement, before: Retirement) -> list[Leftover]:
-        """Remove what a record adds to the one before it; returns what stays, the rest waits for the next pass."""
+        """Remove what a record retires in addition to `before`; return what could not be removed.
+
+        After `_MAX_LEFT` failures the rest waits for the next pass. Raises `_StoppedError` if `stopping` is
+        set.
+        """
         left: list[Leftover] = []
         for kept in _OF_RULES:
             work = partial(self._remove_number, kept, record.of(kept).lineage)
@@ -204,9 +211,9 @@ class Retention:
 def record_retirement(
     store: ObjectStore, names: Names, wanted: Mapping[KeptAs, Retired], *, by: str
 ) -> Retirement | None:
-    """Write the record that retires what is `wanted` besides what is retired already; None if that is nothing.
+    """Write a record that retires `wanted` in addition to what is retired already, and return it.
 
-    What others have retired meanwhile stays retired.
+    None if nothing is added. What others have retired meanwhile stays retired.
     """
     while True:
         newest = newest_retirement(store, names) or _nothing(names)
@@ -220,7 +227,10 @@ def record_retirement(
 
 
 def added(retired: Retired, before: Retired) -> Iterator[int]:
-    """Yield the numbers that are retired and were not before, ascending."""
+    """Yield the steps or versions that `retired` covers and `before` does not.
+
+    Those that were kept before come first.
+    """
     given_up = (number for number in sorted(before.keeps - retired.keeps) if number < before.below)
     new = (number for number in range(before.below, retired.below) if number not in retired.keeps)
     yield from given_up
@@ -230,8 +240,8 @@ def added(retired: Retired, before: Retired) -> Iterator[int]:
 def remove_place(store: ObjectStore, names: Names, kept: KeptAs, **place: int) -> list[Leftover]:
     """Remove the objects of a class that one step or version has, also what dead writers left there.
 
-    Commit points go first, and while one stays, so does what it names: a checkpoint is whole or none. Returns what
-    stays.
+    Commit points go first. If one of them stays, so does what it names, so that a checkpoint is never incomplete.
+    Returns what could not be removed.
     """
     keys = keys_at(store, names, kept, **place)
     for group in (
@@ -244,7 +254,7 @@ def remove_place(store: ObjectStore, names: Names, kept: KeptAs, **place: int) -
 
 
 def keys_at(store: ObjectStore, names: Names, kept: KeptAs, **place: int) -> list[tuple[ObjectKind, str]]:
-    """Return kind and whole key of the objects of a class that one step or version has."""
+    """Return the kind and the whole key of each object of a class that exists for one step or version."""
     kinds = [kind for kind in catalogue.KINDS if kind.kept is kept]
     found: dict[str, ObjectKind] = {}
     for prefix in dict.fromkeys(kind.prefix(**place) for kind in kinds):
@@ -260,16 +270,19 @@ def _nothing(names: Names) -> Retirement:
 
 
 def _previous(store: ObjectStore, names: Names, record: Retirement) -> Retirement:
-    """Return the record before; where it cannot be read, nothing is known to be gone."""
+    """Return the record before `record`.
+
+    If it cannot be read, return an empty one: then all that `record` retires is removed again.
+    """
     key = names.retirement(record.number - 1)
     try:
         return Retirement.decode(store.get(key), where=store.uri(key)) if record.number > 1 else _nothing(names)
-    except (NotFoundError, CorruptObjectError):  # the audit tells of it; what is gone is looked for once more
+    except (NotFoundError, CorruptObjectError):  # the audit reports it; what is gone is looked for once more
         return _nothing(names)
 
 
 def _joined(wanted: Retired, before: Retired) -> Retired:
-    """Return what is wanted and what was retired before: nothing that was retired comes back."""
+    """Return the union of what is wanted and what was retired before: what was retired stays retired."""
     below = max(wanted.below, before.below)
     keeps = {number for number in wanted.keeps if number >= before.below or number in before.keeps}
     keeps |= before.keeps if wanted.below < before.below else set()
@@ -279,7 +292,7 @@ def _joined(wanted: Retired, before: Retired) -> Retired:
 
 
 def _bounded(wanted: Mapping[KeptAs, Retired], before: Retirement, *, first: int) -> dict[KeptAs, Retired]:
-    """Return as much of what is wanted as one pass removes."""
+    """Limit what is wanted to `MOST_PER_PASS` further steps or versions per class."""
     bounds = {kept: max(before.of(kept).below, first) + MOST_PER_PASS for kept in wanted}
     return {
         kept: replace(
@@ -296,5 +309,5 @@ def _in_numbers(record: Retirement) -> dict[str, Any]:
 
 
 def _number(value: object) -> int | None:
-    """Return a number of newest steps or versions; None for what keeps everything."""
+    """Return the value of a config key as a number; None if it is not positive, which keeps everything."""
     return value if type(value) is int and value >= 1 else None

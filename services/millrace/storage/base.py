@@ -76,9 +76,10 @@ class ObjectStore(Protocol):
         ...
 
     def delete_many(self, keys: Sequence[str]) -> dict[str, str]:
-        """Remove at most `MAX_DELETED` objects, in few requests; return why by the key of each that stays.
+        """Remove at most `MAX_DELETED` objects in few requests.
 
-        One that does not exist is gone. Raises what `delete` raises where nothing is known of the single ones.
+        Return the reason for each that could not be removed, by key. One that does not exist counts as removed.
+        Raises what `delete` raises if the answer does not say which ones failed.
         """
         ...
 

@@ -64,9 +64,9 @@ def delete(store: ObjectStore, key: str, *, what: str) -> Leftover | None:
 
 
 def delete_all(store: ObjectStore, keys: Sequence[str], *, what: str, most: int) -> list[Leftover]:
-    """Delete objects, many in one request; return what is known of those that stay.
+    """Delete objects, many in one request; return those that could not be deleted.
 
-    `what` is a kind of things. After `most` that stay the rest is not tried.
+    `what` is a kind of things. After `most` failures the rest is not tried.
     """
     left, due = list[Leftover](), list[str]()
     for key in keys:
@@ -81,7 +81,7 @@ def delete_all(store: ObjectStore, keys: Sequence[str], *, what: str, most: int)
         try:
             stays = store.delete_many(some)
         except MillraceError as error:
-            stays = dict.fromkeys(some[:1], error.message)  # nothing is known of the others: the first stands for them
+            stays = dict.fromkeys(some[:1], error.message)  # one leftover is enough: nothing is known of the others
         left += [LEFTOVERS.failed(what, store.uri(key), why) for key, why in islice(stays.items(), most)]
         for key in some if not stays else ():
             LEFTOVERS.removed(store.uri(key))

@@ -151,7 +151,10 @@ class Housekeeper:
             parts.book.changed.set()
 
     async def trim_consumed(self) -> None:
-        """Remove from Redis what the newest policy supersedes, every `TRIM_S`; the store keeps it."""
+        """Remove from Redis, every `TRIM_S`, the batches and announcements that the newest policy makes superfluous.
+
+        The store keeps them.
+        """
         trimmed = 0
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
@@ -162,7 +165,11 @@ class Housekeeper:
                 trimmed = newest.version
 
     async def retire(self) -> None:
-        """Remove what retention gives up as the run grows; what cannot be removed is tried again later."""
+        """Do a pass of retention each time the run has grown by the rule's stride, until cancelled.
+
+        What cannot be removed is tried again in the next pass. If cancelled, the pass in progress is stopped,
+        too.
+        """
         seen = -1
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
@@ -178,7 +185,7 @@ class Housekeeper:
                     raise
 
     async def retire_last(self) -> None:
-        """End the pass that was under way, and do the last one of the run."""
+        """Wait for the pass that is in progress, then do the last one of the run, both within `LAST_RETIRE_S`."""
         try:
             async with asyncio.timeout(LAST_RETIRE_S):
                 if self._pass is not None:
@@ -240,9 +247,9 @@ class Housekeeper:
             await self._archive.archive()
 
     async def seal(self, state: str) -> None:
-        """Write the seal of the run, whose end in `state` is archived, after the last pass of its retention.
+        """Do the last pass of retention, then write the seal of the run, which has ended in `state`.
 
-        A failure is logged: a later look seals it (`Sealer`).
+        All events have to be archived before. A failure is logged: a later look seals the run (`Sealer`).
         """
         await self.retire_last()
         store, names, writer = self._log.store, self._log.names, self._parts.writer

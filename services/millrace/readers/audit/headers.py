@@ -42,7 +42,7 @@ class HeaderCheck:
         claims: StepClaims,
         named: ReferencedObjects,
     ) -> None:
-        """Create the walk; what is missing must be `retired`, and `claims` and `named` get every header."""
+        """Create the walk. What is missing must be covered by `retired`; `claims` and `named` get every header."""
         self._audit = audit
         self._claims = claims
         self._named = named
@@ -423,7 +423,7 @@ def check_samples(audit: Audit, header: batch_pb2.BatchHeader, trained: set[int]
 
 
 def check_chunks(audit: Audit, header: batch_pb2.BatchHeader, *, retired: RetirementCheck) -> int:
-    """Read every chunk and compare size and sha256 with the header; return how many are right.
+    """Read every chunk and compare its size and sha256 with the header; return how many match.
 
     A missing chunk is a violation unless it was `retired`.
     """

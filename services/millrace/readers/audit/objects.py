@@ -103,12 +103,12 @@ def compare_saved(
     base_step: int,
     retired: RetirementCheck,
 ) -> set[int]:
-    """Report saved checkpoints that are missing although retention keeps them, or changed; return the removed steps.
+    """Report saved checkpoints that are missing although retention keeps them, or changed.
 
-    `saved` are the manifests' hashes by step, as events and seals name them; `kept` are `keep_last` and
-    `keep_interval`. Retention keeps the newest `keep_last` of those that were saved, and the multiples of
-    `keep_interval`. What it has removed is `retired`; a run of which no record says so was pruned before there were
-    records, and is taken at its config.
+    Return the steps of removed ones. `saved` are the manifests' hashes by step, as events and seals name them;
+    `kept` are `keep_last` and `keep_interval`: retention keeps the newest `keep_last` of those that were saved, and
+    the multiples of `keep_interval`. A missing checkpoint must be `retired`. A run without such records was pruned
+    before there were any, so that its config decides.
     """
     there = {fact.step: fact for fact in facts}
     known = sorted({*there, *saved, *([base_step] if base_step else ())})

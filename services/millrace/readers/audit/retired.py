@@ -1,4 +1,4 @@
-"""What retention has removed: a missing object is retired, as a record says that came before, or it is a violation."""
+"""Distinguishes what retention has removed from what was lost: a missing object must be covered by a record."""
 
 from bisect import bisect_left
 from collections import defaultdict
@@ -10,10 +10,10 @@ from millrace.runlog.records.retirement import Retired, Retirement
 
 
 class RetirementCheck:
-    """Reads the records, answers for each missing object whether one of them covers it, and says what is gone."""
+    """Validates the records of retention, decides whether one covers a missing object, and reports what was retired."""
 
     def __init__(self, audit: Audit) -> None:
-        """Create it; `read` reads what there is."""
+        """Create it without records; `read` reads them."""
         self._audit = audit
         self._records: list[Retirement] = []
         self._gone: defaultdict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
@@ -21,7 +21,10 @@ class RetirementCheck:
         self._counted: set[str] = set()
 
     def read(self) -> None:
-        """Read every record; each is of this run, and retires at least what the one before it retires."""
+        """Read and validate every record.
+
+        Each must be of this run, and retire at least what the one before it retires.
+        """
         findings = self._audit.findings
         for place, key, _, record in self._audit.read_kind(RETIREMENT):
             if record is None:
@@ -37,13 +40,14 @@ class RetirementCheck:
             self._records.append(record)
 
     def has(self, kept: KeptAs) -> bool:
-        """Return whether anything of a class was ever retired by a record."""
+        """Return whether a record retires anything of a class."""
         return any(kept in record.retired for record in self._records)
 
     def covers(self, key: str) -> bool:
         """Return whether an object that is missing was retired, and count it; `key` is the whole key.
 
-        A run that goes on may have retired it since the records were read: they are read on.
+        If no record covers it, those that were written since `read` are read, too: a live run may have retired
+        it meanwhile.
         """
         own = key.removeprefix(self._audit.names.root)
         kind = kind_at(own)
@@ -86,20 +90,20 @@ class RetirementCheck:
                 )
 
     def _read_on(self) -> bool:
-        """Read the records that came meanwhile; return whether there is one."""
+        """Read the records that were written since the last one was read; return whether there were any."""
         audit, number = self._audit, len(self._records)
         while (data := audit.get(key := audit.names.retirement(len(self._records) + 1), what="retirement")) is not None:
             try:
                 self._records.append(Retirement.decode(data, where=audit.uri(key)))
-            except CorruptObjectError:  # the next audit tells of it
+            except CorruptObjectError:  # the next audit reports it
                 break
         return len(self._records) > number
 
 
 def retires_checkpoints_only(audit: Audit, own: str) -> bool:
-    """Return whether the record under a key, without the run's prefix, adds checkpoints and nothing else.
+    """Return whether a record adds checkpoints and nothing else; `own` is its key without the run's prefix.
 
-    Such a record may come after the seal of a run that did not succeed: its trainer writes what it had in hand.
+    Such a record may come after the seal of a run that did not succeed: its trainer still finishes a checkpoint.
     """
     place = RETIREMENT.parse(own)
     if place is None:
@@ -109,7 +113,7 @@ def retires_checkpoints_only(audit: Audit, own: str) -> bool:
         data = audit.get(key, what="retirement")
         try:
             retired = {} if data is None else Retirement.decode(data, where=key).retired
-        except CorruptObjectError:  # told where retirements are read
+        except CorruptObjectError:  # reported where retirements are read
             return False
         found.append({kept: each for kept, each in retired.items() if kept is not KeptAs.CHECKPOINTS})
     return found[0] == found[1]

@@ -192,11 +192,11 @@ class Workbench:
         return None
 
     def examine_file(self, key: str, *, sha256: str, size_bytes: int, prover: str, without: str = "") -> bool:
-        """Return whether a large object is there with its hash, was retired, or the backup has it, from which it is
-        restored.
+        """Check a large object; if it is missing or damaged, restore it from the backup.
 
-        Only a repair that `is_applied` writes. `prover` names the object that has the hash, `without` says how
-        the run does without it. The object passes through a file.
+        Returns whether it is there with its hash, was retired, or can be restored. Only a repair that
+        `is_applied` writes. `prover` names the object that has the hash, `without` says how the run does
+        without it. The object passes through a file.
         """
         self.on_progress(key.removeprefix(self.names.root))
         self.examined.add(key)
@@ -232,7 +232,7 @@ class Workbench:
             return False
 
     def tell_retired(self) -> None:
-        """Note that objects are missing which nobody needs: they were retired."""
+        """Note how many missing objects nobody needs because they were retired."""
         if self.retired is not None and self.num_retired:
             key, why = (
                 self.names.retirement(self.retired.number),

@@ -74,7 +74,7 @@ def _repair(bench: Workbench) -> None:
     if run_json is not None:
         _repair_names(bench, run_json)
     _repair_reopenings(bench, headers)
-    with contextlib.suppress(CorruptObjectError):  # told of with the numbered objects
+    with contextlib.suppress(CorruptObjectError):  # reported with the numbered objects
         bench.retired = newest_retirement(bench.store, bench.names)
     pins = _pins(bench, headers)
     kept_from = next(list_checkpoints(bench.store, bench.names), 0)  # batches since then are needed

@@ -1,9 +1,9 @@
-"""Retirements: what of a run was given up, in a create-only record that exists before the first object goes.
+"""Retirements: which objects of a run were removed on purpose. A create-only record exists before the first one goes.
 
     retirements/00000003.json    what is retired of each class of the catalogue (`KeptAs`) since the third pass
 
-Each record says all that is retired by then, so the newest one alone tells whether an object that is missing was
-retired or lost. Headers and the seal name the records, so that none can be added or taken away unseen.
+Each record contains all that is retired by then, so the newest one alone decides whether an object that is missing was
+retired or lost. Headers and the seal name the records, so that none can be added or removed unnoticed.
 """
 
 from collections.abc import Callable, Mapping
@@ -88,7 +88,7 @@ class Retirement:
 
     @classmethod
     def decode(cls, data: bytes, *, where: str) -> "Retirement":
-        """Parse a record; `CorruptObjectError` if it is none."""
+        """Parse and validate a record; `CorruptObjectError` if it is damaged. `where` names it in the message."""
         raw = decode_object(data, what=where, max_bytes=MAX_BYTES, reason="RETIREMENT_CORRUPT", remedy=_REMEDY)
         try:
             require_checksum(raw)
@@ -119,9 +119,9 @@ def _decode_retired(raw: object) -> Retired:
 
 
 def newest_retirement(store: ObjectStore, names: Names) -> Retirement | None:
-    """Return the newest record (blocking); None if nothing was ever retired. A logarithmic number of requests.
+    """Return the newest record (blocking); None if nothing was ever retired.
 
-    `CorruptObjectError` if it cannot be read.
+    It takes a logarithmic number of requests. `CorruptObjectError` if the record is damaged.
     """
 
     def exists(number: int) -> bool:
@@ -134,7 +134,10 @@ def newest_retirement(store: ObjectStore, names: Names) -> Retirement | None:
 
 
 def newest_number(exists: Callable[[int], bool]) -> int:
-    """Return the highest number of objects that are numbered from 1 without a gap, 0 if there is none."""
+    """Return the highest number of objects that are numbered from 1 without a gap, 0 if there is none.
+
+    `exists` is called a logarithmic number of times.
+    """
     if not exists(1):
         return 0
     low, width = 1, 1
@@ -148,9 +151,10 @@ def newest_number(exists: Callable[[int], bool]) -> int:
 
 
 def explain(store: ObjectStore, key: str, error: NotFoundError) -> NotFoundError:
-    """Return the error of an object that is missing: one that says who retired it, else `error` itself (blocking).
+    """Return the error to raise for an object that is missing (blocking).
 
-    `key` is the object's whole key.
+    If the object was retired, the error names the record; else it is `error` itself. `key` is the object's whole
+    key.
     """
     names, own = _split(key)
     kind = None if names is None else catalogue.kind_at(own)

@@ -184,9 +184,10 @@ def read_header(store: ObjectStore, names: Names, step: int, revision: int = 0) 
 
 
 def read_chunk(store: ObjectStore, header: batch_pb2.BatchHeader, index: int) -> bytes:
-    """Return a chunk that a committed header names; `CorruptObjectError` if it is not what the header says.
+    """Return a chunk that a committed header names.
 
-    `NotFoundError` if it is gone; it says so if the chunk was retired.
+    `NotFoundError` if it is missing, with the record if it was retired; `CorruptObjectError` if it differs from the
+    header.
     """
     chunk = header.chunks[index]
     data = _get(store, chunk.key, max_bytes=min(chunk.size_bytes, MAX_GET_BYTES))
@@ -197,8 +198,8 @@ def read_chunk(store: ObjectStore, header: batch_pb2.BatchHeader, index: int) ->
 def read_archive(store: ObjectStore, header: batch_pb2.BatchHeader) -> bytes:
     """Return the archive of the rollouts that a committed header resolves, as it is stored; empty if it names none.
 
-    `NotFoundError` if it is gone, which says so if it was retired; `CorruptObjectError` if it is not what the header
-    says.
+    `NotFoundError` if it is missing, with the record if it was retired; `CorruptObjectError` if it differs from the
+    header.
     """
     if not header.rollouts_key:
         return b""
@@ -213,7 +214,7 @@ def read_archive(store: ObjectStore, header: batch_pb2.BatchHeader) -> bytes:
 
 
 def _get(store: ObjectStore, key: str, *, max_bytes: int = MAX_GET_BYTES) -> bytes:
-    """Return an object that a header names; the `NotFoundError` of one that was retired names the record."""
+    """Return an object that a header names; if it was retired, the `NotFoundError` names the record."""
     try:
         return store.get(key, max_bytes=max_bytes)
     except NotFoundError as error:

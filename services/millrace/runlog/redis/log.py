@@ -344,10 +344,10 @@ class RunLog:
         return await self._trim(Stream.BATCHES, f"{below_step}-0")
 
     async def trim_consumed(self, version: int) -> int:
-        """Remove what the policy `version` supersedes from Redis and return how many entries.
+        """Remove from Redis what policy `version` makes superfluous; return how many entries.
 
-        That are the batches that it was trained on, and the announcements of policies but the newest `KEPT_POLICIES`.
-        The store keeps them: a trainer that begins at an earlier step reads them there.
+        These are the batches that the policy was trained on, and all announcements of policies except the
+        newest `KEPT_POLICIES`. The store keeps them: a trainer that begins at an earlier step reads them there.
         """
         oldest = max(0, version - KEPT_POLICIES + 1)
         return await self.trim_batches(version) + await self._trim(Stream.POLICIES, f"{oldest}-0")
