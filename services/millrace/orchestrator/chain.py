@@ -103,6 +103,7 @@ def find_chain(components: Sequence[Component], *, starts: Sequence[str]) -> Cha
 class _Graph:
     def __init__(self, components: Sequence[Component]) -> None:
         self._components = components
+        # A silence is a wait of the orchestrator, which gets the heartbeats.
         self._observer = next((c.name for c in components if c.kind == "orchestrator"), "")
 
     def resolve(self, name: str) -> list[Component]:
@@ -127,6 +128,7 @@ class _Graph:
         `seen` are the names on the path so far, `component`'s included.
         """
         link = WaitLink(text=_describe(component, wait), wait=wait)
+        # A wait may name several, such as all engines.
         tails = [self._to(target.strip(), component, wait, seen) for target in wait.waits_on.split(",")]
         ends = [tail for tail in tails if tail is not None]
         if not ends:  # nobody is named, or it leads back to who waits: the chain ends here
@@ -145,6 +147,7 @@ class _Graph:
         paths = [
             _idle_engine(other, component, wait) or self.from_component(other, seen)
             for other in found
+            # Else the path of components that wait for each other would have no end.
             if other.name not in seen
         ]
         return max(paths, key=_weight, default=None)
@@ -172,6 +175,7 @@ _KINDS = ("trainer", "orchestrator", "env-server", "inference")
 def _weight(path: Chain) -> tuple[int, int, float]:
     """Return the sort key of a chain: worse first, then longer chains, then older waits."""
     age_s = path.links[0].wait.age_s if path.links else 0.0
+    # A longer chain explains more.
     return path.severity, len(path.links), age_s
 
 

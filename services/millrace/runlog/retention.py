@@ -102,6 +102,7 @@ def plan(rule: RetentionRule, view: RunNeeds, anchor_of: Callable[[int, int], in
         return found
     if rule.batches is not None:
         promised = view.next_step - rule.batches
+        # Who replays or forks the oldest promised step begins at the checkpoint before it, and reads all batches since.
         base = max((step for step in view.checkpoints if step <= promised), default=0)
         why = f"orchestrator.retain_batches = {rule.batches}"
         found[KeptAs.BATCHES] = Retired(below=min(base, resumable[0]), why=why)
@@ -110,6 +111,7 @@ def plan(rule: RetentionRule, view: RunNeeds, anchor_of: Callable[[int, int], in
         used = version if view.oldest_in_use is None else view.oldest_in_use
         oldest = max(0, min(version - rule.policies + 1, used, resumable[0]))
         below = anchor_of(lineage, oldest)
+        # A checkpoint needs its own version, which is a chain of deltas that begins at its anchor.
         kept = [range(anchor_of(lineage, step), step + 1) for step in view.checkpoints if step < below]
         keeps = frozenset(number for numbers in kept for number in numbers if number < below)
         why = f"orchestrator.retain_policies = {rule.policies}"
@@ -159,6 +161,7 @@ class Retention:
         if record is None:
             return []
         faults.reach(faults.Point.RETENTION_RECORDED, step=view.next_step)
+        # None until all of it is removed: a pass that fails begins with this record again.
         before, self._removed = self._removed, None
         if left := self._remove(record, before):
             return left
@@ -168,6 +171,7 @@ class Retention:
 
     def _anchor_of(self, lineage: int, version: int) -> int:
         """Return the oldest version whose objects a policy is made of; `version` itself if it is not in the store."""
+        # Manifests never change, and passes ask for the same versions again and again.
         if (lineage, version) not in self._anchors:
             self._anchors[lineage, version] = self._read_anchor(lineage, version)
         return self._anchors[lineage, version]
@@ -203,6 +207,7 @@ class Retention:
         if kept is not KeptAs.POLICIES:
             return remove_place(self._store, self._names, kept, step=number)
         left = list[Leftover]()
+        # Any lineage may have published this version.
         for each in range(self._first_lineage, lineage + 1):
             left += remove_place(self._store, self._names, kept, lineage=each, version=number)
         return left
@@ -222,6 +227,7 @@ def record_retirement(
             return None
         time = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         record = Retirement(number=newest.number + 1, run_uid=names.uid, retired=retired, by=by, time=time)
+        # Another writer may have taken the number: then what it retired is joined, too.
         if store.create(names.retirement(record.number), record.encode()):
             return record
 
@@ -231,6 +237,7 @@ def added(retired: Retired, before: Retired) -> Iterator[int]:
 
     Those that were kept before come first.
     """
+    # Checkpoints that were kept below the bound, and go now together with what they needed.
     given_up = (number for number in sorted(before.keeps - retired.keeps) if number < before.below)
     new = (number for number in range(before.below, retired.below) if number not in retired.keeps)
     yield from given_up
@@ -284,6 +291,7 @@ def _previous(store: ObjectStore, names: Names, record: Retirement) -> Retiremen
 def _joined(wanted: Retired, before: Retired) -> Retired:
     """Return the union of what is wanted and what was retired before: what was retired stays retired."""
     below = max(wanted.below, before.below)
+    # Below the earlier bound, only what was kept then still exists.
     keeps = {number for number in wanted.keeps if number >= before.below or number in before.keeps}
     keeps |= before.keeps if wanted.below < before.below else set()
     return Retired(

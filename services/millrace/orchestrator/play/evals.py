@@ -143,6 +143,8 @@ class Evaluator:
         """
         found: dict[str, list[int]] = {}
         for env in () if self._settings is None else self._settings.envs:
+            # The first multiple of the interval after the last evaluation; that may have been at no multiple, at a
+            # run's end.
             first = last.get(env.name, 0) // env.interval * env.interval + env.interval
             if first <= step:
                 found[env.name] = list(range(first, step, env.interval))
@@ -213,6 +215,7 @@ class Evaluator:
 
     async def finish(self, current: Evaluation) -> event_pb2.EvalCompleted:
         """Play what an evaluation lacks and return its report; raise InvalidStateError if not one rollout is good."""
+        # The deadline begins now: its plays may have been opened long before.
         current.last_answer = current.began = time.monotonic()
         await self._play(current)
         return self._report(current, seconds=time.monotonic() - current.began)
@@ -228,6 +231,7 @@ class Evaluator:
             what += f" ({version_names(current.skipped)} before it: not evaluated)"
         with waits.waiting(what, waits_on="env-server", deadline_s=stall_s) as wait:
             while current.num_missing:
+                # Before placing, so that an answer that arrives meanwhile is not missed.
                 current.changed.clear()
                 await self._player.place_open(plays)
                 wait.update(reason=f"{current.num_missing} rollouts of the {what}")
@@ -308,6 +312,7 @@ def figures(plays: Sequence[Play], *, pass_threshold: float) -> dict[str, float]
     """
     found: dict[str, float] = {}
     played = [[rollout.reward for rollout in play.rollouts()] for play in plays]
+    # By the size of the group and not the number of answers: a missing rollout has reward 0.
     means = [sum(rewards) / play.group_size for rewards, play in zip(played, plays, strict=True)]
     if len(means) > 1:
         found["reward/sem"] = float(np.std(means, ddof=1) / math.sqrt(len(means)))
@@ -320,6 +325,7 @@ def figures(plays: Sequence[Play], *, pass_threshold: float) -> dict[str, float]
         usable = [(size, passed) for size, passed in counts if size >= k]
         chances = [pass_at_k(size, passed, k) for size, passed in usable]
         found[f"pass@{k}"] = float(np.mean(chances))
+        # A task of n rollouts has n // k independent draws of k.
         low, high = confidence(chances, num_draws=sum(size // k for size, _ in usable))
         found[f"pass@{k}/low"], found[f"pass@{k}/high"] = low, high
         found[f"pass^{k}"] = float(np.mean([math.comb(passed, k) / math.comb(size, k) for size, passed in usable]))

@@ -179,6 +179,7 @@ class Failures:
         elif not rollout.is_environment_failure:
             return
         if rollout.error is not None and rollout.error.type == OWN_SAMPLING:
+            # The first one stays: all later ones say the same.
             self._own_sampling = self._own_sampling or rollout.error.message
         group = self._open.setdefault(rollout.ordinal, GroupCount(env=rollout.env))
         group.num_rollouts += 1
@@ -228,6 +229,7 @@ class Failures:
                 found[group.env].add(group)
             else:
                 found[group.env] = EnvCount(env=group.env, num_rollouts=group.num_rollouts)
+        # Every recent group is in the totals or still open, so that its environment is in `found`.
         for group in self._recent():
             found[group.env].num_recent += group.num_rollouts
             found[group.env].num_recent_failed += group.num_failed
@@ -282,12 +284,14 @@ class Failures:
                 remedy=OWN_SAMPLING_REMEDY,
             )
         recent = self._recent() if self._has_failed else []
+        # It is too early: the first groups may fail by chance.
         if len(recent) < self._num_groups:
             return None
         num_rollouts = sum(group.num_rollouts for group in recent)
         num_failed = sum(group.num_failed for group in recent)
         if num_failed < self._max_share * num_rollouts:
             return None
+        # The environment that fails most comes first in the message.
         causes = sorted(self.environments(), key=lambda count: -count.num_recent_failed)
         return RolloutsFailedError(
             f"{num_failed} of {num_rollouts} rollouts of the last {len(recent)} groups failed, so the run cannot "
@@ -321,6 +325,7 @@ class Failures:
         """
         self._totals = dict(tally.environments)
         self._has_failed = any(count.num_failed for count in self._totals.values())
+        # A window kept would end a reopened run at once, for failures of before.
         self._closed = deque([] if is_reopened else tally.groups, maxlen=self._num_groups)
         self._reported_counts = {} if is_reopened else dict(tally.reported_counts)
 
@@ -330,6 +335,7 @@ class Failures:
     def _recent(self) -> list[GroupCount]:
         """Return the last `num_groups` groups that are resolved or whose members all came back at least once."""
         sizes = self._group_sizes
+        # A group whose failed members are played again stays open, so that open ones have to count as well.
         answered = [group for group in self._open.values() if len(group.members) >= sizes.get(group.env, 1)]
         return [*self._closed, *answered][-self._num_groups :]
 
@@ -374,6 +380,7 @@ def encode_tally(tally: Tally) -> dict[str, Any]:
             {"env": group.env, "num_rollouts": group.num_rollouts, "failed": dict(sorted(group.failed.items()))}
             for group in tally.groups
         ],
+        # The key of the stored format; the attribute has another name.
         "told": [
             {"env": env, "num_failed": num_failed, "num_rollouts": num_rollouts}
             for env, (num_failed, num_rollouts) in sorted(tally.reported_counts.items())

@@ -77,6 +77,7 @@ def gaps(known: Iterable[int], first: int, end: int) -> Iterator[range]:
     A foreign object may claim any number, so none is listed by itself.
     """
     expected = first
+    # Only what is there is visited: the numbers between may be billions.
     for number in sorted({number for number in known if first <= number < end}):
         if number > expected:
             yield range(expected, number)
@@ -169,6 +170,7 @@ class Audit:
             if (place := kind.parse(info.key.removeprefix(self.names.root))) is None:
                 self.findings.violation(f"{kind.finding}_CORRUPT", f"{self.uri(info.key)} is no {kind.name}")
                 continue
+            # Each text in the keys, such as a role, has numbers of its own.
             if kind.numbering == DENSE:
                 of = "".join(f" of {value}" for value in place.values() if isinstance(value, str))
                 numbers[of].append(int(place["number"]))
@@ -177,6 +179,7 @@ class Audit:
                 content = None if data is None else kind.decode(data, where=what)
             yield Stored(place, info.key, data or b"", content)
         for of, found in numbers.items():
+            # From 0, so that a missing first one is found as well.
             for before, after in pairwise([0, *sorted(found)]):
                 if after != before + 1:
                     message = f"{kind.name}s{of}: {between(before, after)} does not exist, but {after} does"
@@ -192,6 +195,7 @@ class Audit:
             yield
         except CorruptObjectError as error:
             self.findings.violation(check, f"{what}: {error.message}")
+        # Damaged documents fail in any way; the audit has to go on with the next one.
         except (ArithmeticError, AttributeError, InvalidSpecError, LookupError, TypeError, ValueError) as error:
             self.findings.violation(check, f"{what} is not readable: {error!r}"[:1000])
 
@@ -209,6 +213,7 @@ class Audit:
 
         Only a deep audit reads the bytes. The key is noted as named.
         """
+        # Manifests may hold anything; `type`, because True is an int as well.
         if not isinstance(key, str) or type(size_bytes) is not int or not isinstance(sha256, str):
             return f"{key!r} of {size_bytes!r} bytes with sha256 {sha256!r} is named, which is no object"
         if not self.is_own(key):

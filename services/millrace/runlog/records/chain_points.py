@@ -84,8 +84,10 @@ class ChainPoint:
             ],
             "highest": dict(self.highest),
             "objects": {key: sha256.hex() for key, sha256 in self.page.objects.items()},
+            # A set has no order that every process shares.
             "places": sorted(self.page.places),
         }
+        # No indent and sorted keys: two writers of one point must produce the same sha256.
         return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
 
     @classmethod
@@ -122,6 +124,7 @@ def _page(fields: Fields) -> Page:
     objects: dict[str, bytes] = {}
     named: dict[str, Any] = fields.entries("objects")
     hashes = Fields(named)
+    # Only the values are checked by `Fields`: keys of a damaged point may be any text.
     for key in named:
         objects[require_key(key, what="a key")] = bytes.fromhex(hashes.hexadecimal(key, num_bytes=32))
     return Page(objects, {require_key(place, what="a place") for place in fields.texts("places")})

@@ -40,11 +40,13 @@ class Retired:
     def covers(self, place: Mapping[str, int | str]) -> bool:
         """Return whether the object whose key has these fields is retired."""
         number = int(place.get("step", place.get("version", 0)))
+        # A version that was made anew after the record has a higher lineage, and is not retired.
         is_of_lineage = "version" not in place or int(place.get("lineage", 0)) <= self.lineage
         return number < self.below and number not in self.keeps and is_of_lineage
 
     def includes(self, before: "Retired") -> bool:
         """Return whether everything that `before` has retired is retired here, too."""
+        # Kept now and not kept then, below what was retired then.
         brought_back = {number for number in self.keeps - before.keeps if number < before.below}
         return self.below >= before.below and self.lineage >= before.lineage and not brought_back
 
@@ -141,6 +143,7 @@ def newest_number(exists: Callable[[int], bool]) -> int:
     if not exists(1):
         return 0
     low, width = 1, 1
+    # Doubling, then bisection.
     while exists(low + width):
         low, width = low + width, 2 * width
     high = low + width
@@ -160,6 +163,7 @@ def explain(store: ObjectStore, key: str, error: NotFoundError) -> NotFoundError
     kind = None if names is None else catalogue.kind_at(own)
     if names is None or kind is None or kind.kept is KeptAs.RUN:
         return error
+    # Only here, for an object that is missing: readers of what exists pay no request for it.
     record = newest_retirement(store, names)
     if record is None or not record.covers(own):
         return error

@@ -148,10 +148,12 @@ async def checked_policy(log: LogCopy, entry: Entry) -> policy_pb2.PolicyEntry |
     try:
         policy = _decode_policy(entry.d)
         major = int(entry.id.partition("-")[0])
+        # The id orders the stream, so that it has to be the version's.
         if entry.id != f"{policy.version}-1":
             raise CorruptObjectError(f"it names version {policy.version}", reason="ENTRY_CORRUPT")
         if policy.manifest_key != log.names.policy_manifest(policy.lineage, policy.version):
             raise CorruptObjectError(f"it names {policy.manifest_key[:200]!r}", reason="ENTRY_CORRUPT")
+        # Missing is no damage yet: retention removes manifests, too.
         manifest = await asyncio.to_thread(_manifest, log, policy)
         if manifest is not None and not _is_of(manifest, policy):
             raise CorruptObjectError(f"{policy.manifest_key} has another sha256 and digest", reason="ENTRY_CORRUPT")
@@ -195,12 +197,14 @@ def _is_in_store(log: LogCopy, stream: Stream, position: int, data: bytes | None
             return False
         manifest = _manifest(log, policy)
         return manifest is not None and _is_of(manifest, policy)
+    # Retention may have removed this one, but never the newest.
     return any(version >= position for version, _ in list_policies(log.store, log.names))
 
 
 def _headers(log: LogCopy, step: int) -> list[bytes]:
     """Return the stored bytes of every header of a step: more than one where a run was reopened."""
     found: list[bytes] = []
+    # Revisions are numbered without gaps.
     while (data := _get(log, log.names.batch_header(step, len(found)), max_bytes=MAX_HEADER_BYTES)) is not None:
         found.append(data)
     return found
