@@ -30,17 +30,18 @@ ADVANTAGES: dict[str, type[ScalarAdvantage]] = {
     "max_rl": MaxRl,
     "echo": Echo,
 }
-"""Those with a formula over rewards, which an environment may have one of its own of (`[[orchestrator.env]] algo`)."""
+"""Algorithms with a formula over rewards; an environment may have its own one of them (`[[orchestrator.env]] algo`)."""
 PER_AGENT: dict[str, type[Rae | HierarchicalGrpo]] = {"rae": Rae, "hierarchical_grpo": HierarchicalGrpo}
-"""Those that give each trained agent of a rollout an advantage of its own; they may be of an environment, too."""
+"""Algorithms that give each trained agent of a rollout its own advantage; an environment may have one of them, too."""
 ALGORITHMS: dict[str, type[Algorithm]] = {**ADVANTAGES, **PER_AGENT, "opd": Opd, "opsd": Opd}
 """From `[orchestrator.algo] type` to the class. A new algorithm is one class, one line here, one test."""
 
 
 def make_algorithms(settings: OrchestratorConfig, code: CustomCode) -> dict[str, Algorithm]:
-    """Make the algorithm of each environment; environments without their own share the run's.
+    """Make the algorithm of each environment, by name; environments without their own share the run's.
 
-    Loads the user's functions: InvalidSpecError says what is wrong with one. It may take as long as their imports do.
+    An algorithm is wrapped in the filters and in the environment's `min_abs_advantage`, where the config has them.
+    Imports and tries the user's functions; raises InvalidSpecError if one is unusable.
     """
 
     ranges = RewardRanges.of(settings.env)

@@ -62,7 +62,7 @@ class Grpo(ScalarAdvantage):
         return advantages
 
     def finish(self, batch: Sequence[Credited]) -> list[Credit]:
-        """Divide by the deviation of the rewards of the batch's rollouts, if asked for."""
+        """Return the credit, divided by the deviation of the batch's rewards if `std_norm` is "batch"."""
         rollouts = {(item.rollout.ordinal, item.rollout.member): item.rollout for item in batch}
         if self._std_norm != "batch" or len(rollouts) < 2:
             return super().finish(batch)
@@ -81,8 +81,8 @@ def scaled(advantages: np.ndarray, scale: float) -> np.ndarray:
 class HierarchicalGrpo:
     """A = r - mean(r) over the traces of the same agent, for every sampled token of a trace.
 
-    The mean is over all rollouts of the group, but for `episode_agents`, whose traces are compared within one rollout:
-    what they were asked there they were asked nowhere else. A trace without peers gets 0.
+    The mean is over all rollouts of the group. Traces of `episode_agents` are compared within one rollout instead,
+    because their prompts occur only there. A trace without peers gets 0.
     """
 
     def __init__(self, *, episode_agents: Collection[str] = ()) -> None:
@@ -139,7 +139,7 @@ class MaxRl(ScalarAdvantage):
 
     @classmethod
     def from_config(cls, config: AdvantageConfig) -> Self:
-        """Make the algorithm for rewards that are shares from 0 to 1."""
+        """Make the algorithm for rewards from 0 to 1; `config` has no option for it."""
         return cls()
 
     def advantages(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -182,11 +182,11 @@ class Baselines:
     values: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
 
     def against(self, batch: Sequence[Credited]) -> tuple[list[Credited], "Baselines"]:
-        """Return the samples of a batch credited against the baseline of their trace, and the baselines after the
-        batch.
+        """Return the samples with `baseline` set, and the baselines after the batch.
 
-        Traces count in the order of ordinal, member and place, whatever order they came in, and each meets the average
-        of those before it. What filters leave out does not count.
+        A trace's `baseline` is the moving average of its agent's rewards before it; the average then takes in the
+        trace's reward. Traces are ordered by ordinal, member and place. Samples that train nothing do not count; their
+        baseline is 0, like that of environments without `decays`.
         """
         values = {env: dict(agents) for env, agents in self.values.items()}
         met: dict[tuple[int, int, int], float] = {}
@@ -220,11 +220,11 @@ class Rae:
         return cls()
 
     def credit(self, group: Sequence[Rollout]) -> list[list[Credit]]:
-        """Return advantages of 1: what they are depends on all traces before, which `finish` knows."""
+        """Return advantages of 1 for sampled tokens; `finish` puts in the real ones, which depend on earlier traces."""
         return [[Credit(advantages=broadcast(1.0, sample)) for sample in rollout.samples] for rollout in group]
 
     def finish(self, batch: Sequence[Credited]) -> list[Credit]:
-        """Return r - b for every sample."""
+        """Return r - b on the sampled tokens of every sample, with b from `Credited.baseline`."""
         return [
             replace(item.credit, advantages=broadcast(item.trace.reward - item.baseline, item.sample)) for item in batch
         ]
@@ -247,7 +247,7 @@ class ReinforcePlusPlus(ScalarAdvantage):
         return rewards - rewards.mean()
 
     def finish(self, batch: Sequence[Credited]) -> list[Credit]:
-        """Whiten the advantages of all sampled tokens of the batch."""
+        """Return the credit, whitened over all sampled tokens of the batch; unchanged for fewer than two tokens."""
         masks = [item.sampled for item in batch]
         rows = [item.credit.advantages[: item.num_tokens].astype(np.float64) for item in batch]
         tokens = np.concatenate([row[mask] for row, mask in zip(rows, masks, strict=True)]) if rows else np.zeros(0)

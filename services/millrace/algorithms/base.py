@@ -104,7 +104,7 @@ class OverlongPenalty:
         return cls(max_tokens=table.max_tokens, buffer_tokens=table.buffer_tokens, factor=table.factor)
 
     def __call__(self, lengths: np.ndarray) -> np.ndarray:
-        """Return what is added to the rewards, float64 [G], for int64 [G] lengths in sampled tokens."""
+        """Return the penalties, at most 0, to add to the rewards, float64 [G]; `lengths` are sampled tokens."""
         over = lengths - (self.max_tokens - self.buffer_tokens)
         return -self.factor * np.clip(over / self.buffer_tokens, 0.0, 1.0)
 
@@ -157,7 +157,7 @@ class ScalarAdvantage(ABC):
     def _credit_turns(
         self, group: Sequence[Rollout], turns: Sequence[_Turns], rewards: np.ndarray, lengths: np.ndarray
     ) -> list[list[Credit]]:
-        """Give every turn the advantage of the reward to go: what it and later turns earn.
+        """Return credit with an advantage for every turn, from the reward to go: what it and later turns earn.
 
         What was earned before a turn cannot be its doing (the policy gradient theorem, Sutton et al. 1999). It is
         compared with that of the rollouts of the group which came to the same turn: a baseline of the time step
@@ -191,10 +191,10 @@ class ScalarAdvantage(ABC):
 
 
 def _turns_of(group: Sequence[Rollout]) -> list[_Turns] | None:
-    """Return the turns of each rollout; None if no turn has a reward, or the turns do not add up to the rollout's
-    reward.
+    """Return the turns of each rollout; None if no turn of the group has a reward, or one rollout's do not add up.
 
-    What a group is credited by is the same for all of it: rewards to go are compared with each other only.
+    A rollout's turns add up if their rewards sum to its reward. The group is credited by turns altogether or not at
+    all, because a reward to go is only compared with other rewards to go.
     """
     turns = [own for rollout in group if (own := rollout.earned_turns) is not None]
     return turns if len(turns) == len(group) and any(rollout.has_turn_rewards for rollout in group) else None
@@ -207,7 +207,7 @@ def _to_go(turns: _Turns) -> np.ndarray:
 
 
 def _by_turn(rollout: Rollout, turns: _Turns, advantages: np.ndarray) -> list[Credit]:
-    """Spread one scalar per turn, float64 [turns], over the sampled tokens of each."""
+    """Return credit per sample that has each turn's advantage, of float64 [turns], on the turn's sampled tokens."""
     credits, at = [], 0
     for sample, own in zip(rollout.samples, turns, strict=True):
         # Each turn's advantage covers the tokens up to its end; the loss mask below removes those of prompts and tools.
@@ -261,7 +261,10 @@ class RewardRanges:
         return np.clip(shares, 0.0, 1.0)
 
     def extreme(self, rollouts: Sequence[Rollout]) -> str:
-        """Return `easy` for a group whose rewards are all the highest, `hard` if all are the lowest; else ""."""
+        """Return "easy" for a group whose rewards are all the highest, "hard" if all are the lowest; else "".
+
+        Raises InvalidSpecError for a reward outside its range.
+        """
         share = float(self.shares(rollouts)[0])
         if not are_equal([rollout.reward for rollout in rollouts]):
             return ""

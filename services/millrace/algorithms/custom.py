@@ -38,7 +38,7 @@ class Custom(ScalarAdvantage):
 
     @classmethod
     def load(cls, config: AdvantageConfig, code: CustomCode) -> "Custom":
-        """Load the function and try it on a group; InvalidSpecError says what is wrong with it."""
+        """Import the function and try it on a group of three; raise InvalidSpecError if it is unusable."""
         path = config.import_path or ""
         custom = cls(
             code.load(path, field=FIELD),
@@ -50,7 +50,10 @@ class Custom(ScalarAdvantage):
         return custom
 
     def advantages(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Return the advantages of a group, float64 [G]; InvalidSpecError if the function raises or returns others."""
+        """Return what the function returns for a group, float64 [G].
+
+        Raises InvalidSpecError if it raises, or returns another shape or values that are too large or not finite.
+        """
         try:
             result = np.asarray(self._function(rewards.copy(), lengths.copy(), **self._kwargs), dtype=np.float64)
         except Exception as error:  # a user's function may raise anything

@@ -23,7 +23,10 @@ class Filtered:
         self._filters = filters
 
     def credit(self, group: Sequence[Rollout]) -> list[list[Credit]]:
-        """See `Algorithm.credit`: what is masked or dropped gets credit that trains nothing."""
+        """Return the algorithm's credit; masked and dropped rollouts get credit that trains nothing.
+
+        The algorithm does not see dropped rollouts, and sees penalised ones with the lower reward.
+        """
         actions = [_actions(rollout, self._filters) for rollout in group]
         has_turns = any(rollout.has_turn_rewards for rollout in group)
         compared = [
@@ -41,9 +44,9 @@ class Filtered:
         return credited
 
     def finish(self, batch: Sequence[Credited]) -> list[Credit]:
-        """See `Algorithm.finish`: what is left out has no part in what is computed over the batch.
+        """Return what the algorithm makes of the samples that train something; the others keep their credit.
 
-        Rewards are those that were compared.
+        Rollouts have the penalised rewards that `credit` compared.
         """
         compared = [
             replace(item, rollout=_penalised(item.rollout, self._filters))
@@ -56,7 +59,7 @@ class Filtered:
 
 
 class Thresholded:
-    """An algorithm of which tokens with too small an advantage are not trained on.
+    """An algorithm whose tokens with an advantage of at most `least`, in absolute value, are not trained on.
 
     prime-rl's `min_abs_advantage` (2026-10). What an algorithm computes over a whole batch is computed of what is left.
     """
@@ -66,11 +69,11 @@ class Thresholded:
         self._least = least
 
     def credit(self, group: Sequence[Rollout]) -> list[list[Credit]]:
-        """See `Algorithm.credit`."""
+        """Return the algorithm's credit, with weight 0 for tokens with too small an advantage."""
         return [[self._cut(credit) for credit in credits] for credits in self._algorithm.credit(group)]
 
     def finish(self, batch: Sequence[Credited]) -> list[Credit]:
-        """See `Algorithm.finish`."""
+        """Return the algorithm's credit for samples that still train something, cut again; others keep their credit."""
         left = [item for item in batch if not item.credit.trains_nothing]
         finished = iter(self._algorithm.finish(left))
         return [item.credit if item.credit.trains_nothing else self._cut(next(finished)) for item in batch]
@@ -95,7 +98,7 @@ def _actions(rollout: Rollout, filters: Sequence[FilterConfig]) -> set[str]:
 
 
 def _penalised(rollout: Rollout, filters: Sequence[FilterConfig], *, has_turns: bool = False) -> Rollout:
-    """Return the rollout with its reward after the length penalty."""
+    """Return the rollout with its reward lowered by the penalties of the filters that find it."""
     penalty = sum(each.penalty for each in filters if each.action == "penalise" and _finds(each, rollout))
     return rollout.penalised(penalty, has_turns=has_turns) if penalty else rollout
 

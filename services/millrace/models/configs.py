@@ -1,4 +1,4 @@
-"""`config.json` in more spellings than transformers takes, and small files in transformers 4's words. No torch."""
+"""`config.json` in more spellings than transformers reads, and small files with transformers 4's keys. No torch."""
 
 import copy
 import json
@@ -16,26 +16,29 @@ _FORMATS = ("float64", "float32", "float16", "bfloat16", "double", "float", "hal
 
 
 def read_config(directory: Path) -> Any:
-    """Return the config in a directory, with the errors of transformers; CorruptObjectError (MODEL_FILE_UNUSABLE).
+    """Return transformers' config of a directory, without values of `dtype` that transformers fails at.
 
-    A format of weights that is no name of one ("auto", "bf16", a number) says nothing, and the files do; some programs
-    write "torch.bfloat16". transformers looks all of these up in torch and fails.
+    Unknown values ("auto", "bf16", a number) are removed, because the weight files say the format; "torch.bfloat16"
+    loses its prefix. Raises the errors of transformers, and CorruptObjectError (MODEL_FILE_UNUSABLE).
     """
     from transformers import AutoConfig
 
     raw = read_object(directory / _CONFIG)
-    said = _with_known_formats(raw)
-    if said == raw:
+    known = _with_known_formats(raw)
+    if known == raw:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     with TemporaryDirectory(prefix="millrace-config-") as name:
-        (Path(name) / _CONFIG).write_text(json.dumps(said))
+        (Path(name) / _CONFIG).write_text(json.dumps(known))
         config = AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
     config._name_or_path = str(directory)
     return config
 
 
 def read_tokenizer(directory: Path) -> Any:
-    """Return the tokenizer in a directory, with the errors of transformers, which reads the config there as well."""
+    """Return transformers' tokenizer of a directory, whose config.json it reads as `read_config` does.
+
+    Raises the errors of transformers.
+    """
     from transformers import AutoTokenizer
 
     given: dict[str, Any] = {}
@@ -45,10 +48,10 @@ def read_tokenizer(directory: Path) -> Any:
     return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False, **given)
 
 
-def _with_known_formats(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config, and those in it, without formats of weights that are none."""
+def _with_known_formats(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config without unknown values of `dtype` and `torch_dtype`, also in the configs within it."""
     found: dict[str, Any] = {}
-    for key, value in said.items():
+    for key, value in config.items():
         if key in _FORMAT_KEYS and value is not None and not isinstance(value, dict):
             name = str(value).removeprefix("torch.")
             if name in _FORMATS:
@@ -58,31 +61,31 @@ def _with_known_formats(said: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-# What the small files of a model say in the words of transformers 4, too, which transformers 5 reads as well.
+# Small files of a model with the keys of transformers 4 in addition, which transformers 5 reads as well.
 #
-# Readers of transformers 4 look for `rope_theta` and `rope_scaling` in `config.json`, know nothing of
-# `rope_parameters`, and take the class's default where they find neither: other logits, without a word. Of a
-# tokenizer that transformers 5 saved they know neither the class nor where its special tokens are.
+# Readers of transformers 4 look for `rope_theta` and `rope_scaling` in `config.json`, do not know `rope_parameters`,
+# and take the class's default if they find neither: they silently compute other logits. Of a tokenizer that
+# transformers 5 saved they know neither the class nor the keys of its special tokens.
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _OLDER_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 """Kinds of rotary embeddings that transformers 4 has."""
 _TYPE_ALONE = ("olmo", "olmo2")
-"""Models of which transformers 4 takes `type` in `rope_scaling` and refuses `rope_type`; of others it wants that."""
+"""Models for which transformers 4 accepts `type` in `rope_scaling` and refuses `rope_type`; others need `rope_type`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Names:
-    """Keys of transformers 4 for the base of rotary embeddings, that of sliding layers, and the part of a head."""
+    """Keys of transformers 4 for the base of rotary embeddings, that of sliding layers, and a head's rotated part."""
 
     theta: str = "rope_theta"
     partial: str = "partial_rotary_factor"
     local_theta: str | None = None
 
     def spelled(self, config: Any, rope: Mapping[str, Any]) -> dict[str, Any]:
-        """Return values by these keys for a model of this config.
+        """Return `rope` under these keys, for a model of this config.
 
-        `rope` as transformers 5 has it, maybe by kind of layer.
+        `rope` are transformers 5's `rope_parameters`, which may be by kind of layer.
         """
         scaling = dict(rope.get(_FULL, rope))
         found: dict[str, Any] = {self.theta: scaling.pop("rope_theta")}
@@ -106,26 +109,28 @@ _SPELLINGS = (
 )
 
 
-def with_older_names(config: Any, said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `said`, a config of transformers as JSON, with the words of transformers 4 in addition.
+def with_older_names(config: Any, document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `document`, which is `config` as JSON, with the keys of transformers 4 in addition.
 
-    Which words these are for a class is what the class itself reads. What they cannot say is left out.
+    Those are the keys that the config's class itself reads. Values that they cannot express are left out.
     """
-    found = {key: _plain_number(value) for key, value in said.items()}
-    # Names that only the class reads still, such as Qwen3-MoE's num_experts, which is written as num_local_experts.
-    found |= {old: said[new] for old, new in config.attribute_map.items() if new in said and old not in said}
+    found = {key: _plain_number(value) for key, value in document.items()}
+    # Names that only the class reads, such as Qwen3-MoE's num_experts, which is written as num_local_experts.
+    found |= {
+        old: document[new] for old, new in config.attribute_map.items() if new in document and old not in document
+    }
     if found.get("dtype") is not None:
         found["torch_dtype"] = found["dtype"]
     for name in config.sub_configs:
         if isinstance(found.get(name), dict):
             found[name] = with_older_names(getattr(config, name), found[name])
-    rope = said.get("rope_parameters")
-    return found | (_older_rope(config, said, rope) if isinstance(rope, dict) else {})
+    rope = document.get("rope_parameters")
+    return found | (_older_rope(config, document, rope) if isinstance(rope, dict) else {})
 
 
-def with_older_tokenizer_names(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a `tokenizer_config.json` in words that transformers 4 and 5 have in common."""
-    found = dict(said)
+def with_older_tokenizer_names(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a `tokenizer_config.json` with the class and keys that both transformers 4 and 5 read."""
+    found = dict(document)
     if found.get("tokenizer_class") == "TokenizersBackend":
         found["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(found.get("extra_special_tokens"), list):
@@ -136,9 +141,10 @@ def with_older_tokenizer_names(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restore_older_rope(config: Any, raw: Mapping[str, Any]) -> None:
-    """Give every kind of OLMo 3's layers the base that its `config.json` names in the words of transformers 4.
+    """Set the rotary base of all kinds of OLMo 3's layers, in place, to `rope_theta` of its `config.json` (`raw`).
 
-    transformers 5 gives it to one kind, and its own default to the other.
+    transformers 5 sets it for one kind of layers, and its own default for the other. Other models, and a `raw` with
+    `rope_parameters`, stay as they are.
     """
     if config.model_type == "olmo3" and "rope_parameters" not in raw and "rope_theta" in raw:
         for each in config.rope_parameters.values():
@@ -146,25 +152,28 @@ def restore_older_rope(config: Any, raw: Mapping[str, Any]) -> None:
 
 
 def _plain_number(value: Any) -> Any:
-    """Return an infinity as Python's JSON has it, and not as transformers 5 wraps it."""
+    """Return the value with numbers that transformers 5 wraps as `{"__float__": …}` (infinities) unwrapped."""
     if isinstance(value, list):
         return [_plain_number(each) for each in value]
     return float(value["__float__"]) if isinstance(value, dict) and value.keys() == {"__float__"} else value
 
 
-def _older_rope(config: Any, said: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary embeddings of a config in the words of transformers 4; nothing where it has none for them."""
+def _older_rope(config: Any, document: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary embeddings of a config under keys of transformers 4; empty if these cannot express them.
+
+    The keys are found by trying which of the known spellings the config's class reads.
+    """
     if not all(_is_older(each) for each in _kinds(rope)):
         return {}
-    trial = _raised(rope)  # to other values than the defaults of any class
-    others = {key: value for key, value in said.items() if key != "rope_parameters"}
+    trial = _raised(rope)  # other values than the defaults of any class
+    others = {key: value for key, value in document.items() if key != "rope_parameters"}
     for names in _SPELLINGS:
         if _same(_read(config, {**others, **names.spelled(config, trial)}), trial):
             return names.spelled(config, rope)
-    # transformers 5 reads OLMo 3's older words for one kind of its layers only, transformers 4 for both.
+    # transformers 5 applies OLMo 3's older keys to one kind of its layers only, transformers 4 to both.
     one = _Names().spelled(config, rope)
     is_common = len({each["rope_theta"] for each in _kinds(rope)}) == 1
-    return one if is_common and _same(_read(config, {**said, **one}), rope) else {}
+    return one if is_common and _same(_read(config, {**document, **one}), rope) else {}
 
 
 def _by_type(scaling: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,12 +181,12 @@ def _by_type(scaling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kinds(rope: Mapping[str, Any]) -> list[Any]:
-    """Return the parameters of each kind of layer; of all at once where they have the same."""
+    """Return the parameters of each kind of layer; one entry if they are for all layers."""
     return list(rope.values()) if _FULL in rope or _SLIDING in rope else [rope]
 
 
 def _is_older(rope: Any) -> bool:
-    """Return whether transformers 4 has words for the parameters of a kind of layer."""
+    """Return whether transformers 4 has keys for the parameters of a kind of layer."""
     is_whole = isinstance(rope, dict) and isinstance(rope.get("rope_theta"), int | float)
     return is_whole and rope.get("rope_type") in _OLDER_TYPES
 
@@ -189,9 +198,9 @@ def _raised(rope: Mapping[str, Any]) -> dict[str, Any]:
     return raised
 
 
-def _read(config: Any, said: Mapping[str, Any]) -> Any:
-    """Return the parameters that the class of a config reads."""
-    return type(config).from_dict(copy.deepcopy(dict(said))).rope_parameters
+def _read(config: Any, document: Mapping[str, Any]) -> Any:
+    """Return the `rope_parameters` that the class of `config` reads from a document."""
+    return type(config).from_dict(copy.deepcopy(dict(document))).rope_parameters
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -199,7 +208,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _plain(rope: Any) -> dict[str, Any]:
-    """Return the config without the older word for `rope_type`, which stays where transformers 5 has read it."""
+    """Return parameters without `type`, the older key for `rope_type`, which transformers 5 leaves in; {} if none."""
     return dict(_plain_items(rope)) if isinstance(rope, dict) else {}
 
 

@@ -1,9 +1,9 @@
-"""Rotary embeddings whose factors follow from the longest position of a call: fixed by the context length instead.
+"""Rotary embeddings whose factors depend on the longest position of a call: fixed by the context length instead.
 
-`longrope` and `dynamic` embeddings of transformers look at all rows of a call, and choose one set of factors for all of
-them: what a sample's tokens get depends on the samples beside it, and what a completion's get on when they were
-computed. vLLM chooses once, by its `max_model_len`. What is fixed here is computed as in a sequence of the context's
-length, whatever a call holds, so that trainer and engines that have one context length have the same factors.
+`longrope` and `dynamic` embeddings of transformers choose one set of factors by the longest row of a call: the factors
+of a sample depend on the other samples in the call, and those of a completion on how long it was when they were
+computed. vLLM chooses once, by its `max_model_len`. A fixed embedding computes as in a sequence of the context's
+length, whatever a call holds, so that trainer and engines with the same context length have the same factors.
 
 Shape suffixes: L tokens of a row.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 Contexts = tuple[int, ...]
-"""The least and the most tokens of contexts that have the same factors; only the least where there is no most."""
+"""The least and the most tokens of contexts that have the same factors; only the least if there is no upper bound."""
 
 _SHORTEST, _LONGEST = 2, 1 << 40
 _FIXED = WeakKeyDictionary[nn.Module, Contexts]()
@@ -26,10 +26,10 @@ _FIXED = WeakKeyDictionary[nn.Module, Contexts]()
 
 @torch.no_grad()
 def fix_context_length(model: nn.Module, length: int) -> None:
-    """Let every embedding that looks at a call's longest position see one of a sequence of `length` tokens, in place.
+    """Make every embedding that depends on a call's longest position compute as for `length` tokens, in place.
 
-    `length` is that of the longest sequence, at least 2. What is behind it can only be padding, and gets the last
-    position. Call it once, before the model computes anything: some embeddings remember the longest call.
+    `length` is that of the longest sequence, at least 2. Positions after it can only be padding, and become the last
+    position. Call it once, before the model computes anything, because some embeddings remember the longest call.
     """
     alike: list[tuple[int, int]] = []
     for module, kinds in _following(model):
@@ -42,13 +42,14 @@ def fix_context_length(model: nn.Module, length: int) -> None:
 
 
 def contexts_like(model: nn.Module) -> Contexts:
-    """Return the contexts in which a fixed model computes the same; nothing if its embeddings follow no length."""
+    """Return the range of context lengths for which a fixed model computes the same; empty if none matters."""
     return _FIXED.get(model, ())
 
 
 def _following(model: nn.Module) -> list[tuple[nn.Module, list[str | None]]]:
-    """Return the embeddings that transformers updates in a call, each with the types of layers that have one of
-    their own.
+    """Return the embeddings that depend on a call's longest position, each with the types of layers concerned.
+
+    The type is None for an embedding that is the same for all layers.
     """
     found = []
     for module in model.modules():
@@ -65,7 +66,7 @@ def _follows(name: str) -> bool:
 
 
 def _alike(module: nn.Module, kind: str | None, length: int) -> tuple[int, int]:
-    """Return the least and the most tokens of sequences for which the embedding is that for `length`, by asking it."""
+    """Return the least and the most tokens for which the embedding equals that for `length`, by computing it."""
     wanted = _first_two(module, kind, length)
 
     def is_alike(other: int) -> bool:
@@ -76,7 +77,7 @@ def _alike(module: nn.Module, kind: str | None, length: int) -> tuple[int, int]:
 
 
 def _border(is_alike: Callable[[int], bool], inside: int, outside: int) -> int:
-    """Return the last length from `inside`, where both agree, towards `outside`, where they differ."""
+    """Return the last length, from `inside` towards `outside`, that is alike, by bisection; `outside` is not alike."""
     while abs(outside - inside) > 1:
         middle = (inside + outside) // 2
         inside, outside = (middle, outside) if is_alike(middle) else (inside, middle)
@@ -84,9 +85,7 @@ def _border(is_alike: Callable[[int], bool], inside: int, outside: int) -> int:
 
 
 def _first_two(module: nn.Module, kind: str | None, length: int) -> torch.Tensor:
-    """Return what the first two positions of a sequence of `length` tokens get of an embedding that has seen no
-    other one.
-    """
+    """Return a fresh copy's embeddings of the first two positions of a sequence of `length` tokens."""
     fresh = copy.deepcopy(module, {id(config): config for config in [getattr(module, "config", None)]})
     positions_1L = torch.tensor([[0, 1, length - 1]], device=next(fresh.buffers()).device)
     arguments = {} if kind is None else {"layer_type": kind}
@@ -99,7 +98,7 @@ def _with_last_position(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of an embedding (x, position_ids, …) with one more position, the last one of the context.
 
-    An embedding that follows the longest position of a call then computes as for the whole context.
+    An embedding that depends on the longest position of a call then computes as for the whole context.
     """
     positions_L = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
     last = positions_L.new_full((*positions_L.shape[:-1], 1), length - 1)

@@ -1,4 +1,7 @@
-"""The small files of a model's directory, read within bounds: what is no plain file that opens is refused by name."""
+"""The files of a model's directory: small files, read within bounds, those of an adapter, and weights.
+
+A file that is no regular one, or cannot be read, is refused by name.
+"""
 
 import json
 import logging
@@ -29,18 +32,18 @@ TOKENIZER_FILES = (
     "additional_chat_templates/*.jinja",
     "*processor_config.json",  # processor_, preprocessor_, video_preprocessor_
 )
-"""Of tokenizers, templates and processors, as transformers and vLLM look for them."""
+"""Files of tokenizers, templates and processors, as transformers and vLLM look for them."""
 DOWNLOADED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.tiktoken", "*.model", "*.spm", "*.bpe")
-"""What is fetched of a model from the Hub, at any depth."""
+"""Patterns of the files that are downloaded of a model of the Hub, at any depth."""
 MAX_SMALL_BYTES = 256 << 20
-"""Most bytes of one small file; the largest tokenizers of today have 40 MB."""
+"""Most bytes of one small file; the largest tokenizers have 40 MB."""
 
 
 def small_files(directory: Path, patterns: Iterable[str]) -> dict[str, bytes]:
-    """Return the contents of the plain files that match a pattern, by name, with `/` for one in a directory.
+    """Return the contents of the files that match a pattern, by path relative to `directory`, with `/`.
 
-    Directories of such names are not files, and what is hidden is nobody's. CorruptObjectError (MODEL_FILE_UNUSABLE)
-    for what cannot be read, is a broken link, is too large, or has a name that some filesystem does not take.
+    Directories and hidden files are left out. Raises CorruptObjectError (MODEL_FILE_UNUSABLE) for a match that cannot
+    be read, is a broken link, is too large, or has a name that some filesystem does not allow.
     """
     found = {path for pattern in patterns for path in directory.glob(pattern) if not path.is_dir()}
     return {_name_of(path, directory): read_small(path) for path in sorted(found) if not path.name.startswith(".")}
@@ -54,7 +57,7 @@ def _name_of(path: Path, directory: Path) -> str:
 
 
 def read_small(path: Path, *, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
-    """Return the bytes of one file; CorruptObjectError (MODEL_FILE_UNUSABLE) if they cannot be had."""
+    """Return the bytes of one file; raise CorruptObjectError (MODEL_FILE_UNUSABLE) if it is unreadable or too large."""
     try:
         if not path.is_file():
             raise model_file_unusable(path, "it is a link to nothing" if path.is_symlink() else "it is no plain file")
@@ -66,9 +69,9 @@ def read_small(path: Path, *, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
 
 
 def read_object(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """Return the JSON object in a file, infinities included.
+    """Return the JSON object in a file, which may have infinities.
 
-    CorruptObjectError (MODEL_FILE_UNUSABLE) if it holds none.
+    Raises CorruptObjectError (MODEL_FILE_UNUSABLE) if it has none.
     """
     data = read_small(path, max_bytes=max_bytes)
     try:
@@ -79,36 +82,36 @@ def read_object(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any
         raise model_file_unusable(path, error.message) from error
 
 
-# The files of an adapter of PEFT, which are none of a model. No torch.
+# The files of an adapter of PEFT, which a model must not have. No torch.
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_PICKLE = "adapter_model.bin"
-"""What PEFT wrote before safetensors; no pickle is read."""
+"""The file that PEFT wrote before safetensors, a pickle, which is never read."""
 
 
 def adapter_files(directory: Path) -> tuple[str, ...]:
-    """Return the names of the files of an adapter that are in a directory; empty if it is none."""
+    """Return the names of an adapter's files that are in a directory; empty if there is no adapter."""
     names = (ADAPTER_CONFIG, ADAPTER_WEIGHTS, ADAPTER_PICKLE)
     return tuple(name for name in names if (directory / name).is_file())
 
 
 def adapter_small_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the small files of a whole model that belong to an adapter, too: all but those that make it a model."""
+    """Return a whole model's small files for an adapter's directory: without config.json and adapter_config.json."""
     return {name: data for name, data in files.items() if name not in ("config.json", ADAPTER_CONFIG)}
 
 
 def why_no_model(directory: Path) -> str | None:
-    """Return why a directory is not taken as a model; None if it has no adapter.
+    """Return why a directory is refused as a model, as part of a message; None if it has no adapter.
 
-    Programs read a model that has an adapter beside it with or without that, by whether PEFT is installed.
+    Programs differ in whether they load a model with an adapter in its directory with it or without it.
     """
     found = ", ".join(adapter_files(directory))
     return f"holds an adapter ({found}), which has to be merged into its base first" if found else None
 
 
 def require_no_adapter(directory: Path) -> None:
-    """Raise InvalidStateError (MODEL_IS_ADAPTER) if a directory that is to be a model holds an adapter."""
+    """Raise InvalidStateError (MODEL_IS_ADAPTER) if the directory of a model has an adapter."""
     if (problem := why_no_model(directory)) is not None:
         raise InvalidStateError(
             f"model {str(directory)!r} {problem}",
@@ -118,9 +121,10 @@ def require_no_adapter(directory: Path) -> None:
         )
 
 
-# Which *.safetensors of a directory hold the weights, and which of them holds each tensor.
+# The *.safetensors of a directory that have the weights, and the one that has each tensor.
 #
-# The index decides, or the one file `model.safetensors`. Whatever else is beside is not read, and is told.
+# The index decides, or the one file `model.safetensors`. Other weight files in the directory are not read, but
+# reported.
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +138,7 @@ CONFIGURED = "transformers_weights"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """What a file's header says of a tensor: the format as safetensors names it (`BF16`), and the shape."""
+    """A tensor as its file's header describes it; `dtype` is safetensors' name of the format (`BF16`)."""
 
     file: str
     dtype: str
@@ -143,10 +147,10 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFiles:
-    """The weights of a directory: what each tensor's file says of it, and weight files that do not count.
+    """The weights of a directory: tensors by name, and weight files that are not read (`beside`).
 
-    `name` is that of the one file or of the index. `unlisted` are tensors in the files that count which the index
-    gives to no file, or to another one.
+    `name` is that of the one file or of the index. `unlisted` are tensors that are in the read files, but not assigned
+    to them by the index.
     """
 
     directory: Path
@@ -157,10 +161,10 @@ class WeightFiles:
 
     @classmethod
     def find(cls, directory: Path, config: Mapping[str, Any]) -> "WeightFiles":
-        """Read the headers of the files that hold the weights of the model with this config.json.
+        """Find the weight files of the model in `directory` with this config.json, and read their headers.
 
-        NotFoundError (MODEL_NOT_FOUND) without weights in safetensors; CorruptObjectError (MODEL_CORRUPT) for files
-        that are damaged, that contradict their index, or of which it is not clear which ones are meant.
+        Raises NotFoundError (MODEL_NOT_FOUND) without weights in safetensors, and CorruptObjectError (MODEL_CORRUPT)
+        for files that are damaged, that contradict their index, or if it is ambiguous which ones are meant.
         """
         name = _chosen(directory, config.get(CONFIGURED))
         promised = _read_index(directory, name) if name.endswith(".json") else None
@@ -201,7 +205,7 @@ class WeightFiles:
 
     @contextmanager
     def open(self, framework: str = "pt") -> Iterator[dict[str, Any]]:
-        """Provide the tensors as safetensors' slices, by name, while the block runs."""
+        """Open the files during the block, and provide the tensors as safetensors' slices, by name."""
         from safetensors import safe_open
 
         with ExitStack() as opened:
@@ -217,7 +221,7 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _chosen(directory: Path, configured: object) -> str:
-    """Return the name of the one file, or of the index."""
+    """Return the name of the one weight file, or of the index; raise if there is neither, or both that differ."""
     if configured is not None:
         if not isinstance(configured, str) or not configured.endswith((".safetensors", ".safetensors.index.json")):
             raise model_corrupt(directory, f"its config.json names {configured!r} as {CONFIGURED}")
@@ -240,7 +244,7 @@ def _chosen(directory: Path, configured: object) -> str:
 
 
 def _read_index(directory: Path, name: str) -> dict[str, str]:
-    """Return the file of each tensor, by the index."""
+    """Return the file of each tensor by an index; raise CorruptObjectError if it is malformed or a file is missing."""
     named = read_object(directory / name).get("weight_map")
     if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()) or not named:
         raise model_corrupt(directory, f"{name} has no weight_map from tensors to files")
@@ -253,7 +257,7 @@ def _read_index(directory: Path, name: str) -> dict[str, str]:
 
 
 def _read_header(directory: Path, name: str) -> dict[str, StoredTensor]:
-    """Return the header of a file; safetensors checks that its size matches."""
+    """Return the tensors in a file's header; raise CorruptObjectError if safetensors cannot open the file."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -267,15 +271,15 @@ def _read_header(directory: Path, name: str) -> dict[str, StoredTensor]:
         raise model_corrupt(directory, f"{name}: {json.dumps(str(error))}") from error
 
 
-# The errors of model directories: what is wrong with which file, and what to do.
+# The errors of model directories.
 
 MOST_NAMES = 10
-"""Names that a message lists; of the rest it says how many they are."""
+"""Most names that a message lists."""
 _MOST_CHARACTERS = 2000
 
 
 def model_corrupt(directory: Path, problem: object) -> CorruptObjectError:
-    """Return the error of weights that are not those of their config."""
+    """Make the error (MODEL_CORRUPT) of weights that are damaged or do not fit their config."""
     return CorruptObjectError(
         f"model {str(directory)!r} cannot be loaded: its *.safetensors are damaged or do not fit its config.json: "
         f"{_one_line(problem)}",
@@ -286,7 +290,7 @@ def model_corrupt(directory: Path, problem: object) -> CorruptObjectError:
 
 
 def model_not_found(name: str, problem: object) -> NotFoundError:
-    """Return the error of a model that is not there, or that nothing here can load."""
+    """Make the error (MODEL_NOT_FOUND) of a model that is missing or cannot be loaded."""
     return NotFoundError(
         f"model {name!r} cannot be loaded: {_one_line(problem)}",
         reason="MODEL_NOT_FOUND",
@@ -297,7 +301,7 @@ def model_not_found(name: str, problem: object) -> NotFoundError:
 
 
 def model_file_unusable(path: Path, problem: object, *, remedy: str | None = None) -> CorruptObjectError:
-    """Return the error of a small file of a model that cannot be read as what it must be."""
+    """Make the error (MODEL_FILE_UNUSABLE) of a small file of a model that cannot be read, or is malformed."""
     return CorruptObjectError(
         f"{path} cannot be used: {_one_line(problem)}",
         reason="MODEL_FILE_UNUSABLE",
@@ -307,9 +311,7 @@ def model_file_unusable(path: Path, problem: object, *, remedy: str | None = Non
 
 
 def model_quantized(directory: Path, problem: str) -> InvalidStateError:
-    """Return the error of weights that are stored in a format from which they are not known to come back as they
-    were.
-    """
+    """Make the error (MODEL_QUANTIZED) of weights in a quantized format that is not supported."""
     return InvalidStateError(
         f"model {str(directory)!r} is quantized: {problem}",
         reason="MODEL_QUANTIZED",
@@ -320,13 +322,13 @@ def model_quantized(directory: Path, problem: str) -> InvalidStateError:
 
 
 def first_names(names: Collection[str]) -> str:
-    """Return the first names in order, and how many more there are."""
+    """Return the first names in alphabetical order, and how many more there are, as text."""
     shown = sorted(names)[:MOST_NAMES]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
 def _one_line(problem: object) -> str:
-    """Return the text on one short line: libraries write whole reports."""
+    """Return a problem as one line of bounded length, because libraries write whole reports."""
     text = " ".join(str(problem).split())
     return text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + " …"

@@ -2,9 +2,9 @@
 
     empty_model ─▶ (adapters, checkpointing, compile, sharding) ─▶ fill_model
 
-In between parameters are on the meta device: they have shapes and placements, and no values. What is read of a file
-follows from the placements, so that one process reads all of it and a rank of a gang its shares. transformers renames
-and fuses tensors on their way, and its classes say which tensors of older files mean nothing.
+In between parameters are on the meta device: they have shapes and placements, and no values. The placements decide what
+is read of a file, so that one process reads all of it and a rank of a gang its shares. transformers renames and fuses
+tensors while it loads them, and its classes say which tensors of older files are to be ignored.
 """
 
 import contextlib
@@ -41,9 +41,9 @@ _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """A slice of safetensors that notes the format of its tensor in `read` as soon as numbers of it are taken.
+    """A slice of safetensors that notes its tensor's format in `read` as soon as the tensor is read.
 
-    Where it gives `shapes_alone`, the numbers stay in the file and what is given has none.
+    With `shapes_alone` nothing is read from the file, and the tensors are on the meta device.
     """
 
     name: str
@@ -56,11 +56,11 @@ class _Noted:
         return self.slice.get_shape()
 
     def get_dtype(self) -> str:
-        """Return Its format, as safetensors names it."""
+        """Return safetensors' name of the tensor's format."""
         return self.slice.get_dtype()
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Return the numbers at an index of the whole."""
+        """Return the part of the tensor at an index, and note its format."""
         self.read[self.name] = dtype = self.slice.get_dtype()
         if self.shapes_alone:
             return torch.empty(self.slice.get_shape(), dtype=_PLAIN.get(dtype, torch.uint8), device="meta")[index]
@@ -68,10 +68,11 @@ class _Noted:
 
 
 def load_config(directory: Path) -> Any:
-    """Return the Hugging Face config in a directory, without what it says of how its weights are stored.
+    """Return transformers' config of a directory, without the quantization of its weight files.
 
-    NotFoundError (MODEL_NOT_FOUND) if there is none or transformers does not know it; CorruptObjectError
-    (MODEL_FILE_UNUSABLE) if it is no JSON object; InvalidStateError (MODEL_QUANTIZED).
+    Raises NotFoundError (MODEL_NOT_FOUND) if there is none or transformers does not know it, CorruptObjectError
+    (MODEL_FILE_UNUSABLE) if it is no JSON object, and InvalidStateError (MODEL_QUANTIZED) for an unsupported
+    quantization.
     """
     if not (directory / "config.json").exists():
         raise model_not_found(str(directory), "it has no config.json")
@@ -91,13 +92,13 @@ def load_config(directory: Path) -> Any:
 def empty_model(directory: Path, *, dtype: torch.dtype = torch.float32) -> Any:
     """Return the causal language model in `directory` in eval mode, its parameters in `dtype` and on the meta device.
 
-    Raises as `load_config`. Buffers have their values.
+    Buffers have their values. Raises as `load_config`.
     """
     return _empty(directory, load_config(directory), dtype)
 
 
 def _empty(directory: Path, config: Any, dtype: torch.dtype, *, own: Any = None) -> Any:
-    """Create an empty model as `empty_model` does, of the class `own` if that is given."""
+    """Make the model of `empty_model` from its config, of the class `own` if that is given."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -113,19 +114,19 @@ def _empty(directory: Path, config: Any, dtype: torch.dtype, *, own: Any = None)
 
 
 def check_weights(directory: Path) -> None:
-    """Compare names and shapes in the weight files with the model that config.json describes; no number is read.
+    """Compare names, formats and shapes in the weight files with the model of config.json, without reading numbers.
 
-    Raises as `empty_model` and `fill_model`, but for what only the numbers show.
+    Raises as `empty_model` and `fill_model`, except for errors that only the numbers show.
     """
     model = _empty(directory, load_config(directory), torch.float32)
     fill_model(model, directory, device=torch.device("meta"))
 
 
 def check_stored(directory: Path) -> str:
-    """Check as `check_weights` does, with the class that config.json names, files that another program reads unchanged.
+    """Do `check_weights` with the class that config.json names, for files that another program loads as they are.
 
-    Why they were not compared, where that class or the format of the files is not known here; else empty. Raises as
-    `fill_model`.
+    Returns why nothing was compared, if transformers lacks that class or the format of the files is unknown; else "".
+    Raises as `fill_model`.
     """
     import transformers
 
@@ -140,19 +141,19 @@ def check_stored(directory: Path) -> str:
         fill_model(_empty(directory, config, torch.float32, own=own), directory, device=torch.device("meta"))
     except (NotFoundError, InvalidStateError) as error:
         if isinstance(error, InvalidStateError) and quantization_of(raw) is None:
-            raise  # numbers of a format that nothing says
+            raise  # weights in a format that config.json does not state
         return f"the names of its tensors were not compared: {error.message}"
     return ""
 
 
 @torch.no_grad()
 def fill_model(model: Any, directory: Path, *, device: torch.device) -> None:
-    """Read the weights in `directory` into an `empty_model`, of a sharded one this rank's shares, on `device`.
+    """Read the weights in `directory` into an `empty_model`, or this rank's shares into a sharded one, on `device`.
 
-    On the meta device names, formats and shapes are compared, and no number is read. NotFoundError (MODEL_NOT_FOUND)
-    without *.safetensors; CorruptObjectError (MODEL_CORRUPT), naming tensors, if the files are damaged, if it is
-    unclear which ones are meant, or if a tensor is missing, unexpected, of another shape or not finite;
-    InvalidStateError (MODEL_QUANTIZED).
+    On the meta device names, formats and shapes are compared, and no number is read. Raises NotFoundError
+    (MODEL_NOT_FOUND) without *.safetensors; CorruptObjectError (MODEL_CORRUPT), naming tensors, if the files are
+    damaged or ambiguous, or if a tensor is missing, unexpected, of another shape or not finite; and InvalidStateError
+    (MODEL_QUANTIZED).
     """
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
@@ -188,8 +189,9 @@ def fill_model(model: Any, directory: Path, *, device: torch.device) -> None:
 
 
 def _require_plain(model: Any, directory: Path, read: Mapping[str, str]) -> None:
-    """Raise InvalidStateError (MODEL_QUANTIZED) if a weight was read in a format that only its quantization
-    explains.
+    """Raise InvalidStateError (MODEL_QUANTIZED) if a floating-point weight was read in a format of no such numbers.
+
+    `read` has safetensors' name of each tensor's format.
     """
     held = model.state_dict()
     odd = {
@@ -202,7 +204,11 @@ def _require_plain(model: Any, directory: Path, read: Mapping[str, str]) -> None
 
 
 def _faults(model: Any, info: Any, *, nothing: set[str], is_trial: bool) -> list[str]:
-    """Return the faults of the weights that a model has now, a line for each kind; ties what the class ties."""
+    """Tie the weights that the class ties, and return what is wrong with the loaded weights, a text for each kind.
+
+    `info` is transformers' report of the loading, `nothing` the parameters that this rank has no row of. With
+    `is_trial` numbers are not compared.
+    """
     found: list[str] = []
 
     def note(what: str, names: Collection[str]) -> None:
@@ -234,13 +240,13 @@ def _faults(model: Any, info: Any, *, nothing: set[str], is_trial: bool) -> list
 
 
 def _is_same(model: Any, name: str, other: str) -> bool:
-    """Return whether what this rank holds of two parameters is the same."""
+    """Return whether this rank's shares of two parameters are equal; True if one is on the meta device."""
     first, second = _local(model.get_parameter(name)), _local(model.get_parameter(other))
     return first is second or first.is_meta or second.is_meta or torch.equal(first, second)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether no number of a tensor is infinite or none; without memory for a copy of it."""
+    """Return whether all numbers of a tensor are finite, without copying it; True for tensors without such numbers."""
     if tensor.is_meta or not tensor.numel() or not tensor.is_floating_point():
         return True
     least, most = torch.aminmax(tensor)
@@ -248,19 +254,19 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def stored_dtype(directory: Path, config: Any) -> torch.dtype:
-    """Return the format of the weights, as config.json says it or else the first tensor of one.
-
-    Float32 if neither does.
-    """
-    said = getattr(config, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
-    if isinstance(said, torch.dtype):
-        return said
+    """Return the dtype of the weights: of config.json, else of the first floating-point tensor, else float32."""
+    stated = getattr(config, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
+    if isinstance(stated, torch.dtype):
+        return stated
     weights = WeightFiles.find(directory, read_object(directory / "config.json"))
     return next((_PLAIN[each.dtype] for each in weights.tensors.values() if each.dtype in _PLAIN), torch.float32)
 
 
 def _conversions(model: Any) -> Any:
-    """Return how names and shapes in files become the model's; some go by the name of a class, which FSDP changes."""
+    """Return transformers' conversions from tensors in files to those of the model.
+
+    Some are found by the name of the model's class, which FSDP changes and which is restored for the call.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     sharded = type(model)
@@ -272,7 +278,10 @@ def _conversions(model: Any) -> Any:
 
 
 def _fill_nothing(model: nn.Module, *, device: torch.device) -> set[str]:
-    """Give a place to parameters of which this rank has no row, which the conversion fails at; their names."""
+    """Allocate the empty parameters of which this rank has no row, and return their names.
+
+    Transformers fails at them.
+    """
     names = {name for name, parameter in model.named_parameters() if not _local(parameter).numel()}
     for name in names:
         parameter = model.get_parameter(name)
@@ -285,7 +294,7 @@ def _fill_nothing(model: nn.Module, *, device: torch.device) -> set[str]:
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Move every new parameter to the meta device as soon as a module has it, while the block runs; buffers stay."""
+    """Move every parameter to the meta device when a module registers it, during the block; buffers are not moved."""
     register = nn.Module.register_parameter
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -306,8 +315,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 # Weights that are stored in FP8 or MXFP4, as the numbers that they represent: the same on every device and rank.
 #
-# Only what is written here is read, each format as its own files define it; every other one is refused by name. The
-# numbers are float32: of FP8 each is a product that is rounded once, and of MXFP4 each is exact.
+# These formats are read as their own files define them; every other one is refused by name. The numbers are float32:
+# of FP8 each is a product that is rounded once, and of MXFP4 each is exact.
 
 _FP8_SCALE, _FP8_ACTIVATIONS = "_scale_inv", "activation_scale"
 _MXFP4_BLOCKS, _MXFP4_SCALES = "_blocks", "_scales"
@@ -319,7 +328,7 @@ _SCALES = {"F32", "BF16", "F16", "F8_E8M0"}
 class Fp8Weight:
     """A matrix in FP8 with one factor for each block of `block` rows and columns; None is one factor for all.
 
-    It takes the place of a slice of safetensors. All of it is computed wherever a part is asked for.
+    It replaces a slice of safetensors. The whole matrix is computed also for a part of it.
     """
 
     weight: Any
@@ -331,11 +340,11 @@ class Fp8Weight:
         return self.weight.get_shape()
 
     def get_dtype(self) -> str:
-        """Return the format of what is given, as safetensors names it."""
+        """Return safetensors' name of the format of the decoded numbers."""
         return "F32"
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Return the numbers at an index of the whole."""
+        """Return the decoded numbers at an index of the matrix, float32."""
         numbers, factors = self.weight[...].float(), self.scale[...].float()
         if self.block is None:
             return (numbers * factors)[index]
@@ -358,50 +367,48 @@ class Mxfp4Weight:
         return [experts, blocks * width * 2, rows]
 
     def get_dtype(self) -> str:
-        """Return the format of what is given, as safetensors names it."""
+        """Return safetensors' name of the format of the decoded numbers."""
         return "F32"
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Return the numbers at an index of the whole."""
+        """Return the decoded numbers at an index of the parameter, float32."""
         from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
         return convert_moe_packed_tensors(self.blocks[...], self.scales[...], dtype=torch.float32)[index]
 
 
 def require_known(directory: Path, config: Mapping[str, Any]) -> None:
-    """Raise InvalidStateError (MODEL_QUANTIZED) if config.json names a format, or a kind of it, that is not
-    supported.
-    """
-    said = quantization_of(config)
-    if said is None:
+    """Raise InvalidStateError (MODEL_QUANTIZED) if config.json names a quantization that is not supported."""
+    quantization = quantization_of(config)
+    if quantization is None:
         return
-    method = said.get("quant_method") if isinstance(said, dict) else None
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if method == "fp8":
-        _fp8_block(directory, said)
-        if said.get("fmt", "e4m3") != "e4m3":
-            raise model_quantized(directory, f"in FP8 of the format {said['fmt']}, and e4m3 alone is read")
+        _fp8_block(directory, quantization)
+        if quantization.get("fmt", "e4m3") != "e4m3":
+            raise model_quantized(directory, f"in FP8 of the format {quantization['fmt']}, and e4m3 alone is read")
     elif method != "mxfp4":
-        raise model_quantized(directory, f"by {method or said}, and of such files only fp8 and mxfp4 are read")
+        raise model_quantized(directory, f"by {method or quantization}, and of such files only fp8 and mxfp4 are read")
 
 
 def dequantized(
     directory: Path, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], slices: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the slices by the names of the parameters; quantized tensors are decoded.
+    """Return the slices by the names of parameters, with quantized tensors replaced by objects that decode them.
 
-    InvalidStateError (MODEL_QUANTIZED) for what `require_known` refuses, and for tensors that do not fit together.
+    Raises InvalidStateError (MODEL_QUANTIZED) as `require_known`, and for weights and scales that do not fit together.
     """
     require_known(directory, config)
-    said = quantization_of(config)
-    if said is None:
+    quantization = quantization_of(config)
+    if quantization is None:
         return dict(slices)
-    if said["quant_method"] == "mxfp4":
+    if quantization["quant_method"] == "mxfp4":
         return _mxfp4(directory, tensors, slices)
-    return _fp8(directory, _fp8_block(directory, said), tensors, slices)
+    return _fp8(directory, _fp8_block(directory, quantization), tensors, slices)
 
 
-def _fp8_block(directory: Path, said: Mapping[str, Any]) -> tuple[int, int] | None:
-    match said.get("weight_block_size"):
+def _fp8_block(directory: Path, quantization: Mapping[str, Any]) -> tuple[int, int] | None:
+    match quantization.get("weight_block_size"):
         case None:
             return None
         case [int(high), int(wide)] if high > 0 and wide > 0:
@@ -423,7 +430,7 @@ def _fp8(
             continue
         found[name] = Fp8Weight(slices[name], slices[name + _FP8_SCALE], block)
         del found[name + _FP8_SCALE]
-        found.pop(f"{name.rpartition('.')[0]}.{_FP8_ACTIVATIONS}", None)  # says nothing of the weights
+        found.pop(f"{name.rpartition('.')[0]}.{_FP8_ACTIVATIONS}", None)  # a scale of activations, not of weights
     if wrong:
         raise model_quantized(
             directory,
@@ -434,7 +441,7 @@ def _fp8(
 
 
 def _fits(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int] | None) -> bool:
-    """Return whether a weight's factors are one for each block; without blocks one for all of it."""
+    """Return whether a scale's shape fits a weight's: one factor for each block, or without `block` one for all."""
     if block is None:
         return scale in ((), (1,), (1, 1)) or (len(scale) == len(shape) == 3 and scale == (shape[0], 1, 1))
     if len(shape) < 2:

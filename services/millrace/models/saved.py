@@ -1,9 +1,9 @@
-"""How transformers saves a model that it holds: the names of its tensors, their number formats, and its config.
+"""The saved form of a live model as transformers saves it: names of tensors, number formats, and config.
 
 transformers 5 renames and fuses tensors while it loads them (the projections of all experts become one tensor), and
-takes back what it did when it saves. Files, policies and engines have the names of the saved form. A saved tensor is
-a range of one of the model's own tensors, so that nothing is copied: ranks publish the part of it that they hold, and
-engines write into the memory of the model.
+reverts that when it saves. Files, policies and engines use the names of the saved form. A saved tensor is a range of
+one of the model's own tensors, so that nothing is copied: ranks publish the part of it that they hold, and engines
+write into the memory of the model.
 """
 
 import copy
@@ -22,9 +22,9 @@ from millrace.decoding import decode_object
 from millrace.models.configs import with_older_names
 
 _OF_THE_FILES = ("quantization_config", "compression_config", "transformers_weights", "auto_map")
-"""Keys of configs that say how files are stored, how they are called, and which code beside them makes the model.
+"""Keys of configs on how weight files are stored and named, and on code in the directory.
 
-What is held is not quantised, is stored under the usual names, and is of a class of transformers.
+They are removed: a live model is not quantised, is stored under the usual names, and is of a class of transformers.
 """
 
 
@@ -50,12 +50,11 @@ _KEPT = WeakKeyDictionary[nn.Module, dict[torch.dtype, frozenset[str]]]()
 def saved_tensors(
     model: nn.Module, shapes: Mapping[str, Sequence[int]], *, own: Collection[str] = ()
 ) -> dict[str, tuple[SavedTensor, ...]]:
-    """Return the saved tensor of each of the model's own tensors (`shapes` by name, tied ones once), in order of
-    `start`.
+    """Return the saved tensors of each of the model's own tensors (`shapes` by name, tied ones once), in order.
 
-    The model was loaded by transformers, or `recall_conversions` has said from which names. Tensors in `own` keep
-    their names, and so do those of which the saved form is no range (interleaved or transposed ones): transformers
-    loads either.
+    The model must have been loaded by transformers, or `recall_conversions` been called. Tensors in `own` keep their
+    names, and so do those whose saved form is no range of them (interleaved or transposed ones): transformers loads
+    either. The result is cached by model and arguments.
     """
     key = (id(getattr(model, "_weight_conversions", None)), tuple(shapes), frozenset(own))
     layouts = _LAYOUTS.setdefault(model, {})
@@ -65,7 +64,7 @@ def saved_tensors(
 
 
 def recall_conversions(model: Any, names: Iterable[str]) -> None:
-    """Have a model that was built from its config save as one that was loaded from tensors of these names."""
+    """Make `saved_tensors` of a model built from its config as if it was loaded from tensors of these names."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -73,15 +72,15 @@ def recall_conversions(model: Any, names: Iterable[str]) -> None:
     renamings = [each for each in found if isinstance(each, WeightRenaming)]
     converters = [each for each in found if isinstance(each, WeightConverter)]
     for name in names:
-        rename_source_key(name, renamings, converters)  # each takes note that it was used
+        rename_source_key(name, renamings, converters)  # marks the conversions that are used
     model._weight_conversions = [each for each in found if each.was_used()]
 
 
 def kept_in_float32(model: nn.Module, *, dtype: torch.dtype) -> frozenset[str]:
-    """Return the model's own tensors that stay float32 where its weights are saved in `dtype`.
+    """Return the names of the model's own tensors that stay float32 when its weights are saved in `dtype`.
 
-    These are what the class names so (`_keep_in_fp32_modules`, `_keep_in_fp32_modules_strict`), such as the biases of
-    routers, and what it makes in float32 whatever the model's format is.
+    Those are the tensors that the class declares (`_keep_in_fp32_modules`, `_keep_in_fp32_modules_strict`), such as the
+    biases of routers, and tensors that it makes in float32 for any dtype.
     """
     from transformers import PreTrainedModel
 
@@ -94,10 +93,9 @@ def kept_in_float32(model: nn.Module, *, dtype: torch.dtype) -> frozenset[str]:
 
 
 def saved_config(model: Any, *, dtype: torch.dtype) -> bytes:
-    """Return `config.json` of the model that is held, weights in `dtype`; of the text part alone where only that is
-    held.
+    """Return `config.json` of a live model with weights in `dtype`, encoded, with the keys of transformers 4 and 5.
 
-    It says what transformers 4 and 5 call otherwise in the words of both.
+    It is the config of the live class, which may be the text part alone of the model on disk.
     """
     config = copy.deepcopy(model.config)
     config.architectures = [own_class(model).__name__]
@@ -106,12 +104,12 @@ def saved_config(model: Any, *, dtype: torch.dtype) -> bytes:
         for name in _OF_THE_FILES:
             if hasattr(level, name):
                 delattr(level, name)
-    said = decode_object(config.to_json_string().encode(), what="a model's config", reason="MODEL_CORRUPT")
-    return json.dumps(with_older_names(config, said), indent=2, sort_keys=True).encode() + b"\n"
+    document = decode_object(config.to_json_string().encode(), what="a model's config", reason="MODEL_CORRUPT")
+    return json.dumps(with_older_names(config, document), indent=2, sort_keys=True).encode() + b"\n"
 
 
 def own_class(model: nn.Module) -> type[Any]:
-    """Return the class that transformers has for a model; sharding makes a subclass of it."""
+    """Return transformers' class of a model, of which FSDP makes a subclass."""
     return next(each for each in type(model).__mro__ if not each.__name__.startswith("FSDP"))
 
 
@@ -133,8 +131,9 @@ def _saved(
 
 
 def _ranges(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[SavedTensor]]:
-    """Return saved tensors that are ranges of the model's own ones: found by watching transformers at work on no
-    data.
+    """Return, by the model's own tensors, the saved tensors that are ranges of them.
+
+    They are found by letting transformers revert its conversions on tensors without data, whose views show the ranges.
     """
     from transformers import PreTrainedModel
     from transformers.core_model_loading import revert_weight_conversion
@@ -153,7 +152,7 @@ def _ranges(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list
 
 
 class _Traced(torch.Tensor):
-    """A tensor without data whose views are never copied, so that they say where their elements come from."""
+    """A tensor without data whose views are never copied, so that their offsets show where their elements come from."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,8 +1,8 @@
-"""A model's directory before another program serves it as it is: what a run would refuse of it, but for its classes.
+"""Checks of a model's directory before another program, such as vLLM, serves it as it is.
 
-vLLM reads whole files: all that its index names, or every `*.safetensors` where there is no index; and those of
-Mistral instead as soon as one `consolidated*.safetensors` is beside them. It is given a directory without what does
-not count.
+vLLM reads whole files: all that the index names, or every `*.safetensors` without an index; and Mistral's instead as
+soon as there is one `consolidated*.safetensors`. It gets a directory without weight files that do not belong to the
+model.
 """
 
 import os
@@ -28,16 +28,16 @@ from millrace.models.vocabulary import check_tokenizer
 
 _INDICES = "*.index.json"
 _PIECE = 1 << 22
-"""Elements that are looked at together: what fits a processor's cache."""
+"""Elements that are checked at a time, so that they fit into a processor's cache."""
 _MOST_THREADS = 8
 _PLAIN = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _CODES = {torch.float8_e4m3fn: 0xFE, torch.float8_e5m2: 0xF8}
-"""The least code of eight bits that is no finite number, shifted by the sign."""
+"""The least code of eight bits that is no finite number, shifted left by one to drop the sign."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedModel:
-    """The directory to be served, and what is to be told about it."""
+    """The directory to serve, and notes about it for the user."""
 
     directory: Path
     notes: tuple[str, ...]
@@ -46,11 +46,11 @@ class CheckedModel:
 def validate_served(
     directory: Path, *, place: Path, needs_tokenizer: bool, needs_template: bool, tell: Callable[[str], None]
 ) -> CheckedModel:
-    """Validate all of a model: its files, names, shapes, tokenizer, and every number.
+    """Validate all of a model (files, names, shapes, tokenizer, and every number); return the directory to serve.
 
-    What does not count is left out of `place`, which becomes a directory of links, where it would be read. `tell` is
-    told how far it is. Raises as `millrace.models.served.look_at`, and CorruptObjectError (MODEL_CORRUPT) for numbers
-    that are not finite and for files that hold more than their index says.
+    If the directory has weight files that are not the model's, `place` becomes a directory of links to the others, and
+    is returned. `tell` is called with the progress. Raises as `look_at`, and CorruptObjectError (MODEL_CORRUPT) for
+    numbers that are not finite and for files with tensors that the index does not assign to them.
     """
     require_no_adapter(directory)
     config = read_object(directory / "config.json")
@@ -65,17 +65,17 @@ def validate_served(
 
 
 def validate_other_weights(directory: Path, *, model: Path, place: Path) -> Path:
-    """Validate weights that replace those of a served model; returns the directory to load.
+    """Validate weights that replace those of a served model; return the directory to load.
 
-    CorruptObjectError (MODEL_CORRUPT) as `validate_served`, and where they are not of the same names, formats and
-    shapes as those of `model`, if that is a directory here.
+    `place` is that of `validate_served`. Raises CorruptObjectError (MODEL_CORRUPT) as `validate_served`, and if names,
+    formats and shapes differ from those of `model`, if that is a local directory.
     """
     weights = _listed(directory, {})
     if (model / "config.json").is_file():
         held = WeightFiles.find(model, read_object(model / "config.json")).tensors
         found = {name: (each.dtype, each.shape) for name, each in weights.tensors.items()}
-        wanted = {name: (each.dtype, each.shape) for name, each in held.items()}
-        if odd := {name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name)}:
+        served = {name: (each.dtype, each.shape) for name, each in held.items()}
+        if odd := {name for name in found.keys() | served.keys() if found.get(name) != served.get(name)}:
             problem = "it is not the model that is served: missing, unexpected or of another shape or format are"
             raise model_corrupt(directory, f"{problem} {first_names(odd)}")
     require_finite(weights)
@@ -84,7 +84,7 @@ def validate_other_weights(directory: Path, *, model: Path, place: Path) -> Path
 
 
 def _listed(directory: Path, config: Mapping[str, Any]) -> WeightFiles:
-    """Return the weights, of files that hold nothing else."""
+    """Return the weight files; raise CorruptObjectError if they have tensors that the index does not assign to them."""
     weights = WeightFiles.find(directory, config)
     if weights.unlisted:
         what = f"its files hold what {weights.name} does not give to them: {first_names(weights.unlisted)}"
@@ -93,9 +93,9 @@ def _listed(directory: Path, config: Mapping[str, Any]) -> WeightFiles:
 
 
 def require_finite(weights: WeightFiles, *, tell: Callable[[str], None] = lambda how_far: None) -> None:
-    """Raise CorruptObjectError (MODEL_CORRUPT) naming the tensors that have a number which is infinite or NaN.
+    """Raise CorruptObjectError (MODEL_CORRUPT) naming the tensors with a number that is infinite or NaN.
 
-    Whole numbers are not looked at. One thread reads and looks at some gigabytes a second, so that a disk is slower.
+    Reads all weights, in several threads; `tell` is called with the progress after each tensor.
     """
     left, bad = len(weights.tensors), list[str]()
 
@@ -130,7 +130,10 @@ def _is_finite_piece(piece: torch.Tensor) -> bool:
 
 
 def _cleared(weights: WeightFiles, place: Path) -> Path:
-    """Return the directory of the weights; `place` with links to all that counts of it, where there is more."""
+    """Return the directory of the weights, or, if it has other weight files or indices, `place` with links to the rest.
+
+    A directory whose index or file has an unusual name is replaced by links, too.
+    """
     directory = weights.directory
     others = {path.name for path in directory.glob(_INDICES)} - {weights.name}
     if not (weights.beside or others or weights.name not in (SINGLE, INDEX)):
@@ -142,13 +145,14 @@ def _cleared(weights: WeightFiles, place: Path) -> Path:
     return place
 
 
-# A look at a local model before anything starts: what a run would refuse of it, but for its numbers.
+# Checks of a local model before anything starts, without reading its numbers.
 
 
 def look_at(directory: Path, *, tokenizer: Path, needs_template: bool) -> list[str]:
-    """Raise what a run would end with, as `require_no_adapter`, `check_weights` and `check_tokenizer` do; the notes.
+    """Check a model as a starting run does, except for its numbers; return notes for the user.
 
-    `tokenizer` is the directory that the tokenizer is in.
+    `tokenizer` is the directory of the tokenizer. Raises as `require_no_adapter`, `check_weights` and
+    `check_tokenizer`.
     """
     require_no_adapter(directory)
     check_weights(directory)

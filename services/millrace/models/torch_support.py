@@ -8,7 +8,7 @@ import torch
 from millrace.errors import InvalidStateError
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
-"""In what torch raises on a host without memory: a plain RuntimeError, where a GPU's has a class of its own."""
+"""Part of the message of the RuntimeError that torch raises if host memory is short; GPUs' errors have a class."""
 
 
 def is_shortage(error: BaseException) -> bool:
@@ -33,23 +33,26 @@ DTYPES = {
     "bool": torch.bool,
 }
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""What an element's bits are seen as, by its width in bytes."""
+"""The integer format in which an element's bits are viewed, by its width in bytes."""
 
 
 def tag_of(tensor: torch.Tensor) -> str:
-    """Return the name of a tensor's format; torch's own where manifests have none."""
+    """Return manifests' name of a tensor's format, or torch's name if manifests have none."""
     return _TAGS.get(tensor.dtype, str(tensor.dtype))
 
 
 _TAGS = {dtype: tag for tag, dtype in DTYPES.items()}
 
 
-# Memory that does not suffice, told as what it is: with the rank, the place and the keys that take less of it.
+# A lack of memory as a typed error, with the keys that reduce it.
 
 
 @contextlib.contextmanager
 def shortage_named(doing: str) -> Iterator[None]:
-    """In this block a lack of memory, of a GPU or of the host, becomes InvalidStateError (OUT_OF_MEMORY)."""
+    """Raise InvalidStateError (OUT_OF_MEMORY) instead of errors of the block that say that memory is short.
+
+    `doing` completes "there is not enough memory to …". Other errors pass.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""The tokenizer of a model against the model: every token that it can give has a row, and it is one at all."""
+"""Checks of a model's tokenizer: it loads, every token has a row in the embedding, and it has a chat template."""
 
 import json
 import logging
@@ -22,11 +22,9 @@ _MOST_SHOWN = 3
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Return the tokenizer in a directory.
+    """Return the tokenizer in a directory; raise NotFoundError (TOKENIZER_MISSING) if it does not load.
 
-    NotFoundError (TOKENIZER_MISSING) if there is none that has any text's tokens.
-
-    transformers makes one of a few special tokens where a directory has no files of it.
+    One that has only special tokens is refused, too: transformers makes such a tokenizer without any files.
     """
     for name in ("config.json", _CONFIG):  # AutoTokenizer reads both
         if (directory / name).exists():
@@ -41,9 +39,9 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def check_tokenizer(directory: Path, *, model: Path, needs_template: bool) -> None:
-    """Check as `require_tokenizer` does a tokenizer that engines load.
+    """Do the checks of `require_tokenizer`; only log a warning for a tokenizer that needs code of its own.
 
-    One with code of its own is left to the engines.
+    Engines may load such a tokenizer.
     """
     try:
         require_tokenizer(directory, model=model, needs_template=needs_template)
@@ -54,11 +52,9 @@ def check_tokenizer(directory: Path, *, model: Path, needs_template: bool) -> No
 
 
 def require_tokenizer(directory: Path, *, model: Path, needs_template: bool) -> Any:
-    """Return the tokenizer in `directory` for the model in `model`, of which config.json is read.
+    """Return the tokenizer in `directory`, after checking that it fits the model in directory `model`.
 
-    Refused if it does not fit.
-
-    Raises as `load_tokenizer`, `check_tokens` and, where a template is needed, `require_template`.
+    Raises as `load_tokenizer`, `check_tokens` and, with `needs_template`, `require_template`.
     """
     tokenizer = load_tokenizer(directory)
     num_rows = _num_rows_of(read_object(model / "config.json"))
@@ -70,11 +66,10 @@ def require_tokenizer(directory: Path, *, model: Path, needs_template: bool) -> 
 
 
 def check_tokens(tokenizer: Any, directory: Path, *, num_rows: int) -> None:
-    """Raise InvalidStateError (VOCABULARY_TOO_SMALL) if a token of the tokenizer or configs has no row in the
-    embedding.
+    """Raise InvalidStateError (VOCABULARY_TOO_SMALL) if the id of a token has none of the `num_rows` embedding rows.
 
-    Tokens that the tokenizer names as those of images, sounds or the like are left out: a model of text has no rows for
-    them, and no text becomes them. `directory` has the configs of the model.
+    Checked are the tokenizer's tokens and those in the model's configs in `directory`. Special tokens for images,
+    sounds and the like are left out, because no text becomes them and a model of text has no rows for them.
     """
     other = {text for name, text in _named_specials(tokenizer).items() if name not in _GENERAL}
     wrong = [
@@ -96,7 +91,7 @@ def check_tokens(tokenizer: Any, directory: Path, *, num_rows: int) -> None:
 
 
 def require_template(tokenizer: Any, directory: Path) -> None:
-    """Raise InvalidStateError (CHAT_TEMPLATE_MISSING) if the tokenizer in `directory` cannot write a conversation."""
+    """Raise InvalidStateError (CHAT_TEMPLATE_MISSING) if the tokenizer, of `directory`, has no usable chat template."""
     if (problem := why_no_template(tokenizer)) is None:
         return
     raise InvalidStateError(
@@ -110,7 +105,7 @@ def require_template(tokenizer: Any, directory: Path) -> None:
 
 
 def _num_rows_of(config: Mapping[str, Any]) -> int | None:
-    """Return the rows of the embedding as config.json says them; None if it does not."""
+    """Return the embedding's number of rows that config.json states; None if it states none."""
     text = config.get("text_config")
     found = text.get("vocab_size") if isinstance(text, dict) else None
     found = config.get("vocab_size") if found is None else found
@@ -118,14 +113,14 @@ def _num_rows_of(config: Mapping[str, Any]) -> int | None:
 
 
 def _named_specials(tokenizer: Any) -> dict[str, str]:
-    """Return special tokens by the name of what they are for."""
+    """Return special tokens by their role, such as `eos_token`; lists of tokens are left out."""
     return {name: str(text) for name, text in tokenizer.special_tokens_map.items() if not isinstance(text, list)}
 
 
 def _configured(directory: Path) -> Iterator[tuple[str, str, int]]:
-    """Yield file, key and id of the special tokens that the model's configs name; none is -1 in old ones.
+    """Yield file, key and id of the special tokens in the model's configs; older ones have -1 for none.
 
-    CorruptObjectError (MODEL_FILE_UNUSABLE) for what is no id: engines and trainers read it in different ways.
+    Raises CorruptObjectError (MODEL_FILE_UNUSABLE) for a value that is no integer, which programs read differently.
     """
     for name in _CONFIGS:
         if not (directory / name).is_file():
@@ -152,7 +147,7 @@ def _missing(directory: Path, problem: str) -> NotFoundError:
     )
 
 
-# Chat templates as the foreign code that they are.
+# Chat templates, which are foreign code.
 
 TEMPLATE_ERRORS = (
     TemplateError,
@@ -163,18 +158,18 @@ TEMPLATE_ERRORS = (
     ArithmeticError,
     RecursionError,
 )
-"""What a chat template, which is foreign code, raises for a conversation that it does not know.
+"""The errors that a chat template, which is foreign code, raises for a conversation that it cannot render.
 
-Its own errors, and those of the operations in it: text joined with a list of parts, a tool that is no schema.
+They are its own errors, and those of its operations: text joined with a list of parts, a tool that is no schema.
 """
 
 _DEFAULT = "default"
 
 
 def why_no_template(tokenizer: Any) -> str | None:
-    """Return what a tokenizer has instead of a chat template for any conversation; None if it has one.
+    """Return what a tokenizer has instead of a usable chat template, as part of a message; None if it has one.
 
-    What a template refuses of a conversation is its own affair; one that is no Jinja refuses all of them.
+    A template is unusable if it is no valid Jinja; one that refuses a trial conversation may accept others.
     """
     template = getattr(tokenizer, "chat_template", None)
     if not template:

@@ -14,7 +14,7 @@ from millrace.trainer.gang.distributed import Gang
 
 logger = logging.getLogger(__name__)
 
-_QUIET_S = 1.0  # a longer wait for the work before shows itself
+_QUIET_S = 1.0  # a wait for the previous piece of work is reported from then on
 _DEADLINE_S = 300.0  # when that wait counts as overdue; the store's own deadlines end it
 _ENDS_WITHIN_S = 30.0  # how long an error of the training waits for what is under way
 _GANG_ENDS_WITHIN_S = 5.0  # the same in a gang, where another rank may be dead
@@ -22,20 +22,21 @@ _ABANDONED_S = 2.0  # and for a thread that was asked to stop
 
 
 class BackgroundWork:
-    """At most one piece of work is under way; what it raised is raised where the next one begins, or it is awaited."""
+    """Work on a thread of its own, one piece at a time; `finish` waits for it and raises what it raised."""
 
     def __init__(self, *, gang: Gang) -> None:
         self.is_abandoned = threading.Event()
-        """Set when the work shall stop as soon as it can: nobody wants what it makes."""
+        """Set when the work has to stop as soon as it can, because its result is not used any more."""
         self._gang = gang
         self._under_way: concurrent.futures.Future[None] | None = None
         self._what = ""
         self._is_given_up = False
 
     def begin(self, what: str, work: Callable[[], None]) -> None:
-        """Run `work` in the context of the caller; `what` says what waiting for it means ("policy 3 to be published").
+        """Start `work` on a daemon thread, with the caller's context variables, and return at once.
 
-        Nothing else may be under way: call `finish` before.
+        `what` describes what a wait for it waits for ("policy 3 to be published"). Call `finish` first: work that is
+        still under way would be forgotten.
         """
         future: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._under_way, self._what = future, what
@@ -55,7 +56,7 @@ class BackgroundWork:
         threading.Thread(target=context.run, args=(run,), name=what, daemon=True).start()
 
     def raise_failure(self) -> None:
-        """Raise what the work raised, if it has ended; wait for nothing. Ranks of a gang may differ in that."""
+        """Raise what the work raised, if it has ended, without waiting. In a gang only some ranks may raise."""
         if self._under_way is not None and self._under_way.done():
             self.finish()
 
@@ -65,7 +66,7 @@ class BackgroundWork:
             self.finish()
 
     def finish(self) -> None:
-        """Return when nothing is under way; raise what the work raised."""
+        """Wait until the work has ended, and raise what it raised; return at once if nothing is under way."""
         future, self._under_way = self._under_way, None
         if future is None:
             return
@@ -73,7 +74,11 @@ class BackgroundWork:
             future.result()  # bounded by the store's deadlines, and by what the log waits for until asked to stop
 
     def give_up(self, error: BaseException) -> None:
-        """Give up after a failed training; complete work is still committed unless another trainer has the run."""
+        """Give up the work because the training failed with `error`; raise nothing.
+
+        The work has some seconds to end by itself, unless `error` says that another trainer has the run or that the
+        log is gone. Then `is_abandoned` is set, and the thread left behind if it does not stop.
+        """
         self._is_given_up = True
         if self._under_way is None:
             return
@@ -84,7 +89,7 @@ class BackgroundWork:
 
 
 class BackgroundWriter:
-    """What writes in the background of a training: its `with` block ends when all is written, or abandons the work."""
+    """A writer in the background of a training: its `with` block ends when all is written, or abandons the work."""
 
     _work: BackgroundWork
 

@@ -62,7 +62,7 @@ _PEER_OPENS_WITHIN_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobContext:
-    """Where a run is trained: this process's connections and place in the gang, and whom to tell."""
+    """Where a run is trained: this process's connections and place in the gang, and the functions to report to."""
 
     background: BackgroundLoop
     store: ObjectStore
@@ -78,19 +78,19 @@ class JobContext:
     """Why `should_stop` returned True, in words."""
     damage: Callable[[], DamageReport | None] = lambda: None
     desk: Desk | None = None
-    """Where devices are asked for that replicas share; without one they are this trainer's own."""
+    """Grants devices that the trainer shares with replicas; None: the devices are the trainer's alone."""
     silence: SilenceTeller = field(default_factory=SilenceTeller)
     custom_code: CustomCode = field(default_factory=CustomCode)
     store_url: str = ""
-    """The store's, for processes of ours that open it as well; empty: none does."""
+    """URL of the store, for child processes that open it as well; empty: none does."""
     executor: Executor = Executor.AUTO
-    """Who publishes policies beside the training."""
+    """Whether a thread or a process publishes policies beside the training."""
     train: Callable[[Training], None] | None = None
-    """What takes the place of the training loop."""
+    """Replaces the training loop."""
 
 
 def run_job(context: JobContext, uid: str) -> None:
-    """Train a run to its end. Raises StopRequested when asked to release it, and every error of the parts."""
+    """Train a run to its end, and release it in any case. Raises StopRequested when asked to stop, and all errors."""
     names = Names(context.prefix, uid)
     record = context.store.get(names.run_json, max_bytes=MAX_JSON_BYTES)
     client = LogClient(
@@ -121,7 +121,10 @@ def run_job(context: JobContext, uid: str) -> None:
 
 
 def hold_run(context: JobContext, client: LogClient) -> None:
-    """Wait, with the whole gang, until rank 0 holds the run; StopRequested at every rank if it is asked to stop."""
+    """Wait, with the whole gang, until rank 0 holds the run's lease and every rank has opened its log.
+
+    Raises StopRequested at every rank if rank 0 is asked to stop, and UnavailableError if a rank cannot open the log.
+    """
     gang = context.gang
 
     def look() -> str:
@@ -142,12 +145,12 @@ def hold_run(context: JobContext, client: LogClient) -> None:
 
 
 def prepare(context: JobContext, names: Names, client: LogClient, record: bytes) -> Training:
-    """Prepare the parts of a run with the state of the newest checkpoint or of the start model.
+    """Load the model, wait for the run's lease, resume the newest checkpoint, and make the parts of the training.
 
-    The model is loaded while the lease is waited for; what is in the store is looked at once the run is held.
+    `record` is `run.json`. Reports a resumed run. Checkpoints are read only once the run is held. Collective in a gang.
     """
     gang, config = context.gang, parse_config(record, uid=names.uid)
-    with agreed(gang):  # one machine may lack it: rank 0 tells why, and nobody waits for the rank there
+    with agreed(gang):  # one machine may lack the model: all ranks fail then, and none waits for the others
         directory = resolve_model_directory(config.trainer.model.name)
     with agreed(gang):
         if gang.is_leader:
@@ -201,9 +204,10 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
 
 
 def begin(context: JobContext, names: Names, record: bytes, found: Resumed, reporter: Reporter) -> tuple[Position, int]:
-    """Find the position and the lineage where training begins, and report damaged checkpoints.
+    """Return the position and the lineage at which training begins, and report damaged checkpoints.
 
-    CorruptObjectError if nothing is left to begin with. Collective in a gang.
+    Raises CorruptObjectError if a fork has no checkpoint, or batches up to damaged ones are missing. Collective in a
+    gang.
     """
     for each in found.damaged:
         reporter.warning(
@@ -222,7 +226,10 @@ def begin(context: JobContext, names: Names, record: bytes, found: Resumed, repo
 
 
 def report_resumed(context: JobContext, names: Names, client: LogClient, found: Resumed, reporter: Reporter) -> None:
-    """Report from which step a run goes on that was begun before, and why it begins again. Collective in a gang."""
+    """Report at rank 0 from which step a run goes on and why it was interrupted; nothing for a new run.
+
+    Collective in a gang.
+    """
     with agreed(context.gang):
         if not context.gang.is_leader or not client.before:
             return
@@ -235,7 +242,7 @@ def report_resumed(context: JobContext, names: Names, client: LogClient, found: 
 
 
 def require_whole_history(names: Names, origin: RunOrigin, found: Resumed) -> None:
-    """Raise CorruptObjectError if the run is a fork, which must start from its copied checkpoint."""
+    """Raise CorruptObjectError if the run is a fork; call it if no checkpoint can be used, which a fork needs."""
     if origin.base_step:
         damage = f": {describe(found)}" if found.damaged else ""
         raise CorruptObjectError(
@@ -255,9 +262,7 @@ def make_batches(
     republisher: Republisher,
     chain_hash: bytes,
 ) -> Batches:
-    """Make the reader of the batches after the given chain hash; damaged versions are published anew between two
-    batches.
-    """
+    """Make the reader of the batches after `chain_hash`; `republisher` replaces damaged versions between batches."""
     return Batches(
         client,
         gang=context.gang,
@@ -271,7 +276,7 @@ def make_batches(
 
 
 def make_author(client: LogClient, learner: Learner) -> Author:
-    """Make the authorship that checkpoints record: this trainer under the epoch that rank 0 holds."""
+    """Make what checkpoints record of their writer; `epoch` is 0 at ranks other than 0."""
     return Author(
         run_hash=client.run_hash,
         epoch=client.epoch if learner.gang.is_leader else 0,
@@ -320,7 +325,10 @@ def make_publisher(
     directory: Path,
     plan: PublishPlan,
 ) -> Publisher:
-    """Make the publisher; rank 0 uploads the files that all versions share once."""
+    """Make the publisher; rank 0 uploads the files that all versions share (config, tokenizer, adapter config).
+
+    Collective in a gang.
+    """
     with agreed(context.gang):
         shared, source = policy_files(learner.model, directory, dtype=learner.publish_dtype), directory
         if (tokenizer := learner.config.tokenizer.name) is not None:
@@ -391,9 +399,9 @@ def plan_versions(
     lineage: int,
     reporter: Reporter,
 ) -> PublishPlan:
-    """Plan what to publish from a position on; a strict run with a different number of ranks begins a lineage.
+    """Return the plan of what to publish from a position on, and report if it begins a new lineage.
 
-    Collective in a gang.
+    A strict run with another number of ranks than saved its checkpoint begins one. Collective in a gang.
     """
     gang, is_strict = context.gang, learner.is_strict
     num_ranks = gang.world_size if found.manifest is None else found.manifest.world_size
@@ -412,7 +420,7 @@ def plan_versions(
 
 
 def warn_of_new_lineage(plan: PublishPlan, position: Position, *, lineage: int, reporter: Reporter) -> None:
-    """Report that versions which exist will be trained again, perhaps with other bits."""
+    """Report that the plan trains versions again that exist, if it begins a new lineage for that."""
     if plan.lineage > lineage and plan.first_version > position.version:
         reporter.warning(
             "NEW_LINEAGE",
@@ -424,7 +432,10 @@ def warn_of_new_lineage(plan: PublishPlan, position: Position, *, lineage: int, 
 def agree_on_plan(
     context: JobContext, names: Names, *, start_step: int, lineage: int, strict: bool, is_relaid: bool
 ) -> PublishPlan:
-    """Rank 0 looks at what is published; every rank follows the same plan."""
+    """Return the plan that rank 0 makes from what is published, at every rank. Collective in a gang.
+
+    `lineage` is that of the state to start from; `is_relaid` says that the number of ranks has changed.
+    """
 
     def plan() -> dict[str, Any]:
         published = newest_published(context.store, names)

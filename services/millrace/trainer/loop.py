@@ -4,7 +4,7 @@
        ▲                                                                                                          │
        └─────────────────────────── the orchestrator cuts batch n + 1 ◀───────────────────────────────────────────┘
 
-Publishing and saving go on beside the next step. Version 0 is the start model; step n consumes batch n and turns
+Publishing and saving go on during the next step. Version 0 is the start model; step n consumes batch n and turns
 version n into version n + 1, in one optimizer step or, with minibatches, several. A closing header ends the run: its
 samples are the final evaluation's rollouts, and scoring them shows how far trainer and engine agree.
 """
@@ -35,9 +35,10 @@ logger = logging.getLogger(__name__)
 
 
 def train(run: Training) -> None:
-    """Train from the run's position to its closing header.
+    """Publish the run's position, then train every batch up to the closing header.
 
-    Raises StopRequested, with a checkpoint saved if the run has checkpoints, when asked to release the run before that.
+    When asked to release the run before that, raises StopRequested, after saving a checkpoint if the run has them and
+    steps were made.
     """
     stopped: StopRequested | None = None
     with run.checkpointer, run.publisher, run.token_logs:
@@ -62,9 +63,9 @@ def train(run: Training) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learned:
-    """What a step measured and what it did to the weights.
+    """The metrics of a step, and the report of what it did to the weights.
 
-    If something was skipped, `not_finite` is what was not finite first (loss, entropy, gradient), and `cause` where.
+    If a minibatch was skipped, `not_finite` is "loss", "entropy" or "gradient", and `cause` a sentence on where.
     """
 
     metrics: StepMetrics
@@ -74,7 +75,10 @@ class Learned:
 
 
 def step(run: Training, batch: Batch) -> None:
-    """Learn from a batch, publish the policy version that it makes, and report."""
+    """Learn from a batch, publish the next policy version, save a due checkpoint, and report.
+
+    Raises InvalidStateError if too many steps in a row were skipped.
+    """
     with run.turn(batch.step):
         began = time.monotonic()
         rows = run.token_logs.collect(batch)
@@ -101,9 +105,9 @@ def step(run: Training, batch: Batch) -> None:
 
 
 def learn(run: Learner, batch: Batch, *, rows: TokenRows | None = None) -> Learned:
-    """Apply the batch to the weights, one minibatch after the other; what is not finite leaves them as they are.
+    """Take one optimizer step per minibatch of the batch; one that is not finite leaves the weights as they are.
 
-    `rows` take the log-probs of the samples that are logged, as each one's own minibatch has them.
+    `rows` collects values of the samples that are logged, from each sample's own minibatch.
     """
     first, *others = batch.minibatches
     # The ratio of later minibatches needs the log-probs under the policy before the batch, which the first step
@@ -120,7 +124,7 @@ def learn(run: Learner, batch: Batch, *, rows: TokenRows | None = None) -> Learn
 
 
 def _learn(run: Learner, batch: Batch, minibatch: Minibatch, rows: TokenRows | None) -> Learned:
-    """Take one optimizer step."""
+    """Take one optimizer step on a minibatch; skip it if loss, entropy or gradient is not finite."""
     metrics, found = forward_backward(run, batch, minibatch, rows=rows)
     report = run.optimizer.step(batch.step, skips=bool(found))
     if found:
@@ -140,9 +144,9 @@ def forward_backward(
     loss_of: LossFunction | None = None,
     rows: TokenRows | None = None,
 ) -> tuple[StepMetrics, list[NotFinite]]:
-    """Accumulate the gradient of a minibatch's loss; its metrics and the samples that are not finite.
+    """Accumulate the gradient of a minibatch's loss; return its metrics, and the samples that are not finite.
 
-    Both are over all ranks. `loss_of` takes the place of the run's own loss.
+    Both are over all ranks. `loss_of` replaces the run's own loss; `rows` collects values of logged samples.
     """
     counts = [0.0, 0.0, 0.0]
     for micro_batch in minibatch.micro_batches:
@@ -188,7 +192,7 @@ def forward_backward(
 
 
 def _tokens_of_groups(run: Learner, batch: Batch, minibatch: Minibatch) -> dict[int, int] | None:
-    """Return the number of rl tokens of each group over all ranks, by ordinal; None if no loss needs it."""
+    """Return each group's number of rl tokens in the minibatch over all ranks, by ordinal; None if no loss needs it."""
     if run.config.loss.aggregation != "prompt":
         return None
     # Keys from the header, which all ranks have, so that the ranks' sums line up.
@@ -201,7 +205,10 @@ def _tokens_of_groups(run: Learner, batch: Batch, minibatch: Minibatch) -> dict[
 
 
 def require_learning(run: Training, learned: Learned | None = None) -> None:
-    """Raise InvalidStateError if too many steps in a row changed nothing."""
+    """Raise InvalidStateError if `max_skipped_steps` steps in a row were skipped, after finishing the publishing.
+
+    `learned` is the last step, whose cause is in the message.
+    """
     last, num_skipped = run.position.version, run.position.num_skipped
     if num_skipped < run.config.max_skipped_steps:
         return
@@ -217,7 +224,7 @@ def require_learning(run: Training, learned: Learned | None = None) -> None:
 
 
 def close(run: Training, batch: Batch) -> None:
-    """Score the closing header's samples with the final weights and save the final checkpoint."""
+    """Score the closing header's samples with the final weights, report the result, and save the final checkpoint."""
     # The position stays: a closing header is no step, and the checkpoint of version n names H(n - 1).
     version = run.position.version
     if batch.header.samples:
@@ -247,7 +254,7 @@ def close(run: Training, batch: Batch) -> None:
 
 
 def _warn_of_compiler(run: Training) -> None:
-    """Warn of blocks that did not compile, at whichever rank. Collective in a gang."""
+    """Warn of blocks that did not compile at any rank since the last call. Collective in a gang."""
     if not is_compiled(run.model):
         return
     failures = run.gang.agree(lambda: take_failures(run.model))
@@ -256,7 +263,7 @@ def _warn_of_compiler(run: Training) -> None:
 
 
 def _warn(run: Training, batch: Batch, learned: Learned) -> None:
-    """Warn of a step that changed nothing, and of trainer and engine that drift apart."""
+    """Warn of skipped minibatches, and of trainer and engine that drift apart."""
     report, name = learned.report, f"{learned.not_finite.upper()}_NOT_FINITE"
     if learned.not_finite and not report.was_skipped:
         run.reporter.warning(

@@ -16,15 +16,15 @@ from millrace.telemetry.logging import setup
 from millrace.telemetry.settings import Settings
 
 ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
-"""What torch's allocators read; torch 2.13 takes the older names `OLDER_ALLOCATOR_VARIABLES` too."""
+"""The variable that torch's allocators read; torch 2.13 reads the older names `OLDER_ALLOCATOR_VARIABLES` too."""
 OLDER_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 ALLOCATOR_DEFAULT = "expandable_segments:True"
-"""Rows of many lengths leave holes between segments of a fixed size. Memory of a GPU cannot be shared by CUDA IPC then,
-and is not: snapshots for the process that publishes are copies on the host."""
+"""Rows of many lengths leave holes between segments of a fixed size. With expandable segments memory of a GPU cannot be
+shared by CUDA IPC, which is not needed: snapshots for the publishing process are copies in host memory."""
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run and exit with the code of the error that ended it (0, 130 for Ctrl-C)."""
+    """Run the subcommand, or the worker without one; exit with 0, an error's code, or 130 for Ctrl-C."""
     arguments = _parser().parse_args(argv)
     prefer_expandable_segments(os.environ)
     jobs = {"sft": lambda: _sft(arguments.config, is_evaluated=arguments.evaluated)}
@@ -33,7 +33,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def prefer_expandable_segments(environ: MutableMapping[str, str]) -> None:
-    """Set torch's allocator for GPUs, unless the environment says something about it; before torch is imported."""
+    """Set PYTORCH_ALLOC_CONF to expandable segments, unless a variable of the allocator is set.
+
+    Call it before torch is imported.
+    """
     if not any(name in environ for name in (ALLOCATOR_VARIABLE, *OLDER_ALLOCATOR_VARIABLES)):
         environ[ALLOCATOR_VARIABLE] = ALLOCATOR_DEFAULT
 

@@ -1,4 +1,4 @@
-"""The trainer's metrics, exported by rank 0. It trains one run at a time, so they bear no run's name."""
+"""The trainer's metrics, exported by rank 0. They have no label for the run, because one run is trained at a time."""
 
 from collections.abc import Callable
 
@@ -39,7 +39,7 @@ FAMILIES = (WORKING,)
 
 
 def step_completed(seconds: dict[str, float], *, num_tokens: int) -> None:
-    """Record a completed step; `seconds` are by phase, and `step` is the total."""
+    """Record a completed step; `seconds` are by phase, and "step" has the total."""
     for phase, value in seconds.items():
         PHASE_SECONDS.labels(phase).observe(value)
     STEPS.inc()
@@ -55,12 +55,12 @@ def policy_published(version: int, *, size_bytes: int, seconds: float) -> None:
 
 
 def run_failed() -> None:
-    """Count a run that was given up; a count, because a scrape would miss a state that lasts for seconds."""
+    """Count a run that was given up. It is a counter because a scrape would miss a state that lasts for seconds."""
     FAILED.inc()
 
 
 def registry_of(is_working: Callable[[], bool]) -> CollectorRegistry:
-    """Make the registry of metrics that this trainer exports."""
+    """Make the registry of the trainer's metrics; `is_working` is called at every scrape."""
 
     def read(sheet: MetricSheet) -> None:
         sheet.put(WORKING, is_working())

@@ -1,4 +1,4 @@
-"""What the trainer tells the world after each step: one event and one log line."""
+"""The trainer's reports: after each step one event and one log line; checkpoints, warnings and others as events."""
 
 import logging
 import time
@@ -27,12 +27,12 @@ _TIMES = {
     "publish": "time/broadcast_weights",
     "checkpoint": "time/save_ckpt",
 }
-"""prime-rl's names of what a step's seconds were spent on, by ours."""
+"""prime-rl's names of the phases of a step, by ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phases:
-    """Seconds of one step by phase; the wait for the batch is in the batch, `devices_s` that for devices after it."""
+    """Seconds of one step by phase. `devices_s` is the wait for devices; the wait for the batch is in the batch."""
 
     devices_s: float
     forward_backward_s: float
@@ -41,7 +41,7 @@ class Phases:
 
 
 def staleness(header: batch_pb2.BatchHeader) -> tuple[float, int]:
-    """Return mean and maximum over rollouts of the step minus the oldest token's policy version; 0 without samples."""
+    """Return mean and maximum, over rollouts, of the step minus the oldest policy version; 0 and 0 without samples."""
     oldest: dict[tuple[int, int, int], int] = defaultdict(lambda: header.step)
     for entry in header.samples:
         rollout = (entry.ordinal, entry.member, entry.attempt)
@@ -51,8 +51,9 @@ def staleness(header: batch_pb2.BatchHeader) -> tuple[float, int]:
 
 
 def token_staleness(header: batch_pb2.BatchHeader) -> dict[str, float]:
-    """Return the step minus the policy version that sampled a token: `staleness/mean` and `/max`, also by
-    environment.
+    """Return `staleness/mean` and `staleness/max`, and the same by environment (`staleness/ENV/mean`).
+
+    A token's staleness is the step minus the policy version that sampled it. Samples without versions are left out.
     """
     known = [entry for entry in header.samples if entry.num_sampled_tokens and entry.HasField("mean_policy_version")]
     found = {}
@@ -67,7 +68,7 @@ def token_staleness(header: batch_pb2.BatchHeader) -> dict[str, float]:
 
 
 class Reporter:
-    """Writes step reports; only rank 0 has one with a log."""
+    """Writes reports into the run's log; without a `log_client`, at ranks other than 0, it only logs some."""
 
     def __init__(
         self, log_client: PolicyLog | None, *, world_size: int, utilization: Utilization | None = None
@@ -78,13 +79,16 @@ class Reporter:
         self._last = time.monotonic()
 
     def start(self) -> None:
-        """Begin the clock of the first step."""
+        """Start the clock of the first step."""
         self._last = time.monotonic()
 
     def step_completed(
         self, batch: Batch, *, metrics: dict[str, float], optimizer: OptimizerReport, phases: Phases
     ) -> None:
-        """Report a finished step."""
+        """Write event, metrics and log line of a finished step at rank 0; the step took the time since the last call.
+
+        Adds to `metrics`, in place, staleness, optimizer, throughput, times and memory.
+        """
         now = time.monotonic()
         step_s, self._last = now - self._last, now
         if self._log_client is None:
@@ -128,30 +132,30 @@ class Reporter:
         )
 
     def resumed(self, body: event_pb2.TrainingResumed) -> None:
-        """Report from which step a run goes on that was begun before."""
+        """Log and write the event that a run goes on from a step."""
         logger.info("training goes on", extra={"step": body.step, "start": body.start, "why": body.reason})
         self._write(event_pb2.Event(training_resumed=body))
 
     def checkpoint_saved(self, saved: SavedCheckpoint) -> None:
-        """Report a durable checkpoint."""
+        """Write the event of a checkpoint that is stored."""
         body = event_pb2.CheckpointSaved(
             step=saved.step, uri=saved.uri, size_bytes=saved.size_bytes, manifest_sha256=saved.manifest_sha256
         )
         self._write(event_pb2.Event(checkpoint_saved=body))
 
     def token_log_stored(self, stored: StoredTokenLog) -> None:
-        """Report that the log-probs of a step are durable."""
+        """Write the event that the log-probs of a step are stored."""
         body = event_pb2.TokenLogStored(
             step=stored.step, key=stored.key, sha256=stored.sha256, size_bytes=stored.size_bytes
         )
         self._write(event_pb2.Event(token_log_stored=body))
 
     def score_completed(self, body: event_pb2.ScoreCompleted) -> None:
-        """Report how far trainer and engine agree on the final evaluation."""
+        """Write the event of how far trainer and engine agree on the final evaluation."""
         self._write(event_pb2.Event(score_completed=body))
 
     def warning(self, reason: str, message: str) -> None:
-        """Report something that needs a person's attention."""
+        """Log a warning, and write its event."""
         logger.warning(message, extra={"reason": reason})
         self._write(event_pb2.Event(warning=event_pb2.Warning(reason=reason, message=message)))
 

@@ -1,6 +1,6 @@
 """The trainer's process: gang, background loop, heartbeats, health server, signals.
 
-torch is imported while the process already registers: what is imported here must not need it.
+torch is imported while the process already registers, so this module must not import anything that needs torch.
 """
 
 import concurrent.futures
@@ -38,10 +38,10 @@ _QUIET_S = 5.0
 
 
 def run(settings: Settings, *, train: Callable[[Any], None] | None = None) -> int:
-    """Work until a signal; return the exit code: 1 if a companion ended by itself with an unexpected error.
+    """Register and train assigned runs until a signal; return the exit code, 0 or 130 for SIGINT.
 
-    `train` takes the place of the training loop; it gets the `Training`.
-    Raises the companion's error if it has an exit code of its own: a port in use, a refused registration.
+    `train` replaces the training loop; it gets the `Training`. If registration, health or metrics server ends by
+    itself, the worker stops: their MillraceError is raised (a port in use, a refused registration), else the code is 1.
     """
     executor = Executor.chosen()
     is_leader = os.environ.get("RANK", "0") == "0"
@@ -95,10 +95,10 @@ def _work(
     executor: Executor,
     train: Callable[[Any], None] | None,
 ) -> None:
-    """Join the gang and train what is assigned, until the worker is stopped."""
-    # Seconds of imports, in which the orchestrator already hears of this trainer and assigns it a run.
-    # Unless they are frozen, the interpreter's end walks through all that they made: 2 s of CPU, which where
-    # everything stops at once is longer than a supervisor's patience.
+    """Import torch, join the gang, and train assigned runs until the worker is stopped."""
+    # The imports take seconds, in which this trainer already registers and is assigned a run.
+    # Unless their objects are frozen, the interpreter's end walks through all of them: 2 s of CPU, which is longer than
+    # a supervisor waits when everything stops at once.
     with waits.waiting("torch and transformers to be loaded", quiet_s=_QUIET_S), without_gc():
         from millrace.trainer.gang.devices import release_after_failure
         from millrace.trainer.gang.distributed import Gang
@@ -154,7 +154,7 @@ class _Signals:
 
 
 class _Companions:
-    """What runs beside the training at rank 0: registration and, where addresses are set, health and metrics."""
+    """Background tasks at rank 0: registration and, if addresses are set, the servers of health and metrics."""
 
     def __init__(
         self, settings: Settings, background: BackgroundLoop, worker: TrainerWorker, registered: RegisteredWorker
@@ -167,26 +167,27 @@ class _Companions:
 
     @property
     def have_failed(self) -> bool:
-        """Return whether the tasks ended with an error or were cancelled from outside."""
+        """Return whether the tasks ended with an error or were cancelled."""
         future = self._future
         return future is not None and future.done() and bool(future.cancelled() or future.exception())
 
     def start(self, board: HealthBoard) -> None:
-        """Start the background tasks; the end of one, which only an error causes, stops the worker and is logged
-        at once.
-        """
+        """Start the tasks; if one ends, the error is logged and the worker stopped."""
         self._future = self._background.submit(self._run(board))
         self._future.add_done_callback(self._ended)
 
     def stop(self) -> None:
-        """Tell the orchestrator that this trainer is gone, and end the background tasks in order."""
+        """End the tasks, which deregisters this trainer, and wait for their end.
+
+        Do nothing if they were not started.
+        """
         if self._future is None:
             return
         self._background.call(self._ask_to_stop(), what="stopping", timeout_s=_END_S)
         concurrent.futures.wait([self._future], self._settings.drain_s + self._settings.grace_s + _END_S)
 
     def raise_failure(self) -> None:
-        """Raise what ended them if it is one of our errors."""
+        """Raise the error that ended the tasks, if it is a MillraceError."""
         future = self._future
         if future is not None and future.done() and not future.cancelled():
             error = future.exception()
@@ -194,7 +195,7 @@ class _Companions:
                 raise error
 
     def _ended(self, future: concurrent.futures.Future[None]) -> None:
-        """Log how they ended, on the background thread, and let the worker end too."""
+        """Log the error that ended the tasks, if any, and stop the worker; called on the background thread."""
         if future.cancelled():
             logger.error("a companion of the trainer was cancelled")
         elif (error := future.exception()) is not None:

@@ -1,4 +1,4 @@
-"""What the loop works on, and the trainer's turn on devices that it shares with replicas."""
+"""The state that the training loop works on, and the trainer's turn on devices that it shares with replicas."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from millrace.trainer.reporter import Reporter
 
 @dataclass(slots=True)
 class Position:
-    """The position of the training: the weights are version `version`, after the batches that `chain_hash` proves.
+    """The position of the training: the weights are version `version`, after the batches up to `chain_hash`.
 
     `num_skipped` are the steps in a row, up to this version, that changed nothing because they were not finite.
     """
@@ -33,16 +33,15 @@ class Position:
 
 # The trainer's turn on devices that it shares with replicas (`inference.sleep_while_training`).
 #
-# Before it computes it asks the orchestrator, which puts the replicas to sleep; after the version that it published
-# it gives back what its allocator has kept, and the replicas wake. What it keeps are weights, optimizer state and
-# buffers.
+# Before it computes it asks the orchestrator, which puts the replicas to sleep; after publishing the version it
+# releases the allocator's unused memory, and the replicas wake. It keeps weights, optimizer state and buffers.
 
 _POLL_S = 0.5  # how soon a stop is noticed
 _SLOW_S = 600.0  # age from which the wait is overdue: an evaluation may have to end
 
 
 class Desk(Protocol):
-    """Where rank 0 asks for devices; `TrainerWorker` is one."""
+    """Grants rank 0 the devices; `TrainerWorker` is one."""
 
     def want_devices(self) -> None:
         """Ask for a turn."""
@@ -62,10 +61,10 @@ class Desk(Protocol):
 
 
 class DeviceTurn:
-    """`with turn(version):` computes while the replicas sleep. Without a desk it computes at once.
+    """`with turn(version):` runs its block while the replicas sleep; without a desk, at once.
 
-    `mender` publishes the live version anew if replicas find it damaged: one that cannot load it may be what is waited
-    for.
+    During the wait `republisher` publishes the live version again if replicas find it damaged, because a replica that
+    cannot load it may be the one that does not sleep yet.
     """
 
     def __init__(self, gang: Gang, desk: Desk | None, *, republisher: PolicyRepublisher | None = None) -> None:
@@ -74,18 +73,18 @@ class DeviceTurn:
         self._republisher = republisher
         self._wait = LastingWait()
         self.waited_s = 0.0
-        """Seconds that the last turn was waited for."""
+        """Seconds of the wait for the last turn."""
 
     def begin(self) -> None:
-        """Give back what loading has left to the allocator."""
+        """Release the memory that loading has left unused in the allocator; do nothing without a desk."""
         if self._desk is not None:
             release_unused(self._gang.device)
 
     def __call__(self, version: int) -> AbstractContextManager[None]:
-        """Wait for a turn on the devices, before which engines serve `version`; raise StopRequested when asked to stop.
+        """Return a context that waits for the devices, and returns them at its end. Collective in a gang.
 
-        Collective in a gang. An error within leaves the devices this process's until the worker has freed what the
-        error's frames hold.
+        `version` is the one that engines serve during the wait. Raises StopRequested if asked to stop meanwhile. After
+        an error in the block the devices are not returned; the worker does that once the error's frames are freed.
         """
         return nullcontext() if self._desk is None else self._taken(self._desk, version)
 
@@ -105,7 +104,7 @@ class DeviceTurn:
             desk.want_devices()
 
         def look() -> bytes:
-            """Return at rank 0 `go`, `stop`, the policy to publish anew (`mend`) or, after a short wait, `wait`."""
+            """Return `go`, `stop`, `mend` with the policy to publish again or, after a short wait, `wait`."""
             if desk.should_stop():
                 desk.return_devices()
                 return b"stop"
@@ -126,11 +125,11 @@ class DeviceTurn:
 
 @dataclass(slots=True, kw_only=True)
 class Training(Learner):
-    """A run under way. `on_progress` hears the version after every step.
+    """A run under way. `on_progress` is called with the version after every step.
 
-    Skipped steps count from step `skips_from` on: those before a failed run was reopened ended it once already.
-    Only `position` and `saved_version`, the newest checkpoint saved here, change, and what `kl_trend` and
-    `disagreement` have seen.
+    Skipped steps count from step `skips_from` on: earlier ones have ended the run once, before it was reopened. Only
+    `position`, `saved_version` (the newest checkpoint saved here), and the contents of `kl_trend` and `disagreement`
+    change.
     """
 
     batches: Batches
@@ -147,9 +146,9 @@ class Training(Learner):
     disagreement: Disagreement = field(default_factory=Disagreement)
 
     def save_due_checkpoint(self) -> float:
-        """Save the position if the interval asks for it; return the seconds that the training was held up.
+        """Save a checkpoint if the interval asks for one; return the seconds that this call took.
 
-        Raises what saving the checkpoint before raised. Collective in a gang.
+        Raises what saving the previous checkpoint raised. Collective in a gang.
         """
         began = time.monotonic()
         self.checkpointer.raise_failure()
@@ -158,7 +157,7 @@ class Training(Learner):
         return time.monotonic() - began
 
     def save_checkpoint(self) -> None:
-        """Begin to save the live state as the checkpoint of the position, after its policy."""
+        """Wait until the policy is published, then start to save the live state as the checkpoint of the position."""
         self.publisher.finish()
         state = state_tensors(self.model, self.optimizer, gang=self.gang)
         self.checkpointer.save(
@@ -171,6 +170,6 @@ class Training(Learner):
         self.saved_version = self.position.version
 
     def save_last_checkpoint(self) -> None:
-        """Save the position on the way out, if the run has checkpoints and the interval has not just saved it."""
+        """Save a checkpoint, if the run has checkpoints and this position has not been saved."""
         if self.checkpointer.is_enabled and self.saved_version != self.position.version:
             self.save_checkpoint()

@@ -4,9 +4,10 @@
                           |------error------------> FAILED ---assignment ends--> IDLE
                           '------fenced, log gone, store away, stop asked------> IDLE (and again while assigned)
 
-Rank 0 hears the orchestrator and tells the gang. An error that a run's owner has to see (a model path that does not
-exist, a digest that differs) is reported and not repeated; in a gang rank 0 reports that of any rank. What may come of
-a dead peer ends the process there instead, so that torchrun starts the gang anew: the others may be in a collective.
+Rank 0 gets the orchestrator's answers and passes orders on to the gang. An error that a run's owner has to see (a model
+path that does not exist, a digest that differs) is reported and the run not tried again; in a gang rank 0 reports the
+error of any rank. An error that may be caused by a dead peer ends the process instead, so that torchrun restarts the
+gang: other ranks may be blocked in a collective.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ Write = Callable[[event_pb2.Event], Awaitable[None]]
 
 
 class SilenceTeller:
-    """Hears the worker agent on the background loop, and writes into the run that the trainer works on, if any."""
+    """Writes an event into the trainer's current run, if any, when the orchestrator is silent or answers again."""
 
     def __init__(self) -> None:
         self._write: Write | None = None
@@ -43,7 +44,7 @@ class SilenceTeller:
 
     @contextlib.contextmanager
     def reporting_to(self, write: Write) -> Iterator[None]:
-        """Report silences as events while the block runs; `write` is awaited on the background loop."""
+        """Let `hear` write events with `write` during the block; `write` is awaited on the background loop."""
         self._write = write
         try:
             yield
@@ -51,17 +52,20 @@ class SilenceTeller:
             self._write = None
 
     def hear(self, silence: Silence) -> None:
-        """Record a silence, as the worker agent's `on_silence`; return at once."""
+        """Start to write an event about a silence, and return at once; do nothing without a run.
+
+        The worker agent calls it as `on_silence`, on the background loop.
+        """
         if self._write is None:
             return
         reason = "ORCHESTRATOR_BACK" if silence.is_over else "ORCHESTRATOR_SILENT"
         event = event_pb2.Event(warning=event_pb2.Warning(reason=reason, message=silence.describe()))
-        task = asyncio.get_running_loop().create_task(_tell(self._write, event), name="tell of a silent orchestrator")
+        task = asyncio.get_running_loop().create_task(_report(self._write, event), name="report a silent orchestrator")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
 
-async def _tell(write: Write, event: event_pb2.Event) -> None:
+async def _report(write: Write, event: event_pb2.Event) -> None:
     try:
         await write(event)
     except MillraceError as error:  # the run's log is gone or closed: the process log has it
@@ -75,7 +79,7 @@ T = TypeVar("T")
 RunJob = Callable[[str], None]
 
 IDLE_LOOK_S = 0.2
-"""How often an idle trainer looks for what no assignment says: that a paused run goes on."""
+"""How often an idle trainer checks whether a paused run goes on, which no new assignment says."""
 _POLL_S = 0.2
 _RETRY_S = 1.0
 # An orchestrator that restarted knows no assignments until it has claimed its runs again; the run is kept meanwhile.
@@ -94,7 +98,7 @@ def is_over(status: TrainerStatus) -> bool:
 
 
 class PeerFailure(Protocol):
-    """Why another rank gave the run up; `roll_call.Failure` is one."""
+    """The error with which another rank gave up the run; `agreement.Failure` is one."""
 
     @property
     def rank(self) -> int:
@@ -113,7 +117,7 @@ class PeerFailure(Protocol):
 
 
 class Peers(Protocol):
-    """What is needed of the gang; `distributed.Gang` is one. Without it no torch is needed here, which loads slowly."""
+    """The part of `distributed.Gang` that is needed here; importing that module would import torch, which is slow."""
 
     @property
     def is_leader(self) -> bool:
@@ -130,16 +134,16 @@ class Peers(Protocol):
         ...
 
     def show_failure(self, *, reason: str, message: str) -> None:
-        """Tell rank 0, which may be in a collective, why this rank gives the run up."""
+        """Report to rank 0, which may be in a collective, why this rank gives up the run."""
         ...
 
     def watch_failures(self, on_failure: Callable[[PeerFailure], None]) -> None:
-        """Call back at rank 0, in another thread, with failures that other ranks report."""
+        """Set the function that rank 0 calls, in another thread, with failures of other ranks."""
         ...
 
 
 class TrainerWorker:
-    """The state machine. `report` and `hear` are the worker agent's ends, on its thread; `run` is the main thread's."""
+    """The state machine. The worker agent calls `report` and `hear` on its thread; the main thread is in `run`."""
 
     def __init__(self, *, board: HealthBoard, clock: Callable[[], float] = time.monotonic) -> None:
         self._board = board
@@ -162,9 +166,9 @@ class TrainerWorker:
         self._num_turns = self._own_turn = 0
         self._turn_heard = threading.Event()
         self.heartbeat_soon: Callable[[], None] = lambda: None
-        """Has the agent make a heartbeat at once; may be called from any thread."""
+        """Makes the agent send a heartbeat at once; may be called from any thread."""
         self.free_devices: Callable[[], None] = lambda: None
-        """Gives back what the allocator of a failed job keeps; raises nothing."""
+        """Releases the memory that the allocator keeps after a failed job; raises nothing."""
 
     @property
     def is_working(self) -> bool:
@@ -172,17 +176,17 @@ class TrainerWorker:
         status = self._status
         return bool(status.run_uid) and not is_over(status)
 
-    # The agent's ends.
+    # Called by the agent.
 
     def report(self) -> HeartbeatRequest:
-        """Make the next heartbeat."""
+        """Make the next heartbeat from the current status."""
         return HeartbeatRequest(
             is_leaving=self.stopping.is_set(),
             trainer=self._status,
         )
 
     def hear(self, response: HeartbeatResponse) -> None:
-        """Take what the orchestrator wants: one run, or none; and which runs are paused or over."""
+        """Store the orchestrator's answer: the assigned run, if any, runs to release, damage and the devices' turn."""
         self._unwanted = frozenset(response.let_go)
         assignment = response.assignments[0] if response.assignments else Assignment()
         is_new, self._assigned = assignment.run_uid != self._assigned, assignment.run_uid
@@ -197,12 +201,16 @@ class TrainerWorker:
     # From signal handlers and from the job.
 
     def stop(self) -> None:
-        """Ask to release the run and to end."""
+        """Make the job release the run, and `run` return."""
         self.stopping.set()
         self._news.put(None)
 
     def should_stop(self) -> bool:
-        """Return whether the job shall release the run; a job that waits for a batch asks, which counts as progress."""
+        """Return whether the job has to release the run; a call counts as progress for health.
+
+        That is if this process stops, if the run is to be released or another one assigned, or after 30 s without any
+        assignment.
+        """
         self._board.touch(PROCESS)
         if self.stopping.is_set():
             return True
@@ -214,7 +222,7 @@ class TrainerWorker:
         return self._clock() - self._assigned_at > _UNASSIGNED_GRACE_S
 
     def why_stopped(self) -> str:
-        """Return why the job shall release the run, in words."""
+        """Return why `should_stop` is True, as text."""
         if self.stopping.is_set():
             return "its process was asked to end"
         if self._status.run_uid in self._unwanted:
@@ -224,19 +232,20 @@ class TrainerWorker:
         return f"the orchestrator had no work for it for {_UNASSIGNED_GRACE_S:.0f} s"
 
     def damage(self) -> tuple[PolicyEntry, int] | None:
-        """Return the policy that replicas last reported as damaged, with the number of reports; None if there is
-        none.
+        """Return the policy of this run that replicas last reported damaged, and the number of reports.
+
+        None without any.
         """
         damage = self._damage
         return damage if damage is not None and damage[1] and self._assigned == self._status.run_uid else None
 
     def on_epoch(self, epoch: int) -> None:
-        """Note that the job holds the run."""
+        """Note the epoch with which the job holds the run, for heartbeats."""
         self._change(epoch=epoch)
 
     def on_progress(self, version: int) -> None:
-        """Note that the job finished a step; health allows the next step a multiple of the slowest so far."""
-        if version > self._furthest:  # a try that replays what was done before has not got further
+        """Note that the job has made `version`; health then allows the next step ten times the slowest so far."""
+        if version > self._furthest:  # an attempt that replays earlier steps makes no progress
             self._furthest = version
             self._tries.over()
         now = self._clock()
@@ -250,24 +259,24 @@ class TrainerWorker:
     # Devices that replicas share (`inference.sleep_while_training`).
 
     def want_devices(self) -> None:
-        """Ask for a turn, with a number that none of this process had before; the orchestrator hears of it at once."""
+        """Ask the orchestrator for a turn, under a new number, with a heartbeat at once."""
         self._num_turns += 1
         self._change(device_turn=self._num_turns)
         self.heartbeat_soon()
 
     def has_devices(self, *, timeout_s: float) -> bool:
-        """Return whether this trainer has the devices' turn; wait up to the timeout for the orchestrator's answer."""
+        """Return whether this trainer has the turn it asked for; if not, wait up to the timeout for the next answer."""
         if self._own_turn != self._num_turns and self._turn_heard.wait(timeout_s):
             self._turn_heard.clear()
         return self._own_turn == self._num_turns
 
     def return_devices(self) -> None:
-        """Return the devices to the engines: the turn is over."""
+        """End the turn, with a heartbeat at once, so that the orchestrator wakes the engines."""
         self._change(device_turn=0)
         self.heartbeat_soon()
 
     def _change(self, **changes: Any) -> None:
-        """Replace parts of the status: the main thread does, and the one that hears of peers."""
+        """Replace fields of the status; called by the main thread and by the one that reads other ranks' failures."""
         with self._changing:
             status = TrainerStatus()
             status.CopyFrom(self._status)
@@ -276,14 +285,17 @@ class TrainerWorker:
             self._status = status
 
     def _begin_status(self, run_uid: str = "") -> None:
-        """Begin a status with only the run that is worked on."""
+        """Reset the status to one with only a run, or none."""
         with self._changing:
             self._status = TrainerStatus(run_uid=run_uid)
 
     # The main thread.
 
     def run(self, run_job: RunJob, *, gang: Peers) -> None:
-        """Work until `stop`. In a gang, every rank runs it; rank 0 decides."""
+        """Train assigned runs with `run_job`, one after the other, until `stop`.
+
+        In a gang rank 0 decides for all ranks.
+        """
         self._gang = gang
         gang.watch_failures(self._note_peer_failure)
         while True:
@@ -303,7 +315,7 @@ class TrainerWorker:
             return "exit"
         assigned = self._assigned
         if self._status.run_uid and self._status.run_uid != assigned:
-            self._begin_status()  # the orchestrator took note of how the run ended, or gave it to another trainer
+            self._begin_status()  # the orchestrator has noted the end of the run, or given it to another trainer
         if assigned and assigned not in self._unwanted and not is_over(self._status):
             self._idle.over()
             return f"work {assigned}"
@@ -316,7 +328,7 @@ class TrainerWorker:
         return "idle"
 
     def _work(self, uid: str, run_job: RunJob) -> None:
-        """Run a job and turn its end into a status."""
+        """Run the job of a run, free its resources, and put its end into the status."""
         if uid != self._tried:
             self._tries.over()
             self._furthest = -1
@@ -336,7 +348,10 @@ class TrainerWorker:
             end()
 
     def _end_of(self, uid: str, run_job: RunJob) -> Callable[[], None]:
-        """Run a job; return the report of its end once its resources are free."""
+        """Run the job; return a function that reports its end, to be called once its resources are free.
+
+        In a gang raises errors that may be caused by a dead peer, and all others once they are reported.
+        """
         try:
             logger.info("run begins")
             run_job(uid)
@@ -355,7 +370,7 @@ class TrainerWorker:
             return lambda: self._fail(reason, message, remedy)
         except Exception as error:  # a process edge: whatever a job raises must reach the run's owner
             if not self._gang.is_alone and isinstance(error, RuntimeError | OSError):
-                raise  # torch's, perhaps, of a peer that died: torchrun starts the gang anew, and the run resumes
+                raise  # perhaps torch's error about a peer that died: torchrun restarts the gang, and the run resumes
             logger.exception("the run failed with an unexpected error")
             message = f"{type(error).__name__}: {error}"
             if not self._gang.is_alone:
@@ -368,7 +383,10 @@ class TrainerWorker:
         logger.info("run finished", extra={"step": self._status.step})
 
     def _try_again(self, uid: str, why: str, *, retry_s: float, refusal: waits.Refusal | None) -> None:
-        """Wait before the next try. Tries that reach no new step are one wait, which grows and is reported."""
+        """Release the run, and wait before the next attempt.
+
+        Attempts that make no new step are registered as one wait.
+        """
         self._release(why)
         with waits.of_run(uid):
             reason = f"a try of run {uid} that makes a step; the last one ended: {why}"
@@ -380,7 +398,10 @@ class TrainerWorker:
         self._begin_status()
 
     def _fail(self, reason: str, message: str, remedy: str = "") -> None:
-        """Report the error with every heartbeat until the assignment ends; the first one counts."""
+        """Put the error into the status, so that heartbeats have it until the assignment ends.
+
+        Keep an earlier error.
+        """
         self._tries.over()
         if self._status.error_reason:
             return
@@ -389,12 +410,15 @@ class TrainerWorker:
         self._change(error_reason=reason, error_message=message, error_remedy=remedy)
 
     def _note_peer_failure(self, failure: PeerFailure) -> None:
-        """Note that another rank gave the run up, during a step or as this rank does."""
+        """Fail the run with another rank's error, if this trainer works on one."""
         if self.is_working:
             self._fail(failure.reason, f"rank {failure.rank}: {failure.message}")
 
     def _fail_gang(self, error: MillraceError) -> None:
-        """Rank 0 reports until the orchestrator has taken note, then every rank ends with the error."""
+        """Report the error, at rank 0 until the orchestrator has noted it, then raise it, at every rank.
+
+        Other ranks show it to rank 0, and wait longer than rank 0 does.
+        """
         is_leader = self._gang.is_leader
         if is_leader:
             self._fail(error.reason, str(error))

@@ -21,7 +21,10 @@ from millrace.trainer.gang.distributed import Gang
 
 
 def run(path: Path) -> int:
-    """Measure as the document in `path` says; return the exit code."""
+    """Run the benchmark that the JSON document in `path` describes, and return 0.
+
+    Writes each rank's metrics beside the document; rank 0 also writes `bench.json` and prints the table.
+    """
     bench = _load(path)
     setup("trainer", level="warning", json_lines=False)
     disable_progress_bar()
@@ -87,7 +90,7 @@ _PHASES = ("data", "forward", "backward", "optimizer")
 
 
 def summary(steps: Sequence[BenchStep], *, num_ranks: int, peak_bytes: int) -> dict[str, Any]:
-    """Return medians over the steps as plain data; `peak_bytes` is the largest of all ranks."""
+    """Return medians over `steps`, which are those after the warm-up; `peak_bytes` is the largest of all ranks."""
     used = [step.mfu for step in steps if step.mfu is not None]
     tokens_per_s = median(step.tokens_per_s for step in steps)
     return {
@@ -105,7 +108,7 @@ def summary(steps: Sequence[BenchStep], *, num_ranks: int, peak_bytes: int) -> d
 
 
 def lines(bench: TrainerBench, found: Mapping[str, Any]) -> list[str]:
-    """Return the summary as people read it."""
+    """Return the lines of the table for people; `found` is what `summary` returned."""
     data, ranks = bench.data, found["ranks"]
     mfu = "unknown (set peak_tflops)" if found["mfu"] is None else f"{found['mfu']:.1%}"
     rows = [

@@ -33,7 +33,7 @@ from millrace.trainer.model.pretrained import resolve_model_directory
 class BenchStep:
     """One step: seconds by phase, tokens without padding over all ranks, and the peak of this rank so far, in bytes.
 
-    `step` 0 warms up. `cpu_s` is what this process took of CPUs, on a machine that others share.
+    `step` 0 warms up. `cpu_s` are the CPU seconds of this process alone.
     """
 
     step: int
@@ -63,12 +63,12 @@ class BenchStep:
 
 
 class _TimedLearner(Learner):
-    """A learner that knows how long its forwards took."""
+    """A learner that adds the seconds of its forward passes to `forward_s`."""
 
     __slots__ = ("forward_s",)
 
     def loss_inputs(self, micro_batch: MicroBatch) -> tuple[LossInputs, torch.Tensor, torch.Tensor]:
-        """Return the loss's inputs, timed."""
+        """Return what `Learner.loss_inputs` returns, and add the seconds that it took to `forward_s`."""
         began = _now(self.gang)
         given = Learner.loss_inputs(self, micro_batch)
         self.forward_s += _now(self.gang) - began
@@ -76,10 +76,10 @@ class _TimedLearner(Learner):
 
 
 def measure(bench: TrainerBench, *, gang: Gang, on_step: Callable[[BenchStep], None]) -> list[BenchStep]:
-    """Measure and return the counted steps; `on_step` gets every step at every rank, the warm-up too. Collective in a
-    gang.
+    """Train on fake batches, and return the measured steps without the warm-up. Collective in a gang.
 
-    NotFoundError if there is no such model, and what a run's start raises.
+    `on_step` is called with every step at every rank, the warm-up too. Raises NotFoundError if there is no such model,
+    and what a run's start raises.
     """
     directory = resolve_model_directory(bench.trainer.model.name)
     learner = _TimedLearner.of_start_model(
@@ -138,7 +138,10 @@ SHORTEST = 0.1
 def fake_samples(
     data: FakeDataConfig, *, step: int, seed: int, vocabulary: int, is_sft: bool = False
 ) -> list[TrainSample]:
-    """Make the samples of a step: random tokens, `data.seq_len` each, or 10 to 100 % of that."""
+    """Make the samples of a step: random tokens, `data.seq_len` each, or 10 to 100 % of that.
+
+    `vocabulary` is the number of token ids. Samples of SFT (`is_sft`) have cross-entropy weights and no sampled tokens.
+    """
     random = np.random.default_rng((seed, step))
     shortest = max(int(SHORTEST * data.seq_len), 2)
     samples = []
@@ -153,7 +156,7 @@ def fake_samples(
 
 
 def fake_batch(samples: Sequence[TrainSample], *, step: int, layout: BatchLayout, gang: Gang) -> Batch:
-    """Make this rank's batch of these samples, planned, padded or packed, and on the device like a real one."""
+    """Make this rank's batch of all ranks' `samples`: planned, padded or packed, and on the device like a real one."""
     lengths = [min(len(sample.token_ids), layout.seq_len) for sample in samples]
     plans = plan_micro_batches(
         lengths,
@@ -182,7 +185,7 @@ _RESET, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
 class PeakMemory:
-    """Bytes at the peak since it was made: of the device's allocator, or resident of this process on a CPU."""
+    """The peak of memory since this object was made: of the device's allocator, or of the process's resident set."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def pass_on(run: "Training") -> None:
-    """Make version n + 1 of batch n until the closing header, each with the weights of the start model."""
+    """Publish the start model's weights once per batch, as version n + 1 for batch n, until the closing header."""
     from millrace.trainer.training import Position  # with torch, while the process already registers
 
     with run.publisher:
@@ -31,7 +31,7 @@ def pass_on(run: "Training") -> None:
 
 
 def main() -> NoReturn:
-    """Be the worker of a stack, until it is stopped."""
+    """Run a worker that publishes and never trains, until it is stopped."""
     run_service(_worker)
 
 

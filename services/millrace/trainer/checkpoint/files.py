@@ -1,8 +1,9 @@
 """The files of a checkpoint in a local directory: one of each rank, raw elements tensor after tensor, and an index.
 
-A state is a flat dict of tensors by name. Of a sharded tensor every rank writes the rows that it holds; of any other
-rank 0 writes it, but a rank's random state, which is that rank's own. Loading copies ranges: it needs no two worlds of
-equal size, and of the files only those with something that this rank holds.
+A state is a flat dict of tensors by name. Of a sharded tensor every rank writes the rows that it holds; any other
+tensor is written by rank 0, except for random states, which every rank writes itself. Loading copies ranges of
+elements: the number of ranks may differ from that of the writers, and a rank reads only files with elements that it
+holds.
 """
 
 import contextlib
@@ -56,10 +57,10 @@ def save_shards(state: Mapping[str, torch.Tensor], directory: Path, *, gang: Gan
 
 
 def _write_all(state: Mapping[str, torch.Tensor], directory: Path, gang: Gang) -> list[ShardTensor]:
-    """Write this rank's file; its tensors.
+    """Write this rank's file, also if it has no tensor to write, and return what it wrote.
 
-    Ranks that share layers bring columns together for it, one tensor after the other: where this one cannot write, it
-    still takes part, and raises at the end.
+    Ranks that share layers gather the columns of each tensor in turn, which is collective: a rank that cannot write
+    still takes part for all tensors, and raises at the end.
     """
     file: BinaryIO | None = None
     failure: BaseException | None = None
@@ -101,11 +102,11 @@ def _rows(name: str, tensor: torch.Tensor, gang: Gang) -> tuple[torch.Tensor, in
 
 
 def needed_files(state: Mapping[str, torch.Tensor], index: ShardIndex) -> set[str]:
-    """Return the names of the files that this rank loads into `state`; raise InvalidStateError if they do not fit the
-    index.
+    """Return the names of the files with elements that this rank holds of `state`.
 
-    The names must be exactly the saved ones: a tensor that is missing or left over would be a silent reset. Only
-    random states may be: of ranks that are no more, and of ranks that were not there.
+    Raises InvalidStateError unless names, shapes and dtypes of `state` are exactly the saved ones: a missing tensor
+    would silently keep its start value. Random states may be missing or left over, because there may be more or fewer
+    ranks than wrote the checkpoint.
     """
     saved = {name for name in index if not name.startswith(RANDOM_STATE)}
     live = {name for name in state if not name.startswith(RANDOM_STATE)}
@@ -124,7 +125,10 @@ def needed_files(state: Mapping[str, torch.Tensor], index: ShardIndex) -> set[st
 
 
 def load_shards(state: Mapping[str, torch.Tensor], directory: Path, index: ShardIndex) -> None:
-    """Fill what this rank holds of `state` in place from a directory with the `needed_files`, which are proved."""
+    """Fill what this rank holds of `state`, in place, from a directory with the `needed_files`, verified before.
+
+    A tensor that the index lacks stays as it is. Raises UnavailableError if a file was cut short meanwhile.
+    """
     for name, tensor in state.items():
         share, entry = _range(tensor), index.get(name)
         if entry is None or share.end == share.start:
@@ -150,7 +154,7 @@ def _range(tensor: torch.Tensor) -> _Range:
 
 
 def _write(name: str, tensor: torch.Tensor, local: torch.Tensor, start: int, file: BinaryIO) -> ShardTensor:
-    """Append what this rank holds of a tensor to its file; return what the index says of it."""
+    """Append `local`, this rank's part of `tensor` from element `start`, to `file`; return its entry for the index."""
     count, pieces = local.numel(), ()
     if count:
         pieces = (ShardPiece(Path(file.name).name, file.tell(), start, count),)

@@ -63,7 +63,7 @@ ShardIndex = Mapping[str, ShardTensor]
 
 
 def merge_tensors(shares: Iterable[Iterable[ShardTensor]]) -> dict[str, ShardTensor]:
-    """Return the tensors of all ranks, each with the pieces of every rank that has some."""
+    """Return the tensors of all ranks by name, each with the pieces of every rank; `shares` has a rank's each."""
     merged: dict[str, ShardTensor] = {}
     for tensor in (tensor for share in shares for tensor in share):
         known = merged.get(tensor.name)
@@ -73,7 +73,7 @@ def merge_tensors(shares: Iterable[Iterable[ShardTensor]]) -> dict[str, ShardTen
 
 
 def encode_index(tensors: Iterable[ShardTensor]) -> bytes:
-    """Encode the index for the store, and for ranks to tell each other what they wrote."""
+    """Encode an index, or the tensors that one rank wrote, as JSON."""
     rows = [
         {
             "name": tensor.name,
@@ -87,8 +87,10 @@ def encode_index(tensors: Iterable[ShardTensor]) -> bytes:
 
 
 def decode_index(data: bytes, *, sizes: Mapping[str, int], source: str) -> dict[str, ShardTensor]:
-    """Decode an index of files with these `sizes` (bytes); raise CorruptObjectError naming `source` if it is
-    malformed.
+    """Decode an index of files with these `sizes` (bytes by name).
+
+    Raises CorruptObjectError naming `source` if it is malformed, or if its pieces are not every element of every tensor
+    and every byte of every file, each once.
     """
     tensors = decode_tensors(data, source=source)
     try:
@@ -100,8 +102,9 @@ def decode_index(data: bytes, *, sizes: Mapping[str, int], source: str) -> dict[
 
 
 def decode_tensors(data: bytes, *, source: str) -> list[ShardTensor]:
-    """Decode the tensors of an index, or of a rank's share of one, each once; raise CorruptObjectError if it is
-    malformed.
+    """Decode the tensors of an index, or of one rank's part of it, without comparing pieces with each other.
+
+    Raises CorruptObjectError naming `source` if it is malformed or names a tensor twice.
     """
     raw = decode_object(data, what=f"checkpoint index {source}", reason="CHECKPOINT_INDEX_INVALID", remedy=_REMEDY)
     try:
@@ -184,8 +187,9 @@ class CheckpointWeights:
     """The weights in a checkpoint's files, which are read range by range."""
 
     def __init__(self, store: ObjectStore, files: Mapping[str, tuple[str, int]]) -> None:
-        """Take `files`, key and bytes by name; raise CorruptObjectError or NotFoundError if they have no usable
-        index.
+        """Read the index among `files`, (key, size in bytes) by name.
+
+        Raises CorruptObjectError or NotFoundError if there is no usable index.
         """
         self._store = store
         self._files = files
@@ -199,7 +203,7 @@ class CheckpointWeights:
         }
 
     def read(self, tensor: ShardTensor, *, dtype: str) -> Iterator[tuple[int, Bits]]:
-        """Return the bits of a tensor as it is published in `dtype`, and where each range of them begins, in order."""
+        """Yield ranges of a tensor in order: the index of the first element, and the bits as published in `dtype`."""
         for piece in sorted(tensor.pieces, key=lambda piece: piece.start):
             for first in range(0, piece.count, _PIECE):
                 count, width = min(_PIECE, piece.count - first), tensor.element_bytes
@@ -212,9 +216,10 @@ class CheckpointWeights:
 def differences(
     store: ObjectStore, files: Mapping[str, tuple[str, int]], policy: Mapping[str, tuple[str, Bits]]
 ) -> Iterator[str]:
-    """Return what of a policy's tensors (number format and bits by name) is not what the checkpoint holds, in words.
+    """Yield a sentence for each of a policy's tensors (number format and bits by name) that the checkpoint differs in.
 
-    Blocking. Holds the bits of tensors that have other names in the checkpoint, a few million elements of the others.
+    A checkpoint that cannot be read gives one sentence that says why. Blocking. Holds in memory the bits of tensors
+    that have other names in the checkpoint, and a few million elements of the others.
     """
     try:
         held = CheckpointWeights(store, files)
@@ -246,7 +251,7 @@ def _count_differing(held: CheckpointWeights, tensor: ShardTensor, dtype: str, b
 
 
 def _strangers(held: CheckpointWeights, policy: Mapping[str, tuple[str, Bits]], unused: Sequence[str]) -> Iterator[str]:
-    """Return the policy's tensors that are no range of the checkpoint's tensors of other names, in words."""
+    """Yield a sentence for each of the policy's tensors that is no range of the checkpoint's `unused` tensors."""
     wanted: dict[tuple[str, int, bytes], list[str]] = {}
     for name, (dtype, bits) in policy.items():
         wanted.setdefault((dtype, bits.size, _hash(bits)), []).append(name)
@@ -271,7 +276,7 @@ def _hash(bits: Bits) -> bytes:
 def cast(bits: Bits, source: str, target: str) -> Bits:
     """Return the bits of numbers in format `source` as they are in `target`, rounded to the nearest, ties to even.
 
-    `CorruptObjectError` for a pair that no trainer publishes.
+    Raises CorruptObjectError for a pair of formats that no trainer publishes.
     """
     if source == target:
         return bits

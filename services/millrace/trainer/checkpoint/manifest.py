@@ -87,7 +87,7 @@ class CheckpointManifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str) -> "CheckpointManifest":
-        """Parse a manifest; CorruptObjectError naming `source` if it is damaged or of another format."""
+        """Parse a manifest; raise CorruptObjectError naming `source` if it is damaged or of another format."""
         what, reason = f"checkpoint manifest {source}", "CHECKPOINT_MANIFEST_INVALID"
         raw = decode_object(data, what=what, reason=reason, remedy=_REMEDY, max_bytes=MAX_MANIFEST_BYTES)
         try:
@@ -123,7 +123,7 @@ def _manifest(fields: Fields) -> CheckpointManifest:
 
 
 def decode_checkpoint_object(fields: Fields) -> CheckpointObject:
-    """Return one entry of a manifest; ValueError if it is none."""
+    """Decode one entry of a manifest; raise ValueError if it is malformed or its name is not a plain file name."""
     name = fields.text("name", most=200)
     if not name or "/" in name or "\\" in name or "\0" in name or name.startswith("."):
         raise ValueError(f"file name {name!r} is not a plain name")
@@ -136,8 +136,9 @@ def decode_checkpoint_object(fields: Fields) -> CheckpointObject:
 
 
 def conditions(device: "torch.device", *, rows: str) -> dict[str, str]:
-    """Return what bit-exactness depends on besides the log: versions, threads, instruction set, kind of `device`,
-    and how `rows` are made, which follows from the device and from what it computes of the model.
+    """Return what bit-exactness depends on besides the log: versions, threads, instruction set, kind of `device`.
+
+    `rows` describes how rows are made (`Author.rows`); it is left out if empty.
     """
     import torch  # readers of manifests do without
 
@@ -157,8 +158,8 @@ def conditions(device: "torch.device", *, rows: str) -> dict[str, str]:
 def require_same_conditions(manifest: CheckpointManifest, *, run_hash: str, device: "torch.device", rows: str) -> None:
     """Raise InvalidStateError if a strict resume would not be bit-exact, naming every condition that differs.
 
-    The number of ranks is none of them: with another one a strict run goes on in a new lineage. Nor are `rows` where
-    the checkpoint says nothing of them, as older ones do.
+    The number of ranks is not compared: with another one a strict run goes on in a new lineage. Neither are `rows` if
+    the checkpoint does not have them.
     """
     now = {**conditions(device, rows=rows), "run_hash": run_hash}
     then = {**manifest.conditions, "run_hash": manifest.run_hash}
@@ -175,7 +176,7 @@ def require_same_conditions(manifest: CheckpointManifest, *, run_hash: str, devi
 
 
 def require_same_base(manifest: CheckpointManifest, *, base_digest: str) -> None:
-    """Raise InvalidStateError if the checkpoint's adapters are on another base model, or it is not of the same kind."""
+    """Raise InvalidStateError unless the checkpoint has the same `base_digest`; "" means that it holds all weights."""
     if manifest.base_digest == base_digest:
         return
     then, now = (
@@ -192,7 +193,7 @@ def require_same_base(manifest: CheckpointManifest, *, base_digest: str) -> None
 def require_same_dataset(manifest: CheckpointManifest, *, dataset_digest: str) -> None:
     """Raise InvalidStateError if the rows of `[trainer.dataset]`, or the chat template, changed since the checkpoint.
 
-    The checkpoint that a fork begins with says nothing of them.
+    A checkpoint without a digest, such as the one that a fork begins with, is accepted.
     """
     if manifest.dataset_digest and manifest.dataset_digest != dataset_digest:
         raise InvalidStateError(

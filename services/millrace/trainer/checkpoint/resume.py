@@ -1,8 +1,8 @@
 """Saves checkpoints while training goes on, and continues from the newest one that is whole.
 
-One that is whole but not of this trainer (other conditions, another base, other shapes) is no damage: resuming stops
-and says what differs. But all checkpoints of a run are alike in that, so that one which differs while an older one fits
-was changed, hashes and all: it is left aside, too.
+A checkpoint that is whole but not of this trainer (other conditions, another base, other shapes) is not damaged:
+resuming stops and says what differs. All checkpoints of a run are alike in that, though: one that differs while an
+older one fits was changed together with its hashes, and is passed over like a damaged one.
 """
 
 import hashlib
@@ -61,9 +61,9 @@ class SavedCheckpoint:
 class Checkpointer(BackgroundWriter):
     """Saves at the interval, at the end and on request, and prunes.
 
-    Used as a context manager around the training: leaving it waits for what is under way, or gives it up if the
-    training failed. `on_saved` hears of every checkpoint that is durable, on the thread that made it so, and `on_left`
-    of what cannot be deleted of those that are not kept.
+    Used as a context manager around the training: leaving it waits for what is under way, or abandons it if the
+    training failed. `on_saved` is called for every durable checkpoint, on the thread that uploaded it, and `on_left`
+    with a message about each object that cannot be deleted.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Checkpointer(BackgroundWriter):
         self._author = author
         self._on_saved = on_saved
         self._on_left = on_left
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._work = BackgroundWork(gang=gang)
         self._is_async = config is not None and config.save_async
         self._uploading = gang.beside("checkpoints") if self._is_async else gang
@@ -96,13 +96,17 @@ class Checkpointer(BackgroundWriter):
         return self._config is not None and self._config.interval is not None and step % self._config.interval == 0
 
     def raise_failure(self) -> None:
-        """Raise what saving raised, if it has ended. Collective in a gang."""
+        """Raise what saving raised, if it has ended at every rank, without waiting. Collective in a gang."""
         self._work.finish_if_done()
 
     def save(
         self, state: dict[str, torch.Tensor], *, step: int, lineage: int, chain_hash: bytes, num_skipped: int = 0
     ) -> None:
-        """Begin to save version `step`, when the checkpoint before is saved. Collective in a gang."""
+        """Write version `step` to local scratch, then upload it in the background. Collective in a gang.
+
+        Waits first for the previous checkpoint, and raises what that raised. Without `save_async` the upload is waited
+        for, too.
+        """
         began = time.monotonic()
         self._work.finish()
         written = self._checkpoints.write(
@@ -129,7 +133,7 @@ class Checkpointer(BackgroundWriter):
             self._prune(self._config)
 
     def _prune(self, config: CheckpointConfig) -> None:
-        """Delete what retention does not keep. What was saved is saved, whatever becomes of that."""
+        """Delete checkpoints that retention does not keep; log a failure and pass it to `on_left`, raise nothing."""
         try:
             dropped, left = self._checkpoints.prune(config)
         except MillraceError as error:
@@ -140,8 +144,8 @@ class Checkpointer(BackgroundWriter):
         for step in dropped:
             logger.info("checkpoint deleted", extra={"step": step})
         for leftover in left:
-            if leftover.is_to_be_told and leftover.name not in self._told:
-                self._told.add(leftover.name)
+            if leftover.is_to_be_told and leftover.name not in self._reported:
+                self._reported.add(leftover.name)
                 self._on_left(str(leftover))
 
 
@@ -180,10 +184,10 @@ def resume(
     author: Author,
     more: Mapping[str, torch.Tensor] = _NOTHING,
 ) -> Resumed:
-    """Fill model and optimizer, and `more` tensors by name, from the newest checkpoint that is whole.
+    """Fill model, optimizer and `more` tensors by name from the newest whole checkpoint. Collective in a gang.
 
-    If there is none they stay as they are. A strict `author` takes none that it would not have written itself.
-    Collective in a gang.
+    If there is no whole one they stay as they are. A strict `author` accepts only checkpoints of its own conditions.
+    Raises InvalidStateError if checkpoints are whole, but none fits this trainer.
     """
 
     def restore_one(manifest: CheckpointManifest) -> None:
@@ -206,10 +210,11 @@ def first_whole(
     gang: Gang,
     at_most: int | None = None,
 ) -> Resumed:
-    """Return the newest checkpoint (at most step `at_most`) that `use` accepts; the later ones are damaged.
+    """Call `use` with the manifests of checkpoints, newest first, until it raises nothing; return that one.
 
-    `use` raises at every rank of a gang: CorruptObjectError for one that is damaged, InvalidStateError for one that is
-    not of this trainer. Where none fits, the newest InvalidStateError is raised.
+    `use` raises CorruptObjectError for a damaged checkpoint and InvalidStateError for one that is not of this trainer,
+    at every rank alike. Refused ones are noted as damaged. If none is accepted, the newest InvalidStateError is raised;
+    without any, `manifest` is None. Steps after `at_most` are not tried.
     """
     damaged: list[DamagedCheckpoint] = []
     differing: list[InvalidStateError] = []
@@ -257,9 +262,9 @@ def restore(
 
 
 def require_batches(store: ObjectStore, names: Names, found: Resumed, *, first: int, gang: Gang) -> None:
-    """Raise CorruptObjectError unless the batches that lead from step `first` to the damaged checkpoints are kept.
+    """Raise CorruptObjectError if a chunk is missing of a batch from step `first` to the newest damaged checkpoint.
 
-    Without damaged checkpoints nothing is looked at. Collective in a gang.
+    Checks nothing without damaged checkpoints. Rank 0 reads the log. Collective in a gang.
     """
     with agreed(gang):
         newest = found.damaged[0].step if found.damaged and gang.is_leader else first
@@ -279,7 +284,7 @@ def require_batches(store: ObjectStore, names: Names, found: Resumed, *, first: 
 
 
 def describe(found: Resumed) -> str:
-    """Describe the damaged checkpoints."""
+    """Return the damaged checkpoints with the reason of each, as text."""
     return "; ".join(f"checkpoint {each.step}: {each.why}" for each in found.damaged)
 
 

@@ -106,7 +106,7 @@ class CheckpointStore:
         return self._store.uri(newest_revision(self._store, self._key(step)))
 
     def note_damaged(self, step: int) -> None:
-        """Note that a step's checkpoint cannot be used: it no longer counts as kept and is written again."""
+        """Note that a step's checkpoint cannot be used: `prune` does not count it, and `write` writes it again."""
         self._damaged.add(step)
 
     def write(
@@ -119,10 +119,10 @@ class CheckpointStore:
         author: Author,
         num_skipped: int = 0,
     ) -> "WrittenCheckpoint":
-        """Write what every rank holds of the state to its local scratch; `commit` makes a checkpoint of it.
+        """Write what every rank holds of the state to its local scratch; `commit` uploads it. Collective in a gang.
 
-        Nothing is written where the step's checkpoint exists and follows the same batches. ConflictError if the one
-        that exists is of another history or config. Collective in a gang.
+        Writes nothing if the step's checkpoint exists and has the same `chain_hash`. Raises ConflictError if the one
+        that exists is of another history or config.
         """
 
         def look() -> list[str]:
@@ -162,8 +162,8 @@ class CheckpointStore:
     def commit(self, written: "WrittenCheckpoint", *, gang: Gang) -> CheckpointManifest:
         """Upload what was written and commit it; `gang` is that of the thread that calls. Collective in a gang.
 
-        Every rank uploads its own files; rank 0 collects their hashes and writes the manifest when all are there.
-        ConflictError as `write` does.
+        Every rank uploads its own files; rank 0 collects their hashes and writes the manifest when all are there. The
+        local files are deleted. Raises ConflictError as `write` does.
         """
         if written.shards is None:
             return written.manifest
@@ -184,8 +184,8 @@ class CheckpointStore:
     def load(self, manifest: CheckpointManifest, state: dict[str, torch.Tensor]) -> None:
         """Fill `state` in place from a checkpoint. Collective in a gang.
 
-        Everything that any rank reads is verified at all of them before the first element is written:
-        CorruptObjectError, the same at every rank, leaves the state as it was.
+        Every rank downloads and verifies its files before any rank writes an element: a CorruptObjectError, which
+        every rank raises, leaves the state as it was.
         """
         with contextlib.ExitStack() as owned:
             with agreed(self._gang):
@@ -196,11 +196,11 @@ class CheckpointStore:
                 load_shards(state, directory, index)
 
     def prune(self, config: CheckpointConfig) -> tuple[list[int], list[Leftover]]:
-        """Delete checkpoints that the config does not keep; return the steps of those that are gone, and what stays.
+        """Delete checkpoints that the config does not keep; return the steps deleted, and the objects that stay.
 
-        Those that are known to be damaged are neither counted nor deleted. What an earlier deletion, or an upload that
-        was never committed, has left of steps before the newest one goes, too. After some objects that cannot be
-        deleted the rest waits for the next time. Raises what listing raises.
+        Does nothing without `keep_last`. Checkpoints known to be damaged are neither counted nor deleted. Remains of
+        earlier deletions, and of uploads that were never committed, are deleted up to the newest step. Stops after
+        `_MAX_LEFT` objects that cannot be deleted. Raises what listing raises.
         """
         if config.keep_last is None:
             return [], []
@@ -237,7 +237,11 @@ class CheckpointStore:
         return self._names.checkpoint_manifest(step)
 
     def _look(self, step: int, *, chain_hash: bytes, run_hash: str) -> tuple[str, CheckpointManifest | None]:
-        """Return the key for committing a step, and the usable checkpoint committed there, if any."""
+        """Return the manifest key to commit a step under, and the usable checkpoint that is committed there, or None.
+
+        A damaged checkpoint counts as None, and the key is then that of its next revision. Raises ConflictError if a
+        usable one is of another history or config.
+        """
         if (key := find_newest(self._store, self._key(step))) is None:
             return self._key(step), None
         try:
@@ -291,7 +295,7 @@ class CheckpointStore:
             ) from error
 
     def _fetch(self, manifest: CheckpointManifest, names: Collection[str], directory: Path) -> None:
-        """Download the files of these names, and verify them."""
+        """Download the files of these names into `directory`, and verify size and sha256 of each."""
         wanted = [item for item in manifest.objects if item.name in names]
         size = sum(item.size_bytes for item in wanted)
         with progress.work(Activity.RESTORE, f"checkpoint {manifest.step}", total=size, waits_on="object store"):
@@ -307,7 +311,7 @@ class CheckpointStore:
                 _require_hash(_file_sha256(path), item, uri=self._store.uri(item.key))
 
     def _require_ours(self, manifest: CheckpointManifest, *, chain_hash: bytes, run_hash: str) -> CheckpointManifest:
-        """Return the committed manifest if it belongs to the history that this trainer has trained on."""
+        """Return `manifest`; raise ConflictError unless it has this trainer's chain hash and run hash."""
         expected = {"chain_hash": chain_hash.hex(), "run_hash": run_hash}
         wrong = {name: [found, ours] for name, ours in expected.items() if (found := getattr(manifest, name)) != ours}
         if wrong:

@@ -25,11 +25,12 @@ def estimate(
     prefix: str = "trainer.",
     on_trial: Callable[[], None] = lambda: None,
 ) -> Estimate:
-    """Estimate the memory of a run and, above `gpu_memory` GiB less `reserve`, find keys that reduce it.
+    """Simulate a step to estimate the memory of a run and, if it exceeds the limit, try keys that reduce it.
 
-    `prefix` is what is before the keys of the section in the file; `on_trial` hears that another step begins.
-    NotFoundError (MODEL_NOT_FOUND) if there is no such config, or none that transformers knows; InvalidSpecError for
-    ranks that a run would not start with.
+    The limit is `gpu_memory` less `reserve`, in GiB. `mfu` and `tflops` (a GPU's peak) serve only for the speed.
+    `prefix` is put before the section's keys in messages; `on_trial` is called before each simulated step. Raises
+    NotFoundError (MODEL_NOT_FOUND) if transformers has no such model, and InvalidSpecError for a number of ranks that a
+    run would not start with.
     """
     model_config = load_config(config.model.name)
     require_layout(config.model, model_config.to_dict(), world_size=max(num_gpus, 1), prefix=f"{prefix}model")
@@ -64,7 +65,10 @@ def estimate(
 
 
 def load_config(name: str) -> Any:
-    """Load the Hugging Face config of a causal model, by directory or Hub id, without the weights."""
+    """Load the Hugging Face config of a causal model, by directory or Hub id, without the weights.
+
+    Raises NotFoundError if it cannot be read or is not of a causal language model.
+    """
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -96,7 +100,10 @@ _MOST_GPUS = 1024
 
 
 def trials(config: TrainerConfig, *, num_gpus: int, limit: int, simulate: Simulate, prefix: str) -> Iterator[Trial]:
-    """Yield changes up to the first that fits into `limit` bytes: each key alone, then cumulatively, then more GPUs."""
+    """Simulate and yield changes up to the first that fits into `limit` bytes.
+
+    They are each key alone, then the keys cumulatively, then all of them with twice as many GPUs, and so on.
+    """
     changes = list(_changes(config, num_gpus=num_gpus, prefix=prefix))
     for key, update in changes:
         trial = _trial((key,), simulate(_changed(config, update), num_gpus), limit)
@@ -125,7 +132,7 @@ def _trial(keys: tuple[str, ...], simulated: Simulated, limit: int) -> Trial:
 
 
 def _changes(config: TrainerConfig, *, num_gpus: int, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the unused savings: each key as one writes it, with the update of its section."""
+    """Yield each setting that saves memory and is not in use: as written in a config, and the fields to update."""
     model = config.model
     if model.ac is None:
         selective = ActivationCheckpointConfig(mode="selective")

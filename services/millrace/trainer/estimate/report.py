@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 KINDS: tuple[str, ...] = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
-"""What memory is for. Buffers: the model's, and those that parameters and gradients are gathered and summed in."""
+"""The uses of memory. Buffers: the model's, and those that parameters and gradients are gathered and summed in."""
 
 _GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A change of the run, as one writes it, and the peak in bytes that it leads to."""
+    """A change of the run, as keys of its config, and the peak in bytes that it leads to."""
 
     keys: tuple[str, ...]
     peak: int
@@ -77,7 +77,7 @@ class Estimate:
         }
 
     def lines(self) -> list[str]:
-        """Return the estimate as people read it."""
+        """Return the estimate as lines of text for people."""
         devices = f"{self.num_gpus} GPU{'s' if self.num_gpus > 1 else ''}" if self.num_gpus else "one process on a CPU"
         rows = [f"{kind:<12} {_gib(self.device.get(kind, 0)):>9}{_beside(self.host.get(kind, 0))}" for kind in KINDS]
         return [

@@ -1,7 +1,7 @@
 """One training step on fake tensors: the trainer's own code on a model of which only the config exists.
 
-Where all blocks are alike, steps of two short models tell what a block adds, and the rest is arithmetic: every kind
-grows by the same number of bytes per block. A unit test holds both equal.
+If all blocks are alike, steps of two short models show what a block adds, and a long model is extrapolated: every kind
+of memory grows by the same number of bytes per block. A unit test compares that with a step of the whole model.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ from millrace.trainer.model.mesh import RankLayout
 from millrace.trainer.model.pretrained import resolve_compute_dtype, resolve_publish_dtype
 
 _FIRST = 8
-"""Tokens of a first micro-batch, which is there for its gradients: from the second one on they are held beside it."""
+"""Tokens of a first micro-batch, which only makes gradients: they are held while the second one is computed."""
 _SHORT = (3, 5)
 """Number of blocks of the small models from which a long one is extrapolated."""
 _CPU = torch.device("cpu")
@@ -89,7 +89,10 @@ class Simulated:
 
 
 def simulate(config: TrainerConfig, model_config: Any, *, num_gpus: int) -> Simulated:
-    """Simulate the memory that a step takes at rank 0 of `num_gpus`; 0 is one process on a CPU."""
+    """Simulate the memory that a step takes at rank 0 of `num_gpus`; 0 is one process on a CPU.
+
+    A long model of equal blocks is extrapolated from two short ones.
+    """
     blocks = model_config.get_text_config().num_hidden_layers
     if blocks <= max(_SHORT) or not _has_equal_blocks(config, model_config):
         return simulate_whole(config, model_config, num_gpus=num_gpus)
@@ -98,9 +101,9 @@ def simulate(config: TrainerConfig, model_config: Any, *, num_gpus: int) -> Simu
 
 
 def simulate_whole(config: TrainerConfig, model_config: Any, *, num_gpus: int) -> Simulated:
-    """Take a step, whose last micro-batch is as full as it may be, as rank 0 of `num_gpus`; 0 is one process on a CPU.
+    """Simulate a step with a full micro-batch on fake tensors, as rank 0 of `num_gpus`; 0 is one process on a CPU.
 
-    `auto` is what it is on such devices, but the tensors are on none.
+    Settings of `auto` resolve as they do on such devices, though no tensor is on one.
     """
     kind = torch.device("cuda" if num_gpus else "cpu")  # a name for what `auto` means
     compute_dtype = resolve_compute_dtype(config.model, device=kind)
@@ -149,11 +152,11 @@ _Storages = dict[int, tuple[weakref.ref[torch.UntypedStorage], str, int]]
 
 
 class Ledger(TorchDispatchMode):
-    """In this block floating-point tensors that are made of nothing are fake, and so is what is computed from them.
+    """A mode in which new floating-point tensors are fake, so that memory is counted and nothing computed.
 
     Integers are real, because models look at positions and masks. A number that is read from a fake tensor is 1.
-    Bytes are counted under `kind` at the time they are allocated, until their storage dies; `peak` are those of the
-    moment when most was held, of all but the kinds `elsewhere`.
+    Bytes are counted under the `kind` of the moment at which they are allocated, until their storage is freed. `peak`
+    are the bytes of the moment when most was held; kinds `elsewhere` do not count for finding it.
     """
 
     def __init__(self) -> None:
@@ -183,7 +186,7 @@ class Ledger(TorchDispatchMode):
         self._look()
 
     def rename(self, tensors: Iterable[torch.Tensor | None], kind: str) -> None:
-        """Count tensors as of another kind from now on."""
+        """Count the storage of these tensors under `kind` from now on; None is skipped."""
         for tensor in tensors:
             if tensor is None:
                 continue
@@ -196,7 +199,7 @@ class Ledger(TorchDispatchMode):
         return self._fake
 
     def unseen(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context that the ledger does not see."""
+        """Return a context in which the ledger neither fakes nor counts tensors."""
         return _disable_current_modes()
 
     @contextlib.contextmanager
@@ -217,7 +220,7 @@ class Ledger(TorchDispatchMode):
             torch.UntypedStorage.resize_ = resize  # pyright: ignore[reportAttributeAccessIssue]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute an operation, or let its shapes be computed, and count what it allocated."""
+        """Do an operation, on fake tensors for its shapes only, and count the storage that it allocated."""
         if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
             return args[0].fake_device
         kwargs = kwargs or {}
@@ -283,7 +286,7 @@ def _grouped(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor | None 
 
 
 def _is_floating(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a factory makes numbers, or buffers of bytes for them, rather than indices or masks."""
+    """Return whether a function without tensor arguments makes floats, or bytes to hold them, not indices or masks."""
     if func.overloadpacket is _aten.arange and kwargs.get("dtype") is None:
         return any(isinstance(each, float) for each in args)
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
@@ -297,7 +300,10 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _step(
     learner: Learner, micro_batches: Sequence[MicroBatch], ledger: Ledger, *, kind: torch.device
 ) -> tuple[Mapping[str, int], ...]:
-    """Run forward and backward of the micro-batches and the optimizer's step; return the peak of each."""
+    """Take a step; return the bytes by kind at the peak of forward and backward, and at that of the optimizer's step.
+
+    `kind` is the device whose chunk sizes are used.
+    """
     ledger.forget_peak()
     head = learner.model.get_output_embeddings()  # pyright: ignore[reportCallIssue] - a model of transformers
     loss_divisor = divisor(learner.config.loss, num_tokens=micro_batches[-1].num_rl_tokens, num_samples=1)
@@ -339,7 +345,7 @@ def _has_equal_blocks(config: TrainerConfig, model_config: Any) -> bool:
 
 
 def _cut(model_config: Any, blocks: int) -> Any:
-    """Return the config with fewer blocks."""
+    """Return a copy of the config with `blocks` blocks."""
     cut = copy.deepcopy(model_config)
     text = cut.get_text_config()
     text.num_hidden_layers = blocks
@@ -349,7 +355,7 @@ def _cut(model_config: Any, blocks: int) -> Any:
 
 
 def _grown(small: Simulated, large: Simulated, *, factor: float) -> Simulated:
-    """Extrapolate: `small` plus `factor` times the difference from `small` to `large`."""
+    """Return `small` plus `factor` times the difference from `small` to `large`, field by field."""
 
     def grow(one: Any, other: Any) -> Any:
         return type(one)(one + factor * (other - one))
@@ -431,7 +437,7 @@ def _micro_batches(config: TrainerConfig, *, vocabulary: int) -> list[MicroBatch
 
 @contextlib.contextmanager
 def _gang(world_size: int) -> Iterator[Gang]:
-    """Rank 0 of a gang whose other ranks are not there: what it receives has the right shape."""
+    """Make rank 0 of a gang without other ranks: what it receives has the right shape and any value."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         yield Gang(rank=0, world_size=world_size, device=_CPU)

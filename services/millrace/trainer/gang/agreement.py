@@ -1,7 +1,7 @@
-"""What fails at one rank fails at all of them, with the same error, and the roll call that names a late rank.
+"""Agreement among ranks: an error of one rank is raised at all of them; and the roll call that names a late rank.
 
-What ranks tell each other is plain data: bytes as they are, everything else as JSON, an error as a status. After JSON
-a tuple is a list.
+Ranks exchange plain data: bytes as they are, everything else as JSON, an error as a status. After JSON a tuple is a
+list.
 """
 
 import contextlib
@@ -26,19 +26,19 @@ from millrace.telemetry import waits
 
 # The roll call: which rank holds up the gang.
 #
-# A collective returns when every rank has come, and says nothing of who is missing. So every rank shows itself in the
-# store through which torchrun brought the gang together, from a thread of its own; rank 0 looks, and registers a wait
-# for each rank that does not show itself (it is stopped, or its machine is gone), or that waits for something of its
-# own. A rank that failed amid a step, where the others wait for it, shows its error in the same way: rank 0 reports
-# it.
+# A collective returns when every rank has joined it, and does not say which one is missing. So a thread of every rank
+# writes a sign of life into the store through which torchrun brought the gang together. Rank 0 reads the signs, and
+# registers a wait for each rank that shows none (it is stopped, or its machine is gone), or that waits for something
+# outside of collectives. A rank that failed amid a step, where the others wait for it, puts its error into its sign:
+# rank 0 reports it.
 
 PEERS = "the other ranks of the gang"
 """What a rank waits for in a collective."""
 PERIOD_S = 1.0
 SILENT_LOOKS = 8
-"""Looks without a sign after which a rank is named. Looks are counted, not seconds: who was frozen looks at nobody."""
+"""Checks without a new sign after which a rank is named. A rank 0 that was frozen has not checked meanwhile."""
 OWN_WAIT_S = 10.0
-"""Age from which a rank's own wait is shown to the others."""
+"""Age from which a rank's wait outside of collectives is in its sign of life."""
 _DEADLINE_S = 20.0  # a wait that is overdue is the one that `millrace run why` follows
 STORE_S = 10.0
 """Bound of one request to the store."""
@@ -49,7 +49,7 @@ _MAX_SHOWN_BYTES = 16_000  # JSON takes up to six bytes for a character
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a rank gave the run up."""
+    """The error with which a rank gave up the run."""
 
     rank: int
     reason: str
@@ -69,10 +69,10 @@ class _Seen:
 
 
 class RollCall:
-    """This rank's part of it: shows itself, and at rank 0 looks at the others. One per process of a gang."""
+    """A thread that writes this rank's sign of life and, at rank 0, reads the others'. One per process of a gang."""
 
     def __init__(self, store: Store, *, rank: int, world_size: int) -> None:
-        """Take `store`, used by nothing else, so that a request waits for no other thread's."""
+        """Take a `store` that nothing else uses, so that a request waits for no other thread's; limit its requests."""
         store.set_timeout(timedelta(seconds=STORE_S))
         self._store = store
         self._rank = rank
@@ -84,20 +84,20 @@ class RollCall:
         self._thread = threading.Thread(target=self._run, name="roll-call", daemon=True)
 
     def start(self) -> None:
-        """Show this rank, so that it can be described from the first moment on, and go on in a thread."""
+        """Write the first sign of life, and start the thread that writes the next ones."""
         self._store.set(_key(self._rank), _shown(0, None))
         self._thread.start()
 
     def show_failure(self, *, reason: str, message: str) -> None:
-        """Show from the next sign on why this rank gives the run up."""
+        """Put the error with which this rank gives up the run into its next signs of life."""
         self._failure = Failure(self._rank, reason, message[:_LONGEST_MESSAGE])
 
     def watch_failures(self, on_failure: OnFailure) -> None:
-        """Call back at rank 0, in the roll call's thread, with each failure of another rank at every check."""
+        """Set the function that rank 0's thread calls, again at every check, with each failure of another rank."""
         self._on_failure = on_failure
 
     def stop(self) -> None:
-        """End, and return when the thread has, which may take until the bound of a request to the store.
+        """Stop the thread and wait for its end, at most the bound of a request to the store.
 
         A process that exits while one of its threads is inside torch is aborted: the thread cannot return to Python.
         """
@@ -122,7 +122,10 @@ class RollCall:
             seen.wait.over()
 
     def _look(self, peer: int, seen: _Seen) -> None:
-        """Register the wait for a rank that holds the gang up, or end it."""
+        """Read a rank's sign of life; register a wait for it if it is silent or waits itself, else end that wait.
+
+        Calls `on_failure` if the sign has a failure.
+        """
         shown = self._store.get(_key(peer)) if self._store.check([_key(peer)]) else b""
         seen.missed = 0 if shown != seen.shown else seen.missed + 1
         seen.shown = shown
@@ -143,7 +146,7 @@ def _key(rank: int) -> str:
 
 
 def _shown(count: int, failure: Failure | None) -> str:
-    """Encode a rank's sign of life, with a new count each time."""
+    """Encode this rank's sign of life: `count`, process, host, longest wait outside of collectives, and `failure`."""
     sign = {"count": count, "pid": os.getpid(), "host": socket.gethostname(), "wait": next(_own_waits(), "")}
     return json.dumps(sign if failure is None else {**sign, "failure": asdict(failure)})
 
@@ -185,7 +188,7 @@ _MAX_JSON_BYTES = 1 << 30  # the pieces of a version that very many ranks made
 
 
 class Agreeing(Protocol):
-    """What is needed of a gang; `distributed.Gang` is one."""
+    """The part of `distributed.Gang` that `agreed` needs."""
 
     def agree(self, work: Callable[[], None]) -> list[None]:
         """Return the results of `work` at every rank; raise at all ranks if it raises at one."""
@@ -194,7 +197,10 @@ class Agreeing(Protocol):
 
 @contextlib.contextmanager
 def agreed(gang: Agreeing) -> Iterator[None]:
-    """Run `Gang.agree` without results on the block, which has no collectives of its own. Collective at its end."""
+    """Raise at every rank, at the block's end, if the block raised at one. Collective at its end.
+
+    The block must have no collectives of its own.
+    """
     failure: BaseException | None = None
     try:
         yield
@@ -209,7 +215,7 @@ def agreed(gang: Agreeing) -> Iterator[None]:
 
 
 def encode_result(work: Callable[[], Any], *, rank: int) -> tuple[bytes, BaseException | None]:
-    """Run `work` and return the message for the other ranks and the exception raised, if any."""
+    """Run `work`; return the message for the other ranks, and what it raised, or None. Raise nothing."""
     try:
         value = work()
         row = _BYTES + value if isinstance(value, bytes) else _JSON + json.dumps(value).encode()

@@ -1,8 +1,8 @@
 """The device that a rank computes on: the GPU that was asked for, or an error that says why there is none.
 
-Nothing falls back to a CPU in silence. A GPU is asked for by `MILLRACE_TRAINER_DEVICE=cuda`, which the local stack, the
-chart and compose set where they give the trainer one; `auto`, the default, asks for one where
-the machine shows one and torch is built for CUDA: a laptop with a GPU and a CPU wheel trains on the CPU.
+Nothing falls back to a CPU silently. `MILLRACE_TRAINER_DEVICE=cuda` requires a GPU; the local stack, the chart and
+compose set it if they give the trainer one. `auto`, the default, requires one if the machine has one and torch is built
+for CUDA: a laptop with a GPU and a CPU wheel trains on the CPU.
 """
 
 import hashlib
@@ -27,10 +27,10 @@ _DRIVER = Path("/sys/module/nvidia/version")
 
 
 def choose_device(environ: Mapping[str, str] = os.environ, *, gpu: Path = _GPU, driver: Path = _DRIVER) -> torch.device:
-    """Choose the device of this rank; raise InvalidStateError (GPU_UNUSABLE) if the requested GPU cannot be used.
+    """Choose the device of this rank from MILLRACE_TRAINER_DEVICE, LOCAL_RANK and CUDA_VISIBLE_DEVICES.
 
-    `gpu` and `driver` are what the kernel shows of a GPU and of its driver's version. InvalidSpecError for a choice
-    that is none.
+    `gpu` and `driver` are the kernel's files that show a GPU and its driver's version. Raises InvalidStateError
+    (GPU_UNUSABLE) if a GPU is required and cannot be used, and InvalidSpecError for an unknown choice.
     """
     choice = environ.get(VARIABLE) or "auto"
     if choice not in CHOICES:
@@ -48,14 +48,14 @@ def choose_device(environ: Mapping[str, str] = os.environ, *, gpu: Path = _GPU, 
 
 
 def release_unused(device: torch.device) -> None:
-    """Return the allocator's free memory to the device; a CPU's allocator keeps none."""
+    """Give the allocator's unused memory back to the GPU, after all queued work; do nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
 
 
 def release_after_failure(device: torch.device) -> None:
-    """Release the device after a failed job; ignore errors of the device, which may be broken itself."""
+    """Give unused memory back after a failed job; only log an error of the device, which may be broken itself."""
     try:
         release_unused(device)
     except RuntimeError:
@@ -87,18 +87,18 @@ def _unusable(environ: Mapping[str, str], *, local_rank: int, found: int, driver
 
 
 def resolve_determinism(choice: str, *, is_compiled: bool) -> str:
-    """Resolve `auto` to best effort where blocks are compiled, and leave other choices as they are.
+    """Return "best_effort" for `auto` if blocks are compiled, else `choice` as it is.
 
-    Compiled kernels depend on which shapes came first, and on whether the compiler worked at all, which another start
-    may answer otherwise. The config refuses `strict` there.
+    Compiled kernels depend on which shapes came first, and on whether the compiler worked at all, which may differ at
+    another start. The config refuses `strict` together with compiled blocks.
     """
     return "best_effort" if is_compiled and choice == "auto" else choice
 
 
 def set_determinism(choice: str, *, seed: int, device: torch.device) -> bool:
-    """Make torch repeat itself bit for bit if asked to (`auto`: on a CPU); return whether it does.
+    """Make torch deterministic for "strict", or for "auto" on a CPU; seed it in any case. Return whether it is.
 
-    The number of threads is part of it, because it decides the order of sums: OMP_NUM_THREADS, else 1.
+    Sets the number of threads on a CPU, because it decides the order of sums: OMP_NUM_THREADS, else 1.
     """
     is_strict = choice == "strict" or (choice == "auto" and device.type == "cpu")
     if device.type == "cpu":
@@ -113,13 +113,13 @@ def set_determinism(choice: str, *, seed: int, device: torch.device) -> bool:
 
 
 def seed_rank(seed: int, *, rank: int) -> None:
-    """Give each rank its own random numbers; until then all ranks share them, to load the same model."""
+    """Set torch's seed, differently at each rank; before, all ranks have one seed, so that they make the same model."""
     torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{rank}".encode()).digest()[:8]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomState:
-    """Where the generators are that a computation on a device draws from: the host's, and that of a GPU."""
+    """The states of the random generators that a computation on a device draws from: the host's, and that of a GPU."""
 
     device: torch.device
     host: torch.Tensor

@@ -1,7 +1,7 @@
 """The gang: the processes that `torchrun` starts to train one model together, or this process alone.
 
-With one process nothing here communicates. With several, parameters are sharded with FSDP2
-and rank 0 alone holds the run's lease, writes its log and tells the others what to do, as plain data, never as pickles.
+With one process nothing here communicates. With several, parameters are sharded with FSDP2. Rank 0 alone holds the
+run's lease, writes its log and sends the others its decisions, as plain data, never as pickles.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 # Rank 0 broadcasts at least every few seconds while it waits, so a silent peer is dead long before this.
 _COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-_QUIET_S = 5.0  # a collective that lasts longer shows itself as a wait
+_QUIET_S = 5.0  # a collective that lasts longer is reported as a wait
 
 
 class Gang:
@@ -61,16 +61,15 @@ class Gang:
         """Whether the process group is ended with this gang; a process alone makes one when FSDP needs it."""
 
     def lay_out(self, layout: RankLayout) -> None:
-        """Share the next models like this."""
+        """Set how the ranks share the models that `shard` is called with from now on."""
         for gang in (self, *self._beside.values()):
             gang.layout = layout
 
     def beside(self, purpose: str) -> "Gang":
-        """Return the same gang on separate connections, for a thread beside the main one; one for each purpose.
+        """Return this gang with connections of its own, for a thread beside the main one; a cached one per `purpose`.
 
-        The first call of a purpose is collective.
-
-        Collectives of one group must come in one order at every rank; two threads cannot keep one.
+        The first call for a purpose is collective. Threads need separate connections because the collectives of one
+        group must come in the same order at every rank.
         """
         if self.is_alone:
             return self
@@ -84,7 +83,10 @@ class Gang:
 
     @classmethod
     def join(cls, environ: Mapping[str, str] = os.environ) -> Self:
-        """Join the gang that torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK) describe; alone without them."""
+        """Join the gang that torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK) describe; without them, be alone.
+
+        Chooses this rank's device, makes the process group, and starts the roll call and the watch over other ranks.
+        """
         device = choose_device(environ)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -122,8 +124,8 @@ class Gang:
     def agree(self, work: Callable[[], T]) -> list[T]:
         """Run `work`, which has no collectives, at every rank and return the results of all ranks in order.
 
-        T is plain data (`agreement`). If `work` raises anywhere, every rank raises the error of the lowest rank where
-        it did, of the same class; what is none of ours reaches the others as UnavailableError.
+        T is plain data (`agreement`). If `work` raises at any rank, every rank raises the error of the lowest such
+        rank; an error that is no MillraceError is UnavailableError at the others.
         """
         mine, failure = agreement.encode_result(work, rank=self.rank)
         if failure is not None and self.is_alone:
@@ -145,7 +147,7 @@ class Gang:
         return agreement.decode_result(row)
 
     def broadcast(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes, at every rank; the others pass None."""
+        """Return rank 0's bytes at every rank; the others pass None."""
         return self._broadcast_from(0, data or b"")
 
     def gather(self, data: bytes) -> list[bytes]:
@@ -169,11 +171,11 @@ class Gang:
         self.sum([0.0])
 
     def shard(self, model: nn.Module, sharding: Sharding) -> nn.Module:
-        """Move the model to this rank's device and share it as the layout says: layers, experts, rows; FSDP2 by block.
+        """Move the model to this rank's device and cut it as the layout says: layers, experts, rows; FSDP2 by block.
 
-        FSDP casts as well: what is computed in another format than float32 is the same for one process and for many,
-        so that one process is a gang of one there. Gradients are summed over the ranks. FSDP moves block after block
-        and keeps its share: unless layers are cut, a GPU never holds more than the shares and one block whole.
+        Gradients are summed over the ranks. A process alone uses FSDP only if `sharding` needs it, for instance to
+        compute in another format than float32, since FSDP does the casts. FSDP moves block after block and keeps its
+        share: unless layers are cut, a GPU never holds more than the shares and one whole block.
         """
         arguments = sharding.arguments(self.device)
         if self.is_alone:
@@ -205,16 +207,16 @@ class Gang:
         return model
 
     def _shard_experts(self, model: nn.Module, sharding: Sharding) -> None:
-        """Share out experts over ep, and cut each rank's over the ranks that are left of those that shard."""
+        """Split the experts over the ranks of ep, and shard each rank's experts over the other sharding ranks."""
         mesh = self._mesh(self.layout.expert_mesh)
         arguments = {**sharding.arguments(self.device), "mesh": self.layout.expert_data_mesh(mesh)}
         for experts in cut_experts(model, mesh[EXPERT]):
             fully_shard(experts, reshard_after_forward=sharding.reshards_after_forward is not False, **arguments)
 
     def _mesh(self, make: Callable[[torch.device], DeviceMesh]) -> DeviceMesh:
-        """Return a cached mesh of the layout; every side has a process group with threads, so meshes are shared.
+        """Return the mesh that `make` makes for the layout, made once per layout and function.
 
-        It stays for good, because torch keeps what it computed for one mesh, groups and all, for every equal one.
+        Meshes are never dropped: each has process groups with threads, and torch caches by mesh what it computed.
         """
         key = (self.layout, make.__name__)
         if key not in self._meshes:
@@ -222,17 +224,17 @@ class Gang:
         return self._meshes[key]
 
     def show_failure(self, *, reason: str, message: str) -> None:
-        """Tell rank 0 why this rank gives the run up, without a collective: the others may be in one that lacks it."""
+        """Report to rank 0 why this rank gives up the run, without a collective, in which the others may be waiting."""
         if self._roll_call is not None:
             self._roll_call.show_failure(reason=reason, message=message)
 
     def watch_failures(self, on_failure: OnFailure) -> None:
-        """Call back at rank 0, in a separate thread, repeatedly, with each failure that another rank reports."""
+        """Set the function that rank 0 calls, in another thread and repeatedly, with each failure of another rank."""
         if self._roll_call is not None:
             self._roll_call.watch_failures(on_failure)
 
     def leave(self) -> None:
-        """End the process group, if this gang made it."""
+        """Stop the roll call and the watch over other ranks, and end the process group if this gang made it."""
         if self._roll_call is not None:
             self._roll_call.stop()
         if self._watch is not None:
@@ -262,7 +264,7 @@ class Gang:
 
 
 def _init_group(device: torch.device, store: Store, *, rank: int, world_size: int) -> None:
-    """Make the process group that torch takes where none is named."""
+    """Make torch's default process group: gloo on CPUs, NCCL as well if `device` is a GPU."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     bound = device if device.type == "cuda" else None  # NCCL connects at once, to this rank's GPU
     dist.init_process_group(
@@ -271,15 +273,15 @@ def _init_group(device: torch.device, store: Store, *, rank: int, world_size: in
 
 
 def _move_unless_empty(model: nn.Module, device: torch.device) -> None:
-    """Move a model that has its weights; one on the meta device is filled where it shall be."""
+    """Move a model to `device`, unless some parameter is on the meta device: that model is filled there later."""
     if not any(parameter.is_meta for parameter in model.parameters()):
         model.to(device)
 
 
 def _require_group(device: torch.device) -> bool:
-    """Make a process group of this process alone, unless it has one: FSDP needs it, and sends nothing over it.
+    """Make a process group of this process alone, unless there is one; return whether one was made.
 
-    Whether one was made.
+    FSDP needs it, and sends nothing over it.
     """
     if dist.is_initialized():
         return False
@@ -289,10 +291,10 @@ def _require_group(device: torch.device) -> bool:
 
 
 def _store_of_this_start(environ: Mapping[str, str]) -> Store:
-    """Return the rendezvous store of this start, separate from keys that a killed gang left.
+    """Return the rendezvous store, under a prefix for this start if all ranks are on this machine.
 
     torchrun (2.13) keeps one store over its restarts, in which a new rank finds the address of the dead one, and waits.
-    Its count of restarts tells the starts apart on one machine; over several machines each counts its own, and
+    Its count of restarts is the prefix. Several machines count separately: there
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun take a new store for every start.
     """
     store, _, _ = next(rendezvous("env://", timeout=_COLLECTIVE_TIMEOUT))
@@ -310,22 +312,22 @@ def _alone(device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (1,))
 
 
-# Ends a rank whose peer has died, even where it is blocked in C and hears no signal.
+# Ends a rank whose peer has died, even if it is blocked in C and handles no signal.
 #
-# A collective of NCCL does not see that a peer was killed: it spins, and Python runs no signal handler meanwhile. So
-# each rank says in the gang's store which process it is, and a thread of each looks whether the others on its machine
-# live. When one is gone that has not left in order, this rank has `GRACE_S` to fail by itself; then its communicators
-# are aborted, which makes the collective raise; where that does not help, the process ends. What started the gang
-# starts it anew. That a rank of another machine is gone is for torchrun's agents to see, which end all ranks.
+# A collective of NCCL does not notice that a peer was killed: it spins, and Python runs no signal handler meanwhile. So
+# each rank writes its process id into the gang's store, and a thread of each rank checks whether the processes on its
+# machine are alive. When one is gone without having left in order, this rank has `GRACE_S` to fail by itself; then its
+# communicators are aborted, which makes the collective raise; if that does not help, the process ends. What started the
+# gang restarts it. The death of a rank on another machine is noticed by torchrun's agents, which end all ranks.
 #
-# A rank that is stopped (SIGSTOP) lives; the roll call names it. While the store does not answer nobody is taken for
-# dead: where a rank hosts it, and not torchrun, what started the ranks sees the death of that one.
+# A rank that is stopped (SIGSTOP) is alive; the roll call names it. While the store does not answer no rank is taken
+# for dead: if a rank hosts the store, and not torchrun, what started the ranks sees the death of that rank.
 
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
 GRACE_S = 10.0
-"""How long a rank may take to fail by itself, and tell why, once a peer is dead."""
+"""How long a rank may take to fail by itself, and report why, once a peer is dead."""
 ABORT_S = 5.0
 """How long it may take from the abort of its communicators to its end."""
 EXIT_CODE = 1
@@ -335,13 +337,13 @@ _Process = tuple[int, int]
 
 
 def abort_communicators() -> None:
-    """Make every collective of NCCL that is under way raise; gloo's see a dead peer themselves."""
+    """Abort the process group, so that NCCL's collectives raise; do nothing without a GPU, as gloo raises by itself."""
     if dist.is_initialized() and torch.cuda.is_available():
         dist.distributed_c10d._abort_process_group()  # documented nowhere, and what torch's own restarts use
 
 
 class PeerWatch:
-    """Watches the ranks on this rank's machine. One per process of a gang."""
+    """A thread that ends this process if a rank on its machine died and this one is stuck. One per process."""
 
     def __init__(
         self,
@@ -352,7 +354,7 @@ class PeerWatch:
         abort: Callable[[], None] = abort_communicators,
         end: Callable[[int], object] = os._exit,
     ) -> None:
-        """Take `store`, used by nothing else, and `abort` and `end`, the last two means, in this order."""
+        """Take a `store` that nothing else uses; a stuck process calls `abort`, then `end` with its exit code."""
         store.set_timeout(timedelta(seconds=STORE_S))
         self._store = store
         self._rank = rank
@@ -364,13 +366,13 @@ class PeerWatch:
         self._thread = threading.Thread(target=self._run, name="peer-watch", daemon=True)
 
     def start(self) -> None:
-        """Say which process this rank is, and begin to watch, in a thread."""
+        """Write this rank's process into the store, and start the thread that watches the others."""
         own = {"pid": os.getpid(), "began": start_ticks(os.getpid()), "host": _machine()}
         self._store.set(_key(self._rank), json.dumps(own))
         self._thread.start()
 
     def leave(self) -> None:
-        """End in order: say so to the others, and return when the thread has ended (see `RollCall.stop`)."""
+        """Write into the store that this rank ends in order, and wait for the thread's end (see `RollCall.stop`)."""
         if not self._left.is_set():
             self._left.set()
             with contextlib.suppress(dist.DistError):  # the store ends with the rank that made it
@@ -382,14 +384,14 @@ class PeerWatch:
             try:
                 self._learn()
                 dead = next((rank for rank, process in self._here.items() if self._is_dead(rank, process)), None)
-            except dist.DistError:  # the roll call tells of it
+            except dist.DistError:  # the roll call reports it
                 continue
             if dead is not None:
                 self._fail(dead)
                 return
 
     def _learn(self) -> None:
-        """Learn which ranks are on this machine, as far as they have reported."""
+        """Read from the store which ranks are on this machine, as far as they have written it; skip damaged entries."""
         for rank in sorted(self._unknown):
             if not self._store.check([_key(rank)]):
                 continue
@@ -401,7 +403,7 @@ class PeerWatch:
                     self._here[rank] = (int(sign["pid"]), int(sign["began"]))
 
     def _is_dead(self, rank: int, process: _Process) -> bool:
-        """Return whether a rank's process is gone without a farewell."""
+        """Return whether a rank's process is gone, or another one has its id, and it has not left in order."""
         pid, began = process
         try:
             started = start_ticks(pid)  # 0 where it cannot be read, which says nothing of the process

@@ -1,6 +1,6 @@
 """From samples to micro-batches: what the loss is computed from sample by sample, and the rows that the model sees.
 
-A row of the model is one sample, or several one after the other (`plan`); the loss knows nothing of that, because
+A row of the model is one sample, or several one after the other (`plan`). The loss does not depend on that, because
 log-probs are put back to where their tokens are in the samples.
 
 Shape suffixes: B samples, T longest sample, R rows of the model, L longest row, N tokens whose log-probs are needed.
@@ -22,9 +22,9 @@ from millrace.trainer.losses.base import LossInputs, outside_support
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """How the tokens of a micro-batch were sampled: by W ways, and for each token which of them it was.
+    """The W different settings of temperature and truncation of a micro-batch, and the index of each token's setting.
 
-    A temperature of 0 (greedy) is 1 here without a cut: engines report log-probs like that, and cut nothing.
+    A temperature of 0 (greedy) is 1 here without truncation, because engines report log-probs like that.
     """
 
     way_BT: torch.Tensor
@@ -33,12 +33,13 @@ class Sampled:
     top_k_W: torch.Tensor
     min_p_W: torch.Tensor
     cuts_any: bool
-    """Whether any way left tokens out."""
+    """Whether any setting truncates the vocabulary."""
 
     @classmethod
     def of(cls, samples: Sequence[TrainSample], *, shape: tuple[int, int], device: torch.device) -> Self:
-        """Collect the ways of sampling of the samples' tokens, a row each; environments may name ranges with
-        their own way.
+        """Collect the settings of the samples, a row each of `shape` [B, T].
+
+        `own_sampling` of a sample has ranges of tokens with settings of their own.
         """
         places = {(1.0, FULL): 0}  # that of padding, too
         way_BT = np.zeros(shape, np.int64)
@@ -61,31 +62,31 @@ class Sampled:
         )
 
     def ways(self, places_N: torch.Tensor) -> torch.Tensor:
-        """Return the ways of the tokens at flat indices of [B, T]."""
+        """Return the indices of the settings of the tokens at flat indices of [B, T]."""
         return self.way_BT.reshape(-1)[places_N]
 
     def is_cut(self, ways_N: torch.Tensor) -> torch.Tensor:
-        """Return which of these ways sample from less than the whole vocabulary, bool [N]."""
+        """Return which of these settings sample from less than the whole vocabulary, bool [N]."""
         return ((self.top_p_W < 1) | (self.top_k_W > 0) | (self.min_p_W > 0))[ways_N]
 
     def kept(self, logprobs_NV: torch.Tensor, ways_N: torch.Tensor) -> torch.Tensor:
-        """Return which tokens could be sampled in these ways, bool [N, V]."""
+        """Return which tokens of the vocabulary could be sampled with these settings, bool [N, V]."""
         bounds = {"top_p": self.top_p_W[ways_N], "top_k": self.top_k_W[ways_N], "min_p": self.min_p_W[ways_N]}
         return kept_tokens(logprobs_NV, **bounds)
 
     def uncut(self) -> Self:
-        """Return the ways with the same temperatures over the whole vocabulary."""
+        """Return a copy that samples from the whole vocabulary at the same temperatures."""
         return replace(self, cuts_any=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRows:
-    """What the model computes, and where in it the log-probs are that the loss needs.
+    """The model's input, and where in its output the log-probs are that the loss needs.
 
-    Positions restart at every sample of a row, which is how the model tells them apart; a row that is padded to the
-    longest has one more sample of token 0 there, or, where every row is one sample, goes on in it. Padding is on the
-    right, where causal attention does not look. `scored_N` are the flat places of tokens in [B, T], `before_N` those
-    of the tokens before them in [R, L].
+    Positions restart at every sample of a row, by which the model tells samples apart. Padding is on the right, where
+    causal attention does not look: it is one more sample of token 0, or, if every row is one sample, continues that
+    sample. `scored_N` are the flat indices in [B, T] of the tokens that need a log-prob, `before_N` the flat indices
+    in [R, L] of the tokens before them.
     """
 
     token_ids_RL: torch.Tensor
@@ -99,7 +100,7 @@ class ModelRows:
         return bool((self.position_ids_RL[:, 1:] == 0).any())
 
     def widened(self, width: int) -> "ModelRows":
-        """Return the rows widened to `width` tokens: packed rows get one more sample of padding."""
+        """Return the rows padded to `width` tokens; packed rows get one more sample, other rows a longer one."""
         num_rows, before = self.token_ids_RL.shape
         if width == before:
             return self
@@ -160,8 +161,8 @@ class MicroBatch:
     ) -> LossInputs:
         """Return the loss's inputs, with entropy and reference if the loss uses them.
 
-        Tokens outside of what the truncation leaves under the trainer's policy are masked: they have no log-prob there.
-        Advantages that are log-ratios of a reference to the behaviour policy become those to the trainer's.
+        Tokens that the truncation excludes under the trainer's policy (log-prob -inf) are masked. Advantages that are
+        log-ratios of a reference to the behaviour policy become log-ratios to the trainer's policy (`reference_kl_B`).
         """
         is_outside_BT = outside_support(trainer_logprobs_BT)
         logprobs_BT = torch.where(is_outside_BT, self.inference_logprobs_BT, trainer_logprobs_BT)
@@ -201,19 +202,19 @@ class StepRows(Protocol):
 
     @property
     def digest(self) -> str:
-        """Return what says which rows they are."""
+        """Return a digest of the rows and of how they are tokenized."""
         ...
 
     def samples(self, step: int) -> list[TrainSample]:
-        """Return those of a step, with cross-entropy weights."""
+        """Return the rows of a step as samples with cross-entropy weights."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Minibatch:
-    """What one optimizer step learns from: this rank's share of it.
+    """This rank's part of what one optimizer step learns from.
 
-    `samples` has for each micro-batch the places of its samples in the header's sample table.
+    `samples` has for each micro-batch the indices of its samples in the header's sample table.
     """
 
     micro_batches: list[MicroBatch]
@@ -246,10 +247,10 @@ class BatchLayout:
 def build_micro_batch(
     samples: Sequence[TrainSample], *, seq_len: int, device: torch.device, rows: Rows | None = None
 ) -> MicroBatch:
-    """Build a micro-batch on `device`, each sample cut at `seq_len`; `rows` are indices into `samples`, one each by
-    default.
+    """Build a micro-batch on `device`, with each sample cut at `seq_len` tokens.
 
-    No samples give one row of two padding tokens with weight 0: it keeps this rank's collectives in step with the
+    `rows` has the indices into `samples` of each row of the model; by default each sample is a row. Without samples
+    the micro-batch is one row of two padding tokens with weight 0: it keeps this rank's collectives in step with the
     others' and contributes a zero gradient.
     """
     lengths = [min(len(sample.token_ids), seq_len) for sample in samples] or [2]
@@ -288,7 +289,7 @@ def build_micro_batch(
 
 
 def _lay(rows: Rows, lengths: Sequence[int], token_ids_BT: np.ndarray, needed_BT: np.ndarray) -> dict[str, np.ndarray]:
-    """Lay out the samples as the fields of `ModelRows`."""
+    """Return the fields of `ModelRows` for the samples; `rows` has their indices, `needed_BT` who needs a log-prob."""
     widths = [sum(lengths[place] for place in row) for row in rows]
     shape = (len(rows), max(widths))
     laid_RL, positions_RL = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -313,11 +314,14 @@ def _lay(rows: Rows, lengths: Sequence[int], token_ids_BT: np.ndarray, needed_BT
     }
 
 
-# Samples that come from no environment or data set: what a step costs depends on their lengths only.
+# Samples for measurements, from no environment or data set: the cost of a step depends on their lengths only.
 
 
 def fake_sample(length: int, *, vocabulary: int, of_rl: bool = True) -> TrainSample:
-    """Make a sample of `length` tokens, all but the first trained on, as sampled or as a completion to imitate."""
+    """Make a sample of `length` tokens, trained on as sampled tokens (`of_rl`) or else by cross-entropy.
+
+    `vocabulary` is the number of token ids.
+    """
     ones, zeros = np.ones(length, np.float32), np.zeros(length, np.float32)
     return TrainSample(
         token_ids=np.arange(length, dtype=np.int32) % vocabulary,

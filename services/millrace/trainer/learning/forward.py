@@ -22,18 +22,17 @@ from millrace.trainer.model.compiled import width_of
 from millrace.trainer.model.context_parallel import context_parallel_of, lengths_of_samples
 
 _CHANGES_LOGITS = WeakSet[nn.Module]()
-"""Models that do something to what their head gives (a softcap, a scale), or whose head is more than a linear layer."""
+"""Models that change their head's output (a softcap, a scale), or whose head is more than a linear layer."""
 
 
 def token_logprobs(
     model: nn.Module, micro_batch: MicroBatch, *, is_entropy_learned: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-prob of every token given the earlier ones, and the entropy of its distribution, both [B, T].
+    """Run the model; return each token's log-prob given the earlier ones, and its distribution's entropy, both [B, T].
 
-    Both are float32 under each token's temperature and truncation: a sampled token that the truncation leaves out under
-    this model has the log-prob -inf. Those of tokens that no loss needs, prompts and padding, are not computed: they
-    hold log(1/V) and log V, as column 0 does, which no token precedes. The entropy carries a gradient only where it is
-    learned.
+    Both are float32 under each token's temperature and truncation: a sampled token that the truncation excludes under
+    this model has the log-prob -inf. Tokens that no loss needs (prompts, padding, column 0) hold log(1/V) and log V.
+    The entropy has a gradient only if `is_entropy_learned`.
     """
     head, rows = _head_of(model), micro_batch.rows
     rows = rows.widened(width_of(model, rows.token_ids_RL.shape[1]))
@@ -60,7 +59,8 @@ def token_logprobs(
             _CHANGES_LOGITS.add(model)
             both_N2 = None
             given.clear()  # and what a backward would have needed, before all of it is computed again
-            drawn.restore()  # a process that knows the model already draws its dropout once
+            # A process that has the model in `_CHANGES_LOGITS` already draws its dropout once: draw the same here.
+            drawn.restore()
             return token_logprobs(model, micro_batch, is_entropy_learned=is_entropy_learned)
     else:
         both_N2 = _of_logits(targets.select(model(**arguments).logits).float(), targets)
@@ -77,10 +77,9 @@ def token_logprobs(
 def _kept(
     micro_batch: MicroBatch, scored_N: torch.Tensor, ways_N: torch.Tensor
 ) -> Callable[[int, torch.Tensor], torch.Tensor] | None:
-    """Return a function from scaled logits [N, V], from token `start` on, to the tokens that could be sampled, bool [N,
-    V].
+    """Return a function (start, scaled logits [N, V] from that token on) -> which tokens could be sampled, bool [N, V].
 
-    All of them where the policy sampled nothing, or nothing was cut; None if nothing was cut anywhere.
+    Where the policy sampled nothing, or without truncation, these are all. None if no token was truncated.
     """
     sampled = micro_batch.sampled
     if not sampled.cuts_any:
@@ -121,14 +120,14 @@ _SKETCHED = 2
 _sketched_as = ContextVar[str | None]("_sketched_as", default=None)
 
 _CUT = -1e30
-"""A logit that has no part in any sum, and whose product with its probability of 0 is 0."""
+"""A logit in place of -inf: its probability is 0, and the product of both is 0, not nan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """Which log-probs are asked of the head: those of the tokens that follow the flat places `places_N`.
+    """The log-probs that the head has to compute: of `labels_N`, each after the token at the flat index `places_N`.
 
-    `kept`, where distributions are cut, says of scaled logits [N, V] from token `start` on which could be sampled.
+    `kept` is what `_kept` returns.
     """
 
     places_N: torch.Tensor
@@ -138,7 +137,7 @@ class Targets:
     kept: Callable[[int, torch.Tensor], torch.Tensor] | None = None
 
     def select(self, rows_RLX: torch.Tensor) -> torch.Tensor:
-        """Select the rows at the given indices, [N, X]."""
+        """Return the rows of [R, L, X] at `places_N`, [N, X]."""
         return rows_RLX.flatten(0, 1).index_select(0, self.places_N)
 
 
@@ -146,7 +145,7 @@ class Targets:
 def sketched(device_type: str) -> Iterator[None]:
     """Compute only the first chunks of the vocabulary in the block: memory use is right, values are not.
 
-    Chunks are those of such a device, wherever the tensors are.
+    Chunks have the size for `device_type`, wherever the tensors are.
     """
     token = _sketched_as.set(device_type)
     try:
@@ -159,7 +158,7 @@ def sketched(device_type: str) -> Iterator[None]:
 def instead_of_logits(head: nn.Linear, targets: Targets) -> Iterator[list[torch.Tensor]]:
     """Let the head return the targets' log-prob and entropy, [N, 2], instead of logits during the block.
 
-    It stays a part of the model's forward, where FSDP holds its weight whole. What it gave is in the list.
+    It is still called by the model's forward, where FSDP has its weight gathered. The list receives what it returned.
     """
     given: list[torch.Tensor] = []
 
@@ -177,8 +176,9 @@ def instead_of_logits(head: nn.Linear, targets: Targets) -> Iterator[list[torch.
 def linear_logprobs(
     hidden_NH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None = None, *, targets: Targets
 ) -> torch.Tensor:
-    """Return the log-prob of each label and the entropy, [N, 2], at least float32; the entropy has a gradient
-    only if learned.
+    """Return the log-prob of each label and the entropy, [N, 2], at least float32, without ever holding all logits.
+
+    The entropy has a gradient only if `targets.is_entropy_learned`.
     """
     return _LinearLogProbs.apply(hidden_NH, weight_VH, bias_V, targets)  # pyright: ignore[reportReturnType]
 
@@ -232,7 +232,7 @@ class _Chunks:
         self._chunk = CHUNK[_sketched_as.get() or hidden_NH.device.type]
 
     def tokens(self) -> Iterator[slice]:
-        """Return the chunks of tokens."""
+        """Yield the chunks of tokens."""
         return _slices(len(self._labels_N), self._chunk[0] if self._targets.kept is None else SORTED_TOKENS)
 
     def columns(self) -> Iterator[slice]:
@@ -293,7 +293,7 @@ class _Chunks:
         return z_NC if self._targets.kept is None else z_NC.clamp_(min=_CUT)
 
     def _places(self, tokens: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the labels' indices within a chunk [N, 1], and whether each label is in the chunk."""
+        """Return the labels' indices within a chunk [N, 1], clamped to it, and whether each label is in the chunk."""
         labels_N = self._labels_N[tokens]
         is_here_N = (labels_N >= columns.start) & (labels_N < columns.stop)
         return (labels_N - columns.start).clamp(0, columns.stop - columns.start - 1)[:, None], is_here_N
@@ -305,7 +305,7 @@ def _slices(size: int, step: int) -> Iterator[slice]:
 
 
 def _of_logits(logits_NV: torch.Tensor, targets: Targets) -> torch.Tensor:
-    """Compute from logits what the head would return instead, [N, 2]."""
+    """Return the targets' log-prob and entropy, [N, 2], from whole logits."""
     if targets.kept is not None:
         z_NV = logits_NV / targets.temperature_N[:, None]
         starts = range(0, len(z_NV), SORTED_TOKENS)
@@ -327,9 +327,10 @@ def select_logprobs(
     temperature_B: torch.Tensor,
     is_entropy_learned: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-softmax of the logits at the labels, and the entropy, both [B, K] in the logits' dtype.
+    """Return the log-softmax of logits / temperature at the labels, and the entropy, both [B, K] in the logits' dtype.
 
-    A logit of -inf is a token that cannot be sampled; it adds nothing to the entropy.
+    A logit of -inf is a token that cannot be sampled; it adds nothing to the entropy, which has a gradient only if
+    `is_entropy_learned`.
     """
     logits_BKV = logits_BKV / temperature_B.to(logits_BKV.dtype)[:, None, None]
     normaliser_BK = torch.logsumexp(logits_BKV, dim=-1)

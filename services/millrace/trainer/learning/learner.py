@@ -51,7 +51,7 @@ from millrace.trainer.model.published import published_share, published_tensors
 
 
 class LearnerConfig(Protocol):
-    """What is needed of a run's config."""
+    """The part of a run's config that a learner needs."""
 
     @property
     def trainer(self) -> TrainerConfig:
@@ -74,7 +74,7 @@ class LearnerConfig(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedModel:
-    """`adapter` says what is adapted, if anything is; `base_digest` (hex) is version 0's, where it is known."""
+    """A model ready to train. `adapter` describes its adapters, if any; `base_digest` (hex) is version 0's, or ""."""
 
     model: nn.Module
     adapter: AdapterSpec | None
@@ -91,12 +91,11 @@ def build_model(
     context_length: int,
     is_proved: bool = False,
 ) -> TrainedModel:
-    """Build the model in a directory by the config's table `prefix`, for sequences of at most `context_length`.
+    """Load the model in a directory, with adapters, sharding and compilation as `config` says. Collective in a gang.
 
-    Collective in a gang.
-
-    Its digest is computed where it has adapters, or `is_proved` asks for it. InvalidSpecError for what contradicts,
-    before anything is read of the weights.
+    It computes sequences of at most `context_length` tokens. The digest of its weights is computed if it has adapters
+    or `is_proved`. Raises InvalidSpecError, before weights are read, for a config that does not fit the model; `prefix`
+    is the name of the config's table.
     """
     with agreed(gang):  # the model's files are of this rank's machine: what is wrong with them here, all get to know
         layout = fit_layout(config, directory, world_size=gang.world_size, prefix=prefix)
@@ -122,18 +121,18 @@ def build_model(
 
 
 def open_model(directory: Path, *, gang: Gang, context_length: int) -> nn.Module:
-    """Open the model in a directory, with weights for one process; in a gang `fill_opened` reads them."""
+    """Load the model in a directory; in a gang only check its files and make it empty, for `fill_opened` to fill."""
     if gang.is_alone:
         model = load_model(directory)
     else:
-        check_weights(directory)  # of the whole: a rank sees no more than its shares of what is wrong
+        check_weights(directory)  # all of them: filling its shares, a rank would notice damage in those only
         model = empty_model(directory)
     fix_context_length(model, context_length)
     return model
 
 
 def fill_opened(model: nn.Module, directory: Path, *, gang: Gang, sharding: Sharding) -> None:
-    """Read what this rank holds of an opened model that is sharded by now."""
+    """Read this rank's shares of an opened model that has been sharded; do nothing for one process."""
     if not gang.is_alone:
         with shortage_named(f"load model {directory.name}"):
             fill_model(model, directory, device=torch.device("cpu") if sharding.offloads else gang.device)
@@ -162,8 +161,7 @@ class Reference(Protocol):
     """Log-probs under the start model."""
 
     def logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """Compute every token's log-prob, [B, T], without gradient, at the sample's temperature over the whole
-        vocabulary.
+        """Return every token's log-prob, [B, T], without gradient, at the sample's temperature and untruncated.
 
         A truncated policy may sample what the truncated reference could not, and the divergence would be infinite.
         """
@@ -171,7 +169,7 @@ class Reference(Protocol):
 
 
 class StartModel:
-    """A copy of the start model, in the format that is computed in."""
+    """A frozen copy of the start model, in the dtype of the computation."""
 
     def __init__(self, model: nn.Module, *, gang: Gang, sharding: Sharding, is_varlen: bool = False) -> None:
         model.requires_grad_(False)
@@ -186,7 +184,7 @@ class StartModel:
     def load(
         cls, directory: Path, *, gang: Gang, sharding: Sharding, context_length: int, is_varlen: bool = False
     ) -> Self:
-        """Load the reference model in `directory`. Collective in a gang."""
+        """Load the start model in `directory`; `is_varlen` uses the kernel for rows of varying lengths. Collective."""
         with agreed(gang):
             model = open_model(directory, gang=gang, context_length=context_length)
         start = cls(model, gang=gang, sharding=sharding, is_varlen=is_varlen)
@@ -201,7 +199,7 @@ class StartModel:
 
 
 class UnadaptedModel:
-    """The base of the adapters that are trained: the live model without them, at no memory of its own."""
+    """The start model of a run that trains adapters: the live model without them, which takes no further memory."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -227,8 +225,8 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 class Learner:
     """What a step computes with.
 
-    `is_strict` says whether equal steps give equal bits. `adapter` and `base_digest` (of version 0, hex) are set where
-    adapters are trained on a base that stays what it is, or where the start model is the `reference` of the loss.
+    `is_strict` says whether equal steps give equal bits. `adapter` is set if adapters are trained on a frozen base;
+    `base_digest` (of version 0, hex) then and if the loss has the start model as `reference`.
     """
 
     config: TrainerConfig
@@ -255,12 +253,11 @@ class Learner:
         code: CustomCode,
         dataset: StepRows | None = None,
     ) -> Self:
-        """Make the learner of a run with the model in `directory`; the start model is in `start_directory`.
+        """Load the model in `directory`, and make the learner of a run with it. Collective in a gang.
 
-        `dataset` has the rows that its steps learn beside rollouts.
-
-        InvalidSpecError if the loss is the user's own and cannot be used, before anything is loaded. Collective in a
-        gang.
+        `start_directory` has the start model that the loss compares with; `dataset` the rows that steps learn beside
+        rollouts. Sets torch's determinism and seeds. Raises InvalidSpecError, before anything is loaded, if the loss is
+        the user's own and cannot be used.
         """
         trainer = config.trainer
         with agreed(gang):  # one machine may lack the module, or not allow it
@@ -315,7 +312,7 @@ class Learner:
 
     @property
     def utilization(self) -> Utilization | None:
-        """Return the measure of the gang's utilization; None if the devices' peak is unknown."""
+        """Return what computes the gang's MFU from lengths and seconds; None if the devices' peak is unknown."""
         return Utilization.of(
             self.model,
             tflops=self.config.peak_tflops,
@@ -331,7 +328,11 @@ class Learner:
 
     @torch.no_grad()
     def with_proximal(self, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
-        """Return the minibatches with the live policy's log-probs as those before the batch, if the loss needs them."""
+        """Return the minibatches with the live policy's log-probs as `proximal_logprobs_BT`.
+
+        Losses without a correction get them unchanged, unless they are the user's own. Call it before the batch's first
+        step.
+        """
         if not self.config.loss.correction and self.config.loss.type != "custom":
             return list(minibatches)
         return [
@@ -350,7 +351,7 @@ class Learner:
         return inputs, logprobs_BT, entropy_BT
 
     def micro_batches(self, minibatch: Minibatch) -> Iterator[tuple[MicroBatch, Sequence[int]]]:
-        """Yield each micro-batch with its samples' indices; gradients are reduced after the last one."""
+        """Yield each micro-batch with its samples' indices; only the last backward reduces gradients over the ranks."""
         last = len(minibatch.micro_batches) - 1
         for at, each in enumerate(zip(minibatch.micro_batches, minibatch.samples, strict=True)):
             defer_sharing(self.model, is_last=at == last)
@@ -371,7 +372,7 @@ class Learner:
 def state_tensors(model: nn.Module, optimizer: PolicyOptimizer, *, gang: Gang) -> dict[str, torch.Tensor]:
     """Return a checkpoint's contents as live tensors by name: weights once each, optimizer state, random state.
 
-    Of a model with adapters only what is trained; the base is the start model, whose digest the manifest has.
+    Of a model with adapters only trained weights; the base is the start model, whose digest the manifest has.
     """
     weights = trained_tensors(model) if is_adapted(model) else weight_tensors(model)
     state = {f"model.{name}": tensor for name, tensor in weights.items()}
@@ -384,12 +385,12 @@ def state_tensors(model: nn.Module, optimizer: PolicyOptimizer, *, gang: Gang) -
 
 
 def restore_random_state(state: dict[str, torch.Tensor], *, gang: Gang) -> None:
-    """Set the generators from a state that was filled from a checkpoint; the rest of it is live already."""
+    """Set the random generators from a filled `state`, whose random states are copies; its other tensors are live."""
     torch.set_rng_state(state[f"rng.cpu.{gang.rank}"])
     if gang.device.type == "cuda":
         torch.cuda.set_rng_state(state[f"rng.cuda.{gang.rank}"], gang.device)
 
 
 def digest_of(tensors: Iterable[tuple[str, TensorBytes]]) -> str:
-    """Return the digest (hex) of a policy of these tensors."""
+    """Return the digest (hex) of a policy with these tensors by name."""
     return policy_digest({name: (t.dtype, t.shape, digest_hex(tensor_digest(t))) for name, t in tensors})

@@ -1,4 +1,4 @@
-"""What one step measured, under prime-rl's metric names, and the warnings about numbers that are wrong."""
+"""The metrics of a step under prime-rl's names, and warnings about numbers that are wrong."""
 
 import math
 from collections import deque
@@ -60,12 +60,12 @@ _ALL = ("mismatch_kl", "entropy", "is_masked", "reference_kl")
 
 # How evenly a router spreads tokens over the experts of each layer.
 #
-# Counted is what goes through the experts in a step's forward passes, padding included. Where activations are
-# computed again, a layer counts twice, which changes no share.
+# All tokens of a step's forward passes count, padding included. If activations are computed again, a layer counts
+# them twice, which changes no share.
 
 
 class ExpertLoad:
-    """Counts the tokens of each expert at this rank while gradients are computed."""
+    """Counts the tokens of each expert at this rank, in forward passes with gradients enabled."""
 
     def __init__(self, layers: list[Any]) -> None:
         self._counts = [torch.zeros(layer.num_experts, dtype=torch.int64) for layer in layers]
@@ -74,12 +74,12 @@ class ExpertLoad:
 
     @classmethod
     def of(cls, model: nn.Module) -> Self | None:
-        """Make the counter of a model's experts; None if it has none."""
+        """Add a counter to a model's layers of experts and return it; return None if there are none."""
         layers = list(experts_of(model))
         return cls(layers) if layers else None
 
     def take(self) -> torch.Tensor:
-        """Return the number of tokens by layer and expert since the last call, float64."""
+        """Return the number of tokens since the last call, float64 [layers, experts], and begin again at 0."""
         counts = torch.stack([each.to("cpu", torch.float64) for each in self._counts])
         self._counts = [torch.zeros_like(each) for each in self._counts]
         return counts
@@ -111,7 +111,7 @@ class StepMetrics:
     """Sums, counts and maxima; the keys are fixed by the environments' names, so the ranks' vectors line up."""
 
     def __init__(self, envs: Sequence[str], *, version: int | None = None) -> None:
-        """Take `version`, whose weights compute until an optimizer step changes them."""
+        """Begin empty. `version` is that of the weights; tokens that it sampled itself count for `ON_POLICY_KL`."""
         self._envs, self._version = tuple(envs), version
         names = [*_MEANS, *(f"{name}/{env}" for name in _BY_ENV for env in self._envs)]
         self._sums = dict.fromkeys(names, 0.0)
@@ -134,7 +134,7 @@ class StepMetrics:
         trainer_logprobs_BT: torch.Tensor,
         entropy_BT: torch.Tensor,
     ) -> bool:
-        """Add a micro-batch; `loss` is its share of the batch's loss. Whether it is finite, and so is the entropy."""
+        """Add a micro-batch; `loss` is its share of the batch's loss. Return whether loss and entropies are finite."""
         is_outside = micro_batch.loss_mask_BT & outside_support(trainer_logprobs_BT)
         sampled = micro_batch.loss_mask_BT & ~is_outside
         members = losses.rl_members
@@ -165,16 +165,16 @@ class StepMetrics:
 
     @torch.no_grad()
     def add_reference(self, micro_batch: MicroBatch, inputs: LossInputs) -> None:
-        """Add how far the policy is from its start model, where the run compares with it: k3 of the log-ratio."""
+        """Add k3 of the log-ratio of policy and start model; nothing if `inputs` have no reference."""
         if (log_ratio_BT := log_ratio_to_reference(inputs)) is not None:
             self._add_by_env("reference_kl", k3(-log_ratio_BT), inputs.rl_members, micro_batch)
 
     def add_expert_load(self, load: ExpertLoad | None) -> None:
-        """Add the tokens that each expert had, of a model with experts."""
+        """Take the counts of `load` as this step's, which empties it; None is for a model without experts."""
         self._expert_load = None if load is None else load.take()
 
     def reduce(self, gang: Gang) -> "StepMetrics":
-        """Combine the measurements of all ranks. Collective in a gang."""
+        """Return the combined measurements of all ranks as a new object. Collective in a gang."""
         whole, names = StepMetrics(self._envs), list(self._sums)
         reduced = gang.sum_of_data([*self._sums.values(), *self._counts.values(), self._loss_squares, self._total_loss])
         whole._sums = dict(zip(names, reduced[: len(names)], strict=True))
@@ -187,7 +187,7 @@ class StepMetrics:
 
     @classmethod
     def merged(cls, steps: Sequence["StepMetrics"]) -> "StepMetrics":
-        """Merge the measurements of several optimizer steps; the loss is their mean."""
+        """Return the measurements of several optimizer steps as one; `loss/mean` is the mean of their losses."""
         first, *others = steps
         whole = cls(first._envs)
         whole._num_steps = len(steps)
@@ -202,11 +202,11 @@ class StepMetrics:
 
     @property
     def is_finite(self) -> bool:
-        """Return whether the loss is a finite number, and so are the entropies."""
+        """Return whether the total loss and the sum of entropies are finite."""
         return math.isfinite(self._total_loss) and math.isfinite(self._sums["entropy"])
 
     def values(self) -> dict[str, float]:
-        """Return the metrics by name, without means over no tokens."""
+        """Return the metrics by name; a mean over no tokens is left out."""
         sums, counts, maxima = self._sums, self._counts, self._maxima
         means = {name: sums[name] / counts[name] for name in sums if counts[name]}
         metrics = {f"{name}/mean": value for name, value in means.items()}
@@ -241,7 +241,7 @@ class StepMetrics:
         return ("", *(f"/{env}" for env in self._envs))
 
     def _add_ratio(self, log_ratio_BT: torch.Tensor, members: torch.Tensor, micro_batch: MicroBatch) -> None:
-        """Add the ratio of both policies at the tokens that are trained on; bounded, so that one token is not all."""
+        """Add the ratio of trainer and behaviour policy at `members`, bounded, and the square of the ratio."""
         ratio_BT = log_ratio_BT.double().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
         self._add_by_env("ratio", ratio_BT, members, micro_batch)
         self._add_by_env("ratio_squared", ratio_BT**2, members, micro_batch)
@@ -250,7 +250,7 @@ class StepMetrics:
                 self._maxima[f"-ratio{scope}"] = max(self._maxima[f"-ratio{scope}"], -float(selected.min()))
 
     def _members_by_scope(self, members: torch.Tensor, micro_batch: MicroBatch) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tokens of each environment of the micro-batch, and finally of all."""
+        """Yield the suffix and the members, bool [B, T], of each environment in the micro-batch, and finally of all."""
         for env in self._envs:
             if env in micro_batch.env_B:
                 rows = torch.tensor([each == env for each in micro_batch.env_B], device=members.device)[:, None]
@@ -258,14 +258,14 @@ class StepMetrics:
         yield "", members
 
     def _add_by_env(self, name: str, values: torch.Tensor, members: torch.Tensor, micro_batch: MicroBatch) -> float:
-        """Add what is measured at some tokens, and once more for each environment; its sum."""
+        """Add values [B, T] at `members` to the metric and to that of each environment; return their sum over all."""
         own = 0.0
         for scope, selected in self._members_by_scope(members, micro_batch):
             own = self._add(f"{name}{scope}", values, selected)
         return own
 
     def _add(self, name: str, values: torch.Tensor, members: torch.Tensor) -> float:
-        """Add what is measured at some tokens; its sum."""
+        """Add values [B, T] at `members` to sum, count and maximum of the metric; return their sum."""
         selected = values[members].double()
         if not selected.numel():
             return 0.0
@@ -286,8 +286,8 @@ class StepMetrics:
 class ScoreResult:
     """Over sampled tokens: mean of k3 = exp(d) - d - 1 with d = trainer - inference log-prob, and the largest |d|.
 
-    `num_outside_tokens` were sampled, but the truncation (top-p, …) leaves them out under the trainer's policy: those
-    at its border, where the two sides round differently.
+    `num_outside_tokens` were sampled, but the truncation (top-p, …) excludes them under the trainer's policy: tokens
+    at its border, where engine and trainer round differently.
     """
 
     num_tokens: int
@@ -298,14 +298,14 @@ class ScoreResult:
 
 
 class Score:
-    """Adds up micro-batches; samples of another version are counted, not scored: they would differ rightly."""
+    """Adds up micro-batches; tokens of another version are only counted, because their log-probs have to differ."""
 
     def __init__(self) -> None:
         self._sums = [0.0] * 4  # k3, tokens, tokens of other versions, tokens outside of what the truncation leaves
         self._max_difference = 0.0
 
     def add(self, micro_batch: MicroBatch, trainer_logprobs_BT: torch.Tensor, *, version: int) -> None:
-        """Add a micro-batch."""
+        """Add a micro-batch with its log-probs under `version`, the version that samples must have to be scored."""
         is_version_B = torch.tensor(
             [versions == (version, version) for versions in micro_batch.versions_B],
             device=trainer_logprobs_BT.device,
@@ -323,7 +323,7 @@ class Score:
             self._max_difference = max(self._max_difference, float(difference.abs().max()))
 
     def reduce(self, gang: Gang) -> ScoreResult:
-        """Reduce to the result over all ranks; the mean over no tokens is NaN. Collective in a gang."""
+        """Return the result over all ranks; the mean over no tokens is NaN. Collective in a gang."""
         kl, num_tokens, num_other, num_outside = gang.sum_of_data(self._sums)
         return ScoreResult(
             num_tokens=int(num_tokens),
@@ -334,7 +334,7 @@ class Score:
         )
 
 
-# What is wrong with a step, in words: numbers that are not finite, and trainer and engine that drift apart.
+# Warnings about a step: numbers that are not finite, and trainer and engine that drift apart.
 #
 # Shape suffixes: B rows, T padded length.
 
@@ -351,7 +351,7 @@ _MOST_STEPS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class NotFinite:
-    """The first token of a sample whose loss or entropy is not finite; `sample` is its place in the sample table."""
+    """The first token of a sample whose loss or entropy is not finite; `sample` is its index in the sample table."""
 
     sample: int
     token: int
@@ -368,9 +368,10 @@ def find_not_finite(
     trainer_logprobs_BT: torch.Tensor,
     entropy_BT: torch.Tensor,
 ) -> list[NotFinite]:
-    """Find the samples of a micro-batch that are not finite; `rows` are the samples' indices in the batch.
+    """Return the samples of a micro-batch with a loss or entropy that is not finite, and the first such token of each.
 
-    Where only the sum of the losses is too large for its number format, it is the token with the largest loss.
+    `rows` are the samples' indices in the batch. If every token is finite and only the sum overflows, return the token
+    with the largest loss.
     """
     loss_BT = (losses.rl + losses.ce).abs()
     is_loss_BT = ~torch.isfinite(loss_BT)
@@ -393,7 +394,7 @@ def find_not_finite(
 
 
 def describe_not_finite(header: batch_pb2.BatchHeader, found: Sequence[NotFinite]) -> str:
-    """Describe which samples of a batch are not finite, and at which token first."""
+    """Return a sentence on which samples of a batch are not finite, and at which token first."""
     first, num_samples = min(found), len(header.samples)
     if first.sample >= num_samples:
         return (
@@ -410,26 +411,27 @@ def describe_not_finite(header: batch_pb2.BatchHeader, found: Sequence[NotFinite
 
 
 class KlTrend:
-    """Watches the mismatch of trainer and engine over the steps."""
+    """Follows the mismatch of trainer and engine over the steps, and reports when it grows or is large."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[int, float]] = deque(maxlen=_EARLIER_STEPS + _RECENT_STEPS)
-        self._told = 0.0
+        self._reported = 0.0
         """The mismatch that was last reported; 0 if it has fallen since."""
 
     def add(self, step: int, mismatch_kl: float) -> str:
-        """Add a step's mean; describe how it has grown, once per growth, or how large it is, else return an empty
-        text.
+        """Add a step's mean; return a sentence if the mismatch grew tenfold or has been large for steps, else "".
+
+        Each growth is reported once.
         """
         self._steps.append((step, mismatch_kl if math.isfinite(mismatch_kl) else math.inf))
         return self._growth() or self._excess()
 
     def _excess(self) -> str:
         last = list(self._steps)[-_MOST_STEPS:]
-        if self._told or len(last) < _MOST_STEPS or min(kl for _, kl in last) < _MOST_KL:
+        if self._reported or len(last) < _MOST_STEPS or min(kl for _, kl in last) < _MOST_KL:
             return ""
-        self._told = median(kl for _, kl in last)
-        return f"mismatch_kl is {self._told:.3g} ({_shown(last)})"
+        self._reported = median(kl for _, kl in last)
+        return f"mismatch_kl is {self._reported:.3g} ({_shown(last)})"
 
     def _growth(self) -> str:
         if len(self._steps) < 2 * _RECENT_STEPS:
@@ -438,11 +440,11 @@ class KlTrend:
         earlier, recent = steps[:-_RECENT_STEPS], steps[-_RECENT_STEPS:]
         before, now = (median(kl for _, kl in part) for part in (earlier, recent))
         if now < max(_LEAST_KL, _KL_FACTOR * before):
-            self._told = self._told if now >= self._told / 2 else 0.0
+            self._reported = self._reported if now >= self._reported / 2 else 0.0
             return ""
-        if self._told and now < _KL_FACTOR * self._told:
+        if self._reported and now < _KL_FACTOR * self._reported:
             return ""
-        self._told = now
+        self._reported = now
         return (
             f"mismatch_kl rose from {before:.3g} (median of the steps {earlier[0][0]} to {earlier[-1][0]}) to "
             f"{now:.3g} ({_shown(recent)})"
@@ -450,10 +452,10 @@ class KlTrend:
 
 
 class Disagreement:
-    """Watches the mismatch on tokens that the very version sampled which is trained: no learning explains it."""
+    """Follows the mismatch on tokens that the trained version sampled itself, which no learning explains."""
 
     def __init__(self) -> None:
-        self._last = self._told = 0.0
+        self._last = self._reported = 0.0
 
     @property
     def is_large(self) -> bool:
@@ -461,17 +463,17 @@ class Disagreement:
         return self._last >= _LEAST_KL
 
     def add(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Add a step's metrics; describe the disagreement once per tenfold growth, else return an empty text."""
+        """Add a step's metrics; return a sentence if the mismatch is large, once per tenfold growth, else ""."""
         found = metrics.get(f"{ON_POLICY_KL}/mean")
         if found is None:
             return ""
         self._last = found if math.isfinite(found) else math.inf
         if not self.is_large:
-            self._told = 0.0
+            self._reported = 0.0
             return ""
-        if self._told and self._last < _KL_FACTOR * self._told:
+        if self._reported and self._last < _KL_FACTOR * self._reported:
             return ""
-        self._told = self._last
+        self._reported = self._last
         prefix, suffix = f"{ON_POLICY_KL}/", "/mean"
         by_env = {
             name.removeprefix(prefix).removesuffix(suffix): value

@@ -26,9 +26,10 @@ _PARTS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerReport:
-    """What the optimizer steps of one batch did. `num_skipped` of them left the weights as they were.
+    """What the optimizer steps of one batch did.
 
-    Their loss or gradient was not finite. `grad_norm` is the mean over the others, if there are any.
+    `num_skipped` steps left the weights as they were, because loss or gradient was not finite. `grad_norm` is the mean
+    over the other steps, or over all if every one was skipped.
     """
 
     lr: float
@@ -38,12 +39,12 @@ class OptimizerReport:
 
     @property
     def was_skipped(self) -> bool:
-        """Return whether the step changed nothing."""
+        """Return whether every step was skipped."""
         return self.num_skipped == self.num_steps
 
     @classmethod
     def merged(cls, steps: Sequence["OptimizerReport"]) -> "OptimizerReport":
-        """Merge the reports of several steps."""
+        """Return the reports of several steps as one, with the first one's learning rate."""
         taken = [each for each in steps if not each.was_skipped] or steps
         return cls(
             lr=steps[0].lr,
@@ -81,8 +82,8 @@ class PolicyOptimizer:
     def step(self, step: int, *, skips: bool = False) -> OptimizerReport:
         """Clip the gradient, apply it at the learning rate of step `step` (from 0) and clear it.
 
-        A learning rate of 0 writes nothing: even `p * 1 - 0` could turn -0.0 into 0.0. A gradient that is not
-        finite writes nothing either, and neither does a step that `skips`; the report says so, and so must the caller.
+        Weights stay as they are at a learning rate of 0 (even `p * 1 - 0` could turn -0.0 into 0.0), if the gradient is
+        not finite, and with `skips`; in the last two cases the report has `num_skipped` 1.
         """
         lr = learning_rate(step, lr=self._optim.lr, config=self._scheduler, max_steps=self._max_steps)
         grad_norm = clip(self._parameters, max_norm=self._optim.max_norm)
@@ -108,9 +109,9 @@ class PolicyOptimizer:
 def _optimizers(
     model: nn.Module, parameters: list[nn.Parameter], optim: OptimConfig, *, is_apart: bool
 ) -> list[torch.optim.Optimizer]:
-    """Make torch's optimizers; Muon gets the matrices of the hidden layers, AdamW the other parameters.
+    """Make torch's optimizers: SGD, AdamW, or Muon for the matrices of hidden layers with AdamW for the rest.
 
-    `is_apart` makes one for each parameter, so that the state of one at a time is there.
+    `is_apart` makes one for each parameter, so that only one parameter's state at a time is on the device.
     """
     grouped: Callable[[Sequence[nn.Parameter]], list[list[nn.Parameter]]] = _by_mesh
     if is_apart:
@@ -146,32 +147,32 @@ def _hidden_matrices(model: nn.Module, parameters: list[nn.Parameter]) -> list[n
     return [parameter for parameter in parameters if parameter.ndim == 2 and id(parameter) not in outer]
 
 
-# Optimizer state that is held in fewer bits, or in host memory, and comes to its parameter for the step only.
+# Optimizer state that is held in fewer bits, or in host memory, and is moved to its parameter for the step only.
 #
 # Rounded to the nearest, a second moment in bfloat16 would never decay: a step of `1 - betas2` is smaller than half
-# of its last bit. So it is rounded up or down by chance, in proportion to what is cut off. The chance is a function
-# of the step, the parameter and the element: ranks that hold the same round the same, and a step that is made again
-# does too.
+# of its last bit. So it is rounded up or down by chance, in proportion to the bits that are cut off. The chance is a
+# function of the step, the parameter and the element: ranks that hold the same element round it alike, and so does a
+# step that is repeated.
 
 _BLOCK_ELEMENTS = 1 << 24
 _COUNTERS = ("step",)
-"""Parts of a state that count, and stay as they are."""
+"""Parts of a state that are counters, and are neither moved nor rounded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateKeeping:
-    """How the state is held between steps; `dtype` None is that of the parameter."""
+    """How the state is held between steps: `dtype` (None: the parameter's), and whether in host memory."""
 
     dtype: torch.dtype | None = None
     offloads: bool = False
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the state is held as torch holds it."""
+        """Return whether the state is held in the parameter's dtype and on its device, as torch does."""
         return self.dtype is None and not self.offloads
 
     def zeros(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Make a part of a parameter's state as it is before the first step."""
+        """Return zeros in the shape of a parameter, where and as the state is held."""
         device = torch.device("cpu") if self.offloads else parameter.device
         dtype = self.dtype or parameter.dtype
         return torch.zeros_like(parameter, memory_format=torch.preserve_format, dtype=dtype, device=device)
@@ -179,7 +180,10 @@ class StateKeeping:
 
 @contextlib.contextmanager
 def brought(optimizer: torch.optim.Optimizer, *, salt: int) -> Iterator[None]:
-    """Bring the state to its parameter's device and dtype during the block, and back, rounded, after it."""
+    """Move the state to its parameter's device and dtype during the block, and back, rounded, after it.
+
+    `salt` seeds the rounding.
+    """
     kept: dict[torch.Tensor, Mapping[str, torch.Tensor]] = dict(optimizer.state)
     for parameter, parts in kept.items():
         optimizer.state[parameter] = {
@@ -197,7 +201,7 @@ def brought(optimizer: torch.optim.Optimizer, *, salt: int) -> Iterator[None]:
 
 @torch.no_grad()
 def _put(value: torch.Tensor, place: torch.Tensor, *, salt: int) -> None:
-    """Write a part of the state where it is held."""
+    """Copy `value`, rounded by chance if to bfloat16, into `place`, this rank's part of the state."""
     local = value
     if isinstance(value, DTensor):
         share = held(value)
@@ -225,7 +229,7 @@ def round_by_chance(values: torch.Tensor, *, salt: int) -> torch.Tensor:
 def _fresh_state(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, keeping: StateKeeping
 ) -> dict[str, torch.Tensor]:
-    """Make the state that the optimizer makes for a parameter at its first step."""
+    """Return the state that the optimizer would make for a parameter at its first step."""
     if isinstance(optimizer, AdamW):
         step = torch.zeros((), dtype=torch.float32, device=parameter.device)
         return {"step": step, "exp_avg": keeping.zeros(parameter), "exp_avg_sq": keeping.zeros(parameter)}
@@ -233,7 +237,7 @@ def _fresh_state(
 
 
 def clip(parameters: Sequence[nn.Parameter], *, max_norm: float) -> float:
-    """Scale the gradients down to a global norm; the norm before. Collective in a gang."""
+    """Scale the gradients down to a global norm of `max_norm`; return the norm before. Collective in a gang."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if len(_by_mesh(parameters)) < 2 and _are_float32(gradients):
         norm = nn.utils.clip_grad_norm_(parameters, max_norm, error_if_nonfinite=False)
@@ -251,9 +255,10 @@ def norm_of(gradients: Sequence[torch.Tensor]) -> float:
 
 
 def _total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the norm in float32; torch's own is rounded to the gradients' dtype per tensor and in the end.
+    """Return the norm of gradients of one mesh, in float32.
 
-    In bfloat16 that is half a percent, another one for each number of ranks.
+    Torch's own function rounds to the gradients' dtype, per tensor and in the end: in bfloat16 by half a percent, which
+    differs with the number of ranks.
     """
     if _are_float32(gradients):
         return nn.utils.get_total_norm(gradients)
@@ -267,7 +272,7 @@ def _are_float32(gradients: Sequence[torch.Tensor]) -> bool:
 
 
 def whole_norm(norm: torch.Tensor) -> float:
-    """Return a norm over all ranks, from each rank's part. Collective in a gang."""
+    """Return a norm as a number; one of sharded gradients is combined over the ranks, which is collective."""
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
@@ -309,7 +314,7 @@ def learning_rate(step: int, *, lr: float, config: SchedulerConfig, max_steps: i
 
 
 def _linear(step: int, *, lr: float, config: SchedulerConfig, max_steps: int) -> float:
-    """Return the peak, then the linear decay over the last `decay_steps` steps."""
+    """Return the rate of a step after the warm-up: the peak, and a linear decay in the last `decay_steps` steps."""
     into_decay = step - (max_steps - config.decay_steps)
     if config.decay_steps == 0 or into_decay < 0:
         return lr
@@ -318,14 +323,14 @@ def _linear(step: int, *, lr: float, config: SchedulerConfig, max_steps: int) ->
 
 
 def _cosine(step: int, *, lr: float, config: SchedulerConfig, max_steps: int) -> float:
-    """Return half a cosine over the steps after the warm-up."""
+    """Return the rate of a step after the warm-up, on half a cosine from the peak to `min_lr` at `max_steps`."""
     span = max(max_steps - config.warmup_steps, 1)
     progress = min((step - config.warmup_steps) / span, 1.0)
     return config.min_lr + (lr - config.min_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
 def _require(max_steps: int | None, config: SchedulerConfig) -> int:
-    """Return `max_steps`, which a decay needs; the config's rules refuse its absence earlier."""
+    """Return `max_steps`; raise InvalidSpecError for None, which the config's rules should have refused."""
     if max_steps is None:
         raise InvalidSpecError(
             [

@@ -1,10 +1,10 @@
 """Which samples a model may compute at once, and the floating point operations of a step.
 
-What keeps the samples of a row apart is transformers' reading of position ids that restart: a dense block-diagonal mask
-for sdpa, or, on a GPU, a kernel for rows of varying lengths. What keeps rows apart is that nothing looks across them.
-Whether a model does so is tried, not believed (`apart`), on samples on both sides of every length that its config
-names, as far as samples get so long: recurrent layers carry their state from one sample into the next, chunks of
-attention are counted from the beginning of a row, and factors may follow the longest row.
+Samples of a row are separated by position ids that restart, from which transformers makes a dense block-diagonal mask
+for sdpa, or, on a GPU, calls a kernel for rows of varying lengths. Rows are independent unless a model computes across
+them. Whether a model keeps samples apart is tried out (`Apart`), on samples shorter and longer than every length that
+its config names, up to the longest sample: recurrent layers carry their state from one sample into the next, chunks of
+attention are counted from the beginning of a row, and factors may depend on the longest row.
 """
 
 import logging
@@ -32,16 +32,17 @@ from millrace.trainer.model.memory import give_up_whole
 logger = logging.getLogger(__name__)
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
-"""Of the largest log-prob; what is computed in fewer bits rounds to some hundredths."""
+"""Allowed difference as a share of the largest log-prob; formats of fewer bits round to some hundredths."""
 
 
 def packing_of(
     model: nn.Module, config: PackConfig, *, longest: int, compute_dtype: torch.dtype, gang: Gang
 ) -> Packing | None:
-    """Return how rows are packed; None if every row is one sample. Samples have at most `longest` tokens.
+    """Try whether the model keeps samples apart; return how to pack rows, or None for one sample in each row.
 
-    Collective in a gang. InvalidSpecError: PACK_UNSUPPORTED if rows shall be packed always, and the model mixes their
-    samples; SAMPLES_MIXED if not even a sample that is computed alone is independent of those before it.
+    A model that mixes rows gets one sample in each micro-batch (`ALONE`). Samples have at most `longest` tokens. Raises
+    InvalidSpecError: PACK_UNSUPPORTED if the config packs always and the model mixes samples; SAMPLES_MIXED if even a
+    sample that is computed alone depends on earlier calls. Collective in a gang.
     """
     is_varlen = config.mode != "never" and use_varlen_kernel(model, compute_dtype=compute_dtype, device=gang.device)
     tolerance = _TOLERANCE.get(compute_dtype, 0.05)
@@ -91,16 +92,16 @@ def _mixes_calls(model: nn.Module) -> InvalidSpecError:
     )
 
 
-# Trial of a model: whether what it computes of a sample is the sample's own, by computing it in several ways.
+# Trial of a model: whether its result for a sample depends on other samples, by computing it in several ways.
 #
-# Samples are tried on both sides of every length that the model's config names, because that is where masks, windows
-# and factors change. Longer ones than a run has are not, so that the trial costs some forwards of the run's own
+# Samples are tried on both sides of every length that the model's config names, because masks, windows and factors
+# change there. Lengths that a run does not have are not tried, so that the trial costs some forwards of the run's
 # longest rows.
 
 _SHORT, _OTHER, _SECOND = 5, 6, 4
-"""Tokens of samples that are on the near side of every length."""
+"""Lengths in tokens of samples that are shorter than every length that is tried."""
 _SCORED = 4
-"""Tokens at the end of a sample that are compared: they see all of it."""
+"""Tokens at the end of a sample that are compared, because they depend on all of it."""
 _LENGTH = re.compile(r"position|length|len$|window|chunk|block_size|context|span|stride|topk|n_ctx")
 """Names that keys of lengths have."""
 _MOST = re.compile(r"max_position|n_position|max_seq|seq_len|seq_length|n_ctx")
@@ -119,7 +120,8 @@ class Apart:
     def of(cls, model: Any, *, longest: int, tolerance: float, device: torch.device, is_packed: bool = True) -> Self:
         """Try a causal model of transformers on samples of at most `longest` tokens. Collective in a gang.
 
-        `tolerance` is of the largest log-prob. Without `is_packed` rows of several samples are not tried.
+        `tolerance` is the allowed difference as a share of the largest log-prob. Without `is_packed` rows of several
+        samples are not tried, and `in_row` is True.
         """
         trial = _Trial(model, tolerance=tolerance, device=device)
         borders = lengths_named(model.config, below=min(longest, _most_positions(model)))
@@ -145,7 +147,7 @@ def lengths_named(config: Any, *, below: float) -> list[int]:
 
 
 def _most_positions(model: Any) -> int | float:
-    """Return the longest sequence that a model can compute, in tokens; only learned positions have an end."""
+    """Return the longest sequence, in tokens, that a model has positions for; infinite with rotary embeddings."""
     if any("rotary" in type(module).__name__.lower() for module in model.modules()):
         return math.inf
     return min((number for key, number in _numbers(model.config.to_dict()) if _MOST.search(key)), default=math.inf)
@@ -164,7 +166,7 @@ def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, int]]:
 
 
 class _Trial:
-    """What a model computes of made-up samples, one of each length."""
+    """The results of a model for made-up samples, one of each length."""
 
     def __init__(self, model: nn.Module, *, tolerance: float, device: torch.device) -> None:
         self._model = model
@@ -178,7 +180,7 @@ class _Trial:
         return list(self._alone)
 
     def compute_alone(self, lengths: Iterable[int]) -> None:
-        """Compute each length alone, from the shortest on."""
+        """Compute a sample of each length alone, from the shortest on, and keep the results for `is_alike`."""
         for length in sorted(lengths):
             [self._alone[length]] = self._compute([[length]])
 
@@ -212,7 +214,7 @@ class _Trial:
         return sample
 
 
-# Floating point operations of a step, for MFU: what the model needs, not what is computed again or padded.
+# Floating point operations of a step, for MFU: those that the model needs, without recomputation and padding.
 #
 # a sample of n tokens: (4 P + 2 P_trained) n + 6 L A n²
 #
@@ -236,7 +238,7 @@ class FlopCount:
 
     @classmethod
     def of(cls, model: Any) -> Self:
-        """Count the operations of a causal model of transformers, sharded or not, whose frozen weights stay frozen."""
+        """Count the operations of a causal model of transformers, sharded or not; frozen weights have no gradient."""
         config = model.config.get_text_config()
         head = model.get_output_embeddings()
         looked_up = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)} - {id(head.weight)}
@@ -257,7 +259,7 @@ class FlopCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Utilization:
-    """Model FLOPs utilization: the operations that steps need, by what all ranks could do in their seconds."""
+    """Model FLOPs utilization: operations that a step needs, divided by what all ranks can do in its time."""
 
     flops: FlopCount
     peak: float
@@ -272,8 +274,9 @@ class Utilization:
         device: torch.device,
         world_size: int,
     ) -> Self | None:
-        """Make the utilization of a model on `world_size` devices of `tflops`; None if the peak is neither given
-        nor known.
+        """Make the utilization of a model on `world_size` devices with a peak of `tflops`.
+
+        Without `tflops` the peak of a known GPU in bfloat16 is taken; None if that is unknown.
         """
         known = tflops
         if known is None and compute_dtype == torch.bfloat16:
@@ -286,7 +289,7 @@ class Utilization:
 
 
 def _known_tflops(device: torch.device) -> float | None:
-    """Return the peak of a GPU that is in the table, in bfloat16."""
+    """Return the peak of a GPU in bfloat16, in TFLOP/s; None if the table does not have it."""
     if device.type != "cuda":
         return None
     words = torch.cuda.get_device_name(device).replace("-", " ").split()

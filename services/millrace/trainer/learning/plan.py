@@ -2,8 +2,8 @@
 
 A micro-batch is rows; a row is one sample, padded to the longest row, or several samples one after the other. Whether
 a minibatch is padded or packed is decided by what both would cost (`[trainer.pack]`), so that every rank, a replay and
-a resumed run decide alike from the header's sample table. What of that follows from the model and the device is a fact
-of every checkpoint (`how_rows_are_made`), by which another plan is noticed.
+a resumed run decide alike from the header's sample table. Costs that depend on the model and the device are recorded in
+every checkpoint (`how_rows_are_made`), so that a resumed run notices another plan.
 """
 
 from bisect import bisect_left
@@ -12,16 +12,17 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 
 Rows = list[list[int]]
-"""A micro-batch: the samples of each row."""
+"""A micro-batch: the indices of the samples of each row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """What packing costs and saves, in operations of a matrix product.
+    """How rows are packed, and the costs that decide it, in operations of a matrix product.
 
-    `per_token` and `per_square` are those of `FlopCount`. An operation of attention takes `causal_cost` where a row is
-    one sample, and `masked_cost` where a dense mask keeps samples apart. A kernel for rows of varying lengths
-    (`is_varlen`) computes what the samples need only. `is_alone`: nothing is packed, and a micro-batch is one sample.
+    `per_token` and `per_square` are those of `FlopCount`. An operation of attention costs `causal_cost` in a row of one
+    sample, and `masked_cost` if a dense mask separates samples. With a kernel for rows of varying lengths (`is_varlen`)
+    only pairs of tokens within a sample cost anything. `is_always` packs without comparing costs. With `is_alone`
+    nothing is packed, and a micro-batch is one sample.
     """
 
     per_token: float
@@ -33,7 +34,7 @@ class Packing:
     is_alone: bool = False
 
     def cost(self, rows: Rows, lengths: Sequence[int]) -> float:
-        """Return the cost of a micro-batch."""
+        """Return the cost of a micro-batch, in operations of a matrix product; `lengths` are the samples' tokens."""
         if not rows:
             return 0.0
         width = max(sum(lengths[index] for index in row) for row in rows)
@@ -45,12 +46,12 @@ class Packing:
         return self.per_token * len(rows) * width + self.per_square * pairs
 
     def cost_of_ranks(self, plan: Sequence[Sequence[Rows]], lengths: Sequence[int]) -> float:
-        """Return the cost of a plan, in which ranks wait for one another after every micro-batch."""
+        """Return the cost of a plan by rank: the sum, over micro-batches, of the cost at the slowest rank."""
         return sum(max(self.cost(rows, lengths) for rows in abreast) for abreast in zip(*plan, strict=True))
 
 
 ALONE = Packing(per_token=0.0, per_square=0.0, causal_cost=0.0, masked_cost=0.0, is_alone=True)
-"""That of a model which mixes the samples of a micro-batch."""
+"""The packing for a model that mixes the samples of a micro-batch."""
 
 
 def how_rows_are_made(packing: Packing | None) -> str:
@@ -64,9 +65,9 @@ def how_rows_are_made(packing: Packing | None) -> str:
 
 
 def plan_minibatches(ordinals: Sequence[int], count: int) -> list[list[int]]:
-    """Sample indices by minibatch: whole groups, dealt in turn in the order of their ordinals.
+    """Return the sample indices of each minibatch: whole groups, dealt in turn in the order of their ordinals.
 
-    A pure function of the sample table. Fewer groups than `count` make fewer minibatches, but at least one.
+    `ordinals` has each sample's group. Fewer groups than `count` make fewer minibatches, but at least one.
     """
     places = {ordinal: place for place, ordinal in enumerate(sorted(set(ordinals)))}
     minibatches: list[list[int]] = [[] for _ in range(max(min(count, len(places)), 1))]
@@ -78,12 +79,13 @@ def plan_minibatches(ordinals: Sequence[int], count: int) -> list[list[int]]:
 def plan_micro_batches(
     lengths: Sequence[int], *, max_tokens: int, world_size: int = 1, packing: Packing | None = None
 ) -> list[list[Rows]]:
-    """Plan micro-batches by rank: rows times longest row at most `max_tokens`, unless one sample alone is longer.
+    """Return each rank's micro-batches: rows times longest row at most `max_tokens`, unless one sample alone is longer.
 
-    Every rank gets equally many micro-batches, because the ranks' collectives pair up, and work; where there are fewer
-    samples than ranks, micro-batches are empty. Rows hold several samples only with `packing`, where that costs less.
+    Every rank gets equally many micro-batches, because the ranks' collectives pair up, and about equal work; with fewer
+    samples than ranks some micro-batches are empty. Samples of length 0 are left out. Rows hold several samples only
+    with `packing`, and if that costs less or is configured.
     """
-    # By index among equals: the plan is a function of the header alone, and a replay must make the same one.
+    # Ties are sorted by index: the plan is a function of the header alone, and a replay must make the same one.
     order = sorted((index for index, length in enumerate(lengths) if length), key=lambda i: (-lengths[i], i))
     is_alone = packing is not None and packing.is_alone
     padded = _dealt(_padded(order, lengths, 1 if is_alone else max_tokens), lengths, world_size)
@@ -95,13 +97,13 @@ def plan_micro_batches(
 
 
 def in_order(rows: Rows) -> Rows:
-    """Renumber the samples of rows in their order."""
+    """Return the rows with their samples renumbered 0, 1, … in the order in which they occur."""
     starts = accumulate((len(row) for row in rows), initial=0)
     return [list(range(start, start + len(row))) for start, row in zip(starts, rows, strict=False)]
 
 
 def _padded(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[Rows]:
-    """Make rows of one sample each, from longest to shortest, so that little is padded."""
+    """Fill micro-batches with rows of one sample each, in `order`: longest first, so that little is padded."""
     micro_batches: list[Rows] = []
     for index in order:
         # Sorted downwards, so the first row of a micro-batch is its longest.
@@ -113,10 +115,10 @@ def _padded(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> li
 
 
 def _packed(order: Sequence[int], lengths: Sequence[int], max_tokens: int, packing: Packing) -> list[Rows]:
-    """Pack rows of several samples: begin with the longest sample left, then add the longest that fits.
+    """Fill micro-batches with rows of several samples: the longest sample left, then the longest that fits, and so on.
 
-    A row with a dense mask is as long as that first sample, because its attention is quadratic in the row; a row with
-    a kernel for varying lengths is the whole micro-batch.
+    With a dense mask, rows are as long as that first sample, because attention is quadratic in the row; with a kernel
+    for varying lengths one row is the whole micro-batch.
     """
     waiting = [(-lengths[index], index) for index in order]
     micro_batches: list[Rows] = []

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own: the log and the heartbeats live there while the main thread computes."""
+"""An event loop in a thread of its own: it runs the log and the heartbeats while the main thread computes."""
 
 import asyncio
 import concurrent.futures
@@ -13,7 +13,7 @@ from millrace.telemetry import waits
 T = TypeVar("T")
 
 _STOP_S = 10.0
-_QUIET_S = 1.0  # what the main thread waits for longer shows itself as a wait
+_QUIET_S = 1.0  # a call that the main thread waits for longer is reported as a wait
 
 
 class BackgroundLoop:
@@ -35,15 +35,18 @@ class BackgroundLoop:
         self._thread.join(_STOP_S)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start a coroutine; the future gives its result. Keep it: nobody else knows of a failure."""
+        """Start a coroutine on the loop; the future has its result, and is the only place where its error is seen."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def soon(self, function: Callable[[], None]) -> None:
-        """Call a function on the loop, which must not block; returns at once."""
+        """Schedule a call of `function`, which must not block, on the loop; return at once."""
         self._loop.call_soon_threadsafe(function)
 
     def call(self, coroutine: Coroutine[Any, Any, T], *, what: str, timeout_s: float) -> T:
-        """Run a coroutine and wait for its result; UnavailableError naming `what` after `timeout_s`."""
+        """Run a coroutine on the loop and return its result; cancel it and raise UnavailableError after `timeout_s`.
+
+        `what` names it in the registered wait and in the error.
+        """
         future = self.submit(coroutine)
         try:
             with waits.waiting(what, deadline_s=timeout_s, quiet_s=_QUIET_S):

@@ -1,6 +1,6 @@
-"""The run's batches in order, proven, from Redis and the store, or from the store alone.
+"""The run's batches in order, verified, from Redis and the store, or from the store alone.
 
-Rank 0 waits for each header and hands its bytes to the others, so that no rank waits inside a collective for longer
+Rank 0 waits for each header and sends its bytes to the others, so that no rank waits inside a collective for longer
 than one poll. Every rank then plans the same micro-batches from the header's sample table and reads only the chunks
 that hold its own samples.
 """
@@ -30,34 +30,37 @@ POLL_S = 0.5  # how soon a stop is noticed while there is no batch
 
 
 class PolicyRepublisher(Protocol):
-    """Who publishes damaged policies anew; `Mender` is one."""
+    """Publishes damaged policies again, between two batches; `Republisher` is one."""
 
     def policy_to_republish(self, version: int) -> bytes | None:
-        """Return at rank 0 the policy that all ranks shall publish anew, if there is one."""
+        """Return the policy that all ranks shall publish again, encoded, or None; called at rank 0 only.
+
+        `version` is the newest one, which the next batch trains.
+        """
         ...
 
     def republish(self, policy: bytes) -> None:
-        """Publish the policy anew; at every rank."""
+        """Publish the policy again; called at every rank."""
         ...
 
 
 class BatchLog(Protocol):
-    """What is needed of the run's log to read batches; `LogClient` is one."""
+    """The part of a run's log that is needed to read batches; `LogClient` is one."""
 
     def poll_header(self, step: int, *, timeout_s: float) -> bytes | None:
         """Wait for the header of a step and return it as stored; None if it is not there in time."""
         ...
 
     def read_superseded(self, step: int, revisions: int) -> list[bytes]:
-        """Read the first `revisions` headers of a step as stored: failed closing headers that have a successor."""
+        """Return the first `revisions` headers of a step as stored: failed closing headers that were replaced."""
         ...
 
     def read_chunks(self, step: int, chunks: Sequence[int]) -> dict[int, bytes]:
-        """Read the named chunks of a committed step."""
+        """Return chunks of a committed step by their index."""
         ...
 
     def prefetch(self, step: int) -> None:
-        """Begin to read a step in the background."""
+        """Start to read a step in the background."""
         ...
 
     def is_stop_requested(self) -> bool:
@@ -69,7 +72,7 @@ class BatchLog(Protocol):
 class Batch:
     """A committed batch, or the closing header, which is one minibatch.
 
-    `chain_hash` is H(step); `wait_s` the seconds without a batch to work on, `load_s` those to read and pad it.
+    `chain_hash` is H(step); `wait_s` are the seconds of waiting for the header, `load_s` those of reading and padding.
     """
 
     header: batch_pb2.BatchHeader
@@ -85,12 +88,12 @@ class Batch:
 
     @property
     def is_closing(self) -> bool:
-        """Return whether the run ends here, so that the samples are scored rather than trained on."""
+        """Return whether this is the run's closing header, whose samples are scored and not trained on."""
         return closes_run(self.header)
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
-        """Return this rank's share of the samples."""
+        """Return this rank's micro-batches of all minibatches."""
         return [micro_batch for minibatch in self.minibatches for micro_batch in minibatch.micro_batches]
 
 
@@ -119,7 +122,7 @@ class Batches:
         self._dataset = dataset
 
     def follow(self, start_step: int) -> Iterator[Batch]:
-        """Yield every batch from `start_step` on, the closing header last; raise StopRequested between batches."""
+        """Yield every batch from `start_step` on, the closing header last; raise StopRequested if asked to stop."""
         step = start_step
         while True:
             batch = self.read(step)
@@ -129,12 +132,16 @@ class Batches:
             step += 1
 
     def read(self, step: int) -> Batch:
-        """Wait for the batch of one step, verify it and return it. Collective in a gang."""
+        """Wait for the batch of one step, and return it after verifying that it continues the chain.
+
+        Steps must be read in order. Until it is there, damaged policies are published again. Raises CorruptObjectError
+        or StopRequested at every rank. Collective in a gang.
+        """
         began = time.monotonic()
         header_bytes = self._wait_for_header(step)
         arrived = time.monotonic()
         header = decode_header(header_bytes)
-        with agreed(self._gang):  # what one rank alone finds damaged, or cannot read, ends the run at all of them
+        with agreed(self._gang):  # a rank that finds damage, or cannot read, ends the training at all ranks
             for revision, data in enumerate(self._log.read_superseded(step, header.revision)):
                 closing = decode_header(data)
                 self._verify(closing, step, revision)
@@ -153,7 +160,11 @@ class Batches:
         )
 
     def _wait_for_header(self, step: int) -> bytes:
-        """Rank 0 polls and tells the gang `wait`, `stop`, which policy to `mend`, or the header's bytes."""
+        """Return the header's bytes once they are there; publish damaged policies again meanwhile.
+
+        Rank 0 polls, and sends the gang `wait`, `stop`, `mend` with a policy to publish again, or `head` with the
+        header. Raises StopRequested.
+        """
 
         def look() -> bytes:
             if self._log.is_stop_requested():
@@ -178,9 +189,9 @@ class Batches:
                     raise InternalError(f"rank 0 sent {order[:4]!r} while batch {step} was awaited")
 
     def _minibatches(self, header: batch_pb2.BatchHeader) -> list[Minibatch]:
-        """Read, verify and pad this rank's samples.
+        """Read this rank's samples, and make its micro-batches of each minibatch.
 
-        The indices of the dataset's rows follow those of the sample table; each minibatch has its share of the rows.
+        The rows of the dataset are dealt to the minibatches in turn; their indices follow those of the sample table.
         """
         layout, is_closing = self._layout, closes_run(header)
         parts = plan_minibatches([entry.ordinal for entry in header.samples], 1 if is_closing else layout.minibatches)
@@ -197,7 +208,7 @@ class Batches:
         return [self._minibatch(plan, samples) for plan in plans]
 
     def _minibatch(self, plan: Sequence[Rows], samples: Mapping[int, TrainSample]) -> Minibatch:
-        """Make the micro-batches of a plan."""
+        """Make this rank's micro-batches of a plan; `samples` are by index."""
         micro_batches, places = list[MicroBatch](), list[list[int]]()
         for rows in plan:
             flat = [index for row in rows for index in row]
@@ -213,7 +224,7 @@ class Batches:
         return Minibatch(micro_batches=micro_batches, samples=places)
 
     def _plan(self, lengths: Sequence[int], part: Sequence[int]) -> list[Rows]:
-        """Plan this rank's micro-batches of some samples, as their places in `lengths`."""
+        """Return this rank's micro-batches of the samples `part`; they and the result are indices into `lengths`."""
         plan = plan_micro_batches(
             [min(lengths[index], self._layout.seq_len) for index in part],
             max_tokens=self._layout.micro_batch_tokens,
@@ -245,7 +256,7 @@ class Batches:
 
 @dataclass(frozen=True, slots=True)
 class KeptRange:
-    """The batches that can be recomputed, from `first` to `last`; none if `last` is below `first`. People see steps."""
+    """The batches that can be recomputed, `first` to `last`; none if `last` is below `first`. `str` shows steps."""
 
     first: int
     last: int
@@ -276,12 +287,13 @@ class StoreLog:
         return data
 
     def read_superseded(self, step: int, revisions: int) -> list[bytes]:
-        """Read the first `revisions` headers of a step as stored."""
+        """Return the first `revisions` headers of a step as stored."""
         return [read_header(self._store, self._names, step, revision) for revision in range(revisions)]
 
     def read_chunks(self, step: int, chunks: Sequence[int]) -> dict[int, bytes]:
-        """Read the named chunks of a step whose header was read; raise InvalidStateError if retention has removed
-        one.
+        """Return chunks, by their index, of a step whose header `poll_header` has returned.
+
+        Raises InvalidStateError naming the kept range if a chunk has been deleted.
         """
         found: dict[int, bytes] = {}
         for index in chunks:
@@ -299,9 +311,7 @@ class StoreLog:
         return False
 
     def kept(self) -> KeptRange:
-        """Return the range of steps that can be recomputed: from the oldest checkpoint, or from the start if its
-        batches are kept.
-        """
+        """Return the steps that can be recomputed: from the oldest checkpoint, or from 0 if batch 0 is whole."""
         last = max((step for step, _ in list_headers(self._store, self._names)), default=-1)
         if last >= 0 and closes_run(self._header(last)):
             last -= 1
@@ -311,9 +321,7 @@ class StoreLog:
         return KeptRange(first, last)
 
     def not_kept(self, step: int) -> InvalidStateError:
-        """Return the error for a step outside the range: one that is not there yet, or one that is not there any
-        more.
-        """
+        """Make the error for a step after the kept range (STEP_NOT_COMMITTED) or before it (STEP_NOT_KEPT)."""
         kept = self.kept()
         if step > kept.last:
             return InvalidStateError(

@@ -1,8 +1,8 @@
-"""The trainer's synchronous face of a run's log.
+"""The trainer's synchronous client of a run's log.
 
-Everything that waits happens on the background loop: the batch after the current one is read while the current one is
-trained on, the lease is renewed, events are appended in order. Rank 0 of a gang holds lease and epoch and writes; the
-other ranks open the log only to read their chunks.
+All waiting is done on the background loop: the next batch is read while the current one is trained on, the lease is
+renewed, and events are appended in order. Rank 0 of a gang holds lease and epoch and writes; the other ranks open the
+log only to read their chunks.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.5
 _READ_TIMEOUT_S = 600.0  # chunks of a batch; a gang's collective times out after that, too
 _WRITE_TIMEOUT_S = 120.0
-_CLOSE_S = 4.0  # twice within the grace period; what a dead Redis keeps from being written then is in the store
+_CLOSE_S = 4.0  # twice within the grace period; if Redis is dead, only events are lost: facts are in the store
 
 ReadBatch = tuple[batch_pb2.BatchHeader, bytes, Mapping[int, bytes]]
 
 
 class LogClient:
-    """One run's log. `begin`, then poll `poll_ready`; `close` in any case: it releases the lease."""
+    """One run's log: call `begin`, `poll_ready` until it is open, and in any case `close`, which releases the lease."""
 
     def __init__(
         self,
@@ -65,15 +65,16 @@ class LogClient:
         self._reading: tuple[int, concurrent.futures.Future[ReadBatch]] | None = None
 
     def begin(self) -> None:
-        """Begin to open the log in the background; the leader also takes the lease and a new epoch.
+        """Start to open the log in the background; the leader also takes the lease and a new epoch.
 
-        That may last: a dead predecessor's lease may have to run out, a lost log to be rebuilt.
+        That may take long: a dead predecessor's lease has to expire, or a lost log to be rebuilt.
         """
         self._opening = self._background.submit(self._open())
 
     def poll_ready(self, *, timeout_s: float) -> bool:
-        """Return whether the log is open and held by the leader; wait up to `timeout_s` and raise the errors of
-        opening.
+        """Wait up to `timeout_s` until the log is open, and at the leader held; return whether it is.
+
+        Raises what opening raised.
         """
         assert self._opening is not None
         concurrent.futures.wait([self._opening], timeout_s)
@@ -94,19 +95,25 @@ class LogClient:
 
     @property
     def before(self) -> str:
-        """Describe how the previous training of the run ended; empty if there was none."""
+        """Return how the previous training of the run ended, as text; empty if there was none."""
         return self._held.before
 
     # BatchLog
 
     def is_stop_requested(self) -> bool:
-        """Return whether to release the run; raise the error that stopped the lease's renewal (FencedError: lost)."""
+        """Return whether the trainer is asked to release the run.
+
+        Raises the error that ended the lease's renewal, if it has ended: FencedError if another trainer has the run.
+        """
         if self._held.lost is not None:
             raise self._held.lost
         return self._should_stop()
 
     def prefetch(self, step: int) -> None:
-        """Begin to read a step in the background; the reading goes on until it comes."""
+        """Start to read a step in the background, until it is there; cancel the reading of another step.
+
+        A process alone reads all chunks; a rank of a gang reads only the header.
+        """
         if self._reading is None or self._reading[0] != step:
             self._cancel_reading()
             self._reading = step, self._background.submit(self._read(step, None if self._is_alone else []))
@@ -123,7 +130,7 @@ class LogClient:
         return [read_header(self._store, self._names, step, revision) for revision in range(revisions)]
 
     def read_chunks(self, step: int, chunks: Sequence[int]) -> dict[int, bytes]:
-        """Read the named chunks of a committed step, each verified against the header."""
+        """Return chunks of a committed step by their index, each verified against the header."""
         if not chunks:
             return {}
         if self._reading is not None and self._reading[0] == step and self._reading[1].done():
@@ -136,9 +143,10 @@ class LogClient:
     # PolicyLog
 
     def append_policy(self, entry: policy_pb2.PolicyEntry, *, is_replay: bool) -> None:
-        """Append a published version. `is_replay`: the store had it already, with equal weights.
+        """Announce a published version in the log; `is_replay`: the store had it already, with equal weights.
 
-        Waits for Redis as long as it takes, unless asked to stop: then the trainer that continues the run announces it.
+        Waits for Redis without limit. If asked to stop meanwhile, returns without having announced it, which the
+        trainer that continues the run does.
         """
         appending = self._background.submit(self._held.append_policy(entry, is_replay=is_replay))
         while not concurrent.futures.wait([appending], _POLL_S).done:
@@ -149,18 +157,21 @@ class LogClient:
         appending.result()
 
     def write_event(self, event: event_pb2.Event) -> None:
-        """Append an event, in order, without waiting for Redis unless very many are queued."""
+        """Queue an event, in order; wait for Redis only if very many are queued."""
         if self._events is None:
             raise InternalError("only rank 0 writes events", reason="NOT_LEADER")
         self._call(self._events.write(event), "writing an event", _WRITE_TIMEOUT_S)
 
     async def write(self, event: event_pb2.Event) -> None:
-        """Append an event; for callers on the background loop."""
+        """Queue an event, as `write_event` does, from the background loop; do nothing at ranks other than 0."""
         if self._events is not None:
             await self._events.write(event)
 
     def flush(self) -> None:
-        """Return when every event is in the log, or when asked to stop."""
+        """Wait until every event is in the log; an error of Redis is raised only if asked to stop, else tried again.
+
+        LogGoneError is raised at once.
+        """
         while self._events is not None:
             try:
                 return self._call(self._events.flush(), "writing events", _WRITE_TIMEOUT_S)
@@ -172,9 +183,9 @@ class LogClient:
                 logger.warning("events not written; trying again", extra={"error": str(error)})
 
     def close(self, why: str) -> None:
-        """End reading, write what is queued, give the lease back; `why` is for the trainer that holds it next.
+        """Stop reading, write queued events, release the lease, and disconnect; log an error instead of raising it.
 
-        Logs what fails: the caller is leaving anyway.
+        `why` says how this training ended, for `before` of the trainer that holds the lease next.
         """
         self._is_closed = True
         self._cancel_reading()
@@ -200,7 +211,7 @@ class LogClient:
         self._events = EventWriter(self._log, f"trainer-{self._hold.epoch.number}")
 
     async def _read(self, step: int, chunks: Sequence[int] | None) -> ReadBatch:
-        """Read a step with these chunks (None: all), for as long as it takes."""
+        """Read a step with these chunks (None: all); wait until it is there, also while Redis does not answer."""
         run_log = self._opened
 
         async def read() -> ReadBatch:

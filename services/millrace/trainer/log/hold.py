@@ -1,10 +1,10 @@
 """The trainer's hold on a run: lease and epoch, kept through restarts of Redis and through the loss of the log.
 
-    take ──▶ HOLDING ──▶ renewed every third of the ttl, and the log's instance looked at ──▶ HOLDING
+    take ──▶ HOLDING ──▶ renewed every third of the ttl, and the log's instance compared ──▶ HOLDING
                 │            '── another copy of the log (rebuilt, or Redis restarted): append the policies it lacks
                 '── another trainer has the lease or a newer epoch ──▶ LOST, for good
 
-Nothing here loses the training's position: what needs a log that Redis lost waits, visibly, until the
+Nothing here loses the training's position: a call that needs a log that Redis lost registers a wait until the
 orchestrator has rebuilt it, and then goes on. Everything runs on the background loop.
 """
 
@@ -32,7 +32,7 @@ _POLL_S = 0.5
 
 
 class Hold:
-    """Lease and epoch of one run; `keep` renews. Get one by `take`."""
+    """Lease and epoch of one run. `take` makes one; `keep` must run to renew it."""
 
     def __init__(self, run_log: RunLog, lease: Lease, epoch: Epoch) -> None:
         self._log = run_log
@@ -44,19 +44,22 @@ class Hold:
         self._present.set()
         self.epoch = epoch
         self.before = ""
-        """How the hold before this one ended, in words; empty if this is the run's first."""
+        """How the previous hold ended, as text; empty if this is the run's first."""
         self.lost: MillraceError | None = None
-        """Why it is no longer renewed; it never comes back."""
+        """The error that ended the renewal for good, or None."""
 
     @classmethod
     async def take(cls, run_log: RunLog, *, owner: str, slot: str) -> Self:
-        """Wait for the log and for the lease, then take a new epoch. Ends by cancellation if nobody wants it."""
+        """Wait for the log and the lease, take a new epoch, and append policies that the log lacks.
+
+        Waits without limit; cancel it to stop, which releases the lease.
+        """
         wait, lease, has_waited = waits.LastingWait(), None, False
         try:
             while True:
                 try:
                     await run_log.reopen()
-                    if lease is None or not await lease.renew():  # held already: only what came after it failed
+                    if lease is None or not await lease.renew():  # held already if only a later call failed
                         lease = await Lease.acquire(run_log, ROLE, owner, LEASE_TTL_S, slot=slot)
                     if lease is not None:
                         hold = cls(run_log, lease, await run_log.acquire_epoch(ROLE, owner))
@@ -78,11 +81,11 @@ class Hold:
             wait.over()
 
     async def keep(self) -> None:
-        """Renew until the hold is lost to another trainer, or to a defect; `lost` says why."""
+        """Renew the lease, and append policies that the log lacks, until the hold is lost; then set `lost`."""
         wait = waits.LastingWait()
         try:
             while self.lost is None:
-                self._woken.clear()  # before the work: who wakes it during the work is heard after it
+                self._woken.clear()  # before the work, so that a wake-up during the work is handled after it
                 pause_s = await self._keep_once(wait)
                 if self.lost is None:
                     with contextlib.suppress(TimeoutError):
@@ -90,10 +93,13 @@ class Hold:
                             await self._woken.wait()
         finally:
             wait.over()
-        self._present.set()  # those that wait for the log must hear that the hold is lost
+        self._present.set()  # calls that wait for the log must end with the error that the hold is lost
 
     async def _keep_once(self, wait: waits.LastingWait) -> float:
-        """Renew once; return after how many seconds to do it again. Sets `lost` where that has no sense."""
+        """Renew once, and return the seconds until the next time.
+
+        Sets `lost` if another trainer has the run, or on an unexpected error.
+        """
         try:
             await self._renew()
             await self._follow_log()
@@ -107,13 +113,16 @@ class Hold:
             logger.warning("lease not renewed; trying again", extra={"error": str(error)})
         except FencedError as error:
             self.lost = error
-        except Exception as error:  # the edge of a task that nobody awaits: the job must hear of it
+        except Exception as error:  # the edge of a task that nobody awaits: the job fails with `lost`
             logger.exception("the lease is no longer renewed", extra={"run": self._log.uid})
             self.lost = _renewal_failure(error, uid=self._log.uid)
         return self._lease.ttl_s / 3
 
     async def append_policy(self, entry: policy_pb2.PolicyEntry, *, is_replay: bool) -> None:
-        """Append a published version, however long Redis is away; FencedError if the hold is lost meanwhile."""
+        """Append a published version, however long Redis is away; raise `lost` if the hold is lost meanwhile.
+
+        With `is_replay` a version that the log has dropped, or has differently, is no error.
+        """
         what = f"announcing policy {entry.lineage}-{entry.version}"
 
         async def append() -> None:
@@ -126,14 +135,17 @@ class Hold:
         await self.outlasting(append)
 
     async def outlasting(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Repeat what fails because Redis is away or lost the log, visibly, for as long as the hold is not lost."""
+        """Return the result of `attempt`, repeated while Redis is away or lacks the log; raise `lost` if that is set.
+
+        Waiting is registered. Other errors of `attempt` are raised.
+        """
 
         async def present() -> None:
             if self.lost is not None:  # `keep` has ended: nobody would set it again
                 return
             self._present.clear()
             self._woken.set()
-            await self._present.wait()  # `keep` reopens the log, and shows the wait
+            await self._present.wait()  # `keep` reopens the log, and registers the wait
 
         async def checked() -> T:
             if self.lost is not None:
@@ -143,7 +155,7 @@ class Hold:
         return await outlasting(checked, reopen=present)
 
     async def release(self, why: str) -> None:
-        """Give the lease back, unless it is another's; `why` is for who holds it next."""
+        """Release the lease, unless another trainer has it; `why` is what the next holder reads in `before`."""
         if not isinstance(self.lost, FencedError):
             await self._lease.release(why)
 
@@ -156,7 +168,10 @@ class Hold:
             )
 
     async def _follow_log(self) -> None:
-        """Bring another copy of the log up to what is published; LogGoneError while there is none."""
+        """Append the published policies that a new copy of the log lacks; do nothing for a copy that is known.
+
+        Raises LogGoneError while there is no log, and FencedError if another trainer took an epoch.
+        """
         try:
             instance = await self._log.read_instance()
         except LogGoneError:
@@ -187,13 +202,11 @@ class Hold:
                 await reappend_policies(self._log, self.epoch)  # Redis lost its tail; the store has all of it
                 return
             if is_replay or await self._is_announced(entry):
-                return  # the stream is past this version and trimmed it; its manifest is proven equal
+                return  # the stream has trimmed this version; its manifest in the store is known to be equal
         result.require(what)
 
     async def _is_announced(self, entry: policy_pb2.PolicyEntry) -> bool:
-        """Return whether these weights are announced already, perhaps by a manifest with another hash that was
-        written anew.
-        """
+        """Return whether the log has this version with the same lineage and digest; its manifest may differ."""
         id_ = f"{entry.version}-1"
         for found in await self._log.read_range(Stream.POLICIES, id_, id_):
             what = f"entry {id_} of the policies of run {self._log.uid}"
@@ -203,7 +216,10 @@ class Hold:
 
 
 async def _end_before(run_log: RunLog, epoch: Epoch, lease: Lease, *, has_waited: bool) -> str:
-    """Describe how the hold before `epoch` ended, from its last report and its lease; empty for the first epoch."""
+    """Return how the hold before `epoch` ended, as text, from its report and its lease; empty for the first epoch.
+
+    `has_waited` says that the lease had to expire.
+    """
     before = epoch.number - 1
     if not before:
         return ""
@@ -218,7 +234,7 @@ async def _end_before(run_log: RunLog, epoch: Epoch, lease: Lease, *, has_waited
 
 
 def require_newest(newest: int, *, held: int, uid: str) -> None:
-    """Raise FencedError if `newest`, the newest trainer epoch of the run, is another trainer's."""
+    """Raise FencedError if `newest`, the run's newest trainer epoch, is greater than the epoch `held` here."""
     if newest > held:
         raise FencedError(
             f"trainer epoch {newest} of run {uid} exists, this trainer holds {held}",
@@ -228,7 +244,10 @@ def require_newest(newest: int, *, held: int, uid: str) -> None:
 
 
 async def outlasting(attempt: Callable[[], Awaitable[T]], *, reopen: Callable[[], Awaitable[None]]) -> T:
-    """Repeat `attempt` while Redis is away, which shows as a wait, or lost the log: then after `reopen`."""
+    """Return the result of `attempt`, repeated while Redis is away, which is registered as a wait.
+
+    If Redis lost the log, `reopen` is awaited before the next attempt. Other errors are raised.
+    """
     wait = waits.LastingWait()
     try:
         while True:
@@ -245,7 +264,7 @@ async def outlasting(attempt: Callable[[], Awaitable[T]], *, reopen: Callable[[]
 
 
 async def reopened(run_log: RunLog) -> None:
-    """Return when the log is rebuilt, for those who hold no lease; visible as a wait."""
+    """Reopen the log, repeated until the orchestrator has rebuilt it, which is registered as a wait."""
     wait = waits.LastingWait()
     try:
         while True:
@@ -259,7 +278,7 @@ async def reopened(run_log: RunLog) -> None:
 
 
 def _wait_for(wait: waits.LastingWait, error: MillraceError) -> None:
-    """Say what is waited for, and who can end the wait."""
+    """Register the wait that `error` causes: for the orchestrator if the log is lost, else for store or Redis."""
     if error.reason == "LOG_DAMAGED":
         wait.on(f"the run's log to be rebuilt: {error.message}", waits_on="orchestrator", key=error.message)
     elif isinstance(error, LogGoneError):

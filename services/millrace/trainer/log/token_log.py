@@ -1,4 +1,4 @@
-"""Stores what the trainer computed of a step's tokens, one object per step, beside the training.
+"""Stores log-probs and entropies of a step's tokens, one object per step, in the background.
 
     main thread      step n: keeps log-probs of its forward ─▶ hands them over ─▶ step n + 1 ─▶ …
     beside it                                       encode, gather at rank 0, create the object
@@ -37,17 +37,17 @@ from millrace.trainer.log.batches import Batch
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 4
-"""Steps whose objects may be waiting to be stored: more than a store that keeps up is ever late."""
+"""Steps whose objects may be waiting to be stored, more than occur with a store that is fast enough."""
 
 
-# What a step's own forward gave for the tokens that are logged: kept as it goes by, computed never again.
+# The values that a step's own forward pass gave for the tokens that are logged: nothing is computed twice.
 #
 # Shape suffixes: B samples, T longest sample, K chosen ones of them.
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The chosen samples of one micro-batch, by their places in the header's sample table."""
+    """The chosen samples of one micro-batch, by their indices in the header's sample table."""
 
     places: list[int]
     values_2KT: torch.Tensor
@@ -55,7 +55,7 @@ class _Part:
 
 
 class TokenRows:
-    """The values of this rank's chosen samples, as their own minibatch's forward computed them."""
+    """Collects log-probs and entropies of this rank's chosen samples, from the forward pass of their minibatch."""
 
     def __init__(self, header: batch_pb2.BatchHeader, minibatches: Sequence[Minibatch], *, share: float) -> None:
         self._header = header
@@ -74,7 +74,10 @@ class TokenRows:
     def add(
         self, micro_batch: MicroBatch, samples: Sequence[int], *, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor
     ) -> None:
-        """Keep what belongs to chosen samples; `samples` are the places of the rows."""
+        """Keep the values of the chosen samples of a micro-batch.
+
+        `samples` are its rows' indices in the sample table.
+        """
         rows = [row for row, place in enumerate(samples) if place in self._chosen]
         if not rows:
             return
@@ -83,7 +86,7 @@ class TokenRows:
         self._parts.append(_Part([samples[row] for row in rows], values_2KT, micro_batch.loss_mask_BT[at].cpu()))
 
     def to_log(self, *, lineage: int, chain_hash: bytes) -> TokenLog:
-        """Make this rank's part of the step's log, in the thread beside the training."""
+        """Make this rank's part of the step's log, from the samples that were added."""
         minibatch_of = {
             place: number
             for number, micro_batches in enumerate(self._places)
@@ -126,9 +129,9 @@ class TokenRows:
 class TokenLogWriter(BackgroundWriter):
     """Writes the token log of every step; every rank of a gang calls it, at the same steps.
 
-    Used as a context manager around the training: leaving it waits for what is under way, or gives it up if the
-    training failed. `on_stored` hears of every log that is durable, `on_problem` once of a failure that lasts, on the
-    thread that stores.
+    Used as a context manager around the training: leaving it waits for what is under way, or abandons it if the
+    training failed. `on_stored` is called for every log that is stored, and `on_problem` once for failures in a row, on
+    the thread that stores.
     """
 
     def __init__(
@@ -157,28 +160,31 @@ class TokenLogWriter(BackgroundWriter):
         self._has_problem = False
 
     def collect(self, batch: Batch) -> TokenRows | None:
-        """Return the collector of a batch's token values; None if none are logged."""
+        """Make the collector of a batch's token values; None if the run logs none."""
         return TokenRows(batch.header, batch.minibatches, share=self._share) if self._share else None
 
     def write(self, batch: Batch, rows: TokenRows | None) -> None:
-        """Begin to store what was collected of a step. Collective in a gang, of one number."""
+        """Queue the collected values of a step for storing; skip the step, with a warning, if too many are queued.
+
+        Does nothing if `rows` is None. Collective in a gang.
+        """
         if rows is None:
             return
         with self._lock:
             num_waiting = len(self._waiting)
         if self._gang.max([num_waiting])[0] >= MAX_WAITING:
-            self._tell(batch.step, UnavailableError(f"those of {MAX_WAITING} steps before are not stored yet"))
+            self._report(batch.step, UnavailableError(f"those of {MAX_WAITING} steps before are not stored yet"))
             return
         step, chain_hash = batch.step, batch.chain_hash
         with self._lock:
             self._waiting.append(lambda: self._store_step(step, chain_hash, rows))
             begins, self._is_busy = not self._is_busy, True
         if begins:
-            self._work.finish()  # of which nothing is left but to end its thread
+            self._work.finish()  # the queue is empty: only the end of the thread is waited for
             self._work.begin("log-probs to be stored", self._drain)
 
     def _drain(self) -> None:
-        """Store what waits, in order, until nothing does."""
+        """Store the queued steps in order until none is left, or the work is abandoned."""
         while True:
             with self._lock:
                 if not self._waiting or self._work.is_abandoned.is_set():
@@ -197,12 +203,12 @@ class TokenLogWriter(BackgroundWriter):
                 logger.warning("the step's log-probs are not those that were stored before", extra={"step": step + 1})
             self._on_stored(stored)
         except Exception as error:  # noqa: BLE001 - a thread's edge: the training does not depend on this
-            self._tell(step, error)
+            self._report(step, error)
         else:
             self._has_problem = False
 
     def _gathered(self, rows: TokenRows, chain_hash: bytes) -> TokenLog | None:
-        """Gather the step's log at rank 0; ranks that share samples contribute once."""
+        """Return the step's log, merged from all ranks, at rank 0, and None at the others. Collective in a gang."""
         if self._beside.is_alone:
             return rows.to_log(lineage=self._lineage, chain_hash=chain_hash)
         layout = self._beside.layout
@@ -216,8 +222,8 @@ class TokenLogWriter(BackgroundWriter):
             return None
         return merged([decode_token_log(part, where=f"of rank {rank}") for rank, part in enumerate(parts) if part])
 
-    def _tell(self, step: int, error: Exception) -> None:
-        """Report why a step's log-probs are not stored, once until one is stored again."""
+    def _report(self, step: int, error: Exception) -> None:
+        """Log why a step's log-probs are not stored; rank 0 calls `on_problem`, once until a step is stored again."""
         logger.warning("the step's log-probs were not stored", extra={"step": step + 1, "error": repr(error)})
         if self._has_problem or not self._gang.is_leader:
             return

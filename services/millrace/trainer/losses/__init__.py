@@ -23,7 +23,10 @@ LOSSES: dict[str, PolicyLoss] = {
 
 
 def token_losses(inputs: LossInputs, config: LossConfig) -> TokenLosses:
-    """Compute loss and diagnostics of every token by `[trainer.loss]`; see `loss_function` for custom losses."""
+    """Return loss and diagnostics of every token as `[trainer.loss]` says, with KL and entropy terms.
+
+    For `type = "custom"` this is the default loss; `loss_function` loads the user's.
+    """
     return regularized(policy_losses, inputs, config)
 
 
@@ -37,9 +40,9 @@ def loss_function(config: LossConfig, code: CustomCode) -> LossFunction:
 
 
 def policy_losses(inputs: LossInputs, config: LossConfig) -> TokenLosses:
-    """Compute policy loss and cross-entropy with corrections and weights, before KL and entropy terms.
+    """Return policy loss and cross-entropy with corrections and weights, without the KL and entropy terms.
 
-    A loss of the user's own may build on it: under `type = "custom"` it is the default one.
+    A loss of the user's own may call it: for `type = "custom"` it is the default loss.
     """
     rl_members, ce_members = inputs.rl_members, inputs.ce_weights != 0
     log_ratio = inputs.log_ratio
@@ -56,7 +59,7 @@ def policy_losses(inputs: LossInputs, config: LossConfig) -> TokenLosses:
         if weights is not None:
             factor = factor * weights
         mismatch_kl = k3(log_ratio)
-    # 1 in value, with the gradient of t; what is no member must not reach exp.
+    # 1 in value, with the gradient of t; values of tokens that are no members must not reach exp.
     unit = torch.exp(torch.where(rl_members, inputs.trainer_logprobs - inputs.trainer_logprobs.detach(), 0.0))
     policy_term = torch.where(rl_members, factor * unit, 0.0)
     if config.type in ("default", "ipo", "custom"):
@@ -75,7 +78,7 @@ def policy_losses(inputs: LossInputs, config: LossConfig) -> TokenLosses:
 
 
 def total_loss(losses: TokenLosses, *, rl_divisor: int, num_ce_tokens: int) -> torch.Tensor:
-    """Return the micro-batch's share of the batch's loss; both token counts are of the whole batch over all ranks."""
+    """Return the micro-batch's share of the batch's loss; `rl_divisor` and `num_ce_tokens` are of the whole batch."""
     return losses.rl.sum() / max(rl_divisor, 1) + losses.ce.sum() / max(num_ce_tokens, 1)
 
 

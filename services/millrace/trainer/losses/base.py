@@ -1,4 +1,4 @@
-"""What a policy loss is: a detached multiplier per token, and what is made of it.
+"""The types of a policy loss: a detached multiplier per token, its inputs, and the losses made from it.
 
 With t = trainer log-prob, i = inference log-prob, l = t - i (0 outside of the mask), r = exp(l), A = advantage and
 w = weight of the token (`corrections.py`), the loss of a token of the rl component is
@@ -23,10 +23,10 @@ from millrace.config.sections.loss import LossConfig
 class LossInputs:
     """Per-token tensors of one shape, [B, T]: a row is a sample. `loss_mask` is bool: 1 where the policy sampled.
 
-    `proximal_logprobs` are those of the policy before the batch where it is another one than the trainer's and the loss
-    asks for it: from the second optimizer step of a batch on. `entropy` of the policy is there, with its gradient,
-    where it has a part in the loss; `reference_logprobs` are those of the start model where the run compares with it.
-    `group_tokens` [B, 1] are the rl tokens of each row's group in the batch, where tokens are weighed by them.
+    `proximal_logprobs` are those of the policy before the batch, from the batch's second optimizer step on and if the
+    loss needs them; None means that they equal the trainer's. `entropy` of the policy, with its gradient, is set if it
+    is part of the loss; `reference_logprobs` are those of the start model if the run compares with it. `group_tokens`
+    [B, 1] are the rl tokens of each row's group in the minibatch, if tokens are weighted by them.
     """
 
     trainer_logprobs: torch.Tensor
@@ -52,16 +52,14 @@ class LossInputs:
 
     @property
     def proximal_log_ratio(self) -> torch.Tensor:
-        """Return p - i without gradient, with p the log-prob under the policy before the batch; 0 outside of the
-        mask.
-        """
+        """Return p - i without gradient, 0 outside of the mask; p is the log-prob under the policy before the batch."""
         proximal = self.trainer_logprobs if self.proximal_logprobs is None else self.proximal_logprobs
         return torch.where(self.loss_mask, proximal - self.inference_logprobs, 0.0).detach()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Multiplier:
-    """f of every token, 0 where it is dropped or no member. `low` and `high`: dropped or clipped, and on which side."""
+    """The factor f of every token, 0 if it is dropped or no member; `low` and `high` are those dropped or clipped."""
 
     factor: torch.Tensor
     low: torch.Tensor
@@ -92,7 +90,7 @@ class TokenLosses:
 
 
 LossFunction = Callable[[LossInputs, LossConfig], TokenLosses]
-"""What `millrace run replay --loss my.module:fn` takes: `policy_losses` is one."""
+"""A loss as `millrace run replay --loss my.module:fn` takes it: `policy_losses` is one."""
 
 
 def k3(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -102,9 +100,7 @@ def k3(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def outside_support(trainer_logprobs: torch.Tensor) -> torch.Tensor:
-    """Return which sampled tokens are outside of the truncated support under the trainer's policy
-    (`forward.token_logprobs`).
-    """
+    """Return which tokens the truncation excludes under the trainer's policy: those with the log-prob -inf."""
     return trainer_logprobs == -math.inf
 
 
@@ -114,7 +110,7 @@ def sample_means(values: torch.Tensor, members: torch.Tensor) -> torch.Tensor:
 
 
 def clip_range(config: LossConfig) -> tuple[float, float]:
-    """Return the lowest and the highest unclipped ratio; a side without a bound is clipped at 1."""
+    """Return the bounds of the ratio, 1 - clip_low and 1 + clip_high; None of them counts as 0."""
     low = 0.0 if config.clip_low is None else config.clip_low
     high = 0.0 if config.clip_high is None else config.clip_high
     return 1 - low, 1 + high

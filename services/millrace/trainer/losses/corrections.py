@@ -1,11 +1,11 @@
 """Corrections for off-policy data, aggregation over tokens, KL to the start model, and entropy.
 
-A correction is a weight or a mask from the ratio of two policies, that before the batch (p) to the
-one that sampled (i).
+A correction is a weight or a mask from the ratio of two policies: the one before the batch (p) to the one that
+sampled (i). Truncated importance sampling (Yao et al. 2025), IcePop (arXiv:2510.18855), masks by sequence and by
+geometric mean.
 
-Truncated importance sampling (Yao et al. 2025), IcePop (arXiv:2510.18855), masks by sequence and by geometric mean.
-A correction that weighs takes exp(p - i) out of the loss's own ratio exp(t - i), and leaves exp(t - p). In the first
-optimizer step of a batch the policy before it is the trained one, so that the latter is 1.
+A correction that is a weight takes exp(p - i) out of the loss's own ratio exp(t - i), and leaves exp(t - p). In the
+first optimizer step of a batch p equals t, so that the remaining ratio is 1.
 """
 
 from dataclasses import replace
@@ -17,7 +17,7 @@ from millrace.trainer.losses.base import LossFunction, LossInputs, TokenLosses, 
 
 _WEIGHING = ("token_tis", "sequence_tis", "icepop")
 _MAX_LOG = 30.0
-"""Bound of the log of a product of ratios: above it, its size says nothing."""
+"""Bound of the log of a product of ratios, so that its exponential is finite."""
 
 
 def ratio_of(inputs: LossInputs, config: LossConfig) -> torch.Tensor:
@@ -27,7 +27,7 @@ def ratio_of(inputs: LossInputs, config: LossConfig) -> torch.Tensor:
 
 
 def correction(inputs: LossInputs, config: CorrectionConfig) -> torch.Tensor:
-    """Return the factor of one correction for every token, [B, T]."""
+    """Return the factor of one correction for every token, [B, T]; a mask's factor is 0 or 1."""
     members, log_ratio = inputs.rl_members, inputs.proximal_log_ratio
     match config.type:
         case "token_tis":
@@ -56,15 +56,15 @@ def _is_within(config: CorrectionConfig, ratio: torch.Tensor) -> torch.Tensor:
     return ~below & ~above
 
 
-# What a token weighs in the loss of a batch, and what the sum is divided by: no layout of rows or ranks changes it.
+# The weights of tokens in the loss of a batch, and the divisor of the sum; neither depends on rows and ranks.
 
 
 def token_weights(inputs: LossInputs, config: LossConfig) -> torch.Tensor | None:
-    """Return the weight of every token of rows [B, T]; None where all weigh 1.
+    """Return the weight of every token, [B, T], by `config.aggregation`; None if all weights are 1.
 
-    token: 1 / tokens of the batch. sequence: 1 / (samples of the batch * tokens of the sample). constant (Dr. GRPO,
-    arXiv:2503.20783): 1 / (samples of the batch * constant_tokens). prompt (arXiv:2510.13786): 1 / (groups of the batch
-    * tokens of the group). `divisor` has the batch's part of it.
+    Together with `divisor` a token weighs, for "token": 1 / tokens of the batch; "sequence": 1 / (samples of the batch
+    * tokens of the sample); "constant" (Dr. GRPO, arXiv:2503.20783): 1 / (samples of the batch * constant_tokens);
+    "prompt" (arXiv:2510.13786): 1 / (groups of the batch * tokens of the group).
     """
     rl_members, dtype = inputs.rl_members, inputs.advantages.dtype
     if config.aggregation == "token":
@@ -79,16 +79,16 @@ def token_weights(inputs: LossInputs, config: LossConfig) -> torch.Tensor | None
 
 
 def divisor(config: LossConfig, *, num_tokens: int, num_samples: int, num_groups: int | None = None) -> int:
-    """Return what the sum over the batch is divided by: its rl tokens, or its samples or groups with any.
+    """Return the divisor of the loss's sum over a batch: its rl tokens, or its samples or groups with any.
 
-    Without `num_groups` each sample is a group of its own.
+    `config.aggregation` decides. Without `num_groups` each sample counts as a group.
     """
     if config.aggregation == "token":
         return num_tokens
     return num_samples if config.aggregation != "prompt" or num_groups is None else num_groups
 
 
-# What keeps a policy near a reference, or its distributions wide: a KL term and an entropy bonus.
+# Terms that keep a policy near a reference (KL), or its distributions wide (entropy bonus).
 #
 # With t = trainer log-prob, i = inference log-prob, l = t - ref and r = exp(t - i), the gradient of KL(policy,
 # reference) is the mean of r l grad t over what was sampled. sg(r) l^2 / 2 (k2) and r (exp(-l) - 1 + l) (k3) as
@@ -97,7 +97,10 @@ def divisor(config: LossConfig, *, num_tokens: int, num_samples: int, num_groups
 
 
 def regularized(loss_of: LossFunction, inputs: LossInputs, config: LossConfig) -> TokenLosses:
-    """Add to the losses of `loss_of` the terms of `[trainer.loss] kl` and `entropy_coef`."""
+    """Return the losses of `loss_of` with the terms of `[trainer.loss] kl` and `entropy_coef`.
+
+    With `kl.place = "reward"` the KL term is subtracted from the advantages that `loss_of` gets.
+    """
     losses = loss_of(_rewarded(inputs, config), config)
     terms = [term for term in (_kl(inputs, config), _entropy_bonus(inputs, config)) if term is not None]
     if not terms:

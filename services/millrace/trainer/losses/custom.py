@@ -15,16 +15,16 @@ _BOOLEANS = ("rl_members", "ce_members", "is_masked_low", "is_masked_high")
 
 
 def load_custom_loss(import_path: str, code: CustomCode, *, field: str = FIELD) -> LossFunction:
-    """Load the function `fn` of `my.module:fn` and check its result at every call; raise InvalidSpecError if it is
-    unusable.
+    """Import the function of `my.module:fn`; return it wrapped in a check of its result.
 
-    It must have the shape of `millrace.trainer.losses.policy_losses`:
+    Raises InvalidSpecError if it cannot be imported, and at a call if it raises or returns something unusable. It must
+    have the signature of `millrace.trainer.losses.policy_losses`:
 
         def fn(inputs: LossInputs, config: LossConfig) -> TokenLosses
 
-    pure, over tensors of one shape [B, T]: `rl` and `ce` are the weighted loss of every token and 0 outside the bool
-    tensors `rl_members` and `ce_members`; config is the run's `[trainer.loss]`, `config.kwargs` what the user passes
-    on. The other fields only feed metrics.
+    It is pure, over tensors of one shape [B, T]: `rl` and `ce` are the weighted loss of every token and 0 outside the
+    bool tensors `rl_members` and `ce_members`; config is the run's `[trainer.loss]`, `config.kwargs` are the user's own
+    options. The other fields only feed metrics.
     """
     function = code.load(import_path, field=field, remedy=_REMEDY)
 
@@ -48,7 +48,7 @@ def load_custom_loss(import_path: str, code: CustomCode, *, field: str = FIELD) 
 
 
 def try_loss(loss_of: LossFunction, config: LossConfig) -> None:
-    """Compute the loss of two small samples, so that an error shows itself before a model is loaded."""
+    """Compute the loss of two small samples, so that an unusable function raises before a model is loaded."""
     shape = (2, 3)
     logprobs = torch.full(shape, -1.0, requires_grad=True)
     mask = torch.tensor([[False, True, True], [False, True, False]])
@@ -68,7 +68,7 @@ def try_loss(loss_of: LossFunction, config: LossConfig) -> None:
 
 
 def _problem(losses: TokenLosses, *, shape: torch.Size) -> str:
-    """Return the problem with the fields of a function's result; empty if there is none."""
+    """Return what is wrong with the fields of a function's result, as text; empty if nothing is."""
     for name in (*_FLOATS, *_BOOLEANS):
         value = getattr(losses, name)
         if not isinstance(value, torch.Tensor) or value.shape != shape:

@@ -40,9 +40,7 @@ _MAX_LOG = 10.0
 
 
 def gspo(inputs: LossInputs, config: LossConfig) -> Multiplier:
-    """Return f = s, the geometric mean of r over the sample, but 0 for all of its tokens where s is clipped as in
-    ppo.
-    """
+    """Return f = s, the geometric mean of r over the sample, but 0 for all its tokens if s is outside ppo's bounds."""
     members = inputs.rl_members
     ratio = sample_means(inputs.log_ratio, members).clamp(max=_MAX_LOG).exp().expand_as(inputs.log_ratio)
     lowest, highest = clip_range(config)
@@ -56,7 +54,7 @@ def gspo(inputs: LossInputs, config: LossConfig) -> Multiplier:
 
 
 def importance_sampling(inputs: LossInputs, config: LossConfig) -> Multiplier:
-    """Return f = r, or the remaining factor if a correction already weighs by the ratio."""
+    """Return f = r, or exp(t - p) if a correction weighs by the rest of the ratio; nothing is clipped."""
     members = inputs.rl_members
     nothing = torch.zeros_like(members)
     return Multiplier(factor=torch.where(members, ratio_of(inputs, config), 0.0), low=nothing, high=nothing)
@@ -66,9 +64,7 @@ def importance_sampling(inputs: LossInputs, config: LossConfig) -> Multiplier:
 
 
 def ipo(inputs: LossInputs, config: LossConfig) -> Multiplier:
-    """Return f = r, but 0 where exp(t) - exp(i) is outside of plus or minus `ipo_threshold`, whatever the
-    advantage is.
-    """
+    """Return f = r, but 0 where |exp(t) - exp(i)| is above `ipo_threshold`, for advantages of either sign."""
     difference = torch.exp(inputs.trainer_logprobs) - torch.exp(inputs.inference_logprobs)
     below, above = between(-config.ipo_threshold, difference, config.ipo_threshold)
     low, high = inputs.rl_members & below, inputs.rl_members & above
@@ -81,12 +77,13 @@ def ipo(inputs: LossInputs, config: LossConfig) -> Multiplier:
 # `ppo`: the clipped surrogate (arXiv:1707.06347), clip-higher (arXiv:2503.14476), dual clip (arXiv:1912.09729).
 #
 # GRPO and DAPO use it. With a correction that weighs by the ratio, this is decoupled PPO: the policy before the batch
-# takes the place of the one that sampled, and nothing is clipped in the first optimizer step of a batch.
+# replaces the one that sampled, and nothing is clipped in the first optimizer step of a batch.
 
 
 def ppo(inputs: LossInputs, config: LossConfig) -> Multiplier:
-    """Return f = r, but 0 where A > 0 and r > 1 + clip_high, where A < 0 and r < 1 - clip_low, or A < 0 and r >
-    dual_clip.
+    """Return f = r (`ratio_of`), but 0 where r is clipped.
+
+    That is where A > 0 and r > 1 + clip_high, A < 0 and r < 1 - clip_low, or A < 0 and r > dual_clip.
     """
     ratio, members = ratio_of(inputs, config), inputs.rl_members
     lowest, highest = clip_range(config)

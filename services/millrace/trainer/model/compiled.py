@@ -1,11 +1,12 @@
-"""`torch.compile` of a model's blocks: each by itself, in place, under the names that it had.
+"""`torch.compile` of a model's blocks: each by itself, in place, with unchanged names of parameters.
 
-One graph serves every number and length of rows: both are symbols. Lengths are rounded up (`width_of`), because what a
-compiler asks of a symbol (whether 16 divides it) would otherwise be asked again of every batch. A graph of its own have
-one row and several, rows that are packed, and a forward without gradient: some eight, however long a run lasts.
+One graph serves every number and length of rows: both are symbols. Lengths are rounded up (`width_of`), because a
+compiler specialises on properties of a symbol (whether 16 divides it) and would otherwise compile again for other
+batches. One row and several, packed rows, and a forward without gradient have a graph each: about eight in all, however
+long a run lasts.
 
-A compiler is foreign code that needs a C++ compiler or Triton. Where it fails, the blocks of that class
-run eagerly from then on, and `Compilation.take_failures` says why.
+A compiler is foreign code that needs a C++ compiler or Triton. If it fails, the blocks of that class run eagerly from
+then on, and `Compilation.take_failures` says why.
 """
 
 import functools
@@ -27,7 +28,7 @@ from millrace.trainer.model.memory import blocks_of
 logger = logging.getLogger(__name__)
 
 WIDTH = 64
-"""Rows are as long as a multiple of it where blocks are compiled."""
+"""Lengths of rows are multiples of it if blocks are compiled."""
 _MOST_GRAPHS = 32
 _LONGEST_CAUSE = 300
 
@@ -35,19 +36,19 @@ Backend = str | Callable[..., Any]
 
 
 class Compilation:
-    """What became of compiling the blocks of one model."""
+    """The failures of compiling the blocks of one model."""
 
     def __init__(self) -> None:
         self._failures: list[str] = []
         self._eager = set[str]()
 
     def take_failures(self) -> list[str]:
-        """Return the failures since the last call, one sentence for each class of block."""
+        """Return the failures since the last call, a sentence for each class of block, and forget them."""
         taken, self._failures = self._failures, []
         return taken
 
     def forward(self, block: nn.Module, compiled: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the compiled forward of a block, or the eager one where that class of block failed to compile."""
+        """Return a forward that calls `compiled`, or `eager` once compiling that class of block has failed."""
         name = type(block).__name__
 
         @functools.wraps(eager)
@@ -59,7 +60,7 @@ class Compilation:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # noqa: BLE001 - foreign code: a compiler fails with whatever it likes
-                result = eager(*args, **kwargs)  # what is wrong with the block itself is raised here
+                result = eager(*args, **kwargs)  # raises if the block itself is wrong
                 self._fail(name, error)
                 return result
 
@@ -78,14 +79,14 @@ _of_model = WeakKeyDictionary[nn.Module, Compilation]()
 
 
 def compile_blocks(model: nn.Module, config: CompileConfig | None, *, backend: Backend = "inductor") -> None:
-    """Let the blocks be compiled when they are first computed; after checkpointing of activations, before sharding.
+    """Replace the forward of every block by one that compiles at its first call; do nothing without `config`.
 
-    What FSDP does around a block is outside of its graph.
+    Call it after activation checkpointing and before sharding, so that FSDP's hooks are outside of the graphs.
     """
     if config is None:
         return
     dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, _MOST_GRAPHS)
-    # With the forward, where a failure can be gone round, and not in the middle of autograd's backward.
+    # Compile the backward together with the forward, where a failure can be handled, and not in autograd's backward.
     functorch_config.force_non_lazy_backward_lowering = True
     compilation = _of_model[model] = Compilation()
     backend = _waited_for(backend)
@@ -95,9 +96,9 @@ def compile_blocks(model: nn.Module, config: CompileConfig | None, *, backend: B
         block.__dict__["forward"] = compilation.forward(block, compiled, eager)
 
 
-@functools.cache  # graphs are those of a backend: a new one would compile what there is again
+@functools.cache  # dynamo keeps graphs by backend: a new wrapper would compile all graphs again
 def _waited_for(backend: Backend) -> Callable[..., Any]:
-    """Wrap the backend so that each compilation is a registered wait; a first step may take minutes."""
+    """Return the backend wrapped so that each compilation is a registered wait; a first step may take minutes."""
     compile_graph = lookup_backend(backend)
 
     @functools.wraps(compile_graph)
@@ -109,18 +110,18 @@ def _waited_for(backend: Backend) -> Callable[..., Any]:
 
 
 def take_failures(model: nn.Module) -> list[str]:
-    """Return the failed compilations since the last call; empty for a model that is not compiled."""
+    """Return a sentence for each class of block that failed to compile since the last call."""
     compilation = _of_model.get(model)
     return [] if compilation is None else compilation.take_failures()
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return whether the model's blocks are compiled, or were meant to be."""
+    """Return whether `compile_blocks` was called for the model, also if compiling failed."""
     return model in _of_model
 
 
 def width_of(model: Any, width: int) -> int:
-    """Return the padded width of rows of `width` tokens: a multiple of `WIDTH`, if the model has enough positions."""
+    """Return `width`, rounded up to a multiple of `WIDTH` if blocks are compiled and the model has enough positions."""
     if not is_compiled(model):
         return width
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or width

@@ -1,11 +1,11 @@
-"""Rows cut over ranks, and the kernels of attention that see the whole row.
+"""Rows cut over ranks, and kernels of attention that compute over the whole row.
 
 Before attention the ranks exchange tokens for heads, so that each has all tokens of its share of the heads (all-to-all,
-as in DeepSpeed-Ulysses), and back after it. Where heads do not divide, each gathers keys and values of all tokens and
+as in DeepSpeed-Ulysses), and back after it. If heads do not divide, each rank gathers keys and values of all tokens and
 computes its own queries. Attention itself is sdpa, with the whole rows' mask, so that packed samples stay apart.
 
-The model is one of transformers: what a piece needs to know of its rows goes through its layers as the argument
-`context`, and comes out at attention. A call without it is an ordinary one, of whole rows.
+The model is one of transformers: the positions of the whole rows are passed through its layers to attention as the
+argument `context`. A call without it computes whole rows.
 
 Shape suffixes: R rows, L longest row with padding, l a piece of it, N tokens whose log-probs are needed.
 """
@@ -57,14 +57,14 @@ PROVED = (
     "smollm3",
     "starcoder2",
 )
-"""Types of models that learn the same of rows in pieces.
+"""Types of models that are known to learn the same from rows in pieces.
 
-Foreign layers may keep `context` from their attention (nemotron, gemma2), which then takes each piece for a row.
+Other types' layers may not pass `context` to attention (nemotron, gemma2), which then takes each piece for a row.
 """
 
 
 class Rows(Protocol):
-    """What is asked of the rows of a micro-batch (`learning.batch.ModelRows`)."""
+    """The part of `learning.batch.ModelRows` that is needed here."""
 
     @property
     def token_ids_RL(self) -> torch.Tensor: ...  # noqa: D102
@@ -76,14 +76,14 @@ class Rows(Protocol):
 
 @dataclass(slots=True)
 class Context:
-    """What attention has to know of the rows that this rank has a piece of."""
+    """The group and the whole rows' positions, which attention needs to compute a piece of the rows."""
 
     group: dist.ProcessGroup
     position_ids_RL: torch.Tensor
     _masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> torch.Tensor | None:
-        """Return which token attends to which, bool [R, 1, L, L]; None if rows are plainly causal."""
+        """Return which token attends to which within `window` tokens, bool [R, 1, L, L]; None if that is causal."""
         if window not in self._masks:
             self._masks[window] = self._new_mask(window)
         return self._masks[window]
@@ -107,8 +107,8 @@ class Context:
 class Share:
     """This rank's piece of the rows of a micro-batch.
 
-    `arguments` are the model's; `own_N` the places in the list of needed tokens of those after a token of the piece,
-    and `before_N` the flat places of these in the piece [R, l].
+    `arguments` are those of the model's forward. `own_N` are the indices, among the tokens that need a log-prob, of
+    those whose previous token is in this piece, and `before_N` the flat indices of these previous tokens in [R, l].
     """
 
     arguments: dict[str, Any]
@@ -119,7 +119,7 @@ class Share:
     group: dist.ProcessGroup
 
     def gathered(self, own: torch.Tensor) -> torch.Tensor:
-        """Gather the values of all ranks' tokens in row order. Collective."""
+        """Return the values of all ranks' tokens in the order of `scored_N`, from this rank's `own`. Collective."""
         shares = gather_shares(own, self.group, self.counts)
         return torch.empty_like(shares).index_copy(0, self.order_N, shares)
 
@@ -159,7 +159,7 @@ _PARALLEL = WeakKeyDictionary[nn.Module, ContextParallel]()
 
 
 def cut_rows(model: Any, mesh: DeviceMesh) -> None:
-    """Let a model compute pieces of rows, shared over a mesh of one dimension."""
+    """Replace a model's attention by one that computes pieces of rows, cut over a mesh of one dimension."""
     ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, sdpa_mask)
     model.set_attn_implementation(_NAME)
@@ -167,7 +167,7 @@ def cut_rows(model: Any, mesh: DeviceMesh) -> None:
 
 
 def context_parallel_of(model: nn.Module) -> ContextParallel | None:
-    """Return the ranks that share rows with this one; None if it computes complete rows."""
+    """Return the context parallelism of a model that `cut_rows` was called for; None if it computes whole rows."""
     return _PARALLEL.get(model)
 
 
@@ -198,7 +198,10 @@ def _attention(
     context: Context | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend, as transformers' interface has it: query, key, value [R, heads, l, D] → [R, l, heads, D]."""
+    """Compute attention over whole rows for this rank's piece: query, key, value [R, heads, l, D] → [R, l, heads, D].
+
+    The interface is that of transformers. Without `context` it is plain sdpa. Collective with `context`.
+    """
     if context is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     group, size, mask = context.group, dist.get_world_size(context.group), context.mask(kwargs.get("sliding_window"))
@@ -221,17 +224,18 @@ def _heads_of_all_tokens(tensor: torch.Tensor, group: dist.ProcessGroup, size: i
 
 
 def _tokens_of_all_heads(tensor: torch.Tensor, group: dist.ProcessGroup, size: int) -> torch.Tensor:
-    """Exchange a share of heads over all tokens for all heads of a piece: [R, L, heads / size, D] → [R, l, heads,
-    D].
+    """Exchange a share of heads over all tokens for all heads of a piece.
+
+    [R, L, heads / size, D] → [R, l, heads, D].
     """
     tokens = all_to_all(tensor.unflatten(1, (size, -1)).transpose(0, 1), group)  # [size, R, l, heads / size, D]
     return tokens.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
-# The kernel of attention where a row holds samples of varying lengths; sdpa with a dense mask is everywhere.
+# The kernel of attention for rows of samples of varying lengths, on GPUs; elsewhere it is sdpa with a dense mask.
 #
-# torch brings the kernel (FlashAttention 2, `torch.nn.attention.varlen`), so that nothing else has to be installed.
-# Its backward adds up in a fixed order where torch is set to be deterministic.
+# torch has the kernel (FlashAttention 2, `torch.nn.attention.varlen`), so that nothing else has to be installed.
+# Its backward adds up in a fixed order if torch is set to be deterministic.
 #
 # Shape suffixes: R rows, L longest row with padding, N tokens of all rows, H heads, D size of a head, S samples.
 
@@ -246,7 +250,8 @@ _OLDEST = (8, 0)
 def use_varlen_kernel(model: Any, *, compute_dtype: torch.dtype, device: torch.device) -> bool:
     """Use the kernel for varying lengths as the model's attention if it computes the same; return whether it is used.
 
-    Elsewhere, and where ranks share rows, which has an attention of its own, the model is left as it is.
+    It is not used without a GPU that has it, for other formats than 16 bits, for attention that it lacks a feature of,
+    and if rows are cut over ranks, which needs its own attention.
     """
     if context_parallel_of(model) is not None:
         return False
@@ -264,7 +269,7 @@ def use_varlen_kernel(model: Any, *, compute_dtype: torch.dtype, device: torch.d
 
 
 def lengths_of_samples(model: Any, position_ids_RL: torch.Tensor) -> dict[str, Any]:
-    """Return the kernel's arguments for rows, made once for all layers; empty if the kernel is not used."""
+    """Return the kernel's arguments for rows, for the model's forward; empty if the kernel is not used."""
     return _lengths(position_ids_RL) if model.config._attn_implementation == _ATTENTION_NAME else {}
 
 

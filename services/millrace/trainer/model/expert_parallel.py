@@ -1,7 +1,7 @@
-"""Experts shared out over ranks: tokens go to the ranks that have their experts, and come back.
+"""Experts split over ranks: tokens are sent to the ranks that have their experts, and results back.
 
-The rows that a rank receives are sorted by expert, and go through each as one product of a group; on a GPU these are
-one kernel. What a rank sends and receives differs from micro-batch to micro-batch, so that the counts go ahead.
+The rows that a rank receives are sorted by expert, and multiplied in one product per expert; on a GPU these are one
+kernel. The number of rows differs from micro-batch to micro-batch, so counts are exchanged first.
 
 Shape suffixes: T tokens, K experts of each, P = T · K pairs of both, E experts, e those of a rank, M rows received,
 H hidden size.
@@ -20,7 +20,7 @@ from torch.nn import functional
 from millrace.trainer.model.mesh import all_to_all
 
 PROVED = ("qwen3_moe",)
-"""Types of models whose experts are shared out here."""
+"""Types of models whose experts can be split."""
 _CLASSES = ("Qwen3MoeExperts",)
 
 
@@ -32,7 +32,10 @@ def experts_of(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def cut_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
-    """Share out the experts of a whole model over a mesh of one dimension, in place, before FSDP cuts them further."""
+    """Split the experts of a whole model over a mesh of one dimension, in place; return the modules of experts.
+
+    Call it before FSDP cuts them further.
+    """
     found = list(experts_of(model))
     for experts in found:
         for name, parameter in list(experts.named_parameters(recurse=False)):
@@ -45,7 +48,7 @@ def cut_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
 
 
 class _Dispatch:
-    """In place of an experts module's forward."""
+    """The forward of a split experts module: sends tokens to their experts' ranks, and gets the results back."""
 
     def __init__(self, experts: Any, group: dist.ProcessGroup) -> None:
         self._experts = experts
@@ -56,11 +59,11 @@ class _Dispatch:
         order_P = torch.argsort(index_TK.reshape(-1), stable=True)
         token_P = torch.div(order_P, index_TK.shape[1], rounding_mode="floor")
         sent_RE = torch.bincount(index_TK.reshape(-1), minlength=self._experts.num_experts).view(self._size, -1)
-        received_RE = sent_RE.clone()  # what a group of ranks that are not there leaves it (`trainer.estimate`)
+        received_RE = sent_RE.clone()  # the result in the fake group of `trainer.estimate`, which sends nothing
         dist.all_to_all_single(received_RE, sent_RE, group=self._group)
         sends, receives = torch.stack([sent_RE.sum(1), received_RE.sum(1)]).tolist()
         rows_MH = all_to_all(hidden_TH[token_P], self._group, sends=sends, receives=receives)
-        # What came is sorted by rank, then by expert.
+        # The received rows are sorted by rank, then by expert.
         expert_M = torch.arange(received_RE.numel(), device=received_RE.device) % received_RE.shape[1]
         expert_M = expert_M.repeat_interleave(received_RE.reshape(-1))
         order_M = torch.argsort(expert_M, stable=True)
@@ -77,22 +80,23 @@ class _Dispatch:
 
 
 def grouped(rows_MX: torch.Tensor, weight_eYX: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
-    """Multiply rows sorted by expert with the expert's weight, [M, Y].
+    """Return the product of each row with its expert's weight, [M, Y]; rows are sorted by expert, `counts_e` each.
 
-    An expert without rows has a part in it, too: every weight has to get a gradient, or FSDP's ranks part ways.
+    An expert without rows takes part, too: every weight has to get a gradient, or the collectives of FSDP's ranks would
+    not match.
     """
     by_kernel = has_kernel(rows_MX.device) and fits_kernel(rows_MX, weight_eYX)
     return (grouped_by_kernel if by_kernel else grouped_by_loop)(rows_MX, weight_eYX, counts_e)
 
 
 def grouped_by_kernel(rows_MX: torch.Tensor, weight_eYX: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
-    """Multiply by one grouped operation, for rows and weights that fit it; the gradient must be contiguous."""
+    """Do `grouped` in one operation, for tensors that fit it (`fits_kernel`); the gradient must be contiguous."""
     offsets_e = counts_e.cumsum(0).to(torch.int32)
     return functional.grouped_mm(rows_MX, weight_eYX.transpose(1, 2), offs=offsets_e)
 
 
 def grouped_by_loop(rows_MX: torch.Tensor, weight_eYX: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
-    """Multiply by one product per expert."""
+    """Do `grouped` with one product per expert."""
     groups = rows_MX.split(counts_e.tolist())
     return torch.cat([functional.linear(rows, weight) for rows, weight in zip(groups, weight_eYX, strict=True)])
 

@@ -1,4 +1,4 @@
-"""Whether ranks and model fit the layout of the config, before anything loads, and the plan of tensor parallel."""
+"""Checks that ranks and model fit the layout of the config, before anything loads, and tensor parallelism."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,9 +20,10 @@ _PIECEWISE = {"full_attention", "sliding_attention"}
 
 
 def fit_layout(config: ModelLayoutConfig, directory: Path, *, world_size: int, prefix: str) -> RankLayout:
-    """Fit a layout of `world_size` ranks to the model in a directory, reading config.json only.
+    """Return the layout of `world_size` ranks that `config` says, after checking that it fits the model in a directory.
 
-    `prefix` is the table of the config's keys. InvalidSpecError (LAYOUT_IMPOSSIBLE) has all that contradicts.
+    Reads only config.json. `prefix` is the name of the config's table. Raises InvalidSpecError (LAYOUT_IMPOSSIBLE) with
+    every key that does not fit.
     """
     model: dict[str, Any] = {}
     if config.tp > 1 or config.cp > 1 or config.ep > 1:
@@ -39,7 +40,10 @@ def fit_layout(config: ModelLayoutConfig, directory: Path, *, world_size: int, p
 
 
 def require_layout(config: ModelLayoutConfig, model: Mapping[str, Any], *, world_size: int, prefix: str) -> None:
-    """Refuse a layout that does not fit the model's config, which may be empty if no ranks share a layer."""
+    """Raise InvalidSpecError if a layout does not fit the number of ranks, or `model`, the model's config.
+
+    `model` may be empty if neither tp, cp nor ep is above 1.
+    """
     violations = RankLayout.violations(config, world_size=world_size, prefix=prefix)
     violations += [
         Violation(field=f"{prefix}.{key}", value=str(getattr(config, key)), message=message)
@@ -52,7 +56,7 @@ def require_layout(config: ModelLayoutConfig, model: Mapping[str, Any], *, world
 
 
 def _of_model(config: ModelLayoutConfig, model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield keys with the constraint of the model that they violate."""
+    """Yield the keys that do not fit the model, each with a sentence that says why."""
     sizes = {name: model[name] for name in _SHARED_BY_TP if isinstance(model.get(name), int)}
     uneven = [f"{name} is {size}" for name, size in sizes.items() if size % config.tp]
     if config.tp > 1 and (unproved := _unproved(model, PROVED)):
@@ -79,10 +83,10 @@ def _of_model(config: ModelLayoutConfig, model: Mapping[str, Any]) -> Iterator[t
 
 
 def _unproved(model: Mapping[str, Any], proved: Sequence[str]) -> str | None:
-    """Return why a key is unsupported for this type of model; None if it is proved.
+    """Return why a key is unsupported for this type of model; None if the type is in `proved`.
 
-    Others may load, and then learn something else without a word: what a type computes between the ranks' exchanges is
-    its own code.
+    Other types may load, and then silently learn something else, because each type has its own code between the ranks'
+    exchanges.
     """
     if (found := model.get("model_type")) in proved:
         return None
@@ -91,9 +95,9 @@ def _unproved(model: Mapping[str, Any], proved: Sequence[str]) -> str | None:
 
 # Layers cut over ranks that compute on the same samples, by the plan that transformers has for the model.
 #
-# Attention heads and the rows of the MLP are shared out; embeddings, norms and the head stay whole at every rank, so
-# that log-probs are computed as they are everywhere. So do experts, which `expert_parallel` shares out. The norms of
-# queries and keys see a rank's heads only: the plan sums their gradients.
+# Attention heads and the rows of the MLP are split; embeddings, norms and the head stay whole at every rank, so that
+# log-probs are computed as without it. So do experts, which `expert_parallel` splits. The norms of queries and keys
+# get a rank's heads only: the plan sums their gradients.
 
 PROVED = (
     "arcee",
@@ -122,19 +126,20 @@ PROVED = (
     "smollm3",
     "starcoder2",
 )
-"""Types of models that learn the same in layers that are cut.
+"""Types of models that are known to learn the same in layers that are cut.
 
-A plan of known styles is not enough: what every rank has, and sees its part of a layer with (the activations of
-apertus), gets a part of its gradient.
+A plan of known styles is not enough: a parameter that every rank has whole, and applies to its part of a layer (in the
+activations of apertus), gets only a part of its gradient.
 """
 _STYLES = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
 _WHOLE = ("embed_tokens", "lm_head", ".experts")
 
 
 def cut_layers(model: Any, mesh: DeviceMesh, *, prefix: str = "trainer.model") -> None:
-    """Cut the layers of a whole model over a mesh of one dimension, in place; before FSDP cuts what is left.
+    """Cut the layers of a whole model over a mesh of one dimension, in place. Call it before FSDP cuts them further.
 
-    InvalidSpecError if there is no plan for its architecture that is proved here.
+    Raises InvalidSpecError if transformers has no plan for its architecture, or one with styles that are not tested
+    here. `prefix` is the name of the config's table.
     """
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 

@@ -2,10 +2,10 @@
 
     y = W x + b + (alpha / rank) · B (A · dropout(x))        A: [rank, in], B: [out, rank], B = 0 at the start
 
-Names and start are those of the PEFT library (`layer.lora_A.weight`, `layer.lora_B.weight`, Kaiming-uniform A), so that
-what is published loads there and in vLLM. The layer itself is our own, because PEFT renames every base weight that it
-wraps: version 0, its digest, the checkpoints and the replay would all have to know. Here the base keeps its names, and
-each adapter draws its start from the run's seed and its own name, whatever else is adapted.
+Names and initial values are those of the PEFT library (`layer.lora_A.weight`, `layer.lora_B.weight`, Kaiming-uniform
+A), so that published adapters load there and in vLLM. The layer itself is our own, because PEFT renames every base
+weight that it wraps, which version 0, its digest, the checkpoints and the replay would depend on. Here the base keeps
+its names, and the initial values of an adapter depend only on the run's seed and the adapter's name.
 """
 
 import contextlib
@@ -45,7 +45,10 @@ class LoraLinear(nn.Linear):
         self.lora_B = _linear(torch.zeros(base.out_features, config.rank))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Compute `input` [..., in] → [..., out] in the base's dtype; the adapter computes in its own."""
+        """Compute [..., in] → [..., out] in the base's dtype.
+
+        The adapter, unless inactive, computes in its own dtype.
+        """
         result = functional.linear(input, self.weight, self.bias)
         if not self.is_active:
             return result
@@ -54,9 +57,10 @@ class LoraLinear(nn.Linear):
 
 
 def add_adapters(model: nn.Module, config: LoraConfig, *, seed: int) -> AdapterSpec:
-    """Freeze the model and put adapters on its target layers, in place; return what was adapted.
+    """Freeze the model, replace its target layers by `LoraLinear`, and unfreeze `modules_to_save`; return the spec.
 
-    InvalidStateError (LORA_TARGET_UNKNOWN, LORA_SAVED_UNKNOWN, LORA_SAVED_TIED) names the patterns that fit no layer.
+    Raises InvalidStateError if a pattern fits no layer (LORA_TARGET_UNKNOWN, LORA_SAVED_UNKNOWN), or a layer to save
+    has a tied weight (LORA_SAVED_TIED).
     """
     model.requires_grad_(False)
     saved = _saved_modules(model, config)
@@ -81,14 +85,14 @@ def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:
 
 
 def set_learning(model: nn.Module, is_learning: bool) -> None:
-    """Switch the adapters' dropout."""
+    """Switch the dropout of all adapters on or off."""
     for layer in adapted_layers(model).values():
         layer.is_learning = is_learning
 
 
 @contextlib.contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Run the block on the base model, without adapters."""
+    """Switch all adapters of the model off during the block."""
     layers = adapted_layers(model).values()
     for layer in layers:
         layer.is_active = False
@@ -101,7 +105,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the trained tensors, live, by name: adapters, and the layers in `modules_to_save`."""
-    state = model.state_dict(keep_vars=True)  # FSDP shards what it still holds whole, in the format it computes in
+    state = model.state_dict(keep_vars=True)  # FSDP reshards parameters that it still has whole, in the compute dtype
     return {name: tensor.detach() for name, tensor in state.items() if tensor.requires_grad}
 
 
@@ -110,7 +114,7 @@ def weight_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     state, found, seen = model.state_dict(keep_vars=True), dict[str, torch.Tensor](), set[int]()
     ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     for name, tensor in state.items():
-        is_copy = name in ties and state.get(ties[name]) is tensor  # of the two transformers saves the other
+        is_copy = name in ties and state.get(ties[name]) is tensor  # transformers saves the other name of the two
         if id(tensor) not in seen and not is_copy and not _is_adapter(name):
             seen.add(id(tensor))
             found[name] = tensor.detach()
@@ -118,11 +122,11 @@ def weight_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def round_base(model: nn.Module, config: LoraConfig, *, publish_dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
-    """Make the weights that will be frozen exactly those that are published, in place.
+    """Round the weights to `publish_dtype`, except those kept in float32, in place. Call it before `add_adapters`.
 
-    They never change, so the engine's rounded copy is the policy, and the trainer has to compute with that one. Where
-    it computes in the published format as well, they are held in it, which halves their memory; not where layers are
-    trained whole, which are of the same weights and have float32 masters.
+    Frozen weights never change, so the trainer has to compute with the rounded ones that engines have. They are held in
+    `publish_dtype` if it is also the compute dtype, which halves their memory, else in float32, and always in float32
+    with `modules_to_save`, because layers that are trained whole need float32 masters.
     """
     held = publish_dtype if publish_dtype == compute_dtype and not config.modules_to_save else torch.float32
     kept = kept_in_float32(model, dtype=publish_dtype)
@@ -133,7 +137,10 @@ def round_base(model: nn.Module, config: LoraConfig, *, publish_dtype: torch.dty
 
 @torch.no_grad()
 def round_filled(model: nn.Module, *, publish_dtype: torch.dtype) -> None:
-    """Round what was read since `round_base` and is held in another format than the published one, in place."""
+    """Round the weights to `publish_dtype` in place, after `fill_opened` has read them into a model that was empty.
+
+    Adapters, and weights held in `publish_dtype` or kept in float32, stay as they are.
+    """
     kept = kept_in_float32(model, dtype=publish_dtype)
     for name, parameter in model.named_parameters():
         is_rounded = not _is_adapter(name) and name not in kept and parameter.is_floating_point()
@@ -154,7 +161,10 @@ def _is_adapter(name: str) -> bool:
 
 
 def _target_layers(model: nn.Module, config: LoraConfig, *, saved: list[str]) -> list[tuple[str, nn.Linear]]:
-    """Return the linear layers that a target names, and that are not trained whole."""
+    """Return the linear layers that fit a target pattern and are not within `saved`, in the model's order.
+
+    Raises InvalidStateError for a pattern, other than a default one, that fits no layer, and if none is found.
+    """
     linear = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     found: dict[str, nn.Linear] = {}
     for pattern in config.target_modules:
@@ -168,7 +178,10 @@ def _target_layers(model: nn.Module, config: LoraConfig, *, saved: list[str]) ->
 
 
 def _saved_modules(model: nn.Module, config: LoraConfig) -> list[str]:
-    """Return the layers that are trained whole; one whose weight is tied to another's is refused."""
+    """Return the names of the layers that `modules_to_save` fits.
+
+    Raises InvalidStateError for a pattern that fits none, and for a layer whose weight is tied to another layer's.
+    """
     found: list[str] = []
     names = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
     for pattern in config.modules_to_save:
@@ -198,10 +211,11 @@ def _is_within(name: str, module: str) -> bool:
 
 
 def _spec(model: nn.Module, config: LoraConfig, *, adapted: list[str], saved: list[str]) -> AdapterSpec:
-    """Return the adapted layers by names with which PEFT finds the same: the config's, their ends, or full names.
+    """Return the spec whose lists of layers PEFT understands as exactly these layers.
 
-    PEFT takes no regular expression in a list, and every layer whose name ends as one in `modules_to_save`, within a
-    word, too.
+    Tried are the config's patterns, the last parts of names, and full names, in this order. PEFT takes no regular
+    expression in a list, and for `modules_to_save` it takes every layer whose name ends with an entry, even within a
+    word.
     """
     names = [name for name, _ in model.named_modules()]
 

@@ -1,4 +1,4 @@
-"""What a model's blocks keep for the backward, and how FSDP holds the parameters: memory against time, never values."""
+"""Activation checkpointing and how FSDP holds parameters: they trade memory for time, and change no values."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -27,12 +27,12 @@ _DEAR = {
     _aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.torch_attn._varlen_attn.default,
 }
-"""What costs most of a block's time: selective checkpointing keeps its results."""
+"""Operations that take most of a block's time: selective checkpointing keeps their results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """How FSDP computes and holds parameters. The formats differ from float32 for one process as for many."""
+    """How FSDP computes and holds parameters, the same for one process and for many."""
 
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype = torch.float32
@@ -50,16 +50,19 @@ class Sharding:
         )
 
     def is_needed(self, device: torch.device) -> bool:
-        """Return whether one process needs FSDP for the offload; on a CPU parameters are in host memory already."""
+        """Return whether a process alone needs FSDP: to compute or reduce in another dtype than float32, or to offload.
+
+        On a CPU there is nothing to offload.
+        """
         is_float32 = self.compute_dtype == self.reduce_dtype == torch.float32
         return not is_float32 or (self.offloads and device.type != "cpu")
 
     def holds_whole(self, model: nn.Module) -> bool:
-        """Return whether one process keeps parameters and gradients unsharded over the micro-batches of a step.
+        """Return whether a process alone keeps parameters and gradients unsharded over the micro-batches of a step.
 
-        It saves the copies between what is shared and what computes, for the memory of the parameters in the format of
-        computation. Gradients have to come together in float32 either way; frozen and offloaded weights, and those that
-        are stepped in the format of computation, would be in memory twice for nothing.
+        That saves copies between master weights and those in the compute dtype, and takes the memory of the latter. It
+        needs float32 masters that are all trained, gradients reduced in float32, another compute dtype, and neither
+        offload nor `reshards_after_forward`: otherwise weights would be in memory twice without use.
         """
         is_casting = all(each.requires_grad and each.dtype == torch.float32 for each in model.parameters())
         is_summed_exactly = self.compute_dtype != torch.float32 and self.reduce_dtype == torch.float32
@@ -74,18 +77,18 @@ class Sharding:
 
 
 _WHOLE = WeakSet[nn.Module]()
-"""Models of which this process has all shares, and whose gradients and parameters stay whole over a step."""
+"""Models that `hold_whole` marked: this process has them whole, over all micro-batches of a step."""
 
 
 def hold_whole(model: nn.Module) -> None:
-    """Mark a model to be kept unsharded (`Sharding.holds_whole`), for `defer_sharing`."""
+    """Mark a model, so that `defer_sharing` keeps it unsharded (see `Sharding.holds_whole`)."""
     _WHOLE.add(model)
 
 
 def defer_sharing(model: nn.Module, *, is_last: bool) -> None:
-    """Keep gradients and parameters unsharded after the next backward as `hold_whole` asked, unless it is the last.
+    """Let the next backward of a marked model keep gradients and parameters unsharded, or share them if it `is_last`.
 
-    The sums are the same, bit for bit.
+    Does nothing for other models. The sums of gradients are the same, bit for bit.
     """
     if model in _WHOLE and isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_last)
@@ -93,7 +96,7 @@ def defer_sharing(model: nn.Module, *, is_last: bool) -> None:
 
 
 def whole_gradients(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the unsharded gradients that wait for the last backward of a step, which FSDP has no public access to."""
+    """Yield the unsharded gradients that FSDP accumulates until a step's last backward, from its private state."""
     for module in model.modules():
         group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
         for each in () if group is None else group.fsdp_params:
@@ -103,9 +106,10 @@ def whole_gradients(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def give_up_whole(model: nn.Module) -> None:
-    """Reshard every block: after a forward alone a model may hold parameters unsharded, and its root does.
+    """Reshard every FSDP module of the model, so that its parameters are the sharded ones again.
 
-    They are other objects then, in the format that is computed in; an optimizer that was given them would step nothing.
+    After a forward without backward the root, and perhaps blocks, hold unsharded parameters. These are other objects,
+    in the compute dtype: an optimizer made with them would change nothing.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -113,7 +117,7 @@ def give_up_whole(model: nn.Module) -> None:
 
 
 def hold_weights(model: nn.Module, config: ModelMemoryConfig) -> None:
-    """Hold a model's weights in the format that they are stepped in, in place; before it is sharded."""
+    """Cast a model's weights to bfloat16, in place, if `optimization_dtype` says so. Call it before sharding."""
     if config.optimization_dtype == "bfloat16":
         for parameter in model.parameters():
             if parameter.is_floating_point():
@@ -121,13 +125,16 @@ def hold_weights(model: nn.Module, config: ModelMemoryConfig) -> None:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks in order, by the class names that transformers declares (FSDP makes subclasses)."""
+    """Return the model's repeated blocks in order: modules of the classes in transformers' `_no_split_modules`."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if names & {each.__name__ for each in type(module).__mro__}]
 
 
 def checkpoint_activations(model: nn.Module, config: ActivationCheckpointConfig | None) -> None:
-    """Let every `freq`-th block compute its activations again in the backward, in place; before it is sharded."""
+    """Let every `freq`-th block recompute its activations in the backward, in place; do nothing without `config`.
+
+    Call it before sharding.
+    """
     if config is None:
         return
     for block in blocks_of(model)[:: config.freq]:

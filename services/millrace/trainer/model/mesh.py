@@ -2,10 +2,10 @@
 
     rank = ((replica · dp_shard + shard) · cp + piece) · tp + part
 
-Ranks that differ in `part` only hold parts of the same layers, those that differ in `piece` compute pieces of the same
-rows: both work on the same samples, all others on samples of their own. Parameters are cut over `dp_shard × cp` and
-repeated over `dp_replicate`. Experts are shared out first over `ep` of these `dp_shard × cp` ranks that follow one
-another, and cut over the rest:
+Ranks that differ only in `part` hold parts of the same layers, those that differ in `piece` compute pieces of the same
+rows: both work on the same samples, all others on different samples. Parameters are sharded over `dp_shard × cp` and
+replicated over `dp_replicate`. Experts are first split over `ep` consecutive ranks of these `dp_shard × cp`, and then
+sharded over the rest:
 
     dp_shard × cp = expert_shard × ep
 """
@@ -29,7 +29,7 @@ REPLICATE, SHARD, TENSOR, PIECE = "dp_replicate", "dp_shard", "tp", "cp"
 EXPERT_SHARD, EXPERT = "expert_shard", "ep"
 
 _MADE = WeakKeyDictionary[dist.ProcessGroup, dict[object, DeviceMesh]]()
-"""The meshes of a gang, by its process group: their groups end with it, also where they are still used."""
+"""The meshes of a gang, by its default process group, with which their groups end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,10 @@ class RankLayout:
 
     @classmethod
     def of(cls, config: ModelLayoutConfig, *, world_size: int) -> Self:
-        """Make the layout of a config that fits (see `violations`); the remaining ranks shard."""
+        """Make the layout of a config without `violations`.
+
+        `dp_shard` is what the other sides leave of `world_size`.
+        """
         return cls(
             dp_shard=world_size // (config.dp_replicate * config.cp * config.tp),
             dp_replicate=config.dp_replicate,
@@ -55,7 +58,7 @@ class RankLayout:
 
     @staticmethod
     def violations(config: ModelLayoutConfig, *, world_size: int, prefix: str) -> list[Violation]:
-        """Return why so many ranks cannot be laid out as configured, per key; `prefix` is the keys' table."""
+        """Return a violation for each key that does not fit `world_size` ranks; `prefix` is the keys' table."""
 
         def of_keys(message: str, *names: str) -> list[Violation]:
             values = {name: getattr(config, name) for name in names}
@@ -93,30 +96,30 @@ class RankLayout:
         return rank % (self.cp * self.tp) == 0
 
     def draw(self, rank: int) -> int:
-        """Return a rank's random stream; ranks that compute the same values draw the same numbers."""
+        """Return the index of a rank's random stream; ranks that hold parts of the same layers share one."""
         return rank // self.tp
 
     def mesh(self, device: torch.device) -> DeviceMesh:
-        """Return the mesh of all ranks, in which pieces are shards. Collective."""
+        """Return the mesh of all ranks, whose dimension `dp_shard` includes cp. Collective the first time."""
         sides = (self.dp_replicate, self.dp_shard * self.cp, self.tp)
         return _mesh(device, sides, (REPLICATE, SHARD, TENSOR))
 
     def data_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Return the part of the mesh over which FSDP cuts and repeats parameters."""
+        """Return the part of the mesh over which FSDP shards and replicates parameters."""
         return mesh[REPLICATE, SHARD] if self.dp_replicate > 1 else mesh[SHARD]
 
     def piece_mesh(self, device: torch.device) -> DeviceMesh:
-        """Return the one-dimensional mesh of ranks that compute pieces of the same rows. Collective over all ranks."""
+        """Return the one-dimensional mesh of ranks that compute pieces of the same rows. Collective the first time."""
         sides = (self.data_size, self.cp, self.tp)
         return _mesh(device, sides, ("data", PIECE, TENSOR))[PIECE]
 
     def expert_mesh(self, device: torch.device) -> DeviceMesh:
-        """Return the mesh of all ranks for the experts. Collective."""
+        """Return the mesh of all ranks for the experts. Collective the first time."""
         sides = (self.dp_replicate, self.dp_shard * self.cp // self.ep, self.ep, self.tp)
         return _mesh(device, sides, (REPLICATE, EXPERT_SHARD, EXPERT, TENSOR))
 
     def expert_data_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Return the part of the experts' mesh over which FSDP cuts and repeats them."""
+        """Return the part of the experts' mesh over which FSDP shards and replicates them."""
         return mesh[REPLICATE, EXPERT_SHARD] if self.dp_replicate > 1 else mesh[EXPERT_SHARD]
 
 
@@ -134,18 +137,19 @@ def _mesh(device: torch.device, sides: tuple[int, ...], names: tuple[str, ...]) 
     return made[key]
 
 
-# Where a rank's share of a sharded tensor is in the whole.
+# The position of a rank's share of a sharded tensor in the whole tensor.
 #
-# FSDP cuts rows, over the mesh's dimension `dp_shard`, and repeats them over `dp_replicate`. Tensor parallelism, over
-# `tp`, cuts rows first, so that a rank holds rows of its part's rows, or columns.
+# FSDP cuts rows, over the mesh's dimension `dp_shard`, and replicates them over `dp_replicate`. Tensor parallelism,
+# over `tp`, is applied first and cuts rows or columns, so that a rank holds rows of its part's rows, or rows of its
+# columns.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldRows:
     """What a rank holds of a tensor: rows, from row-major element `start` on.
 
-    `local` is live; where columns are cut it has those from `first_column` on only, and `rows` brings them together.
-    Of several ranks with equal rows one `writes` them.
+    `local` is live. If columns are cut, it has only those from `first_column` on, and `rows` gathers them. Of several
+    ranks with equal rows, one has `writes` set.
     """
 
     tensor: DTensor
@@ -173,11 +177,11 @@ class HeldRows:
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """Return how the tensor is sharded."""
+        """Return the tensor's placements on its mesh."""
         return tuple(self.tensor.placements)
 
     def fill(self, rows: torch.Tensor) -> None:
-        """Set what is held from whole rows."""
+        """Copy this rank's columns of whole `rows` into `local`."""
         if self.first_column is not None:
             rows = rows[:, self.first_column : self.first_column + self.local.shape[1]]
         with torch.no_grad():
@@ -185,9 +189,11 @@ class HeldRows:
 
 
 def held(tensor: DTensor, *, is_first_part: bool = True) -> HeldRows:
-    """Return this rank's share of a tensor; `is_first_part` refers to the ranks that share layers (`mesh`).
+    """Return this rank's share of a tensor.
 
-    A dimension of the mesh cuts the rows into equal chunks, of which the last may be smaller or empty.
+    `is_first_part` says whether the rank is the first of those that hold parts of the same layers: only that one writes
+    tensors that all of them have whole. A dimension of the mesh cuts the rows into equal chunks, of which the last ones
+    may be smaller or empty. Raises InternalError for placements that torch is not known to make.
     """
     rows, first, writes, first_column = tensor.shape[0], 0, True, None
     if TENSOR not in (tensor.device_mesh.mesh_dim_names or ()):
@@ -215,7 +221,7 @@ def held(tensor: DTensor, *, is_first_part: bool = True) -> HeldRows:
 
 
 def _outermost_first(tensor: DTensor) -> list[tuple[int, Placement]]:
-    """Return the mesh's dimensions in the order in which they cut; strided ones cut the others' pieces."""
+    """Return the mesh's dimensions with placements, in the order in which they cut; strided ones cut others' pieces."""
     each = list(enumerate(tensor.placements))
     return sorted(each, key=lambda one: isinstance(one[1], _StridedShard))
 
@@ -228,32 +234,32 @@ def _unknown(what: str) -> InternalError:
     )
 
 
-# What ranks exchange within forward and backward, as functions with a gradient.
+# Exchanges among ranks within forward and backward, as functions with a gradient.
 
 Group = dist.ProcessGroup
 Splits = Sequence[int] | None
 
 
 def all_to_all(rows: torch.Tensor, group: Group, *, sends: Splits = None, receives: Splits = None) -> torch.Tensor:
-    """Exchange rows for every rank, in order of rank, for those from every rank.
+    """Send a slice of the rows to every rank of the group, in order of rank; return the rows received. Collective.
 
-    `sends` and `receives` count them by rank; equally many if left out.
+    `sends` and `receives` have the number of rows by rank; None: equally many.
     """
     return _AllToAll.apply(rows, group, sends, receives)  # pyright: ignore[reportReturnType]
 
 
 def gather_sequence(piece: torch.Tensor, group: Group) -> torch.Tensor:
-    """Join the pieces [R, heads, l, D] of all ranks to [R, heads, L, D], of which every rank computes something else.
+    """Return the pieces [R, heads, l, D] of all ranks joined to [R, heads, L, D]. Collective.
 
-    The gradient of a piece is the sum of what all ranks have for it.
+    Every rank computes something different with the result: the gradient of a piece is summed over the ranks.
     """
     return _GatherSequence.apply(piece, group)  # pyright: ignore[reportReturnType]
 
 
 def gather_shares(own: torch.Tensor, group: Group, counts: Sequence[int]) -> torch.Tensor:
-    """Join the rows of all ranks, `counts` of each, of which every rank computes the same.
+    """Return the rows of all ranks, `counts` by rank, joined. Collective.
 
-    The gradient of a rank's rows is its own: that of the others is equal.
+    Every rank must compute the same with the result: the gradient of a rank's rows is taken from that rank alone.
     """
     return _GatherShares.apply(own, group, counts)  # pyright: ignore[reportReturnType]
 

@@ -41,15 +41,15 @@ _TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def load_code() -> None:
-    """Import what loading a model needs, which takes a second or two, so that the first run does not wait for it."""
+    """Import the modules that loading a model needs, which takes seconds, so that the first run does not wait."""
     import transformers.modeling_utils  # noqa: F401 - the import is the purpose
     from transformers import AutoModelForCausalLM  # noqa: F401
 
 
 def resolve_model_directory(name: str) -> Path:
-    """Return the local directory of a model named by path or Hub id.
+    """Return the local directory of a model named by path or Hub id; a model of the Hub is downloaded.
 
-    NotFoundError (MODEL_NOT_FOUND), InvalidStateError (MODEL_IS_ADAPTER) say what to do.
+    Raises NotFoundError (MODEL_NOT_FOUND), and InvalidStateError (MODEL_IS_ADAPTER) for a directory of adapters.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -75,10 +75,9 @@ def resolve_model_directory(name: str) -> Path:
 
 
 def load_model(directory: Path) -> nn.Module:
-    """Load the causal language model in `directory` with float32 weights in eval mode, without dropout as in the
-    engine.
+    """Load the causal language model in `directory` on the CPU, with float32 weights, in eval mode without dropout.
 
-    Raises as `millrace.models.loading`; InvalidStateError (OUT_OF_MEMORY).
+    Raises as `millrace.models.loading`, and InvalidStateError (OUT_OF_MEMORY).
     """
     with shortage_named(f"load model {directory.name}"):
         model = empty_model(directory)
@@ -94,7 +93,7 @@ def resolve_dtype(name: str, *, device: torch.device) -> torch.dtype:
 
 
 def resolve_compute_dtype(model: TrainerModelConfig | SFTModelConfig, *, device: torch.device) -> torch.dtype:
-    """Return the dtype of forward and backward: bfloat16 if the optimizer's weights are bfloat16."""
+    """Return the dtype of forward and backward: bfloat16 if the optimizer's weights are, else `model.dtype`."""
     return resolve_dtype("bfloat16" if model.optimization_dtype == "bfloat16" else model.dtype, device=device)
 
 
@@ -106,17 +105,23 @@ def resolve_publish_dtype(model: TrainerModelConfig | SFTModelConfig, *, device:
 
 
 def policy_files(model: Any, directory: Path, *, dtype: torch.dtype) -> dict[str, bytes]:
-    """Return the small files of a loaded model by name: its config, weights in `dtype`, and those of its directory."""
+    """Return the small files of a loaded model by name: its config, which names `dtype`, and those of `directory`.
+
+    The tokenizer's config is adapted so that older transformers read it.
+    """
     files = small_files(directory, (*MODEL_FILES, *TOKENIZER_FILES)) | {"config.json": saved_config(model, dtype=dtype)}
     source = read_object(directory / "config.json").get("model_type")
     if source == model.config.model_type or _TOKENIZER_CONFIG not in files:
         return files | _older_tokenizer_config(files, directory)
-    # Of a text part. The whole model's type may ask for a class of tokenizers that the part's type does not.
+    # The model is the text part of another one, whose type may imply a class of tokenizers that the part's does not.
     return files | _older_tokenizer_config(files, directory, tokenizer_class=type(load_tokenizer(directory)).__name__)
 
 
 def _older_tokenizer_config(files: Mapping[str, bytes], directory: Path, **changes: str) -> dict[str, bytes]:
-    """Return the tokenizer's config of `directory` if it differs from the small files', else an empty mapping."""
+    """Return the tokenizer's config of `directory` as older transformers read it; empty if it needs no change.
+
+    `changes` replace its keys. Empty, too, if `files` have no tokenizer's config.
+    """
     if _TOKENIZER_CONFIG not in files:
         return {}
     there = read_object(directory / _TOKENIZER_CONFIG)
@@ -129,23 +134,22 @@ def _older_tokenizer_config(files: Mapping[str, bytes], directory: Path, **chang
 
 
 def vocabulary_of(model: Any) -> int:
-    """Return how many token ids the model takes."""
+    """Return the number of token ids in the model's config."""
     return int(model.config.get_text_config().vocab_size)
 
 
 def with_tokenizer(files: dict[str, bytes], directory: Path) -> dict[str, bytes]:
-    """Return the small files of a model with the tokenizer of the one in `directory`."""
+    """Return the small files of a model with their tokenizer files replaced by those in `directory`."""
     kept = {name: data for name, data in files.items() if name in MODEL_FILES}
     found = kept | small_files(directory, TOKENIZER_FILES)
     return found | _older_tokenizer_config(found, directory)
 
 
 def with_turn_stops(files: dict[str, bytes], directory: Path, *, tokenizer: Path) -> dict[str, bytes]:
-    """Return the small files of the model in a directory with a generation config that names every token that ends a
-    turn.
+    """Return the small files of the model in `directory` with every token that ends a turn in the generation config.
 
-    Those are what its configs name, and what the tokenizer and chat template in the directory `tokenizer` end turns
-    with. A model without a tokenizer, or with one whose code only the engine has, keeps what its configs name.
+    Those are the tokens that its configs name, and those with which the tokenizer and chat template in the directory
+    `tokenizer` end turns. Files without a tokenizer, or with one that cannot be loaded here, stay as they are.
     """
     if not any(name.startswith("tokenizer") for name in files):
         return files
@@ -159,10 +163,10 @@ def with_turn_stops(files: dict[str, bytes], directory: Path, *, tokenizer: Path
 
 @torch.no_grad()
 def probe(model: nn.Module, *, vocabulary: int, device: torch.device) -> Probe:
-    """Compute the model's log-probs on a fixed prompt, by which an engine proves its weights. Collective in a gang.
+    """Return the model's log-probs on a fixed prompt, which an engine with its weights must reproduce.
 
-    The prompt is spread over the vocabulary, so that it touches embedding rows far apart. InvalidStateError
-    (POLICY_NOT_FINITE) if the model gives nothing that could be compared.
+    The prompt is spread over the vocabulary, so that it uses embedding rows far apart. Raises InvalidStateError
+    (POLICY_NOT_FINITE) if a log-prob is not finite. Collective in a gang.
     """
     token_ids = [(7919 * index + 13) % vocabulary for index in range(_PROBE_TOKENS)]
     tensor = torch.tensor([token_ids], device=device)

@@ -1,4 +1,4 @@
-"""What a model publishes and saves: every tensor under its saved name, in its number format, and where it is."""
+"""The tensors that a model publishes and saves: names, number formats, their place in the model, and snapshots."""
 
 import math
 from collections.abc import Collection, Iterator
@@ -37,7 +37,8 @@ class PublishedTensor:
     def within(self, start: int, count: int) -> Iterator[tuple[SavedTensor, int, int]]:
         """Yield the saved tensors that overlap the elements [start, start + count), with begin and end of the overlap.
 
-        All of it counts from the tensor's own first element.
+        All indices count from the first element of `tensor`. Empty tensors, and a single saved tensor, are always
+        yielded.
         """
         for each in self.saved:
             begin, end = max(each.start, start), min(each.end, start + count)
@@ -50,9 +51,9 @@ def published_tensors(
 ) -> list[PublishedTensor]:
     """Return the tensors of version `version`, floating-point ones in `dtype` unless kept in float32.
 
-    Names are those that transformers saves the model under. Of a model with adapters that is version 0, and each one
-    after it is what is trained, under PEFT's names; what adapters are on, or replace, keeps the model's own name, by
-    which PEFT finds it, unless the adapters are to be merged.
+    Names are those that transformers saves the model under. With adapters, versions after 0 have only the trained
+    tensors, under PEFT's names. In version 0 the weights that adapters are on, or replace, keep the live model's names,
+    by which PEFT finds them, unless `is_merged`.
     """
     kept = kept_in_float32(model, dtype=dtype)
     found: list[PublishedTensor] = []
@@ -78,8 +79,8 @@ def published_tensors(
 def policy_tensors(model: nn.Module, *, dtype: torch.dtype, version: int = 0) -> Iterator[tuple[str, TensorBytes]]:
     """Yield the tensors of version `version` by published name.
 
-    In a gang every rank must consume it, because each sharded tensor is gathered. Float32 tensors on a CPU are views of
-    the live weights: use them before the next step.
+    In a gang every rank must consume the iterator, because each sharded tensor is gathered. Float32 tensors on a CPU
+    are views of the live weights: use them before the next step.
     """
     for each in published_tensors(model, version=version, dtype=dtype):
         yield from _tensor_bytes(each, _whole(each.tensor))
@@ -102,7 +103,10 @@ def merged_tensors(model: nn.Module, *, dtype: torch.dtype) -> Iterator[tuple[st
 def described_tensors(
     model: nn.Module, *, dtype: torch.dtype, version: int = 0
 ) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Name, format and shape of the tensors that `policy_tensors` and, of version 0, `merged_tensors` give."""
+    """Yield name, number format and shape of the tensors that `policy_tensors` yields.
+
+    For version 0 they are those of `merged_tensors`.
+    """
     for each in published_tensors(model, version=version, dtype=dtype, is_merged=not version):
         for part in each.saved:
             yield part.name, each.tag, part.shape
@@ -111,7 +115,8 @@ def described_tensors(
 def published_share(tensor: torch.Tensor, *, rank: int, is_first_part: bool) -> tuple[torch.Tensor, int] | None:
     """Return the part of a tensor that this rank publishes, and the row-major index of its first element; None if none.
 
-    What is not cut is rank 0's. Collective where columns are cut.
+    A tensor that is not sharded is published by rank 0. `is_first_part` is that of `held`. Collective for a tensor
+    whose columns are cut.
     """
     if not isinstance(tensor, DTensor):
         return (tensor, 0) if rank == 0 else None
@@ -127,7 +132,7 @@ def _format(tensor: torch.Tensor, dtype: torch.dtype, *, is_kept: bool) -> torch
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor of one that may be sharded."""
+    """Return the whole tensor; collective if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -147,10 +152,12 @@ _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Snapshots:
-    """Takes snapshots into buffers that are used again. Every rank copies what it holds; columns are brought together.
+    """Takes snapshots of the weights into buffers that are reused.
+
+    Every rank copies its shard; cut columns are gathered.
 
     Memory: one copy of the rank's shard per snapshot that was not given back (2 bytes per bf16 parameter, 4 per
-    float32; pinned where there is a GPU). If they are shared, another process can map it.
+    float32; pinned if there is a GPU). With `are_shared` another process can map it.
     """
 
     def __init__(
@@ -174,7 +181,10 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self, version: int) -> list[TensorPart]:
-        """Copy the rank's parts of version `version`'s tensors into buffers; return them with `give_back` after use."""
+        """Copy this rank's parts of version `version` into buffers, and return the parts.
+
+        `give_back` them after use.
+        """
         tensors = published_tensors(self._model, version=version, dtype=self._dtype)
         buffers = self._buffers_for([each.name for each in tensors])
         parts: list[TensorPart] = []
@@ -191,7 +201,10 @@ class Snapshots:
     def _copied(
         self, each: PublishedTensor, local: torch.Tensor, start: int, *, buffers: "_Buffers"
     ) -> Iterator[TensorPart]:
-        """Yield the parts of saved tensors in `local`, which begins at element `start` of its tensor."""
+        """Copy `local`, which begins at element `start` of its tensor, into a buffer.
+
+        Yield the parts of saved tensors.
+        """
         buffer, place = buffers.buffer(each.name, local.shape, each.dtype)
         buffer.copy_(local, non_blocking=True)
         bits = _bits(buffer, each.tag)
@@ -207,18 +220,18 @@ class Snapshots:
             )
 
     def give_back(self, parts: list[TensorPart]) -> None:
-        """Give back the buffers of these parts for reuse."""
+        """Make the buffers of these parts, as `take` returned them, free for the next snapshot."""
         if parts and (buffers := self._used.pop(id(parts[0]), None)) is not None:
             self._free.append(buffers)
 
     def close(self) -> None:
-        """Give all buffers up: nothing is copied any more. What still reads parts may go on. Idempotent."""
+        """Release all buffers and their shared memory; no snapshot may follow. Parts stay readable. Idempotent."""
         for buffers in (*self._free, *self._used.values()):
             buffers.close()
         self._free, self._used = [], {}
 
     def _buffers_for(self, names: Collection[str]) -> "_Buffers":
-        """Return reused buffers for tensors of these names, or new ones."""
+        """Return free buffers of exactly these names, or new ones; free buffers of other names are released."""
         while self._free:
             buffers = self._free.pop()
             if buffers.names == frozenset(names):
@@ -238,7 +251,10 @@ class _Buffers:
         self._made: dict[str, tuple[torch.Tensor, SharedPlace | None]] = {}
 
     def buffer(self, name: str, shape: torch.Size, dtype: torch.dtype) -> tuple[torch.Tensor, SharedPlace | None]:
-        """Return a buffer of that shape, and its shared memory if shared; raise CapacityError if there is no room."""
+        """Return the tensor's buffer, made or reused, and its place if memory is shared.
+
+        Raises CapacityError if full.
+        """
         made = self._made.get(name)
         if made is not None and (made[0].shape, made[0].dtype) == (shape, dtype):
             return made
@@ -252,7 +268,7 @@ class _Buffers:
         return made
 
     def close(self) -> None:
-        """Give the memory up."""
+        """Forget all buffers, after unpinning and closing the shared memory, if any."""
         if self._memory is not None:
             for buffer, _ in self._made.values():
                 if self._is_pinned and buffer.numel():
@@ -273,16 +289,16 @@ class _Buffers:
 
 
 def pin(buffer: torch.Tensor) -> None:
-    """Lock memory that CUDA did not allocate, so that it copies there without a detour and beside what runs.
+    """Lock memory that CUDA did not allocate, so that GPUs copy into it directly and asynchronously.
 
-    CapacityError if it cannot.
+    Raises CapacityError if CUDA cannot lock it.
     """
     if code := int(_cuda_runtime().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)):
         raise _no_memory(f"CUDA cannot lock it (error {code})")
 
 
 def unpin(buffer: torch.Tensor) -> None:
-    """Undo `pin`, before the memory goes."""
+    """Undo `pin`, before the memory is released."""
     _cuda_runtime().cudaHostUnregister(buffer.data_ptr())
 
 
@@ -291,7 +307,7 @@ def _cuda_runtime() -> Any:
 
 
 def share_bytes(model: nn.Module, *, dtype: torch.dtype, rank: int, layout: RankLayout) -> int:
-    """Return the size of what this rank publishes of the whole model."""
+    """Return the number of bytes that this rank publishes of the whole model, version 0."""
     is_first_part, found = layout.is_first_part(rank), 0
     for each in published_tensors(model, version=0, dtype=dtype):
         width = each.dtype.itemsize

@@ -3,10 +3,10 @@
     head? ── exists ──▶ digests ──▶ equal, or the replay was not exact
       └───── new ─────▶ digests, deltas ──▶ sizes of all ranks ──▶ upload the smaller ──▶ manifest, last
 
-Every rank runs it on a thread beside the training, at the same versions in the same order. Here is what ranks agree on
-and what rank 0 alone does; the work that takes long is a `ShareWriter`'s, on this thread or in a process of its own.
-Where that process dies under a version, all ranks do the version again, from its first look at the store: nothing is
-committed but by the manifest. What the next version is compared with is always what was committed: the copy is replaced
+Every rank runs it on a background thread, at the same versions in the same order. This module has the agreement of
+ranks and the work of rank 0; the long work is a `ShareWriter`'s, on this thread or in a process of its own. If that
+process dies during a version, all ranks do the version again, from its first look at the store: nothing is committed
+except by the manifest. The next version is always compared with the committed one: the copy to compare with is replaced
 after the manifest, never before.
 
 The file is in the order of the calls: what a method calls is below it. First the three collective operations, then the
@@ -57,14 +57,14 @@ from millrace.trainer.publish.share_process import PUBLISHER_DIED
 
 logger = logging.getLogger(__name__)
 
-_MOST_DEATHS = 3  # of processes that publish under one version; then the run is released, and tried again as a whole
+_MOST_DEATHS = 3  # of publishing processes during one version; then the run is released, and tried again as a whole
 _DELTA_BELOW = 0.9  # of a full copy; a full copy that costs hardly more is an anchor as well
-_SKIP_BELOW = 0.5  # of a full copy; a replica that lacks versions may as well read the anchor then
+_SKIP_BELOW = 0.5  # of a full copy; if it is larger, a replica that lacks versions may as well read the anchor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionInput:
-    """What a version is made of: this rank's parts, which are not written to while they are held."""
+    """A version to commit: this rank's parts, which must not be written to until it is committed, and its entries."""
 
     version: int
     parts: list[TensorPart]
@@ -73,7 +73,7 @@ class VersionInput:
 
 
 class Committer:
-    """Commits the versions of one lineage, in order. Each call is collective in a gang, and one thread's at a time."""
+    """Commits the versions of one lineage, in order. Each call is collective in a gang, and not thread-safe."""
 
     def __init__(
         self,
@@ -86,7 +86,10 @@ class Committer:
         upload_files: Callable[[], tuple[FileEntry, ...]] | None = None,
         share: ShareWriter | None = None,
     ) -> None:
-        """Take `share`, which does this rank's work; by default the calling thread does it."""
+        """Take `share`, which compares, encodes and uploads for this rank; by default the calling thread does it.
+
+        `should_stop` prevents commits once it is True; `upload_files` uploads the small files for `republish`.
+        """
         self._store = target.store
         self._names = target.names
         self._gang = target.gang
@@ -100,10 +103,10 @@ class Committer:
         self._share = share or target.share_writer(config, is_process=False)
         self._anchor = 0
         self.on_death: Callable[[UnavailableError], None] = lambda death: None
-        """Called at every rank with each death of a process that publishes a version."""
+        """Called at every rank each time that a publishing process has died, before the version is tried again."""
 
     def holds(self, parts: list[TensorPart]) -> bool:
-        """Return whether the next version will be compared with exactly these parts."""
+        """Return whether the next version will be compared with these parts, so that their buffers are in use."""
         return self._share.holds(parts)
 
     def commit(self, version: VersionInput) -> PublishedPolicy | None:
@@ -127,18 +130,21 @@ class Committer:
             ) from error
 
     def adopt(self, version: int, parts: list[TensorPart]) -> None:
-        """Take the weights of a committed version as what the next one is compared with, if they are its weights."""
+        """Compare the next version with these parts, if they equal the committed version's weights.
+
+        If they differ, the next version is published in full.
+        """
         deaths = _Deaths(version, on_death=self.on_death, should_stop=self._should_stop)
         while True:
             with deaths:
                 return self._adopt(VersionInput(version=version, parts=parts, probe=None))
 
     def republish(self, version: VersionInput, *, lineage: int, digest: str, sha256: bytes) -> PublishedPolicy | None:
-        """Publish a committed version anew and in full, under the next successor of its manifest, if it is damaged.
+        """Publish a committed version again, in full, under the next revision of its manifest, if it is damaged.
 
-        None at ranks other than 0, and if every byte is as it was written. InvalidStateError if these weights are not
-        the version's, whose `digest` was announced (it is empty if a damaged
-        manifest was all that was left): then nobody has them any more.
+        `digest` and `sha256` are those that were announced, of the weights and of the manifest; `digest` is empty if
+        only a damaged manifest was left. Returns None if nothing is damaged, and at ranks other than 0. Raises
+        InvalidStateError if `version` does not have the announced weights.
         """
         deaths = _Deaths(version.version, on_death=self.on_death, should_stop=self._should_stop)
         while True:
@@ -206,8 +212,8 @@ class Committer:
         return published and replace(published, damage=damage)
 
     def _lost(self, name: str, *, digest: str, held: str) -> InvalidStateError:
-        """Return the error of a damaged version, such as `0-7`, of which nobody has the weights any more."""
-        # Not so under trainer.determinism = "strict": there each version is proved to be the published one.
+        """Make the error of a damaged version, such as `0-7`, whose weights this trainer does not have."""
+        # Cannot happen under trainer.determinism = "strict", where each version is verified to be the published one.
         why = "" if self._is_strict else " (it computed the step again, which best_effort does not make bit-exact)"
         return InvalidStateError(
             f"policy {name} of run {self._names.uid} is damaged, and this trainer cannot make it again: its digest is "
@@ -218,8 +224,9 @@ class Committer:
         )
 
     def _find(self, version: int) -> "tuple[str, _Committed | None]":
-        """Return a version's committed manifest with its key, or the key to commit under if it is missing or
-        damaged.
+        """Return the key of a version's committed manifest with its facts, or the key to commit under with None.
+
+        None is for a missing manifest, or a damaged one, whose next revision is the key. Collective in a gang.
         """
         key, facts = self._gang.from_leader(
             lambda: find_committed(self._store, self._names, lineage=self._lineage, version=version)
@@ -281,7 +288,10 @@ class Committer:
         )
 
     def _write_manifest(self, manifest: PolicyManifest) -> PublishedPolicy | None:
-        """Rank 0 commits; the others learn that it did."""
+        """Write the manifest at rank 0, and return what was published there, or None at other ranks.
+
+        Raises at every rank: InvalidStateError if asked to stop, FencedError if another trainer has a newer epoch.
+        """
         with agreed(self._gang):
             if not self._gang.is_leader:
                 return None
@@ -292,14 +302,14 @@ class Committer:
                     remedy="the trainer that continues the run publishes it",
                 )
             faults.reach(Point.TRAINER_BEFORE_MANIFEST, version=manifest.version)
-            # Who slept through the loss of the run creates nothing any more. The store knows epochs first, and is asked
-            # although Redis may be away; what is taken between this look and the next line is POLICY_TAKEN's.
+            # A trainer that was frozen while it lost the run must not commit. Epochs are created in the store first, so
+            # the store is asked, and Redis may be away. An epoch taken after this check leads to POLICY_TAKEN.
             newest = latest_epoch(self._store, self._names, ROLE)
             require_newest(newest, held=self._epoch, uid=self._names.uid)
             return commit_policy(self._store, manifest.key, manifest)
 
     def _advance(self, version: VersionInput, committed: "_Committed", digests: Digests) -> None:
-        """Go on from a committed version: the next one is compared with it."""
+        """Note a committed version's anchor, and compare the next version with it if deltas are published."""
         self._anchor = committed.anchor
         # Adapters are published whole: they are small, and a base for comparison would cost a copy of them.
         if self._config.delta and version.adapter is None:
@@ -308,7 +318,7 @@ class Committer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Committed:
-    """What a committed manifest says of the version, as far as the next one needs it."""
+    """The facts of a committed manifest that the next version needs."""
 
     digest: str
     anchor: int
@@ -386,7 +396,7 @@ def encode_share(share: ShareWriter, version: VersionInput) -> dict[str, Any]:
 
 
 def merge_deltas(shares: Iterable[list[dict[str, Any]]]) -> list[EncodedDelta]:
-    """Merge the deltas that all ranks have to upload; a rank may have lost the base of a skipped delta."""
+    """Return the deltas that every rank has encoded, with sizes summed; a rank may lack the base of a skip delta."""
     found: list[dict[int, EncodedDelta]] = [{each["base"]: EncodedDelta(**each) for each in share} for share in shares]
     return [
         EncodedDelta(

@@ -1,7 +1,7 @@
-"""Who does the work of publishing beside the training: a thread of the trainer, or a process of its own.
+"""Whether a thread of the trainer or a separate process publishes in the background.
 
-A thread takes the interpreter's lock from the step, a process no more than its share of the machine. What a process
-costs, its start and its memory, pays for itself where versions are large; small ones stay on the thread.
+A thread competes with the step for the interpreter's lock, a process only for processors. The cost of a process, its
+start and its memory, is worth it for large versions; small ones are published by the thread.
 """
 
 import os
@@ -13,23 +13,22 @@ from millrace.errors import InvalidSpecError, Violation
 VARIABLE = "MILLRACE_TRAINER_PUBLISH"
 """auto, thread or process."""
 PROCESS_FROM_BYTES = 64 << 20
-"""Of a rank's share of a version. Measured at this size on two cores: a version in full takes 0.6 s of a processor, one
-of which 3 % changed 0.11 s; the process takes 0.45 s to start, as much as four of these, and has 30 MB of its own."""
+"""Least size of a rank's share of a version for a process. Measured at this size on two cores: a full version takes
+0.6 s of a processor, one of which 3 % changed 0.11 s; the process takes 0.45 s to start, as much as four of these, and
+30 MB of memory."""
 
 
 class Executor(StrEnum):
-    """Who publishes."""
+    """The kinds of executor that publish."""
 
     AUTO = "auto"
-    """A process where a rank's share is large and this is Linux, else a thread."""
+    """A process if a rank's share is large and this is Linux, else a thread."""
     THREAD = "thread"
     PROCESS = "process"
 
     @classmethod
     def chosen(cls, environ: Mapping[str, str] = os.environ) -> "Executor":
-        """Return the executor that MILLRACE_TRAINER_PUBLISH names; raise InvalidSpecError if unknown or
-        unsupported here.
-        """
+        """Return the executor that MILLRACE_TRAINER_PUBLISH names; raise InvalidSpecError if unknown or unsupported."""
         choice = environ.get(VARIABLE) or cls.AUTO
         if choice not in tuple(cls):
             raise _wrong(choice, f"must be one of {', '.join(cls)}")
@@ -38,7 +37,7 @@ class Executor(StrEnum):
         return cls(choice)
 
     def is_process(self, *, share_bytes: int, store_url: str) -> bool:
-        """Return whether a separate process publishes a share of that size to the store at this URL."""
+        """Return whether a separate process publishes a share of `share_bytes`; never without a `store_url` to open."""
         if not store_url or self is Executor.THREAD:
             return False
         return self is Executor.PROCESS or (share_bytes >= PROCESS_FROM_BYTES and hasattr(os, "memfd_create"))

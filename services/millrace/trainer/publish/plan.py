@@ -1,4 +1,4 @@
-"""Under which lineage a trainer publishes, from which version on, and where to."""
+"""The lineage under which a trainer publishes, the first version, where to publish, and republishing of damage."""
 
 import logging
 from collections.abc import Callable
@@ -20,11 +20,11 @@ from millrace.v1 import event_pb2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishPlan:
-    """Under which lineage to publish, and from which version on: those before it stay as they were published.
+    """The lineage under which to publish, and the first version to publish: earlier ones are not published again.
 
-    Strict replays publish every version again, to have the digests compared. Best-effort replays skip what is published
-    and begin a new lineage after it, because their weights may differ. `is_continued`: the version before the first is
-    what training starts with, in the same lineage, so that the first can be a delta against it.
+    Strict replays publish every version again, to have the digests compared. Best-effort replays skip published
+    versions and begin a new lineage after them, because their weights may differ. `is_continued`: training starts with
+    the version before the first, in the same lineage, so that the first can be a delta against it.
     """
 
     lineage: int
@@ -41,10 +41,10 @@ def plan_publishing(
     is_relaid: bool = False,
     lineage_begins: int = 0,
 ) -> PublishPlan:
-    """Plan publishing for a trainer that starts at version `start_step`; `published` is the newest (lineage, version).
+    """Return the plan of a trainer that starts at version `start_step`; `published` is the newest (lineage, version).
 
-    `is_relaid`: of a strict run that goes on with another number of ranks, whose bits are others from here on. The
-    start lineage has no version below `lineage_begins`, though it may have checkpoints there (`first_of_lineage`).
+    `is_relaid` says that a strict run goes on with another number of ranks, so that its bits differ from here on. The
+    start lineage has no version below `lineage_begins` (`first_of_lineage`), though it may have checkpoints there.
     """
     if published is None or (is_strict and not is_relaid):
         return PublishPlan(lineage=start_lineage, first_version=max(start_step, lineage_begins))
@@ -74,21 +74,21 @@ def first_of_lineage(store: ObjectStore, names: Names, lineage: int) -> int:
     return 0
 
 
-# A policy that replicas found damaged is published anew by the trainer that still has its weights.
+# A policy that replicas found damaged is published again by the trainer, which has its weights.
 #
 #     replica: UPDATE_FAILED, is_damaged ──▶ orchestrator ──heartbeat──▶ trainer, between two steps or while it waits
 #     for a batch: is it damaged? ──▶ in full, under fresh names, `manifest.r1.json` ──▶ replicas, at their next attempt
 #
-# The newest version is what replicas are asked for; the trainer of the next batch has its weights.
+# Replicas are asked to load the newest version; the trainer that waits for the next batch has its weights.
 
 logger = logging.getLogger(__name__)
 
 DamageReport = tuple[PolicyEntry, int]
-"""A policy that replicas could not read, and how often they reported it."""
+"""A policy that replicas could not read, and the number of reports so far."""
 
 
 class Republisher:
-    """Follows the reports of damage at rank 0; every rank publishes, by `mend`."""
+    """Has a policy that replicas reported damaged published again: rank 0 reads the reports, every rank publishes."""
 
     def __init__(
         self,
@@ -102,9 +102,9 @@ class Republisher:
         self._num_heard = 0
 
     def policy_to_republish(self, version: int) -> bytes | None:
-        """Return the policy to publish anew if it is of this version, whose weights are live; once per report.
+        """Return the policy of a new report, encoded, if it is of `version`, whose weights are live; else None.
 
-        Raises what publishing raised: the batch that is awaited may never come without the policy.
+        Raises what publishing raised in the background: without the policy the awaited batch may never come.
         """
         self._raise_failure()
         report = self._reported()
@@ -114,19 +114,19 @@ class Republisher:
         return report[0].SerializeToString()
 
     def republish(self, policy: bytes) -> None:
-        """Begin to publish a version anew, beside the training. Collective in a gang."""
+        """Start to publish the encoded policy again, in the background. Collective in a gang."""
         entry = decode_message(PolicyEntry, policy, what="a report of damage", reason="GANG_MESSAGE_INVALID")
         self._republish(entry)
 
 
 def published_anew(name: str, *, damage: str, uri: str) -> event_pb2.Event:
-    """Make the event for a version, such as `0-7`, that is published anew at `uri`."""
+    """Log a warning, and return the event, for a version, such as `0-7`, that is published again at `uri`."""
     message = f"policy {name} was damaged ({damage}) and is published anew, in full, as {uri}"
     logger.warning(message)
     return event_pb2.Event(warning=event_pb2.Warning(reason="POLICY_PUBLISHED_ANEW", message=message))
 
 
-# Where a rank publishes a run's policies, and as who.
+# Where a rank publishes a run's policies, and under which epoch.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,9 +141,9 @@ class PublishTarget:
     lineage: int = 0
     """The lineage whose versions are committed."""
     store_url: str = ""
-    """The store's, for a process that publishes; empty: none may, because nobody else can open this store."""
+    """URL of the store, for a publishing process; empty: a thread publishes, because a process could not open it."""
     executor: Executor = Executor.AUTO
-    """Who does the work."""
+    """Whether a thread or a process publishes."""
 
     def is_process(self, *, share_bytes: int) -> bool:
         """Return whether a process of its own publishes a share of that size."""

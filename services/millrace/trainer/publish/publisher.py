@@ -3,9 +3,9 @@
     main thread      step n ─▶ snapshot, probe ─▶ step n + 1 ─▶ (waits for version n + 1) snapshot, probe ─▶ …
     beside it                  compare, encode, upload, manifest, announce version n + 1
 
-Comparing, encoding and uploading are done by a process of its own where versions are large (`executor.py`). At most one
-version is under way. The next one, a checkpoint and the end wait for it, so that versions come in order and
-a checkpoint never precedes its version; what failed beside the training is raised there.
+Comparing, encoding and uploading are done by a process of its own if versions are large (`executor.py`). At most one
+version is under way. The next one, a checkpoint and the end of the training wait for it, so that versions are published
+in order and a checkpoint never precedes its version; errors of the background work are raised there.
 """
 
 import logging
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class PolicyLog(Protocol):
-    """Where versions are announced: the run's log, at rank 0."""
+    """The part of the run's log that announces versions, at rank 0."""
 
     @property
     def epoch(self) -> int:
@@ -58,10 +58,10 @@ class PolicyLog(Protocol):
 
 
 class AdapterBase:
-    """What the adapters of a run are on: version 0. Every rank of a gang has one.
+    """The base of a run's adapters, which is version 0. Every rank of a gang has one.
 
-    `upload_files` uploads the small files and `on_republished` is called, at rank 0,
-    what was damaged and where the base is published anew.
+    `upload_files` uploads the small files; `on_republished` is called at rank 0 with what was damaged and the URI of
+    the new manifest.
     """
 
     def __init__(
@@ -86,17 +86,20 @@ class AdapterBase:
         self._entry: AdapterEntry | None = None
 
     def entry(self) -> AdapterEntry:
-        """Return the adapter's entry for manifests. Collective, after version 0, at the first call."""
+        """Return the adapter's entry for manifests.
+
+        The first call, after version 0, does `require_whole`, collectively.
+        """
         if self._entry is None:
             self.require_whole(is_thorough=False)
         assert self._entry is not None
         return self._entry
 
     def require_whole(self, *, is_thorough: bool) -> None:
-        """Publish the base, in full, if it is damaged or, in a fork, not there yet. Collective in a gang.
+        """Publish the base, in full, if it is damaged or, in a fork, missing. Collective in a gang.
 
-        Only if `is_thorough` are its data objects read; its manifest always is. CorruptObjectError if other weights are
-        published, InvalidStateError if what is damaged cannot be made again.
+        Its manifest is always read; its data objects are only verified if `is_thorough`. Raises CorruptObjectError if
+        the published base has other weights, and InvalidStateError if this trainer lacks the weights to publish it.
         """
         published: list[PolicyManifest | None] = []
 
@@ -115,9 +118,10 @@ class AdapterBase:
         )
 
     def _look(self, *, is_thorough: bool) -> tuple[PolicyManifest | None, str, str]:
-        """Find the published base; if it must be published, return None with its key and the damaged objects.
+        """Return the manifest of the published base; if it must be published, None, its key, and what is damaged.
 
-        A fork has no version 0: its copy has a place of its own, because what is under policies/ is announced.
+        A fork has no version 0: its copy of the base has a separate prefix, because versions under policies/ are
+        announced.
         """
         store, damage = self._store, ""
         keys = [
@@ -140,9 +144,12 @@ class AdapterBase:
         return None, next_revision(store, first_key), damage
 
     def _publish(self, key: str, damage: str) -> PolicyManifest | None:
-        """Write the base under a key; None at ranks other than 0."""
+        """Publish the base with its manifest under `key`, and return the manifest, or None at ranks other than 0.
+
+        `damage` says what is replaced; empty in a fork. Raises InvalidStateError if the live base has another digest.
+        """
         held = []
-        for tensor in policy_tensors(self._model, dtype=self._dtype, version=0):  # collective where it is consumed
+        for tensor in policy_tensors(self._model, dtype=self._dtype, version=0):  # collective: every rank iterates
             held += [tensor] if self._gang.is_leader else []
         manifest: PolicyManifest | None = None
         with agreed(self._gang):
@@ -175,7 +182,7 @@ class AdapterBase:
 
     @property
     def _copy(self) -> str:
-        """Return the name that replaces the run's uid in the key of a fork's base copy."""
+        """Return the name that replaces the run's uid in the keys of a fork's copy of the base."""
         return f"{self._names.uid}/base"
 
     def _require_same(self, manifest: PolicyManifest) -> None:
@@ -189,15 +196,15 @@ class AdapterBase:
 
 
 class Publisher(BackgroundWriter):
-    """Turns the live model into version n; every rank of a gang calls it, at the same versions.
+    """Publishes the live model as version n; every rank of a gang calls it, at the same versions.
 
-    Used as a context manager around the training: leaving it waits for what is under way, or gives it up if the
-    training failed. Host memory of each rank, beside the training: the snapshot that is being published and the version
-    committed before it (each 2 bytes per bf16 parameter of the rank's shard, 4 per float32; the second only with
-    `trainer.policy.delta`), what skip deltas need (`share.py`), and while it is uploaded the encoded delta. A process
-    that publishes shares the snapshots and has the rest.
+    Used as a context manager around the training: leaving it waits for what is under way, or abandons it if the
+    training failed. Host memory of each rank: the snapshot that is being published and the version committed before it
+    (each 2 bytes per bf16 parameter of the rank's shard, 4 per float32; the second only with `trainer.policy.delta`),
+    bases of skip deltas (`share.py`), and during the upload the encoded delta. A publishing process maps the snapshots
+    and has the rest itself.
 
-    `base` is what the versions after 0 are adapters on, if they are; they are small, and always whole.
+    `base` is set if versions after 0 are adapters, which are small, and always published whole.
     """
 
     def __init__(
@@ -244,10 +251,11 @@ class Publisher(BackgroundWriter):
         return self._plan.lineage
 
     def publish(self, version: int, *, step: int | None = None) -> float:
-        """Begin to publish the model's weights as `version`, when the version before is published.
+        """Wait for the previous version, snapshot the weights, and start to publish them as `version`.
 
-        `step` is the step that made it, None for the version that training starts with. Returns the seconds that the
-        training was held up. Raises what publishing the version before raised.
+        Versions before the plan's first are not published. `step` is the batch that made it, None for the version that
+        training starts with. Returns the seconds that this call took. Raises what publishing the previous version
+        raised.
         """
         began = time.monotonic()
         self.finish()
@@ -264,9 +272,9 @@ class Publisher(BackgroundWriter):
         return time.monotonic() - began
 
     def republish(self, entry: policy_pb2.PolicyEntry) -> None:
-        """Begin to publish a damaged version anew; the live weights must be its. Collective in a gang.
+        """Start to publish a damaged version again; the live weights must be those of `entry`. Collective in a gang.
 
-        The damage may be in the adapter's base, which is then published first, before the training goes on.
+        A damaged base of adapters is published first, within this call.
         """
         self.finish()
         version = int(entry.version)
@@ -287,7 +295,7 @@ class Publisher(BackgroundWriter):
             self._log_client.write_event(published_anew(name, damage=republished.damage, uri=uri))
 
     def raise_failure(self) -> None:
-        """Raise what publishing raised, if it has ended; wait for nothing."""
+        """Raise what publishing raised, if it has ended, without waiting."""
         self._work.raise_failure()
 
     def __exit__(
@@ -300,7 +308,7 @@ class Publisher(BackgroundWriter):
             self._snapshots.close()
 
     def _report_death(self, death: UnavailableError) -> None:
-        """Report that the publishing process died and the version is published again from its start."""
+        """Write the event that the publishing process died, and that another one publishes the version; at rank 0."""
         if self._log_client is not None:
             message = f"{death.message}; another one publishes the version"
             self._log_client.write_event(
@@ -308,7 +316,7 @@ class Publisher(BackgroundWriter):
             )
 
     def _begin(self, version: int, parts: list[TensorPart], work: Callable[[], None]) -> None:
-        """Run work for a version beside the training, then release its parts."""
+        """Run `work` for a version in the background, and afterwards release buffers that are not needed any more."""
 
         def run() -> None:
             work()
@@ -317,7 +325,7 @@ class Publisher(BackgroundWriter):
         self._work.begin(f"policy {version} to be published", run)
 
     def _release(self, parts: list[TensorPart]) -> None:
-        """Give back the buffers that nothing is compared with any more."""
+        """Give back the buffers of `parts`, or of the previous ones if the next version is compared with `parts`."""
         if self._committer.holds(parts):
             self._snapshots.give_back(self._previous)
             self._previous = parts

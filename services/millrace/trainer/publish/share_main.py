@@ -1,7 +1,7 @@
-"""The process that publishes: `python -m millrace.trainer.publish.share_main FD PARENT`, started by `share_process`.
+"""The publishing process: `python -m millrace.trainer.publish.share_main FD PARENT`, started by `share_process`.
 
-It answers questions about the parts of its trainer's snapshots, which it maps, until the trainer is gone. The store is
-that of MILLRACE_STORE_URL, with the credentials of the environment.
+It maps its trainer's snapshots, and compares, encodes and uploads their parts as requested, until the trainer is gone.
+The store is that of MILLRACE_STORE_URL, with the credentials of the environment.
 """
 
 import logging
@@ -28,17 +28,20 @@ logger = logging.getLogger(__name__)
 
 
 class ShareServer:
-    """Answers one question after the other."""
+    """Handles the trainer's requests, one after the other."""
 
     def __init__(self, store_url: str) -> None:
         self._store_url = store_url
         self._writer: LocalShareWriter | None = None
         self._run = ""
         self._memory: dict[int, memoryview] = {}
-        """What is mapped, by the numbers that the trainer gave it."""
+        """The mapped memory, by the trainer's numbers."""
 
     def answer(self, question: Message, files: list[int]) -> Message:
-        """Answer a request with its result or its error."""
+        """Map new memory, unmap what is not kept, do a request, and return its result or its error.
+
+        `files` are the descriptors of the new memory, in the order of the request's `new`.
+        """
         kept = set(question["kept"])
         for (number, size_bytes), file in zip(question["new"], files, strict=True):
             self._memory[number] = map_read_only(file, size_bytes)
@@ -102,14 +105,16 @@ def beat() -> Message:
 
 def _serve() -> NoReturn:
     settings = Settings.from_env(os.environ, required=["store_url"])
-    environ = {name: text for name, text in os.environ.items() if name != FILE_VARIABLE}  # the trainer turns it over
+    environ = {
+        name: text for name, text in os.environ.items() if name != FILE_VARIABLE
+    }  # the trainer rotates that file
     setup("trainer", level=settings.log_level, json_lines=settings.log_json, environ=environ)
     server = ShareServer(settings.require("store_url"))
     channel.serve(server.answer, beat=beat)
 
 
 def main() -> NoReturn:
-    """Answer until the trainer is gone."""
+    """Serve the trainer's requests until the trainer is gone."""
     run_service(_serve)
 
 

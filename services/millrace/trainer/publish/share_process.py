@@ -1,17 +1,17 @@
-"""A rank's share of the versions, written by a process of its own: it takes no interpreter's lock from the step.
+"""A rank's share of the versions, written by a separate process, which does not compete for the interpreter's lock.
 
     trainer                                         share_main, which has no torch
     snapshot in shared memory ─── open file ──────▶ maps it, read only
     begin, encode, upload, advance, one by one ───▶ does it with the same `LocalShareWriter` that a thread has
          ◀── digests and sizes, encodings ─────────
 
-Only what is small goes over the channel: names, places and digests. What ranks agree on, the manifest and the log stay
-in the trainer, so that a version is committed by the trainer that holds the run, and by nobody else.
+Only small data goes over the channel: names, places and digests. The agreement of ranks, the manifest and the log stay
+in the trainer, so that only the trainer that holds the run commits a version.
 
-The process may die at any moment. Who asks then gets UnavailableError (PUBLISHER_DIED), and the next question goes to a
-new process, which gets the list of committed objects. What is lost are the bases of skip deltas: until
-the next multiple, readers go by the deltas from version to version. Nothing is written over that a process may still
-read: one that is given up has ended before the error is raised.
+The process may die at any moment. The pending request then raises UnavailableError (PUBLISHER_DIED), and the next one
+starts a new process, which first gets the last committed version to compare with. Bases of skip deltas are lost: until
+the next multiple, readers use the deltas from version to version. Buffers are not overwritten while a process may read
+them: one that is given up has ended before the error is raised.
 """
 
 import logging
@@ -35,12 +35,12 @@ logger = logging.getLogger(__name__)
 MODULE = "millrace.trainer.publish.share_main"
 STORE = "MILLRACE_STORE_URL"
 PUBLISHER_DIED = "PUBLISHER_DIED"
-"""Reason of the error that says that the process that publishes ended under a question."""
+"""Reason of the error that the publishing process ended during a request."""
 SILENT_S = 60.0
-"""Longest silence under a question: it beats every two seconds, whatever the store does."""
-_STARTS_WITHIN_S = 300.0  # its imports: half a second, on a machine that stands still minutes
+"""Longest silence during a request: the process sends a heartbeat every two seconds, also while the store hangs."""
+_STARTS_WITHIN_S = 300.0  # for its imports: half a second, but minutes on an overloaded machine
 QUIET_S = 1.0
-"""A question that takes longer shows itself as a wait."""
+"""A request that takes longer is reported as a wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class _Committed:
 
 
 class ShareWriterProcess:
-    """A `ShareWriter`, for parts that are in shared memory. Starts its process with the first question."""
+    """A `ShareWriter` for parts in shared memory. Starts its process at the first request."""
 
     def __init__(
         self, store_url: str, *, skip_deltas: Sequence[int], threads: int, run: str = "", rank: int | None = None
@@ -63,7 +63,10 @@ class ShareWriterProcess:
         self._name = "the process that publishes" + ("" if rank is None else f" at rank {rank}")
         self._helper: HelperProcess | None = None
         self._mapped: weakref.WeakKeyDictionary[SharedMemory, int] = weakref.WeakKeyDictionary()
-        """What the process has mapped, with its size there: it keeps that as long as this one does."""
+        """The memory that the process has mapped, with its size there.
+
+        It stays mapped as long as this process has it.
+        """
         self._last: _Committed | None = None
         self._asking = threading.Lock()
         self._is_closed = False
@@ -74,11 +77,11 @@ class ShareWriterProcess:
         return None if self._helper is None else self._helper.pid
 
     def digests(self, parts: Sequence[TensorPart], version: int) -> Digests:
-        """See `ShareWriter`."""
+        """Do `ShareWriter.digests` in the process."""
         return _digests(parts, self._ask("digests", parts, version))
 
     def encode(self, parts: Sequence[TensorPart], version: int) -> EncodedShare:
-        """See `ShareWriter`."""
+        """Do `ShareWriter.encode` in the process."""
         answer = self._ask("encode", parts, version)
         deltas = tuple(EncodedDelta(**each) for each in answer["deltas"])
         return EncodedShare(digests=_digests(parts, answer), deltas=deltas)
@@ -86,37 +89,37 @@ class ShareWriterProcess:
     def upload(
         self, prefix: str, parts: Sequence[TensorPart], version: int, *, is_anchor: bool, bases: Collection[int]
     ) -> dict[str, Any]:
-        """See `ShareWriter`."""
+        """Do `ShareWriter.upload` in the process."""
         answer = self._ask("upload", parts, version, prefix=prefix, is_anchor=is_anchor, bases=list(bases))
         return answer["encodings"]
 
     def advance(self, parts: Sequence[TensorPart], version: int, *, digest: str, digests: Digests) -> None:
-        """See `ShareWriter`. The next request reports a process that dies now."""
+        """Do `ShareWriter.advance` in the process, or when it starts; if it dies, only log that."""
         committed = _Committed(parts=parts, version=version, digest=digest, digests=digests)
         is_new, self._last = self._helper is None, committed
-        if is_new:  # it will get them when it starts
+        if is_new:  # a process gets them when it starts
             return
         try:
-            self._tell(committed)
+            self._send(committed)
         except UnavailableError as death:
             if death.reason != PUBLISHER_DIED:
                 raise
             logger.warning(death.message, extra={"version": version})
 
     def holds(self, parts: Sequence[TensorPart]) -> bool:
-        """See `ShareWriter`."""
+        """Return whether these are the parts of the last `advance`, which the process may read."""
         return self._last is not None and bool(parts) and self._last.parts[0] is parts[0]
 
     def close(self) -> None:
-        """End the process; who waits for an answer hears that it died. May be called from any thread."""
+        """End the process, for good; a pending request raises InvalidStateError. May be called from any thread."""
         self._is_closed = True
         if (helper := self._helper) is not None:
             helper.end()
-            with self._asking:  # who asks has heard it by now
+            with self._asking:  # until a pending request has raised
                 helper.close()
 
     def _ask(self, what: str, parts: Sequence[TensorPart], version: int, **more: Any) -> dict[str, Any]:
-        """Ask the process, which is started if necessary, and return its answer."""
+        """Start the process if there is none, send it a request, and return its answer."""
         if self._helper is None:
             self._start()
         return self._question(what, parts, version, **more)
@@ -139,25 +142,29 @@ class ShareWriterProcess:
         try:
             self._question("begin", [], 0, silent_s=_STARTS_WITHIN_S, **self._options)
             if self._last is not None:
-                self._tell(self._last)
+                self._send(self._last)
         except MillraceError:
             self._drop()
             raise
 
     def _drop(self) -> None:
-        """Drop the current process."""
+        """End the current process, if any, so that the next request starts another one."""
         helper, self._helper = self._helper, None
         if helper is not None:
             helper.close()
 
-    def _tell(self, committed: _Committed) -> None:
+    def _send(self, committed: _Committed) -> None:
         digests = [format(committed.digests[part.name], "x") for part in committed.parts]
         self._question("advance", committed.parts, committed.version, digest=committed.digest, digests=digests)
 
     def _question(
         self, what: str, parts: Sequence[TensorPart], version: int, *, silent_s: float | None = None, **more: Any
     ) -> dict[str, Any]:
-        """Ask the process that is there. UnavailableError (PUBLISHER_DIED) if it ends first: it is none any more."""
+        """Send the current process a request with its new shared memory, and return its answer.
+
+        Raises the error in the answer; UnavailableError (PUBLISHER_DIED) if the process ends, after dropping it; and
+        InvalidStateError if `close` ended it.
+        """
         assert self._helper is not None
         silent_s = SILENT_S if silent_s is None else silent_s
         memories = _memories([*parts, *(self._last.parts if self._last is not None else ())])
@@ -202,7 +209,7 @@ _DOES = {
     "upload": "policy {version} to be uploaded",
     "advance": "policy {version} to be noted",
 }
-"""What is waited for with each question."""
+"""The reason of the wait for each request."""
 _HAD = {
     "begin": "to start",
     "digests": "to digest policy {version}",
@@ -221,7 +228,7 @@ def _abandoned() -> InvalidStateError:
 
 
 def _memories(parts: Sequence[TensorPart]) -> list[SharedMemory]:
-    """Return the shared memories of the parts, each once."""
+    """Return the shared memories of the parts, each once; raise InternalError for a part that is not in one."""
     found: dict[int, SharedMemory] = {}
     for part in parts:
         if part.place is None:
@@ -240,7 +247,7 @@ def _digests(parts: Sequence[TensorPart], answer: Mapping[str, Any]) -> Digests:
 
 
 def waited_for(reason: str, beat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a wait on the process, by its heartbeat: working, or waiting itself, as for the store."""
+    """Return the fields of the registered wait for the process, with what the process itself waits for, if anything."""
     if not beat["waits"]:
         return {"reason": reason, "waits_on": "", "deadline_s": 0.0}
     inner, waits_on, deadline_s = beat["waits"][0]

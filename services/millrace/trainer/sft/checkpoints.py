@@ -1,7 +1,7 @@
 """The checkpoints of a fine-tuning, the record of its data, and the directories that it writes.
 
-They are in the run's own directory. A run that is started again continues from the newest one, also to more steps; it
-is refused if a key changed that makes it another training.
+They are in the run's own directory. A run that is started again continues from the newest checkpoint, also to more
+steps; it is refused if a key changed that makes it another training.
 """
 
 import contextlib
@@ -42,13 +42,16 @@ from millrace.trainer.learning.optimizer import PolicyOptimizer
 from millrace.trainer.model.lora import adapted_layers, weight_tensors
 from millrace.trainer.model.published import described_tensors, merged_tensors, policy_tensors
 
-# Writes what was trained as Hugging Face directories.
+# Writes the trained model as Hugging Face directories.
 
 _WHAT = "directory of a model"
 
 
 def save_model(model: nn.Module, *, files: Mapping[str, bytes], target: Path, dtype: torch.dtype, gang: Gang) -> Path:
-    """Write the model, adapters merged into it, with its small files; whole or not at all. Collective."""
+    """Write the model with adapters merged, and `files`, as directory `target`, which is replaced at once.
+
+    Collective.
+    """
     return write_directory(
         target,
         files,
@@ -69,9 +72,10 @@ def save_adapter(
     dtype: torch.dtype,
     gang: Gang,
 ) -> Path:
-    """Write the adapters alone, as PEFT reads them; whole or not at all. Collective.
+    """Write the adapters alone as directory `target`, as PEFT reads it; it is replaced at once. Collective.
 
-    `files` are the small files of the whole model. What says how to use it stays, such as what ends a turn.
+    `files` are the small files of the whole model, of which those stay that say how to use it. `base` is the config's
+    name of the base model.
     """
     config = adapter.to_config(base_model=base_model_name(base))
     return write_directory(
@@ -85,9 +89,7 @@ def save_adapter(
 
 
 def require_mergeable(model: nn.Module) -> None:
-    """Raise InvalidStateError if an adapter is on a weight shared with another layer, which merging would change
-    too.
-    """
+    """Raise InvalidStateError if an adapter is on a weight that another layer shares, because merging changes both."""
     names = weight_tensors(model)
     parameters = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
     for name, layer in adapted_layers(model).items():
@@ -100,10 +102,10 @@ def require_mergeable(model: nn.Module) -> None:
 
 
 def try_to_save(files: Mapping[str, bytes], *, target: Path, num_bytes: int) -> None:
-    """Write the small files of a model beside its later place, and take them away: what saves it must not fail.
+    """Check that a model can be saved as `target`: write its small files to a directory beside it, and delete that.
 
-    UnavailableError (DIRECTORY_UNUSABLE) if they cannot be written; CapacityError (DISK_FULL) if the disk has no room
-    for the weights, which take `num_bytes`.
+    Raises UnavailableError (DIRECTORY_UNUSABLE) if they cannot be written, and CapacityError (DISK_FULL) if the disk
+    has no room for the weights, which take `num_bytes`.
     """
     fresh = target.with_name(f".{target.name}.new")
     with io_errors(target, "write", setting=None):
@@ -127,7 +129,7 @@ def require_room(directory: Path, num_bytes: int, *, what: str) -> None:
 
 
 def num_bytes_of(described: Iterable[tuple[str, str, tuple[int, ...]]]) -> int:
-    """Return how many bytes tensors take that are described by name, number format and shape."""
+    """Return the total bytes of tensors that are described by (name, number format, shape)."""
     return sum(math.prod(shape) * getattr(torch, tag).itemsize for _, tag, shape in described)
 
 
@@ -140,9 +142,10 @@ def write_directory(
     tensors: Iterable[tuple[str, TensorBytes]],
     gang: Gang,
 ) -> Path:
-    """Write files, and tensors as (name, format, shape) describe them, by rank 0; whole or not at all. Collective.
+    """Write `files`, and tensors as safetensors file `weights`, at rank 0; replace `target` when all is written.
 
-    Each tensor is written before the next one is brought together: no rank ever holds more than one whole.
+    `described` has (name, number format, shape) of `tensors`, in order. Each tensor is written before the next one is
+    gathered, so that no rank holds more than one whole tensor. Collective.
     """
     fresh = target.with_name(f".{target.name}.new")
     with contextlib.ExitStack() as opened:
@@ -156,7 +159,7 @@ def write_directory(
             if file is not None and failure is None:
                 try:
                     file.write(tensor.data)
-                except OSError as error:  # the others wait for this rank at the next tensor, and hear of it at the end
+                except OSError as error:  # the others wait for this rank at the next tensor, and raise it at the end
                     failure = error
             del tensor
         with agreed(gang), io_errors(target, "write", setting=None):
@@ -169,9 +172,9 @@ def write_directory(
 
 
 def replace_directory(fresh: Path, target: Path) -> None:
-    """Put `fresh` in the place of `target`; the old one is deleted last, and stays if the new one cannot be moved."""
+    """Rename directory `fresh` to `target`, and then delete the old `target`, which stays if the renaming fails."""
     aside = target.with_name(f".{target.name}.old")
-    if remove(aside, what=_WHAT) is not None:  # of an earlier save, whose like must not be in the way of this one
+    if remove(aside, what=_WHAT) is not None:  # the remains of an earlier save cannot be removed: take another name
         aside = aside.with_name(f"{aside.name}-{secrets.token_hex(4)}")
     if target.exists():
         target.rename(aside)
@@ -185,7 +188,7 @@ def replace_directory(fresh: Path, target: Path) -> None:
 
 
 def _write_small(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Write files into a new directory, which takes the place of one that an earlier attempt left."""
+    """Write files into a new directory, after removing one that an earlier attempt left."""
     if (left := remove(directory, what=_WHAT)) is not None:
         raise InvalidStateError(
             str(left),
@@ -198,18 +201,18 @@ def _write_small(directory: Path, files: Mapping[str, bytes]) -> None:
         (directory / name).write_bytes(content)
 
 
-# Hands the weights of due steps to the command beside the training, which evaluates them.
+# Hands the weights of due steps to the command that started the training, which evaluates them.
 #
 # They are in `evals/due` of the run's directory, as Hugging Face directories that appear whole: `step-N`, or `last-N`
-# for the trained model. The command takes them in order and removes each once its figures are written. What it makes
-# of them is in `evals/step-N`.
+# for the trained model. The command takes them in order and removes each once its figures are written. Its results
+# are in `evals/step-N`.
 
 DIRECTORY, DUE, BEGUN, FIGURES = "evals", "due", "begun", "eval.json"
 _NAME = re.compile(r"(?:step|last)-(\d+)")
 _LOOK_S = 0.2
 SAY_AFTER_S = 1.0
 _SLACK_S = 300.0
-"""For the start and the end of what plays an evaluation, beyond `eval.timeout_s`."""
+"""Time for the start and the end of the processes of an evaluation, in addition to `eval.timeout_s`."""
 
 
 class Handover:
@@ -235,7 +238,7 @@ class Handover:
 
     @property
     def most(self) -> int:
-        """Return how many copies of the weights may be on the disk at once."""
+        """Return the largest number of weights that may be on the disk for evaluation; 0 without a config."""
         return 0 if self._config is None else self._config.max_pending
 
     def begin(self, step: int) -> None:
@@ -256,9 +259,10 @@ class Handover:
             (self._root / BEGUN).write_text(f"{step}\n")
 
     def maybe_hand_over(self, step: int, *, is_last: bool = False) -> None:
-        """Write the weights after a step if an environment is due and has not been evaluated with them.
+        """Write the weights after a step if an evaluation is due at it and has not been done or handed over.
 
-        UnavailableError (EVALUATION_STUCK) if room is not made within the deadlines of the evaluations before it.
+        Waits while `max_pending` weights are not evaluated; raises UnavailableError (EVALUATION_STUCK) if that takes
+        longer than the deadlines of their evaluations.
         """
         config = self._config
         if config is None or not config.due(step, is_last=is_last) or self._gang.from_leader(lambda: self._has(step)):
@@ -273,12 +277,12 @@ class Handover:
 
     def _wait_for_room(self, step: int, config: SFTEvalConfig) -> None:
         began, deadline_s = time.monotonic(), config.max_pending * (config.timeout_s + _SLACK_S)
-        is_said = False
+        is_reported = False
         with waits.waiting(f"evaluations before that of step {step}", waits_on="inference", deadline_s=deadline_s):
             while self._gang.from_leader(lambda: len(found(self._root / DUE))) >= config.max_pending:
                 age_s = time.monotonic() - began
-                if self._gang.is_leader and not is_said and age_s > SAY_AFTER_S:
-                    is_said = True
+                if self._gang.is_leader and not is_reported and age_s > SAY_AFTER_S:
+                    is_reported = True
                     logger.warning(
                         f"training waits after step {step}: {config.max_pending} evaluations are not over "
                         "(eval.max_pending)"
@@ -290,12 +294,12 @@ class Handover:
                         remedy="see evals/step-N/logs; start the command again, which goes on from the last checkpoint",
                     )
                 time.sleep(_LOOK_S)
-        if is_said:
+        if is_reported:
             logger.warning(f"training goes on after {time.monotonic() - began:.1f} s")
 
 
 def found(directory: Path) -> list[Path]:
-    """Return what is in a directory under the name of a step, in the order of the steps."""
+    """Return the entries of a directory that are named by a step (`step-N`, `last-N`), in the order of the steps."""
     return sorted(_named(directory), key=step_of)
 
 
@@ -306,7 +310,7 @@ def _named(directory: Path) -> Iterator[Path]:
 
 
 def step_of(path: Path) -> int:
-    """Return the step that a directory is named by."""
+    """Return the step in the name of a path that `found` returned."""
     match = _NAME.fullmatch(path.name)
     assert match is not None, path
     return int(match[1])
@@ -314,7 +318,7 @@ def step_of(path: Path) -> int:
 
 logger = logging.getLogger(__name__)
 
-_NAMES = Names("sft", "run")  # every run has a directory of its own
+_NAMES = Names("sft", "run")  # the same for all runs, because every run has its own directory
 _RECORD = f"{_NAMES.root}training.json"
 _MAX_RECORD_BYTES = 1 << 20
 # Only a full disk is tried again, and nothing of this command makes room there but the removal of old checkpoints.
@@ -334,7 +338,7 @@ _MAY_CHANGE = (
     "val",
     "wandb",
 )
-"""Keys and tables that do not make another training of one that is continued: how long, where, and what is shown."""
+"""Keys and tables that may change when a training is continued: how long, where, and what is shown."""
 
 
 class SFTCheckpoints:
@@ -351,7 +355,7 @@ class SFTCheckpoints:
         data: Mapping[str, Any],
         base_digest: str = "",
     ) -> None:
-        """Take `data`, a description of the rows; training on other rows is another training."""
+        """Take `data`, which identifies the rows: a training with other `data` is not continued."""
         self._model = model
         self._optimizer = optimizer
         self._gang = gang
@@ -378,18 +382,18 @@ class SFTCheckpoints:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of one checkpoint's tensors; 0 if none is saved."""
+        """Return the bytes of one checkpoint's tensors; 0 if the config has no checkpoints."""
         if self._checkpointer is None:
             return 0
         tensors = state_tensors(self._model, self._optimizer, gang=self._gang).values()
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def resume(self, *, max_steps: int | None) -> tuple[int, int, int]:
-        """Fill the state from the newest checkpoint, if there is one.
+        """Fill the state from the newest whole checkpoint, if there is one.
 
-        Return the next step, its position, and how many steps in a row before it changed nothing.
-
-        InvalidSpecError names the keys that changed and may not, and a `max_steps` that is over already.
+        Returns the next step, the position of its rows, and the number of steps in a row before it that were skipped;
+        all 0 without a checkpoint. Raises InvalidSpecError if a key changed that may not, if `max_steps` is exceeded,
+        or if `ckpt.resume_step` is another step.
         """
         if self._checkpointer is None:
             return 0, 0, 0
@@ -422,7 +426,10 @@ class SFTCheckpoints:
         return step, int(self._position), num_skipped
 
     def maybe_save(self, step: int, *, position: int, num_skipped: int, is_last: bool) -> None:
-        """Save a checkpoint at the interval and at the end, if the config has checkpoints."""
+        """Save a checkpoint if `step` is due or the last; do nothing if the config has no checkpoints.
+
+        Raises what saving an earlier one raised.
+        """
         if self._checkpointer is None:
             return
         self._checkpointer.raise_failure()
@@ -432,8 +439,9 @@ class SFTCheckpoints:
             self._checkpointer.save(state, step=step, lineage=0, chain_hash=ZERO_CHAIN_HASH, num_skipped=num_skipped)
 
     def _require_same_training(self) -> None:
-        """Raise InvalidSpecError at rank 0 if the checkpoints belong to another training; without checkpoints,
-        record this one.
+        """Raise InvalidSpecError at rank 0 with each key that differs from the training that the checkpoints are of.
+
+        Without checkpoints or record, write the record of this training.
         """
         if not self._gang.is_leader:
             return

@@ -1,9 +1,9 @@
 """Conversations as tokens, and which of the tokens are trained on.
 
-Of an assistant's turn that is what the policy would sample: the tokens after the prompt that an engine is given, up to
-the first token that ends a turn. This takes the prefix property: what the engine is given is how the whole begins, as
-text and as tokens. A template that rewrites history (one that strips the thinking from earlier turns) breaks it; then
-its own generation markers say which tokens are the assistant's, and without markers the row cannot be used.
+Of an assistant's turn those are the tokens that the policy would sample: after the prompt that an engine is given, up
+to the first token that ends a turn. This needs the prefix property: the rendered conversation begins with the engine's
+prompt, as text and as tokens. A template that rewrites history (one that strips the thinking from earlier turns) breaks
+it; then its own generation markers say which tokens are the assistant's, and without markers the row cannot be used.
 """
 
 import contextlib
@@ -36,14 +36,15 @@ from millrace.trainer.sft.rendering import (
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_THINKING = re.compile(r"\b(?:enable_thinking|thinking)\b")  # what templates call the argument that opens a thought
+_THINKING = re.compile(r"\b(?:enable_thinking|thinking)\b")  # templates' names of the argument that opens a thought
 
 
 class Encoded(NamedTuple):
-    """Token ids, which of them are trained on, and what else a fine-tuning reports.
+    """Token ids, which of them are trained on, and facts that a fine-tuning reports.
 
-    `lost` names what the template does not write of the context, or of earlier thoughts. `is_marked`: it rewrites
-    earlier turns, and its markers say what is trained on. `is_without_tools`: it does not write which tools there are.
+    `lost` names the parts of the context, or of earlier thoughts, that the template leaves out. `is_marked`: the
+    template rewrites earlier turns, and its markers say what is trained on. `is_without_tools`: it leaves out the list
+    of tools.
     """
 
     token_ids: list[int]
@@ -57,8 +58,8 @@ class ConversationEncoder:
     """Renders conversations with a tokenizer's chat template, and marks the tokens of trained messages.
 
     `num_marked` counts conversations that broke the prefix property and were marked by the template itself,
-    `num_without_tools` those whose tools the template does not write, `num_poor` those of which it leaves context out;
-    `lost` says what it left out of the last one.
+    `num_without_tools` those whose list of tools the template leaves out, `num_poor` those whose context it leaves out
+    in part; `lost` names the parts left out of the last one.
     """
 
     def __init__(self, tokenizer: Any, loss_mask: LossMaskConfig, *, stops: TurnStops | None = None) -> None:
@@ -69,13 +70,17 @@ class ConversationEncoder:
         self.lost = ""
 
     def encode(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
-        """Encode to token ids and trained flags; raise BadRowError if the flags cannot be determined."""
+        """Return token ids and which are trained on; both empty if no message is to be trained on.
+
+        An assistant's message that begins the conversation is not trained on. Raises BadRowError if the flags cannot be
+        determined, with the template argument that would help, if any.
+        """
         self.lost = ""
         flags = [self._is_trained(index, message) for index, message in enumerate(conversation.messages)]
         if not any(flags):
             return [], []
         if conversation.messages[0]["role"] == "assistant" and flags[0]:
-            flags[0] = False  # no engine samples it: there is nothing that it could be given before
+            flags[0] = False  # no engine samples it, because there is no prompt before it
             if not any(flags):
                 raise BadRowError("it begins with the assistant's turn, before which an engine would be given nothing")
         try:
@@ -89,7 +94,11 @@ class ConversationEncoder:
         return encoded.token_ids, encoded.trained
 
     def _encode(self, conversation: Conversation, flags: Sequence[bool]) -> Encoded:
-        """Take the conversation in the form of which the template writes most, and arguments as is right."""
+        """Encode the conversation in the first form that the template writes whole, else in that with least left out.
+
+        Forms differ in how tool calls and their arguments are given. Raises the BadRowError of a form that the template
+        renders, else of the first form.
+        """
         refused: list[BadRowError] = []
         poor: list[Encoded] = []
         for given in with_calls(conversation):
@@ -111,7 +120,7 @@ class ConversationEncoder:
                     poor.append(encoded)
         if poor:
             return min(poor, key=lambda each: len(each.lost))
-        # A form that the template cannot take says less than what is wrong with the one that it takes.
+        # The error of a form that the template cannot render says less than that of a form that it renders.
         raise next((error for error in refused if error.__cause__ is None), refused[0])
 
     def _encode_rendered(self, conversation: Conversation, rendering: Rendering, flags: Sequence[bool]) -> Encoded:
@@ -121,7 +130,7 @@ class ConversationEncoder:
             encoded = self._marked(conversation, flags, why=encoded)
         turns = [at for at, message in enumerate(conversation.messages) if flags[at] and message["role"] == "assistant"]
         self._require_unbroken(conversation, turns)
-        # A template with markers that rewrites earlier turns leaves their thoughts out, which `is_marked` reports.
+        # A template with markers that rewrites earlier turns leaves out their thoughts, which `is_marked` reports.
         thoughts = turns[-1:] if encoded.is_marked else turns
         lost = unwritten_parts(self._tokenizer, conversation, whole=rendering.whole, thoughts=thoughts)
         roles = [message["role"] for message in conversation.messages]
@@ -136,9 +145,10 @@ class ConversationEncoder:
     def _is_needed(
         self, part: MessagePart, conversation: Conversation, flags: Sequence[bool], *, last: Sequence[int]
     ) -> bool:
-        """Return whether a part that the template drops belongs to what the policy shall sample.
+        """Return whether a part that the template leaves out is needed, because the policy has to learn to sample it.
 
-        Templates leave out earlier turns' thoughts; of a turn that is nothing but a thought nothing would be left.
+        That is any part of a trained message, except for thoughts of earlier turns, which templates leave out, unless a
+        turn consists of its thought alone. `last` has the last trained turn.
         """
         if not flags[part.message] or part.kind != "reasoning":
             return flags[part.message]
@@ -148,7 +158,7 @@ class ConversationEncoder:
     def _stretches(
         self, conversation: Conversation, rendering: Rendering, flags: Sequence[bool]
     ) -> "list[_Stretch] | str":
-        """Return the stretches of the text in order, or a description of what the template changes."""
+        """Return the stretches of the text in order, or, if the prefix property is broken, what changes."""
         found: list[_Stretch] = []
         messages = conversation.messages
         for index, opens_turn in self._cuts(messages, flags):
@@ -166,7 +176,7 @@ class ConversationEncoder:
     def _flagged(
         self, conversation: Conversation, rendering: Rendering, stretches: "Sequence[_Stretch]"
     ) -> Encoded | str:
-        """Return the tokens with flags of the trained stretches, or a description of what the template changes."""
+        """Return the tokens with flags of the trained stretches, or, if the prefix property is broken, what changes."""
         tokens = TextTokens(self._tokenizer, rendering.whole)
         prompts = {each.end: tokens.behind_prompt(each.end) for each in stretches if each.is_prompt}
         bounds = [prompts[each.end] if each.is_prompt else tokens.before(each.end) for each in stretches]
@@ -188,21 +198,23 @@ class ConversationEncoder:
         return Encoded(token_ids, trained)
 
     def _end_of_turn(self, token_ids: Sequence[int], start: int, end: int) -> int | None:
-        """Return the index after the first stop of an assistant's turn; None without a stop.
+        """Return the index after the first stop in `start` to `end`, the tokens of an assistant's turn.
 
-        `end` is one token after the turn, where the token that opens the next one may be its stop.
+        None without a stop.
+
+        `end` may include one token after the turn, because the token that opens the next turn may be the stop.
         """
         stops = self._stops.token_ids
         return next((at + 1 for at in range(start, min(end, len(token_ids))) if token_ids[at] in stops), None)
 
     def _end_of_others(self, token_ids: Sequence[int], start: int, end: int) -> int:
-        """Return the index after the last stop of another role's stretch if only space follows, else the end."""
+        """Return the index after the last stop of a stretch of another role, if only space follows it, else `end`."""
         stops = self._stops.token_ids
         stop = next((at + 1 for at in range(end - 1, start - 1, -1) if token_ids[at] in stops), end)
         return end if self._tokenizer.decode(token_ids[stop:end]).strip() else stop
 
     def _append_stop(self, message: Message, token_ids: list[int], trained: list[bool]) -> None:
-        """Add what the policy would sample after the last message, if anything ends a turn here."""
+        """Append the token that ends a turn after the last message, trained on, if the tokenizer has one."""
         shown = self._stops.call if message.get("tool_calls") else self._stops.answer
         stop = self._tokenizer.eos_token_id if shown is None else shown
         if stop is not None:
@@ -210,9 +222,10 @@ class ConversationEncoder:
             trained.append(True)
 
     def _cuts(self, messages: Sequence[Message], flags: Sequence[bool]) -> Iterator[tuple[int, bool]]:
-        """Yield the messages after which to cut: where training changes, and on both sides of each assistant's message.
+        """Yield the messages, by index, after which the text is cut, and whether the cut is after the next header.
 
-        With True the cut is after the header of the assistant's turn that follows, which is not trained on.
+        Cuts are where the flag changes, and on both sides of each assistant's message; with True it is after the header
+        of the assistant's turn that follows, because headers are not trained on.
         """
         roles = [message["role"] for message in messages]
         for index in range(len(roles) - 1):
@@ -256,7 +269,7 @@ class ConversationEncoder:
         return bool(_MARKER.search(self._template(conversation)))
 
     def _template(self, conversation: Conversation) -> str:
-        """Return the template for conversations; empty if there are several and no default."""
+        """Return the chat template that renders the conversation; empty if the tokenizer cannot tell which."""
         with contextlib.suppress(*TEMPLATE_ERRORS):
             return self._tokenizer.get_chat_template(
                 conversation.template_arguments.get("chat_template"), tools=conversation.tools
@@ -264,10 +277,11 @@ class ConversationEncoder:
         return ""
 
     def _marked(self, conversation: Conversation, flags: Sequence[bool], *, why: str) -> Encoded:
-        """Return token ids with the mask of the template's generation markers; raise BadRowError (`why`) without
-        markers.
+        """Return token ids with flags from the template's generation markers.
 
-        Templates mark parts of the header that an engine is given, and what follows the end of a turn, too.
+        Raises BadRowError (`why`) without markers.
+
+        Templates also mark parts of the header, and text after the end of a turn: neither is flagged.
         """
         if not self._has_markers(conversation):
             raise BadRowError(f"{why}; and the template has no `{{% generation %}}` markers that say what to train on")
@@ -295,14 +309,14 @@ class ConversationEncoder:
         return Encoded(token_ids, trained, is_marked=True)
 
     def _end_of_text(self, token_ids: Sequence[int], start: int, end: int) -> int:
-        """Return the index after the text of a turn without a stop, as the history's end marker is never sampled."""
+        """Return the end of a turn without a stop, before its last token if that is special, which is never sampled."""
         last = next(
             (at for at in range(end - 1, start - 1, -1) if self._tokenizer.decode(token_ids[at]).strip()), start
         )
         return last if end > start and token_ids[last] in special_tokens(self._tokenizer) else end
 
     def _headers(self, conversation: Conversation) -> list[list[int]]:
-        """Return the tokens with which engines' prompts open an assistant's turn, longest first."""
+        """Return the token ids of the headers with which the template opens assistant's turns, the longest first."""
         found: set[tuple[int, ...]] = set()
         for index, message in enumerate(conversation.messages):
             if index > 0 and message["role"] == "assistant":
@@ -314,7 +328,10 @@ class ConversationEncoder:
         return [list(header) for header in sorted(found, key=len, reverse=True)]
 
     def _other_argument(self, conversation: Conversation, flags: Sequence[bool]) -> str:
-        """Return the template argument that would make a refused conversation trainable, if any."""
+        """Return a hint on the template argument with which a refused conversation can be encoded.
+
+        Empty if none helps.
+        """
         template = self._template(conversation)
         for name in sorted(set(_THINKING.findall(template)) - conversation.template_arguments.keys()):
             for value in (False, True):
@@ -327,9 +344,10 @@ class ConversationEncoder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stretch:
-    """The text of messages up to `index` after the stretch before, and ends at character `end`.
+    """The text from the previous stretch up to character `end`, where the message `index` ends.
 
-    `is_prompt`: an engine samples what follows. `is_whole`: the messages up to there end so whatever follows them.
+    `is_prompt`: an engine samples the text after it. `is_whole`: the rendering of the messages up to `index` ends
+    there, whatever follows them.
     """
 
     index: int
@@ -340,7 +358,7 @@ class _Stretch:
 
 
 def _no_json(conversation: Conversation, flags: Sequence[bool]) -> str:
-    """Describe the trained message whose call arguments are text but not JSON; empty if there is none."""
+    """Return which trained message has a tool call with arguments that are text but no JSON; empty if none has."""
     for index, message in enumerate(conversation.messages):
         for arguments in call_arguments(message):
             if flags[index] and isinstance(arguments, str) and isinstance(decoded_arguments(arguments), str):
@@ -350,7 +368,7 @@ def _no_json(conversation: Conversation, flags: Sequence[bool]) -> str:
 
 
 def _opened(token_ids: Sequence[int], first: int, end: int, headers: Sequence[list[int]]) -> int | None:
-    """Return the index after the header that ends in the run or right before it; None if no header does."""
+    """Return the index after a header that ends within the run `first` to `end`, or at its begin; None if none does."""
     for header in headers:
         for at in range(first, min(first + len(header), end) + 1):
             if at >= len(header) and token_ids[at - len(header) : at] == header:
@@ -359,7 +377,7 @@ def _opened(token_ids: Sequence[int], first: int, end: int, headers: Sequence[li
 
 
 def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Yield the stretches of set flags: first position and the position after the last."""
+    """Yield each run of set flags: its first index, and the index after its last."""
     for is_set, run in groupby(range(len(flags)), key=flags.__getitem__):
         if is_set:
             positions = list(run)

@@ -1,4 +1,4 @@
-"""What a fine-tuning learns from and is validated on: rows, their samples, and which rows each step takes."""
+"""The data of a fine-tuning and its validation: rows, their samples, and which rows each step takes."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 KEY = "trainer.dataset"
 
-_LOOKED_AT = 256  # rows that are looked at before the first step
+_LOOKED_AT = 256  # rows that are encoded before the first step, to find mistakes
 _MOST_BAD = 0.1  # share of the rows seen that may be left out because they cannot be encoded
 _FEWEST_SEEN = 10  # rows, before a share is judged
 _BAD_REMEDY = (
@@ -43,10 +43,10 @@ _BAD_REMEDY = (
 
 
 class RowEncoder:
-    """Turns rows into samples.
+    """Turns rows into samples, and counts them.
 
-    Counts what became of the rows: `num_rows` seen, `num_dropped` without a trained token left, `num_cut` others longer
-    than `seq_len`, `num_bad` that could not be encoded; `longest` is in tokens, before cutting.
+    `num_rows` were seen, `num_dropped` have no trained token left, `num_cut` of the others are longer than `seq_len`,
+    `num_bad` could not be encoded; `longest` is the most tokens of a row, before cutting.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class RowEncoder:
         key: str = "data",
         length_key: str | None = None,
     ) -> None:
-        """Encode with a tokenizer and its chat template; `stops` are known to the tokenizer if left out.
+        """Take a tokenizer with its chat template, and `stops`, by default those that the tokenizer knows.
 
-        For messages, `key` is the table of the config that names the rows, `length_key` the key of `seq_len`.
+        `key` is the config's table of the rows, and `length_key` the key of `seq_len`; both are for messages.
         """
         self._key = key
         self._length_key = length_key or f"{key}.seq_len"
@@ -74,9 +74,10 @@ class RowEncoder:
         self._count_from_zero()
 
     def encode(self, row: Row, *, place: str = "") -> TrainSample | None:
-        """Encode a row to a sample, cut at `seq_len`; None if no trained token is left or the row cannot be used.
+        """Return a row as a sample, cut at `seq_len`; None if no trained token is left or the row cannot be used.
 
-        InvalidSpecError names the first of the latter once they are more than a tenth of the rows seen.
+        Raises InvalidSpecError with the first unusable row once more than a tenth of the rows seen are unusable.
+        `place` is the row's place in its file, for messages.
         """
         self.num_rows += 1
         try:
@@ -117,7 +118,7 @@ class RowEncoder:
     def require_completion(self, rows: Iterable[tuple[Row, str]]) -> None:
         """Raise InvalidSpecError unless one of the rows keeps a trained token and few rows are unusable.
 
-        Reads a few hundred of them, and further only to the first one that keeps a token.
+        Encodes `_LOOKED_AT` of them, and more only up to the first one that keeps a token. Resets the counts.
         """
         is_found = False
         for row, place in rows:
@@ -144,7 +145,7 @@ class RowEncoder:
         )
 
     def warn_of_losses(self) -> None:
-        """Log how many rows were cut, dropped, left out, shown no tools or marked by the template so far, if any."""
+        """Log a warning for each kind of loss of rows so far: cut, dropped, unusable, or changed by the template."""
         if self.num_cut or self.num_dropped:
             logger.warning(
                 f"rows were cut at {self._length_key}, or dropped because no completion token was left",
@@ -190,7 +191,10 @@ class RowEncoder:
         return self._encode_text(prompt, completion)
 
     def _encode_text(self, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
-        """Encode the joined text with the tokenizer's lead and one stop at the end."""
+        """Return the joined text's tokens, with the tokenizer's first tokens and one stop, and which are trained on.
+
+        Raises BadRowError if the completion has no token of its own, or a stop within its text.
+        """
         tokens = TextTokens(self._tokenizer, prompt + completion)
         bound = tokens.behind_prompt(len(prompt))
         if completion.strip() and bound == len(tokens.token_ids):
@@ -214,14 +218,14 @@ class RowEncoder:
         return lead + token_ids, trained
 
     def _lead(self, text: str) -> list[int]:
-        """Return the tokens that the tokenizer puts before a text, often one token that begins every text."""
+        """Return the special tokens that the tokenizer puts before `text`, often one that begins every text."""
         token_ids = list(self._tokenizer(text)["input_ids"])
         plain = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         count = next((at for at in range(len(token_ids) + 1) if token_ids[at : at + len(plain)] == plain), 0)
         return [] if plain[:count] == token_ids[:count] else token_ids[:count]
 
     def _note_bad(self, problem: Violation) -> None:
-        """Count a row that cannot be used, and refuse the data if they are many."""
+        """Count a row that cannot be used, log the first one, and raise InvalidSpecError if there are too many."""
         self.num_bad += 1
         if self._first_bad is None:
             self._first_bad = problem
@@ -244,7 +248,7 @@ class RowEncoder:
 
 
 class FineTuningData:
-    """The rows that are trained on, and what each step takes of them."""
+    """The rows that are trained on, and the samples of each step."""
 
     def __init__(self, config: SFTConfig, tokenizer: object, *, stops: TurnStops) -> None:
         data = config.data
@@ -269,7 +273,7 @@ class FineTuningData:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return the identity of the rows under this template, which differs for other data."""
+        """Return values that identify the rows and the chat template: sizes and hashes."""
         template = getattr(self._tokenizer, "chat_template", None)
         return {
             "the rows of each source": self._sizes,
@@ -283,19 +287,22 @@ class FineTuningData:
         return self._max_steps or (None if self._is_full else self._order.steps_per_pass)
 
     def expect_steps(self, step: int, following: int) -> int:
-        """Return the number of steps, estimated from the pace up to `step` if unknown."""
+        """Return the number of steps; if it is unknown, an estimate from `following`, the position after `step`."""
         return self.num_steps or max(round(self._order.rows_per_pass * (step + 1) / following), step + 1)
 
     def is_over(self, step: int, position: int) -> bool:
-        """Return whether all steps were made, or, if no number was asked for, one pass over the rows."""
+        """Return whether training ends before `step`: at `max_steps`, or, without it, after one pass over the rows."""
         return position >= self._order.rows_per_pass if self._max_steps is None else step >= self._max_steps
 
     def take(self, position: int) -> tuple[list[TrainSample], int]:
-        """Return the samples of the step that begins at a position, and the position after it."""
+        """Return the samples of the step that begins at a position in the passes, and the position after it."""
         return self._take(self._order, self._encode, position)
 
     def validation_samples(self) -> list[TrainSample]:
-        """Return the samples of the validation set, each row once or mixed; InvalidSpecError if there are none."""
+        """Return the samples of the validation set, each row once, or mixed as the config says.
+
+        Raises InvalidSpecError if no row has a trained token, or too many are unusable.
+        """
         assert self._val is not None
         rows, encoder = joined(self._validated), self._new_encoder(self._val, key="val.data")
         encoder.require_completion((row, rows.place(index)) for index, row in enumerate(rows.rows))
@@ -305,7 +312,10 @@ class FineTuningData:
         return [sample for sample in samples if sample is not None]
 
     def warn_of_losses(self, position: int, following: int, *, is_first: bool) -> None:
-        """Log what became of the rows, early and when every one was seen."""
+        """Log the losses of rows so far, if this is the first step or the one that ends the first pass.
+
+        The step takes the rows from `position` to `following`.
+        """
         if is_first or position < self._order.rows_per_pass <= following:
             self._encoder.warn_of_losses()
 
@@ -318,13 +328,16 @@ class FineTuningData:
 
 
 class DatasetRows:
-    """The rows of a dataset that the steps of an RL run learn beside its rollouts (`[trainer.dataset]`).
+    """The rows of a dataset that the steps of an RL run learn in addition to rollouts (`[trainer.dataset]`).
 
     Which rows a step has is a pure function of the step, the config and the rows.
     """
 
     def __init__(self, config: DatasetConfig, tokenizer: object, *, seq_len: int, stops: TurnStops) -> None:
-        """Raise InvalidSpecError (DATA_INVALID) or NotFoundError (DATA_NOT_FOUND) if the rows cannot be learned."""
+        """Load the rows, and encode some of them; `seq_len` is the longest sample in tokens.
+
+        Raises InvalidSpecError (DATA_INVALID) if they cannot be learned, or NotFoundError (DATA_NOT_FOUND).
+        """
         sources = load_sources(config, key=KEY)
         self._rows = joined(sources)
         self._order = Order(
@@ -339,7 +352,7 @@ class DatasetRows:
             length_key="trainer.model.seq_len",
         )
         self._weight = np.float32(config.weight)
-        self._is_told = False
+        self._is_reported = False
         taken = self._order.first_pass(max_steps=None)
         self._encoder.require_completion((self._rows.rows[index], self._rows.place(index)) for index in taken)
         parts = [digest_rows(self._rows.rows), getattr(tokenizer, "chat_template", None)]
@@ -347,14 +360,14 @@ class DatasetRows:
         """SHA-256 (hex) of the rows, in order, and of the chat template."""
 
     def samples(self, step: int) -> list[TrainSample]:
-        """Return the samples of a step's rows, without those that have no trained token.
+        """Return the samples of a step's rows, without rows that have no trained token; log losses once a pass.
 
-        InvalidSpecError (DATA_INVALID) once more than a tenth of the rows seen cannot be encoded.
+        Raises InvalidSpecError (DATA_INVALID) once more than a tenth of the rows seen cannot be encoded.
         """
         rows = self._order.rows_of(step)
         found = [self._encoder.encode(self._rows.rows[row], place=self._rows.place(row)) for row in rows]
-        if not self._is_told or step % max(self._order.steps_per_pass, 1) == 0:
-            self._is_told = True
+        if not self._is_reported or step % max(self._order.steps_per_pass, 1) == 0:
+            self._is_reported = True
             self._encoder.warn_of_losses()
         return [
             replace(each, ce_weights=each.ce_weights * self._weight)
@@ -364,9 +377,9 @@ class DatasetRows:
 
 
 def open_dataset(config: TrainerConfig, directory: Path, *, gang: Gang) -> DatasetRows | None:
-    """Open the rows of `[trainer.dataset]`, if there are any, for the model in `directory`. Collective in a gang.
+    """Load the rows of `[trainer.dataset]` for the model in `directory`; None if the config has none. Collective.
 
-    Raises what `DatasetRows` raises, and InvalidSpecError where ranks hold other rows.
+    Raises what `DatasetRows` raises, and InvalidSpecError if ranks have different rows.
     """
     if config.dataset is None:
         return None
@@ -381,9 +394,9 @@ def open_dataset(config: TrainerConfig, directory: Path, *, gang: Gang) -> Datas
 
 
 def require_one_dataset(dataset: DatasetRows, *, gang: Gang) -> None:
-    """Raise InvalidSpecError at every rank unless all have the same rows. Collective in a gang.
+    """Raise InvalidSpecError at every rank unless all have the same digest. Collective in a gang.
 
-    Ranks that plan with other rows would wait for each other for ever.
+    Ranks that plan with different rows would wait for each other for ever.
     """
     digests = gang.agree(lambda: dataset.digest)
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
@@ -410,10 +423,10 @@ def _mixed(sources: Sequence[Source], data: SFTDataConfig | SFTValDataConfig | D
 
 
 def mix(sizes: Sequence[int], *, probabilities: Sequence[float] | None, stop_at_first: bool, seed: int) -> np.ndarray:
-    """Return the rows of one pass over several sources, as indices into the sources one after the other.
+    """Return the rows of one pass over several sources, as indices into the concatenated sources.
 
-    Sources take turns, or are drawn with their probabilities, until the rows of the first one, or of all of them, were
-    taken; a source whose rows were all taken begins again. One source is taken once, in order.
+    Sources take turns, or are drawn with `probabilities`, until all rows of one source (`stop_at_first`) or of every
+    source were taken; a source whose rows were all taken begins again. A single source is taken once, in order.
     """
     if len(sizes) == 1:
         return np.arange(sizes[0])
@@ -433,7 +446,7 @@ def _turns(sizes: Sequence[int], stop_at_first: bool) -> np.ndarray:
 
 
 def _draws(sizes: Sequence[int], probabilities: Sequence[float], stop_at_first: bool, seed: int) -> np.ndarray:
-    """Draw sources until the first one, or the last one, has given all its rows."""
+    """Return the source of each row, drawn until the first source, or the last one, has given all its rows."""
     rng = np.random.default_rng([seed, len(sizes)])
     shares = np.array(probabilities) / sum(probabilities)
     drawn = np.empty(0, np.int64)
@@ -446,7 +459,7 @@ def _draws(sizes: Sequence[int], probabilities: Sequence[float], stop_at_first: 
 
 
 class Order:
-    """Passes over the rows one after the other, each in an order of its own if they are shuffled."""
+    """Successive passes over the rows, each in a different order if they are shuffled."""
 
     def __init__(self, rows: int | Sequence[int] | np.ndarray, *, batch_size: int, shuffle: bool, seed: int) -> None:
         """Take `rows`, the number of rows or the row indices of a pass."""
@@ -494,8 +507,7 @@ Encode = Callable[[int], TrainSample | None]
 def take_rows(order: Order, encode: Encode, position: int, *, count: int) -> tuple[list[TrainSample], int]:
     """Return the samples of `count` rows from a position on, and the position after them.
 
-    Where none of the rows has a sample, the next `count` are taken, so that a step learns from something. At least one
-    row of a pass has a sample.
+    If none of these rows has a sample, the next `count` rows are taken, for one pass at most.
     """
     end = position + order.rows_per_pass
     while True:
@@ -509,8 +521,7 @@ def take_rows(order: Order, encode: Encode, position: int, *, count: int) -> tup
 def take_full(
     order: Order, encode: Encode, position: int, *, count: int, seq_len: int
 ) -> tuple[list[TrainSample], int]:
-    """Take as many samples from a position on as fit into `count` rows of `seq_len` tokens; return the next position
-    too.
+    """Return as many samples from a position on as fit into `count` rows of `seq_len` tokens, and the position after.
 
     Each goes into the first row that has room; the first sample that fits into none begins the next step.
     """

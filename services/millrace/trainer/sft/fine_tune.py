@@ -65,9 +65,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SFTStep:
-    """What a step reports: mean loss per trained token, and how it went.
+    """The report of a step; `loss` is the mean per trained token.
 
-    `num_steps` is an estimate where the run ends with the data. `val_loss` is that of the weights before the step.
+    `num_steps` is an estimate if the run ends with the data. `val_loss` is that of the weights before the step.
     """
 
     step: int
@@ -84,7 +84,7 @@ class SFTStep:
     mfu: float | None = None
 
     def metrics(self) -> dict[str, float | int]:
-        """Return the step as a line of `metrics.jsonl`, under prime-rl's names."""
+        """Return the metrics of the step for `metrics.jsonl`, under prime-rl's names."""
         throughput = self.num_tokens / self.seconds if self.seconds > 0 else 0.0
         return {
             "step": self.step,
@@ -102,9 +102,10 @@ class SFTStep:
 
 
 def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]) -> Path:
-    """Fine-tune as the config says and return the directory of the model. Every rank of a gang calls it.
+    """Fine-tune as the config says, save the model, and return its directory. Collective in a gang.
 
-    InvalidSpecError if no row that it would take has a trained token within `data.seq_len`.
+    `on_step` is called at rank 0 after each step. Before training raises InvalidSpecError for a config or rows that
+    cannot be used, and if files cannot be written or the disk lacks room.
     """
     determinism = resolve_determinism("auto", is_compiled=config.model.compile is not None)
     set_determinism(determinism, seed=config.seed, device=gang.device)
@@ -122,7 +123,7 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
     dtype = resolve_publish_dtype(config.model, device=gang.device)
     output = Path(config.output_dir) / (config.run.name or "sft")
     model_bytes = num_bytes_of(described_tensors(built.model, dtype=dtype))
-    # Before the first step, because what is trained is worth nothing if it cannot be saved.
+    # Before the first step, because a training is useless if its model cannot be saved.
     with agreed(gang), io_errors(output, "write", setting=None):
         output.mkdir(parents=True, exist_ok=True)
         files = policy_files(built.model, directory, dtype=dtype)
@@ -149,7 +150,7 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
     handover = Handover(config.eval, output, model=built.model, files=files, dtype=dtype, gang=gang)
     handover.begin(start[0])
     if gang.is_leader:
-        _tell_start(output, start[0], saves=config.ckpt is not None)
+        _log_start(output, start[0], saves=config.ckpt is not None)
     with agreed(gang):
         if gang.is_leader and (checkpoint_bytes := checkpoints.num_bytes):
             copies = model_bytes * (1 + handover.most)
@@ -180,9 +181,9 @@ def _train(
     output: Path,
     on_step: Callable[[SFTStep], None],
 ) -> None:
-    """Make the steps from `start` to the last, with their checkpoints.
+    """Take the steps from `start` to the last, with metrics, validation, checkpoints and handed-over weights.
 
-    `start` is a step, the position of its rows, and how many steps in a row before it were skipped.
+    `start` is a step, the position of its rows, and the number of steps in a row before it that were skipped.
     """
     step, position, num_skipped = start
     validate = _validation(config, data, learner)
@@ -209,7 +210,7 @@ def _train(
 
 
 def _require_learning(config: SFTConfig, step: int, num_skipped: int) -> None:
-    """Raise InvalidStateError if too many steps in a row changed nothing."""
+    """Raise InvalidStateError if `max_skipped_steps` steps in a row were skipped."""
     if num_skipped < config.max_skipped_steps:
         return
     raise InvalidStateError(
@@ -221,7 +222,7 @@ def _require_learning(config: SFTConfig, step: int, num_skipped: int) -> None:
 
 
 class _Learner:
-    """Computes losses of samples, and steps the model."""
+    """Computes losses of samples, and takes optimizer steps."""
 
     def __init__(self, config: SFTConfig, *, gang: Gang, model: nn.Module, optimizer: PolicyOptimizer) -> None:
         self._config = config
@@ -241,7 +242,7 @@ class _Learner:
         )
 
     def step(self, step: int, samples: Sequence[TrainSample]) -> SFTStep:
-        """Take one optimizer step on the mean cross-entropy of the trained tokens."""
+        """Take one optimizer step on the mean cross-entropy of the samples' trained tokens. Collective in a gang."""
         began = time.monotonic()
         micro_batches = self._micro_batches(samples)
         num_tokens, num_loss_tokens = self._counts(micro_batches)
@@ -275,7 +276,7 @@ class _Learner:
 
     @torch.no_grad()
     def loss(self, samples: Sequence[TrainSample]) -> float:
-        """Return the mean cross-entropy of the trained tokens."""
+        """Return the mean cross-entropy of the samples' trained tokens. Collective in a gang."""
         micro_batches = self._micro_batches(samples)
         _, num_loss_tokens = self._counts(micro_batches)
         return self.gang.sum_of_data([sum(float(self._loss(each, num_loss_tokens)) for each in micro_batches)])[0]
@@ -311,7 +312,7 @@ class _Learner:
 
 
 def _validation(config: SFTConfig, data: FineTuningData, learner: _Learner) -> Callable[..., float | None]:
-    """Make the function that computes the validation loss before a step, or after the last one, when due."""
+    """Return a function from a step to the validation loss before it, or None if it is not due at that step."""
     if config.val is None:
         return lambda step, is_last=False: None
     val, samples = config.val, data.validation_samples()
@@ -324,19 +325,22 @@ def _validation(config: SFTConfig, data: FineTuningData, learner: _Learner) -> C
 
 
 def _open_metrics(output: Path, start: int, *, gang: Gang) -> IO[str]:
-    """Open `metrics.jsonl` to continue at step `start`; output of ranks other than the leader is discarded."""
+    """Open `metrics.jsonl` to append, after deleting lines from step `start` on; other ranks than 0 get /dev/null."""
     if not gang.is_leader:
         return Path(os.devnull).open("w", encoding="utf-8")
     path = output / "metrics.jsonl"
     lines = path.read_text(errors="replace").splitlines() if start and path.is_file() else []
     fresh = path.with_name(f".{path.name}.new")
     fresh.write_text("".join(f"{line}\n" for line in lines if _is_before(line, start)))
-    fresh.replace(path)  # at once: a kill must not take the history along
+    fresh.replace(path)  # at once: a kill must not lose the history
     return path.open("a", encoding="utf-8")
 
 
-def _tell_start(output: Path, step: int, *, saves: bool) -> None:
-    """Log from which step a run goes on that was begun before, and how far it had come."""
+def _log_start(output: Path, step: int, *, saves: bool) -> None:
+    """Log at which step an earlier run of this directory is continued, and how far it had come; nothing for a new run.
+
+    `saves` says whether the config has checkpoints.
+    """
     path = output / "metrics.jsonl"
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
     steps = [step for step, metrics in map(_metrics_of, lines) if "loss/mean" in metrics]
@@ -353,13 +357,13 @@ def _tell_start(output: Path, step: int, *, saves: bool) -> None:
 
 
 def _is_before(line: str, start: int) -> bool:
-    """Return whether to keep a line of metrics: a step before `start`, or the validation after the last one."""
+    """Return whether a line of metrics is of a step before `start`, or of a validation after that step."""
     step, metrics = _metrics_of(line)
     return bool(metrics) and (step < start or (step == start and "loss/mean" not in metrics))
 
 
 def _metrics_of(line: str) -> tuple[int, dict[str, Any]]:
-    """Return the step of a line of metrics, and what it says; nothing for a line that a kill has torn."""
+    """Return the step of a line of metrics, and its metrics; 0 and {} for an incomplete line, which a kill leaves."""
     try:
         metrics = decode_json(line, what="a line of metrics.jsonl", reason="METRICS_CORRUPT")
     except CorruptObjectError:

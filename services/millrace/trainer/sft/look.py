@@ -1,4 +1,4 @@
-"""A look at a fine-tuning's first rows before anything starts, and at what its model would be trained on of them."""
+"""Checks of a fine-tuning's first rows, before anything starts: what is cut or left out, and what is wrong."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from millrace.trainer.sft.data import KEY, RowEncoder
 from millrace.trainer.sft.rows import Source, is_conversation, is_local, is_there, load_rows
 
 _MOST = 256
-"""Rows of each file that are looked at."""
+"""Rows of each file that are checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,10 @@ def tables(config: SFTConfig) -> Mapping[str, DataSourceConfig]:
 
 
 def first_rows(key: str, table: DataSourceConfig) -> FirstRows | None:
-    """Return the first rows of local files, as `load_sources` gives them; None of the Hub, or of what is not here."""
+    """Return the first rows of local files, as `load_sources` reads them.
+
+    None for the Hub, or if the path is missing.
+    """
     if not is_local(table.name) or not is_there(table.name):
         return None
     source = load_rows(table, key=key, most=_MOST)
@@ -45,10 +48,7 @@ def first_rows(key: str, table: DataSourceConfig) -> FirstRows | None:
 
 
 def look_at_rows(config: SFTConfig, found: FirstRows, *, directory: Path) -> Iterator[str]:
-    """Encode rows for the model in `directory`; notes on what is cut or left out.
-
-    Raises as `look`.
-    """
+    """Encode rows for the model in `directory`; yield notes on rows that are cut or left out. Raises as `look`."""
     tokenizer = require_tokenizer(directory, model=directory, needs_template=found.have_conversations)
     data = config.data if config.val is None or found.key == "data" else config.val.data
     encoder = RowEncoder(
@@ -62,9 +62,9 @@ def look_at_rows(config: SFTConfig, found: FirstRows, *, directory: Path) -> Ite
 
 
 def look_at_dataset(config: RLConfig, *, directory: Path) -> Iterator[str]:
-    """Encode the first rows of `[trainer.dataset]` for the model in `directory`, if they are here; notes on them.
+    """Encode the first rows of `[trainer.dataset]` for the model in `directory`; yield notes on them.
 
-    Raises as `look`.
+    Of a dataset that is not local, or not on this machine, no row is encoded. Raises as `look`.
     """
     dataset, trainer = config.trainer.dataset, config.trainer
     if dataset is None:
@@ -87,9 +87,10 @@ def look_at_dataset(config: RLConfig, *, directory: Path) -> Iterator[str]:
 
 
 def look(found: FirstRows, encoder: RowEncoder, *, cut: str) -> Iterator[str]:
-    """Encode rows; notes on what is cut at the length that `cut` names, or left out.
+    """Encode rows; yield notes on how many are cut at the length that `cut` names, or left out.
 
-    InvalidSpecError as a run that starts, if these are all rows: among more rows a run may find enough that are good.
+    Raises InvalidSpecError as a starting run does, if these are all rows. Otherwise the error is a note, because a run
+    may find enough usable rows among the others.
     """
     places = [found.source.place(index) for index in range(len(found.source.rows))]
     rows = list(zip(found.source.rows, places, strict=True))

@@ -27,13 +27,14 @@ from millrace.trainer.sft.fine_tune import SFTStep, run_sft
 
 logger = logging.getLogger(__name__)
 
-_ETA_STEPS = 20  # steps whose mean is taken: enough to be steady, few enough to follow a change
+_ETA_STEPS = 20  # steps whose mean duration is taken: enough to be steady, few enough to follow a change
 
 
 def run(path: Path, *, is_evaluated: bool = False) -> int:
-    """Fine-tune as the resolved config in `path` says; return the exit code.
+    """Fine-tune as the resolved config in `path` says, print the model's directory, and return 0.
 
-    InvalidSpecError for a config with evaluations if nobody plays them.
+    Raises InvalidSpecError for a config with evaluations unless `is_evaluated`, by which `millrace sft` says that it
+    plays them.
     """
     config = load_config(path)
     if config.eval is not None and not is_evaluated:
@@ -60,7 +61,7 @@ def run(path: Path, *, is_evaluated: bool = False) -> int:
 
 
 def load_config(path: Path) -> SFTConfig:
-    """Load the config of a JSON file; raise InvalidSpecError with everything that is wrong."""
+    """Load the config of a JSON file; raise NotFoundError, or InvalidSpecError with every violation."""
     try:
         document = path.read_bytes()
     except OSError as error:
@@ -74,7 +75,7 @@ def load_config(path: Path) -> SFTConfig:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[SFTStep], None]]:
-    """Provide a callback that shows steps."""
+    """Provide a callback that shows a step: in a progress bar on a terminal, else as a line on stderr."""
     if not sys.stderr.isatty():
         yield _Lines().show
         return
@@ -98,16 +99,16 @@ def _progress() -> Iterator[Callable[[SFTStep], None]]:
 
 
 class _Lines:
-    """Prints one plain line per step, with the time that the rest takes if it goes on as it did lately."""
+    """Prints one plain line per step, with the remaining time estimated from the last steps."""
 
     def __init__(self) -> None:
         self._ends: deque[float] = deque(maxlen=_ETA_STEPS)
         self._last_s = time.monotonic()
 
     def show(self, step: SFTStep) -> None:
-        """Print a step; its time is that since the last one, with what was done between them."""
+        """Print a step. Its duration, for the estimate, is the time since the previous call."""
         now = time.monotonic()
-        # Before the first step the data is looked at, which no other step does.
+        # The time before the first step includes loading, so only that step's own seconds count.
         self._ends.append(now - self._last_s if self._ends else step.seconds)
         self._last_s = now
         rest_s = sum(self._ends) / len(self._ends) * (step.num_steps - step.step - 1)
@@ -120,7 +121,7 @@ class _Lines:
 
 
 def _log(step: SFTStep) -> None:
-    """Write a step to the log file; on the terminal the progress shows it."""
+    """Log a step to the log file only, because the terminal shows the progress."""
     fields: dict[str, Any] = {"step": step.step + 1, "loss": step.loss, "lr": step.lr, "seconds": step.seconds}
     if step.val_loss is not None:
         fields["val_loss"] = step.val_loss

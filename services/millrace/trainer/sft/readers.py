@@ -1,6 +1,7 @@
 """The rows of one file: JSON Lines or one JSON array, plain or packed with gzip or zstd, Parquet, or Arrow.
 
-What a file is, its first bytes say. A file that cannot be read to its end is refused, with the place and a remedy.
+The first bytes of a file decide its format. A file that cannot be read to its end is refused, with the place and a
+remedy.
 """
 
 import collections
@@ -47,13 +48,13 @@ _FOREIGN: Mapping[bytes, tuple[str, str]] = {
     b"SQLite format 3": ("is an SQLite database", _TABLE),
     b"\x80\x04": ("is a pickle", _TABLE),
 }
-"""What files begin with that are not read: what they are, and the remedy. The first that fits counts."""
+"""First bytes of files that are not supported: what they are, and the remedy. The first match counts."""
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[][{},]', re.DOTALL)
 _LONGEST_SIGN = max(map(len, _FOREIGN))
 
 
 class Place(NamedTuple):
-    """Where a row is: the file with the words before the number, and the number."""
+    """The place of a row: `file` is the path with the text before the number, `number` the line or row."""
 
     file: str
     number: int
@@ -62,20 +63,20 @@ class Place(NamedTuple):
         return f"{self.file}{self.number}"
 
 
-# The columns of a row, each in the one form that the rest of fine-tuning knows.
+# The columns of a row, each converted to the one form that the rest of fine-tuning uses.
 #
 # Tables and exports write the same conversation in several forms: a list as JSON text, a list of objects as an object
-# of lists (what Arrow makes of a sequence of structs), every key in every row with null where there is nothing.
+# of lists (Arrow's form of a sequence of structs), every key in every row with null for missing values.
 
 Row = Mapping[str, Any]
 
 
 class JsonRow(dict[str, Any]):
-    """A row whose nulls are meant, as in a schema's `"default": null`: tables fill in others."""
+    """A row whose nulls are values, as in a schema's `"default": null`; in tables null may also be a missing key."""
 
 
 TOOLS = ("tools", "tool_defs")
-"""Columns of tools, of which the first one that has any counts."""
+"""Columns of tools; the first one that is not empty counts."""
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 COLUMNS = ("messages", "prompt", "completion", *TOOLS, TEMPLATE_ARGUMENTS)
 """Columns that are read; a row may have any others."""
@@ -99,9 +100,11 @@ class WrongColumnsError(ValueError):
 
 
 def take_row(found: Any, columns: Mapping[str, str]) -> JsonRow:
-    """Take the read columns of a row; `columns` maps each of `COLUMNS` to its name in the data.
+    """Return the known columns of a row, checked and in one form.
 
-    ValueError says what is wrong with the row.
+    `columns` maps each of `COLUMNS` to its name in the data.
+
+    `messages` take precedence over `prompt` and `completion`. Raises ValueError with what is wrong with the row.
     """
     if not isinstance(found, dict):
         raise ValueError(f"is {_kind(found)} instead of a JSON object")
@@ -123,7 +126,7 @@ def take_row(found: Any, columns: Mapping[str, str]) -> JsonRow:
 
 
 def wanted() -> str:
-    """Describe the columns that a row needs."""
+    """Return the part of a message that says which columns a row needs."""
     return "needs `messages`, or `prompt` and `completion`, both text or both lists of messages"
 
 
@@ -137,9 +140,9 @@ def require_columns(names: Sequence[str], columns: Mapping[str, str]) -> None:
 
 
 def plain(value: Any, *, name: str) -> Any:
-    """Convert a table's value to JSON types, without the null keys that tables fill in, and dates as text.
+    """Return a table's value in JSON types: dates as text, and without keys of null, which tables fill in.
 
-    ValueError for what JSON has not: bytes, numbers that are not finite.
+    Raises ValueError for values that JSON lacks: bytes, numbers that are not finite. `name` is for messages.
     """
     if isinstance(value, dict):
         if odd := next((key for key in value if not isinstance(key, str)), None):
@@ -157,14 +160,14 @@ def plain(value: Any, *, name: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Remove keys with null values at every depth; null items of lists stay."""
+    """Return the value without keys of null at every depth; null items of lists stay."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def named(names: Sequence[str]) -> str:
-    """Join names of columns for a message."""
+    """Return names of columns as text for a message, shortened if there are many."""
     shown = ", ".join(f"`{name[:40]}`" for name in names[:_MOST_NAMED])
     return f"{shown} and {len(names) - _MOST_NAMED} others" if len(names) > _MOST_NAMED else shown or "no columns"
 
@@ -186,7 +189,7 @@ def _require_lists(row: Row) -> None:
 
 
 def _messages(value: Any, *, name: str) -> list[Mapping[str, Any]]:
-    """Check a list of messages; raise ValueError if it is none."""
+    """Return a list of messages, parsed and checked; raise ValueError if it is none."""
     messages = _records(_parsed(value, name=name), key="role")
     if not isinstance(messages, list):
         raise ValueError(f"has `{name}` that are no list: it is {_kind(messages)}")
@@ -240,7 +243,10 @@ def _template_arguments(value: Any) -> Mapping[str, Any] | None:
 
 
 def _parsed(value: Any, *, name: str) -> Any:
-    """Parse a value that may be JSON text; None for blank text."""
+    """Return the value of JSON text, None for blank text, and any other value as it is.
+
+    Raises ValueError if not JSON.
+    """
     if not isinstance(value, str):
         return value
     if not value.strip():
@@ -252,7 +258,7 @@ def _parsed(value: Any, *, name: str) -> Any:
 
 
 def _records(value: Any, *, key: str) -> Any:
-    """Turn an object of equally long lists that has `key` into a list of objects; leave other values as they are."""
+    """Return a list of objects for an object of equally long lists that has `key`, and other values as they are."""
     if not isinstance(value, dict) or not isinstance(value.get(key), list):
         return value
     columns = {name: column for name, column in value.items() if column is not None}
@@ -264,7 +270,7 @@ def _records(value: Any, *, key: str) -> Any:
 
 
 class RowReader:
-    """Reads the rows of files; `columns` gives the names that our columns have there, `key` the config's table."""
+    """Reads the rows of files; `columns` maps our names of columns to the data's, `key` is the config's table."""
 
     def __init__(self, columns: Mapping[str, str], *, key: str = "data") -> None:
         self._columns = {name: columns.get(name, name) for name in COLUMNS}
@@ -273,9 +279,7 @@ class RowReader:
         self._key = key
 
     def read(self, path: Path) -> Iterator[tuple[Place, Row]]:
-        """Yield the rows of a file with their places; raise InvalidSpecError with the fault, the place and the
-        remedy.
-        """
+        """Yield the rows of a file with their places; raise InvalidSpecError with fault, place and remedy."""
         try:
             with path.open("rb") as file:
                 begin = file.read(_LONGEST_SIGN)
@@ -291,7 +295,10 @@ class RowReader:
             self.refuse(f"cannot be read: {error.strerror or error}", source=str(path), remedy=_AGAIN)
 
     def take(self, found: Any, place: Place, *, is_json: bool = False) -> Row:
-        """Check and take the read columns of a row; rows of tables may hold values that JSON lacks."""
+        """Return the known columns of a row, checked; raise InvalidSpecError naming `place` if the row is malformed.
+
+        Without `is_json` the row is of a table, whose values are converted to JSON types.
+        """
         if self._unseen and isinstance(found, Mapping):
             self._unseen = {name: column for name, column in self._unseen.items() if column not in found}
         try:
@@ -304,12 +311,12 @@ class RowReader:
             self.refuse(str(error), source=str(place), value=found)
 
     def require_seen(self, source: str) -> None:
-        """Raise InvalidSpecError if the config gives a column a name that no row has."""
+        """Raise InvalidSpecError if the config gives a column a name that no row taken so far has."""
         if self._unseen:
             self._refuse_names(self._unseen, "has rows", source=source)
 
     def missing(self, name: str, problem: str) -> NotFoundError:
-        """Return the error for missing data."""
+        """Make the error for data `name` that cannot be found; `problem` says what is missing."""
         return NotFoundError(
             f"data {name!r} cannot be read: {problem}",
             reason="DATA_NOT_FOUND",
@@ -319,7 +326,7 @@ class RowReader:
         )
 
     def refuse(self, message: str, *, source: str, value: Any = None, remedy: str = _ROW) -> NoReturn:
-        """Raise the error of a row or of a file."""
+        """Raise InvalidSpecError for a row or a file: `message` at `source`, with the begin of `value`."""
         text = None if value is None else str(value).strip()[:_SHOWN]
         violation = Violation(field=f"{self._key}.name", value=text, message=message, source=source)
         raise InvalidSpecError([violation], reason=_REASON, remedy=remedy)
@@ -372,7 +379,9 @@ class RowReader:
                 try:
                     found = self._parse(line, place)
                 except InvalidSpecError:
-                    collections.deque(pieces, maxlen=0)  # where bits of a packed file were flipped, its end tells
+                    collections.deque(
+                        pieces, maxlen=0
+                    )  # raises at the end if a packed file is damaged, which then is the cause
                     raise
                 yield place, self.take(found, place, is_json=True)
         except CorruptObjectError as error:
@@ -398,7 +407,12 @@ class RowReader:
             yield (place := Place(f"{path}, row ", number)), self.take(found, place, is_json=True)
 
     def _parse(self, data: bytes, place: Place) -> Any:
-        """Parse the value of a line, an element, or a document whose lines are counted from the place."""
+        """Return the JSON value of a line, an element or a document.
+
+        Raises InvalidSpecError with the place of the error.
+
+        For a place that counts lines, the line of the error within `data` is added to it.
+        """
         try:
             return decode_json(data, what="it", reason=_REASON, max_bytes=_MOST_ARRAY_BYTES)
         except CorruptObjectError as error:
@@ -411,7 +425,7 @@ class RowReader:
             self.refuse(message.format(column=at - start + 1), source=str(place), value=shown, remedy=remedy)
 
     def _table_rows(self, path: Path, begin: bytes) -> Iterator[tuple[Place, Row]]:
-        """Yield the rows of a Parquet or Arrow file, loading only the read columns."""
+        """Yield the rows of a Parquet or Arrow file, loading only the known columns."""
         arrow = _import("pyarrow")
         number = 0
         try:
@@ -429,9 +443,7 @@ class RowReader:
 
 
 def _lines(pieces: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a file with their numbers, from 1; raise CorruptObjectError if a line is too long for a
-    row.
-    """
+    """Yield the lines of a file with their numbers, from 1; raise CorruptObjectError for a line that is too long."""
     number, held, size = 0, [], 0
     for piece in pieces:
         first, *others = piece.split(b"\n")
@@ -447,7 +459,7 @@ def _lines(pieces: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def _elements(document: bytes) -> Iterator[bytes]:
-    """Yield the elements of a JSON array as written, valid or not; an empty one after a last comma."""
+    """Yield the text of each element of a JSON array, valid or not; an empty one after a last comma."""
     depth, start = 0, 0
     for token in _TOKEN.finditer(document):
         if token[0] in (b"[", b"{"):
@@ -465,7 +477,7 @@ def _elements(document: bytes) -> Iterator[bytes]:
 
 
 def _what_is_wrong(error: CorruptObjectError, data: bytes) -> tuple[str, str, int]:
-    """Describe the error with a place for `column`, the remedy, and the byte offset."""
+    """Return the message of a decoding error, with `{column}` to fill in, the remedy, and the byte offset in `data`."""
     match error.__cause__:
         case UnicodeDecodeError(start=start):
             message = f"is no UTF-8 text: byte 0x{data[start]:02x} in column {{column}}"
@@ -485,9 +497,7 @@ def _braced(text: str) -> str:
 
 
 def _open_table(path: Path, begin: bytes) -> tuple[list[str], Callable[[list[str]], Iterator[Any]]]:
-    """Open a Parquet or Arrow file; return its column names and a function that reads record batches of some
-    columns.
-    """
+    """Open a Parquet or Arrow file; return its column names, and a function from column names to record batches."""
     if begin.startswith((_ARROW, _ARROW_STREAM)):
         ipc = _import("pyarrow.ipc")
         is_stream = begin.startswith(_ARROW_STREAM)
@@ -501,7 +511,7 @@ def _open_table(path: Path, begin: bytes) -> tuple[list[str], Callable[[list[str
 
 
 def _rows_of(batch: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of a record batch; raise a decoding error after the rows before it."""
+    """Yield the rows of a record batch; if one cannot be decoded, raise ValueError after the rows before it."""
     try:
         yield from batch.to_pylist(maps_as_pydicts="strict")
     except ValueError:

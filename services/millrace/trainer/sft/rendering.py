@@ -1,6 +1,7 @@
 """Conversations as the text that a chat template makes of them.
 
-A chat template renders whole conversations only. Where a message is in one is found by rendering its beginnings.
+A chat template renders only whole conversations. The place of a message in the text is found by rendering the
+conversation up to it.
 """
 
 import json
@@ -17,7 +18,7 @@ from millrace.policies.stops import common_prefix
 
 Message = Mapping[str, Any]
 
-_SHOWN = 60  # characters of a rendering in a message
+_SHOWN = 60  # characters of a rendering in an error message
 
 
 class BadRowError(ValueError):
@@ -26,7 +27,7 @@ class BadRowError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """The messages of a row, and what else its template takes."""
+    """The messages of a row, and the other arguments of its template."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -36,9 +37,10 @@ class Conversation:
 def render(
     tokenizer: Any, conversation: Conversation, count: int | None = None, *, opens_turn: bool = False, **options: Any
 ) -> Any:
-    """Render the first `count` messages; `opens_turn` adds the beginning of the assistant's turn.
+    """Render the first `count` messages (None: all); `opens_turn` adds the header of the next assistant's turn.
 
-    `options` are those of `apply_chat_template`. Raises what a template raises (`TEMPLATE_ERRORS`).
+    `options` are those of `apply_chat_template`; with `tokenize` the result is not text. Raises what a template raises
+    (`TEMPLATE_ERRORS`).
     """
     return tokenizer.apply_chat_template(
         list(conversation.messages[:count]),
@@ -50,18 +52,18 @@ def render(
 
 
 class Rendering:
-    """A conversation as a template renders it: as a whole, and up to each of its messages."""
+    """A conversation rendered by a template: as a whole, and up to each of its messages."""
 
     def __init__(self, tokenizer: Any, conversation: Conversation) -> None:
-        """Render the whole; raises what the template raises."""
+        """Render the whole conversation into `whole`; raise what the template raises."""
         self._tokenizer = tokenizer
         self._conversation = conversation
         self.whole: str = render(tokenizer, conversation)
 
     def beginning(self, index: int, *, opens_turn: bool = False) -> str | None:
-        """Render up to message `index`; None if the template cannot render a conversation that ends there.
+        """Render up to message `index`; return None if the template cannot render a conversation that ends there.
 
-        With `opens_turn` it is what an engine is given to sample the message after it.
+        With `opens_turn` the result is the prompt with which an engine samples the next message.
         """
         try:
             return render(self._tokenizer, self._conversation, index + 1, opens_turn=opens_turn)
@@ -69,8 +71,9 @@ class Rendering:
             return None
 
     def what_changed(self, index: int) -> str:
-        """Describe which message up to `index` is rendered differently when others follow, how, and because of
-        which.
+        """Return a sentence on the first message up to `index` that is rendered differently when others follow.
+
+        It says how, and which message causes it.
         """
         messages = self._conversation.messages
         texts = {at: text for at in range(index + 1) if (text := self._text_to(at)) is not None}
@@ -98,20 +101,21 @@ class Rendering:
     def _text_to(self, index: int) -> str | None:
         """Return the text of the messages up to `index`; None if it cannot be determined.
 
-        That is so if the template renders no such conversation, or if tools go on answering: their answers are one.
+        That is if the template renders no such conversation, or if the next message is of a tool like this one, because
+        templates render successive tool messages as one.
         """
         messages = self._conversation.messages
         is_within = index + 1 < len(messages) and messages[index]["role"] == messages[index + 1]["role"] == "tool"
         return None if is_within else self.beginning(index)
 
     def _keeps(self, index: int, text: str) -> bool:
-        """Return whether the rendering up to `index` still begins with a text."""
+        """Return whether the rendering up to `index` begins with `text`; True if it cannot be determined."""
         longer = self._text_to(index)
         return longer is None or longer.startswith(text)
 
 
 def _difference(left: str, right: str) -> tuple[str, str]:
-    """Cut two texts to where they differ, with a few characters of context."""
+    """Return excerpts of two texts from where they begin to differ, with a few characters of context."""
     start = max(common_prefix(left, right) - _SHOWN // 3, 0)
     return _shown(left, start), _shown(right, start)
 
@@ -122,16 +126,16 @@ def _shown(text: str, start: int) -> str:
 
 # A text as tokens, cut where an engine begins to sample.
 #
-# An engine gets a prompt as tokens of its own. Where the prompt's last token melts into what follows ("\n" and "\n"
-# are one token in many vocabularies), the tokens of the whole text begin with other ones: then the rest is tokenised
-# apart.
+# An engine gets a prompt tokenised by itself. If the prompt's last token would be merged with the text after it ("\n"
+# and "\n" are one token in many vocabularies), the tokens of the whole text do not begin with the prompt's: then the
+# rest is tokenised separately.
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """Tokens of the text from character `start` on; `ends[i]` is the character after token i, None without offsets.
 
-    They were tokenised after `anchor`.
+    The text was tokenised with `anchor` before it.
     """
 
     start: int
@@ -141,10 +145,10 @@ class _Piece:
 
 
 class TextTokens:
-    """The tokens of a text: `token_ids`."""
+    """The tokens of a text, which change so that they begin with the prompts of `behind_prompt`."""
 
     def __init__(self, tokenizer: Any, text: str) -> None:
-        """Tokenise the text; BadRowError if it is none."""
+        """Tokenise the text; raise BadRowError if it has half of a surrogate pair."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -171,10 +175,13 @@ class TextTokens:
         return count + (0 if part is None else common_prefix(part.token_ids, piece.token_ids))
 
     def behind_prompt(self, end: int) -> int:
-        """Return the number of tokens of the text up to a character, tokenized alone as an engine tokenizes a prompt.
+        """Make the tokens begin with those of the text up to character `end`, tokenized alone.
 
-        Where the whole's tokens do not begin with it, the text after it is tokenised apart. BadRowError if no sequence
-        of tokens has this prompt, and those that were asked for before, as engines make them.
+        Returns how many those are.
+
+        That is how an engine tokenizes a prompt. If the whole text's tokens do not begin with them, the text after
+        `end` is tokenized separately. Raises BadRowError if no sequence of tokens begins with this prompt and with
+        those of earlier calls.
         """
         prompt = self._encoded(self._text[:end])
         if self.token_ids[: len(prompt)] != prompt:
@@ -189,9 +196,10 @@ class TextTokens:
         return len(prompt)
 
     def _apart(self, prompt: Sequence[int], end: int) -> _Piece | None:
-        """Tokenize the text after a prompt alone; None if it could not be sampled like that.
+        """Tokenize the text after a prompt separately; return None if both together do not decode to the text.
 
-        Some tokenizers put a space before a text: then it is tokenised after something else, which is taken away.
+        Some tokenizers put a space before a text: therefore anchors are tried, texts before it whose tokens are
+        removed.
         """
         whole = self._decoded(self._pieces[0].token_ids)
         for anchor in ("", self._tokenizer.eos_token or "", "\n", "a"):
@@ -201,7 +209,12 @@ class TextTokens:
         return None
 
     def _tokenized(self, text: str, *, start: int, anchor: str = "") -> _Piece | None:
-        """Tokenize a text after an anchor; None if the anchor's tokens do not begin the result."""
+        """Tokenize a text after an anchor, and remove the anchor's tokens.
+
+        Returns None if the result does not begin with them.
+
+        `start` is the character of the whole text at which `text` begins.
+        """
         (token_ids, ends), lead = self._measured(anchor + text), self._encoded(anchor) if anchor else []
         if token_ids[: len(lead)] != lead:
             return None
@@ -210,7 +223,7 @@ class TextTokens:
         return _Piece(start, token_ids[len(lead) :], ends, anchor)
 
     def _measured(self, text: str) -> tuple[list[int], list[int] | None]:
-        """Tokenize a text with each token's end offset; None if the tokenizer reports no offsets."""
+        """Return a text's tokens, and each token's end offset, or None if the tokenizer reports no offsets."""
         if not getattr(self._tokenizer, "is_fast", False):
             return self._encoded(text), None
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -223,7 +236,7 @@ class TextTokens:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _melted(self, prompt: Sequence[int], end: int) -> str:
-        """Return the message for a row whose prompts are not token-wise prefixes of the text."""
+        """Return the message for a row in which the prompt up to `end` is no prefix of the tokens."""
         shown, at = self._text[max(end - 20, 0) : end], common_prefix(prompt, self.token_ids)
         if not self._prompts:
             return f"an engine begins to sample after {shown!r}, but the text there cannot be tokenised by itself"
@@ -237,19 +250,19 @@ class TextTokens:
         return " ".join(repr(self._decoded([token])) for token in token_ids)
 
 
-# What a chat template writes of a conversation, and what it leaves out without a word.
+# Which parts of a conversation a chat template writes, and which it silently leaves out.
 #
-# Whether something is written is seen by changing it: a word is put into every part of the conversation, and each has
-# to turn up in what the template renders.
+# That is tested by changing the parts: an unused word is put into every part of the conversation, and each word has to
+# be in the rendered text.
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a message's thought; templates are given one under the names of the others, too."""
+"""Keys of a message's thought; a thought under one of them is passed to templates under all."""
 
 _THOUGHT_BEGIN, _THOUGHT_END = "<think>", "</think>"
 
 
 class MessagePart(NamedTuple):
-    """A part of a message that is to be written; `at` counts texts and tool calls of a message."""
+    """A part of a message that a template should write; `at` is the index of the text or tool call in the message."""
 
     message: int
     kind: Literal["text", "reasoning", "tool call", "arguments"]
@@ -262,9 +275,10 @@ class MessagePart(NamedTuple):
 
 
 def with_calls(conversation: Conversation) -> Iterator[Conversation]:
-    """Yield the conversation as given, then as engines pass it to templates.
+    """Yield the forms of a conversation to try: as given, then as engines pass it to templates, if that differs.
 
-    Of each one with the arguments of its tool calls as objects, and then as JSON text, which some templates want.
+    If it has tool calls, each of the two is yielded with arguments as objects, and then as JSON text, which some
+    templates need.
     """
     plain = replace(conversation, messages=[_as_engines_give(message) for message in conversation.messages])
     for form in (conversation, plain) if plain.messages != list(conversation.messages) else (conversation,):
@@ -274,7 +288,7 @@ def with_calls(conversation: Conversation) -> Iterator[Conversation]:
 
 
 def _as_engines_give(message: Message) -> Message:
-    """Return the message as engines pass it: one text, the thought under every name, calls as functions."""
+    """Return the message as engines pass it to templates: one text, the thought under every key, calls as functions."""
     given = dict(message)
     content = given.get("content")
     if isinstance(content, list) and content:
@@ -291,7 +305,7 @@ def _as_engines_give(message: Message) -> Message:
 
 
 def writes_calls_badly(conversation: Conversation, text: str) -> bool:
-    """Return whether a rendering writes arguments as Python's repr or as quoted JSON, which no model should learn."""
+    """Return whether the rendered `text` has arguments as Python's repr or as quoted JSON, an error of the template."""
     for message in conversation.messages:
         for arguments in call_arguments(message):
             plain = json.dumps(arguments, ensure_ascii=False)
@@ -302,7 +316,7 @@ def writes_calls_badly(conversation: Conversation, text: str) -> bool:
 
 
 def call_arguments(message: Message) -> list[Any]:
-    """Return the arguments of a message's tool calls that have some."""
+    """Return the arguments of a message's tool calls, without calls that have none."""
     found = [_function(call).get("arguments") for call in _calls(message)]
     return [arguments for arguments in found if arguments is not None]
 
@@ -312,7 +326,7 @@ def unwritten_parts(
 ) -> list[MessagePart]:
     """Return the parts of messages that the template leaves out.
 
-    `whole` is the conversation as rendered. `thoughts` are the messages whose reasoning is looked for.
+    `whole` is the rendered conversation. `thoughts` are the indices of messages whose reasoning counts as a part.
     """
     parts = [
         part
@@ -326,7 +340,10 @@ def unwritten_parts(
 
 
 def writes_tools(tokenizer: Any, conversation: Conversation, whole: str) -> bool:
-    """Return whether the template writes the list of tools."""
+    """Return whether the list of tools changes the rendering.
+
+    True if there are no tools, or nothing renders without.
+    """
     try:
         return not conversation.tools or render(tokenizer, replace(conversation, tools=None)) != whole
     except TEMPLATE_ERRORS:
@@ -361,7 +378,7 @@ def _parts(index: int, message: Message, *, has_thought: bool) -> Iterator[Messa
 
 
 def _thought(content: Any) -> str:
-    """Return the thought at the beginning of a text, which some templates cut out."""
+    """Return the text up to `</think>`, after `<think>` if there is one; empty without a thought."""
     before, end, _ = content.partition(_THOUGHT_END) if isinstance(content, str) else ("", "", "")
     return before.rpartition(_THOUGHT_BEGIN)[2] if end else ""
 
@@ -372,7 +389,7 @@ def _is_text(part: Any) -> bool:
 
 
 def _changes(tokenizer: Any, conversation: Conversation, part: MessagePart, word: str, whole: str) -> bool:
-    """Return whether a word in one part changes the rendering, or makes it fail."""
+    """Return whether a word at the end or at the begin of a part changes the rendering, or makes it fail."""
     for at_end in (True, False):
         text = _rendered(tokenizer, conversation, {part: word}, at_end=at_end)
         if text is None or text != whole:
@@ -383,7 +400,7 @@ def _changes(tokenizer: Any, conversation: Conversation, part: MessagePart, word
 def _rendered(
     tokenizer: Any, conversation: Conversation, words: Mapping[MessagePart, str], *, at_end: bool = True
 ) -> str | None:
-    """Render the conversation with words in its parts; None if the template refuses it."""
+    """Render the conversation with words added to its parts, at their end or begin; None if the template raises."""
     messages = list(conversation.messages)
     for part, word in words.items():
         messages[part.message] = _with_word(messages[part.message], part, word, at_end=at_end)
@@ -419,7 +436,7 @@ def _with_word(message: Message, part: MessagePart, word: str, *, at_end: bool) 
 
 
 def _longer(function: Mapping[str, Any], word: str) -> Any:
-    """Add one argument to a function's arguments."""
+    """Return a function's arguments with one more, named `word`, in the form that they have: object, list or text."""
     arguments = function.get("arguments")
     decoded = decoded_arguments(arguments)
     if isinstance(decoded, Mapping):
@@ -432,7 +449,7 @@ def _longer(function: Mapping[str, Any], word: str) -> Any:
 
 
 def decoded_arguments(arguments: Any) -> Any:
-    """Decode arguments that are JSON text; leave other values as they are."""
+    """Return the value of arguments that are JSON text, and other values, invalid text too, as they are."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -456,7 +473,7 @@ def _with_arguments(conversation: Conversation, *, as_text: bool) -> Conversatio
 def _with_functions(
     message: Message, change: Callable[[Mapping[str, Any]], Mapping[str, Any]], *, only: int | None = None
 ) -> Message:
-    """Return the message with changed tool calls: all of them, or one."""
+    """Return the message with `change` applied to the functions of its tool calls: all, or the one at `only`."""
     calls = list(_calls(message))
     for at, call in enumerate(calls):
         if only in (None, at):

@@ -1,7 +1,7 @@
-"""The rows of a fine-tuning: where they come from, and which conversation each one is.
+"""The rows of a fine-tuning: their sources, and rows as conversations.
 
-A row has `messages`, or `prompt` and `completion`, both text or both lists of messages. `tools`
-(or `tool_defs`) and `chat_template_kwargs` may be beside them, as they are or as JSON text.
+A row has `messages`, or `prompt` and `completion`, both text or both lists of messages. It may also have `tools` (or
+`tool_defs`) and `chat_template_kwargs`, as objects or as JSON text.
 """
 
 import hashlib
@@ -31,15 +31,16 @@ class Source:
     places: list[Place]
 
     def place(self, index: int) -> str:
-        """Describe the place of a row for people."""
+        """Return the place of a row as text for people."""
         return str(self.places[index])
 
 
 def load_sources(config: DataSourceConfig, *, key: str = "data", most: int | None = None) -> list[Source]:
     """Load the sources to mix: one for each subset or split, each with at least one row.
 
-    Of each local file at most the first `most` rows are read. `key` is the table of `config`, for messages.
-    NotFoundError (DATA_NOT_FOUND) and InvalidSpecError (DATA_INVALID) say what is not there, or wrong, and where.
+    Of each local file at most the first `most` rows are read. `key` is the table of `config`, for messages. Raises
+    NotFoundError (DATA_NOT_FOUND) for data, a subset or a split that is missing, and InvalidSpecError (DATA_INVALID)
+    with the place of a wrong row.
     """
     count = config.num_sources
     subsets: Sequence[str | None] = config.subsets or [None] * count
@@ -55,12 +56,12 @@ def load_sources(config: DataSourceConfig, *, key: str = "data", most: int | Non
 
 
 def load_rows(config: DataSourceConfig, *, key: str = "data", most: int | None = None) -> Source:
-    """Return the rows of all sources, one source after the other; `most` as in `load_sources`."""
+    """Load the rows of all sources into one, one after the other; parameters and errors are those of `load_sources`."""
     return joined(load_sources(config, key=key, most=most))
 
 
 def joined(sources: Sequence[Source]) -> Source:
-    """Return the rows of sources as those of one, in their order."""
+    """Return one source with the rows of all, in their order."""
     return Source(
         rows=[row for source in sources for row in source.rows],
         places=[place for source in sources for place in source.places],
@@ -76,14 +77,14 @@ def digest_rows(rows: Sequence[Row]) -> str:
 
 
 def is_conversation(row: Row) -> bool:
-    """Return whether a row has messages rather than texts; what is neither is refused when it is encoded."""
+    """Return whether a row has messages rather than texts; a row with neither is refused when it is encoded."""
     return row.get("messages") is not None or any(isinstance(row.get(key), list) for key in ("prompt", "completion"))
 
 
 def conversation_of(row: Row) -> Conversation:
-    """Make the conversation of a row; its texts become a user's and an assistant's message.
+    """Return the row as a conversation; a text prompt and completion become a user's and an assistant's message.
 
-    A null in a row that was not written as JSON is no value: tables have every key in every row, and fill them in.
+    Keys of null in a row that is not from JSON are removed: tables have every key in every row, and fill in nulls.
     """
     row = row if isinstance(row, JsonRow) else without_nulls(row)
     if row.get("messages") is not None:
@@ -102,13 +103,13 @@ def _turn(content: Any, *, role: str) -> list[Message]:
 
 
 def _message(message: Message) -> Message:
-    """Return a message as engines pass it to templates: with a content, without null keys."""
+    """Return a message as engines pass it to templates: with a content, without null keys and empty `tool_calls`."""
     given = {"content": ""} | _without_none(message)
     return given if given.get("tool_calls") != [] else {key: given[key] for key in given if key != "tool_calls"}
 
 
 def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove null keys, which templates would treat as present."""
+    """Return a table without keys of null, which templates would treat as present."""
     return {key: value for key, value in table.items() if value is not None}
 
 
@@ -119,7 +120,7 @@ def _decoded(value: Any) -> Any:
 def _load_source(
     config: DataSourceConfig, subset: str | None, split: str | None, *, reader: RowReader, most: int | None
 ) -> Source:
-    """Load one subset or split of a local path or Hub data set; raise NotFoundError naming what is missing."""
+    """Load one subset or split of a local path or Hub data set; raise NotFoundError if it is missing or empty."""
     if is_local(config.name):
         found = _read_local(config.name, reader, subset=subset, split=split, most=most)
     else:
@@ -141,7 +142,7 @@ def _called(subset: str | None, split: str | None) -> str:
 def _read_local(
     name: str, reader: RowReader, *, subset: str | None, split: str | None, most: int | None
 ) -> Iterator[tuple[Place, Row]]:
-    """Yield the rows of local files, at most `most` of each."""
+    """Yield the rows of local files, at most `most` of each; log notes on the choice of files."""
     try:
         chosen = choose_files(name, subset=subset, split=split)
     except NoFilesError as error:
@@ -158,7 +159,10 @@ def _read_local(
 
 
 def _read_hub(name: str, reader: RowReader, *, subset: str | None, split: str) -> Iterator[tuple[Place, Row]]:
-    """Yield the rows of a Hub data set's subset and split, read with `datasets` if installed."""
+    """Download a Hub data set's subset and split with the package `datasets`, and yield its rows.
+
+    Raises NotFoundError if the package is not installed or cannot load them.
+    """
     local = f"there is no file or directory {name} in {Path.cwd()}"
     try:
         from datasets import load_dataset
@@ -175,14 +179,14 @@ def _read_hub(name: str, reader: RowReader, *, subset: str | None, split: str) -
         yield (place := Place(f"{name}, {_called(subset, split)}, row ", number)), reader.take(row, place)
 
 
-# Which files below a local path hold the rows of a data set, of a subset or of a split.
+# The files below a local path that have the rows of a data set, of a subset or of a split.
 
 _LINES, _PACKED, _TABLES = (".jsonl", ".ndjson", ".jsonlines", ".json"), ("", ".gz", ".zst"), (".parquet", ".arrow")
 SUFFIXES = (*(line + packed for line in _LINES for packed in _PACKED), *_TABLES)
-"""Ends of the names of files that are read in a directory; one that is named itself may have any name."""
+"""Ends of the names of files that are read in a directory; a file that the config names may have any name."""
 _ENDS = f"{', '.join(_LINES)} (then {' or '.join(_PACKED[1:])}), {' or '.join(_TABLES)}"
 _ABOUT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
-"""Files of the library `datasets` beside the data."""
+"""Files that the library `datasets` writes beside the data, which have no rows."""
 _TEXTS = {"readme", "license", "notice", "changelog", "citation"}
 _SHARD = re.compile(r"-\d+(-of-\d+)?$")
 _HELD_OUT = {"test", "validation", "valid", "val", "dev", "eval", "evaluation", "heldout"}
@@ -195,24 +199,24 @@ _MOST_NAMED = 5
 
 
 class NoFilesError(Exception):
-    """There is nothing to read; the message says what is missing, and what there is instead."""
+    """No file has the rows; the message says what is missing, and what there is instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalFiles:
-    """Files in the order in which they are read, and what the user should know about the choice."""
+    """Files in the order in which they are read, and notes for the user about the choice."""
 
     files: list[Path]
     notes: list[str]
 
 
 def is_local(name: str) -> bool:
-    """Return whether the name of a data set means a path rather than an id of the Hub (`owner/name`, dots and all)."""
+    """Return whether the name of a data set is a path rather than an id of the Hub (`owner/name`, also with dots)."""
     return is_there(name) or name.startswith((".", "/", "~")) or name.lower().endswith(SUFFIXES) or name.count("/") > 1
 
 
 def is_there(name: str) -> bool:
-    """Return whether the path exists."""
+    """Return whether the path exists; False for one that is not valid."""
     try:
         return Path(name).expanduser().exists()
     except (OSError, ValueError, RuntimeError):  # too long, a NUL, the home of nobody
@@ -246,7 +250,7 @@ def _require_directory(path: Path) -> None:
 
 
 def _all(directory: Path) -> LocalFiles:
-    """Return all files below a directory."""
+    """Return all data files below a directory, with notes; raise NoFilesError if there are none."""
     found = list(_below(directory))
     files = [file for file in found if _stem(file) is not None]
     others = [file.relative_to(directory).as_posix() for file in found if _stem(file) is None and not _is_about(file)]
@@ -268,7 +272,11 @@ def _notes(directory: Path, files: list[Path], others: list[str]) -> Iterator[st
 
 
 def _named(directory: Path, name: str) -> list[Path]:
-    """Return the files called `name`, its shards, or else those below the directory of that name."""
+    """Return the file called `name`, or else its shards, or else all data files below the directory of that name.
+
+    Files and shards may also be in the subdirectory `data`. Raises NoFilesError if there are none, or several files of
+    that name.
+    """
     found = [file for file in _below(directory, is_deep=False) if _stem(file) is not None]
     if (directory / "data").is_dir():
         found += [file for file in _below(directory / "data", is_deep=False) if _stem(file) is not None]
@@ -285,7 +293,11 @@ def _named(directory: Path, name: str) -> list[Path]:
 
 
 def _below(directory: Path, *, is_deep: bool = True) -> Iterator[Path]:
-    """Yield the files of a directory, sorted by their paths; what begins with a dot or an underscore is left out."""
+    """Yield the files below a directory, sorted by path, without names that begin with a dot or an underscore.
+
+    Without `is_deep` only the directory itself is read. Raises NoFilesError for a data file that is a broken link or no
+    regular file, and for a table of Delta Lake.
+    """
     if (directory / "_delta_log").is_dir():
         raise NoFilesError(
             f"{directory.absolute()} is a table of Delta Lake, whose files hold rows that are deleted, too: export it"
@@ -304,7 +316,7 @@ def _below(directory: Path, *, is_deep: bool = True) -> Iterator[Path]:
 
 
 def _is_above(entry: Path) -> bool:
-    """Return whether a directory is a link to one that it is in."""
+    """Return whether a directory is a link to one of its parents."""
     return entry.is_symlink() and any(os.path.samefile(entry, parent) for parent in entry.absolute().parents)
 
 
