@@ -77,7 +77,7 @@ class BackgroundWork:
         """Give up the work because the training failed with `error`; raise nothing.
 
         The work has some seconds to end by itself, unless `error` says that another trainer has the run or that the
-        log is gone. Then `is_abandoned` is set, and the thread left behind if it does not stop.
+        log is gone. Then `is_abandoned` is set, and the thread is given up if it does not stop.
         """
         self._is_given_up = True
         if self._under_way is None:
