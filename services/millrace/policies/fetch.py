@@ -169,7 +169,9 @@ def _ranges(objects: Sequence[ObjectEntry], range_bytes: int) -> Iterator[tuple[
 # weighs that chain against one from the anchor by bytes.
 
 MAX_LINKS = 300  # more than the largest anchor interval has versions
-MAX_HELD_ENTRIES = 200_000  # pieces and tensors of the manifests that are held: some 40 MB
+MAX_HELD = 64
+"""Manifests that are held: more than a search reads, so that the memory does not grow with the versions of a run."""
+MAX_HELD_ENTRIES = 200_000  # pieces and tensors of the manifests that are held: some 60 MB
 _MAX_PROBLEMS = 3  # named in an error
 
 
@@ -222,7 +224,7 @@ class Manifests:
             self._held[key] = manifest
             self._num_entries += _num_entries(manifest)
         self._held.move_to_end(key)
-        while self._num_entries > MAX_HELD_ENTRIES and len(self._held) > 1:
+        while len(self._held) > MAX_HELD or (self._num_entries > MAX_HELD_ENTRIES and len(self._held) > 1):
             self._num_entries -= _num_entries(self._held.popitem(last=False)[1])
         return manifest
 

@@ -183,11 +183,12 @@ def test_the_ranks_of_a_lineage_change_and_change_back(store: LocalStore, betwee
 
 
 @pytest.mark.parametrize(("bound", "num_reads"), [(10, 3), (100, 2)])
-def test_manifests_are_held_up_to_a_number_of_pieces(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch, bound: int, num_reads: int
+@pytest.mark.parametrize("limit", ["MAX_HELD_ENTRIES", "MAX_HELD"])
+def test_manifests_are_held_up_to_a_number_and_a_number_of_pieces(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, limit: str, bound: int, num_reads: int
 ) -> None:
     Trainer(store).publish_to(1)
-    monkeypatch.setattr("millrace.policies.fetch.MAX_HELD_ENTRIES", bound)
+    monkeypatch.setattr(f"millrace.policies.fetch.{limit}", bound if limit == "MAX_HELD_ENTRIES" else bound // 10)
     manifests, read, get = Manifests(store), list[str](), store.get
     monkeypatch.setattr(store, "get", lambda key, **bound: read.append(key) or get(key, **bound))
     for version in (0, 1, 0):
