@@ -22,7 +22,7 @@ def router(**load: int) -> Router:
 
 
 def picked(made: Router, *replicas: ReadyReplica, min_version: int = 0, home: str = "") -> str:
-    found = made.pick(replicas, min_version=min_version, home=home)
+    found = made.choices(replicas).pick(min_version=min_version, home=home)
     return found.worker_id if found is not None else ""
 
 

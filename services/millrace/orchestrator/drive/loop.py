@@ -47,6 +47,9 @@ from millrace.telemetry.waits import LastingWait
 
 TICK_S = 1.0
 """Longest pause between two looks at lost groups and requests to stop if nothing else wakes the loop."""
+REST_S = 50e-6
+"""Pause for each play after a look at all of them, which takes a fifth of that; what changes meanwhile is seen at once
+in the next look."""
 SLOW_S = 600.0
 """Age from which a wait for a replica or for the trainer is overdue: either may be loading a large model."""
 DRAIN_S = 30.0
@@ -81,6 +84,10 @@ class RolloutLoop:
     durations: Durations = field(init=False)
     num_stale_reported: dict[str, int] = field(default_factory=dict)
     """By environment, the number of stale groups in the last event about them."""
+    committing: asyncio.Task[None] | None = None
+    """The commit that is under way."""
+    batch: list[Play] = field(default_factory=list)
+    """Its groups."""
     num_equal_in_a_row: int = 0
     teaching: set[int] = field(default_factory=set)
     """Ordinals of whole groups that are kept; filled only where batches are refilled."""
@@ -100,18 +107,40 @@ class RolloutLoop:
             while self.book.step < self.max_steps and not self.is_stopping():
                 # Cleared before the look: a change during the look sets it again, so `tick` returns at once.
                 self.book.changed.clear()
+                await self.end_commit()
                 await self.report_failures()
                 await self.drop_stale()
                 await self.drop_equal()
                 await self.player.place_open(self.book.plays.values())
                 await self.admit()
-                if groups := self.take():
-                    self.wait.over()
-                    await self.commit(groups)
+                if self.committing is None and (groups := self.take()):
+                    self.begin_commit(groups)
                 else:
                     await self.wait_for_change()
+            await self.end_commit(waits=True)
         finally:
             self.wait.over()
+            if self.committing is not None:
+                self.committing.cancel()
+                await asyncio.wait((self.committing,))
+
+    def begin_commit(self, groups: list[Play]) -> None:
+        """Commit a batch while groups are sent out and finish; the next one is cut when that is done."""
+        self.batch = groups
+        self.committing = asyncio.create_task(self.commit(groups))
+        self.committing.add_done_callback(lambda _: self.book.changed.set())
+
+    async def end_commit(self, *, waits: bool = False) -> None:
+        """Raise what the commit has raised, if it is done or `waits`."""
+        if self.committing is not None and (waits or self.committing.done()):
+            await self.committing
+            self.batch, self.committing = [], None
+
+    @property
+    def num_ahead(self) -> int:
+        """Return the number of rollouts that are open, finished, or in the batch that is being committed."""
+        plays = self.book.plays
+        return num_rollouts(plays.values()) + num_rollouts(each for each in self.batch if each.ordinal not in plays)
 
     async def report_failures(self) -> None:
         """Write events of failed and lost rollouts.
@@ -126,36 +155,41 @@ class RolloutLoop:
             raise error
 
     async def admit(self) -> None:
-        """Start new groups while there is room and an env-server for them; none during the pause after failed groups.
+        """Start new groups while there is room and an env-server for them; after failed groups, pause first.
 
-        Raise InvalidStateError if no task is left to draw and the groups make no batch.
+        Where the pools of the newest header decide what is drawn, nothing is drawn while the next one is committed.
         """
+        if self.committing is not None and self.settings.buffer.changes_draws:
+            return
         plays = self.book.plays
-        while (served := self.policies.served_version()) is not None:
-            ahead = num_rollouts(plays.values())
-            if self.failures.not_before > time.monotonic():
-                return  # groups may fail, and leave room again, while others are asked for
-            # Read anew in every round: each placement is awaited, and meanwhile groups finish and versions are served.
-            room = self.rule.num_allowed(step=self.book.step, served_version=served)
-            if ahead >= room:
-                return
-            # The step that the group will probably be cut into decides its temperature and the oldest version it may
-            # start with.
-            planned = self.rule.planned_step(step=self.book.step, num_ahead=ahead)
-            ordinal = self.book.next_ordinal()
-            if self.is_exhausted(ordinal):
-                self.require_groups()
-                return
-            group = plays[ordinal] = self.make_play(ordinal, planned)
-            if not await self.player.place(group, plays.values()):
-                return  # it stays open, and `place_open` tries again
+        async with self.player.round(plays.values()) as placing:
+            while (served := self.policies.served_version()) is not None and not placing.refused:
+                ahead = self.num_ahead
+                if self.failures.not_before > time.monotonic():
+                    return  # groups may fail, and leave room again, while others are asked for
+                # Read anew for every group: others finish, and versions are served, while it is waited for.
+                if ahead >= self.rule.num_allowed(step=self.book.step, served_version=served):
+                    return
+                # The step that the group will probably be cut into decides its temperature and the oldest version it
+                # may start with.
+                planned = self.rule.planned_step(step=self.book.step, num_ahead=ahead)
+                ordinal = self.book.next_ordinal()
+                if self.is_exhausted(ordinal):
+                    self.require_groups()
+                    return
+                group = plays[ordinal] = self.make_play(ordinal, planned)
+                await placing.place(group)  # if nobody takes it, it stays open, and `place_open` tries again
 
     def require_groups(self) -> None:
         """Raise InvalidStateError if nothing is played and the finished groups make no batch.
 
         Called when no task is left.
         """
-        if not self.book.open and num_rollouts(self.book.whole) < self.rule.rollouts_per_step:
+        if (
+            self.committing is None
+            and not self.book.open
+            and num_rollouts(self.book.whole) < self.rule.rollouts_per_step
+        ):
             raise InvalidStateError(
                 f"no task is left to draw for batch {self.book.step}: every one is easy or hard",
                 reason="NO_TASKS_LEFT",
@@ -353,7 +387,9 @@ class RolloutLoop:
     async def wait_for_change(self) -> None:
         """Register what the next batch waits for, and sleep until something changes (`tick`)."""
         step, have, need = self.book.step, num_rollouts(self.book.whole), self.rule.rollouts_per_step
-        if self.policies.served_version() is None:
+        if self.committing is not None:
+            self.wait.over()  # the commit shows its own waits
+        elif self.policies.served_version() is None:
             self.wait.on(
                 "a replica that serves this run's policy", waits_on="inference", key="replica", deadline_s=SLOW_S
             )
@@ -387,6 +423,7 @@ class RolloutLoop:
 
     async def tick(self) -> None:
         """Sleep until something changes, `TICK_S` has passed, or a pause after failed groups or plays is over."""
+        await asyncio.sleep(REST_S * len(self.book.plays))
         now = time.monotonic()
         due = [self.failures.not_before, *(play.not_before for play in self.book.open)]
         pause_s = min((at - now for at in due if at > now), default=TICK_S)

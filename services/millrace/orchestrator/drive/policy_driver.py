@@ -68,6 +68,9 @@ class PolicyDriver:
         self._held: policy_pb2.PolicyEntry | None = None
         self._holder = ""
         self.desired: policy_pb2.PolicyEntry | None = None
+        self._ready: list[ReadyReplica] | None = None
+        self._newest: int | None = None
+        self._looked = 0
 
     def publish(self, entry: policy_pb2.PolicyEntry) -> None:
         """Make a newly published version the one that replicas shall serve; one that is no newer is ignored."""
@@ -94,7 +97,7 @@ class PolicyDriver:
         self._wanted = self._held = None
         self._holder = ""
         self._wake()
-        self._on_change()
+        self._change()
 
     @property
     def newest_due(self) -> int | None:
@@ -112,7 +115,7 @@ class PolicyDriver:
         A holder that is lost is replaced.
         """
         if self._held is None and self._wanted is not None and self._due and self._due.version >= self._wanted:
-            self._held = self._due
+            self._held, self._ready = self._due, None
         if self._held is None:
             return
         owned = self._registry.owned(WorkerKind.INFERENCE, self._run_uid)
@@ -127,11 +130,23 @@ class PolicyDriver:
         return self._held if self._held is not None and worker_id == self._holder else self.desired
 
     def _wake(self) -> None:
+        self._ready = None
         self._published.set()
         self._published = asyncio.Event()
 
     def ready(self) -> list[ReadyReplica]:
         """Return the replicas that serve some version of this run's policy and take work, in order of id."""
+        if self._ready is None or self._looked != self._registry.revision:
+            self._ready, self._looked = self._find_ready(), self._registry.revision
+            self._newest = max((replica.version for replica in self._ready), default=None)
+        return self._ready
+
+    def _change(self) -> None:
+        """Note that a replica may serve something else than before, and tell `on_change`."""
+        self._ready = None
+        self._on_change()
+
+    def _find_ready(self) -> list[ReadyReplica]:
         replicas = []
         for record in self._registry.owned(WorkerKind.INFERENCE, self._run_uid):
             if not record.takes_work:
@@ -160,7 +175,8 @@ class PolicyDriver:
 
     def served_version(self) -> int | None:
         """Return the newest version that at least one ready replica serves."""
-        return max((replica.version for replica in self.ready()), default=None)
+        self.ready()
+        return self._newest
 
     def oldest_in_use(self) -> int | None:
         """Return the oldest version that a replica serves or shall serve; None if there is none."""
@@ -185,7 +201,7 @@ class PolicyDriver:
         if self._served.pop(worker_id, None) is not None:
             logger.warning("replica lost a request, asking whether it serves", extra={"worker": worker_id})
             self._suspected[worker_id].set()
-            self._on_change()
+            self._change()
 
     async def run(self) -> None:
         """Claim replicas for the run while it has a trainer, and keep a task for each; ends by cancellation."""
@@ -202,7 +218,7 @@ class PolicyDriver:
                 for worker_id in tasks.keys() - owned.keys():
                     tasks.pop(worker_id).cancel()
                     self._served.pop(worker_id, None)
-                    self._on_change()
+                    self._change()
                 for worker_id in owned.keys() - tasks.keys():
                     self._suspected[worker_id] = asyncio.Event()
                     tasks[worker_id] = group.create_task(self._drive(owned[worker_id]))
@@ -247,6 +263,7 @@ class PolicyDriver:
             response = await call(stub.UpdatePolicy, request, timeout_s=UPDATE_TIMEOUT_S)
         except MillraceError as error:
             self._served.pop(record.worker_id, None)
+            self._change()
             logger.warning(
                 "policy update failed, retrying",
                 extra={"worker": record.worker_id, "version": desired.version, "error": str(error)},
@@ -295,7 +312,7 @@ class PolicyDriver:
         except MillraceError as error:
             logger.warning("replica does not answer", extra={"worker": record.worker_id, "error": str(error)})
             self._served.pop(record.worker_id, None)
-            self._on_change()
+            self._change()
         else:
             self._take(record, response.status)
 
@@ -305,7 +322,7 @@ class PolicyDriver:
             self._served[record.worker_id] = status
         else:
             self._served.pop(record.worker_id, None)
-        self._on_change()
+        self._change()
 
     def _serves(self, worker_id: str, desired: policy_pb2.PolicyEntry) -> bool:
         """Return whether a replica serves its target: exactly that version if it is held, else that one or a newer."""

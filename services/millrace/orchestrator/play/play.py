@@ -133,7 +133,8 @@ class Play:
     @property
     def num_playing(self) -> int:
         """Return the number of rollouts that an env-server plays."""
-        return len(self.missing) - len(self.failures) if self.state is PlayState.PLACED else 0
+        is_placed = self.state is PlayState.PLACED
+        return self.group_size - len(self.members) - len(self.failures) if is_placed else 0
 
     @property
     def source(self) -> str:

@@ -3,17 +3,21 @@
 One player serves training and evaluation: it changes the state of the plays that it is given, wherever they are kept.
 """
 
+import asyncio
+import heapq
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from millrace.errors import first_error
 from millrace.internal.v1.play_pb2 import PlayGroupRequest, PlayingGroup
 from millrace.orchestrator.play.book import RolloutStream
 from millrace.orchestrator.play.env_servers import EnvServers
 from millrace.orchestrator.play.play import Play, PlayState
-from millrace.orchestrator.play.routing import Policies, ReadyReplica, Router
+from millrace.orchestrator.play.routing import Choices, Policies, ReadyReplica, Router
 from millrace.rollouts.types import Purpose
 from millrace.rollouts.wire import purpose_to_wire
 from millrace.telemetry import faults
@@ -22,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S = 5.0
 """An env-server that does not say within it what it plays has lost what is late."""
+MAX_PLACING = 32
+"""Most calls at once that ask env-servers to play."""
 STOP_TIMEOUT_S = 2.0
 """An env-server that does not stop a play within it may play on: what it sends late is a duplicate."""
 
@@ -33,6 +39,78 @@ class RunIdentity:
     uid: str
     epoch: int
     generation: int
+
+
+class Round:
+    """Placements of one moment, up to `MAX_PLACING` at once: each counts for the next ones as soon as it is chosen.
+
+    It looks at replicas, env-servers and plays once, so that a placement costs the same however many these are.
+    """
+
+    def __init__(
+        self,
+        tasks: asyncio.TaskGroup,
+        place: Callable[[Play, "Round"], Awaitable[bool]],
+        choices: Choices,
+        envs: EnvServers,
+        plays: Iterable[Play],
+    ) -> None:
+        """Take `place`, which asks for one play and returns False if there is no room for it."""
+        self._tasks, self._ask, self._choices, self._envs = tasks, place, choices, envs
+        self._slots = asyncio.Semaphore(MAX_PLACING)
+        self._num_playing, self._load = 0, Counter[str]()
+        for play in plays:
+            self._num_playing += play.num_playing
+            self._load[play.env_server] += play.is_open
+        self._servers: dict[str, list[tuple[int, str]]] = {}
+        self._left_out = set[str]()
+        self.refused = set[str]()
+        """Environments that nobody can take now; others may have env-servers of their own (images)."""
+
+    async def place(self, play: Play) -> None:
+        """Begin to place a play once fewer than `MAX_PLACING` are under way, unless its environment is refused."""
+        await self._slots.acquire()
+        self._tasks.create_task(self._place(play))
+
+    async def _place(self, play: Play) -> None:
+        try:
+            is_wanted = play.state is PlayState.UNPLACED and play.task.env not in self.refused
+            if is_wanted and not await self._ask(play, self):
+                self.refused.add(play.task.env)
+        finally:
+            self._slots.release()
+
+    def choose(self, play: Play) -> ReadyReplica | None:
+        """Return the replica for a play, which counts there from now on; None if there is none, or no room.
+
+        A play that is larger than the bound on rollouts is played alone.
+        """
+        bound, size = play.settings.max_playing, len(play.missing)
+        if bound is not None and self._num_playing and self._num_playing + size > bound:
+            return None
+        replica = self._choices.pick(min_version=play.min_version, home=play.home, is_pinned=play.is_pinned)
+        if replica is not None:
+            self._choices.add(replica.worker_id, size)
+            self._num_playing += size
+        return replica
+
+    def server(self, env: str) -> str | None:
+        """Return the env-server with the fewest plays that has an environment; None if all were left out."""
+        if env not in self._servers:
+            self._servers[env] = sorted((self._load[each], each) for each in self._envs.servers_with(env))
+        ranked = self._servers[env]
+        while ranked:
+            load, worker_id = ranked[0]
+            if worker_id in self._left_out:
+                heapq.heappop(ranked)
+            else:
+                heapq.heapreplace(ranked, (load + 1, worker_id))
+                return worker_id
+        return None
+
+    def leave_out(self, worker_id: str) -> None:
+        """Ask an env-server that did not take a play for no other one in this round."""
+        self._left_out.add(worker_id)
 
 
 class Player:
@@ -66,32 +144,46 @@ class Player:
         unplaced = [play for play in plays if play.state is PlayState.UNPLACED and play.not_before <= now]
         if any(play.attempt for play in unplaced):
             await self._stream.catch_up()
-        refused = set[str]()  # environments that nobody can take now: others may have env-servers of their own (images)
-        for play in unplaced:
-            if play.state is not PlayState.UNPLACED or play.task.env in refused:
-                continue
-            if not await self.place(play, plays):
-                refused.add(play.task.env)
+        if unplaced:
+            async with self.round(plays) as placing:
+                for play in unplaced:
+                    await placing.place(play)
+
+    @asynccontextmanager
+    async def round(self, plays: Collection[Play]) -> AsyncIterator["Round"]:
+        """Yield a round of placements; at the end of the block all of them have been answered.
+
+        `plays` are all that share the room.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                choices = self._router.choices(self._policies.ready())
+                yield Round(tasks, self._place, choices, self._envs, plays)
+        except BaseExceptionGroup as group:
+            raise first_error(group) from group
 
     async def place(self, play: Play, plays: Collection[Play]) -> bool:
-        """Ask an env-server to play the missing members of an unplaced play.
+        """Place one play; return False if there is no room for it now. `plays` are all that share the room."""
+        async with self.round(plays) as placing:
+            await placing.place(play)
+        return not placing.refused
 
-        Return False if there is no room for it now. `plays` are all that share the room. After a lost answer
-        the play stays unplaced although an env-server may play it: asking again is harmless there, and its
-        rollouts count whatever was asked. A task that is scored as a whole and has come in part is never asked
-        for again: it is left to the env-server that plays it.
+    async def _place(self, play: Play, placing: "Round") -> bool:
+        """Ask an env-server to play the missing members of an unplaced play; False if there is no room for it now.
+
+        After a lost answer the play stays unplaced although an env-server may play it: asking again is harmless
+        there, and its rollouts count whatever was asked. A task that is scored as a whole and has come in part is
+        never asked for again: it is left to the env-server that plays it.
         """
         if play.source:
             # The members of such a task end together: the others are on their way, unless `lost` says otherwise.
             play.place(play.source, replica="", timeout_s=play.settings.rest_timeout_s)
             return True
-        replica = self._router.pick(
-            self._policies.ready(), min_version=play.min_version, home=play.home, is_pinned=play.is_pinned
-        )
-        if replica is None or not _has_room(play, plays):
+        replica = placing.choose(play)
+        if replica is None:
             return False
         request = self._request(play, replica)
-        for worker_id in self._servers(play.task.env, plays):
+        while (worker_id := placing.server(play.task.env)) is not None:
             if not _is_asked_for(play, request):
                 return True  # members came while another env-server was asked: what is still missing is asked for anew
             if await self._envs.play(worker_id, request):
@@ -103,6 +195,7 @@ class Player:
                 if play.settings.purpose is Purpose.TRAIN:
                     faults.reach(faults.Point.ORCHESTRATOR_AFTER_DISPATCH, step=play.planned_step)
                 return True
+            placing.leave_out(worker_id)
         return False
 
     async def _keep_on(self, plays: Collection[Play]) -> None:
@@ -129,7 +222,7 @@ class Player:
     def lost(self, plays: Iterable[Play]) -> list[Play]:
         """Return the placed plays whose env-server or replica is gone, or whose deadline passed, and log each."""
         now = time.monotonic()
-        env_servers, replicas = self._envs.alive(), self._policies.known()
+        env_servers, replicas = set(self._envs.alive()), self._policies.known()
         placed = [play for play in plays if play.state is PlayState.PLACED]
         # Since when a replica is missed is kept, so that its plays are lost only after their grace period.
         gone = {play.replica for play in placed if play.replica} | self._orphaned.keys()
@@ -162,10 +255,6 @@ class Player:
             ]
             await self._envs.cancel(playing, timeout_s=STOP_TIMEOUT_S)
 
-    def _servers(self, env: str, plays: Iterable[Play]) -> list[str]:
-        load = Counter(play.env_server for play in plays if play.is_open)
-        return sorted(self._envs.servers_with(env), key=lambda worker_id: (load[worker_id], worker_id))
-
     def _request(self, play: Play, replica: ReadyReplica) -> PlayGroupRequest:
         policy, settings = self._policies.desired, play.settings
         return PlayGroupRequest(
@@ -192,13 +281,6 @@ class Player:
             api_key_var=settings.api_key_var,
             demo_key=settings.demo_key,
         )
-
-
-def _has_room(play: Play, plays: Iterable[Play]) -> bool:
-    """Return whether the play's `max_playing` leaves room for it beside `plays`; a larger play is played alone."""
-    bound = play.settings.max_playing
-    playing = sum(other.num_playing for other in plays) if bound is not None else 0
-    return bound is None or not playing or playing + len(play.missing) <= bound
 
 
 def _is_asked_for(play: Play, request: PlayGroupRequest) -> bool:

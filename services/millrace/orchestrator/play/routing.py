@@ -6,9 +6,10 @@ reason, unless that one lost it. Busy is counted in rollouts that were sent ther
 what the replica generates at once; all kinds of work of the run count together.
 """
 
+import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -110,49 +111,56 @@ class Router:
         """Take the rollouts that `load` counts into account from now on."""
         self._loads.append(load)
 
-    def pick(
-        self, replicas: Iterable[ReadyReplica], *, min_version: int, home: str = "", is_pinned: bool = False
-    ) -> ReadyReplica | None:
+    def choices(self, replicas: Sequence[ReadyReplica]) -> "Choices":
+        """Return `replicas` with the work on each of them now."""
+        load = Counter[str]()
+        for part in self._loads:
+            load.update(part())
+        return Choices(replicas, load)
+
+
+class Choices:
+    """The replicas that a round of placements chooses from; what is placed in the round counts at once."""
+
+    def __init__(self, replicas: Sequence[ReadyReplica], load: Counter[str]) -> None:
+        """Take `load`, the rollouts on each replica by its worker id."""
+        self._replicas = {each.worker_id: each for each in replicas}
+        self._load = load
+        self._ranked = sorted(map(self._rank, replicas))
+        """A heap, whose ranks may be too low: work is only added."""
+
+    def pick(self, *, min_version: int, home: str = "", is_pinned: bool = False) -> ReadyReplica | None:
         """Return the replica for a play, the least busy at `min_version` or newer; None if there is none.
 
         `home` is the worker id of the replica that has the prefix already, which is preferred unless it is full
         and another one is not. One that is taking a new version gets something only if all do that. Pinned
         plays go to held replicas alone; others go there only if no other fits, because what is held grows old.
         """
-        fit = [each for each in replicas if each.version >= min_version and (each.is_held or not is_pinned)]
-        if not is_pinned:
-            fit = [each for each in fit if not each.is_held] or fit
-        load = Counter[str]()
-        for part in self._loads:
-            load.update(part())
+        best = self._best(min_version=min_version, is_pinned=is_pinned)
+        stay = self._replicas.get(home)
+        if best is None or stay is None or stay.is_applying or stay.version < min_version:
+            return best
+        is_kept_free = stay.is_held > best.is_held or (is_pinned and not stay.is_held)
+        return stay if not is_kept_free and self._share(stay) < 1 else best
 
-        def share(replica: ReadyReplica) -> float:
-            return load[replica.worker_id] / (replica.max_num_seqs or DEFAULT_SEQS)
+    def add(self, worker_id: str, num_rollouts: int) -> None:
+        """Count rollouts that are sent to a replica."""
+        self._load[worker_id] += num_rollouts
 
-        best = min(fit, key=lambda each: (each.is_applying, share(each), each.worker_id), default=None)
-        stay = next((each for each in fit if each.worker_id == home and not each.is_applying), None)
-        return stay if stay is not None and (share(stay) < 1 or stay is best) else best
+    def _best(self, *, min_version: int, is_pinned: bool) -> ReadyReplica | None:
+        while self._ranked and self._ranked[0] != (rank := self._rank(self._replicas[self._ranked[0][-1]])):
+            heapq.heapreplace(self._ranked, rank)
+        first = self._replicas[self._ranked[0][-1]] if self._ranked else None
+        if first is None or (first.version >= min_version and not is_pinned):
+            return first
+        fit = [each for each in self._replicas.values() if each.version >= min_version]
+        return min((each for each in fit if each.is_held or not is_pinned), key=self._rank, default=None)
 
+    def _rank(self, replica: ReadyReplica) -> tuple[bool, bool, float, str]:
+        return replica.is_held, replica.is_applying, self._share(replica), replica.worker_id
 
-# When a group may start, when its rollouts may be trained on: the two predicates that bound staleness.
-#
-# Let `c` be the next step to cut, `v` the newest version that a ready engine serves, B the rollouts of a step, f the
-# oversampling factor, L the async level. A group is admitted while, counted in rollouts,
-#
-# open + finished_unbatched < ceil((v + L + 1 - c) * B * f) and c < max_steps.
-#
-# A step is cut of whole groups, of the fewest that have B rollouts: where all groups are of one size, which divides
-# B, of just as many. Where they differ, a step has less than one group more, and so has what is ahead.
-#
-# Why this bounds the work ahead: committed but untrained batches are counted through `c`, because committing a batch
-# raises `c` by one and so lowers the right side by B * f. Since v <= c always (version v exists only after batches
-# 0..v-1), the right side never exceeds (L + 1) * B * f: there is never more than L + 1 steps' worth of groups that
-# are open or finished but not batched. At L = 0, after batch n-1 is cut (c = n), the right side is (v + 1 - n) * G *
-# f, which is positive only once v = n: nothing for step n starts before version n is served.
-#
-# With f > 1 a step leaves surplus groups, and cutting these at once would run ahead of the trainer: a cut lowers the
-# left side by B but the right side by B * f. So a step is cut only while `c <= v + L`; without surplus that always
-# holds, since groups for step c are admitted only then. Surplus groups wait, and are dropped once they are too old.
+    def _share(self, replica: ReadyReplica) -> float:
+        return self._load[replica.worker_id] / (replica.max_num_seqs or DEFAULT_SEQS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
