@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def report(options: argparse.Namespace) -> str:
     """Measure each number of workers; the tables as Markdown."""
     rows = [asyncio.run(_measure(options, workers)) for workers in options.workers]
-    beats = ["heartbeats/s", "CPU %", "ms of CPU each", "p50 ms", "p99 ms", "again", "lost"]
+    beats = ["heartbeats/s", "CPU %", "ms of CPU each", "p50 ms", "p99 ms", "again", "lost", "load's CPU %"]
     return "\n\n".join(
         [
             f"## Workers of one orchestrator\n\n{options.groups} open groups of {GROUP_SIZE}.",
@@ -89,7 +89,7 @@ async def _measure(options: argparse.Namespace, workers: int) -> Row:
 
 async def _beats(options: argparse.Namespace, made: Deployment, load: Fleet, pid: int) -> list[object]:
     load.reset()
-    lost, cpu, began = made.said("worker lost"), cpu_s(pid), time.monotonic()
+    lost, cpu, own, began = made.said("worker lost"), cpu_s(pid), cpu_s(), time.monotonic()
     await asyncio.sleep(options.seconds)
     seconds, cpu = time.monotonic() - began, cpu_s(pid) - cpu
     count = len(load.latencies_s)
@@ -101,6 +101,7 @@ async def _beats(options: argparse.Namespace, made: Deployment, load: Fleet, pid
         *(f"{each:.0f}" for each in times),
         load.num_registered,
         made.said("worker lost") - lost,
+        f"{100 * (cpu_s() - own) / seconds:.0f}",
     ]
 
 

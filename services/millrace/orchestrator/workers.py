@@ -31,7 +31,8 @@ LEASE_S = 10.0
 Silence begins when a heartbeat is due that does not come.
 """
 LOST_ROUNDS = 3
-"""How often somebody else must have been heard meanwhile: heartbeats that wait for this process are taken in turn."""
+"""Rounds of heartbeats in which others must have been heard meanwhile: those that wait for this process are taken in
+turn. A round takes until half of the workers were heard, one of them twice, or `LEASE_S`."""
 PULSE_S, STOOD_STILL_S = 0.5, 2.0
 """How often this process looks whether it runs, and the gap from which on it says that it did not."""
 LOOK_S = 0.1
@@ -180,7 +181,9 @@ class WorkerRegistry:
         self.by_id: dict[str, WorkerRecord] = {}
         self._slots: dict[str, WorkerRecord] = {}
         self._lists: dict[tuple[WorkerKind, str | None], list[WorkerRecord]] = {}
-        self._round, self._heard, self._look_at = 0, 0.0, 0.0
+        self._round, self._round_began = 0, 0.0
+        self._heard_in_round: set[str] = set()
+        self._heard, self._look_at = 0.0, 0.0
         self._quiet: set[str] = set()
         self._resolved_below: dict[str, int] = {}
         self._log_instances: dict[str, str] = {}
@@ -222,7 +225,7 @@ class WorkerRegistry:
         if worker.slot:
             self._slots[worker.slot] = known
         self._lists.clear()
-        self._hear(known)
+        known.last_seen, known.round, known.interval_s = time.monotonic(), self._round, self.interval_s(known.kind)
         self._look_at = min(self._look_at, known.lease_ends)
         self.notify()
         return known
@@ -245,14 +248,15 @@ class WorkerRegistry:
         return record
 
     def _hear(self, record: WorkerRecord) -> None:
-        """Note that a worker was heard now, and choose its next interval.
-
-        A worker that is heard for the second time in a round begins the next round.
-        """
-        if record.round == self._round:
-            self._round += 1
+        """Note that a worker was heard now, choose its next interval, and begin the next round if this one is over."""
+        now = record.last_seen = self._heard = time.monotonic()
+        is_second = record.worker_id in self._heard_in_round
+        has_half = len(self._heard_in_round) >= len(self.by_id) // 2 and now - self._round_began >= HEARTBEAT_S / 2
+        if is_second and (has_half or now - self._round_began > LEASE_S):
+            self._round, self._round_began = self._round + 1, now
+            self._heard_in_round.clear()
+        self._heard_in_round.add(record.worker_id)
         record.round = self._round
-        record.last_seen = self._heard = time.monotonic()
         record.interval_s = self.interval_s(record.kind)
 
     def interval_s(self, kind: WorkerKind) -> float:

@@ -233,9 +233,12 @@ class PolicyDriver:
                 published = self._published
                 desired = self._target(record.worker_id)
                 if desired is None or self._serves(record.worker_id, desired):
-                    # A replica may also lose its policy by itself, so look again now and then.
-                    await first_of(published.wait(), self._suspected[record.worker_id].wait(), timeout_s=LOOK_S)
-                    if desired is not None and not published.is_set():
+                    # A replica may also lose its policy by itself. Its heartbeats say so; else it is asked.
+                    suspected = self._suspected[record.worker_id]
+                    await first_of(published.wait(), suspected.wait(), timeout_s=LOOK_S)
+                    known = self._registry.by_id.get(record.worker_id, record)  # it may have registered again
+                    is_told = not suspected.is_set() and self._is_target(record.worker_id, known.policy, desired)
+                    if desired is not None and not published.is_set() and not is_told:
                         await self._refresh(stub, record)
                     continue
                 with waits.waiting(
@@ -326,8 +329,18 @@ class PolicyDriver:
 
     def _serves(self, worker_id: str, desired: policy_pb2.PolicyEntry) -> bool:
         """Return whether a replica serves its target: exactly that version if it is held, else that one or a newer."""
-        status = self._served.get(worker_id)
-        if status is None or not status.has_version or status.state != policy_service_pb2.POLICY_STATE_SERVING:
+        return self._is_target(worker_id, self._served.get(worker_id), desired)
+
+    def _is_target(
+        self,
+        worker_id: str,
+        status: policy_service_pb2.PolicyStatus | None,
+        desired: policy_pb2.PolicyEntry | None,
+    ) -> bool:
+        """Return whether a replica with that status serves what it shall."""
+        if status is None or desired is None or status.run_uid != self._run_uid:
+            return False
+        if not status.has_version or status.state != policy_service_pb2.POLICY_STATE_SERVING:
             return False
         served, wanted = (status.lineage, status.version), (desired.lineage, desired.version)
         is_exact = desired is self._held and worker_id == self._holder
