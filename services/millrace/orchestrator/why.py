@@ -108,7 +108,9 @@ def serves(record: WorkerRecord, uid: str) -> bool:
 
 
 def _component(record: WorkerRecord, uid: str, now: float, *, is_lost: bool = False) -> Component:
-    age_s = max(0.0, now - record.silent_since - METER.within(record.silent_since, now))  # not heard is not silent
+    age_s = max(0.0, now - record.silent_since)
+    if age_s > SILENT_S:
+        age_s = max(0.0, age_s - METER.within(record.silent_since, now))  # not heard is not silent
     waiting = [replace(wait, age_s=wait.age_s + age_s) for wait in _of_run(record.waits, uid)]
     return Component(
         name=record.worker_id,

@@ -35,7 +35,7 @@ LOST_ROUNDS = 3
 turn. A round takes until half of the workers were heard, one of them twice, or `LEASE_S`."""
 PULSE_S, STOOD_STILL_S = 0.5, 2.0
 """How often this process looks whether it runs, and the gap from which on it says that it did not."""
-LOOK_S = 0.1
+LOOK_S = 0.5
 """Shortest time between two looks for leases that ran out."""
 MAX_LOST = 64
 """Lost workers that are remembered, to name them."""
