@@ -17,6 +17,7 @@ from report import end_like_interrupt, machine
 SUBCOMMANDS = {
     "runs": ("scale_redis", "runs that have ended: start, idle, Redis, and the way back after a FLUSHALL"),
     "workers": ("scale_workers", "workers that one orchestrator holds: heartbeats, dispatch, an order to update"),
+    "commits": ("scale_commits", "a commit and a takeover at step n; a commit of a large batch"),
 }
 """By name, the module and what it measures."""
 

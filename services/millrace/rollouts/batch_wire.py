@@ -45,23 +45,28 @@ def pack_batch(
     malformed. In a chunk where some samples carry weights and others do not, the others get their defaults written out
     (rl 1 where the mask is 1, ce 0); the meaning stays, the `None` does not.
     """
+    return list(iter_chunks(header, samples, target_chunk_bytes=target_chunk_bytes))
+
+
+def iter_chunks(
+    header: batch_pb2.BatchHeader, samples: Sequence[TrainSample], *, target_chunk_bytes: int = TARGET_CHUNK_BYTES
+) -> Iterator[bytes]:
+    """Yield the chunks that `pack_batch` returns, each when it is asked for; `header` is complete after the last."""
     for index, sample in enumerate(samples):
         _check_sample(sample, where=f"samples[{index}]")
     envs = {env: index for index, env in enumerate(dict.fromkeys(sample.env for sample in samples))}
     del header.envs[:], header.samples[:], header.chunks[:]
     header.envs.extend(envs)
-    chunks: list[bytes] = []
-    for group in _split(samples, target_chunk_bytes):
+    for number, group in enumerate(_split(samples, target_chunk_bytes)):
         offset = 0
         for sample in group:
-            header.samples.append(_entry(sample, chunk=len(chunks), offset=offset, env=envs[sample.env]))
+            header.samples.append(_entry(sample, chunk=number, offset=offset, env=envs[sample.env]))
             offset += sample.num_tokens
         data = _encode_chunk(group, first=len(header.samples) - len(group))
         header.chunks.add(sha256=hashlib.sha256(data).digest(), size_bytes=len(data), num_tokens=offset)
-        chunks.append(data)
+        yield data
     header.num_tokens = sum(sample.num_tokens for sample in samples)
     header.num_loss_tokens = sum(sample.num_loss_tokens for sample in samples)
-    return chunks
 
 
 def decode_header(data: bytes) -> batch_pb2.BatchHeader:

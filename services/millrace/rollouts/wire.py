@@ -7,6 +7,7 @@ foreign code, nor an orchestrator, an export or an audit from the log. Bytes tha
 views of the bytes.
 """
 
+import io
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
@@ -105,17 +106,28 @@ def encode_archive(rollouts: Iterable[Rollout]) -> bytes:
     what `decode_archive` reads.
     """
     ordered = sorted(rollouts, key=lambda r: (r.ordinal, r.attempt, r.member))
-    archive = rollout_pb2.RolloutArchive(rollouts=[_to_proto(rollout) for rollout in ordered])
-    data = archive.SerializeToString(deterministic=True) if archive.ByteSize() <= MAX_ARCHIVE_BYTES else b""
-    packed = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(data)
-    if archive.ByteSize() > _max_archive_bytes(packed):
+    # Rollout by rollout, which gives the bytes of the whole message and never needs them at once. A frame begins with
+    # its size.
+    size = sum(_archive_of(rollout).ByteSize() for rollout in ordered)
+    compressor, packed = zstandard.ZstdCompressor(level=3, write_checksum=True), io.BytesIO()
+    if not 0 < size <= MAX_ARCHIVE_BYTES:
+        packed.write(compressor.compress(b""))
+    else:
+        with compressor.stream_writer(packed, size=size, closefd=False) as writer:
+            for rollout in ordered:
+                writer.write(_archive_of(rollout).SerializeToString(deterministic=True))
+    data = packed.getvalue()
+    if size > (most := _max_archive_bytes(data)):
         raise CorruptObjectError(
-            f"the archive of {len(ordered)} rollouts has {archive.ByteSize()} bytes, and at most "
-            f"{_max_archive_bytes(packed)} would be read again",
+            f"the archive of {len(ordered)} rollouts has {size} bytes, and at most {most} would be read again",
             reason="ROLLOUT_ARCHIVE_TOO_LARGE",
             remedy="cut smaller batches (orchestrator.batch_size), or shorter rollouts",
         )
-    return packed
+    return data
+
+
+def _archive_of(rollout: Rollout) -> rollout_pb2.RolloutArchive:
+    return rollout_pb2.RolloutArchive(rollouts=[_to_proto(rollout)])
 
 
 def decode_archive(data: bytes) -> list[Rollout]:

@@ -24,7 +24,7 @@ from millrace.orchestrator.play.env_servers import EnvServers
 from millrace.orchestrator.play.failures import Failures, Tally, decode_tally, encode_tally
 from millrace.orchestrator.play.play import Play
 from millrace.orchestrator.play.pools import Pools, PoolSizes, thresholds_of
-from millrace.rollouts.batch_wire import closes_run, pack_batch
+from millrace.rollouts.batch_wire import closes_run, iter_chunks
 from millrace.rollouts.types import Rollout, Sample, TrainSample
 from millrace.rollouts.wire import encode_archive
 from millrace.runlog import Frontier, chain_hash, commit_batch
@@ -532,9 +532,9 @@ class BatchWriter:
         # From here to the end of the commit the book keeps what this header resolves apart, so that a failure loses
         # nothing.
         with self._book.committing() as archived:
-            chunks = pack_batch(header, samples)
-            header.objects.extend(name_scores(self._log.names, archived))
-            archive = encode_archive(archived)
+            header.objects.extend(await asyncio.to_thread(name_scores, self._log.names, archived))
+            archive = await asyncio.to_thread(encode_archive, archived)
+            chunks = iter_chunks(header, samples)
             header_bytes, cancelled = await _finish(
                 commit_batch(self._log, self._context.epoch, header, chunks, archive, known=self.known)
             )

@@ -356,7 +356,8 @@ class RolloutLoop:
 
         A batch without any advantage is not committed, and its step is cut again.
         """
-        batch = cut(
+        batch = await asyncio.to_thread(
+            cut,
             groups,
             self.algorithms,
             step=self.book.step,
