@@ -120,7 +120,7 @@ async def _measure_steps(sizes: list[int], num_samples: int) -> list[list[object
                 cpu_s += (time.process_time() - began) * (step >= size - WINDOW)
                 chain, step = chain_hash(chain, stored), step + 1
             progress(f"step {step}")
-            rows.append([size, 1e3 * cpu_s / WINDOW, *await _take_over(log)])
+            rows.append([size, *_rounded(1e3 * cpu_s / WINDOW, *await _take_over(log))])
     return rows
 
 
@@ -185,7 +185,7 @@ async def _measure_tokens(num_tokens: int) -> list[object]:
         size = batch_size * ROLLOUT_TOKENS
         await parts.context.events.close()
     per_token = [(most - base) * 2**20 / size for base in (idle, held)]
-    return [size, cpu_s, wall_s, 1e3 * lags.wall_s, 1e3 * lags.cpu_s, *per_token]
+    return [size, *_rounded(cpu_s, wall_s, 1e3 * lags.wall_s, 1e3 * lags.cpu_s, *per_token)]
 
 
 async def _make_loop(log: RunLog, record: RunRecord) -> tuple[RolloutLoop, Any]:
@@ -263,6 +263,10 @@ class _Peak:
     def _watch(self) -> None:
         while not self._ends.wait(0.01):
             self._most = max(self._most, _rss_mb())
+
+
+def _rounded(*values: float) -> list[object]:
+    return [f"{value:.3g}" for value in values]
 
 
 def _rss_mb() -> float:
