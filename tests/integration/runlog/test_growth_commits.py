@@ -3,12 +3,15 @@
 import hashlib
 import os
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
 from millrace.errors import CorruptObjectError, UnavailableError
+from millrace.internal.v1 import batch_pb2
+from millrace.rollouts.batch_wire import decode_header, iter_chunks, pack_batch, unpack_batch
 from millrace.runlog import RunLog, chain_hash, commit_batch
 from millrace.runlog.catalogue import CHAIN_POINT
 from millrace.runlog.records import chain_points
@@ -246,3 +249,53 @@ async def test_a_seal_is_written_without_chain_points_where_one_is_damaged(write
     right = load_named(log.store, log.names, writer.known)
     log.store.put(log.names.chain_point(POINT_STEPS - 1), b"{}")
     assert load_named(log.store, log.names, writer.known) == right
+
+
+async def test_a_large_batch_is_packed_beside_the_loop_and_never_there_as_a_whole(log, make_batch, monkeypatch):
+    monkeypatch.setattr("millrace.runlog.commit.MAX_REDIS_BATCH_BYTES", 10)
+    epoch = await log.acquire_epoch("orchestrator", "o")
+    header, chunks = make_batch(0, num_tokens=400)
+    samples = unpack_batch(header, dict(enumerate(chunks)))
+    anew, stored, ahead = batch_pb2.BatchHeader(), set[str](), list[int]()
+    anew.CopyFrom(header)
+    put = log.store.put
+
+    def noted(key: str, data: bytes) -> None:
+        put(key, data)
+        stored.add(key)
+
+    def packed() -> Iterator[bytes]:
+        for number, chunk in enumerate(iter_chunks(anew, samples * 8, target_chunk_bytes=700), 1):
+            assert threading.current_thread() is not threading.main_thread()
+            ahead.append(number - len(stored))
+            yield chunk
+
+    monkeypatch.setattr(log.store, "put", noted)
+    done = decode_header(await commit_batch(log, epoch, anew, packed(), b""))
+    assert len(ahead) == len(done.chunks) >= 30 and max(ahead) <= 6, "four are uploaded, one waits, one is packed"
+    assert [log.store.get(chunk.key) for chunk in done.chunks] == pack_batch(
+        header, samples * 8, target_chunk_bytes=700
+    )
+
+
+async def test_a_chunk_that_cannot_be_uploaded_ends_the_commit_and_the_packing(log, make_batch, monkeypatch):
+    epoch = await log.acquire_epoch("orchestrator", "o")
+    header, chunks = make_batch(0)
+    samples, taken = unpack_batch(header, dict(enumerate(chunks))), list[bytes]()
+    anew = batch_pb2.BatchHeader()
+    anew.CopyFrom(header)
+
+    def fail(key: str, data: bytes) -> None:
+        raise UnavailableError("no answer", reason="STORE_UNAVAILABLE")
+
+    def packed() -> Iterator[bytes]:
+        for chunk in iter_chunks(anew, samples * 50, target_chunk_bytes=700):
+            taken.append(chunk)
+            yield chunk
+
+    with monkeypatch.context() as patch:
+        patch.setattr(log.store, "put", fail)
+        with pytest.raises(UnavailableError, match="no answer"):
+            await commit_batch(log, epoch, anew, packed(), b"")
+    assert len(taken) < 50 and log.store.head(log.names.batch_header(0)) is None
+    assert await commit_batch(log, epoch, header, chunks, b"")

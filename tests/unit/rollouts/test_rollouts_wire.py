@@ -109,6 +109,14 @@ def test_archives_round_trip_in_order(many):
     assert found == sorted(many, key=lambda r: (r.ordinal, r.attempt, r.member))
 
 
+@given(st.lists(rollouts(), max_size=3))
+@settings(max_examples=20)
+def test_an_archive_is_one_message(many):
+    data = zstandard.decompress(wire.encode_archive(many))
+    message = rollout_pb2.RolloutArchive.FromString(data)
+    assert data == message.SerializeToString(deterministic=True) and len(message.rollouts) == len(many)
+
+
 @given(rollouts(), st.data())
 def test_damaged_bytes_are_refused_or_still_a_valid_rollout(rollout, data):
     """The log's sha256 finds every damage; this layer must at least never crash or return malformed columns."""
