@@ -221,8 +221,8 @@ def shared_address(root: Path = OUTPUTS) -> str:
 
 
 def say_environments_beside(config: "RLConfig", stack: RunningStack | None, *, server: str) -> None:
-    """Print a note for each environment of the config whose file is in the current directory, where the stack at
-    `server` does not search for it.
+    """Print a note for each environment whose file is in the current directory if the stack at `server` may not find
+    it: it searches in another directory.
     """
     evaluation = config.orchestrator.eval
     ids = [env.id for env in (*config.orchestrator.env, *(evaluation.env if evaluation else ()))]

@@ -132,7 +132,7 @@ class Trainer:
             self.weights[name] = np.where(chosen, array + 1, array).astype(np.uint16)
 
     def commit(self, version: int) -> list:
-        """Return what the commit gives or raises at every rank."""
+        """Commit a version at every rank, and return each rank's result or exception."""
         return self.at_every_rank(
             lambda rank, parts: self.committers[rank].commit(VersionInput(version=version, parts=parts, probe=None))
         )
@@ -148,7 +148,7 @@ class Trainer:
         return other
 
     def at_every_rank(self, act: Callable[[int, list[TensorPart]], object]) -> list:
-        """Return what each rank gives or raises, all at once."""
+        """Call `act` at every rank at the same time, and return each rank's result or exception."""
         parts = [self.parts(rank) for rank in range(self.world_size)]
         done: list = [None] * self.world_size
 

@@ -23,7 +23,7 @@ def _spent_s() -> float:
 
 
 def _running_s(process: int | str) -> float:
-    """Return the processor seconds of the living processes below one, with those of their own that have ended."""
+    """Return the processor seconds of a process's living descendants, with those of their ended children."""
     total = 0.0
     for task in Path(f"/proc/{process}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # it has ended since
@@ -35,7 +35,7 @@ def _running_s(process: int | str) -> float:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Note where a file begins and ends: what it costs begins before its fixtures are made."""
+    """Measure a file's processor time from before its first test's fixtures to the end of its last test."""
     stash = item.session.stash
     if _BEGAN not in stash:
         stash[_BEGAN] = _spent_s()
@@ -45,7 +45,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Let the last report of a file carry what the file cost, which xdist takes to the process that prints."""
+    """Add the measurement to the last report of a file; xdist sends reports to the process that prints."""
     if call.when == "teardown" and item.stash[_IS_LAST]:
         now = _spent_s()
         item.user_properties.append((_NAME, now - item.session.stash[_BEGAN]))
@@ -54,7 +54,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the files that computed most."""
+    """Print the files with the most processor time."""
     spent: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:

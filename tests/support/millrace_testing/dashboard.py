@@ -299,7 +299,10 @@ class Served:
 
 
 def opened(page: Any, path: str, wanted: str) -> Any:
-    """Return a browser's page at a path, once it shows what is wanted; nothing that a model wrote has run."""
+    """Open a path in a browser and return the page once it shows `wanted`.
+
+    Assert that no text from a model was executed.
+    """
     page.goto(page.base + path)
     page.wait_for_selector(wanted)
     assert page.evaluate("window.hacked") is None

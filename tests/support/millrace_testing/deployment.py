@@ -25,7 +25,7 @@ COMMAND_S = 120.0
 
 
 def run(argv: Sequence[str], *, timeout_s: float = COMMAND_S, env: dict[str, str] | None = None) -> str:
-    """Return the command's output; raise AssertionError with all of it if it fails."""
+    """Run a command and return its output. Raise AssertionError with the output if it fails."""
     done = subprocess.run(
         argv, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout_s
     )
@@ -73,7 +73,7 @@ class Deployment:
         return {**os.environ, **own, **self.variables}
 
     def compose(self, *argv: str, timeout_s: float = COMMAND_S) -> str:
-        """Return `docker compose …` on this stack."""
+        """Run `docker compose …` on this stack, and return its output."""
         files = [part for name in self.files for part in ("-f", name)]
         return run(["docker", "compose", *files, *argv], timeout_s=timeout_s, env=self.env)
 
@@ -97,15 +97,13 @@ class Deployment:
         return time.monotonic() - began
 
     def state(self) -> str:
-        """Return what a person would look at when the stack does not do as it should: disk, containers, their
-        last lines.
-        """
+        """Return what helps to explain a failure: free disk space, containers, the last lines of their logs."""
         listed = self.compose("ps", "--all", "--format", "table {{.Service}}\t{{.Status}}")
         said = self.compose("logs", "--no-color", "--tail", "15")
         return f"{free_gib():.1f} GiB of disk left for the engine\n{listed}\n{said}"
 
     def cli(self, *argv: str, timeout_s: float = 400) -> str:
-        """Return the `millrace` command inside the stack."""
+        """Run the `millrace` command inside the stack, and return its output."""
         return self.compose("run", "--rm", "-T", "--no-deps", "cli", *argv, timeout_s=timeout_s)
 
     def containers(self, service: str) -> list[str]:
@@ -113,7 +111,7 @@ class Deployment:
         return self.compose("ps", "--all", "--quiet", service).split()
 
     def inspect(self, container: str) -> dict[str, Any]:
-        """Return `docker inspect`."""
+        """Return the output of `docker inspect` for a container."""
         return json.loads(run(["docker", "inspect", container]))[0]
 
     def is_healthy(self, service: str) -> bool:
@@ -133,13 +131,15 @@ class Deployment:
         )
 
     def kill_container(self, service: str) -> None:
-        """Run `docker kill`, which triggers no restart policy, then `docker start`."""
+        """Kill the service's only container with `docker kill`, which triggers no restart policy, and start it
+        again.
+        """
         (container,) = self.containers(service)
         run(["docker", "kill", container])
         run(["docker", "start", container])
 
     def cut(self, service: str, other: str) -> Callable[[], None]:
-        """Drop all packets between two services; returns what heals the network."""
+        """Drop all packets between two services; return the function that ends this."""
         (container,), (peer,) = self.containers(service), self.containers(other)
         pid = str(self.inspect(container)["State"]["Pid"])
         (network,) = self.inspect(peer)["NetworkSettings"]["Networks"].values()

@@ -57,7 +57,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _record(data: bytes) -> Object:
-    """Return a Secret that came as protobuf: name, namespace, labels, type; its data stay as base64."""
+    """Return the Secret in a protobuf message: name, namespace, labels, type; its data remain base64."""
     raw = dict(_fields(data[4:]))[2]
     item: Object = {"apiVersion": "v1", "kind": "Secret", "metadata": {"labels": {}}, "data": {}}
     for field, value in _fields(raw):
@@ -77,7 +77,9 @@ def _record(data: bytes) -> Object:
 
 
 def _merge(old: Any, patch: Any) -> Any:
-    """Return a strategic merge, as far as Helm's patches of these charts need it: lists of named things by name."""
+    """Merge a patch as Kubernetes' strategic merge does, as far as Helm's patches of these charts need it: lists of
+    named items are merged by name.
+    """
     if not isinstance(old, dict) or not isinstance(patch, dict):
         return copy.deepcopy(patch)
     merged = dict(old)
@@ -122,7 +124,7 @@ class LookAlike(http.server.ThreadingHTTPServer):
         self.server_close()
 
     def store(self, item: Object) -> Object:
-        """Return the checks and keeps an object; jsonschema's error if it is malformed."""
+        """Check an object against its schema, keep it, and return it. Raise jsonschema's error if it is malformed."""
         is_record = item["kind"] == "Secret" and item.get("type", "").startswith("helm.sh")
         if not is_record:
             plain = {key: value for key, value in item.items() if key != "status"}
@@ -252,7 +254,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def _forbidden(old: Object, new: Object) -> str:
-    """Return the one rule of the real server that a chart breaks most easily."""
+    """Return an error message if an update breaks the rule of the real server that charts break most easily.
+
+    Otherwise "".
+    """
     if old["kind"] != "StatefulSet":
         return ""
     for name in ("selector", "serviceName", "podManagementPolicy", "volumeClaimTemplates"):

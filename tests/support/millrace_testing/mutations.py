@@ -75,7 +75,10 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> Any:
 
 
 def _is_index(key: Any, holder: list[Any]) -> bool:
-    """Return the False also for a key of a dict in whose place an earlier change put the list."""
+    """Return whether `key` is a valid index of a list.
+
+    False for the key of a dict that an earlier change has replaced by a list.
+    """
     return isinstance(key, int) and 0 <= key < len(holder)
 
 

@@ -118,7 +118,7 @@ async def heartbeat(address: str, access: ClientAccess) -> None:
 
 
 async def refused(address: str, access: ClientAccess, *, expected=UnauthenticatedError):
-    """Return the error of a ListRuns, which must come soon."""
+    """Call ListRuns, and return its error; the error must come soon."""
     began = time.monotonic()
     with pytest.raises(expected) as caught:
         await list_runs(address, access)

@@ -14,14 +14,16 @@ E4M3_MAX = 448.0
 
 
 def say_quantized(directory: Path, said: object) -> Path:
-    """Let config.json say how the weights are stored."""
+    """Set the quantization in config.json to `said`."""
     path = directory / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": said}))
     return directory
 
 
 def in_fp8(block: tuple[int, int] | None, *, scale_dtype: torch.dtype = torch.float32) -> Change:
-    """Return every projection in FP8, with a factor for each block of rows and columns, or one for all."""
+    """Return a change that converts every projection to FP8, with a factor for each block of rows and columns, or one
+    for the whole.
+    """
 
     def change(tensors: Tensors) -> Tensors:
         found: Tensors = {}
@@ -43,7 +45,7 @@ def in_fp8(block: tuple[int, int] | None, *, scale_dtype: torch.dtype = torch.fl
 
 
 def write_mxfp4(directory: Path) -> Tensors:
-    """Write a gpt-oss with experts in MXFP4; the numbers that they represent, by name."""
+    """Write a gpt-oss model with experts in MXFP4; return the numbers that they represent, by name."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "vocab_size": 48,

@@ -39,13 +39,13 @@ def _group_of(file: Path) -> str:
 
 
 class _Scheduling(LoadFileScheduling):
-    """Gives out again only what a dead worker had not done."""
+    """Hands out again only the files that a dead worker had not finished."""
 
     def _split_scope(self, nodeid: str) -> str:
         return _group_of(self.config.rootpath / nodeid.partition("::")[0])
 
     def remove_node(self, node: WorkerController) -> str | None:
-        """See `LoadScopeScheduling`."""
+        """Remove a worker, and return the test that it was running, as `LoadScopeScheduling` does."""
         workload = self.assigned_work[node]
         for scope in [scope for scope, tests in workload.items() if all(tests.values())]:
             del workload[scope]
@@ -53,5 +53,5 @@ class _Scheduling(LoadFileScheduling):
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Scheduling:
-    """Use ours."""
+    """Return our scheduler."""
     return _Scheduling(config, log)

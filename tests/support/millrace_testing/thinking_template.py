@@ -15,6 +15,6 @@ STRIPS = _TEMPLATE % (_TURN % _STRIPPED)
 
 
 def prompt_encoder(template: str) -> Callable[[Sequence[Any]], list[int]]:
-    """Return from messages to the prompt's token ids: one token per byte of what the template renders."""
+    """Return a function from messages to the prompt's token ids: one token per byte of the rendered template."""
     render = jinja2.Environment(autoescape=False).from_string(template).render
     return lambda messages: list(render(messages=messages).encode())

@@ -33,7 +33,7 @@ NAMES_ONLY = "tools | map(attribute='function.name') | join(' ')"
 
 
 def hermes(*, shows: str = "tools | tojson", keeps_thoughts: bool = True) -> str:
-    """Return the calls as JSON; `shows` is how the tools stand in the prompt."""
+    """Return a template that renders calls as JSON; `shows` is the expression that renders the tools in the prompt."""
     return _BEGIN.replace("%s", shows) + _HEAD % (_THOUGHT if keeps_thoughts else "") + _JSON + _END
 
 
@@ -55,5 +55,5 @@ def qwen3() -> str:
 
 
 def xml() -> str:
-    """Return the calls as tags."""
+    """Return a template that renders calls as tags."""
     return _BEGIN.replace("%s", "tools | tojson") + _HEAD % _THOUGHT + _XML + _END

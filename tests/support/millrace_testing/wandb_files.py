@@ -29,7 +29,7 @@ def records(path: Path) -> list[Any]:
 
 
 def history(directory: Path) -> list[dict[str, Any]]:
-    """Return the rows of every attempt under a directory; what W&B has split into parts is one dict."""
+    """Return the rows of every attempt below a directory. Values that W&B has split into parts are one dict again."""
     rows = []
     for path in sorted(directory.glob("wandb/offline-run-*/run-*.wandb")):
         for record in records(path):
@@ -47,6 +47,6 @@ def history(directory: Path) -> list[dict[str, Any]]:
 
 
 def table(directory: Path, value: dict[str, Any]) -> dict[str, Any]:
-    """Return the table that a row's value names: `columns` and `data`."""
+    """Read the table that a row's value refers to: `columns` and `data`."""
     (path,) = directory.glob(f"wandb/offline-run-*/files/{value['path']}")
     return json.loads(path.read_text())

@@ -20,7 +20,7 @@ _STREAM = re.compile(r"/files/[^/]+/[^/]+/([^/]+)/file_stream")
 
 @dataclass(slots=True)
 class StoredRun:
-    """What came of one run."""
+    """A run that was written to the server."""
 
     id: str
     project: str
@@ -38,7 +38,7 @@ class StoredRun:
 
 
 class WandbServer:
-    """Keeps what is written; of several threads."""
+    """Keeps what clients write. Safe for several threads."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -50,7 +50,7 @@ class WandbServer:
         self._lock = threading.Lock()
 
     def graphql(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to a GraphQL request."""
+        """Return the response to a GraphQL request."""
         found = re.search(r"(?:query|mutation)\s+(\w+)", asked["query"])
         given = asked.get("variables") or {}
         with self._lock:

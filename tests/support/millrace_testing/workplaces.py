@@ -52,7 +52,7 @@ class Workplace:
         )
 
     def program(self) -> list[str]:
-        """Return what runs Python here."""
+        """Return the command line of the Python interpreter to use."""
         return [sys.executable]
 
     def attempt(self, *argv: str, timeout_s: float = COMMAND_TIMEOUT_S, **options) -> tuple[int, str]:
@@ -119,8 +119,8 @@ class Workplace:
             assert process.returncode == 130, output
 
     def processes(self) -> list[psutil.Process]:
-        """Return what runs on behalf of this workplace, by its environment or (Redis overwrites its own) where it
-        works.
+        """Return the processes of this workplace, found by their environment, or by their directory (Redis overwrites
+        its environment).
         """
         return processes.bearing(MARKER, str(self.path), works_in=self.path)
 

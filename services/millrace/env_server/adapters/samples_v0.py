@@ -44,10 +44,11 @@ class KeptTurns:
 
 
 def turns_of(steps: Sequence[Mapping[str, Any]], spans: Spans, asked: AskedSampling) -> KeptTurns:
-    """Return the turns of a rollout's steps, in order; `spans` are used up.
+    """Return the turns of a rollout's steps, in order. Each step takes its model call out of `spans`.
 
-    A turn whose sampled tokens were all cut is left out, and its reward added to the turn before it, or to the next one
-    if there is none before. Raises MissingTokensError, NotANumberError and OwnSamplingError.
+    Steps of a model that is not trained are left out. So is a turn whose sampled tokens were all cut; its reward is
+    added to the turn before it, or to the next one if there is none before. Raises MissingTokensError, NotANumberError
+    and OwnSamplingError.
     """
     kept: list[Turn] = []
     num_cut, num_left_out, why = 0, 0, ""

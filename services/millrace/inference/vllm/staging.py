@@ -222,9 +222,9 @@ class Prober:
                 raise InternalError(problem, reason="POLICY_PROBE_MISMATCH", remedy="the policy is loaded anew")
 
     async def _in_turn(self, asking: Awaitable[list[float]]) -> list[float]:
-        """Return the probe's log-probs while vLLM makes progress.
+        """Wait for the probe's log-probs as long as vLLM makes progress, and return them.
 
-        Raise UnavailableError that describes the lack of it.
+        Raise UnavailableError with the reason once it makes none.
         """
         waiting = waits.waiting("the probe to get a slot", waits_on="inference", deadline_s=_LIMIT_S, quiet_s=_SHOWN_S)
         patience = _Patience(self._client, self._ping)

@@ -94,7 +94,7 @@ class Fault:
             await asyncio.sleep(_POLL_S)
 
     def takes(self, request: "Request") -> bool:
-        """Return whether this request suffers the fault, which is counted."""
+        """Return whether this fault applies to the request; if so, count it."""
         if self.times is not None and self.struck >= self.times:
             return False
         if self.method not in ("*", request.method) or not fnmatch.fnmatchcase(request.key, self.key):
@@ -124,7 +124,7 @@ class Request:
 
 
 class FaultProxy:
-    """Runs in a thread of its own from `__enter__` to `__exit__`."""
+    """A proxy in front of an S3 server, running in its own thread from `__enter__` to `__exit__`."""
 
     def __init__(self, backend: str, *, port: int = 0) -> None:
         self._backend = backend.rstrip("/")
@@ -139,28 +139,28 @@ class FaultProxy:
 
     @property
     def endpoint(self) -> str:
-        """Return what a client is given instead of the backend."""
+        """Return the proxy's URL, which clients use in place of the backend's."""
         return f"http://127.0.0.1:{self._port}"
 
     def add(self, fault: Fault) -> Fault:
-        """Return the program a fault; it is returned so that `struck` can be looked at."""
+        """Add a fault, and return it so that the test can read `struck`."""
         with self._lock:
             self._faults.append(fault)
         return fault
 
     def remove(self, fault: Fault) -> None:
-        """End one fault; what hangs in it is cut."""
+        """Remove a fault; connections that hang in it are cut."""
         with self._lock:
             self._faults.remove(fault)
         fault.over.set()
 
     def clear(self) -> None:
-        """End every fault."""
+        """Remove all faults."""
         for fault in list(self._faults):
             self.remove(fault)
 
     def count(self, method: str = "*", key: str = "*") -> int:
-        """Return how many requests of a method and key glob came."""
+        """Return how many requests matched a method and a key glob."""
         return sum(method in ("*", r.method) and fnmatch.fnmatchcase(r.key, key) for r in list(self.requests))
 
     def __enter__(self) -> Self:
@@ -319,7 +319,7 @@ async def _send(
 
 
 def _cut(writer: asyncio.StreamWriter) -> None:
-    """Reset the connection: what is not yet sent is thrown away, and the client sees no orderly end."""
+    """Reset the connection: unsent data is discarded, and the client sees an error instead of an orderly end."""
     with contextlib.suppress(OSError, ValueError):
         sock: socket.socket = writer.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -30,7 +30,7 @@ Undo = Callable[[], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Injury:
-    """One that was done: what to whom, and, where it lasts, its end."""
+    """An injury that was done: its kind, its target and, if it lasts, the function that ends it."""
 
     kind: str
     target: str
@@ -50,7 +50,7 @@ class Torturer:
     """None without libfaketime: then no clock jumps."""
 
     def kinds(self) -> dict[str, Callable[[], Injury | None]]:
-        """Return every kind that can be done here; one returns None when it found nothing to injure."""
+        """Return all kinds of injuries that are possible here. A kind returns None if it found nothing to injure."""
         found: dict[str, Callable[[], Injury | None]] = {
             "kill": self.kill,
             "freeze": self.freeze,
@@ -64,7 +64,7 @@ class Torturer:
         return found
 
     def kill(self) -> Injury | None:
-        """Return the SIGKILL to a service, to Redis or to the fork server, whatever it does at the moment."""
+        """Send SIGKILL to a service, to Redis or to the fork server."""
         target = self.dice.choice([*SERVICES, "redis", "fork_server"])
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid(target), signal.SIGKILL)
@@ -72,7 +72,7 @@ class Torturer:
         return None
 
     def freeze(self) -> Injury | None:
-        """Return the SIGSTOP to a service or to Redis, for less than the supervisor's patience."""
+        """Send SIGSTOP to a service or to Redis, and SIGCONT before the supervisor would kill it."""
         target, lasts_s = self.dice.choice([*SERVICES, "redis"]), self.dice.uniform(*FREEZE_S)
         with contextlib.suppress(ProcessLookupError):
             pid = self._pid(target)
@@ -81,13 +81,13 @@ class Torturer:
         return None
 
     def fill(self) -> Injury:
-        """Return the object store has no room for a while."""
+        """Make the object store refuse writes for a while, as a full disk does."""
         full = self.proxy.add(Fault(effect=Effect.ANSWER, method="PUT", status=507, code="InsufficientStorage"))
         lasts_s = self.dice.uniform(*FULL_S)
         return Injury(kind="full store", target="store", lasts_s=lasts_s, undo=lambda: self.proxy.remove(full))
 
     def jump(self) -> Injury:
-        """Return the clocks of all services, or of Redis, jump by up to five hours to either side, and back."""
+        """Set the clocks of all services, or that of Redis, wrong by up to five hours for a while."""
         assert self.clocks is not None
         clocks, names = self.clocks, self.dice.choice([SERVICES, ("redis",), EVERYBODY])
         offset_s, lasts_s = self.dice.randint(-5 * HOUR, 5 * HOUR), self.dice.uniform(*JUMPED_S)
@@ -96,18 +96,16 @@ class Torturer:
         return Injury(kind="clock", target=target, lasts_s=lasts_s, undo=lambda: clocks.set(names, 0))
 
     def flip_spool(self) -> Injury | None:
-        """Return one bit of a finished rollout in the env-server's spool."""
+        """Flip one bit of a finished rollout in the env-server's spool."""
         return self._flip_file("flip in the spool", sorted((self.stack.directory / "spool").glob("*/*.rollouts")))
 
     def flip_scratch(self) -> Injury | None:
-        """Return one bit of a file on its way: a checkpoint that is being written or read, a copy of a policy."""
+        """Flip one bit of a temporary file: a checkpoint that is being written or read, or a copy of a policy."""
         files = sorted(path for path in (self.stack.directory / "scratch").glob("*/**/*") if path.name != "owner.lock")
         return self._flip_file("flip in scratch", files)
 
     def flip_redis(self) -> Injury | None:
-        """Return one bit of a value in Redis: a string, a field of a hash, or a damaged copy behind the end of a
-        stream.
-        """
+        """Flip one bit of a value in Redis: a string, a field of a hash, or a damaged copy appended to a stream."""
         try:
             with contextlib.closing(self.stack.redis()) as client:
                 keys = sorted(client.scan_iter(f"{PREFIX}*", count=1000))
@@ -120,7 +118,7 @@ class Torturer:
         return Injury(kind="flip in Redis", target=f"{done} {key.decode()}") if done else None
 
     def _flip_key(self, client: redis.Redis, key: bytes) -> str:
-        """Return what was flipped; empty for nothing."""
+        """Flip one bit of a key's value, and return a description of it; empty if nothing was flipped."""
         flip = self._flip
         match client.type(key):
             case b"string":
@@ -169,7 +167,7 @@ class Torturer:
         return data[:place] + bytes([data[place] ^ (1 << self.dice.randrange(8))]) + data[place + 1 :]
 
     def _pid(self, target: str) -> int:
-        """Raise ProcessLookupError for a process that does not exist."""
+        """Return the process id of a target. Raise ProcessLookupError if it does not exist."""
         found = self.stack.where.get("fork_server") if target == "fork_server" else self.stack.pid(target)
         if not found:
             raise ProcessLookupError(target)

@@ -9,7 +9,7 @@ from millrace.storage import ObjectStore
 
 
 def published(store: ObjectStore, names: Names) -> dict[int, str]:
-    """Return digest by version."""
+    """Return the digest of each published version."""
     found: dict[int, str] = {}
     for prefix in store.list_prefixes(names.policies):
         manifest = json.loads(store.get(prefix + "manifest.json"))
@@ -19,7 +19,9 @@ def published(store: ObjectStore, names: Names) -> dict[int, str]:
 
 
 def recomputed(store: ObjectStore, names: Names, *, steps: int) -> dict[int, str]:
-    """Return digest by version of one unbroken training over the run's log, in this process."""
+    """Return the digest of each version that an uninterrupted training over the run's log makes, computed in this
+    process.
+    """
     digests: dict[int, str] = {}
     with Replayer.open(store, names, step=0) as replayer:
         assert replayer.start == 0

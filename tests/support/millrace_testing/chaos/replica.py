@@ -76,11 +76,11 @@ class ExtraReplica:
         faults.arm(self._faults, Fault(point=Point.INFERENCE_MID_DOWNLOAD))
 
     def said(self, words: str, *, timeout_s: float = WAITS_S) -> str:
-        """Wait for a line of its log with these words."""
+        """Wait for a line in its log that contains these words, and return the line."""
         return wait_line(self.log, words, since=0.0, timeout_s=timeout_s, alive=lambda: self.process.poll() is None)
 
     def wait_ready(self, *, timeout_s: float = WAITS_S) -> None:
-        """Return when it serves its API; the orchestrator knows it by then or soon."""
+        """Wait until the replica serves its API. The orchestrator registers it at about the same time."""
         ends = time.monotonic() + timeout_s
         while not self._answers():
             assert self.process.poll() is None, f"it ended with {self.process.returncode}"
@@ -93,7 +93,7 @@ class ExtraReplica:
         return False
 
     def status(self) -> pb.PolicyStatus:
-        """Return what it says that it serves; an empty status while it does not answer."""
+        """Return the replica's status; an empty one while it does not answer."""
 
         async def ask() -> pb.PolicyStatus:
             async with open_channel(self.address) as channel:
@@ -106,7 +106,7 @@ class ExtraReplica:
             return pb.PolicyStatus()
 
     def wait_version(self, version: int, *, timeout_s: float = WAITS_S) -> None:
-        """Return when it serves that version or a newer one."""
+        """Wait until it serves that version or a newer one."""
         ends = time.monotonic() + timeout_s
         while not ((status := self.status()).has_version and status.version >= version):
             assert self.process.poll() is None, f"it ended with {self.process.returncode}"
@@ -114,7 +114,7 @@ class ExtraReplica:
             time.sleep(_POLL_S)
 
     def terminate(self) -> int:
-        """Return the SIGTERM; return its exit code."""
+        """Send SIGTERM, and return the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(END_S)
 

@@ -60,13 +60,13 @@ class ChaosRun:
 
     @property
     def state(self) -> run_pb2.RunState:
-        """Return the state that the events have told of so far."""
+        """Return the state after the events received so far."""
         states = [e.state_changed.new_state for e in list(self.events) if e.HasField("state_changed")]
         return states[-1] if states else run_pb2.RUN_STATE_QUEUED
 
     @property
     def is_over(self) -> bool:
-        """Return whether its last event came, or following it was given up."""
+        """Return whether the last event was received, or following the run was given up."""
         return self._over
 
     def of(self, kind: str) -> list[Event]:
@@ -74,7 +74,7 @@ class ChaosRun:
         return [event for event in list(self.events) if event.WhichOneof("body") == kind]
 
     def steps(self) -> list[int]:
-        """Return the steps that were completed, in the order in which the trainer told of them."""
+        """Return the completed steps, in the order of their events."""
         return [event.step_completed.step for event in self.of("step_completed")]
 
     def warnings(self) -> list[tuple[str, str]]:
@@ -100,7 +100,7 @@ class ChaosRun:
                     raise AssertionError(f"no {what or 'such event'}: {why}. {self.describe()}")
 
     def wait_step(self, step: int, *, timeout_s: float = WAITS_S) -> Event:
-        """Return when the optimizer step `step` (from 0), or a later one, is completed."""
+        """Wait until the optimizer step `step` (from 0) or a later one is completed, and return its event."""
         return self.wait_event(
             lambda e: e.HasField("step_completed") and e.step_completed.step >= step,
             timeout_s=timeout_s,
@@ -122,7 +122,7 @@ class ChaosRun:
             raise AssertionError(f"{self.name} {ended}. {self.describe()}")
 
     def wait_state(self, state: run_pb2.RunState, *, timeout_s: float = WAITS_S, times: int = 1) -> Event:
-        """Return the event of the `times`-th change to this state."""
+        """Wait for the `times`-th change to this state, and return its event."""
         seen = 0
 
         def matches(event: Event) -> bool:
@@ -133,17 +133,17 @@ class ChaosRun:
         return self.wait_event(matches, timeout_s=timeout_s, what=run_pb2.RunState.Name(state))
 
     def pause(self) -> None:
-        """Ask it to pause, and return when it has."""
+        """Pause the run, and wait until it is paused."""
         paused = sum(event.state_changed.new_state == run_pb2.RUN_STATE_PAUSED for event in self.of("state_changed"))
         self.ask(lambda client: client.runs.pause(self.name, reason="the test wants the workers"))
         self.wait_state(run_pb2.RUN_STATE_PAUSED, times=paused + 1)
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Resume the run."""
         self.ask(lambda client: client.runs.resume(self.name))
 
     def cancel(self) -> None:
-        """End it, and return when it has ended."""
+        """Cancel the run, and wait until it has ended."""
         self.ask(lambda client: client.runs.cancel(self.name, reason="the test has seen enough"))
         with self._news:
             self._news.wait_for(lambda: self._over, GIVE_UP_S)
@@ -184,9 +184,7 @@ class ChaosRun:
         return longest_gap(self.progress_times(), since=killed_at)
 
     def describe(self) -> str:
-        """Return the newest events in short, and what the services say that they wait for: for the message of a
-        failure.
-        """
+        """Return the newest events and the current waits of the services, for the message of a failure."""
         lines = [str(event).replace("\n", " ")[:300] for event in self.events[-8:]]
         return "\n".join(["The newest events:", *lines, f"reconnects: {self.reconnects[-3:]}", self.error, self._why()])
 
@@ -200,7 +198,7 @@ class ChaosRun:
             return f"millrace run why: {error}"
 
     def ask(self, question: Callable[[Client], Coroutine[Any, Any, T]]) -> T:
-        """Return what the run's orchestrator answers."""
+        """Call `question` with a client of the run's orchestrator, and return the result."""
 
         async def ask() -> T:
             async with Client(self.address) as client:

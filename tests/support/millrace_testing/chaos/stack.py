@@ -52,17 +52,20 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Armed:
-    """A fault that waits for its process."""
+    """A fault that strikes when a process reaches its point."""
 
     fault: Fault
     fired: Path
 
     def has_fired(self) -> bool:
-        """Return whether it struck."""
+        """Return whether the fault has struck."""
         return self.fired.exists() and bool(self.fired.read_text())
 
     def wait(self, run: ChaosRun | None = None, *, timeout_s: float = WAITS_S) -> dict[str, Any]:
-        """Return its record (`pid`, `time`, `where`, `action`) once it struck; `run` tells why it did not."""
+        """Wait until the fault has struck, and return its record (`pid`, `time`, `where`, `action`).
+
+        `run` adds its state to the message of a failure.
+        """
         ends = time.monotonic() + timeout_s
         while not self.has_fired():
             if time.monotonic() > ends or (run is not None and run.is_over):
@@ -149,7 +152,7 @@ class ChaosStack:
 
     @property
     def where(self) -> dict[str, Any]:
-        """Return where it listens (`addresses`), and its `redis` and `store`."""
+        """Return the stack's `addresses`, `redis` and `store`."""
         return self._place()
 
     @property
@@ -160,11 +163,11 @@ class ChaosStack:
     # Its processes.
 
     def pids(self) -> dict[str, int]:
-        """Return process ids of now by name: redis and `SERVICES`."""
+        """Return the current process ids by name: redis and `SERVICES`."""
         return self._place()["pids"]
 
     def pid(self, name: str) -> int:
-        """Return process id of now."""
+        """Return the current process id of a service."""
         return self.pids()[name]
 
     def restarts(self, name: str) -> int:
@@ -172,14 +175,15 @@ class ChaosStack:
         return self._place()["restarts"][name]
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> float:
-        """Send a signal; returns when, as `time.time()`."""
+        """Send a signal to a process, and return the time (`time.time()`)."""
         at = time.time()
         os.kill(self.pid(name), number)
         return at
 
     def freeze(self, name: str) -> int:
-        """Return the SIGSTOP; return the pid for `thaw`. The stack kills it after 30 s unless started with
-        `--no-liveness`.
+        """Send SIGSTOP to a process, and return its id for `thaw`.
+
+        The stack kills it after 30 s unless started with `--no-liveness`.
         """
         pid = self.pid(name)
         os.kill(pid, signal.SIGSTOP)
@@ -191,9 +195,7 @@ class ChaosStack:
             os.kill(pid, signal.SIGCONT)
 
     def kill_running(self, name: str, *, timeout_s: float = WAITS_S) -> float:
-        """Return the SIGKILL to the current life of a process, which may still be starting; return when, as
-        `time.time()`.
-        """
+        """Send SIGKILL to a process, which may still be starting; return the time (`time.time()`)."""
         ends = time.monotonic() + timeout_s
         while True:
             try:
@@ -208,7 +210,7 @@ class ChaosStack:
         return (self.directory / "logs" / "stack.log").read_text().splitlines()
 
     def wait_replaced(self, name: str, old_pid: int, *, timeout_s: float = WAITS_S) -> float:
-        """Return when (as `time.time()`) another process has the name; it need not serve yet."""
+        """Wait until another process has the name, and return the time (`time.time()`). It may not serve yet."""
         ends = time.monotonic() + timeout_s
         while self.pid(name) == old_pid:
             if time.monotonic() > ends:
@@ -217,7 +219,7 @@ class ChaosStack:
         return time.time()
 
     def wait_restarted(self, name: str, old_pid: int, *, timeout_s: float = WAITS_S) -> int:
-        """Return the new pid once the supervisor has started it again and it serves."""
+        """Wait until the supervisor has restarted the process and it serves; return its process id."""
         ends = time.monotonic() + timeout_s
         while (pid := self.pid(name)) == old_pid or not self._serves(name):
             if time.monotonic() > ends:
@@ -226,7 +228,7 @@ class ChaosStack:
         return pid
 
     def wait_ready(self, *, timeout_s: float = WAITS_S) -> None:
-        """Return when every process serves: what one test killed must not disturb the next one."""
+        """Wait until every process serves, so that a kill in one test does not disturb the next one."""
         ends = time.monotonic() + timeout_s
         while late := [name for name in self.pids() if not self._serves(name)]:
             if time.monotonic() > ends:
@@ -238,7 +240,7 @@ class ChaosStack:
     def arm(
         self, point: Point, action: Action = Action.KILL, *, when: Mapping[str, int] | None = None, **more: Any
     ) -> Armed:
-        """Return the arm a fault; at the next time that a process reaches the point under `when`, it strikes, once."""
+        """Arm a fault: it strikes once, the next time a process reaches the point with the values in `when`."""
         fault = Fault(point=point, action=action, when=dict(when or {}), **more)
         (self.faults / f"{point.value}.fired").unlink(missing_ok=True)
         return Armed(fault, faults.arm(self.faults, fault))
@@ -265,7 +267,7 @@ class ChaosStack:
         return run
 
     def fork(self, parent: ChaosRun, name: str, *options: str) -> ChaosRun:
-        """Return `millrace run fork` as a user types it."""
+        """Fork a run with the command `millrace run fork`, and follow the new run."""
         command = ("run", "fork", parent.name, "--name", name, "--server", self.address, *options)
         assert f"millrace run watch {name}" in self.workplace.millrace(*command)
         with SyncClient(self.address) as client:
@@ -295,7 +297,7 @@ class ChaosStack:
                 time.sleep(_POLL_S)
 
     def finish(self, run: ChaosRun, *, stalls_s: float = STALLS_S) -> Any:
-        """Return the run ends as SUCCEEDED by itself and its audit is clean; return the audit's report."""
+        """Wait until the run has SUCCEEDED by itself and its audit is clean; return the audit's report."""
         try:
             run.wait_done(stalls_s=stalls_s)
         except AssertionError as error:
@@ -306,8 +308,9 @@ class ChaosStack:
         return self.audit(run)
 
     def audit(self, run: ChaosRun, *, store_only: bool = False) -> Any:
-        """Return the audit's report, with `store_only` of the truth without its copy; raise AssertionError with
-        every violation.
+        """Audit the run and return the report; with `store_only` from the object store alone.
+
+        Raise AssertionError with all violations.
         """
 
         async def ask() -> Any:

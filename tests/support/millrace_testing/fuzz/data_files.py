@@ -10,7 +10,7 @@ from pyarrow import parquet
 
 
 def data_files() -> Iterator[tuple[str, bytes]]:
-    """Yield the targets and files: lines, one array, packed ones, a table."""
+    """Yield (target, file contents): JSON lines, one JSON array, compressed ones, a table."""
     call = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]}
     rows = [{"prompt": "a", "completion": "b"}, {"messages": [call], "tools": [{"type": "function"}]}]
     lines, sink = "\n".join(map(json.dumps, rows)).encode(), pa.BufferOutputStream()

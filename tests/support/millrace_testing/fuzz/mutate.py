@@ -56,7 +56,7 @@ VALUES += [[[]], {"": {}}, "../../x", "a" * 3000, "9" * 400, 1e308, [None] * 300
 
 
 def bytes_of(rng: random.Random, data: bytes) -> bytes:
-    """Return the flips, cuts, repeats, numbers and hostile pieces, a few of them."""
+    """Return the bytes with a few damages: flipped bits, cuts, repetitions, numbers, hostile pieces."""
     out = bytearray(data)
     for _ in range(rng.choice([1, 1, 1, 2, 4, 16])):
         at = rng.randrange(len(out) + 1)
@@ -84,7 +84,7 @@ def bytes_of(rng: random.Random, data: bytes) -> bytes:
 
 
 def json_of(rng: random.Random, data: bytes) -> bytes:
-    """Return a value replaced, dropped or repeated; now and then the text itself is damaged."""
+    """Return the JSON document with values replaced, dropped or repeated. Sometimes its text is damaged instead."""
     if rng.random() < 0.25:
         return bytes_of(rng, data)
     try:
@@ -121,7 +121,10 @@ def _changed(rng: random.Random, tree: Any) -> Any:
 
 
 def message_of(message_type: type[Message]) -> Mutate:
-    """Return the fields set to values that no field should have; now and then the bytes are damaged."""
+    """Return a mutation that sets fields of a protobuf message to extreme values.
+
+    Sometimes it damages the bytes, too.
+    """
 
     def mutate(rng: random.Random, data: bytes) -> bytes:
         message = message_type()
@@ -200,8 +203,8 @@ def _value(rng: random.Random, field: FieldDescriptor) -> Any:
 
 
 def wrapped(inner: Mutate, unwrap: Callable[[bytes], bytes], wrap: Callable[[bytes], bytes]) -> Mutate:
-    """Return the damages what lies in an envelope (compression, a checksum) and seals it again; at times the
-    envelope itself.
+    """Return a mutation that applies `inner` to the contents of an envelope (compression, a checksum) and closes it
+    again. Sometimes it damages the envelope instead.
     """
 
     def mutate(rng: random.Random, data: bytes) -> bytes:
@@ -216,8 +219,8 @@ def wrapped(inner: Mutate, unwrap: Callable[[bytes], bytes], wrap: Callable[[byt
 
 
 def stored_of(message_type: type[Message] | None) -> Mutate:
-    """Return the damage a stored object inside its envelope: compression, a mark and the sha256 of the rest,
-    JSON's checksum.
+    """Return a mutation for stored objects, which damages their contents inside the envelope: compression, a mark with
+    a sha256, or JSON's checksum.
     """
     inner = json_of if message_type is None else message_of(message_type)
 
@@ -243,7 +246,7 @@ def _sealed(mark: bytes, body: bytes) -> bytes:
 
 
 def spliced(rng: random.Random, seeds: Sequence[bytes], mutate: Mutate) -> bytes:
-    """Return one input: a seed, or the beginning of one and the end of another, damaged."""
+    """Return a damaged input, made of one seed, or of the beginning of one and the end of another."""
     data = rng.choice(seeds)
     if len(seeds) > 1 and rng.random() < 0.1:
         other = rng.choice(seeds)

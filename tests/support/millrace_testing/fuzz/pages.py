@@ -58,7 +58,7 @@ def _request(method: str, path: str, headers: dict[str, str], body: Any = None) 
 
 
 def damaged(rng: random.Random, data: bytes) -> bytes:
-    """Return one part of a request damaged so that it mostly still is a request; now and then its bytes."""
+    """Return the request with one part damaged; it mostly remains a request. Sometimes any of its bytes are damaged."""
     head, end, body = data.partition(b"\r\n\r\n")
     first, *headers = head.split(b"\r\n")
     words = first.split(b" ")
@@ -128,8 +128,9 @@ class Dashboard(EventLoop):
         self._known |= {b"@COOKIE@": cookie.encode(), b"@CSRF@": json.loads(body)["csrf"].encode()}
 
     def call(self, data: bytes) -> Any:
-        """Return one request; raise InvalidSpecError for a status that blames it, AssertionError for one that
-        does not.
+        """Send one request and return the answer.
+
+        Raise InvalidSpecError for a status that blames the request, AssertionError for another error.
         """
         for name, value in self._known.items():
             data = data.replace(name, value)
@@ -143,14 +144,17 @@ class Dashboard(EventLoop):
             raise InvalidSpecError([Violation(field="request", message=f"answered {answers!r}"[:200])])
 
     def _look(self) -> None:
-        """Look at the reader's memory as well, which is another process."""
+        """Check the memory of the server and of the reader, which is another process."""
         held = sum(_resident(int(pid)) for path in Path("/proc/self/task").iterdir() for pid in _children(path))
         self._held = self._held or held
         assert held - self._held < MAX_GROWTH, f"the reader grew by {(held - self._held) >> 20} MiB"
 
 
 async def _exchange(port: int, data: bytes) -> list[tuple[int, bytes]]:
-    """Send it; status and body of each answer. TimeoutError where the server neither answers nor hangs up."""
+    """Send the bytes, and return status and body of each answer.
+
+    Raise TimeoutError if the server neither answers nor closes the connection.
+    """
     asked, answers = _Asked(), _Answers()
     asked.read(data)
     async with asyncio.timeout(ANSWER_S):
@@ -169,7 +173,7 @@ async def _exchange(port: int, data: bytes) -> list[tuple[int, bytes]]:
 
 
 class _Asked:
-    """How many whole requests there are in what is sent, by the parser that the server uses."""
+    """Counts the complete requests in what is sent, with the parser that the server uses."""
 
     def __init__(self) -> None:
         self.whole = 0
@@ -177,7 +181,7 @@ class _Asked:
         self._parser = httptools.HttpRequestParser(self)
 
     def read(self, data: bytes) -> None:
-        """Take what is sent."""
+        """Parse the bytes that are sent."""
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
@@ -191,7 +195,7 @@ class _Asked:
 
 
 class _Answers:
-    """What the server says, as far as it has come."""
+    """The server's answers, as far as they have arrived."""
 
     def __init__(self) -> None:
         self.found: list[tuple[int, bytes]] = []
@@ -202,7 +206,7 @@ class _Answers:
         self._parser.feed_data(data)
 
     def count(self, is_head: bool) -> int:
-        """Return the answers that are whole; those to HEAD end with their headers."""
+        """Return how many answers are complete; answers to HEAD end with their headers."""
         return len(self.found) if is_head else self._ended
 
     def on_headers_complete(self) -> None:

@@ -34,7 +34,7 @@ MAX_FINDINGS = 5
 
 @dataclass(slots=True)
 class Report:
-    """What fuzzing one target gave."""
+    """The results of fuzzing one target."""
 
     name: str
     inputs: int = 0
@@ -113,7 +113,7 @@ def _keep(name: str, data: bytes) -> str:
 
 
 def in_child(target: Target, seconds: float, seed: int) -> Report:
-    """Run a target in a fork of this process, whose end is a finding, too."""
+    """Fuzz a target in a forked process, and return the report. A crash of the process is a finding, too."""
     read, write = os.pipe()
     child = os.fork()
     if not child:
@@ -139,7 +139,7 @@ def in_child(target: Target, seconds: float, seed: int) -> Report:
 
 
 def main() -> int:
-    """Run the lane."""
+    """Fuzz the targets that the command line selects; return the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=60.0, help="of all targets together")
     parser.add_argument("--target", action="append", help="only this one; may be repeated")

@@ -97,7 +97,7 @@ def delta_base() -> np.ndarray:
 
 
 def stored() -> Iterator[tuple[str, bytes]]:
-    """Yield the first and the last object of each kind that the catalogue declares, of a recorded run."""
+    """Yield (target, bytes) for the first and the last object of each kind in the catalogue, from a recorded run."""
     from millrace.local.redis import EmbeddedRedis
     from millrace.runlog.catalogue import REOPENING
     from millrace.runlog.records.revisions import Reopening
@@ -155,7 +155,7 @@ def _status() -> bytes:
 
 
 def corpus() -> Iterator[tuple[str, bytes]]:
-    """Yield the target and input."""
+    """Yield (target, bytes) for the whole corpus."""
     from google.protobuf.timestamp_pb2 import Timestamp
 
     from millrace.rollouts.token_log import encode_scores
@@ -215,7 +215,7 @@ def corpus() -> Iterator[tuple[str, bytes]]:
 
 
 def agents() -> Iterator[bytes]:
-    """Yield the requests of agents in each API: its path, a line end, the body."""
+    """Yield requests of agents in each API: path, line end, body."""
     user, schema = {"role": "user", "content": [{"type": "text", "text": "a"}]}, {"type": "object", "properties": {}}
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     function = {"name": "f", "description": "d", "parameters": schema, "strict": True}
@@ -240,7 +240,9 @@ def agents() -> Iterator[bytes]:
 
 
 def surface() -> Iterator[tuple[str, bytes]]:
-    """Yield the calls of the gRPC and HTTP APIs: the name of what is called, a line end, the message or body."""
+    """Yield (target, bytes) for calls of the gRPC and HTTP APIs: the name of the call, a line end, the message or
+    body.
+    """
     from millrace_testing.fuzz.surface import HTTP_BODIES, methods
 
     for path, method in methods().items():
@@ -294,7 +296,7 @@ def _request(message_type: type) -> Any:
 
 
 def main() -> None:
-    """Write every input under its target, numbered."""
+    """Write every input into its target's directory, numbered."""
     numbers: dict[str, int] = {}
     for name, data in corpus():
         path = CORPUS / name / f"{numbers.setdefault(name, 0)}.bin"

@@ -38,8 +38,9 @@ HTTP_BODIES: dict[str, list[dict[str, Any]]] = {
 
 @cache
 def methods() -> dict[str, Any]:
-    """Return the message type of every unary call of ours by its path. WatchRun is here as well: its first answer
-    counts.
+    """Return the request type of each unary method of our services, by path.
+
+    WatchRun is included; its first answer counts.
     """
     from google.protobuf.message_factory import GetMessageClass
 
@@ -208,8 +209,9 @@ class Http(EventLoop):
         )
 
     def call(self, data: bytes) -> Any:
-        """Return one request; raise InvalidSpecError for a status that blames it, AssertionError for one that
-        does not.
+        """Send one request and return the answer.
+
+        Raise InvalidSpecError for a status that blames the request, AssertionError for another error.
         """
         path, _, body = data.partition(b"\n")
         return self.run(self._call(path.decode(), body))

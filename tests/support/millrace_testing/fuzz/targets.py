@@ -31,7 +31,7 @@ CORPUS = REPOSITORY / "tests" / "fuzz" / "corpus"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """One decoder. `load` gives its functions; it imports what it needs, in the process that fuzzes it."""
+    """A decoder to fuzz. `load` returns its functions; their imports happen in the process that fuzzes."""
 
     name: str
     load: Callable[[], tuple[Callable[[bytes], Any], Callable[[Any], bytes] | None]]
@@ -47,12 +47,14 @@ class Target:
     """Shares of the time that it gets."""
 
     def seeds(self) -> list[bytes]:
-        """Return the inputs of the corpus."""
+        """Return the inputs of this target in the corpus."""
         return [path.read_bytes() for path in sorted((CORPUS / self.name).iterdir())]
 
 
 def _of(module: str, name: str, *, encode: str = "", **more: Any) -> Callable[[], tuple[Any, Any]]:
-    """Return `load` for `module.name(data, **more)` and the method or function `encode` of what it returns."""
+    """Return a `load` function for `module.name(data, **more)`, and for `encode`, a method of the result or a function
+    that takes it.
+    """
 
     def load() -> tuple[Any, Any]:
         found: Any = importlib.import_module(f"millrace.{module}")
@@ -355,7 +357,10 @@ def _agents_mutate() -> m.Mutate:
 
 
 def of_kind(kind: ObjectKind) -> Target:
-    """Return the target of what the catalogue declares: its codec, whose bytes come again if its module writes them."""
+    """Return the target for a kind in the catalogue: its codec.
+
+    If its module also writes it, encoding is checked, too.
+    """
 
     def load() -> tuple[Any, Any]:
         module, name = kind.codec.split(":")
@@ -382,7 +387,7 @@ def of_kind(kind: ObjectKind) -> Target:
 
 
 def fuzz_name(kind: ObjectKind) -> str:
-    """Return how a kind's target and its folder in the corpus are called."""
+    """Return the name of a kind's target and of its directory in the corpus."""
     return re.sub(r"[^a-z]+", "_", kind.name)
 
 

@@ -21,7 +21,9 @@ def overlaps(directory: Path) -> Path:
 
 
 def install(directory: Path) -> dict[str, str]:
-    """Make a distribution with the entry point; the variables with which vLLM finds and calls it."""
+    """Write a distribution with the entry point, and return the environment variables with which vLLM finds and calls
+    it.
+    """
     place = directory / "async_on_cpus-1.dist-info"
     place.mkdir(parents=True)
     (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 1\n")
@@ -31,7 +33,10 @@ def install(directory: Path) -> dict[str, str]:
 
 
 def force() -> None:
-    """Have the platform keep what was asked for; CUDA's streams and events are mocked as vLLM's V2 for CPUs does."""
+    """Make the platform keep the requested scheduling.
+
+    CUDA's streams and events are mocked, as vLLM's V2 for CPUs does.
+    """
     from vllm.platforms.cpu import CpuPlatform  # pyright: ignore[reportMissingImports]
     from vllm.v1.engine.core import EngineCore  # pyright: ignore[reportMissingImports]
 

@@ -157,7 +157,7 @@ CASES = [*HERMES, *LLAMA, *XML, *THOUGHTS]
 
 
 def vllm_said(case: Case, tokenizer: Any) -> tuple[str | None, str | None, list[tuple[str, Any]]]:
-    """Return what vLLM's parsers make of a case's text, by the way that its server takes."""
+    """Return what vLLM's parsers return for the text of a case, called as its server calls them."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.parser import ParserManager
 

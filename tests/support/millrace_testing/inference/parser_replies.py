@@ -44,7 +44,7 @@ class Reply(NamedTuple):
 
     @property
     def expected(self) -> Any:
-        """Return what ours make of it."""
+        """Return what our parser has to return for it."""
         return self.ours if self.why else self.vllm
 
 
@@ -54,7 +54,7 @@ def replies() -> list[Reply]:
 
 
 def said(reply: Reply, tokenizer: Any) -> Any:
-    """Return what vLLM makes of a reply, as the table has it."""
+    """Return what vLLM's parser returns for the reply, in the form of the table."""
     case = Case(reply.tool_calls, reply.reasoning, reply.text, (None, None, []), reply.template_kwargs)
     return json.loads(json.dumps(vllm_said(case, tokenizer)))
 

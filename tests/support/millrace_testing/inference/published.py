@@ -29,7 +29,10 @@ PROBE_TOKENS = tuple((79 * index + 13) % 256 for index in range(16))
 
 
 def model(seed: int, **changes: Any) -> torch.nn.Module:
-    """Return the tiny model; vLLM's attention on CPU begins at heads of 32."""
+    """Return the tiny model of a seed.
+
+    Its heads have 32 dimensions, the smallest that vLLM's attention on CPUs supports.
+    """
     return tiny.tiny_model(seed, **{"head_dim": 32, **changes})
 
 
@@ -53,8 +56,8 @@ def logprobs(held: torch.nn.Module, prompt: Sequence[int], completion: Sequence[
 def kept_logprobs(
     old: torch.nn.Module, new: torch.nn.Module, prompt: Sequence[int], completion: Sequence[int], cut: int
 ) -> np.ndarray:
-    """Return the log-probs of a completion from token `cut` on, by `new`, on the KV cache that `old` left when it
-    was replaced.
+    """Return the log-probs of a completion that model `old` began: from token `cut` on, `new` continues with the KV
+    cache of `old`.
     """
     tokens, seen = torch.tensor([[*prompt, *completion]]), len(prompt) + cut - 1
     with torch.inference_mode():
@@ -70,7 +73,7 @@ def probe(held: torch.nn.Module) -> Probe:
 
 
 def files(held: torch.nn.Module, directory: Path) -> Mapping[str, bytes]:
-    """Return config.json and the tokenizer."""
+    """Return config.json and the tokenizer's files, by name."""
     directory.mkdir(parents=True, exist_ok=True)
     held.config.save_pretrained(directory)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     tiny.tiny_tokenizer().save_pretrained(directory)
@@ -97,7 +100,7 @@ class Publisher:
     def full(
         self, held: torch.nn.Module, version: int, *, probed: Probe | None = None, like: torch.nn.Module | None = None
     ) -> PolicyEntry:
-        """Return the whole model, or its tensors with the config of another one."""
+        """Publish a whole model as a version; with `like`, with another model's config."""
         self._tensors[version] = tensors = _copies(self._tensors_of(held))
         published = publish_policy(
             self.store,
@@ -112,7 +115,10 @@ class Publisher:
     def delta(
         self, held: torch.nn.Module, version: int, *, base: int, probed: Probe | None = None, spoil: str = ""
     ) -> PolicyEntry:
-        """Return what differs from `base`. `spoil` is "object" to lose the data, "codec" to name an unknown one."""
+        """Publish the difference to version `base`.
+
+        `spoil` is "object" to lose the data, "codec" to name an unknown codec.
+        """
         self._tensors[version] = tensors = _copies(self._tensors_of(held))
         against = self._published[base].manifest
         frames = []

@@ -12,7 +12,7 @@ from millrace.internal.v1 import worker_service_pb2_grpc
 
 
 class Orchestrator(worker_service_pb2_grpc.WorkerServiceServicer):
-    """Notes who registers and what they report."""
+    """A stand-in with the WorkerService only; records which workers register and what they report."""
 
     def __init__(self) -> None:
         self.worker: asyncio.Future[workers.Worker] = asyncio.get_running_loop().create_future()

@@ -71,9 +71,7 @@ def tiny_model(seed: int, **changes: object) -> torch.nn.Module:
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, TensorBytes]:
-    """Return what a trainer publishes: each weight once, so a tied lm_head is absent, under the names of the
-    saved model.
-    """
+    """Return the tensors a trainer publishes, under the names of the saved model. A tied lm_head is left out."""
     seen: dict[int, str] = {}
     state = model.state_dict()
     own = {name: tensor for name, tensor in state.items() if seen.setdefault(tensor.data_ptr(), name) == name}
@@ -88,9 +86,7 @@ def tensors_of(model: torch.nn.Module) -> dict[str, TensorBytes]:
 def staged_of(
     tensors: torch.nn.Module | Mapping[str, TensorBytes], probe: Any = None, adapter: Any = None, **fields: Any
 ) -> StagedPolicy:
-    """Return a staged policy; its manifest says the digest, the probe and the adapter, which is all that engines
-    ask.
-    """
+    """Return a staged policy. Its manifest has only what engines read: digest, probe and adapter."""
     held = tensors_of(tensors) if isinstance(tensors, torch.nn.Module) else tensors
     digest = policy_digest({n: (t.dtype, t.shape, digest_hex(tensor_digest(t))) for n, t in held.items()})
     manifest: Any = SimpleNamespace(digest=digest, probe=probe, adapter=adapter)
@@ -107,7 +103,7 @@ def reference_logprobs(model: torch.nn.Module, prompt: list[int], completion: li
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the config and tokenizer, no weights."""
+    """Return a directory with the config and the tokenizer, without weights."""
     path = tmp_path_factory.mktemp("tiny")
     tiny_config().save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)

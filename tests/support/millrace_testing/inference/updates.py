@@ -11,7 +11,7 @@ _UNDER_WAY = (pb.POLICY_STATE_FETCHING, pb.POLICY_STATE_APPLYING)
 
 
 async def update(stub: Any, request: pb.UpdatePolicyRequest, *, timeout_s: float = LIMIT_S) -> pb.PolicyStatus:
-    """Return where the replica is once it neither fetches nor applies."""
+    """Ask for the version until the replica neither fetches nor applies it any more; return its status."""
     async with asyncio.timeout(timeout_s):
         while True:
             status = (await call(stub.UpdatePolicy, request, timeout_s=30)).status

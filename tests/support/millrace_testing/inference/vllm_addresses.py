@@ -19,13 +19,13 @@ from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports] # 
 
 
 def addresses(model: torch.nn.Module) -> dict[str, int]:
-    """Return by name, where each begins."""
+    """Return the memory address of each parameter and buffer, by name."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor.numel()}
 
 
 def main(model: str, orders: list[dict[str, Any]], out: Path, flags: dict[str, Any]) -> None:
-    """See above."""
+    """Apply the orders one after the other, and write the addresses after each to `out`."""
     llm = LLM(
         model=model,
         skip_tokenizer_init=True,

@@ -89,7 +89,10 @@ def formats_of(name: str) -> tuple[torch.dtype, ...]:
 
 
 def make_job(name: str, directory: Path, *, dtype: torch.dtype) -> Job:
-    """Return save a family's model, publish it, change some numbers of every tensor, and publish the delta."""
+    """Save a model of the family, publish it, change some numbers of every tensor, and publish the delta.
+
+    Return the job.
+    """
     directory.mkdir(parents=True)
     sizes = _SIZES | _OWN.get(name, {})
     source = make_named(name, directory, **{key: value for key, value in sizes.items() if key in keys_of(name)})
@@ -134,7 +137,9 @@ def change(model: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def said_in(directory: Path) -> torch.Tensor:
-    """Return the log-probs [T - 1] of the prompt's tokens by what transformers loads."""
+    """Return the log-probs [T - 1] of the prompt's tokens, computed by the model that transformers loads from the
+    directory.
+    """
     from transformers import AutoModelForCausalLM
 
     tokens = torch.tensor([PROMPT])
@@ -144,7 +149,7 @@ def said_in(directory: Path) -> torch.Tensor:
 
 
 def on_vllm(jobs: Sequence[Job], directory: Path, *, python: str) -> list[dict[str, Any]]:
-    """Return what vLLM found for each, one after the other in one process."""
+    """Run all jobs in one process with vLLM, and return its results."""
     path = directory / "jobs.json"
     path.write_text(json.dumps([job.asked for job in jobs]))
     ended = vllm_programs.run(python, "vllm_said.py", [str(path)])
@@ -154,7 +159,7 @@ def on_vllm(jobs: Sequence[Job], directory: Path, *, python: str) -> list[dict[s
 
 
 def problems_of(job: Job, found: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with what vLLM found, or why it found nothing."""
+    """Return what is wrong with vLLM's results, or why there are none."""
     if "error" in found:
         return [found["error"]]
     problems = [
@@ -178,14 +183,14 @@ def gaps_of(job: Job, found: Mapping[str, Any]) -> list[float]:
 
 
 def _outcome(job: Job, found: Mapping[str, Any]) -> str:
-    """Return `yes`, or why not."""
+    """Return `yes`, or the problems."""
     if "said" in found and not (own := gaps_of(job, found)[0]) <= GAPS[job.dtype]:
         return f"no: what vLLM itself loads of the directory is off by {own:.2g}"
     return "; ".join(problem.splitlines()[-1][-300:] for problem in problems_of(job, found)) or "yes"
 
 
 def rows_of(names: Sequence[str], *, python: str) -> None:
-    """Print what came of some families."""
+    """Print the rows of some families."""
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
         jobs = [make_job(name, place / f"{name} {dtype}", dtype=dtype) for name in names for dtype in formats_of(name)]

@@ -88,8 +88,8 @@ def held(worker: Any) -> dict[str, str]:
 
 
 def updated(worker: Any, orders: list[dict[str, Any]], fresh: str) -> dict[str, Any]:
-    """Return what the model holds behind the first order, behind the others, and behind vLLM's own load of a
-    directory.
+    """Return the digests of the model's tensors after the first order, after the others, and after vLLM itself has
+    loaded the directory `fresh`.
     """
     call(worker, "millrace_fetch", orders[0])  # for other nodes than this one
     call(worker, "millrace_reload", orders[0])
@@ -110,7 +110,7 @@ def updated(worker: Any, orders: list[dict[str, Any]], fresh: str) -> dict[str, 
 
 
 def relations(kind: type, of_vllm: list[type], names_of_vllm: set[str], before: dict[str, int]) -> dict[str, list[str]]:
-    """Return who hides whom in the class with the extension."""
+    """Return which names of the extension and of vLLM's classes clash, hide each other or cannot be reached."""
     ours = [each for each in kind.__mro__ if each not in of_vllm]
     members = {(name, id(value)) for each in ours for name, value in vars(each).items() if not name.startswith("__")}
     now = {name: id(inspect.getattr_static(kind, name)) for name in dir(kind)}
@@ -124,7 +124,7 @@ def relations(kind: type, of_vllm: list[type], names_of_vllm: set[str], before: 
 
 
 def main(model: str, orders: list[dict[str, Any]], out: Path, fresh: str) -> None:
-    """See above."""
+    """Apply the orders in vLLM's worker, and write the results to `out`."""
     of_vllm = list(gpu_worker.Worker.__mro__)
     before = {name: id(inspect.getattr_static(gpu_worker.Worker, name)) for name in dir(gpu_worker.Worker)}
     with tempfile.TemporaryDirectory() as directory:

@@ -84,7 +84,7 @@ def _follow(found: Digests, path: str, value: Any, depth: int, seen: set[int]) -
 
 
 def copy_halves() -> None:
-    """Have vLLM derive copies for latent attention."""
+    """Make vLLM keep derived copies of weights for latent attention."""
     from vllm.model_executor.layers.attention import mla_attention  # pyright: ignore[reportMissingImports]
 
     split = mla_attention.split_kv_b_proj
@@ -92,7 +92,7 @@ def copy_halves() -> None:
 
 
 def caller(llm: Any) -> Callable[..., Any]:
-    """Return what calls a method of the only worker's extension."""
+    """Return a function that calls a method of the extension in the only worker."""
 
     def call(method: str, *args: Any) -> Any:
         [(_, result, error)] = llm.collective_rpc("millrace_call", args=(0, method, args))
@@ -104,7 +104,7 @@ def caller(llm: Any) -> Callable[..., Any]:
 
 
 def take(call: Callable[..., Any], order: dict[str, Any], version: int) -> None:
-    """Have the worker take a delta."""
+    """Apply a delta in the worker."""
     staged = call("millrace_stage", order)
     call("millrace_gather", 0, len(staged["slices"]))
     call("millrace_prepare", 0, len(staged["units"]))
@@ -114,7 +114,7 @@ def take(call: Callable[..., Any], order: dict[str, Any], version: int) -> None:
 
 
 def main(model: str, orders: list[dict[str, Any]], out: Path) -> None:
-    """See above."""
+    """Apply the orders one after the other, and write the digests after each to `out`."""
     llm = LLM(
         model=model,
         skip_tokenizer_init=True,

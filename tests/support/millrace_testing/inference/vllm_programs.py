@@ -40,7 +40,9 @@ def orders_of(directory: Path, entries: Sequence[PolicyEntry]) -> list[dict[str,
 
 
 def _vision() -> list[str]:
-    """Return where torchvision is, if TORCHVISION_DIR says so, and what makes it usable."""
+    """Return directories for PYTHONPATH: torchvision's if TORCHVISION_DIR is set, and one that makes it importable
+    without a GPU.
+    """
     found = os.environ.get("TORCHVISION_DIR")
     return [str(PROGRAMS / "torchvision_on_cpus"), found] if found else []
 

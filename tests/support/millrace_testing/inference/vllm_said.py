@@ -45,7 +45,7 @@ def started(job: dict[str, Any], load_format: str, **options: Any) -> Any:
 
 
 def work(job: dict[str, Any]) -> dict[str, Any]:
-    """Do one job."""
+    """Do one job, and return its results."""
     llm = started(job, "auto")
     [held] = llm.apply_model(lambda model: type(model).__name__)
     found: dict[str, Any] = {"class": held, "said": [said(llm, job["prompt"])], "rows": []}
@@ -67,7 +67,7 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def follow(llm: Any, job: dict[str, Any], **more: Any) -> tuple[list[list[float]], list[Any]]:
-    """Return the log-probs of the prompt behind each version, and what the worker then tells of what it holds."""
+    """Return the log-probs of the prompt after each version, and what the worker then reports about its memory."""
     call, logprobs, rows = caller(llm), [], []
     for version, order in enumerate(job["orders"]):
         if version:
@@ -80,13 +80,13 @@ def follow(llm: Any, job: dict[str, Any], **more: Any) -> tuple[list[list[float]
 
 
 def end() -> None:
-    """Leave nothing of a vLLM that nobody has any more."""
+    """Free everything that a vLLM which is no longer used has left."""
     gc.collect()
     cleanup_dist_env_and_memory()
 
 
 def main(jobs: list[dict[str, Any]]) -> None:
-    """See above."""
+    """Do all jobs, and write the results of each to its `out`."""
     for job in jobs:
         try:
             found = work(job)

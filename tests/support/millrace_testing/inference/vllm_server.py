@@ -54,9 +54,9 @@ class Server:
         start_s: float = START_S,
         **more: str,
     ) -> "Server":
-        """Return the starts it on a model directory, and waits until that serves.
+        """Start a replica on a model directory, and wait until it serves.
 
-        `beside` starts what the replica needs beside this process; `more` goes into its environment.
+        `beside` starts what the replica needs in addition; `more` goes into its environment.
         """
         grpc, http = (f"127.0.0.1:{free_port()}" for _ in range(2))
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("MILLRACE_", "VLLM_"))}
@@ -90,25 +90,25 @@ class Server:
         return server
 
     def log(self) -> str:
-        """Return the end of what it wrote."""
+        """Return the end of its log."""
         return (self.directory / "replica.log").read_text()[-6000:]
 
     def arm(self, fault: faults.Fault) -> Path:
-        """Return the makes its processes stumble; return the record of that."""
+        """Arm a fault in the replica's processes; return the path of its record."""
         return faults.arm(self.directory / "faults", fault)
 
     def tree(self) -> list[psutil.Process]:
-        """Return all of its processes."""
+        """Return all processes of the replica."""
         return processes.bearing(_MARK, str(self.directory))
 
     def stop(self) -> tuple[int, float]:
-        """Return the SIGTERM; its exit code, and the seconds that it took."""
+        """Send SIGTERM; return the exit code and the seconds until the end."""
         began = time.monotonic()
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(END_S), time.monotonic() - began
 
     def kill(self) -> None:
-        """Kill all that is left."""
+        """Kill all processes that are left."""
         for process in self.tree():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -161,12 +161,12 @@ class Client:
     uid: str = "run1"
 
     async def update(self, entry: PolicyEntry, mode: "pb.InflightMode" = pb.INFLIGHT_MODE_KEEP) -> pb.PolicyStatus:
-        """Return the asks for a version, and gives its state after 25 s at most."""
+        """Ask for a version; return the status after 25 s at most."""
         request = pb.UpdatePolicyRequest(run_uid=self.uid, policy=entry, epoch=1, inflight_mode=mode, wait_seconds=25)
         return (await call(self.stub.UpdatePolicy, request, timeout_s=CALL_S)).status
 
     async def serve(self, entry: PolicyEntry, mode: "pb.InflightMode" = pb.INFLIGHT_MODE_KEEP) -> pb.PolicyStatus:
-        """Return the updates to a good version: asks again while requests that fill the replica keep its probe out."""
+        """Update to a valid version and return the status. Ask again while a full replica has no slot for the probe."""
         async with asyncio.timeout(CALL_S):
             while (status := await self.update(entry, mode)).state == pb.POLICY_STATE_APPLYING:
                 pass  # each question waits at the replica
@@ -175,16 +175,16 @@ class Client:
         return status
 
     async def status(self) -> pb.PolicyStatus:
-        """Return what it serves."""
+        """Return the replica's status."""
         return (await call(self.stub.GetPolicyStatus, pb.GetPolicyStatusRequest(), timeout_s=CALL_S)).status
 
     async def sleep(self) -> pb.PolicyStatus:
-        """Return the has it give its memory back."""
+        """Make the replica release its GPU memory; return its status."""
         request = pb.PauseGenerationRequest(run_uid=self.uid, frees_memory=True, epoch=1)
         return (await call(self.stub.PauseGeneration, request, timeout_s=CALL_S)).status
 
     async def wake(self) -> pb.PolicyStatus:
-        """Return the has it take its memory again, and go on."""
+        """Make the replica take its GPU memory again and continue; return its status."""
         request = pb.ResumeGenerationRequest(run_uid=self.uid, takes_memory=True, epoch=1)
         return (await call(self.stub.ResumeGeneration, request, timeout_s=CALL_S)).status
 
@@ -243,7 +243,10 @@ class Client:
 def serving(
     python: str, model: Path, directory: Path, *, environ: Mapping[str, str] | None = None, **flags: Any
 ) -> Iterator[Server]:
-    """Yield the body of a fixture: a server that has to end soon, well and whole when the module's tests are over."""
+    """Run a server for the tests of a module. At the end it must stop soon, without an error, and leave no process.
+
+    To be used as the body of a fixture.
+    """
     server = Server.start(python, model, directory, flags, **(environ or {}))
     try:
         yield server

@@ -80,7 +80,7 @@ async def in_flight(
 async def running(
     client: Any, prompts: list[list[int]], ask: Callable[[list[int]], Coroutine[Any, Any, Any]]
 ) -> list[asyncio.Task[Any]]:
-    """Return the requests that have a token each when the engine is paused, or more."""
+    """Start the requests, and pause the engine once each has at least one token; return their tasks."""
     first_tokens = "vllm:time_to_first_token_seconds_count"
     before = await client.metric(first_tokens)
     await client.pause()

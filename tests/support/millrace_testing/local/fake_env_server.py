@@ -6,7 +6,7 @@ from millrace_testing.local import fake_service
 
 
 def main() -> int:
-    """Be it."""
+    """Run the fake env-server."""
     return fake_service.main("env-server")
 
 

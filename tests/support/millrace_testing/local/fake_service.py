@@ -115,7 +115,7 @@ async def serve_fake(name: str) -> None:
 
 
 def main(name: str) -> int:
-    """Be the service `name`."""
+    """Run as the service `name`, and return the exit code."""
     lifeline.hold()
     print(f"{name} starts", flush=True)
     if chosen("FAKE_DIE", name):

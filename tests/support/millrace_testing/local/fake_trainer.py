@@ -6,7 +6,7 @@ from millrace_testing.local import fake_service
 
 
 def main() -> int:
-    """Be it."""
+    """Run the fake trainer."""
     return fake_service.main("trainer")
 
 

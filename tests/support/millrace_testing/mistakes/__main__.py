@@ -46,7 +46,7 @@ remedy. [Troubleshooting](troubleshooting.md) goes by symptom, [events](events.m
 
 @dataclass(frozen=True)
 class Told:
-    """What became of a mistake: the message, seconds to its first line, and the exit code."""
+    """The outcome of a mistake: the message, the seconds until its first line, the exit code."""
 
     message: str
     seconds: float
@@ -55,7 +55,7 @@ class Told:
 
 
 def main() -> int:
-    """Make all mistakes whose text has one of the words of the command line, or every one."""
+    """Make the mistakes whose text contains a word of the command line, or all of them; print the table."""
     place, words = Path(sys.argv[1]).resolve(), sys.argv[2:]
     prepare(place)
     print(_HEAD, end="")
@@ -94,7 +94,7 @@ def _run(command: str, place: Path) -> None:
 
 
 def make(mistake: Mistake, place: Path) -> Told:
-    """Make it, and note when the message came."""
+    """Make the mistake, and measure when its message comes."""
     with contextlib.ExitStack() as kept:
         if callable(close := getattr(mistake.prepare(place), "close", None)):
             kept.callback(close)
@@ -122,7 +122,7 @@ def _told(mistake: Mistake, place: Path) -> Told:
 
 
 def fault(mistake: Mistake, told: Told) -> str:
-    """Return what is wrong with how it was told; empty if nothing is."""
+    """Return what is wrong with the outcome; empty if nothing is."""
     if "Traceback" in told.output:
         return "a traceback"
     if not told.message:
@@ -147,7 +147,7 @@ def row(mistake: Mistake, told: Told, place: Path) -> str:
 
 
 def _plain(text: str, place: Path) -> str:
-    """Return without this machine's paths, and without what ends a cell."""
+    """Return the text without paths of this machine, and without characters that end a table cell."""
     text = text.replace(str(place), "DIR").replace(sys.prefix, "VENV").replace(str(ROOT), "REPOSITORY")
     return text.replace("|", "\\|").replace("<", "&lt;")
 

@@ -50,7 +50,7 @@ def _write(name: str, text: str) -> Prepare:
 
 
 def _model(name: str, *left_out: str, change: Callable[[Path], object] = lambda model: None) -> Prepare:
-    """Return a copy of the trained model without some of its files."""
+    """Return a step that copies the trained model without some of its files."""
 
     def make(place: Path) -> None:
         copy = place / name
@@ -339,13 +339,13 @@ def _up(place: Path, name: str, port: int, http_port: int, env: Mapping[str, str
 
 
 def _checking_store(place: Path) -> Running:
-    """Return an S3 server that asks who somebody is from the first request on."""
+    """Start an S3 server that checks credentials from the first request on."""
     argv = [str(Path(sys.executable).with_name("moto_server")), "--host=127.0.0.1", f"--port={S3}"]
     return Running(argv, place, until="Running on", env={"INITIAL_NO_AUTH_ACTION_COUNT": "0"})
 
 
 def _guarded(place: Path) -> Running:
-    """Return a stack that asks for a token, and a token that it does not know."""
+    """Start a stack that demands tokens, and write a token that it does not know."""
     (place / "tokens").write_text(token_line(new_token(), "somebody") + "\n")
     (place / "wrong.token").write_text(new_token() + "\n")
     (place / "wrong.token").chmod(0o600)
@@ -357,7 +357,7 @@ def _two_stacks(place: Path) -> Several:
 
 
 def _cancelled(place: Path) -> Running:
-    """Return a stack with a run that somebody has asked to end."""
+    """Start a stack with a run that is being cancelled."""
     stack = _up(place, "shared", SHARED, SHARED_HTTP)
     server = clean_environ({"MILLRACE_SERVER": f"127.0.0.1:{SHARED}"})
     submit = ["run", "submit", "@", "examples/reverse_text/rl.toml", "--name", "twice", "--max-steps", "500"]

@@ -101,7 +101,7 @@ class FakeRuns(RunServiceServicer):
 
 @contextlib.asynccontextmanager
 async def served(servicer: RunServiceServicer) -> AsyncIterator[str]:
-    """Serve it from this event loop; gives host:port."""
+    """Serve it in this event loop, and yield host:port."""
     server = grpc.aio.server()
     add_RunServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -114,7 +114,7 @@ async def served(servicer: RunServiceServicer) -> AsyncIterator[str]:
 
 @contextlib.contextmanager
 def serving(servicer: RunServiceServicer) -> Iterator[str]:
-    """Serve it from a thread; gives host:port."""
+    """Serve it in a thread, and yield host:port."""
     loop = asyncio.new_event_loop()
     stop = asyncio.Event()
     started = threading.Event()

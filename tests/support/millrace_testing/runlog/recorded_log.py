@@ -137,14 +137,17 @@ async def append_rollout(run: Recorded, played: Rollout) -> str:
 
 
 def publish(run: Recorded, version: int, *, lineage: int = 0) -> policy_pb2.PolicyEntry:
-    """Return a policy's objects and manifest, as trainers publish them."""
+    """Publish a policy's objects and manifest, as trainers do; return its entry."""
     if lineage not in run.publishers:
         run.publishers[lineage] = Publisher(store=run.store, names=run.names, lineage=lineage, seed=run.seed)
     return run.publishers[lineage].publish(version)
 
 
 def publish_anew(run: Recorded, version: int) -> str:
-    """Return what a trainer does about a damaged version: new objects, and a successor; return the successor's key."""
+    """Publish a damaged version again, as a trainer does: new objects and a successor manifest.
+
+    Return the successor's key.
+    """
     key = run.names.policy_manifest(0, version)
     manifest, successor = json.loads(run.store.get(key)), revision_key(key, 1)
     for item in [item for encoding in manifest["encodings"] for item in encoding["objects"]]:
@@ -165,9 +168,9 @@ def seal_anew(run: Recorded) -> None:
 
 
 def checkpoint(run: Recorded, step: int) -> event_pb2.Event:
-    """Return a checkpoint of the weights of its step, as the trainer's CheckpointStore names it; return its event.
+    """Write a checkpoint of a step's weights, as the trainer does; return its event.
 
-    One tensor is in float32, as master weights are, and the other one's pieces are in the files of two ranks.
+    One tensor is in float32, as master weights are. The pieces of the other are in the files of two ranks.
     """
     names, base = run.names, f"{run.names.checkpoint(step)}e00000001-abcd/"
     first, second = run.publishers[0].parts(step)
@@ -212,7 +215,7 @@ def checkpoint(run: Recorded, step: int) -> event_pb2.Event:
 
 
 def token_log(run: Recorded, step: int) -> event_pb2.Event:
-    """Return the trainer's log-probs of a step; return their event."""
+    """Write the trainer's log-probs of a step; return their event."""
     logged = LoggedSample(
         sample=0, ordinal=3 * step, member=0, attempt=0, minibatch=0, mask=np.array([0, 0, 1, 1, 1], np.uint8),
         logprobs=np.array([-1, -2, -run.seed], np.float32), entropies=np.zeros(3, np.float16),
@@ -371,7 +374,7 @@ def rewrite(run, step: int, change) -> None:
 
 
 def restate(run) -> None:
-    """Have the archived events and the seal say what the headers and manifests say now."""
+    """Rewrite the archived events and the seal so that they match the current headers and manifests."""
     names, store = run.names, run.store
     for info in list(store.list(names.event_archive)):
         entries = []
@@ -412,7 +415,7 @@ def reseal(run) -> None:
 
 
 def rearchive(run, step: int, change) -> None:
-    """Replace a step's archive by a changed one that its header names."""
+    """Replace a step's archive by a changed one, which its header then refers to."""
     played = change(decode_archive(run.store.get(run.header(step).rollouts_key)))
     data = encode_archive(played)
     run.store.put(run.header(step).rollouts_key, data)

@@ -88,10 +88,10 @@ class Publisher:
 
 
 def manifest_sha256(entry: policy_pb2.PolicyEntry) -> str:
-    """Return the manifest's sha256 as events name it."""
+    """Return the SHA-256 of an entry's manifest, as events have it."""
     return entry.manifest_sha256.hex()
 
 
 def sha256(data: bytes) -> str:
-    """Return the hex."""
+    """Return the SHA-256 in hex."""
     return hashlib.sha256(data).hexdigest()

@@ -51,7 +51,10 @@ def evaluation(
     newest: int = 0,
     skipped: Sequence[int] = (),
 ) -> event_pb2.Event:
-    """Return `step` is the version if left out, and so is the `newest` version that answered."""
+    """Return the event of an evaluation.
+
+    By default `step` and `newest`, the newest version that answered, are `version`.
+    """
     done = event_pb2.EvalCompleted(
         env=env,
         policy_version=version,

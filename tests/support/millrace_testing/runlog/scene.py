@@ -87,7 +87,7 @@ class Scene:
         return replace(self, directory=directory)
 
     def files(self) -> dict[Path, bytes]:
-        """Read every object, without the store."""
+        """Return the bytes of every object, read directly from the files."""
         paths = (path for path in self.directory.rglob("*") if path.is_file())
         return {path.relative_to(self.directory): path.read_bytes() for path in paths}
 
@@ -133,7 +133,10 @@ async def record_run(store: LocalStore, redis_url: str, name: str, uid: str, *, 
 
 
 def record_scene(directory: Path, redis_url: str) -> Scene:
-    """Return the run of most tamperings, and the other one, sealed and attested; `directory` gets the store."""
+    """Record the run that most tests tamper with, and another one, both sealed and attested.
+
+    The store is below `directory`.
+    """
     store = LocalStore(directory / "store")
     names = asyncio.run(record_run(store, redis_url, "demo", new_uid()))
     other = asyncio.run(record_run(store, redis_url, "other", new_uid(), seed=1))
@@ -214,7 +217,7 @@ def rehash(scene: Scene) -> None:
 
 
 def canonical(manifest: dict) -> bytes:
-    """Return with its checksum redone, where it has one."""
+    """Return a manifest as bytes; its checksum is computed again, if it has one."""
     if "checksum" in manifest:
         return with_checksum(manifest)
     return json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()

@@ -145,7 +145,7 @@ CEPH = "ceph"
 
 @contextlib.contextmanager
 def serving(name: str, directory: Path) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Run a server until the end of the block; gives its endpoint and its keys. Skips where it is not installed."""
+    """Run a server during the block; yield its endpoint and keys. Skip the test if it is not installed."""
     if name == CEPH:
         with _ceph(directory) as found:
             yield found

@@ -71,7 +71,7 @@ class Trial:
         self._training = None if family.training_path is None else family.training_path.read_text()
 
     def millrace(self, row: Any) -> Sample:
-        """Return what `millrace sft` trains."""
+        """Return the sample that `millrace sft` makes of a row."""
         encoder = ConversationEncoder(self.tokenizer, LossMaskConfig())
         try:
             token_ids, mask = encoder.encode(conversation_of(row))
@@ -80,7 +80,7 @@ class Trial:
         return Sample(token_ids, mask, is_marked=bool(encoder.num_marked))
 
     def peers(self, row: Any) -> Iterator[tuple[str, Sample]]:
-        """Yield what each peer trains that knows the family."""
+        """Yield the sample of each peer that knows the family, with the peer's name."""
         if self._training is not None:
             yield "TRL", self._of_trl(row)
         if self._renderer is not None:
@@ -115,7 +115,7 @@ class Trial:
         return Sample(made.token_ids, made.loss_mask)
 
     def row(self, name: str) -> Row:
-        """Return what became of a conversation."""
+        """Return the result for one conversation."""
         row = {**CONVERSATIONS[name], "chat_template_kwargs": self.family.arguments}
         own = self.millrace(row)
         judge = Judge(self.tokenizer, self.stops.token_ids, conversation_of(row), own)
@@ -129,7 +129,7 @@ class Trial:
         )
 
     def ends(self) -> Ends:
-        """Return what ends a turn."""
+        """Return the tokens that end a turn."""
         word = self.tokenizer.convert_ids_to_tokens
         answer, call = self.stops.answer, self.stops.call
         own = self.millrace(CONVERSATIONS["one turn"])

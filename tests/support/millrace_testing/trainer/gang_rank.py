@@ -15,7 +15,7 @@ from millrace.trainer.publish.executor import Executor
 
 
 def main(redis_url: str, store: str, prefix: str, uid: str, stop_at: str) -> None:
-    """Train until the end, or until the version `stop_at` ("" for none); `store` is a URL, or a directory."""
+    """Train until the end, or until version `stop_at` ("" for the end); `store` is a URL, or a directory."""
     gang, url = Gang.join(), store if "://" in store else f"file://{store}"
     if own := os.environ.get("FAULTS_OF_RANKS"):
         faults.DIRECTORY = os.path.join(own, str(gang.rank))

@@ -24,8 +24,8 @@ _CPU = torch.device("cpu")
 
 
 def loaded(directory: Path, layout: RankLayout, rank: int) -> dict[str, Any]:
-    """Return the digests of what a rank publishes, in hex by tensor, the bytes that it holds, and those that it
-    took more.
+    """Return the digest of each tensor that a rank publishes (hex), the bytes it holds, and the additional bytes while
+    loading.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.data_size)
     gang = Gang(rank=rank, world_size=layout.data_size)

@@ -43,10 +43,10 @@ class RoundTrip:
 
 
 def round_trip(name: str, directory: Path) -> RoundTrip:
-    """Return save a model of `families`, and a policy of it, in both formats, and load both by every way of
-    transformers.
+    """Save a model of `families` and a policy of it in both formats, and load both in every way that transformers has.
 
-    The logits are to be those of the source, bit for bit, loaded by transformers in that format.
+    Return the outcome. The logits have to be equal to those of the source, bit for bit, loaded by transformers in that
+    format.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -83,14 +83,14 @@ def round_trip(name: str, directory: Path) -> RoundTrip:
 
 
 def saved_again(source: Path, target: Path, *, dtype: torch.dtype = torch.float32) -> tuple[Any, Path]:
-    """Return the model that Millrace loads from a directory, and the directory that it saves it to."""
+    """Load a model from a directory with Millrace, and save it; return the model and the new directory."""
     model = load_model(source)
     files = policy_files(model, source, dtype=dtype)
     return model, save_model(model, files=files, target=target, dtype=dtype, gang=Gang())
 
 
 def exported_again(model: Any, source: Path, target: Path, *, dtype: torch.dtype) -> Path:
-    """Return a published version of it, as `millrace run export-policy` writes it."""
+    """Publish the model and export it as `millrace run export-policy` does; return the directory."""
     store = LocalStore(target.with_name(f"{target.name}-store"))
     contents = PolicyContents(
         tensors=list(policy_tensors(model, dtype=dtype)), files=policy_files(model, source, dtype=dtype)
@@ -114,8 +114,9 @@ def formats_in(directory: Path) -> dict[str, str]:
 
 
 def loading_problems(directory: Path, wanted: Mapping[str, Any]) -> dict[str, str]:
-    """Return by the way of loading: what is wrong with what transformers loads, whose `logits` are wanted up to a
-    `gap`.
+    """Return what is wrong with the model that transformers loads, by way of loading.
+
+    Its logits must be those in `wanted`, up to a `gap`.
     """
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM

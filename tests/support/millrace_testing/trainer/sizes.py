@@ -23,7 +23,7 @@ def config_of(size: str) -> Qwen3Config:
 
 
 def write_model(size: str, directory: Path) -> Path:
-    """Return a directory with random weights in bfloat16 and a tokenizer of few tokens; once."""
+    """Write a model with random weights in bfloat16 and a small tokenizer, unless it exists; return its directory."""
     if not (directory / "config.json").exists():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config_of(size), dtype=torch.bfloat16).save_pretrained(directory)

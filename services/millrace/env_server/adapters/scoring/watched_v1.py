@@ -63,8 +63,8 @@ def take_numbers() -> None:
 def mark_scoring() -> None:
     """Replace the library's `Task.score` so that requests of rewards and judges pass the gate of judges.
 
-    A failed endpoint is raised as a TaskError of the judges' types, an exit or cancellation by the task's code as one,
-    too.
+    The failure of a judge's endpoint is raised as a TaskError of its kind. An exit or cancellation by the task's code
+    is raised as a TaskError, too.
     """
     stock = vf.Task.score
 

@@ -108,7 +108,9 @@ async def _run(parts: ReplicaParts, replica: VllmReplica, url: Any, stopping: as
 
 
 async def _take_signal(state: Any, stopping: asyncio.Event) -> None:
-    """Once vLLM has set its own handlers, replace them so that SIGTERM and SIGINT drain the replica first."""
+    """Wait until vLLM has set its own signal handlers, then replace them: SIGTERM and SIGINT must drain the replica
+    first.
+    """
     # unregistered wait: until vLLM's server has started; the launcher registers that wait
     while not getattr(getattr(state, "server", None), "started", False):  # noqa: ASYNC110 - vLLM has no event for it
         await asyncio.sleep(_SERVER_POLL_S)
