@@ -15,7 +15,7 @@ from millrace.internal.v1 import batch_pb2, policy_pb2
 from millrace.rollouts.batch_wire import closes_run, decode_header, decode_link
 from millrace.runlog.catalogue import CHAIN_POINT
 from millrace.runlog.names import Names, Stream
-from millrace.runlog.records.chain_points import Page, load_point
+from millrace.runlog.records.chain_points import NamedObjects, load_point
 from millrace.runlog.records.frontier import chain_hash
 from millrace.runlog.records.known import KnownObjects, add_named, manifest_digest
 from millrace.runlog.records.numbered import Epoch
@@ -181,7 +181,7 @@ def load_closings(log: RunLog, committed: Committed) -> list[batch_pb2.BatchHead
     return found
 
 
-def load_named(store: ObjectStore, names: Names, known: KnownObjects) -> Page:
+def load_named(store: ObjectStore, names: Names, known: KnownObjects) -> NamedObjects:
     """Return everything that the headers of a run name (blocking).
 
     Of the chain points where they are whole; else of the headers, all of which are read then.
@@ -190,7 +190,7 @@ def load_named(store: ObjectStore, names: Names, known: KnownObjects) -> Page:
         return known.named(store, names)
     except (CorruptObjectError, NotFoundError) as error:
         logger.warning("every header is read for what it names", extra={"uid": names.uid, "problem": str(error)})
-    walk, whole = ChainWalk.from_origin(store, names), Page()
+    walk, whole = ChainWalk.from_origin(store, names), NamedObjects()
     with contextlib.closing(walk.windows()) as windows:
         for window in windows:
             for data in [data for found in window if found is not None for data in found.revisions]:

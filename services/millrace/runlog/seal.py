@@ -18,7 +18,7 @@ from millrace.runlog import catalogue
 from millrace.runlog.catalogue import BATCH_HEADER, SCORES
 from millrace.runlog.event_archive import EventArchive
 from millrace.runlog.names import Names
-from millrace.runlog.records.chain_points import Page
+from millrace.runlog.records.chain_points import NamedObjects
 from millrace.runlog.records.known import KnownObjects
 from millrace.runlog.records.run_record import list_objects
 from millrace.runlog.records.sealed import Seal, seal_key
@@ -91,7 +91,9 @@ def _namers(key: str) -> tuple[str, ...]:
     return () if kind is None else kind.named_by
 
 
-def _others_by_size(store: ObjectStore, names: Names, page: Page, objects: dict[str, str]) -> dict[str, int] | None:
+def _others_by_size(
+    store: ObjectStore, names: Names, page: NamedObjects, objects: dict[str, str]
+) -> dict[str, int] | None:
     """Return the size of everything in the store that neither the headers nor `objects` name; None if it is too much.
 
     Attestations and scores are left out.

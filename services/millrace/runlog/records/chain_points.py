@@ -24,7 +24,7 @@ _REMEDY = "remove it: a takeover then reads the headers before it"
 
 @dataclass(frozen=True, slots=True)
 class Closing:
-    """Where the closing header of a run that was reopened is; `sha256` (hex) is of its stored bytes."""
+    """Which closing header is meant; `sha256` (hex) is of its stored bytes."""
 
     step: int
     revision: int
@@ -32,7 +32,7 @@ class Closing:
 
 
 @dataclass(slots=True)
-class Page:
+class NamedObjects:
     """What headers between two points name."""
 
     objects: dict[str, bytes] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Page:
     places: set[str] = field(default_factory=set)
     """Folders of their chunks and archives, as whole prefixes of keys without the last slash."""
 
-    def add(self, other: "Page") -> None:
+    def add(self, other: "NamedObjects") -> None:
         """Add what other headers name."""
         self.objects |= other.objects
         self.places |= other.places
@@ -66,7 +66,7 @@ class ChainPoint:
     """Every closing header so far, which were reopened all."""
     highest: Mapping[str, str]
     """The highest key that a header names, by series of keys; both after the run's prefix."""
-    page: Page
+    page: NamedObjects
     """What the headers since the point before name."""
 
     def encode(self) -> bytes:
@@ -120,14 +120,14 @@ def _closing(fields: Fields) -> Closing:
     return Closing(fields.integer("step"), fields.integer("revision"), fields.hexadecimal("sha256", num_bytes=32))
 
 
-def _page(fields: Fields) -> Page:
+def _page(fields: Fields) -> NamedObjects:
     objects: dict[str, bytes] = {}
     named: dict[str, Any] = fields.entries("objects")
     hashes = Fields(named)
     # Only the values are checked by `Fields`: keys of a damaged point may be any text.
     for key in named:
         objects[require_key(key, what="a key")] = bytes.fromhex(hashes.hexadecimal(key, num_bytes=32))
-    return Page(objects, {require_key(place, what="a place") for place in fields.texts("places")})
+    return NamedObjects(objects, {require_key(place, what="a place") for place in fields.texts("places")})
 
 
 def load_point(store: ObjectStore, names: Names, step: int, *, sha256: str = "") -> tuple[ChainPoint, str]:

@@ -17,7 +17,7 @@ from millrace.runlog import catalogue
 from millrace.runlog.catalogue import CHAIN_POINT, ObjectKind
 from millrace.runlog.names import Names
 from millrace.runlog.records import chain_points
-from millrace.runlog.records.chain_points import ChainPoint, Closing, Page, load_point
+from millrace.runlog.records.chain_points import ChainPoint, Closing, NamedObjects, load_point
 from millrace.runlog.records.frontier import chain_hash
 from millrace.runlog.records.run_record import list_objects
 from millrace.storage import ObjectStore
@@ -36,7 +36,7 @@ class KnownObjects:
     def __init__(self) -> None:
         """Create the set of a run without headers."""
         self._highest: dict[str, str] = {}
-        self._page = Page()
+        self._page = NamedObjects()
         self._before: tuple[int, str] | None = None
         self._unnamed_points: dict[int, bytes] = {}
         """Points that no header names yet, by step."""
@@ -111,12 +111,12 @@ class KnownObjects:
                 self._expected.discard(key)
         return found
 
-    def named(self, store: ObjectStore, names: Names) -> Page:
+    def named(self, store: ObjectStore, names: Names) -> NamedObjects:
         """Return everything that headers name (blocking): from one chain point to the one before, back to the first.
 
         NotFoundError or CorruptObjectError if one of these is gone or damaged.
         """
-        whole, before = Page(), self._before
+        whole, before = NamedObjects(), self._before
         whole.add(self._page)
         while before is not None:
             step, sha256 = before
@@ -156,7 +156,7 @@ class KnownObjects:
             page=self._page,
         )
         data = self._unnamed_points[header.step] = point.encode()
-        self._before, self._page = (header.step, hashlib.sha256(data).hexdigest()), Page()
+        self._before, self._page = (header.step, hashlib.sha256(data).hexdigest()), NamedObjects()
 
     def _store_points(self, store: ObjectStore, names: Names) -> Iterator[batch_pb2.ObjectRef]:
         """Create the points that no header names, and yield references to them; one that is another's is left out."""
@@ -168,7 +168,7 @@ class KnownObjects:
                 logger.warning("the object is no chain point of this run", extra={"uid": names.uid, "key": key})
 
 
-def add_named(page: Page, header: batch_pb2.BatchHeader | batch_pb2.BatchLink) -> dict[str, ObjectKind]:
+def add_named(page: NamedObjects, header: batch_pb2.BatchHeader | batch_pb2.BatchLink) -> dict[str, ObjectKind]:
     """Add what a header names to a page; return the objects' kinds by key. Scores, which nobody looks up, are left
     out.
     """

@@ -24,6 +24,7 @@ from millrace.rollouts.types import Rollout
 from millrace.rollouts.wire import decode_archive
 from millrace.runlog.catalogue import BATCH_HEADER
 from millrace.runlog.names import Deployment, Names
+from millrace.runlog.records.chain_points import Closing
 from millrace.runlog.records.retirement import explain
 from millrace.runlog.records.run_record import RunRecord, load_origin
 from millrace.storage.base import MAX_GET_BYTES, ObjectStore
@@ -263,7 +264,7 @@ def is_reopened(store: ObjectStore, names: Names) -> bool:
     return next(iter(store.list(names.reopenings)), None) is not None and not has_ended(store, names)
 
 
-def find_closing(store: ObjectStore, names: Names) -> "Closing | None":
+def find_closing(store: ObjectStore, names: Names) -> Closing | None:
     """Return the closing header that ends the run as FAILED; None if the run is open, or was reopened.
 
     `InvalidStateError` if it ended otherwise.
@@ -285,16 +286,6 @@ def find_closing(store: ObjectStore, names: Names) -> "Closing | None":
         )
     sha256 = hashlib.sha256(headers.revisions[-1]).hexdigest()
     return Closing(step=step, revision=len(headers.revisions) - 1, sha256=sha256)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Closing:
-    """Which closing header is meant."""
-
-    step: int
-    revision: int
-    sha256: str
-    """Of its stored bytes, hex."""
 
 
 def reopen(store: ObjectStore, names: Names, closing: Closing, *, epoch: int, owner: str) -> bool:
