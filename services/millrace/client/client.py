@@ -93,9 +93,9 @@ class SyncRuns:
         """Ask a run to stop at a step boundary; return it at once."""
         return self._runner.run(self._runs.pause(name, reason=reason))
 
-    def resume(self, name: str) -> run_pb2.Run:
-        """Let a paused or FAILED run go on; return it at once."""
-        return self._runner.run(self._runs.resume(name))
+    def resume(self, name: str, **options: Any) -> run_pb2.Run:
+        """Let a paused or FAILED run go on; return it at once. Options are those of `Runs.resume`."""
+        return self._runner.run(self._runs.resume(name, **options))
 
     def fork(self, name: str, *, step: int, **options: Any) -> run_pb2.Run:
         """Make a new run that continues from a step of this one, and return it."""

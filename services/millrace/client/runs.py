@@ -158,12 +158,25 @@ class RunsClient:
         response = await call(self._stub.PauseRun, request, timeout_s=CALL_TIMEOUT_S, to=self._to)
         return response.run
 
-    async def resume(self, name: str, *, request_id: str | None = None) -> run_pb2.Run:
-        """Let a paused or FAILED run go on as soon as a trainer is free; a run in progress is not changed.
+    async def resume(
+        self,
+        name: str,
+        *,
+        retain_batches: int | None = None,
+        retain_policies: int | None = None,
+        request_id: str | None = None,
+    ) -> run_pb2.Run:
+        """Let a paused or FAILED run go on as soon as a trainer is free; a run in progress goes on as it does.
 
-        Raises InvalidStateError for a run that has ended otherwise.
+        `retain_batches` and `retain_policies` take the place of the config's keys from here on: 0 keeps everything,
+        None leaves what was said before. Raises InvalidStateError for a run that has ended otherwise.
         """
-        request = rs.ResumeRunRequest(name=name, request_id=request_id or str(uuid.uuid4()))
+        request = rs.ResumeRunRequest(
+            name=name,
+            request_id=request_id or str(uuid.uuid4()),
+            retain_batches=retain_batches,
+            retain_policies=retain_policies,
+        )
         response = await call(self._stub.ResumeRun, request, timeout_s=CALL_TIMEOUT_S, to=self._to)
         return response.run
 

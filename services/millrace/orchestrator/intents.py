@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from millrace.errors import InvalidStateError
@@ -29,6 +30,7 @@ ROLE = "orchestrator"
 
 # The desired state of a run, as its users asked for it: to pause, to go on, to end; folded from the stored intents.
 
+_UNSAID = object()
 POLL_S = 2.0
 """How old what is known of a run's intents may be: another replica may have acknowledged a new one."""
 
@@ -140,7 +142,9 @@ class IntentCalls:
         if not desired.is_paused:
             await self._write(view, "pause", {"reason": reason, "request_id": request_id})
 
-    async def resume(self, view: RunView, *, request_id: str) -> None:
+    async def resume(
+        self, view: RunView, *, request_id: str, retention: Mapping[str, int | None] = MappingProxyType({})
+    ) -> None:
         """Write the intent that a paused run goes on, or reopen a failed one; do nothing to a run that is not to pause.
 
         Raise InvalidStateError if the run cannot be read (RUN_DAMAGED), ended otherwise, or was cancelled
@@ -148,13 +152,14 @@ class IntentCalls:
         """
         _require_readable(view, "resume")
         if view.has_failed:
-            await self._reopen(view, request_id)
+            await self._reopen(view, request_id, retention)
             return
         _require_open(view, "resume")
-        if (await self._desired(view)).is_paused:
-            await self._write(view, "resume", {"request_id": request_id})
+        desired = await self._desired(view)
+        if desired.is_paused or any(desired.retention.get(key, _UNSAID) != value for key, value in retention.items()):
+            await self._write(view, "resume", {"request_id": request_id, "retention": dict(retention)})
 
-    async def _reopen(self, view: RunView, request_id: str) -> None:
+    async def _reopen(self, view: RunView, request_id: str, retention: Mapping[str, int | None]) -> None:
         names = Names(self._prefix, view.record.uid)
         intents = await read_intents(self._store, names)
         if DesiredState().after(intents).is_cancelled:
@@ -166,7 +171,7 @@ class IntentCalls:
         closing = await asyncio.to_thread(find_closing, self._store, names)
         if closing is None or await self._was_done(names, intents, request_id):
             return  # this request, or another one, has reopened it
-        payload = {"request_id": request_id, "closing_sha256": closing.sha256}
+        payload = {"request_id": request_id, "closing_sha256": closing.sha256, "retention": dict(retention)}
         await write_intent(self._store, names, "reopen", payload)
         faults.reach(faults.Point.ORCHESTRATOR_REOPEN_INTENT, step=closing.step)
         # Before the record: the previous driver is fenced out when the closing header loses its meaning.
@@ -186,7 +191,7 @@ class IntentCalls:
         """Return the desired state of the run after all intents in the store."""
         return DesiredState().after(await read_intents(self._store, Names(self._prefix, view.record.uid)))
 
-    async def _write(self, view: RunView, kind: str, payload: dict[str, str]) -> None:
+    async def _write(self, view: RunView, kind: str, payload: dict[str, Any]) -> None:
         await write_intent(self._store, Names(self._prefix, view.record.uid), kind, payload)
         await self._on_intent(view.record.uid)
 

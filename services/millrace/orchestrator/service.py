@@ -60,6 +60,9 @@ MAX_VALIDATIONS = 2
 MAX_REASON_CHARS = 2000
 _CURSOR = re.compile(r"[0-9]{1,19}(-[0-9]{1,19})?")
 
+_MOST_KEPT = 1 << 53
+"""Largest number of steps or versions to keep: what JSON carries exactly."""
+
 
 class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     """The public API. Every method raises `millrace.errors`; the interceptor maps them."""
@@ -224,11 +227,16 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     ) -> run_service_pb2.ResumeRunResponse:
         """Write the intent that the run goes on, then look for a free trainer.
 
-        Reopens a failed run; an open one stays as it is.
+        Reopens a failed run; an open one stays as it is. What it is to keep from here on is part of the intent.
         """
         view = await self._catalog.find(request.name)
         _check_intent("", request.request_id)
-        await self._intents.resume(view, request_id=request.request_id)
+        retention = {
+            name: min(getattr(request, f"retain_{name}"), _MOST_KEPT) or None
+            for name in ("batches", "policies")
+            if request.HasField(f"retain_{name}")
+        }
+        await self._intents.resume(view, request_id=request.request_id, retention=retention)
         return run_service_pb2.ResumeRunResponse(run=view.run)
 
     async def WatchRun(self, request: run_service_pb2.WatchRunRequest, context: grpc.aio.ServicerContext):

@@ -26,6 +26,7 @@ from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import closes_run, decode_header
 from millrace.runlog.names import Names
 from millrace.runlog.records.frontier import Frontier, chain_hash
+from millrace.runlog.records.retirement import explain, steps_retired
 from millrace.runlog.records.revisions import chain_broken, list_headers, load_reopenings, load_step, read_header
 from millrace.runlog.records.run_record import RunOrigin, RunRecord, list_checkpoints, load_origin, parse_origin
 from millrace.storage import ObjectStore
@@ -80,15 +81,20 @@ def plan_fork(store: ObjectStore, parent: Names, *, name: str, step: int) -> For
     origin = load_origin(store, parent)
     num_steps = _count_steps(store, parent, origin)
     kept = _kept_checkpoints(store, parent, origin, num_steps)
-    if not kept or not kept[0] <= step <= num_steps:
-        span = f"steps {kept[0]} to {num_steps}" if kept else "no step: it keeps no checkpoint and not all batches"
+    below, retired = steps_retired(store, parent)
+    starts = [each for each in kept if each <= step and (each == step or each >= below)]
+    if not starts or step > num_steps:
+        whole = [each for each in kept if each >= below]
+        exact = "".join(f", and step {each}" for each in kept[-8:] if each < below)
+        span = f"steps {whole[0]} to {num_steps}{exact}" if whole else exact.removeprefix(", and ")
+        span = span or "no step: it keeps no checkpoint and not all batches"
         raise InvalidStateError(
-            f"run {name!r} cannot be forked at step {step}: it keeps {span}",
+            f"run {name!r} cannot be forked at step {step}: it keeps {span}" + (f"; {retired}" if retired else ""),
             reason="STEP_NOT_KEPT",
             remedy="choose a step in that range" if kept else "keep checkpoints: ckpt.interval, ckpt.keep_last",
             metadata={"oldest": str(kept[0] if kept else ""), "newest": str(num_steps)},
         )
-    base_step = max(candidate for candidate in kept if candidate <= step)
+    base_step = starts[-1]
     chain, frontier, state = _state_before(store, parent, origin, base_step)
     plan = ForkPlan(
         uid=parent.uid,
@@ -259,7 +265,10 @@ class _Copy:
             return  # objects appear whole or not at all: an attempt before this one has verified and copied it
         with owned_directory("fork") as directory:
             path = directory / "object"
-            self.store.get_file(key, path)
+            try:
+                self.store.get_file(key, path)
+            except NotFoundError as error:
+                raise explain(self.store, key, error) from error
             with path.open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
             if found != sha256:

@@ -94,7 +94,7 @@ def plan(rule: RetentionRule, view: RunNeeds, anchor_of: Callable[[int, int], in
     anew with the first batch.
 
     A run stays resumable at its newest two checkpoints, since one may turn out to be damaged: what comes after the
-    older one is never retired.
+    older one is never retired. Version 0 stays: it is the start model, which adapters and replays are based on.
     """
     resumable = list(view.checkpoints[-2:])
     found: dict[KeptAs, Retired] = {}
@@ -113,7 +113,7 @@ def plan(rule: RetentionRule, view: RunNeeds, anchor_of: Callable[[int, int], in
         below = anchor_of(lineage, oldest)
         # A checkpoint needs its own version, which is a chain of deltas that begins at its anchor.
         kept = [range(anchor_of(lineage, step), step + 1) for step in view.checkpoints if step < below]
-        keeps = frozenset(number for numbers in kept for number in numbers if number < below)
+        keeps = frozenset(number for numbers in (range(1), *kept) for number in numbers if number < below)
         why = f"orchestrator.retain_policies = {rule.policies}"
         found[KeptAs.POLICIES] = Retired(below=below, keeps=keeps, lineage=lineage, why=why)
     return found
@@ -160,7 +160,7 @@ class Retention:
         record = record_retirement(self._store, self._names, wanted, by=self._by)
         if record is None:
             return []
-        faults.reach(faults.Point.RETENTION_RECORDED, step=view.next_step)
+        faults.reach(faults.Point.ORCHESTRATOR_RETIRED, step=view.next_step)
         # None until all of it is removed: a pass that fails begins with this record again.
         before, self._removed = self._removed, None
         if left := self._remove(record, before):
@@ -200,7 +200,7 @@ class Retention:
                         raise _StoppedError
                     for stays in pool.map(work, window):
                         left += stays
-                    faults.reach(faults.Point.RETENTION_MID_PASS, step=window[-1])
+                    faults.reach(faults.Point.ORCHESTRATOR_MID_RETIRE, step=window[-1])
         return left
 
     def _remove_number(self, kept: KeptAs, lineage: int, number: int) -> list[Leftover]:
@@ -276,15 +276,27 @@ def _nothing(names: Names) -> Retirement:
     return Retirement(number=0, run_uid=names.uid)
 
 
-def _previous(store: ObjectStore, names: Names, record: Retirement) -> Retirement:
-    """Return the record before `record`.
+def _previous(store: ObjectStore, names: Names, newest: Retirement) -> Retirement:
+    """Return the record before the last pass of an orchestrator: the trainer writes records in between.
 
-    If it cannot be read, return an empty one: then all that `record` retires is removed again.
+    It is found by bisection, as nothing that is retired comes back. Where it cannot be read, nothing is known to be
+    gone.
     """
-    key = names.retirement(record.number - 1)
+
+    def read(number: int) -> Retirement:
+        key = names.retirement(number)
+        return Retirement.decode(store.get(key), where=store.uri(key)) if number else _nothing(names)
+
+    def is_before(record: Retirement) -> bool:
+        return any(record.of(kept) != newest.of(kept) for kept in _OF_RULES)
+
+    low, high = 0, newest.number
     try:
-        return Retirement.decode(store.get(key), where=store.uri(key)) if record.number > 1 else _nothing(names)
-    except (NotFoundError, CorruptObjectError):  # the audit reports it; what is gone is looked for once more
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if is_before(read(middle)) else (low, middle)
+        return read(low)
+    except (NotFoundError, CorruptObjectError):  # the audit finds it; what is gone is looked for once more
         return _nothing(names)
 
 

@@ -153,12 +153,16 @@ class PauseRunResponse(_message.Message):
     def __init__(self, run: _Optional[_Union[_run_pb2.Run, _Mapping]] = ...) -> None: ...
 
 class ResumeRunRequest(_message.Message):
-    __slots__ = ("name", "request_id")
+    __slots__ = ("name", "request_id", "retain_batches", "retain_policies")
     NAME_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    RETAIN_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    RETAIN_POLICIES_FIELD_NUMBER: _ClassVar[int]
     name: str
     request_id: str
-    def __init__(self, name: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
+    retain_batches: int
+    retain_policies: int
+    def __init__(self, name: _Optional[str] = ..., request_id: _Optional[str] = ..., retain_batches: _Optional[int] = ..., retain_policies: _Optional[int] = ...) -> None: ...
 
 class ResumeRunResponse(_message.Message):
     __slots__ = ("run",)

@@ -73,13 +73,30 @@ class RunPolicies:
         return self.record.training.model.name
 
     def find(self) -> dict[int, str]:
-        """Return the manifest's key of each published version, from the newest lineage with that version."""
+        """Return the manifest's key of each published version that is kept, from the newest lineage with that version.
+
+        Versions that were retired are left out.
+        """
+        from millrace.runlog.records.retirement import newest_retirement
         from millrace.runlog.records.run_record import published_policies
 
+        record = newest_retirement(self.store, self.names)
         found: dict[int, str] = {}
         for version, key in published_policies(self.store, self.names):
-            found.setdefault(version, key)
+            weights = f"{key.removeprefix(self.names.root).rpartition('/')[0]}/weights"
+            if record is None or not record.covers(weights):
+                found.setdefault(version, key)
         return dict(sorted(found.items()))
+
+    def require_kept(self, versions: Iterable[int]) -> None:
+        """Raise NotFoundError if one of the versions was published and is retired; it says by which record."""
+        from millrace.runlog.records.retirement import require_policy
+        from millrace.runlog.records.run_record import published_policies
+
+        wanted = set(versions)
+        for version, key in published_policies(self.store, self.names) if wanted else ():
+            if version in wanted:
+                require_policy(self.store, key)
 
     def download(self, key: str, directory: Path) -> Path:
         """Write the version with the manifest `key` into `directory` as a whole model, an adapter merged into its base.
@@ -98,6 +115,7 @@ def of_run(run: RunPolicies, *, steps: Sequence[int] | None, has_base: bool, bas
     nothing is left to evaluate.
     """
     found = run.find()
+    run.require_kept(set(steps or ()) - found.keys())
 
     def published(version: int) -> Callable[[Path], Path]:
         return lambda directory: run.download(found[version], directory)

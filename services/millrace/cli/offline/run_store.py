@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from millrace.cli.connection import running_stacks
 from millrace.cli.errors import CliError
 from millrace.cli.options import DEFAULT_DIRECTORY
@@ -145,6 +147,15 @@ def open_run(
     if is_written:
         require_tested(objects, prefix=deployment).result()
     return objects, deployment, find_uid(objects, deployment, meant)
+
+
+def say_retired(store: "ObjectStore", names: Names) -> None:
+    """Write to stderr which steps of a run were retired, and by which record, if any were."""
+    from millrace.runlog.records.retirement import steps_retired
+
+    _, why = steps_retired(store, names)
+    if why:
+        click.echo(why, err=True)
 
 
 def _running_store() -> str | None:

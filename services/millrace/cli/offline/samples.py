@@ -90,18 +90,25 @@ class SampleFilter:
 def read_samples(store: "ObjectStore", prefix: str, uid: str, conditions: SampleFilter) -> Iterator[SampleRecord]:
     """Yield the samples that pass the filter, from all committed batches in order of steps.
 
-    Duplicates and pruned archives are skipped. One archive is in memory at a time. Raises CorruptObjectError for a
-    damaged archive.
+    Duplicates and retired steps are skipped; NotFoundError says which record has retired the one that is asked for.
+    One archive is in memory at a time. Raises CorruptObjectError for a damaged archive.
     """
     from millrace.errors import NotFoundError
     from millrace.readers.exports.samples import read_headers
     from millrace.runlog.names import Names, rollout_id
+    from millrace.runlog.records.retirement import steps_retired
     from millrace.runlog.records.revisions import read_rollouts
 
-    for step, revision, header in read_headers(store, Names(prefix, uid), step=conditions.step):
+    names = Names(prefix, uid)
+    below, _ = steps_retired(store, names)
+    for step, revision, header in read_headers(store, names, step=conditions.step):
+        if step < below and conditions.step is None:
+            continue
         try:
             rollouts = read_rollouts(store, header)
-        except NotFoundError:  # pruned
+        except NotFoundError:  # retired just now, or gone
+            if conditions.step is not None:
+                raise
             continue
         for place, rollout in enumerate(rollouts):
             if not rollout.is_duplicate and conditions.passes(rollout):

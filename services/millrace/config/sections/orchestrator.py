@@ -135,9 +135,9 @@ class OrchestratorConfig(ConfigSection):
     )
     retain_policies: int | None = option(
         None,
-        "Keep this many newest policy versions, those of kept checkpoints, those that replicas serve, and what deltas "
-        "of these build on; all if left out. Nothing goes before there is a checkpoint, and nothing that comes after "
-        "the newest two.",
+        "Keep this many newest policy versions, the start model, those of kept checkpoints, those that replicas serve, "
+        "and what deltas of these build on; all if left out. Nothing goes before there is a checkpoint, and nothing "
+        "that comes after the newest two.",
         ge=1,
     )
     max_failed_share: float = option(

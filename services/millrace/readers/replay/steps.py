@@ -25,6 +25,7 @@ from millrace.policies.pull import download_hf, pull_tensors, read_manifest
 from millrace.policies.tensors import TensorBytes
 from millrace.readers.replay.report import ReplayReport, TensorDifference
 from millrace.runlog import Names
+from millrace.runlog.records.retirement import require_policy
 from millrace.runlog.records.run_record import RunOrigin, RunRecord, list_policies, parse_origin
 from millrace.storage.base import ObjectStore
 from millrace.storage.scratch import owned_directory
@@ -334,6 +335,7 @@ def _differences(
 
     `computed` are the recomputed tensors by name, `digests` theirs (hex).
     """
+    require_policy(store, published.key)
     theirs = pull_tensors(store, published)
     their_digests = {entry.name: entry.digest for entry in published.tensors}
     for name in sorted({*computed, *theirs}):

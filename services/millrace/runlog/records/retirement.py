@@ -170,6 +170,35 @@ def explain(store: ObjectStore, key: str, error: NotFoundError) -> NotFoundError
     return retired_error(store, names, own, record)
 
 
+def require_policy(store: ObjectStore, manifest_key: str) -> None:
+    """Raise the `NotFoundError` that says who retired a policy version, if it is retired (blocking).
+
+    `manifest_key` is the whole key of its manifest, or of a successor of it.
+    """
+    names, own = _split(manifest_key)
+    record = None if names is None or catalogue.POLICY_MANIFEST.parse(own) is None else newest_retirement(store, names)
+    weights = f"{own.rpartition('/')[0]}/weights"
+    if names is not None and record is not None and record.covers(weights):
+        raise retired_error(store, names, weights, record)
+
+
+def steps_retired(store: ObjectStore, names: Names) -> tuple[int, str]:
+    """Return the step below which batches and rollouts are retired, and what says so, for messages (blocking).
+
+    (0, "") where none are.
+    """
+    record = newest_retirement(store, names)
+    below = 0 if record is None else record.of(KeptAs.BATCHES).below
+    if record is None or not below:
+        return 0, ""
+    why = record.of(KeptAs.BATCHES).why
+    return below, f"batches and rollouts below step {below} were retired, as {why} says ({_uri(store, names, record)})"
+
+
+def _uri(store: ObjectStore, names: Names, record: Retirement) -> str:
+    return store.uri(names.retirement(record.number))
+
+
 def retired_error(store: ObjectStore, names: Names, own: str, record: Retirement) -> NotFoundError:
     """Return the error that says which record retired the object under a key without the run's prefix."""
     kind = catalogue.kind_at(own)
@@ -178,7 +207,7 @@ def retired_error(store: ObjectStore, names: Names, own: str, record: Retirement
     what = f"step {place['step']}" if "step" in place else f"policy {place['lineage']}-{place['version']}"
     return NotFoundError(
         f"the {kind.name} of {what} of run {names.uid} was retired, as {record.of(kind.kept).why} says "
-        f"({store.uri(names.retirement(record.number))})",
+        f"({_uri(store, names, record)})",
         reason=RETIRED,
         remedy=f"choose one that is kept: {_what_is_kept(kind.kept, record.of(kind.kept))}; or restore the object "
         "from a replica of the bucket",

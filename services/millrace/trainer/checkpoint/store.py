@@ -231,7 +231,7 @@ class CheckpointStore:
         why = f"ckpt.keep_last = {keep_last}"
         wanted = {KeptAs.CHECKPOINTS: Retired(below=below, keeps=keeps, why=why)}
         record_retirement(self._store, self._names, wanted, by="trainer")
-        faults.reach(Point.RETENTION_RECORDED, step=below)
+        faults.reach(Point.TRAINER_RETIRED, step=below)
 
     def _key(self, step: int) -> str:
         return self._names.checkpoint_manifest(step)

@@ -17,6 +17,7 @@ from millrace.rollouts.batch_wire import chunks_for, closes_run, decode_header, 
 from millrace.rollouts.types import TrainSample
 from millrace.runlog.names import Names
 from millrace.runlog.records.frontier import chain_hash
+from millrace.runlog.records.retirement import steps_retired
 from millrace.runlog.records.revisions import list_headers, load_step, read_chunk, read_header
 from millrace.runlog.records.run_record import list_checkpoints
 from millrace.storage.base import ObjectStore
@@ -315,7 +316,8 @@ class StoreLog:
         last = max((step for step, _ in list_headers(self._store, self._names)), default=-1)
         if last >= 0 and closes_run(self._header(last)):
             last -= 1
-        first = next(list_checkpoints(self._store, self._names), last + 1)
+        below, _ = steps_retired(self._store, self._names)
+        first = next((each for each in list_checkpoints(self._store, self._names) if each >= below), last + 1)
         if self._base_step == 0 and last >= 0 and self._has_data(0):
             first = 0
         return KeptRange(first, last)
@@ -330,11 +332,13 @@ class StoreLog:
                 remedy=f"choose one of {kept}" if kept.first <= kept.last else "wait for its first batches",
                 metadata={"uid": self._names.uid, "step": str(step)},
             )
+        _, retired = steps_retired(self._store, self._names)
         return InvalidStateError(
             f"step {step + 1} of run {self._names.uid} is too old to be recomputed: {self._store.describe()} keeps "
-            f"what is needed for {kept}",
+            f"what is needed for {kept}" + (f"; {retired}" if retired else ""),
             reason="STEP_NOT_KEPT",
-            remedy="choose a step of that range; [ckpt] keep_last and keep_interval decide what later runs keep",
+            remedy="choose a step of that range; [ckpt] keep_last and keep_interval, and orchestrator.retain_batches, "
+            "decide what later runs keep",
             metadata={"uid": self._names.uid, "step": str(step)},
         )
 

@@ -65,11 +65,13 @@ def _find(store: "ObjectStore", names: "Names", step: int, *, run: str) -> "Poli
     Raises CliError if there is none.
     """
     from millrace.policies.pull import read_manifest
+    from millrace.runlog.records.retirement import require_policy
     from millrace.runlog.records.run_record import published_policies
 
     versions: list[int] = []
     for version, key in published_policies(store, names):
         if step in (-1, version):
+            require_policy(store, key)
             return read_manifest(store, key)
         versions.append(version)
     span = f"versions {versions[-1]} to {versions[0]}" if versions else "no version"
@@ -105,7 +107,7 @@ def export(
     written. Reads the object store only, also while the run goes on. Secrets in texts are masked. parquet, tensorboard
     and wandb need an extra each, such as millrace[wandb]; W&B's key is read from WANDB_API_KEY.
     """
-    from millrace.cli.offline.run_store import open_run
+    from millrace.cli.offline.run_store import open_run, say_retired
     from millrace.readers.exports.files import export_files
     from millrace.readers.exports.metrics import points, read_metrics
     from millrace.readers.exports.samples import read_samples
@@ -114,6 +116,8 @@ def export(
     objects, deployment, uid = open_run(name, store, prefix)
     names = Names(deployment, uid)
     rows = read_metrics(objects, names)
+    if with_samples:
+        say_retired(objects, names)
     target = directory or Path("exports") / names.uid
     if form == "wandb":
         from dataclasses import replace

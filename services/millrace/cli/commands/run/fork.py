@@ -136,19 +136,36 @@ def pause(name: str, reason: str, server: str | None) -> None:
 
 @click.command()
 @RUN
+@click.option(
+    "--retain-batches",
+    type=click.IntRange(min=0),
+    default=None,
+    metavar="N",
+    help="From here on as `orchestrator.retain_batches`: keep N newest steps; 0 keeps everything.",
+)
+@click.option(
+    "--retain-policies",
+    type=click.IntRange(min=0),
+    default=None,
+    metavar="N",
+    help="From here on as `orchestrator.retain_policies`: keep N newest versions; 0 keeps everything.",
+)
 @SERVER
-def resume(name: str, server: str | None) -> None:
+def resume(name: str, retain_batches: int | None, retain_policies: int | None, server: str | None) -> None:
     """Let a paused run go on where it stopped, as soon as a trainer is free.
 
     Also a run that has FAILED, once the cause is removed: it goes on at the step at which it failed, under the same
     name and uid, and keeps what it has learned. What was being played when it failed stays dropped. A run that
-    SUCCEEDED or was CANCELLED has ended for good.
+    SUCCEEDED or was CANCELLED has ended for good. A run that goes on keeps going on; it takes the options.
     """
 
     async def ask(client: "Client", found: "run_pb2.Run") -> str:
-        asked = await client.runs.resume(found.name)  # also of one that runs: a pause may be on its way
+        asked = await client.runs.resume(
+            found.name, retain_batches=retain_batches, retain_policies=retain_policies
+        )  # also of one that runs: a pause may be on its way
         if _state(found) == _state(asked) not in ("PAUSED", "FAILED"):
-            return f"{found.name} is not paused: it goes on (now {_state(asked)})"
+            kept = "" if retain_batches is retain_policies is None else ", with what it is to keep"
+            return f"{found.name} is not paused: it goes on{kept} (now {_state(asked)})"
         return f"{asked.name} is asked to go on (now {_state(asked)})"
 
     _ask(name, server, ask)

@@ -13,6 +13,7 @@ import click
 
 from millrace.cli.commands.run.audit import attest, audit, repair, replay
 from millrace.cli.commands.run.compare import compare, lineage
+from millrace.cli.commands.run.delete import delete
 from millrace.cli.commands.run.export import export, export_policy
 from millrace.cli.commands.run.fork import fork, pause, resume
 from millrace.cli.commands.run.samples import samples
@@ -47,6 +48,7 @@ run.add_command(export)
 run.add_command(audit)
 run.add_command(attest)
 run.add_command(repair)
+run.add_command(delete)
 
 
 # `millrace run panes RUN`: a terminal pane for each component of a run, in tmux.

@@ -60,9 +60,12 @@ def samples(
     resolved: trained on, evaluated, dropped and failed rollouts. With `--format sft` those that ended well, as rows; of
     a run that trains only those of training, unless `--purpose eval` is given.
     """
-    from millrace.cli.offline.run_store import open_run
+    from millrace.cli.offline.run_store import open_run, say_retired
+    from millrace.runlog.names import Names
 
     objects, deployment, uid = open_run(name, store, prefix)
+    if filters.get("step") is None:
+        say_retired(objects, Names(deployment, uid))
     if form == "sft" and filters["purpose"] is None and _trains(objects, deployment, uid):
         filters["purpose"] = "train"  # held-out tasks are not trained on by accident
     found = read_samples(
