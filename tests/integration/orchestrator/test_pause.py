@@ -9,7 +9,12 @@ from millrace.errors import InvalidStateError
 from millrace.internal.v1 import batch_pb2
 from millrace.orchestrator import workers
 from millrace.orchestrator.drive import loop
+from millrace.orchestrator.intents import DesiredState
 from millrace.rpc.channel import call
+from millrace.runlog import Names
+from millrace.runlog.records.numbered import read_intents
+from millrace.runlog.records.run_record import RunRecord
+from millrace.runlog.retention import RetentionRule
 from millrace.v1 import run_pb2, run_service_pb2
 from millrace_testing.orchestrator.runs import (
     create,
@@ -53,6 +58,25 @@ async def test_a_paused_run_gives_its_workers_back_and_goes_on_from_its_log(stac
     headers, _ = await load_headers(await log_of(stack, run))
     assert [header.step for header in headers] == [0, 1, 2, 3, 4]
     resolutions(headers)
+
+
+async def test_retention_is_switched_on_as_a_run_is_resumed(stack) -> None:
+    """The stored config stays: the intent says what counts from here on, to every later driver."""
+    run, _, _ = await paused_mid_run(stack)
+    for asked in ({"retain_batches": 1}, {"retain_policies": 3}, {"retain_batches": 1}):
+        request = run_service_pb2.ResumeRunRequest(name=run.name, **asked)
+        await call(stack.runs.ResumeRun, request, timeout_s=5)
+    names = Names(stack.prefix, run.uid)
+    asked = [
+        each.payload["retention"] for each in await read_intents(stack.deps["store"], names) if each.kind == "resume"
+    ]
+    assert asked == [{"batches": 1}, {"policies": 3}], "what is asked for again is no other intent"
+    desired = DesiredState().after(await read_intents(stack.deps["store"], names))
+    assert desired.retention == {"batches": 1, "policies": 3} and not desired.is_paused
+    record = RunRecord.decode(stack.deps["store"].get(names.run_json), where="it")
+    rule = RetentionRule.of(record.settings, desired.retention)
+    assert (rule.batches, rule.policies) == (1, 3) and not RetentionRule.of(record.settings)
+    assert states(await watch(stack, run))[-1] == "SUCCEEDED"
 
 
 async def test_what_does_not_finish_before_the_pause_is_played_again_after_it(stack, monkeypatch) -> None:

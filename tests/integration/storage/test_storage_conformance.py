@@ -234,3 +234,13 @@ def test_what_is_larger_than_its_reader_takes_is_refused_before_it_is_read(store
     assert refused.value.metadata["key"] == "run/large"
     with pytest.raises(NotFoundError):
         store.get("run/none", max_bytes=1)
+
+
+def test_many_objects_are_deleted_at_once(store):
+    keys = [f"many/{number:04d}" for number in range(30)] + [f"many/{key}" for key in ODD_KEYS]
+    for key in keys:
+        store.put(key, b"x")
+    store.put("many-others", b"x")
+    assert store.delete_many([*keys, "many/absent"]) == {}
+    assert [info.key for info in store.list("many")] == ["many-others"]
+    assert store.delete_many([]) == {} and store.delete_many(keys[:1]) == {}
