@@ -46,6 +46,8 @@ class Deletion:
     """The run has not ended: somebody may drive it."""
     needed_by: tuple[str, ...]
     """Names of the forks whose lineage begins with the run."""
+    marks: tuple[str, ...]
+    """Keys that say that the run may not have ended."""
     counts: Counter[str] = field(default_factory=Counter)
     """Objects by kind."""
     sizes: Counter[str] = field(default_factory=Counter)
@@ -76,13 +78,14 @@ def plan_deletion(store: ObjectStore, names: Names) -> Deletion:
         request_id=request_id,
         is_open=not _has_ended(store, names),
         needed_by=tuple(sorted(_forks(store, names))),
+        marks=tuple(info.key for info in store.list(f"{Deployment(names.prefix).open_prefix}{names.uid}.")),
         counts=counts,
         sizes=sizes,
     )
 
 
 def require_unneeded(deletion: Deletion, *, may_be_open: bool, may_be_needed: bool) -> None:
-    """Raise InvalidStateError if the run is open or if forks need it, unless it is said that this does not matter."""
+    """Raise InvalidStateError if the run is open or forks need it, unless the caller allows that."""
     if deletion.is_open and not may_be_open:
         raise InvalidStateError(
             f"run {deletion.name!r} has not ended: its services would go on writing what is deleted",
@@ -113,7 +116,8 @@ def delete_run(
     deployment = Deployment(names.prefix)
     leads = [deployment.name_object(deletion.name)] if deletion.name else []
     leads += [deployment.request_object(deletion.request_id)] if deletion.request_id else []
-    left = delete_all(store, [key for key in leads if _leads_to(store, key, names.uid)], what=_WHAT, most=_MAX_LEFT)
+    leads = [key for key in leads if _leads_to(store, key, names.uid)]
+    left = delete_all(store, [*deletion.marks, *leads], what=_WHAT, most=_MAX_LEFT)
     last, gone = [names.run_json, names.tombstone], 0
     keys = (info.key for info in store.list(names.root) if info.key not in last)
     while not left and (some := list(islice(keys, MAX_DELETED))):
@@ -126,11 +130,16 @@ def delete_run(
 
 
 async def forget_run(redis: redis_asyncio.Redis, deletion: Deletion) -> None:
-    """Remove a run from Redis: from the index of runs first, then its log, its leases and what they said last."""
-    names, runs_key = deletion.names, Deployment(deletion.names.prefix).runs_key
+    """Remove a run from Redis: from the index of runs first, then its log and its leases."""
+    names, deployment = deletion.names, Deployment(deletion.names.prefix)
+    runs_key, marks = deployment.runs_key, [key.removeprefix(deployment.open_prefix) for key in deletion.marks]
     if deletion.name:
         await connection.call(
             redis, f"removing run {names.uid} from the index", lambda: redis.hdel(runs_key, deletion.name)
+        )
+    if marks:
+        await connection.call(
+            redis, f"removing run {names.uid} from the open ones", lambda: redis.hdel(deployment.open_key, *marks)
         )
     leases = [each for role in _ROLES for each in (names.lease(role), names.lease_end(role))]
     keys = (*names.all_keys, *leases)

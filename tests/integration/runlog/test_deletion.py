@@ -37,6 +37,7 @@ def keys(scene: Scene) -> set[str]:
 
 def test_a_run_goes_whole_and_nothing_else_goes(scene):
     others = {key for key in keys(scene) if not key.startswith(scene.names.root) and not key.endswith("demo")}
+    scene.store.create(Deployment(PREFIX).open_object(scene.names.uid), b"demo")
     plan = plan_deletion(scene.store, scene.names)
     assert (plan.name, plan.is_open, plan.needed_by) == ("demo", False, ())
     assert sum(plan.counts.values()) == sum(1 for _ in scene.store.list(scene.names.root))
