@@ -108,13 +108,13 @@ def encode_piece(base: Bits, new: Bits, *, start: int = 0, base_digest: int | No
 def decode_piece(
     frame: bytes | memoryview, current: Bits, *, start: int = 0, current_digest: int | None = None
 ) -> TensorChange:
-    """Return a frame's changes of the piece `current`, flat bits held now, whose first element has row-major index
-    `start`.
+    """Return a frame's change of the piece `current`, flat bits whose first element has row-major index `start`.
 
-    The change counts positions in the whole tensor. It is proved: the digest of `current` with the change applied is
-    the one in the frame. `current_digest` is `bits_digest(current, start=start)`; give it where it is known. Raises
-    CorruptObjectError for a frame that is not what was written or belongs to another piece, ConflictError for one whose
-    base is not `current`. Memory is bounded by what `current` has, whatever the frame claims.
+    Nothing is written to `current`. Positions count in the whole tensor. The change is verified: the digest of
+    `current` with the change applied is the one in the frame. It is empty if `current` is the result already.
+    `current_digest` is `bits_digest(current, start=start)`; give it if it is known. Raises CorruptObjectError for a
+    frame that is damaged or belongs to another piece, ConflictError for one whose base is not `current`. Memory is
+    bounded by the size of `current`, whatever the frame claims.
     """
     header, sections = read_frame(frame)
     if (header.count, header.width, header.start) != (current.size, current.dtype.itemsize, start):
@@ -205,7 +205,10 @@ def _encoded(header: PieceHeader, sections: list[FrameSection]) -> EncodedPiece:
 
 
 def _proved_whole(header: PieceHeader, bits: Bits) -> TensorChange:
-    """Return a change of the whole piece, which must be what was encoded."""
+    """Return decoded bits as a change of the whole piece.
+
+    Raises CorruptObjectError unless they have the frame's digest.
+    """
     _check_result(header, bits_digest(bits, start=header.start))
     return TensorChange(bits=bits, start=header.start)
 

@@ -36,8 +36,8 @@ _WIDTHS = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceHeader:
-    """What a frame says about itself. `start` and `count` are a range of row-major elements of the tensor, `width` the
-    bytes of one; the digests are those of the piece (`bits_digest` at `start`) before and after."""
+    """The header of a frame. `start` and `count` are a range of row-major elements of the tensor, `width` the bytes of
+    one; the digests are those of the piece (`bits_digest` at `start`) before and after."""
 
     kind: int
     width: int
@@ -52,16 +52,16 @@ class PieceHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameSection:
-    """One stream: its length in bytes, and what is stored of it."""
+    """One stream: its length in bytes, and its stored bytes."""
 
     raw_bytes: int
     stored: bytes | memoryview
     compressed: bool
 
     def expand(self, *, raw_bytes: int, what: str) -> NDArray[np.uint8]:
-        """Return the stream, which must be `raw_bytes` long.
+        """Return the stream, decompressed; raise CorruptObjectError unless it is `raw_bytes` long.
 
-        What the frame claims is checked before memory is taken.
+        The claimed length is checked before memory is allocated. `what` names the stream in the error.
         """
         if self.raw_bytes != raw_bytes:
             raise corrupt(f"its {what} have {self.raw_bytes} bytes, not {raw_bytes}")
@@ -77,7 +77,7 @@ class FrameSection:
 
 
 def pack_frame(header: PieceHeader, sections: Sequence[FrameSection]) -> bytes:
-    """Return one frame with its checksum."""
+    """Return the bytes of a frame: checksum, header, table of sections, and the sections."""
     head = _HEAD.pack(
         _FORMAT,
         header.kind,
@@ -101,12 +101,15 @@ def pack_frame(header: PieceHeader, sections: Sequence[FrameSection]) -> bytes:
 
 
 def read_header(frame: bytes | memoryview) -> PieceHeader:
-    """Return the header of a frame; raises CorruptObjectError if it is none, or not what was written."""
+    """Return the header of a frame; raise CorruptObjectError if the frame is malformed or damaged."""
     return read_frame(frame)[0]
 
 
 def read_frame(frame: bytes | memoryview) -> tuple[PieceHeader, list[FrameSection]]:
-    """Return the header and the sections, which are views; nothing is decompressed yet."""
+    """Return the header and the sections, which are views; nothing is decompressed yet.
+
+    Raises CorruptObjectError if the frame is malformed or its checksum differs.
+    """
     view = memoryview(frame).cast("B")
     if view.nbytes < _LEAD.size + _HEAD.size:
         raise corrupt(f"it has {view.nbytes} bytes, fewer than a header")
@@ -249,8 +252,10 @@ def encode_gaps(positions: NDArray[np.int64], *, previous: int, width: int) -> B
 
 
 def decode_gaps(units: Bits, *, num_positions: int, limit: int, what: str) -> NDArray[np.int64]:
-    """Return the positions, all below `limit`; raises CorruptObjectError unless the units say exactly
-    `num_positions`.
+    """Return the positions that gaps of `encode_gaps` mean.
+
+    Raises CorruptObjectError unless they are exactly `num_positions`, all below `limit`; `what` names them in the
+    error.
     """
     named = units != np.iinfo(units.dtype).max
     if np.count_nonzero(named) != num_positions or (units.size and not named[-1]):
@@ -280,7 +285,7 @@ def from_planes(planes: list[NDArray[np.uint8]]) -> Bits:
 
 
 def corrupt(what: str) -> CorruptObjectError:
-    """Return the error of a frame that breaks its format."""
+    """Make the error of a frame that breaks its format."""
     return CorruptObjectError(
         f"a policy delta is damaged: {what}",
         reason="DELTA_CORRUPT",
@@ -303,7 +308,7 @@ BLOCK_ELEMENTS = 1 << 17
 
 @dataclass(slots=True)
 class SparseEncoder:
-    """Adds up the changes of one piece; `digest` is that of the base at first, and that of the result at last."""
+    """Encodes the changes of one piece; `digest` is that of the base at first, and becomes that of the result."""
 
     gap_width: int
     start: int
@@ -333,7 +338,7 @@ class SparseEncoder:
         self._last = int(positions[-1])
 
     def sections(self) -> list[FrameSection]:
-        """Return the streams; call it once, after at least one change."""
+        """Return the compressed streams; call it once, after at least one `add`."""
         exceptions = np.concatenate(self._exceptions)
         planes = [
             *to_planes(np.concatenate(self._gaps)),

@@ -25,7 +25,7 @@ _MAX_THREADS = 8
 PLACE_KEY, BITS_KEY = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 """G and K of the formula."""
 MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-"""SplitMix64's finaliser: shifts, each with the factor behind it. `LAST_SHIFT` ends it."""
+"""SplitMix64's finaliser: shifts, each with the factor after it. `LAST_SHIFT` ends it."""
 LAST_SHIFT = 31
 
 
@@ -71,7 +71,7 @@ def tensor_digests(tensors: Mapping[str, NDArray[np.unsignedinteger]]) -> dict[s
 
 
 def decode_threads() -> int:
-    """Return threads that decode and digest: numpy and zstd work without the interpreter's lock."""
+    """Return the number of threads for decoding and digesting; numpy and zstd release the interpreter's lock."""
     return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0))))
 
 
@@ -134,7 +134,7 @@ class _Lanes:
         places += np.uint64(PLACE_KEY)
 
     def add(self, bits: NDArray[np.unsignedinteger], *, instead_of: NDArray[np.unsignedinteger] | None = None) -> None:
-        """Add the terms of elements at the places that were set last, and take away those of what was there before."""
+        """Add the terms of elements at the places that were set last, less those of the old bits `instead_of`."""
         places, mixed = self._places[: bits.size], self._mixed[: bits.size]
         self._mix(bits, out=mixed)
         if instead_of is not None:
@@ -149,7 +149,7 @@ class _Lanes:
         return (self._sums[0] & _MASK) << 64 | (self._sums[1] & _MASK)
 
     def _mix(self, bits: NDArray[np.unsignedinteger], *, out: NDArray[np.uint64]) -> None:
-        """Mix places and bits by SplitMix64's finaliser, in place; arithmetic wraps modulo 2**64."""
+        """Compute the mix of places and bits into `out`, by SplitMix64's finaliser; arithmetic wraps modulo 2**64."""
         shifted = self._scratch[: bits.size]
         out[:] = bits  # widening in one go is faster than inside an operation
         out *= np.uint64(BITS_KEY)

@@ -1,4 +1,4 @@
-"""Reads and verifies manifests, small files and data objects of policies; what is read is proved by its sha256."""
+"""Reads manifests, small files and data objects of policies, and verifies each by its sha256."""
 
 import contextvars
 import hashlib
@@ -31,19 +31,18 @@ RANGE_BYTES = 16 << 20
 NUM_CONNECTIONS = 8
 
 TakeBytes = Callable[[ObjectEntry, int, bytes], None]
-"""Takes an object's bytes from an offset on. They are not proved until `read_objects` returns."""
+"""Takes an object's bytes from an offset on. They are not verified until `read_objects` returns."""
 
 
 def read_manifest(
     store: ObjectStore, key: str, sha256: bytes | None = None, *, is_newest: bool = True
 ) -> PolicyManifest:
-    """Read a manifest, or its newest successor: a version that was damaged is published anew under `manifest.r1.json`.
+    """Read a manifest, or its newest revision: a damaged version is published again under `manifest.r1.json`.
 
-    `sha256` (of the policy stream's entry) must match the bytes unless it is None or empty. A successor has another:
-    the digest proves it, which who knows the announced one compares. Without `is_newest` no successor is looked for,
-    which saves a request.
-
-    Raises NotFoundError if it does not exist and CorruptObjectError if it is damaged or is under another's name.
+    `sha256`, of the policy stream's entry, must match the bytes of a first revision, unless it is None or empty. A
+    later revision has another sha256: callers that know the announced digest of the weights compare that. Without
+    `is_newest` exactly `key` is read, which saves a request. Raises NotFoundError if it does not exist, and
+    CorruptObjectError if it is damaged or is stored under another manifest's key.
     """
     first_key = revision_key(key, 0)
     key = newest_revision(store, key) if is_newest else key
@@ -84,11 +83,11 @@ def read_objects(
     connections: int = NUM_CONNECTIONS,
     range_bytes: int = RANGE_BYTES,
 ) -> None:
-    """Read objects whole, in ranges and over parallel connections, and hand the ranges on in order.
+    """Read objects whole, in ranges over parallel connections, and call `take` with the ranges in order.
 
-    What is read is as long as the entries say, so `require_sizes` must have looked at them. Raises CorruptObjectError
-    if the sha256 of an object is not the entry's, NotFoundError if it is gone. Holds at most `2 * connections` ranges.
-    What is read counts for the long work of the caller, if it has named any (`telemetry/progress.py`).
+    Call `require_sizes` before. Raises CorruptObjectError, after all `take` calls, if the sha256 of an object is not
+    the entry's, and NotFoundError if one is missing. Holds at most `2 * connections` ranges in memory. Bytes are added
+    to the caller's registered work, if any (`telemetry/progress.py`).
     """
     pending: deque[tuple[ObjectEntry, int, Future[bytes]]] = deque()
     ranges = _ranges(objects, range_bytes)
@@ -121,9 +120,9 @@ def read_objects(
 
 
 def require_sizes(store: ObjectStore, objects: Sequence[ObjectEntry]) -> None:
-    """Raise CorruptObjectError or NotFoundError unless the objects have the sizes for which memory is allocated.
+    """Raise CorruptObjectError or NotFoundError unless the objects have the sizes of their entries.
 
-    Those of one range are not asked for: reading them finds out, and takes no more than that.
+    Objects of at most one range are not checked, because reading them does that, and takes little memory.
     """
     for entry in objects:
         if entry.size_bytes > RANGE_BYTES:
@@ -148,7 +147,7 @@ def _require_size(store: ObjectStore, entry: ObjectEntry | FileEntry) -> None:
 
 
 def hash_mismatch(store: ObjectStore, key: str, found: str, expected: str) -> CorruptObjectError:
-    """Return the error of an object whose bytes are not those that its manifest names."""
+    """Make the error of an object whose sha256 is not the one in its manifest."""
     return CorruptObjectError(
         f"object {store.uri(key)} has sha256 {found}, its manifest says {expected}",
         reason="POLICY_OBJECT_HASH_MISMATCH",
@@ -162,11 +161,11 @@ def _ranges(objects: Sequence[ObjectEntry], range_bytes: int) -> Iterator[tuple[
             yield entry, offset, min(range_bytes, entry.size_bytes - offset)
 
 
-# Which objects lead from a copy of one version to another: the cheapest chain of full and delta encodings.
+# The cheapest chain of full and delta encodings from a copy of one version to another version.
 #
-# Deltas lead from a version to one, four or sixteen later, and full encodings begin anew. From the version that is
-# wanted the search goes down the longest deltas that do not pass what is held, so it reads O(log n) manifests; it
-# weighs that chain against one from the anchor by bytes.
+# Deltas lead from a version to one, four or sixteen later; a full encoding needs no base. From the target the search
+# goes down the longest deltas that do not pass the held version, so it reads O(log n) manifests; it compares that chain
+# with one from the anchor by bytes.
 
 MAX_LINKS = 300  # more than the largest anchor interval has versions
 MAX_HELD = 64
@@ -192,10 +191,10 @@ Chain = tuple[Link, ...]
 
 
 class Manifests:
-    """The manifests that were read last, by key; only a damaged version's changes, by a successor.
+    """A cache of manifests by key, which only change if a damaged version is published again.
 
-    Successors are looked for while `rereads`, with one more request for each manifest: at the start and where damage
-    was met, until `trust_cache`.
+    While `rereads` is set, newer revisions are looked for, with one more request for each manifest: at the start and
+    after `forget`, until `trust_cache`.
     """
 
     def __init__(self, store: ObjectStore) -> None:
@@ -205,17 +204,17 @@ class Manifests:
         self._num_entries = 0
 
     def forget(self) -> None:
-        """Forget what was read: everything is read again, since a damaged version may have been published anew."""
+        """Clear the cache, and look for newer revisions again: a damaged version may have been published again."""
         self._held.clear()
         self._num_entries = 0
         self.rereads = True
 
     def trust_cache(self) -> None:
-        """Trust what was read so far."""
+        """Stop looking for newer revisions."""
         self.rereads = False
 
     def read(self, key: str, sha256: bytes | None = None) -> PolicyManifest:
-        """Read a manifest as `read_manifest` does; one whose expected hash is given is read anew."""
+        """Return a manifest from the cache, or read it as `read_manifest` does; with `sha256` it is always read."""
         manifest = None if sha256 else self._held.get(key)
         if manifest is None:
             manifest = read_manifest(self._store, key, sha256, is_newest=self.rereads)
@@ -236,9 +235,11 @@ def find_chain(
     held: PolicyManifest | None,
     avoid: Set[tuple[str, int | None]] = frozenset(),
 ) -> Chain:
-    """Return the links to read, in order, to get from `held` (or from nothing) to `target`; () if that is held.
+    """Return the cheapest chain of links to read, in order, from `held` (None: nothing) to `target`.
 
-    `avoid` names links that were found to be damaged. CorruptObjectError saying what is in the way, if there is none.
+    () if that is held.
+
+    `avoid` names links that were found to be damaged. Raises CorruptObjectError with the reasons if there is no chain.
     """
     if held is not None and _identity(held) == _identity(target):
         return ()
@@ -257,12 +258,12 @@ def find_chain(
 
 
 def _num_entries(manifest: PolicyManifest) -> int:
-    """Return the number of entries that determine a manifest's memory: a rank adds a piece per tensor and encoding."""
+    """Return the number of a manifest's tensors and pieces, which determine its memory."""
     return len(manifest.tensors) + sum(len(encoding.pieces) for encoding in manifest.encodings)
 
 
 def _identity(manifest: PolicyManifest) -> tuple[str, str]:
-    """Return the identity of a manifest's weights; a version may have been published anew."""
+    """Return the identity of a manifest's weights, which is the same for all revisions of a version."""
     return revision_key(manifest.key, 0), manifest.digest
 
 
@@ -278,7 +279,7 @@ class _Search:
     first_error: MillraceError | None = None
 
     def down(self, target: PolicyManifest, *, goal: PolicyManifest | None) -> Chain | None:
-        """Return a chain from `goal`, or from a full encoding, to `target`."""
+        """Return a chain from `goal`, or from a full encoding, to `target`; None if there is none."""
         path: list[Link] = []
         dead: set[int] = set()
         links = [iter(self._links(target, goal))]
@@ -328,10 +329,7 @@ class _Search:
         return [link for link in links if link.name not in self.avoid]
 
     def _base_of(self, link: Link) -> PolicyManifest | None:
-        """Return the manifest that a delta is against.
-
-        None, and a note, if it is missing, damaged or of other weights.
-        """
+        """Return the manifest of a delta's base; None, with the reason in `problems`, if it is unusable."""
         base = link.encoding.base or 0
         try:
             manifest = self.manifests.read(link.manifest.sibling_key(base))
@@ -347,7 +345,7 @@ class _Search:
         return manifest
 
     def error(self, target: PolicyManifest) -> MillraceError:
-        """Return why there is no chain."""
+        """Make the error that says why there is no chain to `target`."""
         unknown = {encoding.codec for encoding in target.encodings} - {CODEC_FULL, CODEC_DELTA}
         if unknown and not (target.full or target.deltas):
             return CorruptObjectError(
@@ -389,10 +387,10 @@ Weights = dict[str, NDArray[np.unsignedinteger]]
 
 
 def damage_of(store: ObjectStore, key: str, *, digest: str, sha256: bytes = b"") -> str | None:
-    """Return the damage that makes the version with the manifest `key` unreadable; None if every byte is intact.
+    """Return what is damaged, as text, of the version with the manifest `key`; None if it can be read.
 
-    `digest` and `sha256` (of the manifest's bytes) are those that were announced; empty ones are not compared.
-    Reads every object of the cheapest chain that leads to the version (blocking), and holds little of it.
+    `digest` and `sha256` (of the manifest's bytes) are those that were announced; empty ones are not compared. Reads
+    every object of the cheapest chain that leads to the version (blocking), and holds little of it in memory.
     """
     try:
         manifest = read_manifest(store, key, sha256)
@@ -413,9 +411,9 @@ def prove_policies(
     on_progress: Callable[[str], None] = lambda text: None,
     on_weights: Callable[[int, int, Mapping[str, tuple[str, NDArray[np.unsignedinteger]]]], None] | None = None,
 ) -> Iterator[str]:
-    """Decode the policies with these manifests and yield, in words, what is wrong (blocking).
+    """Decode every encoding of the policies with these manifests; yield a sentence for each problem (blocking).
 
-    `on_weights` gets lineage, version, and number format and flat bits by name of every tensor of what is right. A
+    `on_weights` gets lineage, version, and (number format, flat bits) by name of each version that is decoded. A
     version that is stored in full, too, may be a delta against one that is not among these: that delta is not decoded.
     """
     manifests: list[PolicyManifest] = []
@@ -460,7 +458,7 @@ def prove_policies(
 
 
 def _decode(store: ObjectStore, manifest: PolicyManifest, encoding: Encoding, base: Weights | None) -> Weights:
-    """Decode an encoding; `CorruptObjectError` unless the result is what the manifest's digests name."""
+    """Return the decoded tensors of an encoding; raise CorruptObjectError unless they have the manifest's digests."""
     if encoding.codec not in (CODEC_FULL, CODEC_DELTA):
         raise CorruptObjectError(f"its codec {encoding.codec!r} is unknown", reason="POLICY_CODEC_UNKNOWN")
     require_sizes(store, encoding.objects)  # before memory is taken for what a manifest says

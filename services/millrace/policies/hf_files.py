@@ -17,7 +17,7 @@ def write_hf(
     *,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> Path:
-    """Write files and tensors as one directory: `model.safetensors`, or numbered shards with an index."""
+    """Write files and tensors into a directory: as `model.safetensors`, or as shards of `shard_bytes` with an index."""
     target = Path(directory)
     for name, data in files.items():
         write_file(target / name, data)

@@ -1,4 +1,4 @@
-"""The host copy of a policy: the newest version that was fetched, in host memory or in one file, always proved.
+"""The host copy of a policy: the newest version that was fetched, in host memory or in one file, always verified.
 
     stage ──▶ chain (deltas from what is held, or from an anchor) ──▶ read in parallel, sha256 ──▶ decode ──▶ digests
           ──▶ and only then write
@@ -73,10 +73,10 @@ class _Buffer:
 
 @dataclass(slots=True, kw_only=True)
 class _Held:
-    """What the copy holds: all of `manifest`, with the digests of its tensors, and of those parts that came by deltas.
+    """The content of the copy: all of `manifest`, with the digests of its tensors, and of parts that came by deltas.
 
-    `parts` are those of each tensor by start and count, disjoint: one whose digest is known need not be digested whole
-    for its next delta.
+    `parts` are disjoint ranges of each tensor, by start and count, with their digests: a part with a known digest need
+    not be digested again for its next delta.
     """
 
     manifest: PolicyManifest
@@ -86,10 +86,10 @@ class _Held:
 
 
 class HostCopy:
-    """One policy's copy on this host. Not for several threads at once.
+    """The copy of one policy on this host. Not thread-safe.
 
-    `directory`: where the file `policy.safetensors` is, for engines in other processes; None is memory. What an
-    earlier process left there is not trusted.
+    `directory` gets the file `policy.safetensors`, for engines in other processes; None: host memory. A file that an
+    earlier process left there is not used.
     """
 
     def __init__(self, store: ObjectStore, *, directory: Path | None = None) -> None:
@@ -105,10 +105,10 @@ class HostCopy:
         return None if self._held is None else self._held.manifest
 
     def stage(self, manifest_key: str, sha256: bytes | None = None) -> StagedPolicy:
-        """Update the copy to a version and return it, proved. Blocking: call it in a thread.
+        """Update the copy to a version, and return it, verified. Blocking: call it in a thread.
 
-        Damaged objects are gone around where another chain leads to the version. Raises CorruptObjectError or
-        NotFoundError naming what is in the way; UnavailableError if the store is.
+        If objects are damaged, other chains to the version are tried. Raises CorruptObjectError or NotFoundError if no
+        chain can be read, and UnavailableError if the store does not answer.
         """
         while True:
             reread_before = self._manifests.rereads
@@ -123,7 +123,7 @@ class HostCopy:
                 return staged
 
     def stage_manifest(self, manifest: PolicyManifest) -> StagedPolicy:
-        """Stage as `stage` does a manifest that was read and compared already."""
+        """Do `stage` for a manifest that has been read and verified."""
         if self._held is not None and (
             self._held.manifest.run_uid != manifest.run_uid or self._held.buffer.layout != layout_of(manifest.tensors)
         ):
@@ -145,7 +145,7 @@ class HostCopy:
         )
 
     def forget(self) -> None:
-        """Hold nothing: the next version is read from its anchor on. Its memory or file is used again."""
+        """Forget the copy, so that the next version is read from its anchor on; keep memory or file for reuse."""
         if self._held is not None:
             self._spare, self._held = self._held.buffer, None
 
@@ -157,7 +157,7 @@ class HostCopy:
             remove(self._path, what="policy file")
 
     def _update_to(self, manifest: PolicyManifest, fetched: "_Fetched") -> Changes | None:
-        """Follow chains until one holds; return what changed since the copy before, None if that is unknown."""
+        """Try chains until one leads to `manifest`; return the changes since the previous copy, None if unknown."""
         avoid: set[tuple[str, int | None]] = set()
         first: MillraceError | None = None
         is_continued = True
@@ -193,7 +193,10 @@ class HostCopy:
                 return changes if is_continued and before is not None else None
 
     def _load(self, link: Link, fetched: "_Fetched") -> None:
-        """Read a full encoding. The old version is given up first, so that one copy's memory is enough."""
+        """Replace the copy by a full encoding.
+
+        The old version is forgotten first, so that one copy's memory is enough.
+        """
         self.forget()
         fetched.link, fetched.is_read, manifest = link, False, link.manifest
         require_sizes(self._store, link.encoding.objects)
@@ -212,7 +215,10 @@ class HostCopy:
         self._held = _Held(manifest=manifest, buffer=buffer, digests=digests, parts={})
 
     def _advance(self, target: PolicyManifest, chain: Chain, fetched: "_Fetched") -> Changes:
-        """Apply deltas: all are read, decoded and proved before the first element is written."""
+        """Apply the deltas of a chain; return the changes by tensor.
+
+        All are read, decoded and verified before the first element is written.
+        """
         held = self._held
         assert held is not None
         frames: dict[str, list[tuple[Link, Piece, memoryview]]] = {}
@@ -251,9 +257,9 @@ class HostCopy:
 
 
 class _Fetched:
-    """What was read, and which link is being worked on: the one to go around if that fails.
+    """Bytes read so far, and the current link, which is avoided if it fails.
 
-    `is_read`: all objects of the deltas have come and are what was written, so that only their content can be wrong.
+    `is_read`: all objects of the deltas were read and have their sha256, so that only the held copy can be wrong.
     """
 
     def __init__(self) -> None:
@@ -263,7 +269,7 @@ class _Fetched:
 
 
 def layout_of(tensors: tuple[TensorEntry, ...]) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-    """Return what two versions must share for a delta between them, or for one buffer."""
+    """Return names, dtypes and shapes, which two versions must share for a delta between them, or for one buffer."""
     return tuple((entry.name, entry.dtype, entry.shape) for entry in tensors)
 
 
@@ -274,7 +280,11 @@ def _rebuild(
     items: list[tuple[Link, Piece, memoryview]],
     fetched: _Fetched,
 ) -> tuple[tuple[TensorChange, ...], int, Parts]:
-    """Return the changes of consecutive deltas in a tensor, and the digests after them; writes nothing."""
+    """Decode consecutive deltas of a tensor, without writing to `bits`.
+
+    Returns the changes, the tensor's digest after them, and the digests of parts. `digest` and `parts` are those
+    before.
+    """
     is_chain = len({link.name for link, _, _ in items}) > 1
     now = bits.copy() if is_chain else bits
     changes: list[TensorChange] = []
@@ -314,7 +324,7 @@ def _note_part(parts: Parts, part: tuple[int, int], digest: int) -> None:
 
 
 def _read_full(store: ObjectStore, link: Link, buffer: _Buffer, fetched: _Fetched) -> None:
-    """Read a full encoding's objects into the buffer."""
+    """Read a full encoding's objects into the buffer, without verifying tensors."""
     pieces: dict[str, list[Piece]] = {}
     for piece in link.encoding.pieces:
         pieces.setdefault(piece.object, []).append(piece)
@@ -348,7 +358,7 @@ def _read_whole(store: ObjectStore, link: Link, fetched: _Fetched) -> dict[str, 
 
 
 def _prove(manifest: PolicyManifest, bits: Callable[[str], Bits], *, source: str) -> dict[str, int]:
-    """Return the digests of all tensors; CorruptObjectError if one is not the manifest's."""
+    """Return the digests of all tensors; raise CorruptObjectError if one is not the manifest's."""
     digests = tensor_digests({entry.name: bits(entry.name) for entry in manifest.tensors})
     for entry in manifest.tensors:
         if digest_hex(digests[entry.name]) != entry.digest:
@@ -365,9 +375,9 @@ def _digest_mismatch(entry: TensorEntry, found: str, *, source: str) -> CorruptO
 
 
 def _map_file(path: Path, size: int) -> NDArray[np.uint8]:
-    """Return a new file of `size` bytes, mapped.
+    """Replace the file at `path` by a new one of `size` bytes, and return it mapped.
 
-    CapacityError if the disk has no room (found now, not by a later fault).
+    Raises CapacityError if the disk has no room, because a later write would end the process.
     """
     make_parent(path, setting=SCRATCH_VARIABLE)
     with io_errors(path, "write", needed_bytes=size, setting=SCRATCH_VARIABLE):

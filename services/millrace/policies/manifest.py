@@ -40,7 +40,7 @@ CODEC_DELTA = "delta"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyPlace:
-    """Which version of which run a policy is, and with that where it is in the store."""
+    """The run, lineage and version of a policy, from which its keys in the store follow."""
 
     prefix: str
     uid: str
@@ -54,7 +54,7 @@ class PolicyPlace:
 
     @property
     def manifest_key(self) -> str:
-        """Return object key of the version's manifest."""
+        """Return the key of the version's manifest."""
         return f"{self.objects_prefix}manifest.json"
 
 
@@ -69,12 +69,12 @@ class TensorEntry:
 
     @property
     def num_elements(self) -> int:
-        """Return elements of the tensor."""
+        """Return the number of elements of the tensor."""
         return math.prod(self.shape)
 
     @property
     def size_bytes(self) -> int:
-        """Return bytes of the tensor."""
+        """Return the number of bytes of the tensor."""
         return self.num_elements * element_bytes(self.dtype)
 
 
@@ -116,13 +116,13 @@ class Encoding:
 
     @property
     def size_bytes(self) -> int:
-        """Return bytes of its objects: what reading it costs."""
+        """Return the bytes of its objects, which reading it costs."""
         return sum(entry.size_bytes for entry in self.objects)
 
     def to_json(self, tensors: Mapping[str, int]) -> dict[str, Any]:
-        """Return plain data.
+        """Return plain data for a manifest, in which a piece is a row of numbers.
 
-        A piece is a row of numbers, since there are many: `tensors` are the places of the names.
+        `tensors` has the index of each tensor in the manifest, by name.
         """
         places = {entry.key: place for place, entry in enumerate(self.objects)}
         return {
@@ -137,7 +137,10 @@ class Encoding:
 
     @classmethod
     def from_json(cls, raw: object, names: tuple[str, ...]) -> "Encoding":
-        """Return the opposite; raises ValueError if the data is none."""
+        """Decode what `to_json` returned; raise ValueError if it is malformed.
+
+        `names` are the manifest's tensors in order.
+        """
         fields = Fields(raw, what="an encoding")
         objects = tuple(
             ObjectEntry(
@@ -196,7 +199,7 @@ class AdapterEntry:
     base_bytes: int
 
 
-# What proves that an engine serves a policy: the trainer's log-probs, and the contexts that they hold in.
+# The proof that an engine serves a policy: the trainer's log-probs, and the context lengths for which they are valid.
 
 _MOST = 1 << 12
 
@@ -215,7 +218,7 @@ class Probe:
 
     @classmethod
     def of(cls, fields: Fields) -> Self:
-        """Return the probe that an object of a manifest says; ValueError if it is none."""
+        """Decode the probe of a manifest; raise ValueError if it is malformed."""
         contexts = fields.integers("contexts", most=2)
         if tuple(sorted(contexts)) != contexts:
             raise ValueError(f"the probe's contexts are from {contexts[0]} to {contexts[1]} tokens")
@@ -223,9 +226,7 @@ class Probe:
         return cls(token_ids=fields.integers("token_ids", most=_MOST), logprobs=tuple(logprobs), contexts=contexts)
 
     def require_context(self, length: int) -> None:
-        """Raise InvalidStateError (CONTEXT_DIFFERS) if an engine of sequences up to `length` computes other
-        positions.
-        """
+        """Raise InvalidStateError (CONTEXT_DIFFERS) if an engine's longest sequence `length` is outside `contexts`."""
         least, most = (*self.contexts, None, None)[:2]
         if (least is None or least <= length) and (most is None or length <= most):
             return
@@ -241,10 +242,10 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyManifest:
-    """What a policy version is made of.
+    """The manifest of a policy version.
 
     `key` is its own object key. `anchor` is the newest version of the lineage, itself included, with a full encoding.
-    `is_delta_base`: later versions may be differences from this one, so that a reader does well to keep its copy.
+    `is_delta_base`: later versions may be deltas against this one, so that readers should keep their copy.
     """
 
     format: int = FORMAT
@@ -264,23 +265,23 @@ class PolicyManifest:
 
     @property
     def size_bytes(self) -> int:
-        """Return bytes of all data objects, of every encoding; the files are shared by versions and not counted."""
+        """Return the bytes of all data objects, of every encoding; small files, which versions share, do not count."""
         return sum(encoding.size_bytes for encoding in self.encodings)
 
     @property
     def full_bytes(self) -> int:
-        """Return bytes of all tensors, with those of the base of an adapter: what a full copy has."""
+        """Return the bytes of a full copy: of all tensors, and of an adapter's base."""
         base_bytes = 0 if self.adapter is None else self.adapter.base_bytes
         return base_bytes + sum(entry.size_bytes for entry in self.tensors)
 
     def sibling_key(self, version: int) -> str:
-        """Return key of the manifest of another version of the same run and lineage."""
+        """Return the key of the manifest of another version of the same run and lineage."""
         root = revision_key(self.key, 0).removesuffix(f"{self.lineage:04d}-{self.version:08d}/manifest.json")
         return f"{root}{self.lineage:04d}-{version:08d}/manifest.json"
 
     @property
     def codecs(self) -> str:
-        """Return the codecs of its encodings in words: `full`, `delta`, `full+delta`; `adapter` for one."""
+        """Return the codecs of its encodings, such as "full", "delta" or "full+delta"; "adapter" for an adapter."""
         if self.adapter is not None:
             return "adapter"
         return "+".join(sorted({encoding.codec for encoding in self.encodings}, key=lambda c: c != CODEC_FULL))
@@ -361,7 +362,7 @@ def whole_digest(tensors: Iterable[TensorEntry]) -> str:
 
 
 def _manifest_of(fields: Fields) -> PolicyManifest:
-    """Return every field with its type and within bounds; ValueError if not."""
+    """Decode a manifest's fields; raise ValueError for one of a wrong type or outside its bounds."""
     if (found := fields.integer("format")) != FORMAT:
         raise ValueError(f"its format is {found} and this version reads {FORMAT}")
     tensors = tuple(_tensor(item) for item in fields.objects("tensors", most=_MAX_TENSORS))
@@ -444,11 +445,11 @@ def _check_encoding(encoding: Encoding, tensors: Mapping[str, TensorEntry], *, v
 
 
 def sha256_hex(data: bytes | memoryview) -> str:
-    """Return sha256 of an object's bytes, hex."""
+    """Return the sha256 of bytes, hex."""
     return hashlib.sha256(data).hexdigest()
 
 
-# A policy version that is fetched, decoded and proved, ready to be put into an engine.
+# A policy version that is fetched, decoded and verified, ready to be loaded by an engine.
 #
 # It is between the puller (`host_copy.py`), which reads objects, and an engine, which holds weights in a layout of
 # its own. A staged policy holds the whole version, and says which elements changed since the version that the engine
@@ -480,11 +481,11 @@ class Stager(Protocol):
     """Fetches and proves a policy in host memory; `HostCopy` is one. All methods block."""
 
     def stage(self, manifest_key: str, sha256: bytes | None = None) -> StagedPolicy:
-        """Return the version, whole and proved; a failure leaves what was staged before, or nothing."""
+        """Fetch a version, and return it, whole and verified; after a failure the previous version is held, or none."""
         ...
 
     def forget(self) -> None:
-        """Make the next stage begin at an anchor."""
+        """Make the next `stage` begin at an anchor."""
         ...
 
     def drop(self) -> None:

@@ -34,14 +34,17 @@ class Channel:
 
     @classmethod
     def inherited(cls, number: int) -> Self:
-        """Return the channel end whose number a process got when it was started; its own children do not inherit it."""
+        """Return the channel end with the file number that a process got at its start.
+
+        Its children do not inherit it.
+        """
         end = socket.socket(fileno=number)
         end.set_inheritable(False)
         return cls(end)
 
     @classmethod
     def pair(cls) -> tuple[Self, Self]:
-        """Return both ends; OSError where there are no such sockets."""
+        """Return both ends; raise OSError on systems without such sockets."""
         ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in ends:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_MESSAGE_BYTES)
@@ -50,9 +53,10 @@ class Channel:
     @classmethod
     @contextlib.contextmanager
     def to_child(cls) -> Iterator[tuple[Self, int]]:
-        """Give our end, and the number of the other one, which a child started in this block inherits. OSError.
+        """Provide our end, and the file number of the other one, which a child started in this block may inherit.
 
-        The other end is closed here when the block is left, and ours as well if no child was started.
+        The other end is closed here at the end of the block, and ours as well if the block raises. Raises OSError on
+        systems without such sockets.
         """
         ours, theirs = cls.pair()
         try:
@@ -68,7 +72,7 @@ class Channel:
         return self._end.fileno()
 
     def close(self) -> None:
-        """Give this end up. Idempotent."""
+        """Close this end, and stop listening. Idempotent."""
         if self._loop is not None and self._end.fileno() >= 0:
             self._loop.remove_reader(self._end)
         self._end.close()
@@ -76,7 +80,7 @@ class Channel:
     def send(self, message: Mapping[str, Any], files: Sequence[int] = ()) -> None:
         """Send one message and these open files.
 
-        OSError if the other side is gone, or has not read for long; ValueError if the message is too long.
+        Raises OSError if the other side is gone, or has not read for long, and ValueError if the message is too long.
         """
         data = json.dumps(message).encode()
         if len(data) > MAX_MESSAGE_BYTES:
@@ -84,9 +88,9 @@ class Channel:
         socket.send_fds(self._end, [data], list(files))
 
     def receive(self, *, timeout_s: float | None = None) -> tuple[Message, list[int]] | None:
-        """Wait for the next message and its files; None if the other side is gone.
+        """Wait for the next message, and return it with its open files; None if the other side is gone.
 
-        OSError when nothing came in time, CorruptObjectError for what is no message.
+        Raises TimeoutError after `timeout_s` (None: no limit), and CorruptObjectError for a malformed message.
         """
         self._end.settimeout(timeout_s)
         try:
@@ -96,7 +100,10 @@ class Channel:
         return (_decode(data), files) if data else None
 
     def listen(self, on_message: Callable[[Message], None], on_end: Callable[[str], None]) -> None:
-        """Hear every message on the running event loop, and once how the channel ended, in words; `close` ends both."""
+        """Call `on_message` with every message, on the running event loop, until `close` or the channel's end.
+
+        At its end, or at a malformed message, the channel is closed and `on_end` called once with the reason as text.
+        """
         self._loop = asyncio.get_running_loop()
         self._end.setblocking(False)
 
@@ -146,7 +153,7 @@ class HelperDiedError(Exception):
 
 
 class HelperProcess:
-    """A started one. Its owner asks from one thread at a time; `end` may be called from any."""
+    """A started helper process. Call `ask` from one thread at a time; `end` may be called from any thread."""
 
     def __init__(self, process: subprocess.Popen[bytes], channel: Channel) -> None:
         self._process = process
@@ -167,7 +174,7 @@ class HelperProcess:
 
     @property
     def pid(self) -> int:
-        """Return process id."""
+        """Return the process id."""
         return self._process.pid
 
     def ask(
@@ -178,9 +185,10 @@ class HelperProcess:
         silent_s: float,
         on_beat: Callable[[Message], None] = lambda beat: None,
     ) -> Message:
-        """Return Its answer.
+        """Send a question with open files, and return the answer; `on_beat` is called with each heartbeat meanwhile.
 
-        HelperDiedError if it ends first, or says nothing for `silent_s` seconds; it is ended then.
+        Raises HelperDiedError if the process ends first, or sends nothing for `silent_s` seconds or something
+        malformed: it is killed then.
         """
         try:
             _send(self._channel, question, files)
@@ -199,20 +207,20 @@ class HelperProcess:
             self.end()
             raise HelperDiedError(f"it said what is no message ({error.message}) and was killed") from error
         except (BrokenPipeError, ConnectionResetError):
-            pass  # said below
+            pass  # reported below
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_EXIT_S)
         self.end()
         raise HelperDiedError(sessions.describe_exit(self._process.returncode))
 
     def end(self) -> None:
-        """Kill it, if it lives, and wait until it is gone. Idempotent; who asks meanwhile hears that it died."""
+        """Kill the process and wait some seconds for its end; a pending `ask` raises HelperDiedError. Idempotent."""
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # a hanging disk keeps what is killed
             self._process.wait(_KILL_WAIT_S)
 
     def close(self) -> None:
-        """Call `end`, and close the channel: nobody asks any more. Idempotent."""
+        """Kill the process as `end` does, and close the channel; no `ask` may follow. Idempotent."""
         self.end()
         self._channel.close()
 
@@ -220,7 +228,8 @@ class HelperProcess:
 def serve(answer: Answer, *, beat: Callable[[], Message] = dict) -> NoReturn:
     """Answer every question until the parent is gone. The process was started by `HelperProcess.start`.
 
-    `answer` gets a question and its open files, which are its to close; `beat` says what goes on meanwhile.
+    `answer` gets a question and its open files, which it has to close; `beat` makes the heartbeats that are sent
+    meanwhile.
     """
     channel, parent = Channel.inherited(int(sys.argv[1])), int(sys.argv[2])
     is_busy = threading.Event()
@@ -235,9 +244,9 @@ def serve(answer: Answer, *, beat: Callable[[], Message] = dict) -> NoReturn:
 
 
 def _watch(channel: Channel, parent: int, is_busy: threading.Event, beat: Callable[[], Message]) -> None:
-    """End this process when its parent is gone; beat while it is busy."""
+    """End this process when its parent is gone, and send heartbeats while `is_busy` is set; does not return."""
     poll = select.poll()
-    poll.register(channel.fileno(), 0)  # its end is always told
+    poll.register(channel.fileno(), 0)  # the end of the channel is always reported
     while not poll.poll(_BEAT_S * 1000) and os.getppid() == parent:
         if is_busy.is_set():
             with contextlib.suppress(OSError):  # it is gone, which the next look sees
@@ -246,7 +255,7 @@ def _watch(channel: Channel, parent: int, is_busy: threading.Event, beat: Callab
 
 
 def _send(channel: Channel, content: Mapping[str, Any], files: Sequence[int] = ()) -> None:
-    """Send what may be longer than a message: as an open file, the first one that comes with it."""
+    """Send content of any length: it is in an open file, the first of the message's files."""
     data = json.dumps(content).encode()
     with open(os.memfd_create("millrace-letter"), "wb") as letter:
         letter.write(data)
@@ -255,7 +264,7 @@ def _send(channel: Channel, content: Mapping[str, Any], files: Sequence[int] = (
 
 
 def _letter(message: Message, files: Sequence[int]) -> Message:
-    """Return the received message; the file is closed."""
+    """Return the content that `_send` put into the first file, and close that file."""
     with open(files[0], "rb") as letter:
         letter.seek(0)
         return decode_object(

@@ -1,4 +1,4 @@
-"""A process that has imported what others need, and becomes any of them by forking itself.
+"""A process that has imported the modules that other processes need, and starts those by forking itself.
 
     python -m millrace.processes.fork_server FD ROOM MODULE=NEEDS,NEEDS ...
 
@@ -35,13 +35,13 @@ from typing import Any, NoReturn
 from millrace.processes.channel import Channel, Message
 
 ROOM = "MILLRACE_FORK_ROOM"
-"""Variable of the server whose value a child writes over with its own marks; is last in the environment."""
+"""Variable of the server, last in its environment, whose memory a child overwrites with its own marks."""
 ROOM_BYTES = 2048
 _ARG_START, _ARG_END, _ENV_START, _ENV_END = 47, 48, 49, 50  # places in /proc/self/stat, from 0
 
 
 class ForkServer:
-    """`run` returns in a child, with what the child shall be; it never returns in the server."""
+    """The server. `run` returns only in a child, with the message that says which program the child becomes."""
 
     def __init__(self, channel: Channel, needs: Sequence[tuple[str, Sequence[str]]]) -> None:
         """Create the server; `needs` names for each main module, in this order, the modules to import before a fork."""
@@ -52,7 +52,7 @@ class ForkServer:
         self._problems: dict[str, str] = {}
         self._asked: list[tuple[Message, list[int]]] = []
         self._children: dict[int, int] = {}
-        """Pid by the descriptor that tells of its end."""
+        """Pid by the descriptor that is readable once the process has ended."""
         self._poll = select.poll()
         self._poll.register(channel.fileno(), select.POLLIN)
 
@@ -81,7 +81,7 @@ class ForkServer:
             self._answer(loaded=True)
 
     def _hear(self, *, wait: bool) -> None:
-        """Take every message that is there, and the ends of children; with `wait`, wait for the first."""
+        """Handle all pending messages and ends of children; with `wait`, wait until there is a request to handle."""
         while ready := self._poll.poll(None if wait else 0):
             for number, _ in ready:
                 if number in self._children:
@@ -113,7 +113,7 @@ class ForkServer:
         self._answer(ended=pid, code=os.waitstatus_to_exitcode(status), peak_bytes=used.ru_maxrss * 1024)
 
     def _fork(self, message: Message, files: list[int]) -> bool:
-        """Fork, unless something forbids it; True in the child."""
+        """Fork a child, or refuse the request if imports failed or threads run; return True in the child only."""
         problem = self._problems.get(message["module"])
         if problem is None and (threads := len(os.listdir("/proc/self/task"))) > 1:
             # They would not exist in the copy, and what they hold would be locked there for ever.
@@ -154,20 +154,20 @@ class ForkServer:
 
 
 def serve(channel: Channel, needs: Sequence[tuple[str, Sequence[str]]]) -> NoReturn:
-    """Be a fork server; a child leaves this as what it became."""
+    """Run a fork server until its channel ends; in a child, run the requested program and end with it."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     become(ForkServer(channel, needs).run())
 
 
 def become(message: Message) -> NoReturn:
-    """Be the program that a message asks for, and end as it ends."""
+    """Run the main module that a message names, with its arguments and environment, and exit as it does."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(message["env"])
     sys.orig_argv, sys.argv = list(message["argv"]), [message["module"], *message["argv"][3:]]
     _show(message["argv"], message["marks"])
-    # What a process of its own would have found out for itself; Python's own random numbers begin anew in any case.
+    # State that a new process would have initialised itself; Python reseeds only its own random numbers.
     tempfile.tempdir = None
     importlib.invalidate_caches()
     random.seed()
@@ -197,9 +197,10 @@ def _leave(code: int) -> NoReturn:
 
 
 def _show(argv: Sequence[str], marks: Sequence[str]) -> None:
-    """Have `ps` show this command, and the environment these marks, by which the reaper finds processes.
+    """Write over this process's command line, as `ps` shows it, and put `marks` into its environment in /proc.
 
-    Both are in memory of the process that the kernel shows as they are. Where that is not so, `ps` shows the server.
+    By the marks the reaper finds processes. Does nothing where /proc does not show the memory: `ps` then shows the
+    server.
     """
     try:
         stat = Path("/proc/self/stat").read_text()

@@ -1,6 +1,6 @@
-"""The other end of a fork server: starts it, asks it for processes, and is told how they end.
+"""The client of a fork server: starts it, requests processes, and gets their ends.
 
-Nothing depends on it: while it is away, refuses or does not answer, a process is started in the ordinary way.
+Nothing depends on it: if it is down, refuses or does not answer, a process is started in the ordinary way.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 _KILL_WAIT_S = 5.0
 _SHOWN_ROOM = "-" * 256
-"""Of the server's command line, for the longer ones of its children."""
+"""Fills the server's command line, so that its children's longer ones fit into the same memory."""
 
 
 class ForkServerError(Exception):
-    """Nothing was forked; what was wanted can be started by itself."""
+    """Nothing was forked; the program can be started in the ordinary way."""
 
 
 class ForkedProcess:
@@ -39,7 +39,7 @@ class ForkedProcess:
         self._ended = asyncio.Event()
 
     async def wait(self) -> int:
-        """Return when it has ended, with its exit code, or minus the number of the signal."""
+        """Wait until the process has ended; return its exit code, or minus the number of the signal."""
         await self._ended.wait()  # as long as the process lives
         assert self.returncode is not None
         return self.returncode
@@ -51,13 +51,13 @@ class ForkedProcess:
         os.kill(self.pid, number)
 
     def end(self, code: int, *, peak_bytes: int = 0) -> None:
-        """Record how the process has ended."""
+        """Record the end of the process, once, and wake those that wait for it."""
         if self.returncode is None:
             self.returncode, self.peak_bytes = code, peak_bytes
             self._ended.set()
 
     def watch(self) -> None:
-        """Notice its end without the server, which alone would learn the exit code: it counts as killed."""
+        """Watch for its end without the server; the process then counts as killed, because its exit code is unknown."""
         if self.returncode is not None:
             return
         try:
@@ -98,16 +98,19 @@ class ForkServerClient:
 
     @property
     def pid(self) -> int | None:
-        """Return process id of the server of now; None if there is none."""
+        """Return the process id of the current server; None if there is none."""
         return None if self._server is None or self._channel is None else self._server.pid
 
     @property
     def is_loaded(self) -> bool:
-        """Return whether the server of now has imported everything."""
+        """Return whether the current server has imported everything."""
         return self._channel is not None and self._loaded.is_set()
 
     async def wait_loaded(self, *, timeout_s: float) -> None:
-        """Return when the server of now has imported everything; ForkServerError if it ended, or takes too long."""
+        """Wait until the current server has imported everything.
+
+        Raises ForkServerError if it ended, or after `timeout_s`, when it is killed.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 await self._loaded.wait()
@@ -118,11 +121,14 @@ class ForkServerClient:
             raise ForkServerError("the fork server has ended")
 
     def can_fork(self, module: str) -> bool:
-        """Return whether to request a process of this module: after a death, only from a server that is ready."""
+        """Return whether `fork` may be called for this module; after a server's death, only once the next is ready."""
         return module in self._needs and self._channel is not None and (self._is_first or self._loaded.is_set())
 
     def start(self, env: Mapping[str, str], *, cwd: Path | None = None, pass_fds: Sequence[int] = ()) -> None:
-        """Start the server unless it runs; it begins to import. Its children have `pass_fds` open, too. OSError."""
+        """Start the server unless it runs; it then imports.
+
+        Its children have `pass_fds` open, too. May raise OSError.
+        """
         if self._channel is not None:
             return
         needs = [f"{module}={','.join(needed)}" for module, needed in self._needs.items()]
@@ -151,7 +157,10 @@ class ForkServerClient:
         ours.listen(self._take, self._lose)
 
     def preload(self, module: str, need: str) -> None:
-        """Import this, too, before the next process of `module` is forked. Without a server nothing happens."""
+        """Let the server import `need`, too, before it forks the next process of `module`.
+
+        Do nothing without a server.
+        """
         if self._channel is not None:
             with contextlib.suppress(OSError):  # it is gone, which `_lose` gets
                 self._channel.send({"id": next(self._numbers), "module": module, "preload": need})
@@ -166,10 +175,10 @@ class ForkServerClient:
         files: Mapping[int, int],
         timeout_s: float,
     ) -> ForkedProcess:
-        """Return a new process, which is `module` with the arguments after the third of `argv`; else ForkServerError.
+        """Fork a process that runs `module` with the arguments of `argv` after its third, and return it.
 
-        Of open files it has those of the server, and `files`, by the numbers that they shall have there.
-        A server that does not answer in time is killed.
+        `argv` is shown by `ps`, `marks` in its environment. `files` are open files by the numbers that they get there.
+        Raises ForkServerError if the server refuses, or does not answer within `timeout_s`, when it is killed.
         """
         if self._channel is None:
             raise ForkServerError("there is no fork server")
@@ -199,7 +208,7 @@ class ForkServerClient:
         return said["child"]
 
     def stop(self) -> None:
-        """End the server; its children's ends are noticed without it. Idempotent."""
+        """Kill the server and refuse pending requests; its children live on and are watched without it. Idempotent."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None

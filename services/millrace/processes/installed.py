@@ -1,4 +1,4 @@
-"""Whether what is installed here is what Millrace was tried with (`docs/versions.md`).
+"""Checks that installed packages have releases that Millrace was tried with (`docs/versions.md`).
 
 What was tried is what the extras of Millrace's own package take, so it is asked of the package. pip installs nothing
 else beside it, but later installations may: the services then fail in a chain of imports, or compute something else.
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 def require_tried(extra: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Return if each package of the extra that is installed has a release that was tried; before they are imported.
+    """Raise InvalidStateError (VERSION_NOT_TRIED) if an installed package of an extra has an untried release.
 
-    Packages that are not there are named where they are imported. InvalidStateError (VERSION_NOT_TRIED) names each
-    other one, the release found and those tried; with `UNTRIED_VARIABLE` it is a warning.
+    With `UNTRIED_VARIABLE` in `environ` it is a warning. Packages that are not installed are not checked. Call it
+    before they are imported.
     """
     untried = untried_packages(extra)
     if not untried:
@@ -43,7 +43,7 @@ def require_tried(extra: str, environ: Mapping[str, str] = os.environ) -> None:
 
 
 def may_be_untried(environ: Mapping[str, str]) -> bool:
-    """Return whether the user wants other releases all the same; InvalidSpecError of a value that is neither."""
+    """Return whether `UNTRIED_VARIABLE` allows untried releases; raise InvalidSpecError for a value but 0 and 1."""
     text = environ.get(UNTRIED_VARIABLE, "")
     if text not in ("", "0", "1"):
         wrong = Violation(field=UNTRIED_VARIABLE, value=text, message="must be 1 or 0", source="environment")

@@ -1,4 +1,4 @@
-"""How a process of a one-machine stack notices that nobody looks after it any more, and ends.
+"""How a process of a one-machine stack notices that supervisor and reaper are gone, and ends.
 
 The supervisor and its reaper hold the write end of a pipe whose read end every service inherits.
 When both are gone, killed at the same moment, the pipe ends: the service then starts a reaper for itself, which asks it
@@ -28,7 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 def hold(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Watch the lifeline from now on, where there is one. To be called before anything is imported that takes long."""
+    """Start a thread that ends this process once the supervisor and its reaper are gone; do nothing without a stack.
+
+    Removes the variables of pipe and lock from `environ`. Call it before slow imports.
+    """
     pipe, lock = _take(environ, PIPE), _take(environ, LOCK)
     if lock is not None:
         os.set_inheritable(lock, False)
@@ -40,10 +43,7 @@ def hold(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def _take(environ: MutableMapping[str, str], name: str) -> int | None:
-    """Return the number of an open file that a variable holds; the variable is removed.
-
-    None for what is not open here.
-    """
+    """Remove a variable, and return the number of the open file in it; None if it names no file that is open here."""
     text = environ.pop(name, "")
     if not text.isdecimal():
         return None
@@ -55,7 +55,7 @@ def _take(environ: MutableMapping[str, str], name: str) -> int | None:
 
 
 def _watch(pipe: int, mark: str) -> None:
-    """Wait for the end of the pipe without a limit: nobody ever writes."""
+    """Wait until the pipe ends, without limit, then start a reaper that ends this process and what it started."""
     os.read(pipe, 1)
     logger.error("the stack's supervisor and its reaper are gone: this process ends")
     reaper = subprocess.Popen(
@@ -75,9 +75,10 @@ def _watch(pipe: int, mark: str) -> None:
 
 
 def run_service(run: Callable[[], int | None], *, before: Callable[[], object] | None = None) -> NoReturn:
-    """Run it and exit with its code, or with that of the error that ended it (130 for Ctrl-C).
+    """Call `before`, hold the lifeline, call `run`, and exit with its code, or an error's code (130 for Ctrl-C).
 
-    `before` may become another program, which needs the lifeline itself.
+    A MillraceError is printed with its remedy, any other error with its traceback. `before` may replace this process by
+    another program, which needs the lifeline itself.
     """
     try:
         if before is not None:
@@ -97,7 +98,7 @@ def run_service(run: Callable[[], int | None], *, before: Callable[[], object] |
 
 
 def report(error: MillraceError) -> None:
-    """Print an error as the `millrace` command prints its own: what is wrong, then what to do."""
+    """Print an error to stderr as the `millrace` command does: every violation or the message, then the remedy."""
     violations = error.violations if isinstance(error, InvalidSpecError) else ()
     if len(violations) > 1:
         print(f"Error: {len(violations)} things are wrong:", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Ends what a supervisor leaves behind when it is killed itself (SIGKILL, out of memory).
+"""Ends the processes of a supervisor that is killed itself (SIGKILL, out of memory).
 
     python -I reaper.py MARK [VARIABLE]
 
@@ -30,7 +30,10 @@ TERM_GRACE_S = 3.0
 
 
 def main(mark: str, variable: str = STACK_MARK) -> int:
-    """Follow the supervisor's lines until `done` or its death, then end what bears the mark in the variable."""
+    """Read the supervisor's lines until `done`, and return 0; at their end without it, end the stack's processes.
+
+    Those are the process groups in the lines, and processes with `mark` in `variable`. Return 1 if some are left.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a signal to the whole terminal must not end the last one to clean up
     groups: dict[int, int] = {}

@@ -26,7 +26,7 @@ class Process(Protocol):
 
     @property
     def returncode(self) -> int | None:
-        """Return none while it lives; negative: the signal that ended it."""
+        """Return the exit code, or minus the number of the signal that ended it; None while it lives."""
         ...
 
     async def wait(self) -> int:
@@ -93,17 +93,20 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL, *, parent: int | None = None) -> None:
-    """Ask for it; with `parent`, a process id, end at once if that is dead already. Also for `preexec_fn`."""
+    """Have the kernel send this process `number` when its parent dies; do nothing except on Linux.
+
+    With `parent`, a process id, exit at once if that is no longer the parent. May be called as `preexec_fn`.
+    """
     if _LIBC is None:
         return
     if _LIBC.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if parent is not None and os.getppid() != parent:
-        os._exit(128 + number)  # nobody is left to hear why
+        os._exit(128 + number)  # the parent, which would read a message, is gone
 
 
 def main(parent: str, program: str, *arguments: str) -> None:
-    """Run the process, without returning."""
+    """Become `program`, which gets SIGTERM when the process `parent` ends; exit if that has already ended."""
     die_with_parent(signal.SIGTERM)
     if os.getppid() != int(parent):  # it was gone before the kernel was asked
         sys.exit("the process that started this one has ended")

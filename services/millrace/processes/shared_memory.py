@@ -1,4 +1,4 @@
-"""Memory that two processes have, without a name in any file system: what one writes, the other reads as it is.
+"""Memory that two processes share, without a name in any file system.
 
 An anonymous file of the kernel (memfd): /dev/shm, which containers make small, does not bound it, and it is gone with
 the last process that has it, however that ends. Only Linux has such files.
@@ -17,14 +17,14 @@ _numbers = itertools.count(1)
 
 
 class SharedMemory:
-    """Grows by what is allocated and never shrinks; it is given up as a whole. Its owner writes, others only read."""
+    """Shared memory that only grows, and is released as a whole. Its owner writes, other processes only read."""
 
     def __init__(self) -> None:
         """Create the memory; OSError where the kernel gives none."""
         self.number = next(_numbers)
-        """Tells it from all others of this process."""
+        """Identifies it in this process."""
         self.size_bytes = 0
-        """Of the file: what another process has to map to see everything."""
+        """Size of the file, which another process has to map to see everything."""
         self._file = os.memfd_create("millrace")
         self._segment: mmap.mmap | None = None
         self._begin = self._next = 0
@@ -35,7 +35,10 @@ class SharedMemory:
         return self._file
 
     def allocate(self, size_bytes: int) -> tuple[int, memoryview]:
-        """Return new pages: their place in the file, and the pages. OSError if there is no room for them."""
+        """Return new pages: their offset in the file, and a view of them.
+
+        Raises OSError if there is no room.
+        """
         needed = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if self._segment is None or self._next + needed > self.size_bytes:
             self._begin = self._next = self.size_bytes
@@ -51,7 +54,7 @@ class SharedMemory:
         return offset, memoryview(self._segment)[inside : inside + size_bytes]
 
     def close(self) -> None:
-        """Give the file up. What is mapped of it stays until the last view is gone. Idempotent."""
+        """Close the file. Memory that is mapped stays until the last view is gone. Idempotent."""
         self._finalize()
 
 
@@ -64,7 +67,7 @@ class SharedPlace:
 
 
 def map_read_only(file: int, size_bytes: int) -> memoryview:
-    """Return the memory of another process, whose file came from there; the file is closed."""
+    """Map `size_bytes` of a shared memory's file, received from another process, and close the file descriptor."""
     try:
         return memoryview(mmap.mmap(file, size_bytes, access=mmap.ACCESS_READ))
     finally:

@@ -126,7 +126,7 @@ class Supervisor:
         self.lock: int | None = None
         """An open file that everything that is started keeps open, too: its lock is held until all of it is gone."""
         self.fork_server: ForkServerClient | None = None
-        """What starts processes that say their `module`, where it can."""
+        """Starts processes whose spec has a `module`, if it is ready."""
         self._fork_environ: Mapping[str, str] = {}
         self.skip_grace = asyncio.Event()
         """Set it to skip the rest of the grace (a second Ctrl-C)."""
@@ -155,7 +155,7 @@ class Supervisor:
         await self.stop_for_sure()
 
     async def start(self, spec: ProcessSpec) -> Child:
-        """Start a process; NotFoundError if its program does not exist."""
+        """Start a process, forked if possible, and watch for its end; raise NotFoundError if its program is missing."""
         if self._is_stopping or self._reaper is None or self._lifeline is None:
             raise RuntimeError("the supervisor is not running")
         mark = f"{self.stack_id}/{spec.name}/{next(self._numbers)}"
@@ -178,9 +178,7 @@ class Supervisor:
         return child
 
     def start_fork_server(self, server: ForkServerClient, *, env: Mapping[str, str]) -> None:
-        """Start the fork server, which from now on starts processes with a `module` where possible, in the
-        environment `env`.
-        """
+        """Start the fork server in the environment `env`; from now on it starts processes that have a `module`."""
         self.fork_server, self._fork_environ = server, {**env, table.STACK_MARK: self.stack_id}
         self._start_fork_server(server)
 
@@ -194,9 +192,9 @@ class Supervisor:
         return {lifeline.PIPE: self._lifeline[0], **({} if self.lock is None else {lifeline.LOCK: self.lock})}
 
     async def _fork(self, spec: ProcessSpec, env: Mapping[str, str], sink: IO[bytes] | None) -> ForkedProcess | None:
-        """Return the process by the fork server.
+        """Have the fork server start the process.
 
-        None if that cannot, which is started for the next one where it is dead.
+        Returns None if it cannot, and restart a dead server for later ones.
         """
         server = self.fork_server
         if server is None or spec.module is None or spec.cwd is not None or sink is None:
@@ -223,7 +221,7 @@ class Supervisor:
     async def _execute(
         self, spec: ProcessSpec, env: Mapping[str, str], sink: IO[bytes] | None
     ) -> asyncio.subprocess.Process:
-        """Return the process as a program of its own; NotFoundError if there is no such program."""
+        """Start the process as a program; raise NotFoundError if there is no such program."""
         try:
             return await sessions.start(
                 spec.argv,
@@ -241,9 +239,9 @@ class Supervisor:
             ) from error
 
     async def wait_death(self) -> ProcessDiedError:
-        """Return when a process ends unexpectedly, with a message for the user.
+        """Wait until a process ends unexpectedly, and return the error for the user.
 
-        After a cancellation the death is reported again.
+        If the call is cancelled meanwhile, the death is returned by the next call.
         """
         child = await self.next_death()
         try:
@@ -253,7 +251,7 @@ class Supervisor:
             raise
 
     async def next_death(self) -> Child:
-        """Return when a process ends unasked, each death once. May be cancelled."""
+        """Wait until a process ends without having been stopped; return each such process once. May be cancelled."""
         return await self._died.get()
 
     async def end_rest(self, child: Child) -> None:
@@ -271,7 +269,7 @@ class Supervisor:
             logger.error("descendants of %s would not end: pids %s", child.spec.name, sorted(left))
 
     async def stop_for_sure(self) -> None:
-        """Stop to the end even if this task is cancelled meanwhile (Ctrl-C during the stop), which only hurries it."""
+        """Do `stop` to the end, also if this task is cancelled meanwhile (Ctrl-C), which only skips the grace."""
         stopping = asyncio.create_task(self.stop(), name="stop of all processes")
         is_cancelled = False
         while not stopping.done():
@@ -285,7 +283,10 @@ class Supervisor:
             raise asyncio.CancelledError
 
     async def stop(self) -> None:
-        """End all processes and what they started, within `term_grace_s` + 6 s; idempotent. Logs what would not go."""
+        """End all processes and all that they started, within `term_grace_s` + 6 s; log those that are left.
+
+        Idempotent.
+        """
         self._is_stopping = True
         for tier in sorted({child.spec.tier for child in self._children.values()}, reverse=True):
             group = [child for child in self._children.values() if child.spec.tier == tier]
@@ -341,7 +342,7 @@ def _sink(path: Path | None) -> Iterator[IO[bytes] | None]:
 
 
 def describe_death(child: Child, *, given_up_after: int | None = None) -> ProcessDiedError:
-    """Return a message about a process that ended unexpectedly; `given_up_after` deaths in a row."""
+    """Make the error of a process that ended unexpectedly; `given_up_after` says after how many deaths in a row."""
     if child.is_alive:
         raise RuntimeError(f"{child.spec.name} has not exited")
     return ProcessDiedError(
@@ -369,7 +370,7 @@ def tail(path: Path, lines: int = TAIL_LINES, *, after: int = 0) -> list[str]:
 # The reaper's process, seen from the supervisor: started before anything else, and replaced when it dies.
 
 _AGAIN_S = 1.0
-"""Between two reapers of which the first did not even live that long."""
+"""Pause before the next reaper if the last one lived for a shorter time."""
 
 
 class WatchedReaper:
@@ -383,11 +384,10 @@ class WatchedReaper:
         note: Callable[[str], None],
         kept_open: Sequence[int],
     ) -> None:
-        """Start the reaper.
+        """Take `groups`, which returns the leaders with their start ticks for a new reaper; `start` starts the first.
 
-        `groups` are the leaders that a new one gets, with their start ticks, `note` gets each death of one.
-
-        `kept_open` are files that it keeps open: the directory's lock, and the write end of the lifeline.
+        `note` is called with a message about each death of a reaper. `kept_open` are files that reapers keep open: the
+        directory's lock, and the write end of the lifeline.
         """
         self._stack_id = stack_id
         self._groups = groups
@@ -398,7 +398,7 @@ class WatchedReaper:
 
     @property
     def pid(self) -> int | None:
-        """Return Its process id; None before `start`."""
+        """Return the reaper's process id; None before `start` and after `end`."""
         return self._process.pid if self._process else None
 
     async def start(self) -> None:
@@ -407,12 +407,12 @@ class WatchedReaper:
         self._watch = asyncio.create_task(self._replace(), name="watch of the reaper")
 
     def tell(self, line: str) -> None:
-        """Send one line to the process. If it has just died, its successor gets what it needs at its start."""
+        """Send the reaper one line. If it has just died, the next one gets all groups at its start."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.write(f"{line}\n".encode())
 
     async def end(self, *, is_done: bool) -> None:
-        """Let it go; without `is_done` it ends what is left of the stack. Idempotent."""
+        """End the reaper, and wait for that; without `is_done` it first ends what is left of the stack. Idempotent."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""The process table: who runs, who belongs to whom, and the end of those.
+"""The process table: which processes run, which belong together, and how to end them.
 
 psutil reads it, with three exceptions: `start_ticks`, because its start times move with the machine's clock; the
 environment, of which it reads only what is before the first empty entry; and `Table`, a pass over all processes on
@@ -66,7 +66,7 @@ def mark_of(pid: int, variable: str) -> str:
 
 
 def marked(mark: str, *, variable: str = STACK_MARK) -> set[int]:
-    """Return the processes (not this one, no zombies) whose environment says so; empty where there is no /proc."""
+    """Return the running processes, except this one, with `variable=mark` in their environment; empty without /proc."""
     needle = f"{variable}={mark}".encode()
     return {pid for pid in psutil.pids() if pid != os.getpid() and needle in _environ(pid) and is_running(pid)}
 
@@ -83,7 +83,7 @@ def members(groups: dict[int, int]) -> set[int]:
 
 
 def send(pids: set[int], number: signal.Signals) -> None:
-    """Signal each process; one that is gone meanwhile is fine."""
+    """Send a signal to each process; ignore those that are gone or another user's."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
@@ -97,11 +97,11 @@ def end_all(
     kill_wait_s: float = KILL_WAIT_S,
     variable: str = STACK_MARK,
 ) -> set[int]:
-    """Return TERM the leaders of the groups, then KILL everything that is marked or grouped, once they are gone or
-    too slow.
+    """Send TERM to the leaders of the groups, then KILL to all marked or grouped processes; return those that are left.
 
-    Returns what is left after `term_grace_s + kill_wait_s`. The mark of a stack is its id.
-    `term_grace_s` 0 kills at once. Processes that appear meanwhile are found too: each round looks again.
+    KILL is sent once the leaders are gone, or after `term_grace_s` (0: at once); the call returns when no process is
+    left, or after `term_grace_s + kill_wait_s`. `mark` is the value of `variable`: a stack's is its id. New processes
+    are found, too, in each round.
     """
     begun = time.monotonic()
     asked: set[int] = set()
@@ -152,7 +152,7 @@ class Table:
                     self._sessions[session].append(pid)
 
     def children_of(self, pid: int) -> list[int]:
-        """Return Its own, not theirs."""
+        """Return the direct children of a process."""
         return self._children.get(pid, [])
 
     def of(self, leader: int) -> list[int]:
@@ -173,8 +173,8 @@ class Table:
 def kill_session(leader: int) -> None:
     """Send SIGKILL to a session and its descendants, including new ones (blocking, milliseconds).
 
-    They are stopped before: a process that left the session is found by its parent alone, so that none may die that
-    still starts others.
+    They are stopped first, so that none starts others while it is killed: a process that left the session is only found
+    by its parent.
     """
     known: dict[int, int] = {}
     # unregistered wait: between looks at processes that were just ended, for a fifth of a second in all
@@ -194,7 +194,7 @@ def kill_session(leader: int) -> None:
 
 
 def _leaders(groups: dict[int, int]) -> set[int]:
-    """Return the leaders whose pid is not somebody else's by now."""
+    """Return the leaders whose pid has not been reused for another process."""
     return {leader for leader, ticks in groups.items() if start_ticks(leader) in (0, ticks)}
 
 
