@@ -20,9 +20,9 @@ POINTS = [Point.ORCHESTRATOR_REOPEN_INTENT, Point.ORCHESTRATOR_REOPENED, Point.O
 
 
 def damage(chaos: ChaosStack, run: ChaosRun) -> int:
-    """Return damage every checkpoint in one bit, and the first batch, so that the start model is no way out.
+    """Damage every checkpoint in one bit, and remove a chunk of the first batch, so that the start model is no way out.
 
-    Says how many.
+    Return how many checkpoint objects that are.
     """
     store, names = chaos.store(), Names(PREFIX, run.uid)
     listed = [info.key for info in store.list(names.checkpoints)]
@@ -36,7 +36,7 @@ def damage(chaos: ChaosStack, run: ChaosRun) -> int:
         store.put(key, bytes(data))
     chunk = next(info.key for info in store.list(f"{names.batches}00000000/"))
     store.delete(chunk)
-    return len(keys)  # batches below the oldest checkpoint may be gone
+    return len(keys)
 
 
 def fail(chaos: ChaosStack, run: ChaosRun, replica: Path) -> int:
@@ -72,7 +72,7 @@ def test_a_run_that_a_damaged_store_ended_is_repaired_and_resumed(
     run = chaos.submit(max_steps=6)
     count = fail(chaos, run, tmp_path / "replica")
     done = repair(chaos, run, "--from", f"file://{tmp_path}/replica", "--apply")
-    assert [each["state"] for each in done] == ["restored"] * count
+    assert [each["state"] for each in done] == ["restored"] * (count + 1)
     fault = chaos.arm(point)
     with contextlib.suppress(UnavailableError):  # it is killed while it answers
         run.resume()
