@@ -105,9 +105,9 @@ class RunView:
 
 
 class RunCatalog:
-    """Views by uid: of the runs that may not have ended, read at each refresh, and of ended ones that a call has named.
+    """Views of runs by uid: of those that may not have ended, updated at each refresh, and of ended ones on request.
 
-    Whatever is wrong with one run stays with it: it is shown as DAMAGED, and read again at every look.
+    A problem with one run does not affect the others: the run is shown as DAMAGED, and read again at every refresh.
     """
 
     def __init__(self, *, redis: redis.asyncio.Redis, store: ObjectStore, prefix: str, owner: str) -> None:
@@ -197,9 +197,9 @@ class RunCatalog:
         return await self.look_at(listed.runs[found], found, is_looked_at=True)
 
     async def retire(self, run_log: RunLog) -> bool:
-        """Have the log of a sealed run expire from Redis, and look at the run only when somebody asks for it.
+        """Let the log of a sealed run expire from Redis, and stop listing the run as open.
 
-        Return False, and do nothing, if its end is not sealed.
+        From then on it is read only on request. Returns False, and does nothing, if its end is not sealed.
         """
         names = run_log.names
         number = len(await asyncio.to_thread(load_reopenings, self._store, names))
@@ -225,7 +225,10 @@ class RunCatalog:
         return await open_or_rebuild(self._redis, self._store, prefix=self._prefix, uid=uid, owner=self._owner)
 
     async def open_reopened(self, uid: str) -> RunLog:
-        """Open the log of a reopened run without the superseded closing header, and have every replica look at it."""
+        """Open the log of a reopened run without the superseded closing header.
+
+        The run is listed as open, so that every replica reads it again.
+        """
         run_log = await open_reopened(self._redis, self._store, prefix=self._prefix, uid=uid, owner=self._owner)
         number = len(await asyncio.to_thread(load_reopenings, self._store, run_log.names))
         name = self._views[uid].record.name
@@ -269,7 +272,10 @@ class RunCatalog:
         return view
 
     async def _try_to_look_at(self, uid: str, name: str, *, is_looked_at: bool) -> RunView | None:
-        """Return the view as `look_at` does; while Redis or the store is away the last one, if there is any."""
+        """Return what `look_at` returns.
+
+        If Redis or the store does not answer, return the last view; None if there is none.
+        """
         try:
             view = await self.look_at(uid, name, is_looked_at=is_looked_at)
         except MillraceError as error:
@@ -319,7 +325,10 @@ class RunCatalog:
                 return await self._fold(view)
 
     async def _fold_archive(self, view: RunView) -> bool:
-        """Apply the archived events of a sealed run to its new view, without Redis; return False for any other run."""
+        """Apply the archived events of a sealed run to its new view, without Redis.
+
+        Returns False if the run is not sealed, or its archive does not contain its end.
+        """
         names = Names(self._prefix, view.record.uid)
         if not await asyncio.to_thread(is_sealed, self._store, names):
             return False

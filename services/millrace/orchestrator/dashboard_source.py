@@ -95,7 +95,7 @@ class OrchestratorSource:
         }
 
     async def _read_ended(self) -> None:
-        """Have the newest runs in memory, also those that have ended; an outage is logged, and tried again later."""
+        """Read the newest runs into memory, also those that have ended. An outage is logged, and tried again later."""
         try:
             await self._catalog.read_listed((await self._catalog.list_names())[:MAX_ENDED])
         except MillraceError as error:

@@ -36,7 +36,10 @@ RETRY_S = 30.0
 
 
 class Sealer:
-    """Seals ended runs that have no seal, and retires those that ended `RETIRED_S` ago, one after the other."""
+    """Seals ended runs that have no seal, and retires each when `RETIRED_S` have passed since its end.
+
+    One run at a time.
+    """
 
     def __init__(self, catalog: RunCatalog, *, owner: str) -> None:
         self._catalog = catalog

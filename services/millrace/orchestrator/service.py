@@ -184,13 +184,14 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         return run_service_pb2.ListRunsResponse(runs=shown, next_page_token=next_token(start + len(shown), len(listed)))
 
     async def _in_states(self, states: Collection[run_pb2.RunState], *, at_least: int) -> list[run_pb2.Run]:
-        """Return the newest `at_least` runs in these states, or all if there are fewer.
+        """Return the newest runs in these states: at least `at_least`, or all if there are fewer.
 
-        Runs that have ended are read only where the states may be theirs.
+        Runs that have ended are read only if one of the states is that of an ended or a damaged run.
         """
         if not TERMINAL.union([run_pb2.RUN_STATE_DAMAGED]).intersection(states):
             return [view.run for view in reversed(await self._catalog.refresh()) if view.run.state in states]
         listed, runs = await self._catalog.list_names(), []
+        # A page at a time, the newest first: a deployment may have thousands of ended runs.
         for first in range(0, len(listed), PAGE_DEFAULT):
             views = await self._catalog.read_listed(listed[first : first + PAGE_DEFAULT])
             runs += [view.run for view in views if view.run.state in states]

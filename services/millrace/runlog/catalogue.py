@@ -91,9 +91,9 @@ class ObjectKind:
         return first + slash
 
     def series(self, key: str) -> str:
-        """Return the beginning of a key up to its first number; keys of one series sort by their numbers.
+        """Return the part of a key before its first number; keys that share it sort by their numbers.
 
-        The folder for what is no key of the kind.
+        The kind's folder if the key is not of this kind.
         """
         match = _pattern(self).fullmatch(key)
         first = next((field["name"] for field in _FIELD.finditer(self.key) if field["digits"]), None)

@@ -113,14 +113,17 @@ class _Upload:
             chunk.key = key
 
     def _next(self, source: Iterator[bytes], index: int) -> bytes | None:
-        """Return the next chunk, None after the last; `CorruptObjectError` if the header says another."""
+        """Return the next chunk, None after the last.
+
+        `CorruptObjectError` if it differs from the one that the header names.
+        """
         data = next(source, None)
         if data is not None and index < len(self._header.chunks):
             verify_chunk(self._header, index, data)
         return data
 
     async def _begin_put(self, key: str, data: bytes) -> None:
-        """Begin to upload an object as soon as few enough others are under way."""
+        """Begin to upload an object in the background. Waits while too many others are in progress."""
         await self._gate.acquire()
         self._puts.append(asyncio.create_task(self._put(key, data)))
 

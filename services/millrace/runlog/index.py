@@ -168,13 +168,14 @@ async def find_uid(redis: redis_asyncio.Redis, store: ObjectStore, prefix: str, 
 
 
 async def list_open(redis: redis_asyncio.Redis, prefix: str, *, uid: str, name: str, number: int) -> None:
-    """List a run as one that may not have ended, since it was reopened `number` times; its mark is in the store."""
+    """Add a run to the hash of open runs; `number` is how often it was reopened. The store has its mark already."""
     await _in_hash(redis, Deployment(prefix).open_key, _OPEN, "HSET", f"{uid}.{number}", name)
 
 
 async def note_ended(redis: redis_asyncio.Redis, store: ObjectStore, prefix: str, *, uid: str, number: int) -> None:
-    """Remove the marks of a run whose end is sealed, after it was reopened `number` times."""
+    """Remove all marks of a run whose end is sealed; `number` is how often it was reopened."""
     deployment = Deployment(prefix)
+    # Of every earlier reopening as well: a process that died may have left its mark.
     for each in range(number + 1):
         await asyncio.to_thread(store.delete, deployment.open_object(uid, each))
     marks = (f"{uid}.{each}" for each in range(number + 1))
@@ -228,7 +229,7 @@ def _load_open(store: ObjectStore, deployment: Deployment, known: Mapping[str, s
 
 
 def _pages(fields: Mapping[str, str]) -> Iterator[list[tuple[str, str]]]:
-    """Yield fields of a hash with their values, so many at a time as one command may have."""
+    """Yield the fields of a hash with their values, in lists of at most `_PAGE`."""
     items = list(fields.items())
     for first in range(0, len(items), _PAGE):
         yield items[first : first + _PAGE]
@@ -274,7 +275,7 @@ def _name_in(run_json: bytes, where: str) -> str:
 
 
 async def _promote(redis: redis_asyncio.Redis, deployment: Deployment, runs: Mapping[str, str]) -> None:
-    """List runs (name → uid), and drop their marks."""
+    """List runs (name → uid), and remove their marks as pending or damaged."""
     for some in _pages(runs):
         await _hash(redis, deployment, "HSET", *chain.from_iterable(some))
         marks = ((_PENDING + uid, _DAMAGED + name) for name, uid in some)
@@ -286,7 +287,7 @@ async def _hash(redis: redis_asyncio.Redis, deployment: Deployment, command: str
 
 
 async def _in_hash(redis: redis_asyncio.Redis, key: str, what: str, command: str, *args: str) -> Any:
-    """Run a command on a hash of the index; one that is no hash is dropped when it is read, and is empty."""
+    """Run a command on a hash of the index. If the key is no hash, a read removes it and returns an empty result."""
     if command == "HGETALL":
         try:
             return await connection.call(redis, f"reading {what}", lambda: redis.hgetall(key))

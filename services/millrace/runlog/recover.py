@@ -95,7 +95,10 @@ class ChainWalk:
 
     @classmethod
     def from_point(cls, store: ObjectStore, names: Names, step: int) -> "ChainWalk | None":
-        """Begin after the chain point of a step (blocking); None if that is not what the header of the step says."""
+        """Begin after the chain point of a step (blocking).
+
+        None if the point or the header of that step is missing or damaged, or if they do not agree.
+        """
         try:
             point, sha256 = load_point(store, names, step)
             data = read_header(store, names, step, point.revision)
@@ -110,14 +113,17 @@ class ChainWalk:
         return cls(store, names, step=step + 1, chain=point.chain_hash, known=known, point=named)
 
     def windows(self) -> Generator[list[StepHeaders | None], None, None]:
-        """Yield what is committed of the steps from the first on, some at a time, without an end (blocking)."""
+        """Yield the headers of the next steps, `_WINDOW` steps at a time and without an end (blocking).
+
+        A step that is not committed is None.
+        """
         with ThreadPoolExecutor(_WINDOW, thread_name_prefix="headers") as pool:
             for first in itertools.count(self._step, _WINDOW):
                 steps = range(first, first + _WINDOW)
                 yield list(pool.map(lambda step: load_step(self._store, self._names, step), steps))
 
     def take(self, window: Sequence[StepHeaders | None]) -> Committed | None:
-        """Take the next steps; return what is committed if the chain ends among them.
+        """Process the headers of the next steps; return what is committed if the chain ends among them.
 
         `CorruptObjectError` if a header does not continue the chain, or one is missing before others.
         """
@@ -132,7 +138,7 @@ class ChainWalk:
         return None
 
     def _add(self, step: int, revision: int, data: bytes) -> None:
-        """Add the header in these bytes; `CorruptObjectError` unless it comes next."""
+        """Add a stored header to what is known; `CorruptObjectError` unless it continues the chain."""
         link = decode_stored(decode_link, self._store, self._names, step, revision, data)
         if (link.step, link.revision) != (step, revision) or link.previous_chain_hash != self.chain:
             where = self._store.uri(self._names.batch_header(step, revision))
@@ -148,7 +154,10 @@ class ChainWalk:
         return Committed(last=last, chain=self.chain, is_reopened=is_reopened, known=self.known)
 
     def _require_end(self, rest: Sequence[StepHeaders | None]) -> None:
-        """Require that no header comes after a missing one: headers are written in order, so an object was lost."""
+        """Raise `CorruptObjectError` if a header comes after a missing one.
+
+        Headers are written in order, so that one was lost.
+        """
         later = [self._step + 1 + offset for offset, found in enumerate(rest) if found is not None]
         if later:
             where = self._store.uri(self._names.batch_header(self._step))
@@ -170,7 +179,10 @@ async def load_history(log: RunLog) -> Committed:
 
 
 def load_closings(log: RunLog, committed: Committed) -> list[batch_pb2.BatchHeader]:
-    """Return every closing header of the chain (blocking); `CorruptObjectError` if one is another's."""
+    """Return every closing header of the chain (blocking).
+
+    `CorruptObjectError` if one is not what the chain has there.
+    """
     found: list[batch_pb2.BatchHeader] = []
     for each in committed.known.closings:
         data = read_header(log.store, log.names, each.step, each.revision)
@@ -184,7 +196,7 @@ def load_closings(log: RunLog, committed: Committed) -> list[batch_pb2.BatchHead
 def load_named(store: ObjectStore, names: Names, known: KnownObjects) -> NamedObjects:
     """Return everything that the headers of a run name (blocking).
 
-    Of the chain points where they are whole; else of the headers, all of which are read then.
+    It is read from the chain points. If one of these is missing or damaged, all headers are read.
     """
     try:
         return known.named(store, names)
@@ -207,7 +219,7 @@ def _newest_points(log: RunLog) -> list[int]:
 
 
 async def _walk(walk: ChainWalk) -> Committed:
-    """Read to the end of the chain, off the event loop."""
+    """Read the chain to its end, in another thread, and return what is committed."""
     with contextlib.closing(walk.windows()) as windows:
         while (committed := walk.take(await asyncio.to_thread(next, windows))) is None:
             pass

@@ -125,13 +125,20 @@ class RolloutLoop:
                 await asyncio.wait((self.committing,))
 
     def begin_commit(self, groups: list[Play]) -> None:
-        """Commit a batch while groups are sent out and finish; the next one is cut when that is done."""
+        """Begin to commit a batch in the background, while groups are sent out and finish.
+
+        The next batch is cut when the commit is done.
+        """
         self.batch = groups
         self.committing = asyncio.create_task(self.commit(groups))
+        # The loop waits on the book: the end of the commit has to wake it.
         self.committing.add_done_callback(lambda _: self.book.changed.set())
 
     async def end_commit(self, *, waits: bool = False) -> None:
-        """Raise what the commit has raised, if it is done or `waits`."""
+        """Finish the commit that `begin_commit` began, if it is done; raise its error.
+
+        If `waits` is set, wait until it is done.
+        """
         if self.committing is not None and (waits or self.committing.done()):
             await self.committing
             self.batch, self.committing = [], None

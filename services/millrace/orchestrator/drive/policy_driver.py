@@ -142,7 +142,7 @@ class PolicyDriver:
         return self._ready
 
     def _change(self) -> None:
-        """Note that a replica may serve something else than before, and tell `on_change`."""
+        """Note that what replicas serve may have changed, and call `on_change`."""
         self._ready = None
         self._on_change()
 
@@ -337,7 +337,10 @@ class PolicyDriver:
         status: policy_service_pb2.PolicyStatus | None,
         desired: policy_pb2.PolicyEntry | None,
     ) -> bool:
-        """Return whether a replica with that status serves what it shall."""
+        """Return whether a replica with this status serves the desired version.
+
+        A replica that is held serves exactly that one, all others that one or a newer one.
+        """
         if status is None or desired is None or status.run_uid != self._run_uid:
             return False
         if not status.has_version or status.state != policy_service_pb2.POLICY_STATE_SERVING:

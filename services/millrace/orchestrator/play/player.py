@@ -42,9 +42,10 @@ class RunIdentity:
 
 
 class Round:
-    """Placements of one moment, up to `MAX_PLACING` at once: each counts for the next ones as soon as it is chosen.
+    """One round of placements, up to `MAX_PLACING` at once. Each counts as work for the next ones once it is chosen.
 
-    It looks at replicas, env-servers and plays once, so that a placement costs the same however many these are.
+    The round looks at replicas, env-servers and plays once, so that the cost of a placement does not grow with
+    their number.
     """
 
     def __init__(
@@ -55,12 +56,16 @@ class Round:
         envs: EnvServers,
         plays: Iterable[Play],
     ) -> None:
-        """Take `place`, which asks for one play and returns False if there is no room for it."""
+        """Create a round over `choices`. `plays` are all that share the room.
+
+        `place` asks an env-server to play one play, and returns False if there is no room for it.
+        """
         self._tasks, self._ask, self._choices, self._envs = tasks, place, choices, envs
         self._slots = asyncio.Semaphore(MAX_PLACING)
         self._num_playing, self._load = 0, Counter[str]()
         for play in plays:
             self._num_playing += play.num_playing
+            # Plays that are over keep the name of their env-server, but are no load.
             self._load[play.env_server] += play.is_open
         self._servers: dict[str, list[tuple[int, str]]] = {}
         self._left_out = set[str]()
@@ -68,7 +73,10 @@ class Round:
         """Environments that nobody can take now; others may have env-servers of their own (images)."""
 
     async def place(self, play: Play) -> None:
-        """Begin to place a play once fewer than `MAX_PLACING` are under way, unless its environment is refused."""
+        """Begin to place a play, unless its environment is refused.
+
+        Waits while `MAX_PLACING` others are in progress.
+        """
         await self._slots.acquire()
         self._tasks.create_task(self._place(play))
 
@@ -81,7 +89,7 @@ class Round:
             self._slots.release()
 
     def choose(self, play: Play) -> ReadyReplica | None:
-        """Return the replica for a play, which counts there from now on; None if there is none, or no room.
+        """Choose the replica for a play and count the play there. None if no replica fits, or there is no room.
 
         A play that is larger than the bound on rollouts is played alone.
         """
@@ -95,7 +103,10 @@ class Round:
         return replica
 
     def server(self, env: str) -> str | None:
-        """Return the env-server with the fewest plays that has an environment; None if all were left out."""
+        """Choose the env-server with the fewest plays that has an environment, and count one play more there.
+
+        None if all that have it were left out.
+        """
         if env not in self._servers:
             self._servers[env] = sorted((self._load[each], each) for each in self._envs.servers_with(env))
         ranked = self._servers[env]
@@ -104,12 +115,13 @@ class Round:
             if worker_id in self._left_out:
                 heapq.heappop(ranked)
             else:
+                # A sorted list is a heap, too; equal loads are decided by id.
                 heapq.heapreplace(ranked, (load + 1, worker_id))
                 return worker_id
         return None
 
     def leave_out(self, worker_id: str) -> None:
-        """Ask an env-server that did not take a play for no other one in this round."""
+        """Do not choose an env-server again in this round, because it did not take a play."""
         self._left_out.add(worker_id)
 
 

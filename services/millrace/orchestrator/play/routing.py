@@ -120,7 +120,10 @@ class Router:
 
 
 class Choices:
-    """The replicas that a round of placements chooses from; what is placed in the round counts at once."""
+    """The replicas among which a round of placements chooses.
+
+    Their load grows as the round places plays.
+    """
 
     def __init__(self, replicas: Sequence[ReadyReplica], load: Counter[str]) -> None:
         """Take `load`, the rollouts on each replica by its worker id."""

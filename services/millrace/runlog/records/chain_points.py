@@ -33,7 +33,7 @@ class Closing:
 
 @dataclass(slots=True)
 class NamedObjects:
-    """What headers between two points name."""
+    """Which objects the headers between two points name."""
 
     objects: dict[str, bytes] = field(default_factory=dict)
     """sha256 by key after the run's prefix."""
@@ -41,18 +41,18 @@ class NamedObjects:
     """Folders of their chunks and archives, as whole prefixes of keys without the last slash."""
 
     def add(self, other: "NamedObjects") -> None:
-        """Add what other headers name."""
+        """Add the objects that other headers name."""
         self.objects |= other.objects
         self.places |= other.places
 
     def holds(self, key: str) -> bool:
-        """Return whether a whole object key is that of a chunk or an archive of a header, by its place."""
+        """Return whether a whole key is that of a chunk or an archive of one of the headers; its folder decides."""
         return key.rpartition("/")[0] in self.places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainPoint:
-    """What the headers up to a training step say, as far as their successors need it."""
+    """The state of the chain after a training step, as far as later headers and a takeover need it."""
 
     run_uid: str
     step: int
@@ -92,7 +92,7 @@ class ChainPoint:
 
     @classmethod
     def decode(cls, data: bytes, *, where: str) -> "ChainPoint":
-        """Parse a point; `CorruptObjectError` if it is none."""
+        """Parse and validate a point; `CorruptObjectError` if it is damaged. `where` names it in the message."""
         raw = decode_object(data, what=where, reason="CHAIN_POINT_CORRUPT", remedy=_REMEDY)
         try:
             fields = Fields(raw)
@@ -133,7 +133,7 @@ def _page(fields: Fields) -> NamedObjects:
 def load_point(store: ObjectStore, names: Names, step: int, *, sha256: str = "") -> tuple[ChainPoint, str]:
     """Return the point after a step and the sha256 (hex) of its bytes (blocking); NotFoundError if there is none.
 
-    `CorruptObjectError` if it is damaged, of another run or step, or has not the `sha256` that names it, where one is
+    `CorruptObjectError` if it is damaged, belongs to another run or step, or differs from `sha256`, if that is
     given.
     """
     key = names.chain_point(step)

@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 class KnownObjects:
-    """What the headers of one run name so far, as far as the next one needs it. Of one writer.
+    """What the headers of one run have named so far, as far as the next header needs it. For one writer.
 
-    Its size and the cost of a header do not grow with the run: of each series of keys it has the highest, and of the
-    objects those that were named since the last chain point. Kinds of which there is one more with each step are
-    listed once; from then on only those are read that were announced.
+    Its size and the cost of a header do not grow with the run: it has the highest key of each series, and the
+    objects that were named since the last chain point. Kinds that get one more object with each step are listed
+    once; from then on only announced objects of these kinds are read.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class KnownObjects:
             self._make_point(header, chain_hash(header.previous_chain_hash, stored))
 
     def announce(self, key: str) -> None:
-        """Note that an object was created, whose key after the run's prefix is given; the next header names it."""
+        """Note that an object was created, so that the next header names it; `key` is without the run's prefix."""
         kind = _kinds().get(_folder(key))
         if kind is not None and key > self._highest.get(kind.series(key), ""):
             self._expected.add(key)
@@ -112,9 +112,9 @@ class KnownObjects:
         return found
 
     def named(self, store: ObjectStore, names: Names) -> NamedObjects:
-        """Return everything that headers name (blocking): from one chain point to the one before, back to the first.
+        """Return everything that headers name (blocking); all chain points are read, from the newest back to the first.
 
-        NotFoundError or CorruptObjectError if one of these is gone or damaged.
+        NotFoundError or CorruptObjectError if one of these is missing or damaged.
         """
         whole, before = NamedObjects(), self._before
         whole.add(self._page)
@@ -159,7 +159,10 @@ class KnownObjects:
         self._before, self._page = (header.step, hashlib.sha256(data).hexdigest()), NamedObjects()
 
     def _store_points(self, store: ObjectStore, names: Names) -> Iterator[batch_pb2.ObjectRef]:
-        """Create the points that no header names, and yield references to them; one that is another's is left out."""
+        """Create the points that no header names, and yield references to them.
+
+        If another object has the key of a point, the point is left out, with a warning.
+        """
         for step, data in sorted(self._unnamed_points.items()):
             key = names.chain_point(step)
             if store.create(key, data) or store.get(key) == data:
@@ -169,8 +172,9 @@ class KnownObjects:
 
 
 def add_named(page: NamedObjects, header: batch_pb2.BatchHeader | batch_pb2.BatchLink) -> dict[str, ObjectKind]:
-    """Add what a header names to a page; return the objects' kinds by key. Scores, which nobody looks up, are left
-    out.
+    """Add to a page what a header names; return the kinds of its objects by key.
+
+    Scores are left out, because nobody looks them up.
     """
     kinds = _kinds()
     found = {item.key: kinds[_folder(item.key)] for item in header.objects if _folder(item.key) in kinds}
@@ -181,7 +185,7 @@ def add_named(page: NamedObjects, header: batch_pb2.BatchHeader | batch_pb2.Batc
 
 
 def _kinds() -> dict[str, ObjectKind]:
-    """Return the kinds that headers name because they are new, by folder."""
+    """Return the kinds whose new objects the next header names, by folder."""
     return {kind.folder: kind for kind in catalogue.KINDS if catalogue.HEADER in kind.named_by}
 
 

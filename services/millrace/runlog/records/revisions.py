@@ -74,10 +74,7 @@ def is_failed_closing(header: batch_pb2.BatchHeader | batch_pb2.BatchLink) -> bo
 def decode_stored(
     decode: Callable[[bytes], H], store: ObjectStore, names: Names, step: int, revision: int, data: bytes
 ) -> H:
-    """Return the header that an object of the store holds, as `decode` reads it.
-
-    A `CorruptObjectError` names the object that holds none.
-    """
+    """Decode a stored header with `decode`; a `CorruptObjectError` names the object and the remedy."""
     try:
         return decode(data)
     except CorruptObjectError as error:

@@ -355,11 +355,14 @@ class RunLog:
     # How long Redis keeps the log.
 
     async def expire(self, seconds: float) -> None:
-        """Have every key of the log expire at one moment, in `seconds`; an open log is rebuilt from the store."""
+        """Set every key of the log to expire in `seconds`.
+
+        If the run is opened after that, its log is rebuilt from the store.
+        """
         await self._each_key("letting the log expire", "PEXPIRE", round(1000 * seconds))
 
     async def persist(self) -> None:
-        """Have no key of the log expire: the run goes on."""
+        """Cancel the expiry of every key of the log, because the run goes on."""
         await self._each_key("keeping the log", "PERSIST")
 
     async def _each_key(self, what: str, command: str, *args: int) -> None:
