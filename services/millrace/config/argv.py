@@ -55,7 +55,11 @@ def read_command_line(
     reserved: Mapping[str, bool] = RESERVED_FLAGS,
     cwd: FilePath | None = None,
 ) -> CommandLine:
-    """Read a command line. Nothing is raised: what is wrong is in ``violations``."""
+    """Read the arguments of a command line, without the program's name. Raise nothing: errors are in `violations`.
+
+    `reserved` are the flags that belong to the command itself, and whether each takes a value. File names are relative
+    to `cwd`.
+    """
     return _Reader(argv, schema, reserved=reserved, cwd=cwd).read()
 
 
@@ -101,7 +105,7 @@ class Key:
             self.path = (*self.path, part)
 
     def value(self, text: str) -> Any:
-        """Return the value that the text means here. Raises NotJsonError for tables and lists."""
+        """Return the value of a text for this key; raise NotJsonError for a table or list that is no JSON."""
         if self.node is None or self.is_free:
             try:
                 return _decoded(text)
@@ -226,7 +230,7 @@ class _Reader:
         return self._result
 
     def _stray(self, argument: str) -> str:
-        """Return the error of an argument that belongs to no flag."""
+        """Return the message about an argument that belongs to no flag."""
         if self._table is None:
             return "belongs to no flag; write `--key value`, or `@ file.toml` for a file"
         name, node = self._table
@@ -249,7 +253,10 @@ class _Reader:
         self._result.violations.append(Violation(field=subject, value=value, message=message, source=COMMAND_LINE))
 
     def _file(self, argument: str, prefix: tuple[str, ...]) -> None:
-        """Read `@file` or `@ file` for a place in the config."""
+        """Read the file of `@file` or `@ file` as the part of the config at `prefix`.
+
+        Record a violation if it cannot be.
+        """
         name = argument[1:] or (self._arguments.pop() if self._arguments else "")
         if not name:
             self._wrong("@", "needs the name of a file after it")
@@ -260,7 +267,7 @@ class _Reader:
             self._result.violations.append(error.violation)
 
     def _flag(self, name: str, value: str | None) -> None:
-        """Read one flag and its value."""
+        """Read one flag, and its value from `value` or the next argument, and put it into the result."""
         self._table = None
         kebab = name.replace("_", "-")
         key = Key(name.split("."), self._schema)

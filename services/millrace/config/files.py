@@ -40,7 +40,7 @@ def read_file(name: str, *, prefix: tuple[str, ...] = (), cwd: FilePath | None =
 
 
 def _read_text(name: str, directory: FilePath) -> str:
-    """Return the text of a file; what is wrong with it, if it cannot be read, as an UnreadableFileError."""
+    """Return the text of a file; raise UnreadableFileError with the reason if it cannot be read."""
     path = directory / name
     try:
         with path.open("rb") as file:

@@ -81,7 +81,10 @@ def fill_document(model: type[BaseModel], values: dict[str, Any]) -> dict[str, A
 
 
 def fill(tree: Tree) -> list[Conflict]:
-    """Fill what fields declare, in place; where a document contradicts itself, the first value stays."""
+    """Fill keys that fields declare, in place: shared keys, the preset, keys that follow others, and lowered bounds.
+
+    Returns the conflicts of shared keys, of which the first value stays. Notes written keys without effect.
+    """
     model = tree.schema.annotation
     conflicts = [conflict for shared in shared_keys(model) for conflict in _share(tree, shared)]
     if tree.schema.find(KEY) is not None:
@@ -96,7 +99,7 @@ def fill(tree: Tree) -> list[Conflict]:
 
 
 def _share(tree: Tree, shared: SharedKey) -> list[Conflict]:
-    """Make the places of one shared key equal."""
+    """Copy the value of one shared key to all its places; return the conflicts of different values."""
     written = {path: value for path in shared.places if (value := tree.get(path)) is not ABSENT}
     tables = [value for value in written.values() if isinstance(value, dict)]
     if tables and len(tables) == len(written):  # they are united: each of their keys is a shared key of its own
@@ -122,7 +125,7 @@ def _copy(tree: Tree, shared: SharedKey, source: Path, value: Any) -> None:
 
 
 def _overrule(tree: Tree, shared: SharedKey, written: dict[Path, Any]) -> None:
-    """Take out what a stronger layer overrules.
+    """Remove the values that a stronger layer overrules, from the tree and from `written`.
 
     The key at the top overrules the services' keys of weaker layers. It is overruled itself only where every service's
     key is written in a stronger layer: one of several services' keys alone does not speak for the others.
@@ -145,7 +148,7 @@ def _summarise(tree: Tree, shared: SharedKey) -> None:
 
 
 def _settle(tree: Tree, shared: SharedKey, written: dict[Path, Any]) -> list[Conflict]:
-    """Return the conflict of the values that are left, if they differ; all but the first are taken out."""
+    """Return the conflict of values that differ from the first one, if there are any, and remove them from the tree."""
     first = next(iter(written), None)
     clashes = [path for path in written if first and path != first and written[path] != written[first]]
     if not first or not clashes:
@@ -174,7 +177,7 @@ def _follow(tree: Tree, node: SchemaKey) -> None:
 
 
 def _clamp(tree: Tree, node: SchemaKey) -> None:
-    """Lower a value that is just its bound, where it has to be below."""
+    """Lower a value by one, and note it, if it equals a bound that it has to be below."""
     limit = node.facts.limit
     other = tree.schema.find(node.other(limit.key)) if limit and limit.is_clamped else None
     if limit is None or other is None:
@@ -202,7 +205,7 @@ def _places(tree: Tree, path: Path) -> Iterator[Path]:
 
 
 def _note_without_effect(tree: Tree, node: SchemaKey) -> None:
-    """Say of a key that it has no effect, because another one is left out."""
+    """Note that a written key has no effect, if the key that it needs is left out."""
     key, why = node.facts.needs or ("", "")
     other = node.other(key)
     if tree.is_written(node.path) and tree.get(node.path) is not None and tree.get(other) in (ABSENT, None):

@@ -172,7 +172,7 @@ class Tree:
         self.notes.append(Note(path=path, source=self.locate(path) or "config", effect=effect, text=text))
 
     def lay(self, layers: Iterable[Layer]) -> None:
-        """Lay layers over what is there, the last one winning."""
+        """Merge layers into the tree, in order: later ones override; report unknown keys as violations."""
         for layer in layers:
             self._lay(self.values, layer.tree, self.schema, (), layer.origin)
         if (more := self._num_unknown - MAX_UNKNOWN_KEYS) > 0:
@@ -181,7 +181,7 @@ class Tree:
     def _lay(
         self, base: dict[str, Any], over: dict[str, Any], node: SchemaKey | None, path: Path, origin: Provenance
     ) -> None:
-        """Lay a table over the one at `path`, in place; without a node it is a free one."""
+        """Merge table `over` into `base`, the table at `path`, in place; without a node keys are not checked."""
         clean = over if node is None else self._normalised(over, node, path, origin)
         # Another `type` gives the other keys of the table another meaning, so what was written before is dropped.
         if node and node.is_variant and "type" in base and clean.get("type", base["type"]) != base["type"]:
@@ -237,7 +237,7 @@ class Tree:
     def _normalised_item(
         self, table: dict[str, Any], node: SchemaKey, path: Path, origin: Provenance
     ) -> dict[str, Any]:
-        """Return a table of a list, with the tables in it: it is laid as a whole."""
+        """Return a table of a list as `_normalised` does, with the tables in it: lists are replaced as a whole."""
         clean = self._normalised(table, node, path, origin)
         for key, value in clean.items():
             child = node.children[key]
@@ -246,7 +246,7 @@ class Tree:
         return clean
 
     def _unknown(self, key: str, value: Any, node: SchemaKey, path: Path, origin: Provenance) -> None:
-        """Report a key that is not in the schema."""
+        """Report a key that is not in the schema, up to `MAX_UNKNOWN_KEYS`, and note the keys it may be meant for."""
         self._num_unknown += 1
         if self._num_unknown <= MAX_UNKNOWN_KEYS:
             message, meant = unknown_key_message(key, value, node, path, schema=self.schema)

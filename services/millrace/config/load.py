@@ -80,7 +80,7 @@ def build(model: type[ConfigT], tree: Tree) -> ConfigT:
 
 
 def _report_finding(tree: Tree, config: Any, rule: BrokenRule) -> None:
-    """Report a broken rule at its first key, or at the key that this was filled from; else say that it is a default."""
+    """Report a broken rule at its first key, or at the key that it was filled from, or as a default."""
     path = rule.paths[0]
     if tree.get(path) is not ABSENT:
         tree.report(path, rule.message)
@@ -92,7 +92,7 @@ def _report_finding(tree: Tree, config: Any, rule: BrokenRule) -> None:
 
 
 def _report_conflict(tree: Tree, conflict: Conflict) -> None:
-    """Report a shared key that is set twice with different values, with the flag that would overrule what files say."""
+    """Report a shared key that is set to different values, with the flag that would override the files."""
     top, first = conflict.shared.top, conflict.values[0][0]
     remedy = "set one of them only"
     if not (tree.is_written(top) and tree.strength(top) is Strength.COMMAND_LINE):
@@ -142,7 +142,7 @@ def _is_written(path: Path, detail: ErrorDetails, tree: Tree) -> bool:
 
 
 def _repair(tree: Tree, path: Path) -> None:
-    """Take out the value at a path, or put in the least that can be built where one is required."""
+    """Remove the value at a path, or replace a required one by the least value that can be built."""
     node = tree.schema.find(path)
     if not path or node is None:
         tree.values.clear()
@@ -155,7 +155,7 @@ def _repair(tree: Tree, path: Path) -> None:
 
 
 def _placeholder(node: SchemaKey, *, index: int) -> Any:
-    """Return the least value of a required key."""
+    """Return the least value that can be built for a required key; `index` tells several of them apart."""
     match node.kind:
         case Kind.SECTION:
             return _least(node, index=index)
@@ -271,7 +271,7 @@ def load(
     tree.violations += [*violations, *line.violations, *(wrong for each in layers for wrong in each.violations)]
     tree.lay([*([base] if base else []), *(each.layer for each in layers)])
     if any(violation.field == "@" for violation in line.violations):
-        # Without one of the files nothing can be said about keys that are missing or do not fit together.
+        # Without one of the files it is unknown which keys are missing or do not fit together.
         raise InvalidSpecError(tree.violations)
     config = build(model, tree)
     sources = {dotted(path): origin.locate(path) for path, origin in tree.origins.items()}
@@ -288,7 +288,10 @@ def load(
 def validate_document(
     document: str | bytes | Mapping[str, Any], model: type[ConfigT] = RLConfig, *, source: str = "config_json"
 ) -> ConfigT:
-    """Check a config that arrives as one JSON document, as a server does. Raises InvalidSpecError like ``load``."""
+    """Build a config from one JSON document, as a server receives it; raise InvalidSpecError as `load` does.
+
+    `source` names the document in messages.
+    """
     tree: Any = document
     if isinstance(document, str | bytes):
         try:
@@ -317,9 +320,9 @@ def _unbuilt(notes: Sequence[Note], layer: Layer) -> Iterator[Violation]:
 
 
 def from_resolved(document: Mapping[str, Any], model: type[ConfigT]) -> ConfigT:
-    """Return the config that a run's record holds; ValueError if it is of another release.
+    """Return the config in a run's record; raise ValueError if it does not fit this release's schema.
 
-    A document is checked once per process: what `validate_document` took, or this has read, is not read again.
+    Configs are cached in the process: one that this or `validate_document` has built before is returned again.
     """
     text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     config = _checked.get(text)

@@ -27,7 +27,7 @@ def close(word: str, words: Iterable[str], *, most: int = 3) -> list[str]:
 def unknown_key_message(
     key: str, value: Any, node: SchemaKey, path: Path, *, schema: SchemaKey
 ) -> tuple[str, set[Path]]:
-    """Return the message about an unknown key of a section, with similar keys."""
+    """Return the message about an unknown key of a section, and the paths of keys that it may be meant for."""
     spelled = key.replace("-", "_")
     if (of_trl := trl.meant(spelled, schema, below=path)) is not None:
         return of_trl, set()
@@ -44,7 +44,7 @@ def unknown_key_message(
 
 
 def _elsewhere(key: str, value: Any, schema: SchemaKey) -> list[str]:
-    """Return full paths of other sections that end in the key, or nearly so."""
+    """Return the paths of at most three keys of other sections with this name, or the most similar one."""
     everywhere = {dotted(other.path): other for other in schema.walk() if _fits(value, other)}
     exact = [name for name, other in everywhere.items() if key == other.name or key in other.aliases]
     if exact:

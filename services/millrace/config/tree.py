@@ -24,7 +24,7 @@ def dotted(path: Path) -> str:
 
 
 class Kind(StrEnum):
-    """What is behind a key."""
+    """The kind of a key's value."""
 
     LEAF = "leaf"
     SECTION = "section"

@@ -154,7 +154,7 @@ def _read_script(name: str) -> Arguments | None:
 
 
 def _take(found: Arguments, called: str, keyword: ast.keyword, name: str) -> None:
-    """Take an argument of a call: its value, or the text of what computes it."""
+    """Put an argument of a call into `found`: its literal value, or the text of the expression that computes it."""
     if keyword.arg is None:  # `**kwargs`
         found.computed[f"**{ast.unparse(keyword.value)}"] = ast.unparse(keyword.value)
         return
@@ -187,7 +187,7 @@ class _Reading:
         self._source = source
         self.out = out
         for name, text in arguments.computed.items():
-            if name in _OF_ENVIRONMENT:  # told of with the environment
+            if name in _OF_ENVIRONMENT:  # reported with the environment
                 continue
             self.refuse(name, text, "is computed in the script: write its value there")
 
@@ -240,7 +240,10 @@ class _Reading:
         self.out.violations.append(Violation(field=name, value=shown, message=message, source=place))
 
     def move(self, name: str, path: str, *, convert: Callable[[Any], Any] | None = None, text: str = "") -> None:
-        """Write an argument under a key of the target schema: the value of the file, else TRL's default."""
+        """Write an argument's value, or TRL's default, under the key `path`, with a note.
+
+        `convert` changes the value.
+        """
         if name not in self._left and name not in self._defaults:
             return
         value = self.take(name)
@@ -249,7 +252,7 @@ class _Reading:
             self.note(name, Effect.MEANS, text or f"is `{path}` here")
 
     def finish(self) -> None:
-        """Leave out what is nothing here; refuse what is not known."""
+        """Note the remaining arguments that have no effect here, and refuse unknown ones."""
         for name in [each for each in NOTHING if each in self._left]:
             del self._left[name]
             self.note(name, Effect.NOTHING, "there is nothing to choose here: it changes nothing of what is learned")

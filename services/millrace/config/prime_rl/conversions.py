@@ -18,7 +18,10 @@ _VALIDATION = {"num_examples": 16, "rollouts_per_example": 1, "interval": 10}
 
 
 def switched(target: Target, path: Path, value: Any) -> None:
-    """`true` is the table with its defaults, as prime-rl had it in 2025; `false` leaves it out."""
+    """`true` is the table with its defaults, as prime-rl had it in 2025; `false` leaves it out.
+
+    Puts a table without keys for true, None for false, and other values as they are.
+    """
     if isinstance(value, bool):
         target.note(path, Effect.MEANS, "is a table: write `{}` for its defaults, or leave it out")
         value = {} if value else None
@@ -26,13 +29,19 @@ def switched(target: Target, path: Path, value: Any) -> None:
 
 
 def environment(target: Target, path: Path, value: Any) -> None:
-    """`[environment]` of 2025 as the only `[[orchestrator.env]]`."""
+    """`[environment]` of 2025 as the only `[[orchestrator.env]]`.
+
+    Puts the table as the first of `[[orchestrator.env]]`.
+    """
     target.note(path, Effect.MEANS, "is the first `[[orchestrator.env]]` here")
     target.put(TRAIN_ENVS, [value], source=path)
 
 
 def evaluated_ids(target: Target, path: Path, value: Any) -> None:
-    """`eval.environment_ids`, whose neighbours may be lists with one entry each."""
+    """`eval.environment_ids`, whose neighbours may be lists with one entry each.
+
+    Puts an `[[env]]` table beside the key for each id.
+    """
     to = (*path[:-1], "env")
     target.note(path, Effect.MEANS, f"is `[[{dotted(to)}]]` here, one for each")
     ids = [value] if isinstance(value, str) else value
@@ -41,7 +50,10 @@ def evaluated_ids(target: Target, path: Path, value: Any) -> None:
 
 
 def per_environment(target: Target, path: Path, value: Any) -> None:
-    """A count of evaluations, or a list with one for each environment."""
+    """A count of evaluations, or a list with one for each environment.
+
+    Puts a count, and keeps a list for `finish`.
+    """
     if isinstance(value, list):
         target.deferred[str(path[-1])] = (path, value)
     else:
@@ -49,18 +61,27 @@ def per_environment(target: Target, path: Path, value: Any) -> None:
 
 
 def ratios(target: Target, path: Path, value: Any) -> None:
-    """`env_ratios` as the `weight` of each environment."""
+    """`env_ratios` as the `weight` of each environment.
+
+    Keeps the value for `finish`.
+    """
     target.note(path, Effect.MEANS, "is `weight` of each `[[orchestrator.env]]` here")
     target.deferred["env_ratios"] = (path, value)
 
 
 def micro_batch_size(target: Target, path: Path, value: Any) -> None:
-    """Samples that go through the model at once; here that is counted in tokens."""
+    """Samples that go through the model at once; here that is counted in tokens.
+
+    Keeps the value for `finish`.
+    """
     target.deferred["micro_batch_size"] = (path, value)
 
 
 def renderer(target: Target, path: Path, value: Any) -> None:
-    """The renderer of all environments, which is an argument of each here."""
+    """The renderer of all environments, which is an argument of each here.
+
+    Keeps its name for `finish`, and puts `enable_thinking` into the sampling of the run.
+    """
     if not isinstance(value, dict):
         target.refuse(path, value, "must be a table with the `name` of a renderer")
         return
@@ -76,7 +97,10 @@ def renderer(target: Target, path: Path, value: Any) -> None:
 
 
 def validation(target: Target, path: Path, value: Any) -> None:
-    """Validation plays held-out tasks of the training environments, as `[orchestrator.eval]` does."""
+    """Validation plays held-out tasks of the training environments, as `[orchestrator.eval]` does.
+
+    Keeps the table for `finish`, or refuses another value.
+    """
     if isinstance(value, dict):
         target.deferred["val"] = (path, value)
     else:
@@ -84,7 +108,10 @@ def validation(target: Target, path: Path, value: Any) -> None:
 
 
 def truncated_mask(target: Target, path: Path, value: Any) -> None:
-    """Rollouts that were cut at a token limit are not trained on: `[[orchestrator.filters]] type = "truncated"`."""
+    """Rollouts that were cut at a token limit are not trained on: `[[orchestrator.filters]] type = "truncated"`.
+
+    Keeps a filter with `action = "mask"` for `finish` if the key is on.
+    """
     if _is_on(target, path, value):
         target.note(path, Effect.MEANS, 'is `[[orchestrator.filters]] type = "truncated"` here')
         target.deferred["truncated"] = (path, {"type": "truncated", "action": "mask"})
@@ -93,7 +120,10 @@ def truncated_mask(target: Target, path: Path, value: Any) -> None:
 
 
 def dropped_when_cut(target: Target, path: Path, value: Any) -> None:
-    """Rollouts that were cut are not compared either: `[[orchestrator.filters]] type = "truncated"`, dropped."""
+    """Rollouts that were cut are not compared either: `[[orchestrator.filters]] type = "truncated"`, dropped.
+
+    Keeps a filter with `action = "drop"` for `finish` if the key is on.
+    """
     if _is_on(target, path, value):
         target.note(path, Effect.MEANS, 'is `[[orchestrator.filters]] type = "truncated", action = "drop"` here')
         target.deferred["truncated"] = (path, {"type": "truncated", "action": "drop"})
@@ -102,7 +132,11 @@ def dropped_when_cut(target: Target, path: Path, value: Any) -> None:
 
 
 def batch_filters(target: Target, path: Path, value: Any) -> None:
-    """Filters before and after a batch is made; `zero_advantage` is `orchestrator.filter_zero_advantages`."""
+    """Filters before and after a batch is made; `zero_advantage` is `orchestrator.filter_zero_advantages`.
+
+    Moves the other filters to `[[orchestrator.filters]]`, where those of before and after a batch only count by
+    default.
+    """
     to = ("orchestrator", "filters")
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         target.put(to, value, source=path)  # which is an error there
@@ -139,7 +173,10 @@ def _zero_advantage(target: Target, path: Path, value: dict[str, Any], *, is_bef
 
 
 def evaluated_counts(target: Target, path: Path, value: Any) -> None:
-    """A count of an evaluation, or a list with one for each environment."""
+    """A count of an evaluation, or a list with one for each environment.
+
+    Puts a count, and keeps a list for `finish`.
+    """
     if isinstance(value, list):
         target.deferred[f"each {path[-1]}"] = (path, value)
     else:
@@ -147,12 +184,18 @@ def evaluated_counts(target: Target, path: Path, value: Any) -> None:
 
 
 def enforced(target: Target, path: Path, value: Any) -> None:
-    """`enforce = true` is `action = "mask"`, and false is `action = "count"`."""
+    """`enforce = true` is `action = "mask"`, and false is `action = "count"`.
+
+    Puts `action` beside the key.
+    """
     target.put((*path[:-1], "action"), "mask" if _is_on(target, path, value) else "count", source=path)
 
 
 def logprob_offset(target: Target, path: Path, value: Any) -> None:
-    """Nats below a uniform choice among 151,936 tokens; here that is one number, `logprob_threshold`."""
+    """Nats below a uniform choice among 151,936 tokens; here that is one number, `logprob_threshold`.
+
+    Puts `logprob_threshold` beside the key, or refuses a value that is no number.
+    """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         target.put((*path[:-1], "logprob_threshold"), round(-math.log(151_936) - value, 3), source=path)
         target.note(path, Effect.MEANS, "is `logprob_threshold` here, for a vocabulary of 151,936 tokens")
@@ -161,7 +204,10 @@ def logprob_offset(target: Target, path: Path, value: Any) -> None:
 
 
 def output_dir(target: Target, path: Path, value: Any) -> None:
-    """`output_dir` of a service is that of the whole run; a service by itself writes into the object store."""
+    """`output_dir` of a service is that of the whole run; a service by itself writes into the object store.
+
+    Moves the value to the top if the schema has the key there, else notes that it has no effect.
+    """
     if target.schema.find(("output_dir",)) is not None:
         target.note(path, Effect.MEANS, "is `output_dir` here")
         target.move(path, value, ("output_dir",))
@@ -170,18 +216,27 @@ def output_dir(target: Target, path: Path, value: Any) -> None:
 
 
 def eval_base_model(target: Target, path: Path, value: Any) -> None:
-    """`eval_base_model = false` leaves out the evaluation before the first step."""
+    """`eval_base_model = false` leaves out the evaluation before the first step.
+
+    Puts `skip_first_step` beside the key.
+    """
     target.put((*path[:-1], "skip_first_step"), value is False, source=path)
 
 
 def token_export(target: Target, path: Path, value: Any) -> None:
-    """The tokens of all samples are logged, those of none with false: `trainer.token_log.share` is 1 or 0."""
+    """The tokens of all samples are logged, those of none with false: `trainer.token_log.share` is 1 or 0.
+
+    Puts `trainer.token_log.share`.
+    """
     is_on = _is_on(target, path, value)
     target.put(("trainer", "token_log", "share"), 1.0 if is_on else 0.0, source=path)
 
 
 def gpus(target: Target, path: Path, value: Any) -> None:
-    """`deployment.num_infer_gpus` and `num_train_gpus` as the ids of the GPUs, those of inference first."""
+    """`deployment.num_infer_gpus` and `num_train_gpus` as the ids of the GPUs, those of inference first.
+
+    Keeps the number for `finish`, or refuses another value.
+    """
     if type(value) is int and 0 <= value <= MAX_GPUS:
         target.deferred[str(path[-1])] = (path, value)
     else:
@@ -189,7 +244,10 @@ def gpus(target: Target, path: Path, value: Any) -> None:
 
 
 def resume(target: Target, path: Path, value: Any) -> None:
-    """`[resume]` and `ckpt.resume_step`: the step to go on from, the newest where none is named."""
+    """`[resume]` and `ckpt.resume_step`: the step to go on from, the newest where none is named.
+
+    Puts `ckpt.resume_step` if the schema has it (-1: the newest), else notes how to resume or fork a run.
+    """
     step = value.get("step") if isinstance(value, dict) else value
     for key in value.keys() - {"step"} if isinstance(value, dict) else ():
         target.refuse((*path, key), value[key], "only a step of the run itself can be gone on from: `resume.step`")

@@ -44,13 +44,19 @@ _ENDPOINT_KEYS = ("endpoint_id", "model", "url", "api_base_url", "key", "api_key
 
 
 def model_name(target: Target, path: Path, value: Any) -> None:
-    """`model = "NAME"` is `model.name`."""
+    """`model = "NAME"` is `model.name`.
+
+    Puts `model.name`, and keeps the key for `finish_lab`.
+    """
     target.deferred["flat"] = (path, value)
     target.put(("model", "name"), value, source=path)
 
 
 def hosted_loss(target: Target, path: Path, value: Any) -> None:
-    """`loss = "rl"`, or learning from a teacher."""
+    """`loss = "rl"`, or learning from a teacher.
+
+    Moves an algorithm with a teacher to `orchestrator.algo.type`, and refuses unknown values.
+    """
     if value == "rl":
         target.note(path, Effect.SAME, "")
     elif value in ("sft", "opd"):
@@ -60,7 +66,10 @@ def hosted_loss(target: Target, path: Path, value: Any) -> None:
 
 
 def adapters(target: Target, path: Path, value: Any) -> None:
-    """`type = "lora"` trains adapters, as `[trainer.model.lora]` does; `full` all weights."""
+    """`type = "lora"` trains adapters, as `[trainer.model.lora]` does; `full` all weights.
+
+    Puts an empty table of adapters for `lora`, and refuses unknown values.
+    """
     if value == "lora":
         target.note(path, Effect.MEANS, "is `[trainer.model.lora]` here, with its rank and alpha")
         target.put(("trainer", "model", "lora"), {}, source=path)
@@ -72,7 +81,10 @@ def adapters(target: Target, path: Path, value: Any) -> None:
 
 
 def environments(target: Target, path: Path, value: Any) -> None:
-    """`[[env]]`, or `[env]` alone, as `[[orchestrator.env]]`; `[[eval]]` as `[[env]]`."""
+    """`[[env]]`, or `[env]` alone, as `[[orchestrator.env]]`; `[[eval]]` as `[[env]]`.
+
+    Puts a table for each environment, and translates the keys of each.
+    """
     to = TRAIN_ENVS if path == ("env",) else ("env",)
     items = [value] if isinstance(value, dict) else value
     if to == TRAIN_ENVS and isinstance(value, list):
@@ -113,7 +125,10 @@ def _of_evaluation(target: Target, path: Path, value: Any, *, is_alone: bool) ->
 
 
 def run_name(target: Target, path: Path, value: Any) -> None:
-    """The name of a run, in lower case with dashes."""
+    """The name of a run, in lower case with dashes.
+
+    Puts `run.name`, with other characters replaced by dashes.
+    """
     name = re.sub(r"[^a-z0-9]+", "-", str(value).lower()).strip("-")[:63]
     if name != value:
         target.note(path, Effect.MEANS, f"is {name} here: lower-case letters, digits and dashes")
@@ -121,7 +136,10 @@ def run_name(target: Target, path: Path, value: Any) -> None:
 
 
 def trainer_args(target: Target, path: Path, value: Any) -> None:
-    """Settings of verifiers' RLTrainer."""
+    """Settings of verifiers' RLTrainer.
+
+    Moves each key under the same path, to be translated by `finish_lab`; refuses them outside of a file.
+    """
     if not isinstance(value, dict):
         target.refuse(path, value, "must be a table")
         return
@@ -135,7 +153,10 @@ def trainer_args(target: Target, path: Path, value: Any) -> None:
 
 
 def client_type(target: Target, path: Path, value: Any) -> None:
-    """The dialect of an endpoint, which is OpenAI's chat."""
+    """The dialect of an endpoint, which is OpenAI's chat.
+
+    Notes a known dialect as having no effect, and refuses others.
+    """
     if value in _DIALECTS:
         target.note(path, Effect.SAME, "")
     else:
@@ -143,7 +164,10 @@ def client_type(target: Target, path: Path, value: Any) -> None:
 
 
 def low_rank(target: Target, path: Path, value: Any) -> None:
-    """`use_lora = true` trains adapters only, as `[model.lora]` does."""
+    """`use_lora = true` trains adapters only, as `[model.lora]` does.
+
+    Puts an empty table of adapters for true; false lets `finish_lab` remove their settings.
+    """
     where: Path = ("trainer", "model", "lora") if path[0] == "trainer" else ("model", "lora")
     if value is True:
         target.put(where, {}, source=path)
@@ -156,7 +180,10 @@ def low_rank(target: Target, path: Path, value: Any) -> None:
 
 
 def lora_targets(target: Target, path: Path, value: Any) -> None:
-    """`all-linear`, or layers of adapters as a list; one name is a list of one."""
+    """`all-linear`, or layers of adapters as a list; one name is a list of one.
+
+    Puts `target_modules`, or nothing for `all-linear`, which is the default.
+    """
     where: Path = ("trainer", "model", "lora") if path[0] == "trainer" else ("model", "lora")
     if value == "all-linear":
         target.note(path, Effect.MEANS, "is the default of `target_modules` here: attention, MLP and experts")
@@ -166,7 +193,10 @@ def lora_targets(target: Target, path: Path, value: Any) -> None:
 
 
 def recomputed(target: Target, path: Path, value: Any) -> None:
-    """`gradient_checkpointing = true` is `[trainer.model.ac]`."""
+    """`gradient_checkpointing = true` is `[trainer.model.ac]`.
+
+    Puts an empty table `ac` for true, and nothing for other values.
+    """
     where: Path = ("trainer", "model", "ac") if path[0] == "trainer" else ("model", "ac")
     if value is True:
         target.note(path, Effect.MEANS, f"is `[{'.'.join(map(str, where))}]` here")
@@ -176,14 +206,20 @@ def recomputed(target: Target, path: Path, value: Any) -> None:
 
 
 def scaled(target: Target, path: Path, value: Any) -> None:
-    """`scale_rewards` is `orchestrator.algo.std_norm`."""
+    """`scale_rewards` is `orchestrator.algo.std_norm`.
+
+    Puts `none` for false, `group` for true, and other values as they are.
+    """
     to = {False: "none", True: "group"}[value] if isinstance(value, bool) else value
     target.note(path, Effect.MEANS, "is `orchestrator.algo.std_norm` here")
     target.put(("orchestrator", "algo", "std_norm"), to, source=path)
 
 
 def per_device(target: Target, path: Path, value: Any) -> None:
-    """Samples per device and accumulated steps, whose product with the devices is `orchestrator.batch_size`."""
+    """Samples per device and accumulated steps, whose product with the devices is `orchestrator.batch_size`.
+
+    Keeps the number for `finish_lab`, or refuses another value.
+    """
     if type(value) is int and value > 0:
         target.deferred[str(path[-1])] = (path, value)
     else:
@@ -191,7 +227,10 @@ def per_device(target: Target, path: Path, value: Any) -> None:
 
 
 def endpoint(target: Target, path: Path, value: Any) -> None:
-    """An endpoint of `endpoints.toml`, as `[client]` and `model.name`."""
+    """An endpoint of `endpoints.toml`, as `[client]` and `model.name`.
+
+    Keeps the name for `finish_lab`, or refuses another value.
+    """
     if isinstance(value, str):
         target.deferred[str(path[-1])] = (path, value)
     else:

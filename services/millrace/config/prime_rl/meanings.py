@@ -133,7 +133,10 @@ _AUTUMN_IPO_EPS = 0.3
 
 
 def algorithm(target: Target, path: Path, value: Any) -> None:
-    """The algorithm stays what is asked for; a run with one that is not there yet is refused when it is submitted."""
+    """The algorithm stays what is asked for; a run with one that is not there yet is refused when it is submitted.
+
+    Puts the value, and notes an algorithm that is not built as one that blocks the run.
+    """
     is_unbuilt = isinstance(value, str) and value in UNBUILT_ALGORITHMS
     if is_unbuilt:
         target.note(path, Effect.BLOCKS, unbuilt_algorithm(value))
@@ -142,7 +145,10 @@ def algorithm(target: Target, path: Path, value: Any) -> None:
 
 
 def training_mode(target: Target, path: Path, value: Any) -> None:
-    """`training_mode` of the spring of 2026: `rl`, or the algorithm that learns from the teacher."""
+    """`training_mode` of the spring of 2026: `rl`, or the algorithm that learns from the teacher.
+
+    Moves an algorithm to `orchestrator.algo.type`, and refuses unknown values.
+    """
     if value == "rl":
         target.note(path, Effect.SAME, "")
     elif value in ("opd", "sft"):
@@ -153,7 +159,10 @@ def training_mode(target: Target, path: Path, value: Any) -> None:
 
 
 def own_optimizer(target: Target, path: Path, value: Any) -> None:
-    """The optimizer of a run whose trainer has several, which is the trainer's."""
+    """The optimizer of a run whose trainer has several, which is the trainer's.
+
+    Moves the table to `trainer.optim` if the schema has that, else blocks the run with a note.
+    """
     if target.schema.find(("trainer", "optim")) is not None:
         target.note(path, Effect.MEANS, "is `trainer.optim` here")
         target.move(path, value, ("trainer", "optim"))
@@ -162,7 +171,10 @@ def own_optimizer(target: Target, path: Path, value: Any) -> None:
 
 
 def nested_type(target: Target, path: Path, value: Any) -> None:
-    """`[algo.advantage]` of the summer of 2026, whose keys are the algorithm's own."""
+    """`[algo.advantage]` of the summer of 2026, whose keys are the algorithm's own.
+
+    Moves each key of the table to the table above it.
+    """
     if not isinstance(value, dict):
         target.refuse(path, value, 'must be a table, such as { type = "grpo" }')
         return
@@ -173,7 +185,10 @@ def nested_type(target: Target, path: Path, value: Any) -> None:
 
 
 def no_decay(target: Target, path: Path, value: Any) -> None:
-    """`decay_steps = 0` of a linear schedule: its rate stays after the warm-up, as that of a constant one."""
+    """`decay_steps = 0` of a linear schedule: its rate stays after the warm-up, as that of a constant one.
+
+    Puts the value, and keeps one of a file for `finish_learning`.
+    """
     if target.layer.origin.strength is Strength.FILE:
         target.deferred[f"no decay {dotted(path[:-1])}"] = (path[:-1], value)
     target.put(path, value, source=path)
@@ -201,7 +216,10 @@ def unbuilt_algorithm(name: str) -> str:
 
 
 def length_weighted(target: Target, path: Path, value: Any) -> None:
-    """`length_weighted_baseline = true` is `type = "opo"`, whose baseline is that mean."""
+    """`length_weighted_baseline = true` is `type = "opo"`, whose baseline is that mean.
+
+    Keeps the algorithm's type for `finish_learning`, or refuses another value than true.
+    """
     if value is True:
         target.deferred[dotted((*path[:-1], "type"))] = ((*path[:-1], "type"), "opo")
     else:
@@ -209,7 +227,10 @@ def length_weighted(target: Target, path: Path, value: Any) -> None:
 
 
 def loss_aggregation(target: Target, path: Path, value: Any) -> None:
-    """`loss_aggregation = "prompt"` is `trainer.loss.aggregation = "prompt"`: every task weighs the same."""
+    """`loss_aggregation = "prompt"` is `trainer.loss.aggregation = "prompt"`: every task weighs the same.
+
+    Puts the key of the trainer if the schema has it, else blocks the run with a note.
+    """
     to: Path = (*_LOSS, "aggregation")
     if value == "token":
         target.note(path, Effect.SAME, "", value=value)
@@ -223,12 +244,18 @@ def loss_aggregation(target: Target, path: Path, value: Any) -> None:
 
 
 def as_list(target: Target, path: Path, value: Any) -> None:
-    """One URL is a list of one."""
+    """One URL is a list of one.
+
+    Puts a list of the one text, and other values as they are.
+    """
     target.put(path, [value] if isinstance(value, str) else value, source=path)
 
 
 def loss_part(target: Target, path: Path, value: Any) -> None:
-    """`eps`, `ratio_low` and `ratio_high` as the bounds of the loss that is chosen."""
+    """`eps`, `ratio_low` and `ratio_high` as the bounds of the loss that is chosen.
+
+    Keeps the number for `finish_learning`, or refuses another value.
+    """
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0:
         target.deferred[f"loss.{path[-1]}"] = (path, value)
     else:
@@ -236,12 +263,18 @@ def loss_part(target: Target, path: Path, value: Any) -> None:
 
 
 def icepop(target: Target, path: Path, value: Any) -> None:
-    """The loss `icepop` is importance sampling that drops tokens whose ratio is out of bounds."""
+    """The loss `icepop` is importance sampling that drops tokens whose ratio is out of bounds.
+
+    Keeps the value for `finish_learning`.
+    """
     target.deferred["loss.icepop"] = (path, value)
 
 
 def weight_decay(target: Target, path: Path, value: Any) -> None:
-    """`weight_decay = "auto"` is 0 in RL and 0.01 in SFT."""
+    """`weight_decay = "auto"` is 0 in RL and 0.01 in SFT.
+
+    Puts the number.
+    """
     if value == "auto":
         value = 0.0 if path[0] == "trainer" else 0.01
         target.note(path, Effect.MEANS, f"is {value} here, as prime-rl resolves it")
@@ -249,7 +282,10 @@ def weight_decay(target: Target, path: Path, value: Any) -> None:
 
 
 def automatic(target: Target, path: Path, value: Any) -> None:
-    """`auto` leaves the choice to the trainer, whose default counts."""
+    """`auto` leaves the choice to the trainer, whose default counts.
+
+    Puts another value as it is, and nothing for `auto`.
+    """
     if value == "auto":
         target.note(path, Effect.NOTHING, "is not chosen by the model: the default counts")
     else:
@@ -257,7 +293,10 @@ def automatic(target: Target, path: Path, value: Any) -> None:
 
 
 def constant_batch(target: Target, path: Path, value: Any) -> None:
-    """Whether samples without an advantage are replaced before a batch is cut: `filter_zero_advantages`."""
+    """Whether samples without an advantage are replaced before a batch is cut: `filter_zero_advantages`.
+
+    Puts "refill" for true and "shrink" for false, and refuses other values.
+    """
     if isinstance(value, bool):
         to = "refill" if value else "shrink"
         target.note(path, Effect.MEANS, f'is `filter_zero_advantages = "{to}"` here')

@@ -26,7 +26,10 @@ def train_sources(target: Target, path: Path, value: Any) -> None:
 
 
 def thinking(target: Target, path: Path, value: Any) -> None:
-    """How an environment's policy thinks, and from which seed, in `extra_body` of its sampling."""
+    """How an environment's policy thinks, and from which seed, in `extra_body` of its sampling.
+
+    Puts the value into `extra_body`, under the request's name of the key.
+    """
     to = {
         "seed": ("seed",),
         "reasoning_effort": ("reasoning_effort",),
@@ -42,7 +45,10 @@ def eval_sources(target: Target, path: Path, value: Any) -> None:
 
 
 def own_taskset(target: Target, path: Path, value: Any) -> None:
-    """A taskset in the environment's own table: its `id` is the environment's, its other keys are `args`."""
+    """A taskset in the environment's own table: its `id` is the environment's, its other keys are `args`.
+
+    Puts `id` and `args` of the environment from the table.
+    """
     if not isinstance(value, dict):
         target.refuse(path, value, 'must be a table, such as { id = "reverse-text" }')
         return
@@ -52,7 +58,10 @@ def own_taskset(target: Target, path: Path, value: Any) -> None:
 
 
 def own_env(target: Target, path: Path, value: Any) -> None:
-    """A verifiers environment in an environment's own table: `env.taskset`, `env.agent` and its other roles."""
+    """A verifiers environment in an environment's own table: `env.taskset`, `env.agent` and its other roles.
+
+    Puts `id` and `args` of the environment from the table.
+    """
     if not isinstance(value, dict):
         target.refuse(path, value, 'must be a table, such as { taskset = { id = "reverse-text" } }')
         return
@@ -61,7 +70,10 @@ def own_env(target: Target, path: Path, value: Any) -> None:
 
 
 def own_harness(target: Target, path: Path, value: Any) -> None:
-    """The harness of an environment's only agent, with the runtime that may stand in it."""
+    """The harness of an environment's only agent, with the runtime that may stand in it.
+
+    Puts them as settings of `args.env.agent`.
+    """
     target.deferred[f"v1 {dotted(path[:-1])}"] = (path, True)
     settings = {"harness": value}
     if isinstance(value, dict) and "runtime" in value:
@@ -72,19 +84,28 @@ def own_harness(target: Target, path: Path, value: Any) -> None:
 
 
 def own_runtime(target: Target, path: Path, value: Any) -> None:
-    """The runtime of an environment's only agent."""
+    """The runtime of an environment's only agent.
+
+    Puts it as a setting of `args.env.agent`.
+    """
     target.deferred[f"v1 {dotted(path[:-1])}"] = (path, True)
     target.note(path, Effect.MEANS, "is `args.env.agent` of the environment here")
     _role(target, path[:-1], {"runtime": value}, (*path[:-1], "args", "env", "agent"))
 
 
 def own_limit(target: Target, path: Path, value: Any) -> None:
-    """A limit of an environment's only agent, where it has a taskset or a harness."""
+    """A limit of an environment's only agent, where it has a taskset or a harness.
+
+    Keeps the value for `finish_sources`.
+    """
     target.deferred[f"limit {dotted(path)}"] = (path, value)
 
 
 def own_advantage(target: Target, path: Path, value: Any) -> None:
-    """How one environment's advantages are made; the default is that of the run."""
+    """How one environment's advantages are made; the default is that of the run.
+
+    Accepts the default alone; another value blocks the run with a note.
+    """
     if isinstance(value, dict) and value.get("type", "default") == "default" and not value.keys() - {"type"}:
         target.note(path, Effect.SAME, "", value=value)
     else:
@@ -120,7 +141,10 @@ def _limits(target: Target) -> None:
 
 
 def train_env(target: Target, path: Path, value: Any) -> None:
-    """`[orchestrator.train.env]`, which every source inherits; as a list the environments themselves."""
+    """`[orchestrator.train.env]`, which every source inherits; as a list the environments themselves.
+
+    Keeps a table for `finish_sources`, and moves a list to `[[orchestrator.env]]`.
+    """
     if isinstance(value, dict):
         target.deferred["train.env"] = (path, value)
     else:
@@ -129,19 +153,28 @@ def train_env(target: Target, path: Path, value: Any) -> None:
 
 
 def eval_defaults(target: Target, path: Path, value: Any) -> None:
-    """`env` as one table, which every source inherits; without sources it is the only environment."""
+    """`env` as one table, which every source inherits; without sources it is the only environment.
+
+    Keeps the value for `finish_sources`.
+    """
     target.deferred["eval.env"] = (path, value)
 
 
 def only_environment(target: Target, path: Path, value: Any) -> None:
-    """A key of the only environment, which stands at the top of a file of `vf-eval`."""
+    """A key of the only environment, which stands at the top of a file of `vf-eval`.
+
+    Moves the value into the first `[[env]]` table, which it makes if there is none.
+    """
     if not _envs(target, ("env",)):
         target.put(("env",), [{}], source=path)
     target.move(path, value, ("env", 0, str(path[-1]).removeprefix("env_")))
 
 
 def selected(target: Target, path: Path, value: Any) -> None:
-    """`select` of an evaluation; `{ limit = n }` alone is `num_examples = n`, where training selects nothing."""
+    """`select` of an evaluation; `{ limit = n }` alone is `num_examples = n`, where training selects nothing.
+
+    Keeps the table for `finish_sources`, or refuses another value.
+    """
     if isinstance(value, dict):
         target.deferred[f"select of {dotted(path[:-1])}"] = (path, value)
     else:
@@ -149,12 +182,18 @@ def selected(target: Target, path: Path, value: Any) -> None:
 
 
 def shuffled(target: Target, path: Path, value: Any) -> None:
-    """`shuffle` and its seed, which are `select` of each environment here."""
+    """`shuffle` and its seed, which are `select` of each environment here.
+
+    Keeps the value for `finish_sources`.
+    """
     target.deferred[str(path[-1])] = (path, value)
 
 
 def train_select(target: Target, path: Path, value: Any) -> None:
-    """`orchestrator.train.select` as `select` of each environment that has none."""
+    """`orchestrator.train.select` as `select` of each environment that has none.
+
+    Keeps the table for `finish_sources`, or refuses another value.
+    """
     if isinstance(value, dict):
         target.deferred["train.select"] = (path, value)
     else:

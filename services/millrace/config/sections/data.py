@@ -78,7 +78,7 @@ class DataSourceConfig(ConfigSection):
         return len(self.subsets or self.splits or [""])
 
     def broken_source_rules(self, prefix: str) -> Iterator[BrokenRule]:
-        """Subsets, splits and probabilities that do not pair up; `prefix` is the table of this section."""
+        """Yield violations if subsets, splits and probabilities differ in number; `prefix` is the section's table."""
         if self.subsets and self.splits and len(self.subsets) != len(self.splits):
             message = f"has {len(self.splits)} names, `{prefix}.subsets` has {len(self.subsets)}; give one per subset"
             yield broken(message, f"{prefix}.splits", f"{prefix}.subsets")

@@ -155,7 +155,7 @@ class TaskMatchConfig(ConfigSection):
     @field_validator("idx", mode="before")
     @classmethod
     def _positions(cls, value: Any) -> Any:
-        """Take one number or text for a list, and a text apart at its commas."""
+        """Return positions as a list of texts: one value becomes a list, and texts are split at commas."""
         items = [value] if isinstance(value, int | str) else value
         if not isinstance(items, list) or any(not isinstance(item, int | str) for item in items):
             return items

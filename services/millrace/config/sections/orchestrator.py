@@ -206,7 +206,7 @@ class OrchestratorConfig(ConfigSection):
     @model_validator(mode="before")
     @classmethod
     def _name_evaluated(cls, data: Any) -> Any:
-        """Name an evaluated environment apart from the training environment whose id it has with other args."""
+        """Name an evaluated environment `ID-eval` if it lacks a name, and has a training environment's id with other args."""
         evaluation = data.get("eval") if isinstance(data, dict) else None
         envs = evaluation.get("env") if isinstance(evaluation, dict) else None
         trained = data.get("env") if isinstance(data, dict) else None
@@ -253,7 +253,7 @@ class OrchestratorConfig(ConfigSection):
         return self.algo.type in DISTILLING
 
     def _size_rules(self) -> Iterator[BrokenRule]:
-        """Yield a batch is of whole groups."""
+        """Yield a violation if `batch_size` is no multiple of the group size, or below the largest of several sizes."""
         size, sizes = self.batch_size, self.group_sizes
         group, keys = max(sizes.values()), [_GROUP] if None in [env.rollouts_per_example for env in self.env] else []
         own = tuple(("orchestrator", "env", index, "rollouts_per_example") for index in self._own_sizes())
@@ -291,7 +291,7 @@ class OrchestratorConfig(ConfigSection):
             yield broken(f"has no meaning for {self.algo.type}: {message}", where, _ALGO)
 
     def _algo_rules(self) -> Iterator[BrokenRule]:
-        """Yield algorithms that compare have something to compare; what they need is there."""
+        """Yield violations of algorithm, filters and reward ranges, such as a missing teacher or groups of one."""
         if self.distils:
             yield from self._teacher_rules()
         else:
@@ -326,7 +326,7 @@ class OrchestratorConfig(ConfigSection):
                 yield BrokenRule(paths=(where, ("orchestrator", "algo", "type")), message=message)
 
     def _algorithms(self) -> Iterator[tuple[Path, str]]:
-        """Yield the run's algorithm and those of single environments, with where each is named."""
+        """Yield the path and the type of the run's algorithm and of those of single environments."""
         yield ("orchestrator", "algo", "type"), self.algo.type
         for index, env in enumerate(self.env):
             if env.algo is not None:
@@ -351,7 +351,7 @@ class OrchestratorConfig(ConfigSection):
                 yield BrokenRule(paths=(size, path), message=message)
 
     def _teacher_rules(self) -> Iterator[BrokenRule]:
-        """Yield a teacher, and a policy whose log-probs mean the same as the teacher's."""
+        """Yield violations of the teacher's table, or one if opd has no teacher."""
         teacher = "orchestrator.algo.teacher"
         if self.algo.teacher is not None:
             yield from self.algo.teacher.broken_rules(teacher)
@@ -372,7 +372,10 @@ class OrchestratorConfig(ConfigSection):
             yield BrokenRule(paths=((*where, "max_tokens"), ("orchestrator", "seq_len")), message=message)
 
     def _eval_rules(self, evaluation: EvalConfig) -> Iterator[BrokenRule]:
-        """Yield a task count that means something; one name is one environment, which a run loads as training says."""
+        """Yield violations of `[orchestrator.eval]`: counts of 0, sampling, names, and environments unlike training's.
+
+        An evaluated environment with the name of a training environment must have the same id, args and place.
+        """
         if evaluation.num_examples == 0:
             yield broken(
                 "must be -1 for all held-out tasks, or at least 1; leave out [orchestrator.eval] for no evaluation",

@@ -64,7 +64,7 @@ class RLConfig(SharedKeys):
         ]
 
     def _constrained_calls(self) -> Iterator[BrokenRule]:
-        """Yield a parser with which other tokens are sampled than those that the trainer computes the chances of."""
+        """Yield a violation for a parser that constrains sampling, so that the trainer's log-probs would be others."""
         allowed = "orchestrator.sampling.allow_biased_sampling"
         if (
             self.inference.model.tool_call_parser in CONSTRAINING_PARSERS
@@ -78,7 +78,7 @@ class RLConfig(SharedKeys):
             )
 
     def _too_many_minibatches(self) -> Iterator[BrokenRule]:
-        """Yield more parts of a batch than it has groups, which stay whole: their advantages compare their rollouts."""
+        """Yield a violation if a batch has more minibatches than groups, because groups are not divided."""
         groups, minibatches = self.orchestrator.groups_per_step, self.trainer.minibatches
         if minibatches > max(groups, 1):
             size, group = "orchestrator.batch_size", "orchestrator.rollouts_per_example"
@@ -91,7 +91,7 @@ class RLConfig(SharedKeys):
             )
 
     def _sleep_beside_sampling(self) -> Iterator[BrokenRule]:
-        """Yield replicas that shall sleep while a batch is trained, and generate the next one."""
+        """Yield a violation if replicas are to sleep during a training step and to generate the next batch then."""
         level = self.orchestrator.async_level
         if self.inference.sleep_while_training and level > 0:
             yield broken(
@@ -102,10 +102,7 @@ class RLConfig(SharedKeys):
             )
 
     def with_model(self, name: str) -> "RLConfig":
-        """Return the same run with another model, such as the absolute path of a relative one.
-
-        All services' names change.
-        """
+        """Return a copy of the config with another model name for all services."""
 
         def renamed(section: Any) -> Any:
             return section.model_copy(update={"model": section.model.model_copy(update={"name": name})})
@@ -115,9 +112,9 @@ class RLConfig(SharedKeys):
 
 
 def plays_conversations(config: RLConfig) -> bool:
-    """Return whether a run needs the chat template of the tokenizer, as far as its config says.
+    """Return whether a run needs the tokenizer's chat template, as far as its config says.
 
-    It does not where vLLM is given another one, or where every environment is told to have texts completed.
+    It does not if vLLM gets another template, or if every environment has texts completed.
     """
     vllm = {name.replace("-", "_") for name in config.inference.vllm}
     if config.inference.model.chat_template or "chat_template" in vllm:

@@ -78,7 +78,7 @@ class SamplingConfig(ConfigSection):
 
 
 def _own(name: str, **bounds: Any) -> Any:
-    """Return a key of one environment that is that of the run where it is left out."""
+    """Make the field of an environment's sampling key, which is the run's key if it is left out."""
     aliases = ("max_completion_tokens",) if name == "max_tokens" else ()
     facts = Facts(
         default_text="as in `orchestrator.sampling`", aliases=aliases, limit=_ROOM if name == "max_tokens" else None
@@ -111,9 +111,9 @@ class EnvSamplingConfig(ConfigSection):
         return {("orchestrator", "sampling", name) for name, value in values.items() if value not in (None, [], {})}
 
     def over(self, run: SamplingConfig) -> SamplingConfig:
-        """Return the run's sampling with what this environment has of its own.
+        """Return the run's sampling overridden by this environment's keys.
 
-        A temperature of its own takes the place of the run's schedule, and a schedule that of the run's temperature.
+        An own temperature replaces the run's schedule too, and an own schedule the run's temperature.
         """
         own: dict[str, Any] = {name: getattr(self, name) for *_, name in self.written}
         if self.temperature is not None:
@@ -200,9 +200,9 @@ class EvalEnvSamplingConfig(ConfigSection):
     )
 
     def over(self, shared: _Shared) -> _Shared:
-        """Return the evaluation's sampling with what this environment has of its own.
+        """Return the evaluation's sampling overridden by this environment's keys.
 
-        What the evaluation's section has no key for is a field of the request.
+        Keys that the evaluation's section lacks are put into `extra_body`, as fields of the request.
         """
         values = {name: getattr(self, name) for name in type(self).model_fields if name != "extra_body"}
         own = {name: value for name, value in values.items() if value not in (None, [])}
@@ -215,9 +215,9 @@ class EvalEnvSamplingConfig(ConfigSection):
         return shared.model_copy(update={**own, "extra_body": body})
 
     def broken_rules(self, shared: ConfigSection, where: Path) -> Iterator[BrokenRule]:
-        """Yield rules that do not hold of what an environment says over the evaluation.
+        """Yield violations of the evaluation's sampling overridden by this environment's.
 
-        `where` is the path of this table.
+        `where` is this table's path.
         """
         if self == type(self)():
             return
@@ -282,7 +282,7 @@ def bias_rules(sampling: SamplingConfig, *, teacher_of: str | None) -> Iterator[
 
 
 def teacher_sampling_rules(sampling: SamplingConfig, algorithm: str) -> Iterator[BrokenRule]:
-    """Yield a policy whose log-probs mean the same as those of its teacher."""
+    """Yield violations if sampling is truncated or has another temperature than 1, which a teacher's log-probs lack."""
     algo, where = "orchestrator.algo.type", "orchestrator.sampling"
     taken = [value for name in TAKEN_OVER if isinstance(value := sampling.extra_body.get(name), int | float)]
     if sampling.top_p < 1 or max(sampling.top_k, sampling.min_p, *taken) > 0:

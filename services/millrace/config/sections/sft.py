@@ -181,7 +181,7 @@ class SFTConfig(Document):
     wandb: WandbConfig | None = option(None, "Weights & Biases; off if left out.")
 
     def as_trainer(self) -> TrainerConfig:
-        """Return the section of an RL run whose steps cost what those of this one do."""
+        """Return the `[trainer]` section of an RL run whose steps take the same time and memory."""
         shared = {name: getattr(self.model, name) for name in type(self.model).model_fields}
         model = TrainerModelConfig(**shared, seq_len=self.data.seq_len)
         same = ("optim", "scheduler", "max_steps", "micro_batch_tokens", "pack", "peak_tflops")

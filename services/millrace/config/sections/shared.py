@@ -162,7 +162,7 @@ class ClientConfig(ConfigSection):
     @model_validator(mode="before")
     @classmethod
     def _one_is_a_list(cls, data: Any) -> Any:
-        """Take a single URL for a list of one, and URLs with and without a slash at the end for the same."""
+        """Return the data with `base_url` as a list of URLs without slashes at their ends."""
         tree = as_tree(data)
         if isinstance(tree, dict) and isinstance(urls := tree.get("base_url"), str | list):
             found = [urls] if isinstance(urls, str) else urls
@@ -179,7 +179,7 @@ class ClientConfig(ConfigSection):
 
 
 def _problem(url: str, variable: str) -> str | None:
-    """Return the problem of one URL."""
+    """Return what is wrong with a URL; None if nothing is. `variable` is the key that names the key's variable."""
     try:
         parts = urlsplit(url)
         is_http = parts.scheme in ("http", "https") and parts.hostname

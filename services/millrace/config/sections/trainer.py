@@ -39,7 +39,7 @@ class LoraConfig(ConfigSection):
     @field_validator("target_modules", "modules_to_save")
     @classmethod
     def _patterns(cls, patterns: list[str]) -> list[str]:
-        """Refuse what is no regular expression."""
+        """Raise ValueError for a pattern that is empty or no regular expression."""
         for pattern in patterns:
             try:
                 re.compile(pattern)
@@ -258,7 +258,7 @@ def broken_layout_rules(model: ModelLayoutConfig, optim: OptimConfig, *, prefix:
 
 
 def broken_format_rules(model: ModelMemoryConfig, *, prefix: str = "") -> Iterator[BrokenRule]:
-    """Yield number formats that exclude each other; `prefix` precedes the keys of the section."""
+    """Yield violations if `optimization_dtype` bfloat16 goes with float32 or adapters; `prefix` precedes the keys."""
     key = f"{prefix}model.optimization_dtype"
     if model.optimization_dtype == "float32":
         return
@@ -269,7 +269,7 @@ def broken_format_rules(model: ModelMemoryConfig, *, prefix: str = "") -> Iterat
 
 
 def broken_compile_rules(trainer: "TrainerConfig") -> Iterator[BrokenRule]:
-    """Yield promises of bits that compiled blocks do not keep."""
+    """Yield a violation if determinism is strict with compiled blocks."""
     if trainer.model.compile is not None and trainer.determinism == "strict":
         yield broken(
             "must not be strict with compiled blocks: kernels depend on which shapes came first and on whether the "
@@ -368,7 +368,7 @@ def micro_batch_tokens(key: str, section: str) -> Any:
     """
 
     def default(table: Mapping[str, Any]) -> int:
-        """Return room for one whole sample at least."""
+        """Return the default, or the length of one whole sample if that is more."""
         inner = table.get(section)
         seq_len = inner.get("seq_len") if isinstance(inner, dict) else getattr(inner, "seq_len", None)
         return max(DEFAULT_MICRO_BATCH_TOKENS, seq_len) if isinstance(seq_len, int) else DEFAULT_MICRO_BATCH_TOKENS
