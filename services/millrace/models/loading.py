@@ -204,7 +204,7 @@ def _require_plain(model: Any, directory: Path, read: Mapping[str, str]) -> None
 
 
 def _faults(model: Any, info: Any, *, nothing: set[str], is_trial: bool) -> list[str]:
-    """Tie the weights that the class ties, and return what is wrong with the loaded weights, a text for each kind.
+    """Return what is wrong with the loaded weights, a text for each kind, after tying those that the class ties.
 
     `info` is transformers' report of the loading, `nothing` the parameters that this rank has no row of. With
     `is_trial` numbers are not compared.
@@ -278,7 +278,7 @@ def _conversions(model: Any) -> Any:
 
 
 def _fill_nothing(model: nn.Module, *, device: torch.device) -> set[str]:
-    """Allocate the empty parameters of which this rank has no row, and return their names.
+    """Make the empty parameters of which this rank has no row, and return their names.
 
     Transformers fails at them.
     """

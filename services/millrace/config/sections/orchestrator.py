@@ -206,7 +206,7 @@ class OrchestratorConfig(ConfigSection):
     @model_validator(mode="before")
     @classmethod
     def _name_evaluated(cls, data: Any) -> Any:
-        """Name an evaluated environment `ID-eval` if it lacks a name, and has a training environment's id with other args."""
+        """Name an evaluated environment `ID-eval` if it has no name, but a training environment's id and other args."""
         evaluation = data.get("eval") if isinstance(data, dict) else None
         envs = evaluation.get("env") if isinstance(evaluation, dict) else None
         trained = data.get("env") if isinstance(data, dict) else None

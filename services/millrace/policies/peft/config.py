@@ -1,4 +1,4 @@
-"""What an `adapter_config.json` of PEFT means.
+"""The reader of an `adapter_config.json` of PEFT.
 
 The fields are those of `peft.LoraConfig`, versions 0.2 to 0.21. Known is what is listed here. Every other field may
 are there with an empty value, which is what a newer PEFT writes for a kind of adapter that this one is not.
@@ -23,7 +23,7 @@ MAX_RANK = 1 << 20
 T = TypeVar("T")
 
 Start = Literal["base", "pissa", "olora"]
-"""What the adapter is relative to: the base, or the base without the part of it that became the adapter's start."""
+"""The weights that the adapter is added to: the base, or the base without the part that became the adapter's start."""
 
 _NO_EFFECT = frozenset(
     {
@@ -89,7 +89,7 @@ class PeftConfig:
         return _pattern_value(self.rank_pattern, layer, self.r)
 
     def scaling(self, layer: str) -> float:
-        """Return factor of B·A."""
+        """Return the factor of B·A in a layer's adapter."""
         rank = self.rank(layer)
         return _pattern_value(self.alpha_pattern, layer, self.lora_alpha) / (
             math.sqrt(rank) if self.use_rslora else rank
@@ -114,7 +114,7 @@ class PeftConfig:
         return bool(self.target_parameters) and _is_named(self.target_parameters, name)
 
     def tokens(self, layer: str) -> tuple[int, ...]:
-        """Return the rows of an embedding that were trained alone."""
+        """Return the token ids whose rows of an embedding `layer` were trained alone."""
         if not isinstance(self.trainable_token_indices, Mapping):
             return self.trainable_token_indices
         named = [name for name in self.trainable_token_indices if _is_named((name,), layer)]
@@ -130,10 +130,10 @@ class PeftConfig:
 
 
 def parse_peft_config(data: bytes, *, source: str) -> PeftConfig:
-    """Parse an `adapter_config.json`, of a file that `source` names.
+    """Parse an `adapter_config.json`; `source` names the file in errors.
 
-    CorruptObjectError (ADAPTER_CONFIG_INVALID) if it is none; InvalidStateError (ADAPTER_NOT_SUPPORTED), with field and
-    value, for an adapter that could come out as another model than PEFT's.
+    Raises CorruptObjectError (ADAPTER_CONFIG_INVALID) if it is malformed, and InvalidStateError
+    (ADAPTER_NOT_SUPPORTED), with field and value, for a setting with which the merge could differ from PEFT's.
     """
     reason, remedy = "ADAPTER_CONFIG_INVALID", "copy or save the adapter again"
     raw = decode_object(data, what=source, reason=reason, remedy=remedy, max_bytes=MAX_CONFIG_BYTES)
@@ -152,7 +152,7 @@ def parse_peft_config(data: bytes, *, source: str) -> PeftConfig:
 
 
 def _decided(raw: Mapping[str, Any], config: PeftConfig) -> dict[str, bool]:
-    """Return whether what each field says is known."""
+    """Return for each field whether its value is supported."""
     read = PeftConfig.__dataclass_fields__.keys()
     known = {key: key in read or key in _NO_EFFECT or _is_empty(value) for key, value in raw.items()}
     start, task = raw.get("init_lora_weights"), raw.get("task_type")
@@ -165,7 +165,7 @@ def _decided(raw: Mapping[str, Any], config: PeftConfig) -> dict[str, bool]:
 
 
 def _parse(raw: "_Raw") -> PeftConfig:
-    """Return the fields that are read; ValueError naming one that is none."""
+    """Decode the fields that are read; raise ValueError naming one that is malformed."""
     fields = Fields(raw.value)
     start = raw.value.get("init_lora_weights")
     starts: dict[str, Start] = {"pissa": "pissa", "olora": "olora"}
@@ -255,15 +255,16 @@ def _compiled(pattern: str, *, what: str) -> str:
 
 
 def _is_named(names: tuple[str, ...] | str, layer: str) -> bool:
-    """Return PEFT's rule for target_modules and exclude_modules."""
+    """Return whether a layer is among names, or ends with one, or matches a pattern: PEFT's rule for target_modules."""
     if isinstance(names, str):
         return bool(names) and re.fullmatch(names, layer) is not None
     return any(layer == name or layer.endswith(f".{name}") for name in names)
 
 
 def _pattern_value(patterns: Mapping[str, T], layer: str, default: T) -> T:
-    """Return PEFT's rule for rank_pattern and alpha_pattern: the first that is the layer's name, or its end after a
-    dot.
+    """Return the value of the first pattern that fits the layer's name, or its end after a dot, else `default`.
+
+    That is PEFT's rule for rank_pattern and alpha_pattern.
     """
     for pattern, value in patterns.items():
         if re.match(rf"(.*\.)?({pattern})$", layer):
@@ -276,7 +277,7 @@ def _is_empty(value: object) -> bool:
 
 
 def not_supported(source: str, key: str, value: object) -> InvalidStateError:
-    """Return the error of an adapter that could come out as another model than PEFT's, because of one of its fields."""
+    """Make the error of an adapter with a field whose merge could differ from PEFT's."""
     shown = json.dumps(value)
     return InvalidStateError(
         f"{source} is an adapter that is not merged here: {key} is {shown[:200]}{'…' if len(shown) > 200 else ''}",
@@ -332,9 +333,7 @@ class AdapterSpec:
 
 
 def base_model_name(name: str) -> str:
-    """Return how an adapter names its base, so that it is found from everywhere: a Hub id, or a directory's whole
-    path.
-    """
+    """Return the base's name for an adapter's config: the absolute path of a directory, else the name (a Hub id)."""
     path = Path(name).expanduser()
     return str(path.resolve()) if path.is_dir() else name
 
@@ -358,7 +357,10 @@ def model_name(name: str, *, source: str) -> str:
 def adapter_problems(
     spec: AdapterSpec, tensors: Mapping[str, Shape], base: Mapping[str, Shape], *, source: str
 ) -> list[str]:
-    """Return the problems of an adapter's tensors on a base, in words; both by published name, as (dtype, shape)."""
+    """Return a sentence for each tensor of an adapter that does not fit its base.
+
+    `tensors` and `base` are (dtype, shape) by published name and by the base's name.
+    """
     own = {model_name(name, source=source): shape for name, shape in tensors.items()}
     problems: list[str] = []
     for name, found in own.items():

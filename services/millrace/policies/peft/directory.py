@@ -57,10 +57,10 @@ class AdapterOnBase:
     """What is worth knowing and no error, in sentences."""
 
     def merge(self, target: Path) -> Path:
-        """Write the merged model with its small files and return the directory, which is new or empty.
+        """Write the merged model with small files into `target`, a new or empty directory, and return it.
 
-        The base's files, except for the tokenizer and templates that the adapter brings. It is whole once it has a
-        config.json, which comes last. CapacityError (DISK_FULL), after which nothing is left of it.
+        The small files are the base's, except for the tokenizer and templates that the adapter has. config.json is
+        written last. Raises CapacityError (DISK_FULL), after which nothing is left of it.
         """
         tensors = merge_tensors(
             self.config, self.plan, self.adapter, self.base, model=self.model, source=str(self.directory)
@@ -92,9 +92,9 @@ class AdapterOnBase:
 
 
 def is_adapter(directory: Path) -> bool:
-    """Return whether a directory holds an adapter and no model; InvalidStateError (MODEL_HAS_ADAPTER) if it holds both.
+    """Return whether a directory has an adapter; raise InvalidStateError (MODEL_HAS_ADAPTER) if it has a model, too.
 
-    A `config.json` beside an adapter is the base's, as some trainers copy it there.
+    A `config.json` alone makes no model: some trainers copy the base's into an adapter's directory.
     """
     own = adapter_files(directory)
     if own and (weights := [name for name in (SINGLE, INDEX) if (directory / name).is_file()]):
@@ -107,9 +107,9 @@ def is_adapter(directory: Path) -> bool:
 
 
 def open_adapter(directory: Path, base: Path) -> AdapterOnBase:
-    """Read an adapter of PEFT and check it against its base; reads no values but those of the adapter's embeddings.
+    """Open an adapter of PEFT and check that it fits its base, without reading values except the adapter's embeddings.
 
-    NotFoundError (ADAPTER_NOT_FOUND, MODEL_NOT_FOUND), CorruptObjectError for files that are none, and the errors of
+    Raises NotFoundError (ADAPTER_NOT_FOUND, MODEL_NOT_FOUND), CorruptObjectError for malformed files, and the errors of
     `parse_peft_config` and `plan_merge`.
     """
     require_no_adapter(base)
@@ -163,7 +163,7 @@ def _whole(target: Path) -> Iterator[Path]:
 
 
 def _clear(directory: Path, *, is_new: bool) -> None:
-    """Take away what is in a directory, and the directory if it `is_new`."""
+    """Remove the contents of a directory, and the directory itself if it `is_new`."""
     for path in [directory] if is_new else list(directory.iterdir()):
         remove(path, what="part of a model")
 

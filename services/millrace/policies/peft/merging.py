@@ -25,9 +25,9 @@ def merge_tensors(
     model: BaseModel,
     source: str,
 ) -> dict[str, TensorBytes]:
-    """Return the tensors of the merged model.
+    """Return the tensors of the merged model, each in the base's number format.
 
-    InvalidStateError (ADAPTER_NOT_FINITE) if the adapter has a value that is not finite, or a sum overflows.
+    Raises InvalidStateError (ADAPTER_NOT_FINITE) if the adapter has a value that is not finite, or a sum overflows.
     """
     _require_finite(adapter, source=source)
     merged = dict(base)
@@ -56,7 +56,7 @@ def _merge_layer(
     *,
     is_transposed: bool,
 ) -> dict[str, TensorBytes]:
-    """Return the layer's new tensors by name."""
+    """Return the layer's weight, and bias if it changes, with the adapter's `parts` merged, by name."""
     name, scaling = f"{layer}.weight", config.scaling(layer)
     stored = tensors[name]
     # Everything below has the layout of nn.Linear, [out, in]; GPT-2's Conv1D stores [in, out].
@@ -85,9 +85,9 @@ def _merge_layer(
 
 
 def _start(config: PeftConfig, weight: np.ndarray, *, dtype: str, rank: int, scaling: float) -> np.ndarray:
-    """Return the value to which an adapter's product is added.
+    """Return the weight to which an adapter's product is added: less the adapter's start for PiSSA and OLoRA.
 
-    PEFT makes it anew, and rounds it, whenever the adapter is loaded.
+    PEFT computes and rounds it each time that the adapter is loaded.
     """
     if config.start == "base":
         return weight

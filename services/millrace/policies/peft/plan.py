@@ -114,7 +114,7 @@ class Fused:
     dtype: str
     is_transposed: bool
     stored: tuple[tuple[str, ...], ...]
-    """For each expert the base's tensors whose rows stand one after the other; empty if the base has it whole."""
+    """For each expert the base's tensors whose rows follow one another; empty if the base has the parameter whole."""
 
     def wanted(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return the shapes of A and B."""
