@@ -114,7 +114,11 @@ def held_digest(tensors: Mapping[str, TensorBytes]) -> str:
 
 
 def combine(ranks: Iterable[Iterable[Row]], manifest: PolicyManifest) -> Readback:
-    """Sum the ranks' parts by tensor; InternalError if one that is whole has not the manifest's digest."""
+    """Return which tensors the ranks' digests prove, summed by tensor.
+
+    Tensors of which parts are missing are left out. Raises InternalError if a whole tensor has another digest than the
+    manifest's, or ranks hold different bits of a part.
+    """
     parts: dict[str, dict[str, tuple[int, str]]] = {}
     for rows in ranks:
         for name, key, count, digest in rows:
@@ -124,7 +128,7 @@ def combine(ranks: Iterable[Iterable[Row]], manifest: PolicyManifest) -> Readbac
     names: list[str] = []
     for entry in manifest.tensors:
         found = list(parts.get(entry.name, {}).values())
-        # Not all parts are here, as in a pipeline of which one stage was read: nothing can be said of this tensor.
+        # Not all parts are here, as in a pipeline of which one stage was read: the tensor's digest is unknown.
         if not found or sum(count for count, _ in found) != entry.num_elements:
             continue
         held = digest_hex(add_digests(int(digest, 16) for _, digest in found))
@@ -207,7 +211,7 @@ class ContinuedDigests(Generic[P]):
         return all(share in self._proved for part in self._parts for share, _, _ in self.shares_of(part))
 
     def read(self, names: Iterable[str]) -> list[Row]:
-        """Return digest the parts of these tensors, from the memory."""
+        """Return the digests of the parts of these tensors, computed from the memory, and keep them as proved."""
         wanted = set(names)
         parts = [part for part in self._parts if part.tensor in wanted]
         for part in parts:
@@ -231,9 +235,9 @@ class ContinuedDigests(Generic[P]):
         self._unverified |= dict.fromkeys(self._proved)
 
     def verify_next(self) -> tuple[int, str, bool]:
-        """Return (shares that are still to be verified, what is damaged, whether the rest is proved).
+        """Begin to verify the next share, and return the result of the one before.
 
-        Copies a share, whose digest the next call has.
+        Returns the number of shares left, what is damaged, as text or empty, and whether everything is proved so far.
         """
         if self._reading is not None:
             reading = self._reading

@@ -144,9 +144,7 @@ def unpack_digests(packed: Iterable[Sequence[Any]]) -> dict[str, int]:
 
 
 def merge_digests(shares: Iterable[list[Any]]) -> tuple[TensorEntry, ...]:
-    """Return the tensors of the version, in the order of the first rank that has each: digests are sums over the
-    ranks'.
-    """
+    """Return the tensors of the version from all ranks' digests, which are summed; raise InternalError for gaps."""
     found: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
     for share in shares:
         for name, dtype, shape, count, digest in share:
@@ -173,9 +171,7 @@ def pack_encodings(encodings: Sequence[Encoding]) -> dict[str, Any]:
 
 
 def merge_encodings(shares: Iterable[Mapping[str, Any]]) -> tuple[Encoding, ...]:
-    """Return the encodings of the version: those of the ranks, which have the same ones in the same order, put
-    together.
-    """
+    """Return the encodings of the version, each joined from those of all ranks, which have them in the same order."""
     merged: list[Encoding] = []
     for share in shares:
         names = tuple(share["names"])
@@ -322,7 +318,7 @@ def upload_prefix(place: PolicyPlace, *, epoch: int) -> str:
 
 
 def commit_policy(store: ObjectStore, key: str, manifest: PolicyManifest) -> PublishedPolicy:
-    """Write the manifest, unless another writer was faster; then what it committed must have our weights."""
+    """Commit a version by writing its manifest; if one exists, return it as `existing_policy` does."""
     data = manifest.to_bytes()
     if not store.create(key, data):
         return existing_policy(store, key, manifest.digest)  # our data objects are unreferenced and collected later
@@ -353,7 +349,7 @@ def existing_policy(store: ObjectStore, key: str, digest: str) -> PublishedPolic
 
 
 def digest_conflict(uid: str, lineage: int, version: int, *, published: str, computed: str) -> ConflictError:
-    """Return the error of a replay that came to other weights."""
+    """Make the error of a replay whose weights differ from the published ones."""
     return ConflictError(
         f"policy {lineage}-{version} of run {uid} is already published with digest {published}, and this trainer "
         f"computed {computed}",
@@ -371,7 +367,7 @@ def upload_files(
 
 
 def _put_files(store: ObjectStore, base: str, files: Mapping[str, bytes]) -> tuple[FileEntry, ...]:
-    """Upload files under `base`."""
+    """Upload files under the prefix `base`, and return their entries."""
     entries: list[FileEntry] = []
     for name in sorted(files):
         data = files[name]

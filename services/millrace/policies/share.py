@@ -85,7 +85,7 @@ class Rewind:
         return self._size_bytes
 
     def note(self, old: Bits, positions: NDArray[np.int64]) -> None:
-        """Take note that the elements at `positions` of the part, which is `old` now, are about to change."""
+        """Record the bits at `positions` of the part, which is `old` now, before they change."""
         if self._whole is not None or not positions.size:
             return
         held = positions.astype(_POSITION) if old.size <= np.iinfo(_POSITION).max else positions.astype("<u8")

@@ -89,7 +89,7 @@ def _named(config: Mapping[str, Any]) -> list[int]:
 
 
 def _template_stops(tokenizer: Any) -> tuple[int | None, int | None]:
-    """Return the text that a template writes after an answer, and after tool calls."""
+    """Return the ids of the tokens with which a template ends an answer, and tool calls; None for none."""
     asked = {"role": "user", "content": _ASKED}
     said, result = {"role": "assistant", "content": _SAID}, {"role": "tool", "content": _RESULT, "name": _ASKED}
     more = {"role": "user", "content": _ASKED_MORE}

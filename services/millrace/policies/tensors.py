@@ -123,10 +123,7 @@ def element_bytes(dtype: str) -> int:
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Return bytes of a tensor that somebody else describes.
-
-    ValueError for what we do not carry, or of impossible size.
-    """
+    """Return the number of bytes of a tensor; raise ValueError for an unknown dtype, or an impossible shape."""
     if dtype not in _DTYPES:
         raise ValueError(f"tensor dtype {dtype!r} is not supported (known: {', '.join(_DTYPES)})")
     if len(shape) > MAX_DIMENSIONS:
@@ -195,7 +192,10 @@ def read_places(data: bytes | memoryview, *, source: str) -> list[TensorPlace]:
 
 
 def _place(name: str, fields: Fields, *, start: int, size: int) -> TensorPlace:
-    """Return where one tensor is in a file with `size` bytes of data from `start` on; ValueError if it does not."""
+    """Return the place of one tensor in a file with `size` bytes of data from `start` on.
+
+    Raises ValueError if the tensor's entry is malformed or outside the data.
+    """
     dtype, shape = fields.text("dtype", most=100), fields.integers("shape", most=MAX_DIMENSIONS)
     offsets = fields.integers("data_offsets", most=2)
     if dtype not in _FROM_SAFETENSORS:
@@ -233,7 +233,7 @@ def from_float32(values: np.ndarray, *, dtype: str) -> TensorBytes:
 
 
 def read_tensors(path: Path) -> dict[str, TensorBytes]:
-    """Return the tensors of a file by name; CorruptObjectError (SAFETENSORS_INVALID)."""
+    """Map a safetensors file, and return its tensors by name; raise CorruptObjectError (SAFETENSORS_INVALID)."""
     with path.open("rb") as file:
         size = path.stat().st_size
         data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if size else memoryview(b"")
@@ -275,7 +275,10 @@ class TensorChange:
         return held[self.positions]
 
     def apply(self, held: NDArray[np.unsignedinteger]) -> None:
-        """Set the elements in `held`, the whole tensor's flat bits, in place; raise before it writes anything."""
+        """Set the elements in `held`, the whole tensor's flat bits, in place.
+
+        Raises before writing if they do not fit.
+        """
         self._check(held)
         if self.positions is None:
             held[self.start : self.start + self.bits.size] = self.bits

@@ -166,9 +166,7 @@ def fused_parameters(config: PeftConfig, model_type: str, base: Mapping[str, Sha
 
 
 def fits_experts(config: PeftConfig, fused: Mapping[str, Fused]) -> bool:
-    """Return whether every name in `target_parameters` is of such a parameter, and the adapter is one that PEFT has
-    there.
-    """
+    """Return whether every name in `target_parameters` is one of `fused`, and the adapter is of a supported kind."""
     names = [each.name for each in fused.values()]
     is_known = all(any(_is_end(target, name) for name in names) for target in config.target_parameters)
     return is_known and config.start == "base" and not (config.use_dora or config.lora_bias)
@@ -387,7 +385,7 @@ def _unfit_experts(
 
 
 def _missing(config: PeftConfig, layers: Mapping[str, object], base: BaseModel) -> Iterable[str]:
-    """Yield the layers that the config names and that have no adapter.
+    """Yield the layers that the config names and that lack an adapter.
 
     Of experts none may have one: transformers 5 holds them in one tensor, which names of layers do not reach.
     """
@@ -442,7 +440,7 @@ def place_whole(
     config: PeftConfig,
     is_tied: bool,
 ) -> Whole:
-    """Find the place of every whole tensor; `stored` has the names as stored by the model's names."""
+    """Return the place of every whole tensor, and the problems; `stored` has its stored name by the model's name."""
     found = Whole(given=stored.keys(), tensors=dict(stored))
     if is_tied:
         _untie(found, adapter, base, config=config)
@@ -507,7 +505,7 @@ def _fits(layer: str, shape: tuple[int, ...], old: tuple[int, ...]) -> bool:
 
 
 def _resized(found: Whole, base: Mapping[str, Shape]) -> int | None:
-    """Return the new number of tokens, if it is another and everything with a row for each token has it."""
+    """Return the new number of token rows; None if it does not change. Embeddings that differ are noted as problems."""
     old = {name: base[name][1] for name in base if name.endswith(".weight") and is_vocabulary(name[:-7])}
     changed = {shape[0] for name, (_, shape) in found.shapes.items() if old.get(name, shape) != shape}
     if not changed:
