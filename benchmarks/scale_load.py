@@ -280,7 +280,8 @@ class Fleet:
         self.env_server = EnvServer(log, plays=plays, tokens=tokens, version=self._version)
         self.latencies_s: list[float] = []
         self.num_registered = 0
-        self.num_failed = 0
+        self.failures: Counter[str] = Counter()
+        """Calls that failed, by status."""
         self._num_started = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._servers: list[grpc.aio.Server] = []
@@ -349,8 +350,8 @@ class Fleet:
             async with grpc.aio.insecure_channel(address, options=options) as channel:
                 try:
                     await self._speak(worker_service_pb2_grpc.WorkerServiceStub(channel), worker, report, hear)
-                except grpc.aio.AioRpcError:
-                    self.num_failed += 1
+                except grpc.aio.AioRpcError as error:
+                    self.failures[error.code().name] += 1
                     turn += 1
                     await asyncio.sleep(1.0)
 
@@ -383,7 +384,8 @@ class Fleet:
         """Begin to count anew."""
         self.latencies_s.clear()
         self.env_server.calls.clear()
-        self.num_registered = self.num_failed = 0
+        self.failures.clear()
+        self.num_registered = 0
 
     async def stop(self) -> None:
         """End every worker."""

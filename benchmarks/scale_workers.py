@@ -93,6 +93,8 @@ async def _beats(options: argparse.Namespace, made: Deployment, load: Fleet, pid
     await asyncio.sleep(options.seconds)
     seconds, cpu = time.monotonic() - began, cpu_s(pid) - cpu
     count = len(load.latencies_s)
+    if load.failures:
+        progress(f"calls that failed: {dict(load.failures)}")
     times = [1e3 * quantile(load.latencies_s, share) if count else float("nan") for share in (0.5, 0.99)]
     return [
         f"{count / seconds:.0f}",

@@ -105,6 +105,29 @@ async def test_what_is_dropped_while_the_lease_is_renewed_before_a_commit_is_not
     assert resolutions(trainer.steps)[3][1] == "quarantined"
 
 
+async def test_a_group_that_fails_while_a_batch_is_committed_is_sent_out_again_meanwhile(
+    stack, streams, monkeypatch
+) -> None:
+    env, _, trainer = await stack.env_server(silent={3}), await stack.inference(), await stack.trainer()
+    commit, sent = batch_writer.commit_batch, []
+
+    async def commit_slowly(log, epoch, header, chunks, archive, **fields) -> bytes:
+        if header.step == 0:
+            await until(lambda: env.plays_of(3))
+            env.silent.clear()
+            for member in range(4):
+                await let_it_read(stack, run, streams[0], env.plays_of(3)[0], member, RolloutStatus.TIMEOUT)
+            await until(lambda: len(env.plays_of(3)) == 2, what="the next attempt", timeout_s=10)
+            sent.append(True)
+        return await commit(log, epoch, header, chunks, archive, **fields)
+
+    monkeypatch.setattr(batch_writer, "commit_batch", commit_slowly)
+    run = await create(stack, max_steps=4)
+    assert states(await watch(stack, run))[-1] == "SUCCEEDED"
+    resolutions(trainer.steps)
+    assert sent
+
+
 async def test_a_run_that_is_cancelled_before_its_groups_are_taken_over_resolves_them_and_keeps_their_rollouts(
     stack, monkeypatch
 ) -> None:
