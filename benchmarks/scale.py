@@ -17,6 +17,7 @@ from report import end_like_interrupt, machine
 SUBCOMMANDS = {
     "runs": ("scale_redis", "runs that have ended: start, idle, Redis, and the way back after a FLUSHALL"),
     "workers": ("scale_workers", "workers that one orchestrator holds: heartbeats, dispatch, an order to update"),
+    "store": ("scale_store", "what a run leaves in the store with retention, and what a pass of it costs"),
     "commits": ("scale_commits", "a commit and a takeover at step n; a commit of a large batch"),
 }
 """By name, the module and what it measures."""

@@ -80,6 +80,8 @@ class RunNeeds:
     """The step after the last committed one."""
     checkpoints: Sequence[int]
     """Steps of the committed checkpoints, ascending."""
+    is_pruned: bool = False
+    """Older checkpoints were retired, so that the start model is no start any more for what came after them."""
     newest_policy: tuple[int, int] | None = None
     """Lineage and version of the newest published policy."""
     oldest_in_use: int | None = None
@@ -103,7 +105,9 @@ def plan(rule: RetentionRule, view: RunNeeds, anchor_of: Callable[[int, int], in
     if rule.batches is not None:
         promised = view.next_step - rule.batches
         # Who replays or forks the oldest promised step begins at the checkpoint before it, and reads all batches since.
-        base = max((step for step in view.checkpoints if step <= promised), default=0)
+        # Without a checkpoint before them the promised steps begin at the start model, or can be read only.
+        start = max(promised, 0) if view.is_pruned else 0
+        base = max((step for step in view.checkpoints if step <= promised), default=start)
         why = f"orchestrator.retain_batches = {rule.batches}"
         found[KeptAs.BATCHES] = Retired(below=min(base, resumable[0]), why=why)
     if rule.policies is not None and view.newest_policy is not None:
@@ -156,8 +160,12 @@ class Retention:
             if left := self._remove(newest, before):
                 return left
         self._removed = newest or _nothing(self._names)
+        known = self._removed.number
+        stored = newest_retirement(self._store, self._names, known=known)  # the trainer's records are there, too
+        is_pruned = stored is not None and stored.of(KeptAs.CHECKPOINTS).below > 0
+        view = replace(view, is_pruned=view.is_pruned or is_pruned)
         wanted = _bounded(plan(rule, view, self._anchor_of), self._removed, first=self._first)
-        record = record_retirement(self._store, self._names, wanted, by=self._by)
+        record = record_retirement(self._store, self._names, wanted, by=self._by, known=known)
         if record is None:
             return []
         faults.reach(faults.Point.ORCHESTRATOR_RETIRED, step=view.next_step)
@@ -214,14 +222,15 @@ class Retention:
 
 
 def record_retirement(
-    store: ObjectStore, names: Names, wanted: Mapping[KeptAs, Retired], *, by: str
+    store: ObjectStore, names: Names, wanted: Mapping[KeptAs, Retired], *, by: str, known: int = 0
 ) -> Retirement | None:
     """Write a record that retires `wanted` in addition to what is retired already, and return it.
 
-    None if nothing is added. What others have retired meanwhile stays retired.
+    None if nothing is added. What others have retired meanwhile stays retired. `known` is the number of a record that
+    exists, 0 if none is known.
     """
     while True:
-        newest = newest_retirement(store, names) or _nothing(names)
+        newest = newest_retirement(store, names, known=known) or _nothing(names)
         retired = {**newest.retired, **{kept: _joined(each, newest.of(kept)) for kept, each in wanted.items()}}
         if all(next(added(retired[kept], newest.of(kept)), None) is None for kept in wanted):
             return None

@@ -47,6 +47,17 @@ def test_batches_that_a_checkpoint_or_the_key_needs_stay(batches, step, checkpoi
     assert (found[KeptAs.BATCHES].below if KeptAs.BATCHES in found else None) == below
 
 
+def test_a_window_that_is_longer_than_the_checkpoints_reach_moves_on_once_they_are_pruned(tmp_path):
+    """Else nothing would ever go where `keep_last` checkpoints span fewer steps than `retain_batches`."""
+    store, rule = LocalStore(tmp_path), RetentionRule(batches=20)
+    retention, view = Retention(store, NAMES, first=0, by="me"), RunNeeds(next_step=50, checkpoints=[40, 45])
+    assert retention.run(rule, view) == [] and newest_retirement(store, NAMES) is None, "it is replayed from the start"
+    record_retirement(store, NAMES, {KeptAs.CHECKPOINTS: Retired(below=40, why="ckpt.keep_last = 2")}, by="trainer")
+    assert retention.run(rule, view) == []
+    record = newest_retirement(store, NAMES)
+    assert record is not None and record.of(KeptAs.BATCHES).below == 30
+
+
 @pytest.mark.parametrize(
     ("policies", "checkpoints", "used", "below", "keeps"),
     [

@@ -128,7 +128,7 @@ class OrchestratorConfig(ConfigSection):
     )
     retain_batches: int | None = option(
         None,
-        "Keep the batches and rollouts of this many newest steps, and those since the checkpoint before them, from "
+        "Keep the batches and rollouts of this many newest steps, and those since a kept checkpoint before them, from "
         "which they are replayed and forked; all if left out. Nothing goes before there is a checkpoint, and nothing "
         "that comes after the newest two.",
         ge=1,

@@ -120,29 +120,30 @@ def _decode_retired(raw: object) -> Retired:
     )
 
 
-def newest_retirement(store: ObjectStore, names: Names) -> Retirement | None:
+def newest_retirement(store: ObjectStore, names: Names, *, known: int = 0) -> Retirement | None:
     """Return the newest record (blocking); None if nothing was ever retired.
 
-    It takes a logarithmic number of requests. `CorruptObjectError` if the record is damaged.
+    It takes a logarithmic number of requests after `known`, the number of a record that exists (0 if none is known).
+    `CorruptObjectError` if the record is damaged.
     """
 
     def exists(number: int) -> bool:
         return store.head(names.retirement(number)) is not None
 
-    if (newest := newest_number(exists)) == 0:
+    if (newest := newest_number(exists, known=known)) == 0:
         return None
     key = names.retirement(newest)
     return Retirement.decode(store.get(key, max_bytes=MAX_BYTES), where=store.uri(key))
 
 
-def newest_number(exists: Callable[[int], bool]) -> int:
+def newest_number(exists: Callable[[int], bool], *, known: int = 0) -> int:
     """Return the highest number of objects that are numbered from 1 without a gap, 0 if there is none.
 
-    `exists` is called a logarithmic number of times.
+    `exists` is called a logarithmic number of times for the numbers after `known`, which exists unless it is 0.
     """
-    if not exists(1):
+    if not known and not exists(1):
         return 0
-    low, width = 1, 1
+    low, width = max(known, 1), 1
     # Doubling, then bisection.
     while exists(low + width):
         low, width = low + width, 2 * width
