@@ -31,13 +31,13 @@ VERBS = frozenset(
     re.findall(
         r"\S+",
         """
-        Abort Accept Accumulate Activate Add Admit Adopt Advance Allow Announce Answer Append Apply Archive
+        Abort Accept Accumulate Activate Add Admit Adopt Advance Allow Announce Answer Append Apply Archive Arm
         Ask Assert Assemble Assign Attend Audit Await Be Become Begin Bind Bound Bring Broadcast Build Call Cancel
         Carry Cast Chain Change Check Choose Claim Clear Clip Close Collect Combine Commit Compare Compile
         Compute Condemn Configure Confine Connect Continue Convert Copy Count Cover Create Credit Cut Deal Decide
         Declare Decode Delete Deliver Demand Derive Describe Digest Divide Do Download Draw Drive Drop
         Encode End Enter Estimate Evaluate Examine Exchange Explain Export Extend Extrapolate Fail Feed Fetch
-        Fill Find Fine-tune Finish Fit Flush Fold Follow Forget Fork Format Free Freeze Gather Generate Get
+        Fill Find Fine-tune Finish Fit Flip Flush Fold Follow Forget Fork Format Free Freeze Fuzz Gather Generate Get
         Give Go Group Grow Guard Halve Hand Handle Hang Hash Have Hear Hide Hold Host Identify Ignore Import
         Insert Install Interrupt Iterate Join Judge Keep Kill Launch Lay Learn Leave Lend Let Limit List Listen
         Load Lock Log Look Lower Make Map Mark Match Measure Merge Move Multiply Name Normalise Note Notice
