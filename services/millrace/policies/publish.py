@@ -362,7 +362,7 @@ def digest_conflict(uid: str, lineage: int, version: int, *, published: str, com
 def upload_files(
     store: ObjectStore, *, prefix: str, uid: str, epoch: int, files: Mapping[str, bytes]
 ) -> tuple[FileEntry, ...]:
-    """Upload the small files that all versions of a writer share, such as the tokenizer; pass the result on."""
+    """Upload the small files that all versions of a writer share, such as the tokenizer; return their entries."""
     return _put_files(store, f"{prefix}/runs/{uid}/policy-files/e{epoch}-{secrets.token_hex(6)}/", files)
 
 

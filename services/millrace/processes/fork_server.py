@@ -71,7 +71,10 @@ class ForkServer:
                     return message
 
     def _load(self, module: str, need: str) -> None:
-        """Import one of the modules that a main module needs."""
+        """Import one of the modules that a main module needs; note a failure, for which later forks are refused.
+
+        Sends `loaded` once nothing is left to import.
+        """
         try:
             importlib.import_module(need)
         except Exception as error:  # noqa: BLE001 - whatever it is: the module shows it when it is started by itself

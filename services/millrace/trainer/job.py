@@ -420,7 +420,7 @@ def plan_versions(
 
 
 def warn_of_new_lineage(plan: PublishPlan, position: Position, *, lineage: int, reporter: Reporter) -> None:
-    """Report that the plan trains versions again that exist, if it begins a new lineage for that."""
+    """Warn that the plan trains published versions again, if it begins a lineage after `lineage` for that."""
     if plan.lineage > lineage and plan.first_version > position.version:
         reporter.warning(
             "NEW_LINEAGE",

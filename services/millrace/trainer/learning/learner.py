@@ -121,7 +121,10 @@ def build_model(
 
 
 def open_model(directory: Path, *, gang: Gang, context_length: int) -> nn.Module:
-    """Load the model in a directory; in a gang only check its files and make it empty, for `fill_opened` to fill."""
+    """Load the model in a directory, with positions fixed for sequences of at most `context_length` tokens.
+
+    In a gang its files are only checked and the model is made empty, for `fill_opened` to fill.
+    """
     if gang.is_alone:
         model = load_model(directory)
     else:
