@@ -32,6 +32,8 @@ from millrace.telemetry import waits
 logger = logging.getLogger(__name__)
 
 RPC_TIMEOUT_S = 10.0
+MAX_OPENING = 32
+"""Most calls at once that ask env-servers to open an environment."""
 PLAY_TIMEOUT_S = 5.0
 """PlayGroup answers at once. An env-server that does not delays the groups of the others."""
 LIST_TIMEOUT_S = 30.0
@@ -207,29 +209,22 @@ class EnvServers:
         failure: InvalidStateError | None = None
         refusal: InvalidSpecError | None = None
         others_may = False
-        for worker_id in self.places_of(spec):
-            if worker_id in self._ready.get(spec.name, set()):
-                continue
-            try:
-                stub = self._stub(worker_id)
-                request = env_service_pb2.OpenEnvRequest(
-                    env=spec, api_key_var=keys.endpoint, teacher_key_var=keys.teacher
-                )
-                if sampling := self._trained.get(spec.name):
-                    request.sampling.CopyFrom(sampling)
-                answer = await call(stub.OpenEnv, request, timeout_s=RPC_TIMEOUT_S, waits_on=worker_id)
-            except _AWAY as error:
-                logger.warning("env-server does not answer", extra={"worker": worker_id, "error": str(error)})
-                self._problems[worker_id] = str(error)
+        asked = [each for each in self.places_of(spec) if each not in self._ready.get(spec.name, set())]
+        slots = asyncio.Semaphore(MAX_OPENING)
+        answers = await asyncio.gather(*(self._ask_to_open(spec, keys, each, slots) for each in asked))
+        for worker_id, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, _AWAY):
+                logger.warning("env-server does not answer", extra={"worker": worker_id, "error": str(answer)})
+                self._problems[worker_id] = str(answer)
                 others_may = True
                 continue
-            except InvalidSpecError as error:
-                if any(each.field in _KEY_FIELDS for each in error.violations):
-                    raise
+            if isinstance(answer, InvalidSpecError):
+                if any(each.field in _KEY_FIELDS for each in answer.violations):
+                    raise answer
                 # It lacks the interpreter or the judge's key; others may have them.
-                logger.warning("env-server refuses an environment", extra={"worker": worker_id, "error": str(error)})
-                self._problems[worker_id] = str(error)
-                refusal = error
+                logger.warning("env-server refuses an environment", extra={"worker": worker_id, "error": str(answer)})
+                self._problems[worker_id] = str(answer)
+                refusal = answer
                 continue
             self._problems.pop(worker_id, None)
             if answer.state == env_service_pb2.ENV_STATE_FAILED:
@@ -245,6 +240,19 @@ class EnvServers:
         if refusal is not None and not others_may:
             raise refusal
         return False
+
+    async def _ask_to_open(
+        self, spec: EnvSpec, keys: KeyVariables, worker_id: str, slots: asyncio.Semaphore
+    ) -> env_service_pb2.OpenEnvResponse | UnavailableError | InternalError | UnauthenticatedError | InvalidSpecError:
+        """Ask an env-server to open an environment; return its answer, or the error for which others are asked, too."""
+        request = env_service_pb2.OpenEnvRequest(env=spec, api_key_var=keys.endpoint, teacher_key_var=keys.teacher)
+        if sampling := self._trained.get(spec.name):
+            request.sampling.CopyFrom(sampling)
+        async with slots:
+            try:
+                return await call(self._stub(worker_id).OpenEnv, request, timeout_s=RPC_TIMEOUT_S, waits_on=worker_id)
+            except (*_AWAY, InvalidSpecError) as error:
+                return error
 
     def _admit(self, spec: EnvSpec, worker_id: str, answer: env_service_pb2.OpenEnvResponse) -> None:
         known = self.envs.get(spec.name)
