@@ -23,7 +23,7 @@ _REMEDY = "remove it: a takeover then reads the headers before it"
 
 
 @dataclass(frozen=True, slots=True)
-class ClosingPlace:
+class Closing:
     """Which closing header is meant; `sha256` (hex) is of its stored bytes."""
 
     step: int
@@ -62,7 +62,7 @@ class ChainPoint:
     """After that header."""
     before: tuple[int, str] | None
     """Step and sha256 (hex) of the point before; None for the first."""
-    closings: tuple[ClosingPlace, ...]
+    closings: tuple[Closing, ...]
     """Every closing header so far, which were reopened all."""
     highest: Mapping[str, str]
     """The highest key that a header names, by series of keys; both after the run's prefix."""
@@ -116,8 +116,8 @@ def _before(fields: Fields | None) -> tuple[int, str] | None:
     return None if fields is None else (fields.integer("step"), fields.hexadecimal("sha256", num_bytes=32))
 
 
-def _closing(fields: Fields) -> ClosingPlace:
-    return ClosingPlace(fields.integer("step"), fields.integer("revision"), fields.hexadecimal("sha256", num_bytes=32))
+def _closing(fields: Fields) -> Closing:
+    return Closing(fields.integer("step"), fields.integer("revision"), fields.hexadecimal("sha256", num_bytes=32))
 
 
 def _page(fields: Fields) -> NamedObjects:

@@ -17,7 +17,7 @@ from millrace.runlog import catalogue
 from millrace.runlog.catalogue import CHAIN_POINT, ObjectKind
 from millrace.runlog.names import Names
 from millrace.runlog.records import chain_points
-from millrace.runlog.records.chain_points import ChainPoint, ClosingPlace, NamedObjects, load_point
+from millrace.runlog.records.chain_points import ChainPoint, Closing, NamedObjects, load_point
 from millrace.runlog.records.frontier import chain_hash
 from millrace.runlog.records.run_record import list_objects
 from millrace.storage import ObjectStore
@@ -45,7 +45,7 @@ class KnownObjects:
         self._is_listed = False
         self._newest = (-1, 0)
         """Step and revision of the last header that was noted."""
-        self.closings: list[ClosingPlace] = []
+        self.closings: list[Closing] = []
         """Every closing header, the one that ends the run included."""
 
     @classmethod
@@ -71,7 +71,7 @@ class KnownObjects:
             if kind == CHAIN_POINT and (place := kind.parse(key)):
                 self._unnamed_points.pop(int(place["step"]), None)
         if closes_run(header):
-            self.closings.append(ClosingPlace(header.step, header.revision, hashlib.sha256(stored).hexdigest()))
+            self.closings.append(Closing(header.step, header.revision, hashlib.sha256(stored).hexdigest()))
         elif (header.step + 1) % chain_points.POINT_STEPS == 0:
             self._make_point(header, chain_hash(header.previous_chain_hash, stored))
 
