@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 """Heartbeat interval that workers get, unless there are so many that this would be more than `HEARTBEATS_PER_S`."""
 HEARTBEATS_PER_S = 500
-"""Heartbeats of env-servers and replicas that this process takes in a second, about a fifth of a core."""
+"""Heartbeats of env-servers and replicas that this process takes in a second, about a third of a core."""
 LEASE_S = 10.0
 """Silence after which a worker counts as lost: ten missed heartbeats, so that a busy laptop loses none.
 
