@@ -19,13 +19,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import redis.asyncio as redis_asyncio
 
 from millrace.decoding import MAX_JSON_BYTES
-from millrace.errors import AlreadyExistsError, CorruptObjectError, InvalidSpecError, NotFoundError
+from millrace.errors import AlreadyExistsError, CorruptObjectError, InvalidSpecError, MillraceError, NotFoundError
 from millrace.runlog.names import Deployment, Names, check_run_name
 from millrace.runlog.records.run_record import RunRecord
 from millrace.runlog.redis import connection
@@ -187,7 +188,8 @@ async def read_open(
 ) -> dict[str, str]:
     """Return uid → name of every run that may not have ended.
 
-    The store is asked only if `is_compared`, or where Redis lost the hash, which is made again then.
+    The store is asked only if `is_compared`, or where Redis lost the hash. The hash is made again then, by one try,
+    so that a Redis that takes no writes delays nobody who reads.
     """
     deployment = Deployment(prefix)
     found = await _in_hash(redis, deployment.open_key, _OPEN, "HGETALL")
@@ -198,10 +200,20 @@ async def read_open(
         del marks[mark]
     if is_compared or not is_complete:
         missing = await asyncio.to_thread(_load_open, store, deployment, marks)
-        for some in _pages({**missing, _COMPLETE: "1"}):
-            await _in_hash(redis, deployment.open_key, _OPEN, "HSET", *chain.from_iterable(some))
         marks |= missing
+        if missing or not is_complete:
+            await _try_to_complete(redis, deployment, missing)
     return {mark.rpartition(".")[0]: name for mark, name in marks.items()}
+
+
+async def _try_to_complete(redis: redis_asyncio.Redis, deployment: Deployment, missing: Mapping[str, str]) -> None:
+    """Add marks to the hash of open runs and the field that says it is complete, in one try; log a failure."""
+    try:
+        for some in _pages({**missing, _COMPLETE: "1"}):
+            words = ("HSET", deployment.open_key, *chain.from_iterable(some))
+            await connection.call(redis, f"writing {_OPEN}", partial(redis.execute_command, *words), deadline_s=0.0)
+    except MillraceError as error:
+        logger.warning("%s is not written, it is read from the store", _OPEN, extra={"error": error.message})
 
 
 def _load_open(store: ObjectStore, deployment: Deployment, known: Mapping[str, str]) -> dict[str, str]:
