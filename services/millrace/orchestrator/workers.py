@@ -183,6 +183,8 @@ class WorkerRegistry:
         self._lists: dict[tuple[WorkerKind, str | None], list[WorkerRecord]] = {}
         self._round, self._round_began = 0, 0.0
         self._heard_in_round: set[str] = set()
+        self._num_expected = 0
+        """Workers that were neither silent nor leaving when the round began."""
         self._heard, self._look_at = 0.0, 0.0
         self._quiet: set[str] = set()
         self._resolved_below: dict[str, int] = {}
@@ -238,11 +240,13 @@ class WorkerRegistry:
         record = self.by_id.get(request.worker_id)
         if record is None:
             return None
+        was_quiet = not record.is_leaving and not record.takes_work
         self._hear(record)
         has_news = record.take(request)
         if record.is_leaving:
             self._look_at = min(self._look_at, record.lease_ends)
-        if has_news or record.worker_id in self._quiet:
+        # Who looked while it was silent left it out, perhaps before the next pulse.
+        if has_news or was_quiet or record.worker_id in self._quiet:
             self._quiet.discard(record.worker_id)
             self.notify()
         return record
@@ -251,9 +255,10 @@ class WorkerRegistry:
         """Note that a worker was heard now, choose its next interval, and begin the next round if this one is over."""
         now = record.last_seen = self._heard = time.monotonic()
         is_second = record.worker_id in self._heard_in_round
-        has_half = len(self._heard_in_round) >= len(self.by_id) // 2 and now - self._round_began >= HEARTBEAT_S / 2
+        has_half = len(self._heard_in_round) >= self._num_expected // 2 and now - self._round_began >= HEARTBEAT_S / 2
         if is_second and (has_half or now - self._round_began > LEASE_S):
             self._round, self._round_began = self._round + 1, now
+            self._num_expected = sum(each.takes_work for each in self.by_id.values())  # not those that may be dead
             self._heard_in_round.clear()
         self._heard_in_round.add(record.worker_id)
         record.round = self._round
@@ -450,6 +455,7 @@ class WorkerRegistry:
                 for record in self.by_id.values():
                     # Not beyond now: a heartbeat may have come in since the gap.
                     record.last_seen = min(now, record.last_seen + gap_s)
+                self.notify()  # somebody may have looked before the times were corrected, and left workers out
             self._expire()
             quiet = {name for name, record in self.by_id.items() if now - record.silent_since > QUIET_S}
             new, self._quiet = quiet - self._quiet, quiet

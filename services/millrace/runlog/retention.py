@@ -96,12 +96,15 @@ def plan(rule: RetentionRule, view: RunNeeds, anchor_of: Callable[[int, int], in
     anew with the first batch.
 
     A run stays resumable at its newest two checkpoints, since one may turn out to be damaged: what comes after the
-    older one is never retired. Version 0 stays: it is the start model, which adapters and replays are based on.
+    older one is never retired. The start model is the second one of a run that has written one checkpoint only.
+    Version 0 stays: it is the start model, which adapters and replays are based on.
     """
     resumable = list(view.checkpoints[-2:])
     found: dict[KeptAs, Retired] = {}
     if not resumable:
         return found
+    if len(resumable) == 1 and not view.is_pruned:
+        resumable = [0, *resumable]  # the start model is the other point
     if rule.batches is not None:
         promised = view.next_step - rule.batches
         # Who replays or forks the oldest promised step begins at the checkpoint before it, and reads all batches since.
@@ -124,15 +127,21 @@ def plan(rule: RetentionRule, view: RunNeeds, anchor_of: Callable[[int, int], in
 
 
 class _StoppedError(Exception):
-    """The pass has to stop, because `stopping` is set. Never leaves this module."""
+    """The pass has to stop: `stopping` is set, or another process drives the run. Never leaves this module."""
 
 
 class Retention:
     """Retires and removes what one run no longer keeps. One writer calls `run` again and again as the run grows."""
 
-    def __init__(self, store: ObjectStore, names: Names, *, first: int, by: str) -> None:
-        """Create it. `first` is the first step that the run may have, and `by` names the writer in its records."""
-        self._store, self._names, self._by = store, names, by
+    def __init__(
+        self, store: ObjectStore, names: Names, *, first: int, by: str, may_write: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Create it. `first` is the first step that the run may have, and `by` names the writer in its records.
+
+        `may_write` returns whether the writer still drives the run; it is asked before each record and while objects
+        are removed.
+        """
+        self._store, self._names, self._by, self._may_write = store, names, by, may_write
         self._first = first
         self.stopping = threading.Event()
         """Ends a pass at its next step or version; a later one goes on with it."""
@@ -165,6 +174,7 @@ class Retention:
         is_pruned = stored is not None and stored.of(KeptAs.CHECKPOINTS).below > 0
         view = replace(view, is_pruned=view.is_pruned or is_pruned)
         wanted = _bounded(plan(rule, view, self._anchor_of), self._removed, first=self._first)
+        self._require_ours()
         record = record_retirement(self._store, self._names, wanted, by=self._by, known=known)
         if record is None:
             return []
@@ -195,8 +205,7 @@ class Retention:
     def _remove(self, record: Retirement, before: Retirement) -> list[Leftover]:
         """Remove what a record retires in addition to `before`; return what could not be removed.
 
-        After `_MAX_LEFT` failures the rest waits for the next pass. Raises `_StoppedError` if `stopping` is
-        set.
+        After `_MAX_LEFT` failures the rest waits for the next pass. Raises `_StoppedError` as `_require_ours` does.
         """
         left: list[Leftover] = []
         for kept in _OF_RULES:
@@ -204,12 +213,16 @@ class Retention:
             numbers = (number for number in added(record.of(kept), before.of(kept)) if number >= self._first)
             with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="retention") as pool:
                 while len(left) < _MAX_LEFT and (window := list(islice(numbers, _AT_ONCE))):
-                    if self.stopping.is_set():
-                        raise _StoppedError
+                    self._require_ours()
                     for stays in pool.map(work, window):
                         left += stays
                     faults.reach(faults.Point.ORCHESTRATOR_MID_RETIRE, step=window[-1])
         return left
+
+    def _require_ours(self) -> None:
+        """Raise _StoppedError if the pass has to end, or if the writer does not drive the run any more."""
+        if self.stopping.is_set() or not self._may_write():
+            raise _StoppedError
 
     def _remove_number(self, kept: KeptAs, lineage: int, number: int) -> list[Leftover]:
         if kept is not KeptAs.POLICIES:

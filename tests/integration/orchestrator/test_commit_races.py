@@ -128,6 +128,25 @@ async def test_a_group_that_fails_while_a_batch_is_committed_is_sent_out_again_m
     assert sent
 
 
+async def test_nothing_is_sent_out_for_a_step_that_is_being_committed_where_batches_are_on_policy(
+    stack, monkeypatch
+) -> None:
+    """What is played meanwhile would be trained in the next step, with tokens of the version before it."""
+    env, *_ = await stack.env_server(), await stack.inference(), await stack.trainer()
+    commit, sent = batch_writer.commit_batch, []
+
+    async def commit_slowly(log, epoch, header, chunks, archive, **fields) -> bytes:
+        before = len(env.requests)
+        await asyncio.sleep(0.5)
+        sent.append(len(env.requests) - before)
+        return await commit(log, epoch, header, chunks, archive, **fields)
+
+    monkeypatch.setattr(batch_writer, "commit_batch", commit_slowly)
+    run = await create(stack, max_steps=3, async_level=0, oversampling_factor=2.0)
+    assert states(await watch(stack, run))[-1] == "SUCCEEDED"
+    assert sent and not any(sent[:-1]), "the last header closes the run"
+
+
 async def test_a_run_that_is_cancelled_before_its_groups_are_taken_over_resolves_them_and_keeps_their_rollouts(
     stack, monkeypatch
 ) -> None:

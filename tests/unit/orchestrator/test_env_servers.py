@@ -113,7 +113,7 @@ async def test_how_an_environment_is_trained_is_told_when_it_is_opened_and_what_
 
 async def test_a_run_that_no_env_server_lets_in_says_so_at_its_deadline(pool: EnvServers, monkeypatch) -> None:
     monkeypatch.setattr(env_servers, "call", Tokens("a", "b").call)
-    monkeypatch.setattr(env_servers, "OPEN_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(env_servers, "OPEN_TIMEOUT_S", 1.0)
     with pytest.raises(InvalidStateError, match="a valid bearer token is required") as caught:
         await pool.open_all([SPEC])
     assert caught.value.reason == "ENV_LOAD_TIMEOUT"

@@ -146,6 +146,30 @@ def test_a_worker_whose_heartbeats_wait_for_this_process_is_not_lost(clock: Cloc
     assert ids(registry.alive(kind)) == list("abc"), "the others were heard again and again"
 
 
+def test_a_worker_that_somebody_saw_silent_is_news_when_it_speaks_again(clock: Clock) -> None:
+    """Lists of workers that take work are kept until `revision` moves: else it would be left out for ever."""
+    registry = registry_with("a", "b")
+    clock.now += workers.QUIET_S + 1  # this process stood still, and `keep_pulse` has not run since
+    assert ids(registry.accepting(WorkerKind.ENV_SERVER)) == []
+    seen = registry.revision
+    registry.heartbeat(ws.HeartbeatRequest(worker_id="a"))
+    assert ids(registry.accepting(WorkerKind.ENV_SERVER)) == ["a"] and registry.revision > seen
+    seen = registry.revision
+    registry.heartbeat(ws.HeartbeatRequest(worker_id="a"))
+    assert registry.revision == seen, "and only then"
+
+
+@pytest.mark.parametrize("num_left", [1, 3, 10])
+def test_workers_that_die_together_are_lost_in_time_where_fewer_survive(clock: Clock, num_left: int) -> None:
+    registry = registry_with(*(f"w{n}" for n in range(4 * num_left)))
+    alive = [f"w{n}" for n in range(num_left)]
+    for _ in range(int(workers.LEASE_S) + 5):
+        clock.now += 1.0
+        for name in alive:
+            registry.heartbeat(ws.HeartbeatRequest(worker_id=name))
+    assert set(ids(registry.alive(WorkerKind.ENV_SERVER))) == set(alive)
+
+
 def test_all_workers_are_lost_where_nobody_is_heard(clock: Clock) -> None:
     registry = registry_with("a", "b")
     clock.now += workers.LEASE_S + 1

@@ -34,7 +34,7 @@ def planned(rule: RetentionRule, *, step: int, checkpoints: list[int], used: int
     [
         (None, 100, [10, 20, 30], None),
         (5, 100, [], None),  # the trainer begins with the first batch
-        (5, 100, [90], 90),
+        (5, 100, [90], 0),  # it may turn out to be damaged: then the run starts over
         (20, 100, [90], 0),  # the promised steps are replayed from a checkpoint before them
         (5, 100, [80, 90], 80),
         (5, 100, [10, 80, 90, 100], 90),  # any of the newest two may turn out to be damaged

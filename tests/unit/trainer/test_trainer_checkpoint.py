@@ -9,6 +9,7 @@ import torch
 from millrace.config.sections.shared import CheckpointConfig
 from millrace.errors import ConflictError
 from millrace.runlog.names import Names
+from millrace.runlog.records.retirement import newest_retirement
 from millrace.storage.base import ObjectStore
 from millrace.storage.local import LocalStore
 from millrace.storage.s3 import S3Store
@@ -87,6 +88,14 @@ def test_a_checkpoint_that_cannot_be_deleted_stays_whole_and_no_other_stays_for_
         assert state["model.a"].tolist() == [1, 1, 1], "its manifest is there, and so is what that names"
     LEFTOVERS.removed(left[0].name)  # its pause is over
     assert checkpoints.prune(KEEP_ONE) == ([1], []) and list(checkpoints.steps()) == [3]
+
+
+def test_a_record_is_written_only_where_a_checkpoint_is_given_up(tmp_path: Path) -> None:
+    """Retention takes the start model for gone once one was: then nobody starts over from it."""
+    store = LocalStore(tmp_path)
+    checkpoints = _saved(store, 100)
+    assert checkpoints.prune(KEEP_ONE) == ([], []) and newest_retirement(store, NAMES) is None
+    assert _saved(store, 200).prune(KEEP_ONE) == ([100], []) and newest_retirement(store, NAMES) is not None
 
 
 def test_what_a_deletion_or_an_upload_left_behind_goes_with_the_next_one(tmp_path: Path) -> None:

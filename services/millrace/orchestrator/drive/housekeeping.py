@@ -11,6 +11,7 @@ from millrace.errors import CapacityError, LogGoneError, MillraceError, Unavaila
 from millrace.orchestrator.drive.assembly import RunParts
 from millrace.runlog import reappend_committed
 from millrace.runlog.event_archive import EventArchive
+from millrace.runlog.records.numbered import latest_epoch
 from millrace.runlog.records.run_record import list_checkpoints, load_origin
 from millrace.runlog.redis.damage import checked_policy
 from millrace.runlog.retention import Retention, RetentionRule, RunNeeds
@@ -200,18 +201,23 @@ class Housekeeper:
     async def _retire(self) -> None:
         store, names, policies = self._log.store, self._log.names, self._parts.policies
         newest, oldest, step = policies.desired, policies.oldest_in_use(), self._parts.book.step
+        epoch, lease = self._parts.context.epoch, self._parts.context.lease
+        if self._retention is not None:
+            self._retention.stopping.clear()
+
+        def may_write() -> bool:
+            return lease.may_write and latest_epoch(store, names, epoch.role) == epoch.number
 
         def work() -> None:
             if self._retention is None:
-                first, epoch = load_origin(store, names).base_step, self._parts.context.epoch
-                self._retention = Retention(store, names, first=first, by=f"{epoch.role}, epoch {epoch.number}")
+                first, by = load_origin(store, names).base_step, f"{epoch.role}, epoch {epoch.number}"
+                self._retention = Retention(store, names, first=first, by=by, may_write=may_write)
             view = RunNeeds(
                 next_step=step,
                 checkpoints=list(list_checkpoints(store, names)),
                 newest_policy=None if newest is None else (newest.lineage, newest.version),
                 oldest_in_use=oldest,
             )
-            self._retention.stopping.clear()
             self._retention.run(self.rule, view)
 
         try:

@@ -43,7 +43,7 @@ from millrace.orchestrator.play.play import Play, PlayState, num_rollouts
 from millrace.orchestrator.play.player import Player
 from millrace.orchestrator.play.routing import AdmissionRule, Policies
 from millrace.runlog.run_status import MUCH
-from millrace.telemetry.waits import LastingWait
+from millrace.telemetry.waits import LastingWait, waiting
 
 TICK_S = 1.0
 """Longest pause between two looks at lost groups and requests to stop if nothing else wakes the loop."""
@@ -51,7 +51,8 @@ REST_S = 50e-6
 """Pause for each play after a look at all of them, which takes a fifth of that; what changes meanwhile is seen at once
 in the next look."""
 SLOW_S = 600.0
-"""Age from which a wait for a replica or for the trainer is overdue: either may be loading a large model."""
+"""Age from which a wait for a replica or for the trainer is overdue: either may be loading a large model. Also that of
+the wait for the advantages of a batch, which a function of the user's may compute."""
 DRAIN_S = 30.0
 """How long a pause lets open groups finish; the rest is cancelled and played again after the pause."""
 WINDOW_STEPS, MIN_WINDOW = 8, 32
@@ -88,6 +89,8 @@ class RolloutLoop:
     """The commit that is under way."""
     batch: list[Play] = field(default_factory=list)
     """Its groups."""
+    batch_step: int = 0
+    """Its step."""
     num_equal_in_a_row: int = 0
     teaching: set[int] = field(default_factory=set)
     """Ordinals of whole groups that are kept; filled only where batches are refilled."""
@@ -129,7 +132,7 @@ class RolloutLoop:
 
         The next batch is cut when the commit is done.
         """
-        self.batch = groups
+        self.batch, self.batch_step = groups, self.book.step
         self.committing = asyncio.create_task(self.commit(groups))
         # The loop waits on the book: the end of the commit has to wake it.
         self.committing.add_done_callback(lambda _: self.book.changed.set())
@@ -144,10 +147,16 @@ class RolloutLoop:
             self.batch, self.committing = [], None
 
     @property
-    def num_ahead(self) -> int:
-        """Return the number of rollouts that are open, finished, or in the batch that is being committed."""
-        plays = self.book.plays
-        return num_rollouts(plays.values()) + num_rollouts(each for each in self.batch if each.ordinal not in plays)
+    def ahead(self) -> tuple[int, int]:
+        """Return the step that is cut next, and the number of rollouts that are open or finished for it or later ones.
+
+        A batch that is being committed counts as committed: its groups leave no room that a group of its own step
+        could take, since it is complete.
+        """
+        if self.committing is None:
+            return self.book.step, num_rollouts(self.book.plays.values())
+        taken = {group.ordinal for group in self.batch}
+        return self.batch_step + 1, num_rollouts(each for each in self.book.plays.values() if each.ordinal not in taken)
 
     async def report_failures(self) -> None:
         """Write events of failed and lost rollouts.
@@ -171,15 +180,15 @@ class RolloutLoop:
         plays = self.book.plays
         async with self.player.round(plays.values()) as placing:
             while (served := self.policies.served_version()) is not None and not placing.refused:
-                ahead = self.num_ahead
+                step, ahead = self.ahead
                 if self.failures.not_before > time.monotonic():
                     return  # groups may fail, and leave room again, while others are asked for
                 # Read anew for every group: others finish, and versions are served, while it is waited for.
-                if ahead >= self.rule.num_allowed(step=self.book.step, served_version=served):
+                if ahead >= self.rule.num_allowed(step=step, served_version=served):
                     return
                 # The step that the group will probably be cut into decides its temperature and the oldest version it
                 # may start with.
-                planned = self.rule.planned_step(step=self.book.step, num_ahead=ahead)
+                planned = self.rule.planned_step(step=step, num_ahead=ahead)
                 ordinal = self.book.next_ordinal()
                 if self.is_exhausted(ordinal):
                     self.require_groups()
@@ -363,16 +372,17 @@ class RolloutLoop:
 
         A batch without any advantage is not committed, and its step is cut again.
         """
-        batch = await asyncio.to_thread(
-            cut,
-            groups,
-            self.algorithms,
-            step=self.book.step,
-            filter_zero_advantages=self.settings.filter_zero_advantages,
-            seq_len=self.settings.seq_len,
-            filters=self.settings.filters,
-            baselines=self.writer.baselines,
-        )
+        with waiting(f"the advantages of batch {self.book.step}", waits_on="orchestrator", deadline_s=SLOW_S):
+            batch = await asyncio.to_thread(
+                cut,
+                groups,
+                self.algorithms,
+                step=self.book.step,
+                filter_zero_advantages=self.settings.filter_zero_advantages,
+                seq_len=self.settings.seq_len,
+                filters=self.settings.filters,
+                baselines=self.writer.baselines,
+            )
         # At async level 0 every batch is on-policy: what is left over was sampled by a policy that this batch replaces.
         if self.rule.async_level == 0 and batch.samples:  # else they are for this batch still
             surplus = [group for group in (*self.book.open, *self.book.whole) if group not in groups]

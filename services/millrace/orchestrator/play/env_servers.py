@@ -42,7 +42,7 @@ OPEN_POLL = Backoff(0.02, 0.25, factor=1.3)
 """Between two looks at an environment that loads: what loads in a tenth of a second is there at once."""
 OPEN_TIMEOUT_S = 300.0
 """Longest time for an environment to load: imports of `verifiers` alone cost 7 CPU-seconds."""
-RETURN_PAUSE_S, RETURN_LIMIT_S = 1.0, 5.0
+RETURN_PAUSE_S, RETURN_LIMIT_S = 1.0, 10.0
 """After a takeover: how long after the last env-server came back no other one is expected, and the longest wait."""
 SILENCE_S = 3.0
 """How long an env-server that did not answer gets no new groups, so that it does not delay those of the others."""

@@ -206,14 +206,15 @@ class CheckpointStore:
             return [], []
         steps = [step for step in self.steps() if step not in self._damaged]
         kept = set(steps[-config.keep_last :]) | self._damaged
-        if self._is_logged and steps:
+        kept |= {step for step in steps if config.keep_interval and step % config.keep_interval == 0}
+        if self._is_logged and not kept.issuperset(steps):
             self._retire(steps, config, keep_last=config.keep_last)
         dropped, left = list[int](), list[Leftover]()
         for prefix in list(self._store.list_prefixes(self._names.checkpoints)):
             step = checkpoint_at(self._names, prefix)
             if step is None or step in kept or step > max(steps, default=-1):
                 continue
-            if config.keep_interval and step % config.keep_interval == 0:
+            if config.keep_interval and step % config.keep_interval == 0:  # damaged ones, too
                 continue
             stays = remove_place(self._store, self._names, KeptAs.CHECKPOINTS, step=step)
             left += stays

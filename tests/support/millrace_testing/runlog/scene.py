@@ -31,7 +31,7 @@ from millrace_testing.runlog.recorded_log import record
 
 STEPS = 12
 CHECKPOINTS = (5, 10, STEPS)
-RULES = {6: RetentionRule(batches=2), 10: RetentionRule(batches=2, policies=2)}
+RULES = {9: RetentionRule(batches=2), 10: RetentionRule(batches=2, policies=2)}
 PREFIX = "tampered"
 
 
