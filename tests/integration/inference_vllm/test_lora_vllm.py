@@ -17,7 +17,6 @@ import pytest
 from millrace.errors import UnavailableError
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.internal.v1 import policy_service_pb2_grpc
-from millrace.internal.v1.policy_pb2 import PolicyEntry
 from millrace.policies.peft.config import AdapterSpec
 from millrace.rpc.channel import call, open_channel
 from millrace.storage.local import LocalStore
@@ -37,15 +36,8 @@ class Replica:
         self.stub, self.http_url, self.log, self.process = stub, http_url, log, process
 
     async def update(self, desired: Any) -> pb.PolicyStatus:
-        """Return asks until the version serves or failed, as the orchestrator does."""
-        entry = PolicyEntry(
-            lineage=desired.lineage,
-            version=desired.version,
-            manifest_key=desired.manifest_key,
-            manifest_sha256=desired.manifest_sha256,
-            digest=desired.digest,
-        )
-        request = pb.UpdatePolicyRequest(run_uid=desired.run_uid, policy=entry, epoch=1, wait_seconds=1)
+        """Ask until the version serves or failed, as the orchestrator does, and return the status."""
+        request = pb.UpdatePolicyRequest(run_uid=desired.run_uid, policy=desired.entry, epoch=1, wait_seconds=1)
         ends = time.monotonic() + START_S
         while True:
             assert time.monotonic() < ends and self.process.returncode is None, self.log.read_text()[-4000:]
@@ -55,7 +47,7 @@ class Replica:
                 await asyncio.sleep(0.2)
                 continue
             if status.state in (pb.POLICY_STATE_UPDATE_FAILED, pb.POLICY_STATE_BROKEN) or (
-                status.state == pb.POLICY_STATE_SERVING and status.version == desired.version
+                status.state == pb.POLICY_STATE_SERVING and status.version == desired.entry.version
             ):
                 return status
 
@@ -138,8 +130,8 @@ async def test_adapters_on_real_vllm(run: Any, replica: Replica) -> None:
         if desired is not None:
             status = await replica.update(desired)
             assert status.state == pb.POLICY_STATE_SERVING, (status.error, replica.log.read_text()[-3000:])
-            assert status.digest == desired.digest
-        version = 1 if desired is None else desired.version
+            assert status.digest == desired.entry.digest
+        version = 1 if desired is None else desired.entry.version
         for other, twin in run.twins.items():
             gap = await replica.logprob_gap(twin)
             assert (gap < 1e-5) == (other == version), (version, other, gap)
