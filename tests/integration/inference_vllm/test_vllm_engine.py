@@ -114,7 +114,7 @@ async def test_an_environment_that_has_a_text_completed_gets_exact_tokens(server
         assert outcome.status is RolloutStatus.OK, outcome
         [sample] = outcome.samples
         count, tokens = sample.loss_mask.tolist().index(True), sample.token_ids.tolist()
-        assert len(tokens) == (FLAGS["max_model_len"] if request.sampling.max_tokens is None else count + 8)
+        assert len(tokens) == (FLAGS["max_model_len"] if not request.sampling.max_tokens else count + 8)
         expected = published.logprobs(run.models[0], tokens[:count], tokens[count:])
         np.testing.assert_allclose(sample.inference_logprobs[count:], expected, atol=GAP)
         assert sample.policy_spans == (PolicySpan(lineage=0, version=0, start=count, end=len(tokens)),)
