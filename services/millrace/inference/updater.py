@@ -391,9 +391,10 @@ class PolicyUpdater:
         self._pause_s = time.monotonic() - began
 
     async def _prove(self, identity: PolicyIdentity, staged: StagedPolicy, *, opens: bool = True) -> None:
-        """Have the engine prove that it has this policy.
+        """Have the engine prove that it has this policy; `opens` False if it is not served, as an adapter on it
+        follows.
 
-        Make it FAILED if it has not, or the proof fails, and raise.
+        If the digest differs (InternalError) or the proof fails, make the engine FAILED, and raise the error.
         """
         try:
             held = await self._engine.prove(staged, opens=opens)

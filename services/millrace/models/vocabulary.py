@@ -118,9 +118,10 @@ def _named_specials(tokenizer: Any) -> dict[str, str]:
 
 
 def _configured(directory: Path) -> Iterator[tuple[str, str, int]]:
-    """Yield file, key and id of the special tokens in the model's configs; older ones have -1 for none.
+    """Yield file, key and id of the bos, eos and pad tokens in config.json and generation_config.json.
 
-    Raises CorruptObjectError (MODEL_FILE_UNUSABLE) for a value that is no integer, which programs read differently.
+    An id may be -1, with which older configs say that there is none. Raises CorruptObjectError (MODEL_FILE_UNUSABLE)
+    for a value that is no integer, which programs read differently.
     """
     for name in _CONFIGS:
         if not (directory / name).is_file():

@@ -80,7 +80,10 @@ def engine_token(worker_token: str) -> str:
 
 
 def token_line(token: str, name: str, *, expires: datetime | None = None, may_write: bool = True) -> str:
-    """Return the line of a tokens file that accepts the token; ValueError if the name is malformed."""
+    """Return the line of a tokens file that accepts the token, without a line end; it has the token's hash.
+
+    An `expires` without a zone is local time. Raises ValueError if the name is malformed.
+    """
     text = f"sha256:{token_digest(token).hex()} {name}"
     if not may_write:
         text += " access=read"

@@ -196,9 +196,10 @@ def _first_batch(store: ObjectStore, names: Names, origin: RunOrigin, policies: 
 
 
 def _first_policy(store: ObjectStore, names: Names, origin: RunOrigin, policies: Sequence[tuple[int, int]]) -> int:
-    """Return the lowest version from which every published version up to the newest is in the store.
+    """Return the lowest version from which all up to the newest in the store are there; `origin.base_step` if none is.
 
-    It is at most `KEPT_POLICIES` versions old. `policies` are version and lineage of each that was begun, ascending.
+    At most KEPT_POLICIES versions are counted. `policies` are version and lineage of each that was begun, ascending;
+    those before `origin.base_step` are ignored, and so are those above the newest whose manifest is there.
     """
     lineages: dict[int, list[int]] = {}
     for version, lineage in policies:

@@ -163,9 +163,10 @@ def _base(model: str | None) -> Layer | None:
 
 
 def _with_endpoint(config: EvalRunConfig, path: str | None) -> EvalRunConfig:
-    """Return the config with the endpoint that `model.name` is an alias of.
+    """Return the config with the endpoint that `model.name` is an alias of, in the file or directory `path`.
 
-    Unchanged if the config has an endpoint, or there is no such alias. Raises CliError if the endpoint is not usable.
+    Without `path` the usual places are searched, and the config is unchanged if none has the alias. It also is if it
+    has an endpoint. Raises CliError if `path` lacks the alias, or the endpoint is not usable.
     """
     if config.client is not None or (path is None and is_path(config.model.name, output_dir=config.output_dir)):
         return config

@@ -79,9 +79,9 @@ def trainer_bench(
 
 
 def inference_bench(config: InferenceConfig, given: Mapping[str, str | bool]) -> InferenceBench:
-    """Return the engine's bench for the config and the given flags.
+    """Return what the embedded engine's bench measures, for the config and the given flags; nothing is run.
 
-    Raises CliError for vLLM, which has its own benchmark.
+    Raises CliError for vLLM, which has its own benchmark, and InvalidSpecError if the number of steps is malformed.
     """
     if config.needs_vllm or config.engine == "vllm":
         raise CliError(

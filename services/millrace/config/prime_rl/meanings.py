@@ -88,9 +88,10 @@ def converted(act: Act, *, is_native: bool = False, form: type = object) -> Mean
 
 
 def only(text: str, *known: Any, other: Mapping[str, Act] | None = None) -> Meaning:
-    """Return the meaning of a key of which some values are unavailable: these block, and the default replaces them.
+    """Return the meaning of a key that takes the values `known`; they are put under the same key, if our schema has it.
 
-    ``other`` has values that are written differently here, each with what reads it.
+    ``other`` has values that are written differently here, each with what reads it. Another text blocks with the note
+    `text`, and leaves our default. A value that is no text is treated as a known one.
     """
 
     def act(target: Target, path: Path, value: Any) -> None:

@@ -21,7 +21,10 @@ class EnvExecutor(ThreadPoolExecutor):
     """A pool for blocking code of environments, which runs the library's formatting of one rollout without a thread."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Run a formatting call in this thread and return a finished asyncio future; submit other calls to the pool."""
+        """Run a formatting call in this thread and return a finished asyncio future; submit other calls to the pool.
+
+        What a formatting call raises is raised here.
+        """
         if not _is_formatting(fn):
             return super().submit(fn, *args, **kwargs)
         # An asyncio future that is done: the loop takes it as it is, where it would wake itself up for another kind.

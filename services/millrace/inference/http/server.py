@@ -426,6 +426,8 @@ class HttpApi:
     ) -> Response:
         """Return a response with the body that `whole` makes: as JSON, or as server-sent events if `stream` has the
         request.
+
+        The body is made in a thread if `completed` has many tokens; nothing else is read of it.
         """
 
         def encode() -> bytes:

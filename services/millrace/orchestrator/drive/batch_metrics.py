@@ -176,7 +176,7 @@ def _of_environment(env: str, groups: Sequence[Play]) -> dict[str, float]:
 
 
 def _functions(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return the mean of each reward function and metric over the rollouts that have it.
+    """Return the mean of each reward function and metric, by its bare name, over the rollouts that have it.
 
     Names beyond the first `MAX_NAMES`, in alphabetical order, are left out.
     """

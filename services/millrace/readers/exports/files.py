@@ -33,7 +33,9 @@ def export_files(
 
 
 def redacted(samples: Iterable[ExportedSample]) -> Iterator[dict[str, Any]]:
-    """Yield the columns of each sample, with every secret in a text masked."""
+    """Yield the columns of each sample, with secrets in texts masked: those of this environment, and what looks like
+    one.
+    """
     secrets = secrets_of(os.environ)
     for sample in samples:
         columns = sample.to_json()

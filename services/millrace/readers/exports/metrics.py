@@ -27,7 +27,7 @@ class MetricRow:
 
 
 def rows_of(event: event_pb2.Event) -> list[MetricRow]:
-    """Return the metric rows of an event; none if it is not about a step."""
+    """Return an event's metrics as one row with all values; [] if the event is not about a step."""
     kind = event.WhichOneof("body")
     found = _READERS[kind](event) if kind in _READERS else None
     if found is None:

@@ -305,9 +305,10 @@ def _json_judge(what: str) -> Callable[[bytes], str]:
 
 
 def _repair_checkpoints(bench: Workbench, headers: dict[Position, Header]) -> None:
-    """Examine the manifests of checkpoints, and the files that they prove.
+    """Examine the manifests of checkpoints, and restore from the backup the files that they prove.
 
-    Without one of them the trainer begins at an older checkpoint, if there is one.
+    A damaged manifest is only noted, as nothing proves it. Without a checkpoint the trainer begins at an older one, or
+    anew from the start model, if `headers` has that of step 0 and its chunks are there.
     """
     has_older = (0, 0) in headers and all(
         bench.exists(chunk.key) for chunk in headers[0, 0][1].chunks

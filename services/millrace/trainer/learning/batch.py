@@ -235,7 +235,10 @@ class BatchLayout:
 
     @classmethod
     def of(cls, config: TrainerConfig, packing: Packing | None) -> "BatchLayout":
-        """Make the layout of a run's batches."""
+        """Take seq_len, the tokens of a micro-batch and the number of minibatches from the config.
+
+        Rows hold one sample each if `packing` is None.
+        """
         return cls(
             seq_len=config.model.seq_len,
             micro_batch_tokens=config.micro_batch_tokens,

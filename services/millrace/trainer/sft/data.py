@@ -410,7 +410,10 @@ def require_one_dataset(dataset: DatasetRows, *, gang: Gang) -> None:
 
 
 def _mixed(sources: Sequence[Source], data: SFTDataConfig | SFTValDataConfig | DatasetConfig) -> np.ndarray:
-    """Return the rows of one pass over sources, as indices into all rows."""
+    """Return the rows of one pass over sources, as indices into all rows, mixed as the data config says (see `mix`).
+
+    Without probabilities sources take turns; a single one is taken in order.
+    """
     return mix(
         [len(source.rows) for source in sources],
         probabilities=data.probabilities,

@@ -28,10 +28,11 @@ Tag = re.Match[str]
 
 
 def parse_qwen3_xml(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str | None, list[ToolCall]] | None:
-    """Return the text before the first call, and all calls; None without one, or if one cannot be parsed.
+    """Return the text before the first call, "" if there is none, and all calls.
 
-    `<tool_call>` and its end may be missing: the function makes a call. A first `<tool_call>` that no function follows
-    is text. Text between and after calls is dropped. `tools` have the types of values.
+    None without a call, or if one cannot be parsed. `<tool_call>` and its end may be missing: the function makes a
+    call. A first `<tool_call>` that no function follows is text. Text between and after calls is dropped. `tools` have
+    the types of values.
     """
     reader = _Reader(text, tools)
     for tag in _TAG.finditer(text):
