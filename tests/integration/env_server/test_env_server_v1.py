@@ -65,6 +65,7 @@ async def test_a_selection_is_a_set_of_its_own_and_one_that_overlaps_is_refused(
     request = server.request("rev-text-v1", 1)
     request.env.CopyFrom(spec(train={"include": {"idx": "2:"}}, evaluated={"limit": 2}))
     [third] = await server.play(request)
+    await server.open("rev-text-v1", {"num_examples": 8})
     whole = await server.play_one("rev-text-v1", 3, args={"num_examples": 8})
     assert third.task_id == whole.task_id and third.task_index == 1, "positions count in what is selected"
     wrong = await server.open_spec(spec(train={"include": {"idx": "2:", "names": ["x"]}}))
