@@ -14,6 +14,7 @@ import time
 from report import progress, table
 from scale_load import PREFIX, Deployment, cpu_s, deployment, run_config
 
+from millrace.errors import MillraceError
 from millrace.internal.v1 import batch_pb2
 from millrace.orchestrator.drive.batch_writer import encode_state
 from millrace.orchestrator.play.failures import Tally
@@ -97,7 +98,7 @@ async def _start(made: Deployment) -> tuple[float, float]:
             try:
                 await call(stub.ListRuns, run_service_pb2.ListRunsRequest(page_size=50), timeout_s=ANSWER_S)
                 break
-            except Exception:
+            except MillraceError:
                 if time.monotonic() - began > ANSWER_S:
                     raise
                 await asyncio.sleep(0.1)

@@ -48,8 +48,8 @@ from millrace.telemetry.waits import LastingWait, waiting
 TICK_S = 1.0
 """Longest pause between two looks at lost groups and requests to stop if nothing else wakes the loop."""
 REST_S = 50e-6
-"""Pause for each play after a look at all of them, which takes a fifth of that; what changes meanwhile is seen at once
-in the next look."""
+"""Pause for each play after a look at all of them, so that looks at thousands of plays do not fill the event loop.
+What changes meanwhile is seen in the next look."""
 SLOW_S = 600.0
 """Age from which a wait for a replica or for the trainer is overdue: either may be loading a large model. Also that of
 the wait for the advantages of a batch, which a function of the user's may compute."""
@@ -148,10 +148,10 @@ class RolloutLoop:
 
     @property
     def ahead(self) -> tuple[int, int]:
-        """Return the step that is cut next, and the number of rollouts that are open or finished for it or later ones.
+        """Return the step that is cut next, and the number of rollouts that are open or finished and in no batch.
 
-        A batch that is being committed counts as committed: its groups leave no room that a group of its own step
-        could take, since it is complete.
+        A batch that is being committed counts as committed: what is sent out meanwhile can only be trained in a later
+        step.
         """
         if self.committing is None:
             return self.book.step, num_rollouts(self.book.plays.values())
