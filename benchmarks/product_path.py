@@ -46,7 +46,7 @@ class Phases:
     def __init__(self) -> None:
         import torch
 
-        from millrace.trainer.bench.measure import PeakMemory
+        from millrace.trainer.bench import PeakMemory
 
         torch.set_num_threads(1)
         self._memory = PeakMemory(torch.device("cpu"))
@@ -95,7 +95,7 @@ def trained(place: Path, asked: dict[str, Any]) -> list[dict[str, Any]]:
     from millrace.custom_code import CustomCode
     from millrace.runlog import Names
     from millrace.storage.local import LocalStore
-    from millrace.trainer.bench.measure import fake_batch, fake_samples
+    from millrace.trainer.bench import fake_batch, fake_samples
     from millrace.trainer.gang.distributed import Gang
     from millrace.trainer.learning.batch import BatchLayout
     from millrace.trainer.learning.learner import Learner

@@ -15,9 +15,13 @@ import importlib
 from report import end_like_interrupt, machine
 
 SUBCOMMANDS = {
+    "latency": ("scale_latency", "commits, a takeover and policy updates with a store that is far away"),
+    "takeover": ("scale_takeover", "many runs on several orchestrators, one of which is killed"),
     "runs": ("scale_redis", "runs that have ended: start, idle, Redis, and the way back after a FLUSHALL"),
     "workers": ("scale_workers", "workers that one orchestrator holds: heartbeats, dispatch, an order to update"),
     "store": ("scale_store", "what a run leaves in the store with retention, and what a pass of it costs"),
+    "audit": ("scale_audit", "an audit of a long run, one step after the other and in ranges by several processes"),
+    "memory": ("scale_memory", "which process of a run grows with its steps"),
     "commits": ("scale_commits", "a commit and a takeover at step n; a commit of a large batch"),
 }
 """By name, the module and what it measures."""

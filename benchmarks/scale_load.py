@@ -59,9 +59,14 @@ def cpu_s(pid: int | None = None) -> float:
     return times.user + times.system
 
 
-def run_config(*, batch_size: int, group_size: int, tokens: int, async_level: int) -> str:
+def delay_s(pid: int) -> float:
+    """Seconds for which the main thread of a process was ready and had no core: what other programs took of it."""
+    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1]) / 1e9
+
+
+def run_config(*, batch_size: int, group_size: int, tokens: int, async_level: int, max_steps: int | None = None) -> str:
     """The config of a run whose groups nothing but the load ends, as one JSON document."""
-    document = {
+    document: dict[str, Any] = {
         "model": {"name": "m"},
         "seq_len": max(64, tokens),
         "orchestrator": {
@@ -74,6 +79,8 @@ def run_config(*, batch_size: int, group_size: int, tokens: int, async_level: in
             "sampling": {"max_tokens": 8},
         },
     }
+    if max_steps is not None:
+        document["max_steps"] = max_steps
     return validate_document(document).resolved_json()
 
 
@@ -115,10 +122,10 @@ def rollout(request: play_pb2.PlayGroupRequest, member: int, *, tokens: int, ver
 class Deployment:
     """Valkey, a store in a directory, and orchestrators as processes."""
 
-    def __init__(self, directory: Path, redis: EmbeddedRedis) -> None:
+    def __init__(self, directory: Path, redis: EmbeddedRedis, store_url: str = "") -> None:
         self._directory = directory
         self._redis = redis
-        self.store_url = f"file://{directory}/store"
+        self.store_url = store_url or f"file://{directory}/store"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         """Orchestrators by address."""
 
@@ -133,18 +140,30 @@ class Deployment:
         assert self._redis.pid is not None
         return self._redis.pid
 
-    def start_orchestrator(self, *, profile: str = "") -> str:
-        """Start one more orchestrator, in cProfile if `profile` names a file; returns its address."""
-        address = f"127.0.0.1:{free_port()}"
+    def start_orchestrator(self, *, profile: str = "", address: str = "") -> str:
+        """Start one more orchestrator, in cProfile if `profile` names a file; returns its address.
+
+        That is of a free port unless one is given: of one that has ended.
+        """
+        address = address or f"127.0.0.1:{free_port()}"
         env = {name: value for name, value in os.environ.items() if not name.startswith("MILLRACE_")}
         env |= {"MILLRACE_REDIS_URL": self._redis.url, "MILLRACE_STORE_URL": self.store_url}
         env |= {"MILLRACE_PREFIX": PREFIX, "MILLRACE_LISTEN": address, "OMP_NUM_THREADS": "1"}
         options = ["-m", "cProfile", "-o", profile] if profile else []
         with (self._directory / f"{address}.log").open("wb") as out:
             self.processes[address] = subprocess.Popen(
-                [sys.executable, *options, "-m", "millrace.orchestrator"], env=env, stdout=out, stderr=out
+                [sys.executable, *options, "-m", "millrace.orchestrator.main"], env=env, stdout=out, stderr=out
             )
         return address
+
+    def listens(self, address: str) -> bool:
+        """Return whether an orchestrator says that it listens."""
+        return " listening " in (self._directory / f"{address}.log").read_text(errors="replace")
+
+    def driven_by(self, address: str) -> set[str]:
+        """Return the uids of the runs that an orchestrator says that it has claimed."""
+        lines = (self._directory / f"{address}.log").read_text(errors="replace").splitlines()
+        return {line.partition("uid=")[2].split()[0] for line in lines if " epoch acquired " in line}
 
     def said(self, words: str) -> int:
         """How often the orchestrators logged `words`."""
@@ -163,13 +182,13 @@ class Deployment:
 
 
 @contextmanager
-def deployment() -> Iterator[Deployment]:
-    """A deployment without an orchestrator, in a temporary directory."""
+def deployment(*, store_url: str = "") -> Iterator[Deployment]:
+    """A deployment without an orchestrator, in a temporary directory; with the store there unless one is given."""
     with (
         tempfile.TemporaryDirectory() as directory,
         EmbeddedRedis(Path(directory) / "redis", append_only="none") as redis,
     ):
-        made = Deployment(Path(directory), redis)
+        made = Deployment(Path(directory), redis, store_url)
         try:
             yield made
         finally:
@@ -214,9 +233,11 @@ class Replica(policy_service_pb2_grpc.PolicyServiceServicer):
 
 
 class EnvServer(env_service_pb2_grpc.EnvServiceServicer):
-    """Takes every group; ends it at once if `plays`, else never. One servicer stands for all env-servers."""
+    """Takes every group; ends it after `seconds` if `plays`, else never. One servicer stands for all env-servers."""
 
-    def __init__(self, log: dict[str, Any], *, plays: bool, tokens: int, version: Callable[[], int]) -> None:
+    seconds = 0.0
+
+    def __init__(self, log: dict[str, Any], *, plays: bool, tokens: int, version: Callable[[str], int]) -> None:
         self._log, self._plays, self._tokens, self._version = log, plays, tokens, version
         self._logs: dict[str, RunLog] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -265,8 +286,18 @@ class EnvServer(env_service_pb2_grpc.EnvServiceServicer):
     async def _play(self, request: play_pb2.PlayGroupRequest) -> None:
         if request.run_uid not in self._logs:
             self._logs[request.run_uid] = await RunLog.open(**self._log, uid=request.run_uid)
-        data = [rollout(request, member, tokens=self._tokens, version=self._version()) for member in request.members]
+        version = self._version(request.base_url)
+        await asyncio.sleep(self.seconds)
+        data = [rollout(request, member, tokens=self._tokens, version=version) for member in request.members]
         (await self._logs[request.run_uid].append_rollouts(data)).require("rollouts")
+
+
+@dataclass
+class _Life:
+    """What a worker keeps across its connections, as `rpc/worker.py` does: it registers again only when told to."""
+
+    is_registered: bool = False
+    interval_s: float = 1.0
 
 
 class Fleet:
@@ -276,18 +307,23 @@ class Fleet:
         """Take the orchestrators' addresses; a worker keeps to one of them as long as that answers."""
         self._addresses, self._log = addresses, log
         self.replicas: list[Replica] = []
+        self._by_url: dict[str, Replica] = {}
         self.trainers: list[FakeTrainer] = []
         self.env_server = EnvServer(log, plays=plays, tokens=tokens, version=self._version)
         self.latencies_s: list[float] = []
         self.num_registered = 0
-        self.failures: Counter[str] = Counter()
-        """Calls that failed, by status."""
+        self.num_registered_again = 0
+        """Workers that were told to register again, from the start to the end."""
+        self.all_failures: Counter[str] = Counter()
+        """Calls that failed from the start to the end, by status and the words that came with it."""
         self._num_started = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._servers: list[grpc.aio.Server] = []
 
-    def _version(self) -> int:
-        return max((replica.status.version for replica in self.replicas), default=0)
+    def _version(self, base_url: str) -> int:
+        """Return the version that the replica at an address serves."""
+        replica = self._by_url.get(base_url)
+        return 0 if replica is None else replica.status.version
 
     async def start(self, *, replicas: int, env_servers: int, trainers: int = 1, update_s: float = 0.0) -> None:
         """Add workers, which begin within a second or so."""
@@ -300,6 +336,8 @@ class Fleet:
             replica = Replica(update_s)
             self.replicas.append(replica)
             address = await self._serve(policy_service_pb2_grpc.add_PolicyServiceServicer_to_server, replica)
+
+            self._by_url[f"http://{address}/v1"] = replica
 
             def report(replica: Replica = replica) -> worker_service_pb2.HeartbeatRequest:
                 return worker_service_pb2.HeartbeatRequest(policy=replica.status)
@@ -345,13 +383,14 @@ class Fleet:
     ) -> None:
         await asyncio.sleep(number % 997 / 500)  # else all would speak at the same moments
         turn, options = number, [("grpc.use_local_subchannel_pool", 1)]
+        life = _Life()
         while True:
             address = self._addresses[turn % len(self._addresses)]
             async with grpc.aio.insecure_channel(address, options=options) as channel:
                 try:
-                    await self._speak(worker_service_pb2_grpc.WorkerServiceStub(channel), worker, report, hear)
+                    await self._speak(worker_service_pb2_grpc.WorkerServiceStub(channel), worker, report, hear, life)
                 except grpc.aio.AioRpcError as error:
-                    self.failures[error.code().name] += 1
+                    self.all_failures[f"{error.code().name}: {error.details()}"] += 1
                     turn += 1
                     await asyncio.sleep(1.0)
 
@@ -361,12 +400,13 @@ class Fleet:
         worker: worker_service_pb2.Worker,
         report: Callable[[], worker_service_pb2.HeartbeatRequest],
         hear: Callable[[worker_service_pb2.HeartbeatResponse], Any],
+        life: "_Life",
     ) -> None:
-        is_registered, interval_s = False, 1.0
         while True:
-            if not is_registered:
+            if not life.is_registered:
                 request = worker_service_pb2.RegisterWorkerRequest(worker=worker)
-                interval_s = (await stub.RegisterWorker(request, timeout=BEAT_TIMEOUT_S)).heartbeat_seconds
+                life.interval_s = (await stub.RegisterWorker(request, timeout=BEAT_TIMEOUT_S)).heartbeat_seconds
+                life.is_registered = True
                 self.num_registered += 1
             heartbeat = report()
             heartbeat.worker_id = worker.worker_id
@@ -374,17 +414,17 @@ class Fleet:
             reply = await stub.Heartbeat(heartbeat, timeout=BEAT_TIMEOUT_S)
             took = time.monotonic() - began
             self.latencies_s.append(took)
-            is_registered = not reply.register_again
-            interval_s = reply.heartbeat_seconds or interval_s
-            if is_registered:
+            life.is_registered = not reply.register_again
+            self.num_registered_again += reply.register_again
+            life.interval_s = reply.heartbeat_seconds or life.interval_s
+            if life.is_registered:
                 hear(reply)
-            await asyncio.sleep(max(0.0, interval_s - took))
+            await asyncio.sleep(life.interval_s)
 
     def reset(self) -> None:
         """Begin to count anew."""
         self.latencies_s.clear()
         self.env_server.calls.clear()
-        self.failures.clear()
         self.num_registered = 0
 
     async def stop(self) -> None:

@@ -35,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     parser.add_argument("runs", type=int, nargs="*", default=[100, 300, 1000])
     parser.add_argument("--open", type=int, default=0, help="how many of the runs have not ended")
+    parser.add_argument(
+        "--full", type=int, default=0, help="so many of the newest runs have a log, the others only a record (0: all)"
+    )
     parser.add_argument("--settle", type=float, default=20.0, help="seconds before the idle orchestrator is measured")
     parser.add_argument("--seconds", type=float, default=15.0, help="of the idle measurement")
 
@@ -65,7 +68,8 @@ async def _measure(options: argparse.Namespace, runs: int) -> list[object]:
 
         async def create(number: int) -> None:
             async with gate:
-                await _create(place, number, is_ended=number >= options.open)
+                is_bare = 0 < options.full <= runs - 1 - number and number >= options.open
+                await _create(place, number, is_ended=number >= options.open, is_bare=is_bare)
 
         await asyncio.gather(*map(create, range(runs)))
         progress(f"{runs} runs created")
@@ -111,8 +115,11 @@ def _resident_mb(pid: int) -> float:
     return psutil.Process(pid).memory_info().rss / 2**20
 
 
-async def _create(place: dict, number: int, *, is_ended: bool) -> None:
-    """Write a run of one step: its record, its events and, if it has ended, closing header, archive and seal."""
+async def _create(place: dict, number: int, *, is_ended: bool, is_bare: bool) -> None:
+    """Write a run of one step: its record, its events and, if it has ended, closing header, archive and seal.
+
+    Of a bare run write its record, and what lists it among all.
+    """
     uid, config = new_uid(), run_config(batch_size=8, group_size=4, tokens=64, async_level=1)
     redis, store = place["redis"], place["store"]
     record = RunRecord(
@@ -127,7 +134,9 @@ async def _create(place: dict, number: int, *, is_ended: bool) -> None:
         labels={},
     )
     await create_run(redis, store, PREFIX, uid=uid, name=record.name, run_json=record.encode())
-    if not is_ended:
+    if is_bare:
+        await note_ended(redis, store, PREFIX, uid=uid, number=0)
+    if is_bare or not is_ended:
         return
     log = await RunLog.open(redis, store, prefix=PREFIX, uid=uid)
     states = (run_pb2.RUN_STATE_RUNNING, run_pb2.RUN_STATE_SUCCEEDED)

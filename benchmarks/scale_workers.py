@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 
 from report import progress, quantile, table
-from scale_load import Deployment, Fleet, cpu_s, deployment, fleet, publish, run_config, until
+from scale_load import Deployment, Fleet, cpu_s, delay_s, deployment, fleet, publish, run_config, until
 
 from millrace.rpc.channel import call, open_channel
 from millrace.runlog import RunLog
@@ -30,6 +30,7 @@ class Row:
     dispatch: list[object]
     steady: list[object]
     update: list[object]
+    whole: list[object]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +46,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def report(options: argparse.Namespace) -> str:
     """Measure each number of workers; the tables as Markdown."""
     rows = [asyncio.run(_measure(options, workers)) for workers in options.workers]
-    beats = ["heartbeats/s", "CPU %", "ms of CPU each", "p50 ms", "p99 ms", "again", "lost", "load's CPU %"]
+    beats = [
+        "heartbeats/s",
+        "CPU %",
+        "ms of CPU each",
+        "p50 ms",
+        "p99 ms",
+        "again",
+        "lost",
+        "load's CPU %",
+        "waited for a core %",
+    ]
     return "\n\n".join(
         [
             f"## Workers of one orchestrator\n\n{options.groups} open groups of {GROUP_SIZE}.",
@@ -58,6 +69,11 @@ def report(options: argparse.Namespace) -> str:
             + table(
                 ["workers", "replicas", "told", "last after s", "served after s", "CPU s"],
                 [[row.workers, *row.update] for row in rows],
+            ),
+            "### From start to end\n\n"
+            + table(
+                ["workers", "lost", "asked to register again", "calls that failed", "first ends of calls"],
+                [[row.workers, *row.whole] for row in rows],
             ),
         ]
     )
@@ -73,6 +89,7 @@ async def _measure(options: argparse.Namespace, workers: int) -> Row:
             if not await until(lambda: load.num_registered >= workers, timeout_s=READY_S):
                 progress(f"{workers} workers: {load.num_registered} registered")
             await asyncio.sleep(2.0)
+            load.all_failures.clear()  # of the time before the orchestrator listened
             progress(f"{workers} workers: idle")
             idle = await _beats(options, made, load, pid)
             progress(f"{workers} workers: dispatch")
@@ -83,18 +100,19 @@ async def _measure(options: argparse.Namespace, workers: int) -> Row:
             twice = sum(count - 1 for count in load.env_server.asked.values())
             steady += [load.env_server.calls["PlayGroup"], twice]
             progress(f"{workers} workers: update")
-            update = ["-"] * 5 if options.play else await _update(made, load, pid, uid)
-            return Row(workers, idle, dispatch, steady, update)
+            update: list[object] = ["-"] * 5 if options.play else await _update(made, load, pid, uid)
+            again, failed = load.num_registered_again, load.all_failures
+            whole: list[object] = [made.said("worker lost"), again, failed.total(), "; ".join(failed) or "-"]
+            return Row(workers, idle, dispatch, steady, update, whole)
 
 
 async def _beats(options: argparse.Namespace, made: Deployment, load: Fleet, pid: int) -> list[object]:
     load.reset()
     lost, cpu, own, began = made.said("worker lost"), cpu_s(pid), cpu_s(), time.monotonic()
+    delayed = delay_s(pid)
     await asyncio.sleep(options.seconds)
     seconds, cpu = time.monotonic() - began, cpu_s(pid) - cpu
     count = len(load.latencies_s)
-    if load.failures:
-        progress(f"calls that failed: {dict(load.failures)}")
     times = [1e3 * quantile(load.latencies_s, share) if count else float("nan") for share in (0.5, 0.99)]
     return [
         f"{count / seconds:.0f}",
@@ -104,6 +122,7 @@ async def _beats(options: argparse.Namespace, made: Deployment, load: Fleet, pid
         load.num_registered,
         made.said("worker lost") - lost,
         f"{100 * (cpu_s() - own) / seconds:.0f}",
+        f"{100 * (delay_s(pid) - delayed) / seconds:.0f}",
     ]
 
 

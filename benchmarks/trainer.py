@@ -1,6 +1,6 @@
 """Our training step against the bare limit, transformers' Trainer and TRL's GRPOTrainer, each in a process of its own.
 
-    python benchmarks/trainer.py [--peers-python PATH] [--models 30M 150M moe] [--seq-lens 512 4096]
+    python benchmarks/trainer.py [--peers-python PATH] [--before DIR] [--models 30M 150M moe] [--seq-lens 512 4096]
         [--vocabularies 1000 150000] [--lengths fixed variable] [--rounds 3] [--tokens 1024] [--jobs N]
         [--device cpu|cuda]
 
@@ -10,7 +10,8 @@
 `limit` is a loop by hand over the same rows of tokens: forward, backward, clipping, AdamW; a large vocabulary goes
 through the same head in chunks. `ours` is the step of `millrace trainer --bench`. `trainer` is transformers' Trainer on
 rows of equal lengths, `grpo` the loss, backward and optimizer of TRL's GRPOTrainer on samples of 10 to 100 % of the
-longest, which it pads, without its generation; without --peers-python these two are left out. All compute in float32,
+longest, which it pads, without its generation; without --peers-python these two are left out. `before` is the step of
+another checkout of ours, DIR, with its own `.venv`. All compute in float32,
 or with --device cuda in bfloat16 with float32 weights, where time is wall time and memory the allocator's. A step of
 short samples warms up, and one like the others where contenders stay in memory; on a GPU three of these.
 
@@ -112,13 +113,13 @@ def allowed_bytes() -> float:
 class Contender:
     """A process of `trainer_contenders.py` that waits for its turns; a context manager that ends it."""
 
-    def __init__(self, cell: Cell, directory: str, python: str, threads: int) -> None:
+    def __init__(self, cell: Cell, directory: str, command: Sequence[str], threads: int) -> None:
         # Threads that have nothing to do do not spin, which would count as CPU seconds.
         environ = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
         environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed where the process is ended
         self._process = subprocess.Popen(
-            [python, str(CONTENDERS), json.dumps(cell), directory],
+            [*command, json.dumps(cell), directory],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -163,9 +164,20 @@ class Contender:
             pipe.close()
 
 
-def measure_cell(cell: Cell, peers_python: str | None, threads: int) -> dict[str, Any]:
+def commands_of(cell: Cell, options: argparse.Namespace) -> dict[str, list[str]]:
+    """The contenders of a cell, each with the beginning of the command that starts it."""
+    commands = {name: [sys.executable, str(CONTENDERS)] for name in ("limit", "ours")}
+    if options.before:
+        commands["before"] = [f"{options.before}/.venv/bin/python", f"{options.before}/benchmarks/{CONTENDERS.name}"]
+    if options.peers_python:
+        peers = (name for name, lengths in PEERS.items() if lengths == cell["lengths"])
+        commands |= {name: [options.peers_python, str(CONTENDERS)] for name in peers}
+    return commands
+
+
+def measure_cell(cell: Cell, options: argparse.Namespace, threads: int) -> dict[str, Any]:
     """Turns of each contender, where the time of ours goes, and what all of it took; errors of those that failed."""
-    names = ["limit", "ours", *(name for name, lengths in PEERS.items() if lengths == cell["lengths"] and peers_python)]
+    commands = commands_of(cell, options)
     began, playing, cpu_s = time.monotonic(), dict[str, Contender](), 0.0
     turns, errors, profile = dict[str, list[dict[str, Any]]](), dict[str, str](), dict[str, float]()
     stay = not takes_all_cores(cell)
@@ -175,10 +187,9 @@ def measure_cell(cell: Cell, peers_python: str | None, threads: int) -> dict[str
         profiled = name == "ours" and is_profiled(cell)
         if name not in playing:
             rounds = cell["rounds"] if stay else 1
-            asked = {**cell, "rounds": rounds, "contender": name, "profiled": profiled and (stay or is_last)}
-            asked["is_warm"] = stay
-            python = peers_python if name in PEERS and peers_python else sys.executable
-            playing[name] = ended.enter_context(Contender(asked, directory, python, threads))
+            asked = {**cell, "rounds": rounds, "contender": "ours" if name == "before" else name}
+            asked |= {"profiled": profiled and (stay or is_last), "is_warm": stay}
+            playing[name] = ended.enter_context(Contender(asked, directory, commands[name], threads))
             playing[name].answer()
         turns.setdefault(name, []).append(playing[name].take_turn())
         if is_last and profiled:
@@ -189,7 +200,7 @@ def measure_cell(cell: Cell, peers_python: str | None, threads: int) -> dict[str
         subprocess.run([sys.executable, __file__, "--make", json.dumps([cell, directory])], check=True)
         for number in range(cell["rounds"]):
             is_last = number == cell["rounds"] - 1
-            for name in [name for name in names if name not in errors]:
+            for name in [name for name in commands if name not in errors]:
                 try:
                     turn_of(name, directory, is_last=is_last)
                 except (RuntimeError, BrokenPipeError) as error:
@@ -225,7 +236,7 @@ def write_report(records: Sequence[dict[str, Any]]) -> None:
         if record["profile"]
     ]
     named = ["model", "longest", "vocabulary", "lengths"]
-    against = [f"{what} of {who}" for what in ("speed", "memory") for who in ("limit", "Trainer", "TRL")]
+    against = [f"{what} of {who}" for what in ("speed", "memory") for who in ("limit", "Trainer", "TRL", "before")]
     turns = [
         "threads",
         "who",
@@ -267,7 +278,7 @@ def _ratios(record: dict[str, Any]) -> list[str]:
     row = [*_name(record["cell"]), record["date"]]
     for what in (clock, "peak_bytes"):
         own = _middle(record, "ours", what)
-        for who in ("limit", *PEERS):
+        for who in ("limit", *PEERS, "before"):
             other = _middle(record, who, what)
             row.append("" if own is None or other is None else f"{own / other:.2f}")
     return row
@@ -293,7 +304,7 @@ def _rows(record: dict[str, Any]) -> Iterator[list[Any]]:
         yield [*_name(record["cell"]), record["threads"], who, "", error, "", "", ""]
 
 
-def measure_all(waiting: list[Cell], *, jobs: int, peers_python: str | None) -> Iterator[dict[str, Any]]:
+def measure_all(waiting: list[Cell], *, jobs: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Records of cells as they get done: `jobs` side by side, as far as memory allows."""
     running: dict[Future[dict[str, Any]], Cell] = {}
 
@@ -307,7 +318,7 @@ def measure_all(waiting: list[Cell], *, jobs: int, peers_python: str | None) -> 
                 waiting.remove(fitting[0])
                 threads = (os.cpu_count() or 1) if takes_all_cores(fitting[0]) else 1
                 progress(f"{' '.join(_name(fitting[0]))}, {bytes_of(fitting[0]) / 2**30:.1f} GiB")
-                running[pool.submit(measure_cell, fitting[0], peers_python, threads)] = fitting[0]
+                running[pool.submit(measure_cell, fitting[0], options, threads)] = fitting[0]
                 continue
             for done in wait(running, return_when=FIRST_COMPLETED).done:
                 progress(f"done: {' '.join(_name(running.pop(done)))}, {len(waiting)} wait")
@@ -325,6 +336,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, help="cells side by side, on a CPU one per core, on a GPU one")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--peers-python", help="an interpreter that has TRL, transformers and millrace")
+    parser.add_argument("--before", help="another checkout of ours, with its .venv")
     parser.add_argument("--make", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.make:
@@ -336,10 +348,12 @@ def main() -> None:
     records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     asked = list(cells(options))
     done = [
-        each["cell"] for each in records if not each["errors"] and (len(each["turns"]) > 2 or not options.peers_python)
+        each["cell"]
+        for each in records
+        if not each["errors"] and commands_of(each["cell"], options).keys() <= each["turns"].keys()
     ]
     waiting = [cell for cell in asked if cell not in done]
-    for found in measure_all(waiting, jobs=jobs, peers_python=options.peers_python):
+    for found in measure_all(waiting, jobs=jobs, options=options):
         records = [record for record in records if record["cell"] != found["cell"]] + [found]
         # In the order in which they are asked for, whichever was done first.
         records.sort(key=lambda record: asked.index(record["cell"]) if record["cell"] in asked else -1)

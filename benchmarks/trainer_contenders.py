@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from millrace.config.sections.rl import TrainerBench
-from millrace.trainer.bench.measure import SHORTEST, PeakMemory, fake_batch, fake_samples
+from millrace.trainer.bench import SHORTEST, PeakMemory, fake_batch, fake_samples
 from millrace.trainer.gang.distributed import Gang
 
 WARM_UP_TOKENS = 64
@@ -172,7 +172,7 @@ def samples(cell: Cell, step: int) -> list[Any]:
 
 def ours(cell: Cell, directory: Path, turns: Turns) -> None:
     """Our step, by our own bench."""
-    from millrace.trainer.bench import measure as bench
+    from millrace.trainer import bench as bench
 
     bench.fake_samples = lambda data, *, step, **rest: samples(cell, step)  # the samples that the others have
     gang = Gang(device=device_of(cell))
@@ -194,7 +194,7 @@ def limit(cell: Cell, directory: Path, turns: Turns) -> None:
     config, gang = bench_of(cell, directory).trainer, Gang(device=device)
     with half_precision(cell):
         compute_dtype = torch.bfloat16 if is_on_gpu(cell) else torch.float32
-        packing = packing_of(model, config.pack, compute_dtype=compute_dtype, gang=gang)
+        packing = packing_of(model, config.pack, longest=config.model.seq_len, compute_dtype=compute_dtype, gang=gang)
     layout = BatchLayout.of(config, packing)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
@@ -206,8 +206,19 @@ def limit(cell: Cell, directory: Path, turns: Turns) -> None:
         if cell["vocabulary"] < LARGE_VOCABULARY:
             return functional.cross_entropy(model.lm_head(hidden_NH), labels_N, reduction="sum") / count
         ones_N = torch.ones(len(labels_N), device=device)
-        targets = Targets(places_N=rows.before_N, labels_N=labels_N, temperature_N=ones_N, is_entropy_learned=False)
-        return -linear_logprobs(hidden_NH, model.lm_head.weight, targets=targets)[:, 0].sum() / count
+
+        def loss_of_tokens(both_N2: torch.Tensor) -> torch.Tensor:
+            return -both_N2[:, 0].sum() / count
+
+        def slopes(tokens: slice, both_C2: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                own_C2 = both_C2.requires_grad_()
+                return torch.autograd.grad(loss_of_tokens(own_C2), own_C2)[0]
+
+        targets = Targets(
+            places_N=rows.before_N, labels_N=labels_N, temperature_N=ones_N, is_entropy_learned=False, slopes=slopes
+        )
+        return loss_of_tokens(linear_logprobs(hidden_NH, model.lm_head.weight, targets=targets))
 
     def step(number: int) -> int:
         batch = fake_batch(samples(cell, number), step=number, layout=layout, gang=gang)

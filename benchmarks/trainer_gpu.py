@@ -82,9 +82,8 @@ def make_model(size: str, directory: Path) -> Path:
 def work(asked: Case) -> None:
     """In a process of its own: measure one case, and print what was found."""
     from millrace.config.sections.rl import TrainerBench
-    from millrace.trainer.bench.measure import measure
-    from millrace.trainer.gang.devices import choose_device
-    from millrace.trainer.gang.distributed import Gang
+    from millrace.trainer.bench import measure
+    from millrace.trainer.gang.distributed import Gang, choose_device
 
     trainer = asked["trainer"]
     model = {"name": asked["directory"], "seq_len": asked["seq_len"]} | trainer.get("model", {})

@@ -96,6 +96,8 @@ def _shared_rows() -> str:
     return rows
 
 
+_LONG_ROW, _MOST_REPEATED = 40, 3
+"""Characters of a row that is not written twice, if another section has so many rows of this one."""
 _FORMATS_BOUND = f"below {2**31:g}"
 """A bound of the stored format, which no user comes near."""
 
@@ -136,7 +138,17 @@ class _Page:
             text += f"\nThe keys of {other.link}{f' but {_and(missing)}' if missing else ''}"
             rows = {name: row for name, row in rows.items() if other.rows.get(name) != row}
             text += ", and:\n" if rows else ".\n"
-        return text + _list(rows)
+        return text + _list(self._as_elsewhere(rows) if not other else rows)
+
+    def _as_elsewhere(self, rows: Mapping[str, str]) -> dict[str, str]:
+        """Return the rows of the section that was added last, with a reference for those that another one has, too.
+
+        Only long rows count, and only if the other section has several of them.
+        """
+        best = max(self._printed[:-1], key=lambda each: _long_count(each, rows), default=None)
+        if best is None or _long_count(best, rows) < _MOST_REPEATED:
+            return dict(rows)
+        return {name: f"as in {best.link}." if _is_long(best, name, row) else row for name, row in rows.items()}
 
     def _add(self, heading: str, presence: str, rows: dict[str, str]) -> None:
         anchor = re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
@@ -151,6 +163,15 @@ class _Page:
             return None
         shared, missing = _shared_count(best, rows), len(best.rows.keys() - rows.keys())
         return best if rows and shared > missing and 2 * shared >= len(rows) else None
+
+
+def _is_long(printed: _Printed, name: str, row: str) -> bool:
+    """Return whether the printed section has the same row, and a reference to it is shorter."""
+    return printed.rows.get(name) == row and len(row) > _LONG_ROW
+
+
+def _long_count(printed: _Printed, rows: Mapping[str, str]) -> int:
+    return sum(_is_long(printed, name, row) for name, row in rows.items())
 
 
 def _shared_count(printed: _Printed, rows: Mapping[str, str]) -> int:

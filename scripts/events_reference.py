@@ -6,7 +6,7 @@ What the code has (an event, a warning, a reason of a failed run) and no table e
 import ast
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -17,8 +17,7 @@ PROTO = ROOT / "proto" / "millrace" / "v1" / "event.proto"
 _ROOMS = (
     "algorithms",
     "env_server/adapters",
-    "env_server/adapters/scoring",
-    "env_server/interpreters",
+    "env_server/interpreters.py",
     "env_server/teacher",
     "orchestrator/drive",
     "orchestrator/play",
@@ -86,10 +85,7 @@ EVENTS: Texts = {
         "the run ends: the trainer scored the final evaluation with the last policy",
         "`mismatch_kl` far from 0 (1e-12 in float32, 1e-3 in bf16): engine and trainer compute differently",
     ),
-    "batch_committed": (
-        "a batch is durable; `dropped` counts groups by reason (below)",
-        NOTHING,
-    ),
+    "batch_committed": ("a batch is durable; `dropped` counts groups by reason (below)", NOTHING),
     "policy_served": ("a replica loaded and proved a version", NOTHING),
     "rollouts_failed": (
         "rollouts of an environment failed: the first group, then each doubling",
@@ -138,10 +134,7 @@ WARNINGS: Texts = {
         "the entropy of a token is not finite; the step is skipped",
         "lower `trainer.optim.lr`; look at the sample that the message names",
     ),
-    "ENTRY_DAMAGED": (
-        "a Redis stream has a foreign or damaged entry",
-        "find out who else writes to this Redis",
-    ),
+    "ENTRY_DAMAGED": ("a Redis stream has a foreign or damaged entry", "find out who else writes to this Redis"),
     "EVAL_FAILED": (
         "no rollout of an evaluation finished",
         "as for `rollouts_failed`; `millrace env check ID --eval` plays a held-out task",
@@ -190,7 +183,7 @@ WARNINGS: Texts = {
         'use a template that keeps earlier turns as they were, or `orchestrator.trajectory_strategy = "branching"`',
     ),
     "COMPILE_FAILED": (
-        "a block could not be compiled (`trainer.model.compile`); it runs eagerly",
+        "a block, or a part of one, could not be compiled (`trainer.model.compile`); it runs eagerly",
         "install a C++ compiler (CPU) or Triton (GPU), or leave the key out",
     ),
     "ENGINE_DISAGREES": (
@@ -211,10 +204,7 @@ WARNINGS: Texts = {
         '`trainer.determinism = "strict"` and as many ranks as before avoid it',
     ),
     "ORCHESTRATOR_BACK": ("the orchestrator answers the trainer again", NOTHING),
-    "ORCHESTRATOR_REPLACED": (
-        "another orchestrator took the run over",
-        "look at its log if nobody stopped it",
-    ),
+    "ORCHESTRATOR_REPLACED": ("another orchestrator took the run over", "look at its log if nobody stopped it"),
     "ORCHESTRATOR_SILENT": (
         "the orchestrator does not answer the trainer, which goes on with what is committed",
         "look at its process and at the network between the two",
@@ -235,10 +225,7 @@ WARNINGS: Texts = {
         "the process that publishes policies was killed, perhaps for memory, and replaced",
         "give the trainer's machine more memory",
     ),
-    "REDIS_RESTARTED": (
-        "Redis restarted; what it lost of the log is appended again",
-        NOTHING,
-    ),
+    "REDIS_RESTARTED": ("Redis restarted; what it lost of the log is appended again", NOTHING),
     "REDIS_SILENT": ("Redis did not answer for a while", "look at its machine, its memory and its disk"),
     "SCORE_OTHER_VERSION": (
         "some tokens of the final evaluation are of another version and were not scored",
@@ -253,10 +240,7 @@ WARNINGS: Texts = {
         "look at the trainer's log",
     ),
     "WORKER_BACK": ("a silent worker answers again", NOTHING),
-    "WORKER_LOST": (
-        "a worker's lease ran out; what it held goes to others",
-        "look at its machine; start another one",
-    ),
+    "WORKER_LOST": ("a worker's lease ran out; what it held goes to others", "look at its machine; start another one"),
     "WORKER_REPLACED": ("a worker ended and another took its place", "see the log of the one that ended"),
     "WORKER_SILENT": ("a worker does not answer", "it is frozen, overloaded or cut off: look at its machine"),
     "ZERO_ADVANTAGE": (
@@ -266,6 +250,14 @@ WARNINGS: Texts = {
 }
 
 FAILURES: Texts = {
+    "ADVANTAGES_SLOW": (
+        "a function of `orchestrator.algo` took longer than `orchestrator.advantage_timeout_s`: it waits for something",
+        "mend it, or raise the key if it computes for so long; then `millrace run resume`",
+    ),
+    "BLOCKS_UNTRACEABLE": (
+        "torch's compiler failed in a block in which ranks exchange tensors (`cp`, `ep`)",
+        "leave `trainer.model.compile` out",
+    ),
     "CHAT_TEMPLATE_MISSING": (
         "the tokenizer has no chat template for the environments' conversations",
         "put `chat_template.jinja` beside the tokenizer, or name its file in `inference.model.chat_template` (vLLM)",
@@ -367,10 +359,7 @@ FAILURES: Texts = {
         "an environment to train on has no training tasks",
         "see its `args`; one with held-out tasks alone belongs under `orchestrator.eval.env`",
     ),
-    "EVAL_FAILED": (
-        "no rollout of the first or the last evaluation finished",
-        "as for `rollouts_failed`",
-    ),
+    "EVAL_FAILED": ("no rollout of the first or the last evaluation finished", "as for `rollouts_failed`"),
     "GANG_MESSAGE_INVALID": ("the ranks of one trainer run different releases", "install the same one on every rank"),
     "HEADER_CORRUPT": ("the log's last header cannot be read", "`millrace run repair RUN`"),
     "HINT_NOT_RENDERED": (
@@ -384,6 +373,10 @@ FAILURES: Texts = {
     "LAYOUT_IMPOSSIBLE": (
         "ranks, heads, experts or layers do not divide by `dp_replicate`, `cp`, `tp`, `ep`",
         "each line says what to set",
+    ),
+    "LOSS_INVALID": (
+        "what the function of `trainer.loss.import_path` returns is no loss per token",
+        "write it as the message says",
     ),
     "LORA_SAVED_TIED": ("`modules_to_save` names one end of a tied weight", "leave it out"),
     "LORA_SAVED_UNKNOWN": ("`modules_to_save` fits no layer of the model", "name layers of this model"),
@@ -409,10 +402,7 @@ FAILURES: Texts = {
         "the weights are quantized in another way than FP8 in blocks or MXFP4",
         "take the model in bfloat16 or float32",
     ),
-    "NO_ADVANTAGE": (
-        "ten batches (or as many groups) in a row without an advantage",
-        "as for ZERO_ADVANTAGE",
-    ),
+    "NO_ADVANTAGE": ("ten batches (or as many groups) in a row without an advantage", "as for ZERO_ADVANTAGE"),
     "NO_TASKS_LEFT": (
         "every task is easy or hard (`orchestrator.buffer`), and no batch is left",
         "move `easy_threshold` or `hard_threshold`, add tasks, or fork the run with an `easy_fraction`",
@@ -425,10 +415,7 @@ FAILURES: Texts = {
         '`trainer.pack.mode = "always"`, and the model mixes the samples of one row',
         'set it to "auto" or "never"',
     ),
-    "POLICY_ABANDONED": (
-        "the trainer was stopped before it committed a version",
-        NOTHING,
-    ),
+    "POLICY_ABANDONED": ("the trainer was stopped before it committed a version", NOTHING),
     "POLICY_BASE_DIFFERS": (
         "the trainer's base model is not the one that was published",
         "as for CHECKPOINT_BASE_DIFFERS",
@@ -441,10 +428,7 @@ FAILURES: Texts = {
         "the start model, or the last step's, gives log-probs that are not finite",
         "use another start model, or fork a few steps before with a lower `trainer.optim.lr`",
     ),
-    "PUBLISHER_MESSAGE_INVALID": (
-        "Millrace was reinstalled under a running trainer",
-        "start the trainer again",
-    ),
+    "PUBLISHER_MESSAGE_INVALID": ("Millrace was reinstalled under a running trainer", "start the trainer again"),
     "ENV_SAMPLING_REFUSED": (
         "an environment sets in model calls what the trainer cannot compute: seed, penalties, `min_tokens`, "
         "`logit_bias`, another model",
@@ -459,10 +443,11 @@ FAILURES: Texts = {
         "more than `orchestrator.max_failed_share` of the rollouts of the last `failure_window` groups failed",
         "correct the first error, which the message has, then resume",
     ),
-    "SAMPLES_MIXED": (
-        "the model computes a sample differently after others",
-        "train another model",
+    "ROUTER_LOSS_UNSUPPORTED": (
+        "config.json of the model asks for a loss that balances experts (`output_router_logits`)",
+        "set it to false there",
     ),
+    "SAMPLES_MIXED": ("the model computes a sample differently after others", "train another model"),
     "SCORES_MISSING": (
         "rollouts came without the teacher's log-probs",
         "see `orchestrator.algo.teacher` and the env-server's log",
@@ -555,9 +540,15 @@ def _events() -> list[str]:
     return re.findall(r"^\s+\w+ (\w+) = ", oneof, re.MULTILINE)
 
 
+def _modules(room: Path, *, is_deep: bool) -> Iterable[Path]:
+    if room.name == "trainer" and not is_deep:  # these two end no run
+        return [path for path in room.glob("*.py") if path.name not in ("bench.py", "estimate.py")]
+    return [room] if room.suffix else room.rglob("*.py") if is_deep else room.glob("*.py")
+
+
 def _calls(room: Path, *, is_deep: bool) -> Iterator[tuple[str, ast.Call]]:
-    """Every call in the modules of a package, with the name of what is called."""
-    for path in sorted(room.rglob("*.py") if is_deep else room.glob("*.py")):
+    """Every call in a module or in the modules of a package, with the name of what is called."""
+    for path in sorted(_modules(room, is_deep=is_deep)):
         if path.name.endswith(("_pb2.py", "_pb2_grpc.py")):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
@@ -586,7 +577,7 @@ def _failures() -> set[str]:
 def _by_value() -> set[str]:
     """Those of `_BY_VALUE` that the code still has."""
     rooms = (*_ROOMS, "trainer/sft")  # whose readers serve `trainer.dataset`, too
-    code = "".join(path.read_text() for room in rooms for path in (SERVICES / room).glob("*.py"))
+    code = "".join(path.read_text() for room in rooms for path in _modules(SERVICES / room, is_deep=False))
     return {reason for reason in _BY_VALUE if f'"{reason}"' in code}
 
 

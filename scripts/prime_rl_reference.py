@@ -31,7 +31,8 @@ _RL = """
 ## `millrace rl`
 
 A key of all environments (`orchestrator.algo`, `orchestrator.eval.sampling`) means the same in a single one
-(`orchestrator.env[].algo`), unless that has a line of its own.
+(`orchestrator.env[].algo`), and one of `orchestrator.env[]` the same in `orchestrator.eval.env[]`, unless that has a
+line of its own.
 """
 
 _SFT = """
@@ -132,8 +133,10 @@ def _is_same(meaning: Meaning, other: Meaning | None, table: str) -> bool:
 
 
 def _is_of_environment(key: str, meaning: Meaning, keys: Mapping[str, Meaning]) -> bool:
-    """Return whether a key of an environment means what that key of all environments means."""
-    return ".env[]." in key and _is_same(meaning, keys.get(key.replace(".env[]", "")), "")
+    """Return whether a key of an environment means what it means of all environments, or of one that is trained on."""
+    trained = key.replace("orchestrator.eval.env[]", "orchestrator.env[]")
+    is_of_all = ".env[]." in key and _is_same(meaning, keys.get(key.replace(".env[]", "")), "")
+    return is_of_all or (trained != key and _is_same(meaning, keys.get(trained), ""))
 
 
 def _lists(keys: Mapping[str, Meaning]) -> Iterator[str]:

@@ -47,7 +47,7 @@ if ! is_done .venv-openenv requirements/openenv.txt; then
   setup .venv-openenv requirements/openenv.txt --python .venv-openenv/bin/python
 fi
 # 0.3.1 as a user's new environment has it: with the newest of everything else, and what the refusal of a run prints.
-needed='from millrace.env_server.interpreters.examine import needed_with; print(*(n + b for n, b in needed_with("0.3.1").items()))'
+needed='from millrace.env_server.interpreters import needed_with; print(*(n + b for n, b in needed_with("0.3.1").items()))'
 if [ ! -f .venv-verifiers-0.3/.millrace-setup ] || [ -n "$(find .venv-verifiers-0.3/.millrace-setup -mtime +0)" ]; then
   echo "Setting up .venv-verifiers-0.3: verifiers 0.3.1 and openenv with the newest of everything else"
   rm -rf .venv-verifiers-0.3

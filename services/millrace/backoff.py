@@ -9,7 +9,10 @@ _MAX_EXPONENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """The delays between tries; the number of failures so far is the caller's."""
+    """Delays between tries: `first_s` seconds, `factor` times longer after each failure, at most `longest_s`.
+
+    The number of failures so far is counted by the caller.
+    """
 
     first_s: float
     longest_s: float
@@ -19,9 +22,15 @@ class Backoff:
     """Each delay is multiplied by a random number between these: what failed together should not come back together."""
 
     def after(self, num_failures: float) -> float:
-        """Return the delay after so many failures in a row; 1 or less gives the first."""
+        """Return the seconds to wait after `num_failures` failures in a row, randomly spread.
+
+        1 or less gives the first delay.
+        """
         return self.limited(self.first_s * self.factor ** min(max(num_failures - 1, 0), _MAX_EXPONENT))
 
     def limited(self, delay_s: float) -> float:
-        """Return the delay that another party asks for, limited and spread like the delays here."""
+        """Return `delay_s`, at most the longest delay of this backoff, times a random number from its range `spread`.
+
+        It is for a delay in seconds that another party asks for.
+        """
         return min(delay_s, self.longest_s) * random.uniform(*self.spread)

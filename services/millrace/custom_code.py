@@ -23,21 +23,27 @@ _MTIMES: dict[str, int] = {}
 
 @dataclass(frozen=True, slots=True)
 class CustomCode:
-    """What a process may load: modules, with what is below them."""
+    """Modules that a process may load, each with its submodules; `*` allows every module."""
 
     modules: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse `my_losses, team.rl`, or `*`."""
+        """Return the allowed modules that a comma-separated text names, such as `my_losses, team.rl`.
+
+        `*` allows all.
+        """
         return cls(tuple(name.strip() for name in text.split(",") if name.strip()))
 
     def allows(self, module: str) -> bool:
-        """Return whether a module may be loaded."""
+        """Return whether `module` (a dotted name) is one of the allowed modules or below one of them."""
         return any(each == ANY or f"{module}.".startswith(f"{each}.") for each in self.modules)
 
     def require(self, import_path: str, *, field: str, service: str = "this service") -> None:
-        """Raise InvalidSpecError unless `service`, which may load these modules, may load the one of `my.module:fn`."""
+        """Raise InvalidSpecError unless the module of `import_path` (`my.module:fn`) is one of the allowed modules.
+
+        `field` is the key of the config that the error names, and `service` the process that may load these modules.
+        """
         name = import_path.partition(":")[0]
         if self.allows(name):
             return
@@ -51,10 +57,12 @@ class CustomCode:
         )
 
     def load(self, import_path: str, *, field: str, remedy: str = "") -> Callable[..., Any]:
-        """Return the function `fn` of `my.module:fn`; InvalidSpecError names `field` and says what is wrong.
+        """Import the module of `import_path` (`my.module:fn`) and return its function `fn`.
 
-        `remedy` takes the place of the usual one. The module is found as `python -m` would find it, and loaded anew if
-        its file has changed since it was loaded.
+        The module is found as `python -m` would find it, and imported anew if its file has changed since the last time.
+        Raises InvalidSpecError, which names the config's key `field`, if the path is malformed, the module is not
+        allowed or cannot be imported, or it has no such function. `remedy` replaces the advice to fix or install the
+        module; a module that is not allowed has advice of its own.
         """
         module_name, _, name = import_path.partition(":")
         if not module_name or not name.isidentifier():
@@ -80,7 +88,11 @@ EVERYTHING = CustomCode((ANY,))
 def bad_code(
     field: str, import_path: str, problem: str, *, reason: str = "CUSTOM_CODE_INVALID", remedy: str = ""
 ) -> InvalidSpecError:
-    """Return the error of a function that cannot be used."""
+    """Return the error, with `reason`, for a function of the user's that cannot be used.
+
+    `field` is the key of the config that names it by `import_path`; `problem` says what is wrong; with an empty
+    `remedy` the advice is to fix or install the module.
+    """
     return InvalidSpecError(
         [Violation(field=field, value=import_path, message=problem)],
         reason=reason,
@@ -89,12 +101,19 @@ def bad_code(
 
 
 def _imported(name: str) -> ModuleType:
+    """Import the module `name` and return it; reload it if its file's modification time differs from the last load's.
+
+    Puts the working directory first on `sys.path`, if it is not there. What the module raises is passed on.
+    """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # an installed command has its own directory there instead
+    # A module that was written a moment ago may be missing in the cached listing of its directory.
     importlib.invalidate_caches()
     is_loaded = name in sys.modules
     module = importlib.import_module(name)
     mtime = Path(module.__file__).stat().st_mtime_ns if module.__file__ else 0
+    # A service lives longer than a user's edits: without a reload a second run would silently use the first run's
+    # function.
     if is_loaded and _MTIMES.setdefault(name, mtime) != mtime:
         module = importlib.reload(module)
     _MTIMES[name] = mtime
@@ -102,5 +121,5 @@ def _imported(name: str) -> ModuleType:
 
 
 def environment_module(env_id: str) -> str:
-    """Return the Python module of an environment id: `owner/reverse-text@1.0` → `reverse_text`."""
+    """Return the name of an environment's Python module, by its id: `owner/reverse-text@1.0` gives `reverse_text`."""
     return env_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_")

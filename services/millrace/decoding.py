@@ -73,11 +73,12 @@ def decode_json(
     max_bytes: int = MAX_JSON_BYTES,
     allows_infinity: bool = False,
 ) -> Any:
-    """Return the value of a JSON document in UTF-8; `what` names it in the error ("event 1-7", "s3://…/manifest.json").
+    """Decode a JSON document in UTF-8 and return its value.
 
-    `CorruptObjectError` with `reason` if it is none, too large, nested too deeply, or holds what no JSON may hold: NaN,
-    infinities, a key twice in one object, half of a surrogate pair (which could not be encoded again).
-    `allows_infinity` is for documents of Python programs, which write `Infinity` and `NaN`.
+    `CorruptObjectError` with `reason` and `remedy` if `data` is no JSON, is longer than `max_bytes` (a string: than so
+    many characters), is nested too deeply, or has what JSON must not have: NaN, infinities, a key twice in one object,
+    half of a surrogate pair (which could not be encoded again). `what` names the document in the error ("event 1-7",
+    "s3://…/manifest.json"). `allows_infinity` admits the NaN and `Infinity` that Python programs write.
     """
     if len(data) > max_bytes:
         raise _corrupt(what, f"it has {len(data)} bytes, and at most {max_bytes} are read", reason, remedy)
@@ -102,7 +103,12 @@ def decode_object(
     max_bytes: int = MAX_JSON_BYTES,
     allows_infinity: bool = False,
 ) -> dict[str, Any]:
-    """Decode as `decode_json` does a document that must be an object."""
+    """Decode a JSON document in UTF-8 and return the object that it holds; any other JSON value is an error.
+
+    `CorruptObjectError` with `reason` and `remedy` if `data` is no JSON object, is longer than `max_bytes`, is nested
+    too deeply, or has a key twice, a number that is not finite (unless `allows_infinity`) or half of a surrogate pair.
+    `what` names the document in the error.
+    """
     value = decode_json(
         data, what=what, reason=reason, remedy=remedy, max_bytes=max_bytes, allows_infinity=allows_infinity
     )
@@ -120,9 +126,10 @@ def decode_message(
     remedy: str | None = None,
     max_bytes: int = MAX_MESSAGE_BYTES,
 ) -> M:
-    """Return the protobuf message that `data` holds.
+    """Parse `data` as a protobuf message of the class `message_type` and return it.
 
-    `CorruptObjectError` with `reason` if it holds none, is too large, or holds so many others that these would be.
+    `CorruptObjectError` with `reason` and `remedy` if it cannot be parsed, has more than `max_bytes`, or has so many
+    nested messages that they would take too much memory. `what` names the bytes in the error.
     """
     if len(data) > max_bytes:
         raise _corrupt(what, f"it has {len(data)} bytes, and at most {max_bytes} are read", reason, remedy)
@@ -137,9 +144,9 @@ def decode_message(
 
 
 def decode_request(parse: Callable[[bytes], Any], data: bytes) -> Any:
-    """Return the message of a call as `parse`, the deserializer of its generated code, makes it.
+    """Parse the bytes of a gRPC request with `parse`, the deserializer of its generated code, and return the message.
 
-    InvalidSpecError if the bytes are none, or hold so many messages that these would be too large.
+    InvalidSpecError if they cannot be parsed, or have so many nested messages that they would take too much memory.
     """
     try:
         if len(data) >= _REQUEST_COUNTED_FROM_BYTES:
@@ -153,7 +160,10 @@ def decode_request(parse: Callable[[bytes], Any], data: bytes) -> Any:
 
 
 def unpack(detail: "AnyMessage", message: "Message") -> bool:
-    """Put what `detail` holds into `message`; False, and nothing done, if that is another type or no message."""
+    """Parse the message packed in `detail` into `message`, and return True if it is of the type of `message`.
+
+    Returns False for another type, which leaves `message` as it is, and for malformed bytes, which clear it.
+    """
     if detail.TypeName() != message.DESCRIPTOR.full_name:
         return False
     try:
@@ -165,12 +175,11 @@ def unpack(detail: "AnyMessage", message: "Message") -> bool:
 
 
 def decompress(data: bytes | memoryview, *, what: str, reason: str, max_bytes: int, remedy: str | None = None) -> bytes:
-    """Return the content of a zstd frame.
+    """Decompress one zstd frame and return its content, of at most `max_bytes`.
 
-    `CorruptObjectError` with `reason` if it is damaged or holds more than `max_bytes`.
-
-    The frame must say how much it holds, as all of ours do: nothing is allocated before that is known. Bytes after
-    the frame are damage, too.
+    The frame must state the size of its content, as all frames written here do: nothing is allocated before it is
+    checked. `CorruptObjectError` with `reason` and `remedy` if the frame is damaged, larger, or followed by other
+    bytes; `what` names it in the error.
     """
     import zstandard  # not installed with the command line alone
 
@@ -180,6 +189,7 @@ def decompress(data: bytes | memoryview, *, what: str, reason: str, max_bytes: i
             raise ValueError(f"it says that it holds {size} bytes, which is not from 0 to {max_bytes}")
         if not size:
             return _decompress_nothing(data)
+        # The window, and so the decompressor's memory, is bound to the stated size, not to what the frame asks for.
         decompressor = zstandard.ZstdDecompressor(max_window_size=max(1 << 10, 1 << (size - 1).bit_length()))
         return decompressor.decompress(data, max_output_size=size, allow_extra_data=False)
     except (zstandard.ZstdError, ValueError, MemoryError) as error:
@@ -187,9 +197,12 @@ def decompress(data: bytes | memoryview, *, what: str, reason: str, max_bytes: i
 
 
 def unpacked(file: BinaryIO, *, what: str, reason: str, remedy: str | None = None) -> Iterator[bytes]:
-    """Yield what a file holds, in pieces; one that begins like gzip or zstd is decompressed, all its members or frames.
+    """Yield the content of an open file in pieces, from its beginning.
 
-    `CorruptObjectError` with `reason` if it is damaged, or ends within a member; the pieces before that are given.
+    Gzip and zstd, known by their first bytes, are decompressed.
+
+    All members or frames of a compressed file are read. `CorruptObjectError` with `reason` and `remedy` if it is
+    damaged or ends within a member; the pieces before that have been yielded. `what` names the file in the error.
     """
     begin = file.read(len(_ZSTD))
     file.seek(0)
@@ -207,7 +220,11 @@ def unpacked(file: BinaryIO, *, what: str, reason: str, remedy: str | None = Non
 
 
 def _decompressed(file: BinaryIO, begin: Callable[[], Any]) -> Iterator[bytes]:
-    """Yield what the members of a packed file hold, or ValueError; `begin` gives the decompressor of one."""
+    """Yield the decompressed content of a compressed file in pieces, from where the file stands to its end.
+
+    `begin` returns a new decompressor (with `decompress`, `eof` and `unused_data`) for each member or frame. ValueError
+    if the bytes are damaged or end within a member.
+    """
     member, is_within = begin(), False
     while packed := file.read(_PACKED_PIECE):
         while packed:
@@ -237,16 +254,20 @@ def _decompress_nothing(data: bytes | memoryview) -> bytes:
 
 
 def _decode_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions that protobuf raises for malformed bytes; none is a subclass of another."""
+    """Return the exceptions that protobuf raises for malformed bytes; none is a subclass of another.
+
+    A function, because protobuf is imported only where it is used.
+    """
     from google.protobuf.message import DecodeError
 
     return DecodeError, ValueError, RecursionError
 
 
 def _check_nested(kind: Any, data: memoryview, *, most: int = MAX_NESTED_BYTES) -> None:
-    """Raise ValueError if the messages within one take more than `most` bytes; one pass over those that hold others.
+    """Raise ValueError if the messages inside `data` would take over `most` bytes once they are parsed.
 
-    Looked at is what a parser would make messages of; where the bytes are malformed it says so itself.
+    `kind` is the descriptor of the message that `data` holds. The bytes are only scanned. Malformed ones raise nothing
+    here, because the parser refuses them.
     """
     left, todo = most, [(kind, data)]
     while todo:
@@ -273,7 +294,10 @@ def _check_nested(kind: Any, data: memoryview, *, most: int = MAX_NESTED_BYTES) 
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    """Return the number at a place and the place after it; `IndexError` if the bytes end before."""
+    """Return the protobuf varint at offset `at` and the offset after it.
+
+    `IndexError` if it is cut off or over 64 bits long.
+    """
     value = shift = 0
     while (byte := data[at]) & 0x80:
         value |= (byte & 0x7F) << shift
@@ -284,22 +308,27 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def _corrupt(what: str, cause: str, reason: str, remedy: str | None) -> CorruptObjectError:
+    """Return the error, with `reason` and `remedy`, that `what` cannot be read because of `cause`."""
     return CorruptObjectError(f"{what} cannot be read: {cause}", reason=reason, remedy=remedy)
 
 
 def _cause(error: BaseException) -> str:
+    """Return the message of an error, cut to 300 characters; the name of its class if it has none."""
     return (str(error) or type(error).__name__)[:300]
 
 
 def _refuse(text: str) -> Any:
+    """Raise ValueError for a number that is no JSON, such as `NaN`."""
     raise ValueError(f"{text} is no JSON")
 
 
 def _float(text: str) -> float:
+    """Return the number that `text` writes; ValueError if it is not finite, such as 1e999."""
     return value if math.isfinite(value := float(text)) else _refuse(text)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these (key, value) pairs; ValueError if a key occurs twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(name for at, (name, _) in enumerate(pairs) if name in dict(pairs[:at]))
@@ -308,8 +337,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_depth(text: str) -> None:
-    """Raise ValueError if arrays and objects nest deeper than `MAX_DEPTH`; one pass, which skips the content of
-    strings.
+    """Raise ValueError if the arrays and objects of a JSON text nest deeper than `MAX_DEPTH`.
+
+    Brackets in strings do not count.
     """
     if text.count("[") + text.count("{") <= MAX_DEPTH:
         return
@@ -323,88 +353,114 @@ def _check_depth(text: str) -> None:
 class Fields:
     """The fields of a decoded JSON object, each read with its type and within bounds.
 
-    What breaks them is a `ValueError` that names the field: who decodes an object makes its `CorruptObjectError` of it.
+    A field that is missing or breaks them is a `ValueError` that names it; the caller makes its `CorruptObjectError` of
+    that.
     """
 
     def __init__(self, value: object, *, what: str = "it") -> None:
+        """Take a decoded JSON value, which must be an object, else ValueError.
+
+        `what` is put before the names of its fields in errors.
+        """
         if not isinstance(value, dict):
             raise ValueError(f"{what} is a JSON {type(value).__name__} instead of an object")
         self._value: dict[str, Any] = value
         self._what = what
 
     def integer(self, name: str, *, least: int = 0, most: int = MAX_INTEGER) -> int:
-        """Return a whole number from `least` to `most`."""
+        """Return the whole number in field `name`; ValueError if it is missing or not from `least` to `most`."""
         return require_integer(self._get(name, int), what=self._name(name), least=least, most=most)
 
     def number(self, name: str) -> float:
-        """Return a finite number."""
+        """Return the number in field `name`; ValueError if it is missing, no number or not finite."""
         return require_number(self._get(name, int, float), what=self._name(name))
 
     def flag(self, name: str) -> bool:
-        """Return a boolean field."""
+        """Return the boolean in field `name`; ValueError if it is missing or another type."""
         return self._get(name, bool)
 
     def text(self, name: str, *, most: int = MAX_TEXT) -> str:
-        """Return a string of at most `most` characters."""
+        """Return the string in field `name`.
+
+        ValueError if it is missing, another type or longer than `most` characters.
+        """
         return require_text(self._get(name, str), what=self._name(name), most=most)
 
     def key(self, name: str) -> str:
-        """Return the key of an object."""
+        """Return the string in field `name`, which must be a legal key of an object in a store, else ValueError."""
         return require_key(self.text(name), what=self._name(name))
 
     def hexadecimal(self, name: str, *, num_bytes: int) -> str:
-        """Decode lower-case hexadecimal of exactly so many bytes."""
+        """Return the lower-case hexadecimal string of exactly `num_bytes` bytes in field `name`, else raise
+        ValueError.
+        """
         text = self.text(name, most=2 * num_bytes)
         if len(text) != 2 * num_bytes or _HEX.fullmatch(text) is None:
             raise ValueError(f"{self._name(name)} is not {num_bytes} bytes in lower-case hexadecimal")
         return text
 
     def items(self, name: str, *, most: int = MAX_ITEMS) -> list[Any]:
-        """Return an array of at most `most` items."""
+        """Return the array in field `name`; ValueError if it is missing, another type or has more than `most` items."""
         found: list[Any] = self._get(name, list)
         if len(found) > most:
             raise ValueError(f"{self._name(name)} has {len(found)} items, and at most {most} are read")
         return found
 
     def objects(self, name: str, *, most: int = MAX_ITEMS) -> "list[Fields]":
-        """Return an array of at most `most` objects."""
+        """Return the array of objects in field `name`, each as `Fields`.
+
+        ValueError for other items, or more than `most`.
+        """
         what = self._name(name)
         return [Fields(value, what=f"{what}[{place}]") for place, value in enumerate(self.items(name, most=most))]
 
     def texts(self, name: str, *, most: int = MAX_ITEMS) -> tuple[str, ...]:
-        """Return an array of at most `most` strings."""
+        """Return the array of strings in field `name`; ValueError for other items, or more than `most`."""
         what = self._name(name)
         return tuple(require_text(value, what=what) for value in self.items(name, most=most))
 
     def integers(self, name: str, *, most: int = MAX_ITEMS, largest: int = MAX_INTEGER) -> tuple[int, ...]:
-        """Return an array of at most `most` whole numbers from 0 to `largest`."""
+        """Return the array in field `name` of whole numbers from 0 to `largest`.
+
+        ValueError for other items, or more than `most`.
+        """
         what = self._name(name)
         return tuple(require_integer(value, what=what, most=largest) for value in self.items(name, most=most))
 
     def table(self, name: str, *, most: int = MAX_ITEMS) -> dict[str, str]:
-        """Return an object of at most `most` strings by name."""
+        """Return the object in field `name`, whose values must be strings.
+
+        ValueError for others, or more than `most` entries.
+        """
         return {
             key: require_text(value, what=f"{self._name(name)}.{key}")
             for key, value in self.entries(name, most=most).items()
         }
 
     def entries(self, name: str, *, most: int = MAX_ITEMS) -> dict[str, Any]:
-        """Return an object of at most `most` values of any type by name."""
+        """Return the object in field `name`, with values of any type; ValueError if it has more than `most` entries."""
         found: dict[str, Any] = self._get(name, dict)
         if len(found) > most:
             raise ValueError(f"{self._name(name)} has {len(found)} entries, and at most {most} are read")
         return found
 
     def inner(self, name: str) -> "Fields | None":
-        """Return an object, or None where it is null."""
+        """Return the object in field `name` as `Fields`, None where it is null.
+
+        ValueError if it is missing or another type.
+        """
         value = self._get(name, dict, type(None))
         return None if value is None else Fields(value, what=self._name(name))
 
     def has(self, name: str) -> bool:
-        """Return whether the field is there and not null."""
+        """Return whether the object has field `name` and it is not null."""
         return self._value.get(name) is not None
 
     def _get(self, name: str, *types: type) -> Any:
+        """Return the value of field `name`.
+
+        ValueError if it is missing or of none of `types` (true and false are no `int`).
+        """
         if name not in self._value:
             raise ValueError(f"{self._name(name)} is missing")
         value = self._value[name]
@@ -413,11 +469,15 @@ class Fields:
         return value
 
     def _name(self, name: str) -> str:
+        """Return how errors name field `name`: with the name of the object before it, if it has one."""
         return name if self._what == "it" else f"{self._what}.{name}"
 
 
 def require_integer(value: object, *, what: str, least: int = 0, most: int = MAX_INTEGER) -> int:
-    """Return `value` if it is a whole number from `least` to `most`, else raise ValueError naming `what`."""
+    """Return `value` if it is a whole number from `least` to `most`, else raise ValueError.
+
+    `what` names it in the error.
+    """
     if type(value) is not int or not least <= value <= most:
         shown = value if type(value) is int and abs(value) < 1 << 64 else f"a JSON {type(value).__name__}"
         raise ValueError(f"{what} is {shown}, and must be a whole number from {least} to {most}")
@@ -425,7 +485,7 @@ def require_integer(value: object, *, what: str, least: int = 0, most: int = MAX
 
 
 def require_number(value: object, *, what: str) -> float:
-    """Return `value` if it is a finite number, else raise ValueError naming `what`."""
+    """Return `value` as a float if it is a finite number, else raise ValueError; `what` names it in the error."""
     if type(value) not in (int, float):
         raise ValueError(f"{what} is a JSON {type(value).__name__} instead of a number")
     try:
@@ -438,7 +498,10 @@ def require_number(value: object, *, what: str) -> float:
 
 
 def require_text(value: object, *, what: str, most: int = MAX_TEXT) -> str:
-    """Return `value` if it is a string of at most `most` characters, else raise ValueError naming `what`."""
+    """Return `value` if it is a string of at most `most` characters, else raise ValueError.
+
+    `what` names it in the error.
+    """
     if not isinstance(value, str) or len(value) > most:
         shown = f"{len(value)} characters" if isinstance(value, str) else f"a JSON {type(value).__name__}"
         raise ValueError(f"{what} is {shown} instead of a string of at most {most}")
@@ -446,7 +509,7 @@ def require_text(value: object, *, what: str, most: int = MAX_TEXT) -> str:
 
 
 def require_key(value: str, *, what: str) -> str:
-    """Return `value` if it is a legal key of an object in a store, else raise ValueError naming `what`.
+    """Return `value` if it is a legal key of an object in a store, else raise ValueError, which calls it `what`.
 
     Legal: relative, segments that are neither empty nor "." nor ".." and have at most 255 bytes (no file has a longer
     name), no NUL, at most 900 bytes of UTF-8.
@@ -461,7 +524,10 @@ def require_key(value: str, *, what: str) -> str:
 
 
 def is_text(value: str) -> bool:
-    """Return whether a string can be encoded as UTF-8: the name of a file may hold any bytes."""
+    """Return whether a string can be encoded as UTF-8.
+
+    The name of a file, which may have any bytes, possibly cannot.
+    """
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -470,9 +536,10 @@ def is_text(value: str) -> bool:
 
 
 def require_file_name(value: str) -> str:
-    """Return the name of a file, `/` between a directory and what is in it, else raise ValueError.
+    r"""Return `value` if it is a relative path of one to four plain names, joined by `/`; else raise ValueError.
 
-    It leads nowhere but below the directory that it is written to: every part is a plain name that no system hides.
+    A plain name is not empty, does not begin with a dot, does not end in a dot or a blank, and has no control character
+    and none of `\ : * ? " < > |`. So the path cannot leave the directory that it is written to.
     """
     parts = value.split("/")
     is_plain = all(part and not part.startswith(".") and not _ODD_IN_NAMES.search(part) for part in parts)

@@ -86,7 +86,12 @@ class MillraceError(Exception):
         metadata: Mapping[str, str] | None = None,
         retry_after_s: float | None = None,
     ) -> None:
-        """Make an error; `reason` is UPPER_SNAKE and stable, `metadata` holds the message's dynamic parts."""
+        """Make an error whose message says what went wrong and where.
+
+        `reason` is UPPER_SNAKE and stable, `remedy` says what to do, `metadata` has the dynamic parts of the message,
+        and `retry_after_s` is the delay before a retry. Where `reason` or `retry_after_s` is None, the class's default
+        applies.
+        """
         super().__init__(message)
         self.message = message
         self.reason = reason or self.default_reason
@@ -99,11 +104,13 @@ class MillraceError(Exception):
         return f"{self.message}; {self.remedy}" if self.remedy else self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Return how pickle makes the error again, with all of its attributes."""
         # Executors send exceptions between processes, and keyword-only arguments do not survive the default reduce.
         return _rebuild, (type(self), self.message, self.__dict__.copy())
 
 
 def _rebuild(cls: type[MillraceError], message: str, state: dict[str, Any]) -> MillraceError:
+    """Return an error of class `cls` with this message and the attributes of `state`; its constructor is not called."""
     error = cls.__new__(cls)
     Exception.__init__(error, message)
     error.__dict__.update(state)
@@ -126,7 +133,10 @@ class InvalidSpecError(MillraceError):
         remedy: str | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        """Make an error from violations (at least one); the message lists them unless one is given."""
+        """Make an error of `violations`, at least one (else ValueError); they are the message if `message` is None.
+
+        `reason`, `remedy` and `metadata` are those of every error.
+        """
         if not violations:
             raise ValueError("an InvalidSpecError needs at least one violation")
         self.violations: tuple[Violation, ...] = tuple(violations)
@@ -255,19 +265,33 @@ def all_errors(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
+STORAGE_ERRORS = (UnavailableError, CapacityError, PermissionDeniedError)
+"""What calls of Redis and the object store raise while these are away, full, or take rights away: nothing is wrong with
+the run, and it goes on once somebody has acted. Of an error of unknown origin ask `is_of_storage`."""
+
+
+def is_of_storage(error: BaseException) -> bool:
+    """Return whether an error says that a service, store or room is missing for a while, and not that a run is wrong.
+
+    Those are UnavailableError and CapacityError, and PermissionDeniedError only of Redis or the object store
+    (REDIS_DENIED, STORE_DENIED).
+    """
+    # What else is not permitted, such as reading a model's directory, is a mistake of the run's owner.
+    is_closed = isinstance(error, PermissionDeniedError) and error.reason in ("REDIS_DENIED", "STORE_DENIED")
+    return is_closed or isinstance(error, UnavailableError | CapacityError)
+
+
 def is_refusal(error: BaseException) -> bool:
     """Return whether the other side has answered and refused, so that waiting alone may not help.
 
-    What does not answer is an outage, and what is damaged has to be repaired.
+    Those are RefusedError, CapacityError, PermissionDeniedError and InvalidStateError. What does not answer (an outage)
+    or is damaged is no refusal.
     """
     return isinstance(error, RefusedError | CapacityError | PermissionDeniedError | InvalidStateError)
 
 
 def error_classes() -> Iterator[type[MillraceError]]:
-    """Yield every class of this tree, parents before children.
-
-    Subclasses that rooms add for themselves are not shared.
-    """
+    """Yield every class of error that this module defines, parents before children, without MillraceError itself."""
     pending: list[type[MillraceError]] = [MillraceError]
     while pending:
         cls = pending.pop(0)
@@ -278,9 +302,10 @@ def error_classes() -> Iterator[type[MillraceError]]:
 
 
 def of_system(error: BaseException) -> MillraceError | None:
-    """Return the operating system's error about a path as a Millrace error; None for anything else.
+    """Return a Millrace error with a remedy for an OSError about a full disk or a refused path; None for any other.
 
-    A directory that cannot be written into, say, is the user's to fix, and no defect.
+    CapacityError (DISK_FULL) for a full disk or quota. InvalidStateError (PATH_REFUSED) for a path that is missing, not
+    allowed or of the wrong kind: that is the user's to fix, and no defect.
     """
     if not isinstance(error, OSError) or error.errno not in (*_FULL, *_REFUSED):
         return None

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from millrace.policies.host_copy import read_manifest
 from millrace.policies.manifest import PolicyManifest
-from millrace.policies.pull import read_manifest
 from millrace.runlog.names import Names
 from millrace.telemetry.faults import Point
 from millrace_testing.chaos.run import ChaosRun

@@ -10,7 +10,7 @@ from itertools import takewhile
 import pytest
 
 from millrace.internal.v1 import batch_pb2
-from millrace.readers.replay.steps import replay
+from millrace.readers.replay import replay
 from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog import Names
 from millrace.telemetry.faults import Point

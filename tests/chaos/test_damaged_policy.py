@@ -5,8 +5,8 @@ import time
 import pytest
 
 from millrace.policies.fetch import damage_of, prove_policies
+from millrace.policies.host_copy import read_manifest
 from millrace.policies.manifest import PolicyManifest
-from millrace.policies.pull import read_manifest
 from millrace.runlog.names import Names
 from millrace.storage import ObjectStore
 from millrace_testing.chaos.run import WAITS_S, ChaosRun

@@ -7,6 +7,7 @@ import pytest
 from millrace.telemetry.faults import Action, Point
 from millrace_testing.chaos.stack import ChaosStack
 from millrace_testing.patience import patient
+from millrace_testing.polling import block_until
 
 pytestmark = pytest.mark.long
 
@@ -48,8 +49,16 @@ def test_a_replica_that_dies_asleep_comes_back_and_why_names_who_has_the_devices
     fault = stack.arm(Point.TRAINER_MID_BACKWARD, Action.SLEEP, when={"step": 2}, seconds=patient(20))
     run = stack.submit(max_steps=5, **TURNS)
     fault.wait(run)
-    why = stack.workplace.millrace("run", "why", run.name, "--server", stack.address)
-    assert f"asleep while the trainer of {run.uid} has the device" in why, why
+
+    def why() -> str:
+        return stack.workplace.millrace("run", "why", run.name, "--server", stack.address)
+
+    # A replica reports its waits about once a second.
+    asleep = f"asleep while the trainer of {run.uid} has the device"
+    block_until(lambda: asleep in why(), timeout_s=patient(10), what=asleep)
+    # Not its read of batch 3, which nobody needs yet.
+    lines = why().splitlines()
+    assert lines[1].endswith("works on step 2") and not any("waits for batch" in line for line in lines), lines
     before = stack.pid("inference")
     stack.kill("inference")
     stack.wait_replaced("inference", before)

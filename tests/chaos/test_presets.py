@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from millrace.config.filling import PRESETS
-from millrace.readers.replay.steps import replay
+from millrace.readers.replay import replay
 from millrace.runlog import Names
 from millrace.telemetry.faults import Point
 from millrace_testing import teachers

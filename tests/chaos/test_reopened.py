@@ -16,7 +16,7 @@ from millrace_testing.chaos.stack import PREFIX, ChaosStack
 
 pytestmark = pytest.mark.long
 
-POINTS = [Point.ORCHESTRATOR_REOPEN_INTENT, Point.ORCHESTRATOR_REOPENED, Point.ORCHESTRATOR_REOPEN_TOLD]
+POINTS = [Point.ORCHESTRATOR_REOPEN_INTENT, Point.ORCHESTRATOR_REOPENED, Point.ORCHESTRATOR_REOPEN_QUEUED]
 
 
 def damage(chaos: ChaosStack, run: ChaosRun) -> int:

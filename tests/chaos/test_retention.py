@@ -12,6 +12,7 @@ from millrace.telemetry.faults import Point
 from millrace_testing.chaos import loop as chaos_loop
 from millrace_testing.chaos.rows import Row
 from millrace_testing.chaos.stack import PREFIX, ChaosStack
+from millrace_testing.polling import block_until
 
 pytestmark = pytest.mark.long
 
@@ -39,6 +40,8 @@ def test_a_kill_during_retention_loses_nothing_that_is_needed(chaos: ChaosStack,
     assert fault.wait(run)["pid"] == before
     report = chaos.finish(run)
     store, names = chaos.store(), Names(PREFIX, run.uid)
+    # The run is SUCCEEDED before its last pass of retention, which the seal follows.
+    block_until(lambda: store.head(names.seal(0)) is not None, timeout_s=120, what="the seal")
     record = newest_retirement(store, names)
     assert record is not None and record.of(KeptAs.BATCHES).below >= 4 and record.of(KeptAs.CHECKPOINTS).below == 8
     assert "RETIRED" in {each.check for each in report.notes}

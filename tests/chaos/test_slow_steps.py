@@ -24,6 +24,7 @@ BUCKET = "millrace-slow"
 ENVIRONMENT = REPOSITORY / "tests" / "fixtures" / "environments" / "sorted_env"
 STEPS, SHOWN = 6, 4
 REWARD_S, WRITE_S, DECODE_S = 3.0, 0.7, 0.5
+"""How long what is made slow takes where a step takes a second; in proportion where it takes longer."""
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,14 @@ def stack(warm, proxy: FaultProxy, s3_endpoint: str) -> Iterator[ChaosStack]:
         env = {"MILLRACE_STORE_URL": url, "PYTHONPATH": str(ENVIRONMENT)}
         with ChaosStack(warm, "slow", env=env) as running:
             yield running
+
+
+@pytest.fixture(scope="module")
+def slowness(stack: ChaosStack) -> float:
+    """Return the seconds of an undisturbed step, at least 1: a busy machine makes everything else slow, too."""
+    began = time.monotonic()
+    stack.finish(submit(stack))
+    return max(1.0, (time.monotonic() - began) / STEPS)
 
 
 def submit(stack: ChaosStack, seconds: float = 0.0) -> ChaosRun:
@@ -70,13 +79,13 @@ def _is_whole(index: dict[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def slow_engine(stack: ChaosStack) -> Iterator[None]:
-    """Decoding pauses again and again while the block runs."""
+def slow_engine(stack: ChaosStack, seconds: float) -> Iterator[None]:
+    """Decoding pauses for `seconds` again and again while the block runs."""
     over = threading.Event()
 
     def slow() -> None:
         while not over.is_set():
-            armed = stack.arm(Point.INFERENCE_MID_DECODE, Action.SLEEP, seconds=DECODE_S)
+            armed = stack.arm(Point.INFERENCE_MID_DECODE, Action.SLEEP, seconds=seconds)
             while not armed.has_fired() and not over.wait(0.05):
                 pass
 
@@ -90,16 +99,16 @@ def slow_engine(stack: ChaosStack) -> Iterator[None]:
         stack.disarm()
 
 
-def test_a_slow_environment_is_blamed(stack: ChaosStack) -> None:
-    run = submit(stack, REWARD_S)
+def test_a_slow_environment_is_blamed(stack: ChaosStack, slowness: float) -> None:
+    run = submit(stack, REWARD_S * slowness)
     stack.finish(run)
     words, shares = explained(stack, run)
     assert words.startswith("Mostly, environments and rewards run: ")
     assert shares["environment"] > 0.5
 
 
-def test_a_slow_store_is_blamed(stack: ChaosStack, proxy: FaultProxy) -> None:
-    fault = proxy.add(Fault(effect=Effect.DELAY, method="PUT", seconds=WRITE_S))
+def test_a_slow_store_is_blamed(stack: ChaosStack, proxy: FaultProxy, slowness: float) -> None:
+    fault = proxy.add(Fault(effect=Effect.DELAY, method="PUT", seconds=WRITE_S * slowness))
     run = submit(stack)
     try:
         stack.finish(run)
@@ -111,9 +120,9 @@ def test_a_slow_store_is_blamed(stack: ChaosStack, proxy: FaultProxy) -> None:
     assert sum(shares.get(cause, 0.0) for cause in STORE) > 0.5
 
 
-def test_a_slow_engine_is_blamed(stack: ChaosStack) -> None:
+def test_a_slow_engine_is_blamed(stack: ChaosStack, slowness: float) -> None:
     run = submit(stack)
-    with slow_engine(stack):
+    with slow_engine(stack, DECODE_S * slowness):
         stack.finish(run)
     words, shares = explained(stack, run)
     assert words.startswith("Mostly, engines generate: ")

@@ -66,6 +66,7 @@ def test_every_variable_of_the_file_is_in_the_example() -> None:
     assert {"MILLRACE_TRAINER_GPUS", "MILLRACE_VLLM_FLAGS"} <= used <= named
 
 
+@pytest.mark.computes
 @pytest.mark.parametrize("gpus", ["1", "4,5,6"])
 def test_the_trainers_container_starts_a_rank_for_each_of_its_gpus(gpus: str, tmp_path: Path) -> None:
     """The real torchrun, with a program that says who it is in place of the trainer."""

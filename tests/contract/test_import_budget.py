@@ -30,7 +30,7 @@ MAY: dict[str, set[str]] = {
     "millrace.orchestrator.serve": set(),
     "millrace.env_server.run": set(),
     "millrace.trainer.serve": set(),  # registers, and imports torch meanwhile
-    "millrace.trainer.publish.share_main": set(),  # started anew for every run, and when it is killed
+    "millrace.trainer.publish.share_process": set(),  # started anew for every run, and when it is killed
     "millrace.inference.main": set(),
     "millrace.inference.launcher": set(),  # vLLM is another process
     "millrace.inference.embedded.replica": {"torch", "transformers", "sympy", "PIL"},
@@ -50,7 +50,7 @@ MOST_MODULES = {
     "millrace.orchestrator.serve": 1150,  # 874
     "millrace.env_server.run": 1350,  # 1022
     "millrace.env_server.workers.env_worker": 700,  # 502
-    "millrace.trainer.publish.share_main": 500,  # 388
+    "millrace.trainer.publish.share_process": 500,  # 388
 }
 """How many modules at most: each costs a third of a millisecond, and one `import` of another's package brings hundreds.
 
@@ -85,7 +85,7 @@ def test_what_is_imported_stays_small(modules: str) -> None:
 
 def test_workers_of_v0_do_not_pay_for_v1() -> None:
     found = imported("millrace.env_server.workers.env_worker, millrace.env_server.adapters.v0")
-    assert not {"millrace.env_server.adapters.v1", "millrace.env_server.adapters.harness_v1"} & found
+    assert not {"millrace.env_server.adapters.v1", "millrace.env_server.adapters.runtimes_v1"} & found
 
 
 def test_no_store_client_but_that_of_the_store_in_use() -> None:

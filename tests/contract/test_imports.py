@@ -109,6 +109,7 @@ for package in sys.argv[2:]:
 """Imports each module of packages as if nothing were installed but the base dependencies and those of one extra."""
 
 
+@pytest.mark.computes
 @pytest.mark.parametrize(
     "extra, packages",
     [

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.long
+# Each starts up to three pytests, which a busy machine may take minutes for.
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 QUIET = """
 import pytest
@@ -31,8 +32,11 @@ def test_fails(number):
 def run(directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Run pytest on the files of `directory` with the plugin."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "millrace_testing.second_tries", "-p", "no:cacheprovider"]
-    command += [*options, str(directory)]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=90, check=False)
+    command += [*options, "-o", "faulthandler_timeout=60", str(directory)]
+    try:
+        return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=240, check=False)
+    except subprocess.TimeoutExpired as error:
+        pytest.fail(f"pytest did not end within {error.timeout:g} s:\n{error.stdout!r}\n{error.stderr!r}")
 
 
 @pytest.mark.parametrize(

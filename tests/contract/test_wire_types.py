@@ -17,6 +17,7 @@ CALLS = re.compile(r"\b(\w+_service|env_worker)_pb2\b")
 EDGES = {
     "client/": "the public client",
     "cli/commands/run/compare.py": "shows what the client answered, or the same made from files",
+    "cli/commands/run/delete.py": "shows what the client answered",
     "cli/view/records.py": "prints the same",
     "cli/view/output.py": "prints what the client answered",
     "readers/dashboard/answers.py": "makes the answers of ListMetrics, ListRollouts and GetLineage",
@@ -44,8 +45,8 @@ EDGES = {
 }
 RECORDS = {
     "internal.v1.batch_pb2": """
-        readers/dashboard readers/dashboard/views readers/exports orchestrator/drive rollouts runlog
-        readers/audit runlog/records runlog/redis readers/repair trainer trainer/bench trainer/checkpoint
+        readers/dashboard readers/dashboard/views readers/exports orchestrator/drive orchestrator/play rollouts runlog
+        readers/audit runlog/records runlog/redis readers/repair trainer trainer/checkpoint
         trainer/learning trainer/log
     """,
     "internal.v1.play_pb2": """

@@ -157,8 +157,11 @@ def test_damaged_model(warm, server, config: str, problem: str, remedy: str, rea
 
 
 def test_second_create_with_the_same_request_id(warm, server, capsys) -> None:
+    there = ("--server", server["MILLRACE_SERVER"])  # where the environment may be installed
     printed = (
-        warm.millrace("rl", "@", warm.rl_toml, "--dry-run", "--max-steps", steps, *environments({"id": "nobody"}))
+        warm.millrace(
+            "rl", "@", warm.rl_toml, "--dry-run", "--max-steps", steps, *environments({"id": "nobody"}), *there
+        )
         for steps in ("1", "2")
     )
     config, other = (text[text.index("{") :] for text in printed)  # notes about them come first

@@ -12,7 +12,7 @@ import torch
 from millrace.errors import InvalidStateError
 from millrace.local.directory import free_port
 from millrace.local.gpus import machine_gpus
-from millrace.trainer.gang.devices import choose_device
+from millrace.trainer.gang.distributed import choose_device
 
 pytestmark = pytest.mark.gpu
 STUCK = """

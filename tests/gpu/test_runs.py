@@ -18,7 +18,7 @@ import torch
 
 from millrace.config.sections.trainer import TrainerConfig
 from millrace.local.gpus import SHARED_UTILIZATION
-from millrace.trainer.estimate.step import simulate
+from millrace.trainer.estimate_step import simulate
 from millrace_testing.trainer.equality import make_model
 from millrace_testing.trainer.sizes import config_of, write_model
 from millrace_testing.workplaces import Workplace
@@ -35,7 +35,7 @@ import os, sys
 from pathlib import Path
 from millrace.config.sections.rl import TrainerBench
 from millrace.custom_code import CustomCode
-from millrace.trainer.bench.measure import fake_batch, fake_samples
+from millrace.trainer.bench import fake_batch, fake_samples
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import BatchLayout
 from millrace.trainer.learning.learner import Learner

@@ -25,8 +25,8 @@ from millrace.local.directory import free_port
 from millrace.policies.digest import bits_digest
 from millrace.runlog import Names
 from millrace.storage.local import LocalStore
-from millrace.trainer.bench.measure import BenchStep, fake_batch, fake_samples, measure
-from millrace.trainer.estimate.step import simulate
+from millrace.trainer.bench import BenchStep, fake_batch, fake_samples, measure
+from millrace.trainer.estimate_step import simulate
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import BatchLayout, build_micro_batch, fake_sample
 from millrace.trainer.learning.forward import token_logprobs
@@ -49,7 +49,7 @@ from pathlib import Path
 from millrace.config.sections.rl import TrainerBench
 from millrace.custom_code import CustomCode
 from millrace.device_digest import device_digest
-from millrace.trainer.bench.measure import fake_batch, fake_samples
+from millrace.trainer.bench import fake_batch, fake_samples
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import BatchLayout
 from millrace.trainer.learning.learner import Learner

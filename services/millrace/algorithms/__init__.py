@@ -5,6 +5,7 @@ from typing import Any
 
 from millrace.algorithms.advantages import (
     Baselines,
+    Custom,
     Echo,
     Grpo,
     HierarchicalGrpo,
@@ -15,9 +16,16 @@ from millrace.algorithms.advantages import (
     ReinforcePlusPlus,
     Rloo,
 )
-from millrace.algorithms.base import Algorithm, Credit, Credited, RewardRanges, ScalarAdvantage
-from millrace.algorithms.custom import Custom
-from millrace.algorithms.filters import Filtered, Thresholded, count_found
+from millrace.algorithms.base import (
+    Algorithm,
+    Credit,
+    Credited,
+    Filtered,
+    RewardRanges,
+    ScalarAdvantage,
+    Thresholded,
+    count_found,
+)
 from millrace.config.sections.algo import AdvantageConfig
 from millrace.config.sections.orchestrator import OrchestratorConfig
 from millrace.custom_code import CustomCode
@@ -38,15 +46,20 @@ ALGORITHMS: dict[str, type[Algorithm]] = {**ADVANTAGES, **PER_AGENT, "opd": Opd,
 
 
 def make_algorithms(settings: OrchestratorConfig, code: CustomCode) -> dict[str, Algorithm]:
-    """Make the algorithm of each environment, by name; environments without their own share the run's.
+    """Make and return the algorithm of each environment, by the environment's name.
 
-    An algorithm is wrapped in the filters and in the environment's `min_abs_advantage`, where the config has them.
-    Imports and tries the user's functions; raises InvalidSpecError if one is unusable.
+    Environments without an algorithm of their own share the run's. An algorithm is wrapped in the run's filters and in
+    the environment's `min_abs_advantage`, where the config has them. Imports the user's functions as far as `code`
+    allows, and tries them; raises InvalidSpecError if one is unusable.
     """
 
     ranges = RewardRanges.of(settings.env)
 
     def made(config: AdvantageConfig, classes: Mapping[str, Any]) -> Algorithm:
+        """Return the algorithm of `config`, wrapped in the run's filters.
+
+        `classes` are those that its type may name.
+        """
         if config.type == "custom":
             algorithm: Algorithm = Custom.load(config, code)
         elif config.type == "max_rl":

@@ -1,7 +1,7 @@
 """Algorithms that turn rewards, or a teacher's scores, into credit per token."""
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
@@ -9,8 +9,80 @@ import numpy as np
 
 from millrace.algorithms.base import Credit, Credited, OverlongPenalty, RewardRanges, ScalarAdvantage, broadcast
 from millrace.config.sections.algo import AdvantageConfig, AlgoConfig
+from millrace.custom_code import CustomCode, bad_code
 from millrace.errors import InternalError
-from millrace.rollouts.types import Rollout, Sample, are_equal
+from millrace.rollouts.types import MAX_REWARD, Rollout, Sample, are_equal
+
+# A function of the user's own that turns the rewards of a group into advantages.
+
+FIELD = "orchestrator.algo.import_path"
+
+
+class Custom(ScalarAdvantage):
+    """`fn(rewards, lengths, **kwargs)`: float64 [G] and int64 [G] (sampled tokens) to advantages [G].
+
+    G is the number of rollouts of the group. The function is pure: what it returned is in the log and is never
+    computed again. It is called for groups of equal rewards, too.
+    """
+
+    is_shift_invariant = False
+    compares = False
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        import_path: str,
+        kwargs: Mapping[str, Any],
+        overlong: OverlongPenalty | None = None,
+    ) -> None:
+        """Take the user's function with its further arguments `kwargs`, and a penalty of long responses (None: no
+        penalty).
+
+        `import_path`, `my.module:fn`, names the function in errors.
+        """
+        super().__init__(overlong=overlong)
+        self._function = function
+        self._import_path = import_path
+        self._kwargs = dict(kwargs)
+
+    @classmethod
+    def load(cls, config: AdvantageConfig, code: CustomCode) -> "Custom":
+        """Import the user's function that `config` names, as far as `code` allows, and try it on a group of three.
+
+        Returns the algorithm; raises InvalidSpecError if the function may not be loaded or is unusable.
+        """
+        path = config.import_path or ""
+        custom = cls(
+            code.load(path, field=FIELD),
+            import_path=path,
+            kwargs=config.kwargs,
+            overlong=OverlongPenalty.from_config(config),
+        )
+        custom.advantages(np.asarray([0.0, 1.0, 0.5]), np.asarray([1, 2, 4]))
+        return custom
+
+    def advantages(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Call the user's function on copies of a group's rewards and lengths, and return its advantages, float64 [G].
+
+        Raises InvalidSpecError if it raises, or returns another shape or values that are too large or not finite.
+        """
+        try:
+            # Copies, because the function may write into its arguments.
+            result = np.asarray(self._function(rewards.copy(), lengths.copy(), **self._kwargs), dtype=np.float64)
+        except Exception as error:  # a user's function may raise anything
+            raise bad_code(FIELD, self._import_path, f"it raised {type(error).__name__}: {error}") from error
+        if result.shape != rewards.shape:
+            problem = f"it returned the shape {result.shape}, not one advantage for each of {len(rewards)} rollouts"
+            raise bad_code(FIELD, self._import_path, problem)
+        # Not `> MAX_REWARD`, with which a nan would pass.
+        if not (np.abs(result) <= MAX_REWARD).all():
+            kind = f"beyond ±{MAX_REWARD:g}" if np.isfinite(result).all() else "that is not finite"
+            rewards_text = ", ".join(f"{reward:g}" for reward in rewards[:8])
+            problem = f"it returned an advantage {kind}, of rewards {rewards_text}"
+            raise bad_code(FIELD, self._import_path, problem)
+        return result
+
 
 EPSILON = 1e-6
 """Added to every deviation, as verl and SkyRL do."""
@@ -34,17 +106,23 @@ class Grpo(ScalarAdvantage):
         overlong: OverlongPenalty | None = None,
         by_turn: bool = False,
     ) -> None:
+        """Take the options of GRPO.
+
+        `std_norm` says by which standard deviation of rewards advantages are divided: that of the group's, that of the
+        batch's, or none. With `leave_one_out` a reward is compared with the mean of the other rewards. `overlong` is a
+        penalty of long responses, None for no penalty. With `by_turn` each turn gets its own advantage.
+        """
         super().__init__(overlong=overlong, by_turn=by_turn)
         self._std_norm, self._leave_one_out = std_norm, leave_one_out
 
     @classmethod
     def from_config(cls, config: AdvantageConfig) -> Self:
-        """Make the algorithm that `[orchestrator.algo]` describes."""
+        """Make the algorithm with the options of an algorithm's table of the config."""
         return cls(**cls.options(config))
 
     @staticmethod
     def options(config: AdvantageConfig) -> dict[str, Any]:
-        """Return the arguments of the constructor that `[orchestrator.algo]` names."""
+        """Return, by name, the arguments of GRPO's constructor that an algorithm's table of the config asks for."""
         return {
             "std_norm": config.std_norm,
             "leave_one_out": config.leave_one_out,
@@ -53,7 +131,10 @@ class Grpo(ScalarAdvantage):
         }
 
     def advantages(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Return the advantages of a group, float64 [G]."""
+        """Return each reward less the group's mean, scaled as `leave_one_out` and `std_norm` "group" ask, float64 [G].
+
+        `rewards` are float64 [G]; `lengths` do not matter.
+        """
         advantages = rewards - rewards.mean()
         if self._leave_one_out:
             advantages = advantages * len(rewards) / (len(rewards) - 1)
@@ -62,7 +143,12 @@ class Grpo(ScalarAdvantage):
         return advantages
 
     def finish(self, batch: Sequence[Credited]) -> list[Credit]:
-        """Return the credit, divided by the deviation of the batch's rewards if `std_norm` is "batch"."""
+        """Return the final credit of each sample of a batch, in order.
+
+        With `std_norm` "batch" its advantages are divided by the standard deviation of the rewards of the batch's
+        rollouts, each of which counts once. Otherwise, and for a single rollout, the credit is returned as it is.
+        """
+        # A rollout with several samples must count once in the deviation.
         rollouts = {(item.rollout.ordinal, item.rollout.member): item.rollout for item in batch}
         if self._std_norm != "batch" or len(rollouts) < 2:
             return super().finish(batch)
@@ -71,7 +157,7 @@ class Grpo(ScalarAdvantage):
 
 
 def scaled(advantages: np.ndarray, scale: float) -> np.ndarray:
-    """Multiply in float64, and round once: float32 [T]."""
+    """Return advantages float32 [T] times `scale`: multiplied in float64, rounded once to float32."""
     return (advantages.astype(np.float64) * scale).astype(np.float32)
 
 
@@ -86,15 +172,21 @@ class HierarchicalGrpo:
     """
 
     def __init__(self, *, episode_agents: Collection[str] = ()) -> None:
+        """Take the names of agents whose traces are compared within one rollout instead of the whole group."""
         self._episode_agents = frozenset(episode_agents)
 
     @classmethod
     def from_config(cls, config: AdvantageConfig) -> Self:
-        """Make the algorithm that `[orchestrator.algo]` describes."""
+        """Make the algorithm with the `episode_agents` of an algorithm's table of the config."""
         return cls(episode_agents=config.episode_agents)
 
     def credit(self, group: Sequence[Rollout]) -> list[list[Credit]]:
-        """Return one `Credit` per sample; agents that are alone, or of equal rewards, get advantage 0."""
+        """Return one `Credit` per sample of each rollout: on sampled tokens its trace's reward less the mean of the
+        peers'.
+
+        Peers are the traces of the same agent in the group, or in the rollout for `episode_agents`. A trace without
+        peers, or with peers of equal rewards, gets 0.
+        """
         peers: dict[tuple[str, int], list[tuple[int, int, float]]] = defaultdict(list)
         for at, rollout in enumerate(group):
             for place, trace in enumerate(rollout.agent_traces):
@@ -104,6 +196,7 @@ class HierarchicalGrpo:
         advantages: dict[tuple[int, int], float] = {}
         for traces in peers.values():
             rewards = np.asarray([reward for _, _, reward in traces], dtype=np.float64)
+            # Against the first reward, small differences between large rewards keep their digits.
             differences = np.zeros(len(rewards)) if are_equal(rewards) else rewards - rewards[0]
             for (at, place, _), advantage in zip(traces, differences - differences.mean(), strict=True):
                 advantages[at, place] = float(advantage)
@@ -116,7 +209,7 @@ class HierarchicalGrpo:
         ]
 
     def finish(self, batch: Sequence[Credited]) -> list[Credit]:
-        """Return the groups' credit as it is."""
+        """Return the credit that each sample of the batch got from its group, unchanged."""
         return [item.credit for item in batch]
 
 
@@ -133,7 +226,7 @@ class MaxRl(ScalarAdvantage):
     is_shift_invariant = False
 
     def __init__(self, *, ranges: RewardRanges | None = None) -> None:
-        """Take `ranges` of rewards by environment; without ranges, rewards are shares."""
+        """Take the lowest and highest reward by environment; None means that rewards are shares from 0 to 1 already."""
         super().__init__()
         self._ranges = ranges
 
@@ -143,12 +236,20 @@ class MaxRl(ScalarAdvantage):
         return cls()
 
     def advantages(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Return the advantages of a group, float64 [G]."""
+        """Return each reward's deviation from the group's mean, divided by that mean, float64 [G].
+
+        Zeros if the mean is not positive. `rewards` are shares of their range, float64 [G]; `lengths` do not matter.
+        """
         mean = rewards.mean()
         return (rewards - mean) / mean if mean > 0 else np.zeros(len(rewards))
 
     def shaped_rewards(self, rollouts: Sequence[Rollout]) -> np.ndarray:
-        """Return the rewards as shares of their range, float64 [N]."""
+        """Return the rollouts' rewards as shares of their environment's range, float64 [N] from 0 to 1.
+
+        Unchanged without ranges.
+
+        Raises InvalidSpecError for a reward outside of its range.
+        """
         return super().shaped_rewards(rollouts) if self._ranges is None else self._ranges.shares(rollouts)
 
 
@@ -163,7 +264,10 @@ class Opo(ScalarAdvantage):
     """
 
     def advantages(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Return the advantages of a group, float64 [G]."""
+        """Return each reward less the mean reward weighted by length, float64 [G].
+
+        `lengths` are sampled tokens, int64 [G].
+        """
         return rewards - (lengths * rewards).sum() / max(lengths.sum(), 1)
 
 
@@ -175,18 +279,21 @@ MAX_AGENTS = 1 << 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baselines:
-    """By environment and agent the moving average of its rewards after a header. Immutable; it begins at 0."""
+    """Hold, by environment and agent, the moving average of its rewards as a batch's header records it.
+
+    Immutable; an average begins at 0.
+    """
 
     decays: Mapping[str, float] = field(default_factory=dict[str, float])
     """By environment: what an average keeps of itself with every trace. No others are kept."""
     values: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
 
     def against(self, batch: Sequence[Credited]) -> tuple[list[Credited], "Baselines"]:
-        """Return the samples with `baseline` set, and the baselines after the batch.
+        """Return the samples of a batch with `baseline` set, and the moving averages of rewards after the batch.
 
-        A trace's `baseline` is the moving average of its agent's rewards before it; the average then takes in the
-        trace's reward. Traces are ordered by ordinal, member and place. Samples that train nothing do not count; their
-        baseline is 0, like that of environments without `decays`.
+        A trace's `baseline` is the average of its agent's rewards before it; the average then takes in the trace's
+        reward. Traces are ordered by ordinal, member and place. Samples that train nothing do not count; their baseline
+        is 0, like that of environments without `decays`, and of an environment's new agents after `MAX_AGENTS`.
         """
         values = {env: dict(agents) for env, agents in self.values.items()}
         met: dict[tuple[int, int, int], float] = {}
@@ -197,13 +304,17 @@ class Baselines:
             env, trace = item.rollout.env, item.trace
             agents, decay = values.setdefault(env, {}), self.decays[env]
             met[key] = before = agents.get(trace.agent, 0.0)
+            # An environment can invent names of agents, and every header has all of these averages.
             if trace.agent in agents or len(agents) < MAX_AGENTS:
                 agents[trace.agent] = decay * before + (1 - decay) * trace.reward
         items = [replace(item, baseline=met.get(item.trace_key, 0.0)) for item in batch]
         return items, replace(self, values=values)
 
     def restored(self, values: Mapping[str, Mapping[str, float]]) -> "Baselines":
-        """Return the baselines with the values of a header, for environments that still use baselines."""
+        """Return a copy with the averages `values` that a header recorded, by environment and agent.
+
+        Environments that no longer have a decay are left out.
+        """
         return replace(self, values={env: agents for env, agents in values.items() if env in self.decays})
 
 
@@ -216,15 +327,18 @@ class Rae:
 
     @classmethod
     def from_config(cls, config: AdvantageConfig) -> Self:
-        """Make the algorithm that `[orchestrator.algo]` describes; `Baselines` has the decay."""
+        """Make the algorithm; `config` has no option for it, because `Baselines` has the decay of the averages."""
         return cls()
 
     def credit(self, group: Sequence[Rollout]) -> list[list[Credit]]:
-        """Return advantages of 1 for sampled tokens; `finish` puts in the real ones, which depend on earlier traces."""
+        """Return, for each rollout, one `Credit` per sample with a provisional advantage of 1 for sampled tokens.
+
+        `finish` replaces it: the real one depends on earlier traces of the batch.
+        """
         return [[Credit(advantages=broadcast(1.0, sample)) for sample in rollout.samples] for rollout in group]
 
     def finish(self, batch: Sequence[Credited]) -> list[Credit]:
-        """Return r - b on the sampled tokens of every sample, with b from `Credited.baseline`."""
+        """Return for each sample the credit with its trace's reward less `Credited.baseline` on every sampled token."""
         return [
             replace(item.credit, advantages=broadcast(item.trace.reward - item.baseline, item.sample)) for item in batch
         ]
@@ -243,11 +357,17 @@ class ReinforcePlusPlus(ScalarAdvantage):
     """
 
     def advantages(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Return the advantages of a group before whitening, float64 [G]."""
+        """Return each reward less the group's mean, float64 [G], which `finish` whitens later.
+
+        `lengths` do not matter.
+        """
         return rewards - rewards.mean()
 
     def finish(self, batch: Sequence[Credited]) -> list[Credit]:
-        """Return the credit, whitened over all sampled tokens of the batch; unchanged for fewer than two tokens."""
+        """Return the credit with advantages of mean 0 and variance 1 over all sampled tokens of the batch.
+
+        Fewer than two sampled tokens leave the credit unchanged.
+        """
         masks = [item.sampled for item in batch]
         rows = [item.credit.advantages[: item.num_tokens].astype(np.float64) for item in batch]
         tokens = np.concatenate([row[mask] for row, mask in zip(rows, masks, strict=True)]) if rows else np.zeros(0)
@@ -267,7 +387,7 @@ class Rloo(ScalarAdvantage):
     """A_i = r_i - mean of the rewards of the other rollouts of the task = G / (G - 1) * (r_i - mean(r))."""
 
     def advantages(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Return the advantages of a group, float64 [G]."""
+        """Return each reward less the mean of the group's other rewards, float64 [G]; `lengths` do not matter."""
         return (rewards - rewards.mean()) * len(rewards) / (len(rewards) - 1)
 
 
@@ -284,17 +404,21 @@ class Echo(Grpo):
     """
 
     def __init__(self, *, weights: Mapping[str, float], **of_grpo: Any) -> None:
-        """Take `weights`, by role; the other parameters are `Grpo`'s."""
+        """Take the weights of cross-entropy by role of a message; the other parameters are those of `Grpo`."""
         super().__init__(**of_grpo)
         self._weights = dict(weights)
 
     @classmethod
     def from_config(cls, config: AdvantageConfig) -> Self:
-        """Make the algorithm that `[orchestrator.algo]` describes."""
+        """Make the algorithm with the roles' weights and GRPO's options of an algorithm's table of the config."""
         return cls(weights=config.role_weights, **cls.options(config))
 
     def credit(self, group: Sequence[Rollout]) -> list[list[Credit]]:
-        """Return one `Credit` per sample; where rewards are equal, only the environment's tokens have weight."""
+        """Return GRPO's credit per sample of each rollout, with cross-entropy weights on the environment's tokens.
+
+        The weights, by the role of a token's message, do not depend on rewards: rollouts of equal rewards have them,
+        too.
+        """
         return [
             [
                 replace(credit, ce_weights=self._observed(sample))
@@ -304,7 +428,10 @@ class Echo(Grpo):
         ]
 
     def _observed(self, sample: Sample) -> np.ndarray | None:
-        """Return the cross-entropy weights of a sample, float32 [T]; None where all are 0."""
+        """Return the cross-entropy weight of each token of a sample, float32 [T], by the role of its message.
+
+        None if all are 0.
+        """
         weights = np.zeros(sample.num_tokens, np.float32)
         for span in sample.roles:
             weights[span.start : span.end] = self._weights.get(span.role, 0.0)
@@ -330,22 +457,31 @@ class Opd:
     """
 
     def __init__(self, *, kl_coef: float = 1.0) -> None:
+        """Take the factor `kl_coef`, by which the log-ratio of teacher to policy becomes an advantage."""
         self._kl_coef = kl_coef
 
     @classmethod
     def from_config(cls, config: AlgoConfig) -> "Opd":
-        """Make the algorithm that `[orchestrator.algo]` describes."""
+        """Make the algorithm with the `kl_coef` of an algorithm's table of the config."""
         return cls(kl_coef=config.kl_coef)
 
     def credit(self, group: Sequence[Rollout]) -> list[list[Credit]]:
-        """Return one `Credit` per sample; InternalError if a sample comes without its teacher's scores."""
+        """Return, per sample of each rollout, `kl_coef` times the teacher's log-prob less the policy's for sampled
+        tokens.
+
+        Raises InternalError if a sample comes without its teacher's scores. Rewards do not count.
+        """
         return [[self._credit(rollout, index) for index in range(len(rollout.samples))] for rollout in group]
 
     def finish(self, batch: Sequence[Credited]) -> list[Credit]:
-        """Return the credit as it is: a teacher's scores are not compared over a batch."""
+        """Return the credit that each sample of the batch got from its group, unchanged."""
         return [item.credit for item in batch]
 
     def _credit(self, rollout: Rollout, index: int) -> Credit:
+        """Return the credit of the rollout's sample `index`: `kl_coef` times the log-ratio of teacher to policy.
+
+        Raises InternalError if the sample comes without its teacher's scores.
+        """
         sample = rollout.samples[index]
         if sample.teacher_logprobs is None:
             raise InternalError(

@@ -6,13 +6,15 @@ trainer, a replay and a fork never compute them again.
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, Self, TypeAlias
 
 import numpy as np
 
 from millrace.config.sections.algo import AdvantageConfig
+from millrace.config.sections.buffer import FilterConfig
 from millrace.config.sections.environments import EnvConfig
 from millrace.errors import InvalidSpecError, Violation
 from millrace.rollouts.types import Rollout, Sample, Trace, TurnReward, are_equal, reaches
@@ -38,7 +40,7 @@ class Credit:
 
     @property
     def trains_nothing(self) -> bool:
-        """Return whether every token has weight 0."""
+        """Return whether no token is trained on: every weight of policy gradient and of cross-entropy is 0."""
         has_rl = self.rl_weights is None or bool(self.rl_weights.any())
         return not has_rl and (self.ce_weights is None or not self.ce_weights.any())
 
@@ -76,11 +78,14 @@ class Algorithm(Protocol):
     """Turns rollouts into credit for each of their samples."""
 
     def credit(self, group: Sequence[Rollout]) -> list[list[Credit]]:
-        """Return, for each rollout of a group in order, one `Credit` per sample of it."""
+        """Return, for each rollout of a group (the rollouts of one task) in order, one `Credit` per sample of it."""
         ...
 
     def finish(self, batch: Sequence[Credited]) -> list[Credit]:
-        """Return the final credit of every sample of a batch, in order."""
+        """Return the final credit of every sample of a batch, in order.
+
+        `batch` has the credit that its group gave each.
+        """
         ...
 
 
@@ -97,14 +102,20 @@ class OverlongPenalty:
 
     @classmethod
     def from_config(cls, config: AdvantageConfig) -> Self | None:
-        """Make the penalty that `[orchestrator.algo.overlong]` describes; None without that table."""
+        """Make the penalty of long responses that the table `overlong` of an algorithm's config describes.
+
+        None without that table.
+        """
         table = config.overlong
         if table is None:
             return None
         return cls(max_tokens=table.max_tokens, buffer_tokens=table.buffer_tokens, factor=table.factor)
 
     def __call__(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the penalties, at most 0, to add to the rewards, float64 [G]; `lengths` are sampled tokens."""
+        """Return the penalties to add to the rewards, float64 [G] from `-factor` to 0.
+
+        `lengths` are sampled tokens, int64 [G].
+        """
         over = lengths - (self.max_tokens - self.buffer_tokens)
         return -self.factor * np.clip(over / self.buffer_tokens, 0.0, 1.0)
 
@@ -113,12 +124,18 @@ class ScalarAdvantage(ABC):
     """An algorithm that gives every sampled token of a rollout the same advantage, from rewards and lengths alone."""
 
     def __init__(self, *, overlong: OverlongPenalty | None = None, by_turn: bool = False) -> None:
-        """Take `by_turn`: whether each turn gets its own credit, see `_credit_turns`."""
+        """Take `overlong`, the penalty of long responses (None: no penalty).
+
+        With `by_turn` each turn gets its own advantage, if the environment rewards turns.
+        """
         self._overlong, self._by_turn = overlong, by_turn
 
     @classmethod
     def from_config(cls, config: AdvantageConfig) -> Self:
-        """Make the algorithm that `[orchestrator.algo]` describes."""
+        """Make the algorithm that an algorithm's table of the config describes.
+
+        Of the table, the overlong penalty and the unit of credit (rollout or turn) are read.
+        """
         return cls(overlong=OverlongPenalty.from_config(config), by_turn=config.credit == "turn")
 
     @abstractmethod
@@ -135,7 +152,11 @@ class ScalarAdvantage(ABC):
     """Whether only differences of rewards count: they are then computed against the first."""
 
     def credit(self, group: Sequence[Rollout]) -> list[list[Credit]]:
-        """Return one `Credit` per sample; where rewards are compared, one alone or equal ones get advantage 0."""
+        """Return one `Credit` per sample of each rollout of a group, with the rollout's or the turn's advantage on its
+        tokens.
+
+        Where the algorithm compares rewards, a single rollout and rollouts of equal rewards get advantage 0.
+        """
         rewards = self.shaped_rewards(group)
         lengths = np.asarray([rollout.num_loss_tokens for rollout in group], dtype=np.int64)
         if self._by_turn and (turns := _turns_of(group)) is not None:
@@ -146,6 +167,11 @@ class ScalarAdvantage(ABC):
         ]
 
     def _compared(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Return the advantages of a group's rewards, float64 [G], as `advantages` computes them.
+
+        Equal rewards give zeros if the algorithm compares rewards. If only differences count, `advantages` gets rewards
+        relative to the first. `rewards` are float64 [G], may be empty; `lengths` are sampled tokens, int64 [G].
+        """
         if are_equal(rewards):
             # Equal rewards may differ by rounding: without this their standard deviation would divide noise by noise.
             if self.compares or not len(rewards):
@@ -157,11 +183,12 @@ class ScalarAdvantage(ABC):
     def _credit_turns(
         self, group: Sequence[Rollout], turns: Sequence[_Turns], rewards: np.ndarray, lengths: np.ndarray
     ) -> list[list[Credit]]:
-        """Return credit with an advantage for every turn, from the reward to go: what it and later turns earn.
+        """Return credit with an advantage for every turn: of its reward to go, the sum of what it and later turns earn.
 
-        What was earned before a turn cannot be its doing (the policy gradient theorem, Sutton et al. 1999). It is
-        compared with that of the rollouts of the group which came to the same turn: a baseline of the time step
-        (Greensmith et al. 2004). One alone there gets 0.
+        `turns` has each rollout's turns by sample. `rewards` are the shaped ones of the rollouts, float64 [G], and
+        `lengths` their sampled tokens. A turn is compared with the same turn of the group's other rollouts, a baseline
+        of the time step (Greensmith et al. 2004); one without any gets 0. What was earned before a turn cannot be its
+        doing (the policy gradient theorem, Sutton et al. 1999).
         """
         to_go = [
             # The shaping of the whole reward (length penalties) applies to every turn, since it cannot be assigned to
@@ -179,35 +206,45 @@ class ScalarAdvantage(ABC):
         return [_by_turn(*each) for each in zip(group, turns, advantages, strict=True)]
 
     def shaped_rewards(self, rollouts: Sequence[Rollout]) -> np.ndarray:
-        """Return the rewards that are compared, float64 [N]: with the punishment of long responses if there is one."""
+        """Return the rewards from which advantages are computed, float64 [N], in the order of the rollouts.
+
+        The penalty of long responses, which is never above 0, is added if there is one. The rollouts may be of one
+        group or of a whole batch: no reward depends on other rollouts.
+        """
         rewards = np.asarray([rollout.reward for rollout in rollouts], dtype=np.float64)
         if self._overlong is None:
             return rewards
         return rewards + self._overlong(np.asarray([rollout.num_loss_tokens for rollout in rollouts], dtype=np.int64))
 
     def finish(self, batch: Sequence[Credited]) -> list[Credit]:
-        """Return the groups' credit as it is."""
+        """Return the credit that each sample of the batch got from its group, unchanged."""
         return [item.credit for item in batch]
 
 
 def _turns_of(group: Sequence[Rollout]) -> list[_Turns] | None:
-    """Return the turns of each rollout; None if no turn of the group has a reward, or one rollout's do not add up.
+    """Return, for each rollout of a group, its turns with rewards by sample; None if it cannot be credited by turns.
 
-    A rollout's turns add up if their rewards sum to its reward. The group is credited by turns altogether or not at
-    all, because a reward to go is only compared with other rewards to go.
+    It cannot if no turn of the group has a reward, or one rollout's turn rewards do not sum to its reward. A group is
+    credited by turns altogether or not at all, because a reward to go is only compared with other rewards to go.
     """
     turns = [own for rollout in group if (own := rollout.earned_turns) is not None]
     return turns if len(turns) == len(group) and any(rollout.has_turn_rewards for rollout in group) else None
 
 
 def _to_go(turns: _Turns) -> np.ndarray:
-    """Return for each turn the sum of its reward and all later ones, float64 [turns]; 0 if no reward follows."""
+    """Return for each turn the sum of its reward and all later ones, float64 [turns].
+
+    `turns` are those of each sample.
+    """
     earned = [turn.reward for own in turns for turn in own]
     return np.cumsum(np.asarray(earned[::-1], dtype=np.float64))[::-1]
 
 
 def _by_turn(rollout: Rollout, turns: _Turns, advantages: np.ndarray) -> list[Credit]:
-    """Return credit per sample that has each turn's advantage, of float64 [turns], on the turn's sampled tokens."""
+    """Return one `Credit` per sample of a rollout, with each turn's advantage on the tokens sampled in that turn.
+
+    `turns` are those of each sample, `advantages` float64 [turns] those of all in order.
+    """
     credits, at = [], 0
     for sample, own in zip(rollout.samples, turns, strict=True):
         # Each turn's advantage covers the tokens up to its end; the loss mask below removes those of prompts and tools.
@@ -220,7 +257,7 @@ def _by_turn(rollout: Rollout, turns: _Turns, advantages: np.ndarray) -> list[Cr
 
 
 def broadcast(advantage: float, sample: Sample) -> np.ndarray:
-    """Spread one scalar over a sample's sampled tokens: float32 [T], 0 elsewhere."""
+    """Return one advantage spread over a sample's tokens: float32 [T], 0 where the policy did not sample the token."""
     return np.where(sample.loss_mask == 1, np.float32(advantage), np.float32(0.0)).astype(np.float32)
 
 
@@ -238,12 +275,13 @@ class RewardRanges:
 
     @classmethod
     def of(cls, envs: Iterable[EnvConfig]) -> Self:
-        """Read the ranges from the config."""
+        """Return the range of rewards of each environment that the config names."""
         return cls(by_env={env.name: (env.reward_range[0], env.reward_range[1]) for env in envs})
 
     def shares(self, rollouts: Sequence[Rollout]) -> np.ndarray:
-        """Return the rewards as shares of their ranges, float64 [N] from 0 to 1; raise InvalidSpecError for a
-        reward outside.
+        """Return the rollouts' rewards as shares of their environment's range, float64 [N] from 0 to 1.
+
+        Raises InvalidSpecError, naming the first rollout, for a reward outside of its range.
         """
         shares = np.asarray([self._share(rollout) for rollout in rollouts], dtype=np.float64)
         outside = [at for at, share in enumerate(shares) if not (reaches(share, 0.0) and reaches(-share, -1.0))]
@@ -261,9 +299,10 @@ class RewardRanges:
         return np.clip(shares, 0.0, 1.0)
 
     def extreme(self, rollouts: Sequence[Rollout]) -> str:
-        """Return "easy" for a group whose rewards are all the highest, "hard" if all are the lowest; else "".
+        """Return "easy" if all rewards of a group are the highest of their range, "hard" if all are the lowest, else
+        "".
 
-        Raises InvalidSpecError for a reward outside its range.
+        `rollouts` are those of one group. Raises InvalidSpecError for a reward outside of its range.
         """
         share = float(self.shares(rollouts)[0])
         if not are_equal([rollout.reward for rollout in rollouts]):
@@ -273,5 +312,151 @@ class RewardRanges:
         return "hard" if reaches(-share, 0.0) else ""
 
     def _share(self, rollout: Rollout) -> float:
+        """Return a rollout's reward as a share of its environment's range; below 0 or above 1 if it is outside."""
         low, high = self.by_env.get(rollout.env, WHOLE)
         return (rollout.reward - low) / (high - low)
+
+
+# Rollouts that are left out, or compared with a lower reward, by what was sampled: `[[orchestrator.filters]]`.
+#
+# Repetition as in MiniMax-M1 (arXiv:2506.13585, section 3.2), gibberish as in arXiv:2510.02387, section 5.2. What a
+# filter finds follows from the rollout alone, so a successor, a replay and a fork find the same.
+
+
+class Filtered:
+    """Wrap an algorithm, which sees what the filters leave of each group."""
+
+    def __init__(self, algorithm: Algorithm, filters: Sequence[FilterConfig]) -> None:
+        """Take the algorithm to wrap, and the filters of the config."""
+        self._algorithm = algorithm
+        self._filters = filters
+
+    def credit(self, group: Sequence[Rollout]) -> list[list[Credit]]:
+        """Return the wrapped algorithm's credit per sample of each rollout; weights are 0 for masked and dropped ones.
+
+        The algorithm does not see dropped rollouts. It sees penalised ones with the lower reward, and masked ones as
+        they are.
+        """
+        actions = [_actions(rollout, self._filters) for rollout in group]
+        has_turns = any(rollout.has_turn_rewards for rollout in group)
+        compared = [
+            _penalised(rollout, self._filters, has_turns=has_turns)
+            for rollout, action in zip(group, actions, strict=True)
+            if "drop" not in action
+        ]
+        # Dropped rollouts have no part in the comparison; masked ones have, but train nothing. So credit comes for
+        # fewer rollouts than the group has, and is taken in order.
+        credits = iter(self._algorithm.credit(compared))
+        credited = []
+        for rollout, action in zip(group, actions, strict=True):
+            own = [_nothing(sample) for sample in rollout.samples] if "drop" in action else next(credits)
+            credited.append([_nothing(sample) for sample in rollout.samples] if "mask" in action else own)
+        return credited
+
+    def finish(self, batch: Sequence[Credited]) -> list[Credit]:
+        """Return the wrapped algorithm's final credit for samples that train something; the others keep theirs.
+
+        The algorithm sees rollouts with the penalised rewards that `credit` compared, and no sample that trains
+        nothing.
+        """
+        compared = [
+            replace(item, rollout=_penalised(item.rollout, self._filters))
+            for item in batch
+            # What trains nothing must not shift means and deviations of the batch.
+            if not item.credit.trains_nothing
+        ]
+        finished = iter(self._algorithm.finish(compared))
+        return [item.credit if item.credit.trains_nothing else next(finished) for item in batch]
+
+
+class Thresholded:
+    """An algorithm whose tokens with an advantage of at most `least`, in absolute value, are not trained on.
+
+    prime-rl's `min_abs_advantage` (2026-10). What an algorithm computes over a whole batch is computed of what is left.
+    """
+
+    def __init__(self, algorithm: Algorithm, least: float) -> None:
+        """Take the algorithm to wrap, and `least`, the absolute advantage up to which tokens are not trained on."""
+        self._algorithm = algorithm
+        self._least = least
+
+    def credit(self, group: Sequence[Rollout]) -> list[list[Credit]]:
+        """Return the wrapped algorithm's credit per sample of each rollout of a group.
+
+        Tokens with an advantage of at most the threshold, in absolute value, get advantage and weight 0.
+        """
+        return [[self._cut(credit) for credit in credits] for credits in self._algorithm.credit(group)]
+
+    def finish(self, batch: Sequence[Credited]) -> list[Credit]:
+        """Return the wrapped algorithm's final credit for samples that still train something, cut at the threshold.
+
+        The other samples keep their credit, and the algorithm does not see them.
+        """
+        left = [item for item in batch if not item.credit.trains_nothing]
+        finished = iter(self._algorithm.finish(left))
+        return [item.credit if item.credit.trains_nothing else self._cut(next(finished)) for item in batch]
+
+    def _cut(self, credit: Credit) -> Credit:
+        """Return a copy of a credit.
+
+        Advantages of at most the threshold, in absolute value, are 0 and have weight 0.
+        """
+        is_kept = np.abs(credit.advantages) > self._least
+        weights = np.ones_like(credit.advantages) if credit.rl_weights is None else credit.rl_weights
+        return replace(
+            credit,
+            advantages=np.where(is_kept, credit.advantages, np.float32(0)),
+            rl_weights=np.where(is_kept, weights, np.float32(0)),
+        )
+
+
+def count_found(rollouts: Sequence[Rollout], filters: Sequence[FilterConfig]) -> Counter[str]:
+    """Return how many of the rollouts each filter finds, by the filter's type."""
+    return Counter(each.type for rollout in rollouts for each in filters if _finds(each, rollout))
+
+
+def _actions(rollout: Rollout, filters: Sequence[FilterConfig]) -> set[str]:
+    """Return the actions ("drop", "mask", "penalise") of the filters that find a rollout."""
+    return {each.action for each in filters if _finds(each, rollout)}
+
+
+def _penalised(rollout: Rollout, filters: Sequence[FilterConfig], *, has_turns: bool = False) -> Rollout:
+    """Return the rollout with its reward lowered by the penalties of the filters that find it.
+
+    `has_turns` says that a rollout of its group has turn rewards: the last turn then bears the penalty.
+    """
+    penalty = sum(each.penalty for each in filters if each.action == "penalise" and _finds(each, rollout))
+    return rollout.penalised(penalty, has_turns=has_turns) if penalty else rollout
+
+
+def _finds(config: FilterConfig, rollout: Rollout) -> bool:
+    """Return whether a filter finds a rollout: it is truncated, or one of its samples repeats or is gibberish."""
+    if config.type == "truncated":
+        return rollout.is_truncated
+    finds = _repeats if config.type == "repetition" else _is_gibberish
+    return any(finds(config, sample) for sample in rollout.samples)
+
+
+def _repeats(config: FilterConfig, sample: Sample) -> bool:
+    """Return whether `window` sampled tokens in a row were each likelier than the filter's `prob_threshold`.
+
+    Tokens that were not sampled are skipped: they interrupt no row.
+    """
+    is_sure = sample.inference_logprobs[sample.loss_mask == 1] > np.log(config.prob_threshold)
+    if len(is_sure) < config.window:
+        return False
+    # A window of `window` sure tokens has a running sum that grows by exactly `window`.
+    sums = np.concatenate([[0], np.cumsum(is_sure)])
+    return bool((sums[config.window :] - sums[: -config.window] == config.window).any())
+
+
+def _is_gibberish(config: FilterConfig, sample: Sample) -> bool:
+    """Return whether a sampled token has both a large id (is rare) and a low log-prob, by the filter's thresholds."""
+    is_rare = sample.token_ids > config.token_id_threshold
+    return bool((is_rare & (sample.inference_logprobs < config.logprob_threshold) & (sample.loss_mask == 1)).any())
+
+
+def _nothing(sample: Sample) -> Credit:
+    """Return credit with which no token of the sample is trained on."""
+    zeros = np.zeros(sample.num_tokens, dtype=np.float32)
+    return Credit(advantages=zeros, rl_weights=zeros)

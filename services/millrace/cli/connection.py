@@ -40,10 +40,12 @@ _given: dict[str, str] = {}
 
 
 def take_options(arguments: Sequence[str]) -> list[str]:
-    """Remember the options of protected servers for this command, and return the other arguments.
+    """Remember the options `--token-file`, `--tls-ca` and `--insecure` for this command, and return the other
+    arguments.
 
-    Raises CliError if an option has no value, or for `--token`.
+    What an earlier call remembered is forgotten. Raises CliError if an option has no value, or for `--token`.
     """
+    # A process may run several commands, as the tests do.
     _given.clear()
     rest: list[str] = []
     words = iter(arguments)
@@ -93,9 +95,11 @@ def open_client(address: str) -> "Client":
 
 
 def ask_server(server: str | None, work: "Callable[[Client], Coroutine[Any, Any, T]]", *, run: str = "") -> T:
-    """Call `work` with a client of the orchestrator, and return its result. The address is that of `server_address`.
+    """Call `work` with a client of the orchestrator, and return its result.
 
-    The first signal cancels the work; UnavailableError mentions where the address came from.
+    `server` is the value of `--server`. Without it the address comes from MILLRACE_SERVER, a stack that runs here (that
+    of the run named `run`, if any) or the default. The first signal cancels the work; UnavailableError mentions where
+    the address came from.
     """
     from millrace.cli import interrupts
 
@@ -120,7 +124,7 @@ SILENT_REMEDY = "it listens but does not answer; a stack kills and restarts what
 
 
 def check_address(text: str, *, option: str) -> str:
-    """Return `text` if it is host:port; raises InvalidSpecError, with `option` as the field, if it is not."""
+    """Return `text` if it is host:port; raise InvalidSpecError, with the option `option` as the field, if it is not."""
     try:
         parse_address(text)
     except ValueError as error:
@@ -188,14 +192,15 @@ def running_stacks(root: Path = OUTPUTS) -> list[RunningStack]:
 def choose_stack(run: str = "", *, root: Path = OUTPUTS, option: str = "--server") -> RunningStack | None:
     """Choose a stack for a command that names no server; None if no stack runs below `root`.
 
-    The first choice is the stack of `run`: its directory has the name of the run. Then comes the only running stack,
-    then the only shared one. Raises CliError with the list if the choice is not unique; `option` is the option that its
-    hint mentions.
+    The first choice is the stack of the run `run`, whose directory has the run's name or begins with `run`. Then comes
+    the only running stack, then, for a run that is named, the only shared one. Raises CliError with the list if the
+    choice is not unique; `option` is the option that its hint mentions.
     """
     found = running_stacks(root)
     name = run.removeprefix("runs/")
     named = [stack for stack in found if name and stack.directory.name == name]
     named = named or [stack for stack in found if name and stack.directory.name.startswith(name)]
+    # Without a name, and for the newest run, the run of any stack may be meant.
     shared = [stack for stack in found if stack.is_shared] if name not in ("", "-") else []
     for meant in (named, found, shared):
         if len(meant) == 1:
@@ -221,8 +226,9 @@ def shared_address(root: Path = OUTPUTS) -> str:
 
 
 def say_environments_beside(config: "RLConfig", stack: RunningStack | None, *, server: str) -> None:
-    """Print a note for each environment whose file is in the current directory if the stack at `server` may not find
-    it: it searches in another directory.
+    """Print a note for each environment of the config whose file is in the current directory and may not be found.
+
+    The stack at `server` searches in another directory. `stack` is None if it is not one of this machine.
     """
     evaluation = config.orchestrator.eval
     ids = [env.id for env in (*config.orchestrator.env, *(evaluation.env if evaluation else ()))]
@@ -247,12 +253,13 @@ def say_environments_beside(config: "RLConfig", stack: RunningStack | None, *, s
 
 
 def _describe(stack: RunningStack) -> str:
+    """Return directory, origin and process id of a stack, for a list of stacks."""
     made_by = "millrace up" if stack.is_shared else f"of {stack.directory.name} alone"
     return f"{stack.directory} ({made_by}, pid {stack.says['pid']})"
 
 
 def _is_alive(pid: int, ticks: int) -> bool:
-    """Return whether process `pid` is running and started at `ticks`.
+    """Return whether process `pid` is running and started at `ticks`, clock ticks after the boot.
 
     False without psutil: then only the client is installed, and this installation started no stack.
     """
@@ -267,6 +274,7 @@ def _is_alive(pid: int, ticks: int) -> bool:
 
 
 def _looks_in(stack: RunningStack | None) -> list[str] | None:
+    """Return the directory and the venv in which a stack searches environments; None if its file does not say."""
     found = stack.says.get("looks_in") if stack is not None else None
     is_pair = isinstance(found, list) and len(found) == 2 and all(isinstance(each, str) for each in found)
     return found if is_pair else None
@@ -277,8 +285,8 @@ def server_address(
 ) -> tuple[str, str]:
     """Return the orchestrator's host:port, and a description of where it comes from.
 
-    The sources, in order: the option, MILLRACE_SERVER, a stack on this machine, the default of `millrace up`. Raises
-    CliError if several stacks run here and none can be chosen.
+    The sources, in order: `option` (the value of `--server`), MILLRACE_SERVER, a stack below `root` (`choose_stack`
+    with `run`), the default of `millrace up`. Raises CliError if several stacks run here and none can be chosen.
     """
     if option:
         return check_address(option, option="--server"), "--server"
@@ -291,8 +299,11 @@ def server_address(
 
 @contextlib.contextmanager
 def explain_unreachable(origin: str, address: str, *, directory: Path | None = None, token: str = "") -> Iterator[None]:
-    """Add to errors of the block where the address came from and what to do: if no server answers, or it refuses the
-    token.
+    """Add to errors of the block where the address came from (`origin`) and what to do.
+
+    These are UnavailableError if no server answers at `address`, and UnauthenticatedError; `token` is a phrase about
+    the refused token. If the address is that of a running stack, in `directory` or in any directory below `outputs`,
+    the remedy also says to wait: the stack restarts what died.
     """
     try:
         yield

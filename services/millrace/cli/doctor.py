@@ -32,8 +32,9 @@ async def examine(
 ) -> list[CheckResult]:
     """Check API, Redis, object store and GPUs, and return the results in that order.
 
-    URLs that the environment does not set are taken from the stack that listens at `server`, in `directory` or below
-    `outputs`. Failures are results; only broken settings raise (InvalidSpecError).
+    `server` is the orchestrator's address, `origin` says where it came from. URLs that the environment does not set are
+    taken from the stack that listens at `server`, in `directory` or below `outputs`. Failures are results; only broken
+    settings raise (InvalidSpecError).
     """
     settings = Settings.from_env(with_options(environ))
     found = stack_at(server, directory)
@@ -95,12 +96,17 @@ def _redis_of(stack: Mapping[str, Any]) -> str | None:
 
 
 def _skipped(what: str, variable: str, directory: Path | None) -> CheckResult:
+    """Return the result of a check that is skipped, because `variable` is not set and no stack has the address."""
     where = "below outputs" if directory is None else f"of {directory}"
     text = f"not looked at: {variable} is not set here, and no stack {where} has this address"
     return CheckResult(what=what, is_good=None, text=text)
 
 
 async def _asked(what: str, ask: Callable[[], Awaitable[str]]) -> CheckResult:
+    """Return the result of one check: the text that `ask` returns with its time, or the error that it raises.
+
+    A check may take 30 s.
+    """
     began = time.monotonic()
     try:
         async with asyncio.timeout(TIMEOUT_S):
@@ -113,6 +119,10 @@ async def _asked(what: str, ask: Callable[[], Awaitable[str]]) -> CheckResult:
 
 
 async def _api(server: str, origin: str, directory: Path | None) -> str:
+    """Ask the orchestrator for a run, and return a text about its answer.
+
+    Raise UnavailableError if it does not answer.
+    """
     from millrace.cli.connection import open_client
 
     with explain_unreachable(origin, server, directory=directory):
@@ -122,6 +132,10 @@ async def _api(server: str, origin: str, directory: Path | None) -> str:
 
 
 async def _redis(url: str, prefix: str) -> str:
+    """Check the Redis at `url`, and return a text about how it keeps its data.
+
+    Raises MillraceError if it is not fit for runs, InvalidStateError if it evicts entries.
+    """
     try:
         import redis.asyncio
         import redis.exceptions
@@ -148,8 +162,13 @@ async def _redis(url: str, prefix: str) -> str:
 
 
 async def _store(url: str, prefix: str) -> str:
+    """Test the object store at `url` by writing, reading and deleting a few objects below `prefix`.
+
+    Raise if it is not fit. Return a text for people: that it is fit, or that it was not tested, because boto3 is not
+    installed.
+    """
     try:
-        from millrace.storage.opening import open_store
+        from millrace.storage import open_store
         from millrace.storage.self_test import self_test
     except ImportError:
         return "not looked at: boto3 is not installed here"

@@ -26,6 +26,7 @@ def listen_early() -> None:
 
 
 def _note_early(number: int, frame: FrameType | None) -> None:
+    """Remember the signal and raise KeyboardInterrupt."""
     remembered.append(signal.Signals(number))
     raise KeyboardInterrupt
 

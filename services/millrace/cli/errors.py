@@ -38,7 +38,11 @@ class Interrupted(Exception):
 
 
 def report(error: BaseException, *, is_debug: bool, stream: TextIO | None = None) -> int:
-    """Print an error and return the exit code of the command. With `is_debug`, also print the traceback."""
+    """Print an error with its place and remedy, and return the exit code of the command.
+
+    `stream` None is standard error. With `is_debug`, the traceback is printed, too. An interruption prints nothing
+    else.
+    """
     out = stream or sys.stderr
     if is_debug:
         traceback.print_exception(error, file=out)
@@ -55,6 +59,7 @@ def report(error: BaseException, *, is_debug: bool, stream: TextIO | None = None
             if known.place:
                 print(f"  at: {known.place}", file=out)
             _print_remedy(known.hint, out)
+        # A missing module of Millrace itself is a defect, and is reported as one below.
         case ModuleNotFoundError(name=str(name)) if not name.startswith("millrace"):
             print(
                 f"Error: this command needs the package {name.partition('.')[0]}, which is not installed here", file=out
@@ -74,6 +79,7 @@ def report(error: BaseException, *, is_debug: bool, stream: TextIO | None = None
 
 
 def _print_violations(error: InvalidSpecError, out: TextIO) -> None:
+    """Print the violations of an InvalidSpecError, each with its place, and the remedy."""
     if len(error.violations) == 1:
         print(f"Error: {_line(error.violations[0])}", file=out)
         if error.violations[0].source:
@@ -87,6 +93,7 @@ def _print_violations(error: InvalidSpecError, out: TextIO) -> None:
 
 
 def _line(violation: Violation) -> str:
+    """Return a violation as text: field, message, and the value that was given."""
     got = "" if violation.value is None else f" (got {violation.value})"
     return f"{violation.field}: {violation.message}{got}"
 

@@ -48,6 +48,7 @@ def run(work: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T:
 
 
 async def _run(work: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T:
+    """Run `work` while its signals are handled; raise Interrupted if a signal ended it, or came before it began."""
     interrupts = Interrupts()
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
@@ -56,6 +57,8 @@ async def _run(work: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T:
     numbers = [number for number in _SIGNALS if not _is_to_be_ignored(number)]
     for number in numbers:
         loop.add_signal_handler(number, interrupts.receive, number, task)
+    # A Ctrl-C during the imports, when there was no loop to tell.
+    # Looked at once the handlers are installed, so that no signal can come in between.
     if remembered:
         raise Interrupted(remembered[0])
     try:

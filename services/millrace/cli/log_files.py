@@ -35,7 +35,7 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def process_logs(address: str, run_name: str, *, component: str | None = None, root: Path | None = None) -> list[Path]:
-    """Return the log files of the stack that listens on `address`, and of the run's own stack.
+    """Return the log files of the stack that listens on `address`, and of the run's own stack, below `root`.
 
     With `component`, only those of that component.
     """
@@ -68,6 +68,7 @@ class RunLines:
     """
 
     def __init__(self, uid: str, name: str) -> None:
+        """Select lines that name the run by its uid or its name, with or without `runs/`."""
         self._names = frozenset({uid, name, f"runs/{name}"})
         self._is_own = False
 
@@ -104,6 +105,7 @@ def _json_run(line: str) -> str:
 
 
 def _json_field(line: str, name: str) -> str:
+    """Return a field of a log line that is a JSON object, as text; empty if it has none, or the line is damaged."""
     try:
         return str(decode_object(line.encode(), what="a line of a log", reason="LINE_UNREADABLE").get(name, ""))
     except CorruptObjectError:
@@ -123,7 +125,10 @@ class LogTail:
         self._num_emptied = 0
 
     def read(self) -> Iterator[str]:
-        """Yield the complete lines that were added since the last call, without terminal control characters."""
+        """Yield the complete lines that were added since the last call, without terminal control characters.
+
+        The first call yields all, those of the rotated file first.
+        """
         found = self._identity()
         if not self._is_begun or found != self._old_seen:  # the file that was read so far is the old one now
             self._old_seen = found
@@ -133,6 +138,7 @@ class LogTail:
             self._is_begun = True
         size = self._size()
         if size < self._at:  # emptied: what was in it appears as the old file, or was thrown away by somebody
+            # A rotation empties the file before it puts the copy in its place: for a moment the lines are in neither.
             self._num_emptied += 1
             if self._num_emptied < _PATIENCE:
                 return
@@ -147,6 +153,10 @@ class LogTail:
             yield _text(rest)
 
     def _lines(self, path: Path, begin: int) -> Iterator[str]:
+        """Yield the complete lines of a file from the byte `begin` on, and remember where they end.
+
+        The rest of an incomplete line is kept for the next call.
+        """
         try:
             source = path.open("rb")
         except FileNotFoundError:
@@ -156,11 +166,13 @@ class LogTail:
             while chunk := source.read(_CHUNK_BYTES):
                 self._at = source.tell()
                 *whole, self._rest = (self._rest + chunk).split(b"\n")
+                # A line without an end is passed on in pieces, so that it does not grow in memory.
                 if len(self._rest) > _MAX_LINE_BYTES:
                     whole, self._rest = [*whole, self._rest], b""
                 yield from map(_text, whole)
 
     def _identity(self) -> tuple[int, int] | None:
+        """Return inode and time of the rotated file, to notice a rotation; None if there is none."""
         try:
             found = self._old.stat()
         except FileNotFoundError:
@@ -168,6 +180,7 @@ class LogTail:
         return found.st_ino, found.st_mtime_ns
 
     def _size(self) -> int:
+        """Return the size of the file in bytes; 0 if it does not exist."""
         try:
             return self.path.stat().st_size
         except FileNotFoundError:
@@ -175,6 +188,7 @@ class LogTail:
 
 
 def _text(line: bytes) -> str:
+    """Return the text of a line without terminal control characters."""
     return _CONTROL.sub("", line.decode(errors="replace").rstrip("\r"))
 
 
@@ -274,6 +288,7 @@ def elsewhere(component: str, uid: str, *, is_follow: bool) -> str:
 
 
 async def _until_end(client: "Client", name: str) -> None:
+    """Wait until the run has ended."""
     async for _ in client.runs.watch(name):
         pass
 
@@ -296,14 +311,16 @@ async def _print(
     is_over: Callable[[], bool],
     of_run: Callable[[], RunLines] | None = None,
 ) -> None:
-    """Print the selected lines, then those that are added until `is_over`.
+    """Print the lines of `files` that the query selects, then those that are added until `is_over`.
 
-    With several files, each line begins with its file's name.
+    `files` is asked again and again, for new replicas. `of_run` makes what selects the lines of a run; None selects
+    all. With several files, each line begins with its file's name.
     """
     tails: dict[Path, LogTail] = {}
     chosen: dict[Path, list[RunLines | LevelLines]] = {}
     kept: deque[str] | None = None if query.lines is None else deque(maxlen=query.lines)
     while True:
+        # Asked before the read: what is written until the end is still printed.
         is_last = not query.is_follow or is_over()
         found = files()
         for path in found:
@@ -312,6 +329,7 @@ async def _print(
                 by_level = [] if query.level is None else [LevelLines(query.level)]
                 chosen[path] = [*by_level, *([] if of_run is None else [of_run()])]
             front = f"{path.stem}: " if len(found) > 1 else ""
+            # What has no line end is only complete once nothing more is written.
             for line in itertools.chain(tail.read(), tail.finish() if is_last else ()):
                 if not all(tuple(each.has(line) for each in chosen[path])):  # each sees every line
                     continue

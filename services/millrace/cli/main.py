@@ -109,6 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = cli.main(words, prog_name="millrace", standalone_mode=False)
     except click.exceptions.Abort:
         return 130
+    # A kind of UsageError, whose message is the whole help.
     except click.exceptions.NoArgsIsHelpError as error:
         print(error.format_message(), file=sys.stderr)
         return EXIT_USAGE

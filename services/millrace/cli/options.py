@@ -40,6 +40,7 @@ def options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
     """Combine click decorators into one; the first is the first in the help text."""
 
     def decorate(function: F) -> F:
+        """Apply the decorators, the last one first, as Python does."""
         for each in reversed(decorators):
             function = each(function)
         return function
@@ -83,7 +84,10 @@ async def resolve(runs: "RunsClient", text: str) -> "run_pb2.Run":
 
 
 def choose(text: str, known: "Sequence[run_pb2.Run]") -> "run_pb2.Run":
-    """Return the run among `known` that `text` refers to."""
+    """Return the run among `known` that `text` refers to: a name, its unique beginning, a uid, or `-` for the newest.
+
+    Raises NotFoundError with a suggestion, InvalidSpecError if several names begin with `text`.
+    """
     by_name = {run.name.removeprefix("runs/"): run for run in known}
     return by_name[names.resolve(text, {name: run.uid for name, run in by_name.items()})]
 

@@ -23,6 +23,7 @@ CREATE_TIMEOUT_S = 30.0
 CHECK_TIMEOUT_S = 330.0  # longer than the server gives an environment to load
 CALL_TIMEOUT_S = 10.0
 AUDIT_TIMEOUT_S = 3600.0  # reads everything that a run has written
+DELETE_TIMEOUT_S = 3600.0  # 1,000 objects a request
 FORK_TIMEOUT_S = 1800.0  # copies a checkpoint and batches from store to store
 SILENCE_S = 45.0  # the server sends a heartbeat every 15 s, so three are missing
 GIVE_UP_S = 120.0
@@ -45,14 +46,17 @@ Columns = dict[str, list[Any]]
 
 
 def metric_columns(steps: Sequence[metric_pb2.StepMetrics]) -> Columns:
-    """Return columns with a row per step: `step`, then the metrics by name."""
+    """Return columns with a row per step: `step`, then the metrics by name; None where a step lacks one."""
     names = sorted({name for each in steps for name in each.values})
     values = [dict(each.values) for each in steps]
     return {"step": [each.step for each in steps]} | {name: [row.get(name) for row in values] for name in names}
 
 
 def rollout_columns(rollouts: Sequence[rollout_pb2.Rollout]) -> Columns:
-    """Return columns with a row per rollout: `id`, then the fields of the message."""
+    """Return columns with a row per rollout: `id`, then the fields of the message.
+
+    None where an optional one is not set.
+    """
     columns: Columns = {"id": [each.name.rpartition("/")[2] for each in rollouts]}
     for field in rollout_pb2.Rollout.DESCRIPTOR.fields:
         if field.name != "name":
@@ -68,10 +72,11 @@ RunConfigLike = str | Mapping[str, Any] | Path | Sequence[Path]
 
 
 def config_json(config: RunConfigLike, *, kind: run_pb2.RunKind) -> str:
-    """Return the config as the JSON text for the server.
+    """Return a run's config as the JSON text for the server; `kind` says which schema files are checked by.
 
-    Raise InvalidSpecError with every mistake in a file and its line. JSON texts and dicts are checked by the server
-    alone. No variable of this process is read.
+    `config` is JSON text, a dict of nested keys, a TOML file, or several files of which later ones win. Raises
+    InvalidSpecError with every mistake in a file and its line. JSON texts and dicts are checked by the server alone. No
+    environment variable of this process is read.
     """
     if isinstance(config, str):
         return config
@@ -80,6 +85,7 @@ def config_json(config: RunConfigLike, *, kind: run_pb2.RunKind) -> str:
     files = [config] if isinstance(config, Path) else list(config)
     model = EvalRunConfig if kind == run_pb2.RUN_KIND_EVAL else RLConfig
     arguments = [word for file in files for word in ("@", str(file))]
+    # Without variables: those of the machine that submits must not change what a run is.
     return load(model, arguments, {}).config.resolved_json()
 
 
@@ -87,7 +93,7 @@ class RunsClient:
     """The RPCs of RunService as methods. `name` is `runs/{run}` or a uid everywhere."""
 
     def __init__(self, stub: RunServiceStub, *, to: str) -> None:
-        """Take `to`, the name of the server in messages."""
+        """Take the stub of a connected channel; `to` names the server in messages."""
         self._stub = stub
         self._to = to
 
@@ -104,9 +110,11 @@ class RunsClient:
     ) -> run_pb2.Run:
         """Queue a run and return it; with `validate_only` the config is checked and nothing queued.
 
-        The same `request_id` (a UUID; a new one if None) with the same config returns the first answer. With
-        `check_environments` the environments are loaded first, which may take minutes; InvalidStateError names one that
-        fails. Raises InvalidSpecError with every violation, AlreadyExistsError if `run_id` is taken.
+        `config` is JSON text, a dict of nested keys, a TOML file, or several files of which later ones win. `run_id` is
+        the run's name, "" for one that the server makes. The same `request_id` (a UUID; a new one if None) with the
+        same config returns the first answer. With `check_environments` the environments are loaded first, which may
+        take minutes; InvalidStateError names one that fails. Raises InvalidSpecError with every violation,
+        AlreadyExistsError if `run_id` is taken.
         """
         request = rs.CreateRunRequest(
             run_id=run_id,
@@ -122,14 +130,14 @@ class RunsClient:
         return response.run
 
     async def get(self, name: str) -> run_pb2.Run:
-        """Return one run; raise NotFoundError if there is none of that name."""
+        """Return the run of this name, as it is now; raise NotFoundError if there is none."""
         response = await call(self._stub.GetRun, rs.GetRunRequest(name=name), timeout_s=CALL_TIMEOUT_S, to=self._to)
         return response.run
 
     async def list(self, *, states: Sequence[RunStateLike] = (), limit: int = 0) -> Sequence[run_pb2.Run]:
         """Return runs in these states (all if none is given), newest first.
 
-        `limit` 0 is all, over as many pages as necessary.
+        At most `limit` are returned, over as many pages as necessary; 0 is no limit.
         """
         state_names: list[run_pb2.RunState | str] = [f"RUN_STATE_{s}" if isinstance(s, str) else s for s in states]
         runs: list[run_pb2.Run] = []
@@ -144,15 +152,23 @@ class RunsClient:
                 return runs[:limit] if limit else runs
 
     async def cancel(self, name: str, *, reason: str = "", request_id: str | None = None) -> run_pb2.Run:
-        """Ask a run to end as CANCELLED; the answer may still show the state before."""
+        """Ask a run to end as CANCELLED, for a reason that its log records.
+
+        The returned run may still show the state before.
+
+        The same `request_id` (a UUID; a new one if None) counts once.
+        """
         request = rs.CancelRunRequest(name=name, reason=reason, request_id=request_id or str(uuid.uuid4()))
         response = await call(self._stub.CancelRun, request, timeout_s=CALL_TIMEOUT_S, to=self._to)
         return response.run
 
     async def pause(self, name: str, *, reason: str = "", request_id: str | None = None) -> run_pb2.Run:
-        """Ask a run to stop at a step boundary and to release its workers; the answer may show the state before.
+        """Ask a run to stop at a step boundary and to release its workers.
 
-        Raises InvalidStateError for a run that has ended or is about to. Pausing a paused run changes nothing.
+        The returned run may still show the state before.
+
+        Its log records the reason. The same `request_id` (a UUID; a new one if None) counts once. Raises
+        InvalidStateError for a run that has ended or is about to. Pausing a paused run changes nothing.
         """
         request = rs.PauseRunRequest(name=name, reason=reason, request_id=request_id or str(uuid.uuid4()))
         response = await call(self._stub.PauseRun, request, timeout_s=CALL_TIMEOUT_S, to=self._to)
@@ -169,7 +185,8 @@ class RunsClient:
         """Let a paused or FAILED run go on as soon as a trainer is free; a run in progress goes on as it does.
 
         `retain_batches` and `retain_policies` take the place of the config's keys from here on: 0 keeps everything,
-        None leaves what was said before. Raises InvalidStateError for a run that has ended otherwise.
+        None leaves what was set before. The same `request_id` (a UUID; a new one if None) counts once. Raises
+        InvalidStateError for a run that has ended otherwise.
         """
         request = rs.ResumeRunRequest(
             name=name,
@@ -190,10 +207,12 @@ class RunsClient:
         request_id: str | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> run_pb2.Run:
-        """Make a new run that continues from a step of this one, and return it; with the same config if none is given.
+        """Make a new run that continues from `step` of this one, and return it.
 
-        Raises InvalidStateError, with the kept steps, if this one is not kept. A repeated `request_id` completes a copy
-        that was interrupted.
+        An empty `config_json` is the same config.
+
+        `run_id` is its name, "" for one that the server makes. Raises InvalidStateError, with the kept steps, if this
+        one is not kept. A repeated `request_id` completes a copy that was interrupted.
         """
         request = rs.ForkRunRequest(
             name=name,
@@ -207,13 +226,27 @@ class RunsClient:
         return response.run
 
     async def audit(self, name: str, *, timeout_s: float = AUDIT_TIMEOUT_S) -> audit_pb2.AuditReport:
-        """Audit the run's log, which reads everything that the run has written, and return the findings."""
+        """Have the server check the promises of a run against its whole log, within `timeout_s` seconds.
+
+        Return the findings.
+        """
         request = rs.AuditRunRequest(name=name)
         response = await call(self._stub.AuditRun, request, timeout_s=timeout_s, to=self._to)
         return response.report
 
+    async def delete(
+        self, name: str, *, even_needed: bool = False, validate_only: bool = False, timeout_s: float = DELETE_TIMEOUT_S
+    ) -> rs.DeleteRunResponse:
+        """Delete every object of an ended run, for good, and return what it had; with `validate_only` only that.
+
+        A deletion whose answer was lost goes on when it is asked for again. InvalidStateError if the run has not
+        ended, if a process still holds it, or if forks need it and `even_needed` does not allow that.
+        """
+        request = rs.DeleteRunRequest(name=name, even_needed=even_needed, validate_only=validate_only)
+        return await call(self._stub.DeleteRun, request, timeout_s=timeout_s, to=self._to)
+
     async def explain(self, name: str) -> rs.ExplainRunResponse:
-        """Return the waits of every service of the run, longest first, and the chain of them as text."""
+        """Return what every service of the run waits for, longest first, and a summary with the chain of waits."""
         request = rs.ExplainRunRequest(name=name)
         return await call(self._stub.ExplainRun, request, timeout_s=CALL_TIMEOUT_S, to=self._to)
 
@@ -232,7 +265,7 @@ class RunsClient:
     async def metrics(
         self, name: str, *, names: Sequence[str] = (), on_note: Callable[[str], None] | None = None
     ) -> Columns:
-        """Return metrics by step as columns, for `pandas.DataFrame`; with `names` only those.
+        """Return a run's metrics by step as columns, for `pandas.DataFrame`; with `names` only those.
 
         `on_note` gets the server's progress while it reads a log for the first time.
         """
@@ -254,10 +287,12 @@ class RunsClient:
         on_note: Callable[[str], None] | None = None,
         **filters: str | float,
     ) -> Columns:
-        """Return rollouts as columns, for `pandas.DataFrame`; `limit` 0 is all, over as many pages as necessary.
+        """Return a run's rollouts as columns, for `pandas.DataFrame`.
 
-        Filters are those of `ListRolloutsRequest`, such as `env="letters", min_reward=0.5`; `order_by="reward desc"`.
-        `on_note` gets batches that cannot be read, and the server's progress while it reads a log for the first time.
+        At most `limit` are returned, over as many pages as necessary; 0 is no limit. `filters` are those of
+        `ListRolloutsRequest`, such as `env="letters", min_reward=0.5`; `order_by` is such as "reward desc", "" for the
+        order of the log. `on_note` gets batches that cannot be read, and the server's progress while it reads a log for
+        the first time.
         """
         found: list[rollout_pb2.Rollout] = []
         texts = {key: str(value) for key, value in filters.items()}
@@ -266,6 +301,7 @@ class RunsClient:
             if limit:
                 request.page_size = min(_LIST_PAGE_SIZE, limit - len(found))
             response = await self._read_log(self._stub.ListRollouts, request, on_note)
+            # Every page repeats the unreadable batches: they are reported with the first.
             if not request.page_token and on_note is not None:
                 for each in response.unreadable:
                     on_note(f"the rollouts of batch {each.step} are missing: {each.problem}")
@@ -284,7 +320,8 @@ class RunsClient:
     ) -> rs.GetLineageResponse:
         """Return what made a rollout (its id, such as `12-3`) or a policy version, and what was made from it.
 
-        Exactly one of the two must be given. Raises NotFoundError with the reason if there is none.
+        Exactly one of the two must be given. `on_note` gets the server's progress while it reads a log for the first
+        time. Raises NotFoundError with the reason if there is none.
         """
         request = rs.GetLineageRequest(name=name, rollout=rollout, version=version)
         if rollout is not None and version is not None:
@@ -293,9 +330,11 @@ class RunsClient:
         return await self._read_log(self._stub.GetLineage, request, on_note)
 
     async def _read_log(self, method: Any, request: Any, on_note: Callable[[str], None] | None) -> Any:
-        """Call a method that reads the log, again while the server reads it for the first time, and return the answer.
+        """Call a method that reads a run's log, and return the answer.
 
-        `on_note` gets the server's progress.
+        Call again while the server reads it for the first time.
+
+        `on_note` gets the server's progress. Raises the server's error, and UnavailableError after `READ_LOG_S`.
         """
         begun, num_asked = time.monotonic(), 0
         # unregistered wait: reports the server's progress to its caller (`on_note`), and gives up after READ_LOG_S
@@ -319,13 +358,15 @@ class RunsClient:
         give_up_s: float = GIVE_UP_S,
         silence_s: float = SILENCE_S,
     ) -> AsyncGenerator[event_pb2.Event, None]:
-        """Yield every event after the cursor `after`, then new ones as they come; end after the terminal state.
+        """Yield every event of a run after the cursor `after` ("": all), then new ones as they come.
+
+        End after the terminal state.
 
         FAILED does not end it if the run was reopened since. A lost server is called again with the last cursor, so
         that no event is missed or comes twice; `on_reconnect` gets the error and the seconds until the next try. A
-        connection that is silent for `silence_s` counts as lost. Raises UnavailableError after `give_up_s` without a
-        message from any server, and RefusedError (RUN_HELD_UP) once the run has made no progress for a minute because
-        something that it needs refuses.
+        connection that is silent for `silence_s` seconds counts as lost. Raises UnavailableError after `give_up_s`
+        seconds without a message from any server, and RefusedError (RUN_HELD_UP) once the run has made no progress for
+        a minute because something that it needs refuses.
         """
         cursor = after
         heard = time.monotonic()
@@ -335,6 +376,7 @@ class RunsClient:
             try:
                 async with contextlib.aclosing(self._watch_once(name, cursor, silence_s)) as responses:
                     async for response in responses:
+                        # Empty messages count, too: they show that the server answers.
                         heard, num_lost = time.monotonic(), 0
                         if not response.HasField("event"):
                             continue
@@ -365,10 +407,11 @@ class RunsClient:
         """Wait for a run's end and return it; `on_note` gets states, and the reason why a run is queued.
 
         Raises InvalidStateError with the run's own reason if it does not end as SUCCEEDED, TimeoutError after
-        `timeout_s`, and RefusedError as `watch` does.
+        `timeout_s` seconds (None: no limit), UnavailableError if no server answers for long, and RefusedError
+        (RUN_HELD_UP) if something that the run needs refuses.
         """
         note, state = on_note or (lambda text: None), run_pb2.RUN_STATE_QUEUED
-        queued = self.telling_queued(name, note, is_queued=lambda: state == run_pb2.RUN_STATE_QUEUED)
+        queued = self.reporting_queued(name, note, is_queued=lambda: state == run_pb2.RUN_STATE_QUEUED)
         async with asyncio.timeout(timeout_s), queued, contextlib.aclosing(self.watch(name)) as events:
             async for event in events:
                 if event.HasField("state_changed"):
@@ -385,21 +428,22 @@ class RunsClient:
         return run
 
     @contextlib.asynccontextmanager
-    async def telling_queued(
+    async def reporting_queued(
         self, name: str, note: Callable[[str], None], *, is_queued: Callable[[], bool]
     ) -> AsyncGenerator[None, None]:
-        """Call `note` with the reason why the run is queued, during the block: at once, and again when it changes.
+        """Call `note` during the block with the reason why the run is queued: at once, and again when it changes.
 
         The server is asked only while `is_queued` returns true.
         """
-        teller = asyncio.create_task(self._tell_queued(name, note, is_queued), name="reason of a queued run")
+        reporter = asyncio.create_task(self._report_queued(name, note, is_queued), name="reason of a queued run")
         try:
             yield
         finally:
-            teller.cancel()
-            await asyncio.gather(teller, return_exceptions=True)
+            reporter.cancel()
+            await asyncio.gather(reporter, return_exceptions=True)
 
-    async def _tell_queued(self, name: str, note: Callable[[str], None], is_queued: Callable[[], bool]) -> None:
+    async def _report_queued(self, name: str, note: Callable[[str], None], is_queued: Callable[[], bool]) -> None:
+        """Ask the server again and again why the run is queued, and pass each new reason to `note`, until cancelled."""
         reported = ""
         # unregistered wait: reports the reasons of the server's wait, until its caller ends it
         while True:
@@ -410,9 +454,7 @@ class RunsClient:
             await asyncio.sleep(WHY_QUEUED_PERIOD_S)
 
     async def _why_queued(self, name: str) -> str:
-        """Return the server's reason; "" if the run is not queued, or no server answers, which the events' follower
-        reports.
-        """
+        """Return why the run is queued, in the server's words; "" if it is not queued, or no server answers."""
         try:
             # The events may be replayed only up to where the run was queued: the server knows its present state.
             if (await self.get(name)).state != run_pb2.RUN_STATE_QUEUED:
@@ -423,10 +465,11 @@ class RunsClient:
             return ""
 
     async def replay(self, name: str, *, idle_s: float = 1.0) -> Sequence[event_pb2.Event]:
-        """Return the events so far: all of an ended run, else those until `idle_s` pass without a new one.
+        """Return the events of a run so far: all of an ended run, else those until `idle_s` seconds pass without a new
+        one.
 
-        A tenth of that suffices once the step has come at which the run was at the call, because a run that trains adds
-        events all the time. Raises UnavailableError if the server is lost meanwhile.
+        A tenth of a second suffices once the step has come at which the run was at the call, because a run that trains
+        adds events all the time. Raises UnavailableError if the server is lost meanwhile.
         """
         found_run = await self.get(name)
         has_ended, num_steps = is_terminal(found_run.state), found_run.progress.step
@@ -435,11 +478,13 @@ class RunsClient:
         events = self.watch(name, on_reconnect=lambda error, _: lost.append(error))
         async with contextlib.aclosing(events):
             while True:
+                # The first event may take as long as a call; an ended run's stream is ended by the server.
                 limit_s = GIVE_UP_S if has_ended else idle_s if found else CALL_TIMEOUT_S
                 try:
                     async with asyncio.timeout(limit_s):
                         event = await anext(events)
                     found.append(event)
+                    # An event shows that the connection is back: what was lost before does not count any more.
                     lost.clear()
                     if event.HasField("step_completed") and event.step_completed.step >= num_steps:
                         idle_s = min(idle_s, 0.1)
@@ -461,7 +506,10 @@ class RunsClient:
         return not is_failed or is_terminal((await self.get(name)).state)
 
     async def _watch_once(self, name: str, after: str, silence_s: float) -> AsyncGenerator[rs.WatchRunResponse, None]:
-        """Yield the responses of one call of WatchRun; raise UnavailableError when none comes for `silence_s`."""
+        """Yield the responses of one call of WatchRun after the cursor `after`.
+
+        Raises UnavailableError when none comes for `silence_s` seconds.
+        """
         request = rs.WatchRunRequest(name=name, after=after)
         async with contextlib.aclosing(stream(self._stub.WatchRun, request, to=self._to)) as responses:  # type: ignore[type-var]
             while True:

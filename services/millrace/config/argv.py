@@ -35,6 +35,7 @@ RESERVED_FLAGS: Mapping[str, bool] = {
 
 
 def _no_values() -> Layer:
+    """Return an empty layer for the values of a command line."""
     return Layer(tree={}, origin=Provenance(label=COMMAND_LINE, strength=Strength.COMMAND_LINE))
 
 
@@ -55,10 +56,11 @@ def read_command_line(
     reserved: Mapping[str, bool] = RESERVED_FLAGS,
     cwd: FilePath | None = None,
 ) -> CommandLine:
-    """Read the arguments of a command line, without the program's name. Raise nothing: errors are in `violations`.
+    """Return what the arguments of a command line say, without the program's name.
 
-    `reserved` are the flags that belong to the command itself, and whether each takes a value. File names are relative
-    to `cwd`.
+    Errors are in `violations`, none is raised. `schema` is the root of the document's keys. `reserved` are the flags of
+    the command itself (name in kebab case -> whether it takes a value). File names are relative to `cwd`; None is the
+    current directory.
     """
     return _Reader(argv, schema, reserved=reserved, cwd=cwd).read()
 
@@ -89,6 +91,10 @@ class Key:
     """The key that was meant by parts in upper case or with dashes; free tables keep theirs as they are."""
 
     def __init__(self, parts: list[str], schema: SchemaKey) -> None:
+        """Find the key of `schema` at these parts of a name, in any case and with dashes or underscores.
+
+        Parts within a free table stay as they are written.
+        """
         self.path: tuple[str, ...] = ()
         self.node: SchemaKey | None = schema
         """None where there is no such key."""
@@ -105,7 +111,10 @@ class Key:
             self.path = (*self.path, part)
 
     def value(self, text: str) -> Any:
-        """Return the value of a text for this key; raise NotJsonError for a table or list that is no JSON."""
+        """Return the value that a text means for this key; text that does not fit stays text, which the schema reports.
+
+        Raises NotJsonError for a table or a list that is not JSON.
+        """
         if self.node is None or self.is_free:
             try:
                 return _decoded(text)
@@ -127,19 +136,19 @@ class Key:
 
 
 def is_boolean(text: str) -> bool:
-    """Return whether the text is a truth value."""
+    """Return whether the text is `true` or `false`, in any case."""
     return text.lower() in _BOOLEANS
 
 
 def is_none(text: str) -> bool:
-    """Return whether the text means an absent value."""
+    """Return whether the text is `none` or `null`, in any case."""
     return text.lower() in _NONE
 
 
 def read_environment(env: Mapping[str, str], schema: SchemaKey, *, section: str = "") -> tuple[Layer, list[Violation]]:
-    """Return the values of all `MILLRACE_CONFIG__*` and `PRIME_*` variables, and what is wrong with them.
+    """Return the values of all `MILLRACE_CONFIG__*` and `PRIME_*` variables in `env`, and what is wrong with them.
 
-    Keys may be in upper case. `PRIME_*` variables may leave out the name of `section`.
+    Keys may be in upper case. `PRIME_*` variables may leave out the name of `section`; empty: none may.
     """
     tree: dict[str, Any] = {}
     places: dict[Path, str] = {}
@@ -154,6 +163,7 @@ def read_environment(env: Mapping[str, str], schema: SchemaKey, *, section: str 
             field, message = dotted(key.path), WHOLE_LISTS
         else:
             field, text = dotted(key.path), env[variable]
+            # prime-rl takes the names of levels in any case, the schema in lower case.
             text = text.lower() if variable == "PRIME_LOG_LEVEL" else text
             try:
                 if not put(tree, key.path, key.value(text)):
@@ -172,15 +182,17 @@ def read_environment(env: Mapping[str, str], schema: SchemaKey, *, section: str 
 
 
 def _prime_variables(env: Mapping[str, str], schema: SchemaKey, section: str) -> dict[str, list[str]]:
-    """Return the keys of prime-rl's variables, by name: `PRIME_MODEL__NAME`, or `PRIME_MAX_STEPS` for a key at the top.
+    """Return the parts of the key that each of prime-rl's variables means, by the variable's name.
 
-    Others that begin alike (`PRIME_API_KEY`) belong to other programs.
+    `PRIME_MODEL__NAME` has two parts, `PRIME_MAX_STEPS` one. The name of `section` is added if the variable leaves it
+    out. Variables such as `PRIME_API_KEY` that are no key belong to other programs and are left out.
     """
     found: dict[str, list[str]] = {}
     own = schema.child(section) if section else None
     for name in sorted(name for name in env if name.startswith(PRIME_PREFIX)):
         parts = ["log", "level"] if name == "PRIME_LOG_LEVEL" else name[len(PRIME_PREFIX) :].split("__")
         first = parts[0].lower()
+        # A name that the section and the document share is the section's: prime-rl's processes have one section each.
         is_bare = bool(own and (own.child(first) or not schema.child(first)))
         if len(parts) > 1 or schema.child(first) or (own and own.child(first)):
             found[name] = [section, *parts] if is_bare else parts
@@ -188,6 +200,10 @@ def _prime_variables(env: Mapping[str, str], schema: SchemaKey, section: str) ->
 
 
 def _json(text: str, wanted: str) -> Any:
+    """Return the value of a JSON text.
+
+    Raise NotJsonError if it is none, with `wanted`, which describes what it has to be.
+    """
     try:
         return _decoded(text)
     except CorruptObjectError as error:
@@ -197,6 +213,7 @@ def _json(text: str, wanted: str) -> Any:
 
 
 def _decoded(text: str) -> Any:
+    """Return the value of a JSON text; raise CorruptObjectError if it is none."""
     return decode_json(text, what="it", reason="CONFIG_INVALID")
 
 
@@ -215,7 +232,7 @@ class _Reader:
         """The flag just read, if it is a section's that is alone."""
 
     def read(self) -> CommandLine:
-        """Read all arguments."""
+        """Read all arguments, and return what they say."""
         while self._arguments:
             argument = self._arguments.pop()
             if argument.startswith("@"):
@@ -230,7 +247,10 @@ class _Reader:
         return self._result
 
     def _stray(self, argument: str) -> str:
-        """Return the message about an argument that belongs to no flag."""
+        """Return the message about an argument that belongs to no flag.
+
+        After a table's flag it names keys of the table.
+        """
         if self._table is None:
             return "belongs to no flag; write `--key value`, or `@ file.toml` for a file"
         name, node = self._table
@@ -240,22 +260,30 @@ class _Reader:
         )
 
     def _peek(self) -> str | None:
-        """Return the next argument if it can be a value: not a flag and not a file."""
+        """Return the next argument if it can be a value, and leave it there.
+
+        None before a flag, before `@`, and at the end.
+        """
+        # At the end there is as little a value as before a file.
         argument = self._arguments[-1] if self._arguments else "@"
         is_flag = argument.startswith("--") and len(argument) > 2
         return None if is_flag or argument == "@" else argument
 
     def _take(self) -> str | None:
-        """Take the next argument if it can be a value."""
+        """Take the next argument and return it if it can be a value; else return None and leave it."""
         return None if self._peek() is None else self._arguments.pop()
 
     def _wrong(self, subject: str, message: str, value: str | None = None) -> None:
+        """Record an error of the command line about `subject`, a flag, key or argument.
+
+        `value` is what was given for it.
+        """
         self._result.violations.append(Violation(field=subject, value=value, message=message, source=COMMAND_LINE))
 
     def _file(self, argument: str, prefix: tuple[str, ...]) -> None:
-        """Read the file of `@file` or `@ file` as the part of the config at `prefix`.
+        """Read the file that `@file`, or the argument after a lone `@`, names, as the part of the config at `prefix`.
 
-        Record a violation if it cannot be.
+        A file that cannot be read is recorded as an error.
         """
         name = argument[1:] or (self._arguments.pop() if self._arguments else "")
         if not name:
@@ -267,7 +295,11 @@ class _Reader:
             self._result.violations.append(error.violation)
 
     def _flag(self, name: str, value: str | None) -> None:
-        """Read one flag, and its value from `value` or the next argument, and put it into the result."""
+        """Read one flag and record its value; `name` has no dashes before it.
+
+        `value` is the text after `=`. If it is None, the value is in the next argument or arguments, or the flag has
+        none.
+        """
         self._table = None
         kebab = name.replace("_", "-")
         key = Key(name.split("."), self._schema)
@@ -292,12 +324,14 @@ class _Reader:
             self._valued_flag(name, key, value)
 
     def _reserved_flag(self, name: str, value: str | None) -> None:
+        """Record a flag of the command itself: a switch as true or false (`--no-NAME`), another one with its value."""
         if not self._reserved.get(name, False):  # a switch, or `--no-` in front of one
             is_negated = name not in self._reserved
             if value is not None and not is_boolean(value):
                 self._wrong(f"--{name}", "takes no value", value)
                 return
             is_off = value is not None and value.lower() == "false"
+            # `--no-x=false` means x: two negations cancel.
             self._result.flags[name.removeprefix("no-") if is_negated else name] = is_negated == is_off
         elif value := self._take() if value is None else value:
             self._result.flags[name] = value
@@ -305,12 +339,12 @@ class _Reader:
             self._wrong(f"--{name}", "needs a value after it")
 
     def _file_follows(self, node: SchemaKey | None) -> bool:
-        """Return whether `--section @ file` is what follows; the value of any other key may begin with `@`."""
+        """Return whether a file is next for the table `node`; the value of any other key may begin with `@`."""
         is_table = node is not None and node.kind in (Kind.SECTION, Kind.FREE_TABLE)
         return is_table and bool(self._arguments) and self._arguments[-1].startswith("@")
 
     def _bare(self, node: SchemaKey | None) -> Any:
-        """Return the value of a flag without a value: an empty section, or true.
+        """Return what a flag without a value means for the key `node`: an empty table, or true.
 
         None if a value has to follow.
         """
@@ -334,6 +368,10 @@ class _Reader:
         return None
 
     def _switch_off(self, name: str, key: Key) -> None:
+        """Record that the flag `name` switches off a key: false for a switch, None for one that may be left out.
+
+        Refuse others.
+        """
         is_boolean_key = key.node is not None and key.node.is_switch
         if is_boolean_key or (key.node is not None and key.node.is_optional):
             self._put(name, key, False if is_boolean_key else None)
@@ -341,6 +379,7 @@ class _Reader:
             self._wrong(f"--{name}", f"`{dotted(key.path)}` cannot be switched off; leave the flag out for its default")
 
     def _valued_flag(self, name: str, key: Key, value: str | None) -> None:
+        """Record the value of a flag: `value`, or the next argument if that is None; errors are recorded."""
         value = self._take() if value is None else value
         if value is None and key.node is not None:
             self._wrong(f"--{name}", "needs a value after it")
@@ -360,6 +399,10 @@ class _Reader:
         self._put(name, key, typed)
 
     def _put(self, name: str, key: Key, value: Any) -> None:
+        """Set the key to the value, and note the flag `name` as its place.
+
+        A key that other flags exclude is an error.
+        """
         if put(self._result.values.tree, key.path, value):
             self._result.values.origin.places[key.path] = f"{COMMAND_LINE} (--{name})"
         else:

@@ -20,14 +20,19 @@ class UnreadableFileError(ValueError):
     """A config file that gives no tree; holds the violation to report."""
 
     def __init__(self, name: str, message: str, *, source: str) -> None:
+        """Hold the violation to report.
+
+        `name` is the file or the line that is wrong, `source` the file with the line number.
+        """
         self.violation = Violation(field="@", value=name, message=message, source=source)
         super().__init__(str(self.violation))
 
 
 def read_file(name: str, *, prefix: tuple[str, ...] = (), cwd: FilePath | None = None) -> Layer:
-    """Read a file whose content belongs at ``prefix`` of the config.
+    """Return the content of a JSON file (`.json`) or TOML file, with the line of every key of TOML.
 
-    Raises UnreadableFileError if it is missing, not UTF-8, malformed, or not a table.
+    The content belongs at ``prefix`` of the config. Names are relative to `cwd`, None being the current directory.
+    Raises UnreadableFileError if the file is missing, not UTF-8, malformed, or not a table.
     """
     text = _read_text(name, cwd or FilePath.cwd())
     is_json = FilePath(name).suffix == ".json"
@@ -40,18 +45,22 @@ def read_file(name: str, *, prefix: tuple[str, ...] = (), cwd: FilePath | None =
 
 
 def _read_text(name: str, directory: FilePath) -> str:
-    """Return the text of a file; raise UnreadableFileError with the reason if it cannot be read."""
+    """Return the text of the file `name` in `directory`.
+
+    Raise UnreadableFileError with the reason if it cannot be read. A missing file's message names the most similar
+    config file beside it.
+    """
     path = directory / name
     try:
         with path.open("rb") as file:
+            # One byte more shows that there is more; the file may be a device without an end.
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) <= MAX_FILE_BYTES:
             return data.decode("utf-8-sig")
         message = f"has more than {MAX_FILE_BYTES} bytes; it is no config file"
     except FileNotFoundError:
-        beside = sorted(entry.name for entry in path.parent.iterdir()) if path.parent.is_dir() else []
-        near = close(path.name, [entry for entry in beside if entry.endswith((".toml", ".json"))], most=1)
-        hint = f"did you mean {FilePath(name).parent / near[0]}?" if near else "check the path after `@`"
+        near = near_file(path)
+        hint = f"did you mean {FilePath(name).parent / near}?" if near else "check the path after `@`"
         message = f"no such file in {directory}; {hint}"
     except UnicodeDecodeError as error:
         message = f"is not UTF-8 text (byte {error.start}); save it as UTF-8"
@@ -60,7 +69,21 @@ def _read_text(name: str, directory: FilePath) -> str:
     raise UnreadableFileError(name, message, source="command line")
 
 
+def near_file(path: FilePath, endings: tuple[str, ...] = (".toml", ".json")) -> str:
+    """Return the name of a file beside the missing one at `path` that is most like its name; "" if there is none.
+
+    Only files with these endings count.
+    """
+    beside = sorted(entry.name for entry in path.parent.iterdir()) if path.parent.is_dir() else []
+    found = close(path.name, [name for name in beside if name.endswith(endings)], most=1)
+    return found[0] if found else ""
+
+
 def _parse_json(name: str, text: str) -> dict[str, Any]:
+    """Return the JSON object in `text`.
+
+    Raise UnreadableFileError, with the line of the file `name`, for anything else.
+    """
     try:
         tree = decode_json(text, what="it", reason="CONFIG_INVALID", max_bytes=MAX_FILE_BYTES)
     except CorruptObjectError as error:
@@ -78,6 +101,10 @@ _TOML_MESSAGE = re.compile(r"^(?P<what>.*) \(at (?:line (?P<line>\d+), column (?
 
 
 def _parse_toml(name: str, text: str) -> dict[str, Any]:
+    """Return the tables of the TOML document `text`.
+
+    Raise UnreadableFileError with the wrong line of the file `name`.
+    """
     try:
         return tomllib.loads(text)
     except RecursionError as error:
@@ -102,9 +129,10 @@ _STRING_END = {'"""': re.compile(r'(?:\\.|[^\\])*?"{3}'), "'''": re.compile(r".*
 
 
 def toml_lines(text: str) -> dict[Path, int]:
-    """Return the line (from 1) of every table and key of a TOML document that parses.
+    """Return the line, from 1, of every table and key of a valid TOML document, by path.
 
-    A scan and not a parser: keys of inline tables are found under the key that holds the table.
+    The text is scanned, not parsed: keys of inline tables are missing, for the line of the key that holds the table
+    counts.
     """
     lines: dict[Path, int] = {}
     table: Path = ()
@@ -130,7 +158,10 @@ def _split(keys: str) -> Path:
 
 
 def _resolve(keys: Path, counts: dict[Path, int], *, is_list: bool) -> Path:
-    """Return the path of a table header, with an index after every list of tables on the way."""
+    """Return the path of a table header with the index of the current table after every list of tables in it.
+
+    `counts` has the index of the last table of each list. A header of a list (`is_list`) begins its next table there.
+    """
     path: Path = ()
     for position, key in enumerate(keys):
         path = (*path, key)
@@ -142,9 +173,10 @@ def _resolve(keys: Path, counts: dict[Path, int], *, is_list: bool) -> Path:
 
 
 def _read_on(text: str, quote: str, depth: int) -> tuple[str, int]:
-    """Return the multi-line string and the depth of brackets that a value is in at the end of a line.
+    """Return the quotes of the multi-line string, and the depth of brackets, that are open at the end of the line
+    `text`.
 
-    "" and 0 at its end.
+    `quote` and `depth` are those open at its beginning; "" and 0 mean none.
     """
     position = 0
     while position < len(text):

@@ -46,7 +46,9 @@ class Conflict:
         return f"{places}, but they have to be equal; set one of them only"
 
     def others(self) -> str:
-        """Return all places but the first, for a message about the first."""
+        """Return all places but the first, with their values and where these are written, for a message about the
+        first.
+        """
         return "; ".join(
             f"`{dotted(path)}` is {shown(path, value)} ({where})" for path, value, where in self.values[1:]
         )
@@ -54,7 +56,7 @@ class Conflict:
 
 @cache
 def shared_keys(model: type[BaseModel]) -> tuple[SharedKey, ...]:
-    """Return the keys that a document shares among its services."""
+    """Return the keys at the top of a document that services' keys share (`Facts.shared`), each with those keys."""
     targets: dict[str, list[Path]] = {}
     for node in _declaring(model, "shared"):
         targets.setdefault(node.facts.shared or "", []).append(node.path)
@@ -68,12 +70,15 @@ def shared_keys(model: type[BaseModel]) -> tuple[SharedKey, ...]:
 
 @cache
 def _declaring(model: type[BaseModel], fact: Literal["shared", "follows", "limit", "needs"]) -> tuple[SchemaKey, ...]:
-    """Return the keys whose fields declare this fact."""
+    """Return the keys of a document whose fields declare the fact."""
     return tuple(node for node in schema_tree(model).walk() if getattr(node.facts, fact))
 
 
 def fill_document(model: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
-    """Return a filled copy of a raw document; ValueError if it contradicts itself."""
+    """Return a copy of a raw document in which all is filled that its keys declare.
+
+    Raise ValueError if keys of the same meaning have different values.
+    """
     tree = Tree(schema_tree(model), as_tree(values))
     if conflicts := fill(tree):
         raise ValueError("; ".join(conflict.describe() for conflict in conflicts))
@@ -81,9 +86,10 @@ def fill_document(model: type[BaseModel], values: dict[str, Any]) -> dict[str, A
 
 
 def fill(tree: Tree) -> list[Conflict]:
-    """Fill keys that fields declare, in place: shared keys, the preset, keys that follow others, and lowered bounds.
+    """Fill keys of the tree that others decide: shared keys, the preset, keys that follow others, and lowered bounds.
 
-    Returns the conflicts of shared keys, of which the first value stays. Notes written keys without effect.
+    Returns the conflicts of shared keys, of which the first value stays. Notes keys that are written and have no
+    effect.
     """
     model = tree.schema.annotation
     conflicts = [conflict for shared in shared_keys(model) for conflict in _share(tree, shared)]
@@ -99,7 +105,10 @@ def fill(tree: Tree) -> list[Conflict]:
 
 
 def _share(tree: Tree, shared: SharedKey) -> list[Conflict]:
-    """Copy the value of one shared key to all its places; return the conflicts of different values."""
+    """Copy the value of a shared key to all its places; return the conflicts if places have different values.
+
+    Tables are shared key by key.
+    """
     written = {path: value for path in shared.places if (value := tree.get(path)) is not ABSENT}
     tables = [value for value in written.values() if isinstance(value, dict)]
     if tables and len(tables) == len(written):  # they are united: each of their keys is a shared key of its own
@@ -118,17 +127,18 @@ def _share(tree: Tree, shared: SharedKey) -> list[Conflict]:
 
 
 def _copy(tree: Tree, shared: SharedKey, source: Path, value: Any) -> None:
-    """Fill the places where nothing is written."""
+    """Fill the places of a shared key that have no value with `value`, which is written at `source`."""
     for path in shared.places:
         if tree.get(path) is ABSENT:
             tree.fill(path, value, source)
 
 
 def _overrule(tree: Tree, shared: SharedKey, written: dict[Path, Any]) -> None:
-    """Remove the values that a stronger layer overrules, from the tree and from `written`.
+    """Remove the values of a shared key that a stronger layer overrules, from the tree and from `written`, its values
+    by path.
 
-    The key at the top overrules the services' keys of weaker layers. It is overruled itself only where every service's
-    key is written in a stronger layer: one of several services' keys alone does not speak for the others.
+    The key at the top overrules the services' keys of weaker layers. It is overruled itself only if every service's key
+    is written in a stronger layer: one of several services' keys alone does not speak for the others.
     """
     if shared.top not in written:
         return
@@ -141,14 +151,20 @@ def _overrule(tree: Tree, shared: SharedKey, written: dict[Path, Any]) -> None:
 
 
 def _summarise(tree: Tree, shared: SharedKey) -> None:
-    """Fill the key at the top from services that may differ: with their value, if they have the same."""
+    """Fill the key at the top of services whose values may differ.
+
+    It gets their value if all have the same, else None.
+    """
     defaults = {path: node.default for path in shared.targets if (node := tree.schema.find(path))}
     values = [default if (value := tree.get(path)) is ABSENT else value for path, default in defaults.items()]
     tree.fill(shared.top, values[0] if all(value == values[0] for value in values) else None, shared.targets[0])
 
 
 def _settle(tree: Tree, shared: SharedKey, written: dict[Path, Any]) -> list[Conflict]:
-    """Return the conflict of values that differ from the first one, if there are any, and remove them from the tree."""
+    """Return a conflict if values of a shared key differ from the first one, and remove these from the tree.
+
+    `written` has the values by path.
+    """
     first = next(iter(written), None)
     clashes = [path for path in written if first and path != first and written[path] != written[first]]
     if not first or not clashes:
@@ -160,10 +176,13 @@ def _settle(tree: Tree, shared: SharedKey, written: dict[Path, Any]) -> list[Con
 
 
 def _follow(tree: Tree, node: SchemaKey) -> None:
-    """Fill a key that is left out from the one that it follows, unless it is in a table that is off."""
+    """Fill a key that is left out with the value of the key that it follows, unless a table that contains it is left
+    out.
+    """
     source: Path = node.other(node.facts.follows or "")
     value, own = tree.get(source), tree.get(node.path)
     is_list = node.kind is Kind.SECTION_LIST
+    # An empty list of tables says as little as none.
     if value is ABSENT or not (own is ABSENT or (is_list and not own)):
         return
     above = [tree.schema.find(node.path[:length]) for length in range(1, len(node.path))]
@@ -177,7 +196,10 @@ def _follow(tree: Tree, node: SchemaKey) -> None:
 
 
 def _clamp(tree: Tree, node: SchemaKey) -> None:
-    """Lower a value by one, and note it, if it equals a bound that it has to be below."""
+    """Lower an integer by one, with a note, if it is equal to the bound that it has to be below.
+
+    Only limits that are declared as clamped are applied.
+    """
     limit = node.facts.limit
     other = tree.schema.find(node.other(limit.key)) if limit and limit.is_clamped else None
     if limit is None or other is None:
@@ -186,6 +208,7 @@ def _clamp(tree: Tree, node: SchemaKey) -> None:
     bound = other.default if bound is ABSENT else bound
     for path in _places(tree, node.path):
         value = tree.get(path)
+        # 1 would become 0, which means something else.
         if type(value) is not int or value != bound or value < 2:
             continue
         if tree.is_written(path):
@@ -195,7 +218,7 @@ def _clamp(tree: Tree, node: SchemaKey) -> None:
 
 
 def _places(tree: Tree, path: Path) -> Iterator[Path]:
-    """Return the places of a schema's key: the path itself, or one in each table of the lists that contain it."""
+    """Yield where a key of the schema is in the tree: at `path` itself, or once per table of a list on the way."""
     for at in range(1, len(path)):
         if isinstance(path[at], str) and isinstance(items := tree.get(path[:at]), list):
             for index in range(len(items)):
@@ -240,7 +263,7 @@ _MORE: dict[str, dict[Path, Any]] = {"dapo": {("orchestrator", "filter_zero_adva
 
 
 def apply_preset(tree: Tree) -> None:
-    """Fill the keys of the preset that a document names, if it names one."""
+    """Fill the keys of the preset that `algo.preset` names; without one, or with an unknown one, nothing."""
     preset = tree.get(KEY)
     if not isinstance(preset, str) or preset not in PRESETS:
         return  # none, or one that does not exist, which is reported when the config is built
@@ -254,6 +277,10 @@ def apply_preset(tree: Tree) -> None:
 
 
 def _fill(tree: Tree, path: Path, value: Any) -> None:
+    """Fill a key that nobody has written with the value of the preset.
+
+    A path as `value` means the value of the key there.
+    """
     if tree.get(path) is not ABSENT:
         return
     if isinstance(value, tuple):

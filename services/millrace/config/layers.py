@@ -41,7 +41,11 @@ class Provenance:
     strength: Strength = Strength.FILE
 
     def locate(self, path: Path) -> str:
-        """Return the place of the value at a path: `rl.toml:12`, `command line (--max-steps)`, or the label alone."""
+        """Return where the value at `path` is written.
+
+        That is `rl.toml:12`, `command line (--max-steps)`, or the layer's label alone. A value without a place of its
+        own has that of the nearest table that contains it.
+        """
         above = (path[:length] for length in range(len(path), -1, -1))
         return next((self.places[known] for known in above if known in self.places), self.label)
 
@@ -55,9 +59,9 @@ class Layer:
 
 
 def as_tree(value: Any) -> Any:
-    """Return a deep copy of plain tables and lists.
+    """Return a deep copy of a value as plain tables and lists.
 
-    Sections that are already built become tables of what they were given.
+    A built section becomes a table of the keys it was given.
     """
     match value:
         case BaseModel():
@@ -71,7 +75,10 @@ def as_tree(value: Any) -> Any:
 
 
 def put(tree: dict[str, Any], path: Path, value: Any) -> bool:
-    """Set a value in nested tables, joining tables; False if a value that is no table is in the way."""
+    """Set the value at `path` of nested tables, in place, and return True; tables on the way are made.
+
+    A table is merged into a table that is there. Return False if something on the way is no table.
+    """
     here: Any = tree
     for part in path[:-1]:
         match here, part:
@@ -101,6 +108,7 @@ class Tree:
     """
 
     def __init__(self, schema: SchemaKey, values: dict[str, Any] | None = None) -> None:
+        """Begin with `values`, an already laid tree, or with none."""
         self.schema = schema
         self.values: dict[str, Any] = values or {}
         self.origins: dict[Path, Provenance] = {}
@@ -111,7 +119,7 @@ class Tree:
         self._num_unknown = 0
 
     def get(self, path: Path) -> Any:
-        """Return the value at a path, or ABSENT."""
+        """Return the value at a path; ABSENT if there is none."""
         here: Any = self.values
         for part in path:
             match here, part:
@@ -124,18 +132,21 @@ class Tree:
         return here
 
     def fill(self, path: Path, value: Any, source: Path) -> None:
-        """Give a key the value of another one, unless a value that is no table is in the way."""
+        """Set the key at `path` to `value`, which is written at `source`.
+
+        Nothing if something on the way is no table.
+        """
         if put(self.values, path, as_tree(value)):
             self.filled[path] = source
 
     def drop(self, path: Path) -> None:
-        """Take out the value at a path of table keys, as if it had not been written."""
+        """Remove the value at a path of table keys, and its origin, as if it had not been written."""
         if isinstance(parent := self.get(path[:-1]), dict):
             parent.pop(path[-1], None)
         self._forget(path)
 
     def source(self, path: Path) -> Path:
-        """Return the key that a value was written at: the path itself unless it was filled."""
+        """Return the path at which the value of the key at `path` is written: `path` itself unless it was filled."""
         seen: set[Path] = set()
         while path not in seen:  # keys that were filled from each other end where they began
             seen.add(path)
@@ -149,30 +160,30 @@ class Tree:
         return self.get(path) is not ABSENT and self.source(path) == path
 
     def strength(self, path: Path) -> Strength:
-        """Return the strength of the layer that wrote a value; of a table, that of its strongest key."""
+        """Return the strength of the layer that wrote the value at a path; of a table, that of its strongest key."""
         inside = [origin.strength for known, origin in self.origins.items() if known[: len(path)] == path]
         origin = self._origin(path)
         return max(inside, default=origin.strength if origin else Strength.ENVIRONMENT)
 
     def locate(self, path: Path) -> str | None:
-        """Return the place where the value at a path is written; None for a default."""
+        """Return the place where the value at a path is written, such as `rl.toml:12`; None for a default."""
         source = self.source(path)
         origin = self._origin(source)
         return origin.locate(source) if origin else None
 
     def report(self, path: Path, message: str) -> None:
-        """Add a violation of the value at a path, at the key where it is written."""
+        """Record an error of the value at a path, at the key where the value is written."""
         source = self.source(path)
         value = self.get(source)
         text = None if value is ABSENT else shown(source, value)
         self.violations.append(Violation(field=dotted(source), value=text, message=message, source=self.locate(source)))
 
     def note(self, path: Path, effect: Effect, text: str) -> None:
-        """Say what became of a key."""
+        """Record for the user what became of the key at a path."""
         self.notes.append(Note(path=path, source=self.locate(path) or "config", effect=effect, text=text))
 
     def lay(self, layers: Iterable[Layer]) -> None:
-        """Merge layers into the tree, in order: later ones override; report unknown keys as violations."""
+        """Merge layers into the tree, in order: a later one overrides; unknown keys are recorded as errors."""
         for layer in layers:
             self._lay(self.values, layer.tree, self.schema, (), layer.origin)
         if (more := self._num_unknown - MAX_UNKNOWN_KEYS) > 0:
@@ -181,7 +192,10 @@ class Tree:
     def _lay(
         self, base: dict[str, Any], over: dict[str, Any], node: SchemaKey | None, path: Path, origin: Provenance
     ) -> None:
-        """Merge table `over` into `base`, the table at `path`, in place; without a node keys are not checked."""
+        """Merge the table `over` into `base`, which is at `path`, in place; `origin` says where `over` is written.
+
+        `node` is the section of the schema; None within a free table, whose keys are not checked.
+        """
         clean = over if node is None else self._normalised(over, node, path, origin)
         # Another `type` gives the other keys of the table another meaning, so what was written before is dropped.
         if node and node.is_variant and "type" in base and clean.get("type", base["type"]) != base["type"]:
@@ -203,7 +217,11 @@ class Tree:
                 self.origins[here] = origin
 
     def _normalised(self, table: dict[str, Any], node: SchemaKey, path: Path, origin: Provenance) -> dict[str, Any]:
-        """Return a table with aliases renamed and unknown keys left out and reported, also in lists of tables."""
+        """Return the table `table`, written at `path`, with aliases renamed and unknown keys recorded as errors and
+        left out.
+
+        Tables in lists are treated alike. `node` is the section of the schema.
+        """
         clean: dict[str, Any] = {}
         for key, value in table.items():
             child = node.child(key)
@@ -225,6 +243,10 @@ class Tree:
         return clean
 
     def _normalised_list(self, items: list[Any], node: SchemaKey, path: Path, origin: Provenance) -> list[Any]:
+        """Return a list of tables, each as `_normalised` returns it.
+
+        Too long a list is an error, and cut to one table.
+        """
         if len(items) > MAX_SECTIONS:
             message = f"has {len(items)} entries; at most {MAX_SECTIONS} are taken"
             self.violations.append(Violation(field=dotted(path), message=message, source=origin.locate(path)))
@@ -237,7 +259,7 @@ class Tree:
     def _normalised_item(
         self, table: dict[str, Any], node: SchemaKey, path: Path, origin: Provenance
     ) -> dict[str, Any]:
-        """Return a table of a list as `_normalised` does, with the tables in it: lists are replaced as a whole."""
+        """Return one table of a list as `_normalised` does, with the tables in it, which no merge visits."""
         clean = self._normalised(table, node, path, origin)
         for key, value in clean.items():
             child = node.children[key]
@@ -246,7 +268,11 @@ class Tree:
         return clean
 
     def _unknown(self, key: str, value: Any, node: SchemaKey, path: Path, origin: Provenance) -> None:
-        """Report a key that is not in the schema, up to `MAX_UNKNOWN_KEYS`, and note the keys it may be meant for."""
+        """Record the error of a key that the section `node`, at `path`, does not have, and which keys it may be meant
+        for.
+
+        Keys after the first `MAX_UNKNOWN_KEYS` are only counted.
+        """
         self._num_unknown += 1
         if self._num_unknown <= MAX_UNKNOWN_KEYS:
             message, meant = unknown_key_message(key, value, node, path, schema=self.schema)
@@ -254,18 +280,25 @@ class Tree:
             self.suspects |= meant
 
     def _wrong(self, path: Path, value: Any, message: str, origin: Provenance, *, is_table: bool = False) -> None:
+        """Record an error of the value at `path` with the place where `origin` has it.
+
+        A table (`is_table`) is not shown.
+        """
         text = None if is_table else shown(path, value)
         where = origin.locate(path)
         self.violations.append(Violation(field=dotted(path), value=text, message=message, source=where))
 
     def _origin(self, path: Path) -> Provenance | None:
-        """Return the origin of the value at a path, or of the nearest value that contains it or that it contains."""
+        """Return the origin of the value at a path, of the nearest table above it, or of a key below it.
+
+        None for none.
+        """
         for length in range(len(path), 0, -1):
             if path[:length] in self.origins:
                 return self.origins[path[:length]]
         return next((origin for known, origin in self.origins.items() if known[: len(path)] == path), None)
 
     def _forget(self, path: Path) -> None:
-        """Drop what is known about values that are replaced."""
+        """Remove the origins of the value at a path and of all below it, because it is replaced."""
         for known in [known for known in self.origins if known[: len(path)] == path]:
             del self.origins[known]

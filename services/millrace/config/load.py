@@ -53,18 +53,24 @@ _TYPES = {type(None): "nothing", bool: "true or false", int: "integer", float: "
 
 
 def build(model: type[ConfigT], tree: Tree) -> ConfigT:
-    """Fill the tree and build the config. Raises InvalidSpecError with every violation, those of laying included."""
+    """Fill the tree and return the config that it makes.
+
+    Raises InvalidSpecError with every violation, those found while layers were laid included. Remarks are added to the
+    notes of the tree.
+    """
     bad: set[Path] = set()
     for conflict in fill(tree):
         _report_conflict(tree, conflict)
         bad |= {path for path, _, _ in conflict.values}
     config = None
+    # A value that is replaced may let pydantic see the next wrong one.
     for _ in range(_ROUNDS):
         try:
             config = model.model_validate(tree.values, context={LOADING: True})
             break
         except ValidationError as error:
             bad |= _report_and_repair(error, tree)
+    # A rule about a key that is reported already would only confuse.
     for rule in config.broken_rules() if config else ():
         if not any(_touches(path, bad | tree.suspects) for path in rule.paths):
             _report_finding(tree, config, rule)
@@ -80,7 +86,10 @@ def build(model: type[ConfigT], tree: Tree) -> ConfigT:
 
 
 def _report_finding(tree: Tree, config: Any, rule: BrokenRule) -> None:
-    """Report a broken rule at its first key, or at the key that it was filled from, or as a default."""
+    """Report a broken rule at its first key: where the key is written, or where the key that it was filled from is.
+
+    A key that is not written is reported as a default, with the first key of the rule that is.
+    """
     path = rule.paths[0]
     if tree.get(path) is not ABSENT:
         tree.report(path, rule.message)
@@ -92,7 +101,7 @@ def _report_finding(tree: Tree, config: Any, rule: BrokenRule) -> None:
 
 
 def _report_conflict(tree: Tree, conflict: Conflict) -> None:
-    """Report a shared key that is set to different values, with the flag that would override the files."""
+    """Report a shared key with different values, and the flag that would overrule the files."""
     top, first = conflict.shared.top, conflict.values[0][0]
     remedy = "set one of them only"
     if not (tree.is_written(top) and tree.strength(top) is Strength.COMMAND_LINE):
@@ -102,7 +111,10 @@ def _report_conflict(tree: Tree, conflict: Conflict) -> None:
 
 
 def _report_and_repair(error: ValidationError, tree: Tree) -> set[Path]:
-    """Report pydantic's errors and replace the values by something that can be built. Returns the keys concerned."""
+    """Report pydantic's errors, and replace the wrong values in the tree by ones that can be built.
+
+    Returns the paths of the wrong keys. Errors that follow from another reported one are left out.
+    """
     details = error.errors(include_url=False)
     located = [(_path(detail, tree.schema), detail) for detail in details]
     any_written = any(_is_written(path, detail, tree) for path, detail in located)
@@ -113,15 +125,16 @@ def _report_and_repair(error: ValidationError, tree: Tree) -> set[Path]:
             continue  # misspelt, and reported as an unknown key
         tree.report(path, _message(detail, tree.schema.find(path)))
     bad = {path for path, _ in located}
+    # The innermost first: a table that was replaced no longer has what is wrong in it.
     for path in sorted(bad, key=len, reverse=True):
         _repair(tree, path)
     return bad
 
 
 def _path(detail: ErrorDetails, schema: SchemaKey) -> Path:
-    """Return the path of the key that an error is about.
+    """Return the path of the key that one of pydantic's errors is about.
 
-    Inside free tables and lists of values that is the whole of them.
+    An error within a free table, or within a list of values, is about the whole of it.
     """
     node: SchemaKey | None = schema
     path: Path = ()
@@ -142,7 +155,7 @@ def _is_written(path: Path, detail: ErrorDetails, tree: Tree) -> bool:
 
 
 def _repair(tree: Tree, path: Path) -> None:
-    """Remove the value at a path, or replace a required one by the least value that can be built."""
+    """Remove the value at a path from the tree; a required one is replaced by the least value that can be built."""
     node = tree.schema.find(path)
     if not path or node is None:
         tree.values.clear()
@@ -155,7 +168,10 @@ def _repair(tree: Tree, path: Path) -> None:
 
 
 def _placeholder(node: SchemaKey, *, index: int) -> Any:
-    """Return the least value that can be built for a required key; `index` tells several of them apart."""
+    """Return the least value that can be built for a required key.
+
+    `index` makes names in several tables of a list differ.
+    """
     match node.kind:
         case Kind.SECTION:
             return _least(node, index=index)
@@ -170,17 +186,20 @@ def _placeholder(node: SchemaKey, *, index: int) -> Any:
 
 
 def _least(node: SchemaKey, *, index: int) -> dict[str, Any]:
-    """Return the least section: its required keys only."""
+    """Return the least table that can be built for a section: its required keys; `index` makes names in it differ."""
     return {key: _placeholder(child, index=index) for key, child in node.children.items() if child.is_required}
 
 
 def _touches(path: Path, others: set[Path]) -> bool:
-    """Return whether a key, or a section that contains it or is part of it, is among others."""
+    """Return whether one of `others` is the same path, one above it or one below it."""
     return any(path[: len(other)] == other or other[: len(path)] == path for other in others)
 
 
 def _message(detail: ErrorDetails, node: SchemaKey | None) -> str:
-    """Return one pydantic error as a message: what is wrong, and what would be right."""
+    """Return one of pydantic's errors as a message: what is wrong, what would be right, and what the key is for.
+
+    `node` is the key; None if the schema has none there.
+    """
     kind, context, said = detail["type"], detail.get("ctx", {}), ""
     if kind == "missing":
         return f"is required; {_how_to_write(node)}"
@@ -223,6 +242,7 @@ def _how_to_write(node: SchemaKey | None) -> str:
 
 
 def _article(noun: str) -> str:
+    """Return a type in words with "a" or "an" before it, where one belongs."""
     if noun.startswith(("list of", "nothing", "true", '"')):
         return noun
     return f"an {noun}" if noun[:1] in "aeiou" else f"a {noun}"
@@ -256,12 +276,13 @@ def load(
     base: Layer | None = None,
     section: str = "",
 ) -> Loaded[ConfigT]:
-    """Load a config from a command line without the program's name.
+    """Load a config of the class `model` from a command line (without the program's name), the files it names, and
+    `env`.
 
-    ``env`` is the process environment if left out; ``reserved`` are the flags that belong to the command (name in kebab
-    case -> whether it takes a value) and come back in ``flags``; file names are relative to ``cwd``;
-    ``base`` is weaker than everything else; `PRIME_*` variables may leave out the name of
-    ``section``. Raises InvalidSpecError with every violation.
+    ``env`` None is the process environment. ``reserved`` are the flags of the command itself (name in kebab case ->
+    whether it takes a value), which come back in ``flags``. File names are relative to ``cwd``. ``base`` is weaker than
+    everything else. `PRIME_*` variables may leave out the name of ``section``. Raises InvalidSpecError with every
+    violation.
     """
     schema = schema_tree(model)
     environment, violations = read_environment(os.environ if env is None else env, schema, section=section)
@@ -288,9 +309,10 @@ def load(
 def validate_document(
     document: str | bytes | Mapping[str, Any], model: type[ConfigT] = RLConfig, *, source: str = "config_json"
 ) -> ConfigT:
-    """Build a config from one JSON document, as a server receives it; raise InvalidSpecError as `load` does.
+    """Return the config that one JSON document makes, as a server receives it.
 
-    `source` names the document in messages.
+    Raise InvalidSpecError with every violation. Keys without effect, which `load` only notes, are errors. `source`
+    names the document in messages. The config is kept for `from_resolved`.
     """
     tree: Any = document
     if isinstance(document, str | bytes):
@@ -313,7 +335,7 @@ def validate_document(
 
 
 def _unbuilt(notes: Sequence[Note], layer: Layer) -> Iterator[Violation]:
-    """Yield errors about keys without effect: a document has no user to be warned."""
+    """Yield an error for each note about a feature that is missing here: nobody reads the notes of a document."""
     for note in notes:
         if note.effect in (Effect.LATER, Effect.BLOCKS):
             yield Violation(field=dotted(note.path), message=note.text, source=layer.origin.label)
@@ -322,7 +344,7 @@ def _unbuilt(notes: Sequence[Note], layer: Layer) -> Iterator[Violation]:
 def from_resolved(document: Mapping[str, Any], model: type[ConfigT]) -> ConfigT:
     """Return the config in a run's record; raise ValueError if it does not fit this release's schema.
 
-    Configs are cached in the process: one that this or `validate_document` has built before is returned again.
+    Configs are cached in the process: one that this function or `validate_document` has built before is returned again.
     """
     text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     config = _checked.get(text)
@@ -333,6 +355,7 @@ def from_resolved(document: Mapping[str, Any], model: type[ConfigT]) -> ConfigT:
 
 
 def _keep(config: Document) -> None:
+    """Add a config to the process's cache, which forgets the oldest beyond `MOST_CHECKED`."""
     _checked[config.resolved_json()] = config
     while len(_checked) > MOST_CHECKED:
         _checked.popitem(last=False)

@@ -20,18 +20,23 @@ _LONGEST = 80
 
 
 def close(word: str, words: Iterable[str], *, most: int = 3) -> list[str]:
-    """Return the words that are most like a word, best first."""
+    """Return the words most similar to `word`, the best first, at most `most`; empty if none is similar."""
     return difflib.get_close_matches(word, list(words), n=most, cutoff=_CUTOFF)
 
 
 def unknown_key_message(
     key: str, value: Any, node: SchemaKey, path: Path, *, schema: SchemaKey
 ) -> tuple[str, set[Path]]:
-    """Return the message about an unknown key of a section, and the paths of keys that it may be meant for."""
+    """Return the message about a key that a section does not have, and the paths of the section's keys it may be meant
+    for.
+
+    `node` is the section, at `path`; `schema` is the root of the document. `value` excludes keys of another form.
+    """
     spelled = key.replace("-", "_")
     if (of_trl := trl.meant(spelled, schema, below=path)) is not None:
         return of_trl, set()
     names = {name: child.name for child in node.children.values() for name in (child.name, *child.aliases)}
+    # A table is no misspelt number: only keys of the same form are suggested.
     names = {name: meant for name, meant in names.items() if _fits(value, node.children[meant])}
     siblings = list(dict.fromkeys(names[name] for name in close(spelled, names)))
     meant: set[Path] = {(*path, name) for name in siblings}
@@ -44,7 +49,11 @@ def unknown_key_message(
 
 
 def _elsewhere(key: str, value: Any, schema: SchemaKey) -> list[str]:
-    """Return the paths of at most three keys of other sections with this name, or the most similar one."""
+    """Return dotted paths of at most three keys anywhere in the schema that have this name, or else the most similar
+    one.
+
+    Only keys count that `value` fits in form.
+    """
     everywhere = {dotted(other.path): other for other in schema.walk() if _fits(value, other)}
     exact = [name for name, other in everywhere.items() if key == other.name or key in other.aliases]
     if exact:
@@ -54,7 +63,10 @@ def _elsewhere(key: str, value: Any, schema: SchemaKey) -> list[str]:
 
 
 def _fits(value: Any, node: SchemaKey) -> bool:
-    """Return whether a value of this form suits a key; text on a command line may mean anything."""
+    """Return whether a value has the form of a key: table, list or number.
+
+    A text fits any, as it may be from a command line.
+    """
     match value:
         case dict():
             return node.kind in (Kind.SECTION, Kind.FREE_TABLE)
@@ -67,11 +79,15 @@ def _fits(value: Any, node: SchemaKey) -> bool:
 
 
 def _or(names: Iterable[str]) -> str:
+    """Return names as text: "`a` or `b`"."""
     return " or ".join(f"`{name}`" for name in names)
 
 
 def shown(path: Path, value: Any) -> str | None:
-    """Return a value as JSON-like text, cut to 80 characters; None if it looks like a secret."""
+    """Return the value of the key at `path` as JSON-like text of at most 80 characters.
+
+    None if it looks like a secret.
+    """
     if _is_secret(path, value):
         return None
     try:
@@ -82,7 +98,7 @@ def shown(path: Path, value: Any) -> str | None:
 
 
 def _is_secret(path: Path, value: Any) -> bool:
-    """Return whether the key's name or the value's form, here or below, says that the value is a secret."""
+    """Return whether the name of the key at `path`, or the form of a text in the value, says that it is a secret."""
     match value:
         case dict():
             return any(_is_secret((*path, key), item) for key, item in value.items())
@@ -128,7 +144,10 @@ class Note:
 
     @property
     def where(self) -> str:
-        """Return the place of the keys, such as `slurm (rl.toml:12; job_name, partition)`."""
+        """Return the key, its place, and the keys below it that the note is about.
+
+        An example is `slurm (rl.toml:12; job_name, partition)`.
+        """
         return f"{dotted(self.path)} ({'; '.join((self.source, *filter(None, [', '.join(self.inner)])))})"
 
     def __str__(self) -> str:

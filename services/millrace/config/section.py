@@ -45,7 +45,11 @@ class ConfigSection(BaseModel):
     @field_validator("*")
     @classmethod
     def _require_storable(cls, value: Any) -> Any:
-        """Refuse numbers beyond what logs, generators and tensors hold: 64 bits, and the range of float32."""
+        """Return `value`.
+
+        Raise ValueError for an integer of more than 64 bits, or a number outside the range of float32. Logs, random
+        generators and tensors hold no others.
+        """
         if isinstance(value, int) and not -_MOST_INT - 1 <= value <= _MOST_INT:
             raise ValueError(f"must fit into 64 bits: at most {_MOST_INT}")
         if isinstance(value, float) and value and not _LEAST_FLOAT <= abs(value) <= _MOST_FLOAT:
@@ -55,10 +59,15 @@ class ConfigSection(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _make_defaults(cls, data: Any) -> Any:
-        """Fill the keys whose default depends on other keys of the section."""
+        """Return the raw table of a section with the keys added whose default depends on its other keys
+        (`Facts.default_from`).
+
+        Data that is no table is returned unchanged.
+        """
         if not isinstance(data, dict):
             return data
         made = {name: make(data) for name, info in cls.model_fields.items() if (make := facts_of(info).default_from)}
+        # What is written goes before what is made.
         return {**made, **data} if made else data
 
 
@@ -81,12 +90,18 @@ class BrokenRule:
 
 
 def broken(message: str, *keys: str) -> BrokenRule:
-    """Return a broken rule about keys that are written with dots."""
+    """Return a broken rule with its message.
+
+    `keys` are dotted paths such as `trainer.loss.type`, the one to change first.
+    """
     return BrokenRule(paths=tuple(tuple(key.split(".")) for key in keys), message=message)
 
 
 def declared_rules(config: BaseModel) -> Iterator[BrokenRule]:
-    """Yield the declared rules that do not hold, in every item of a list as well."""
+    """Yield the rules that fields declare (`Limit`, `OnlyFor`) and that `config` breaks.
+
+    A key in a list of tables is checked in every table of the list.
+    """
     for node in schema_tree(type(config)).walk():
         if node.facts.limit or node.facts.only_for:
             for path in _places(config, node.path):
@@ -94,6 +109,10 @@ def declared_rules(config: BaseModel) -> Iterator[BrokenRule]:
 
 
 def _declared_of(config: BaseModel, node: SchemaKey, path: Path) -> Iterator[BrokenRule]:
+    """Yield what the value at `path` breaks of the rules that its key `node` declares.
+
+    A `Limit` bounds the value by another key's; an `OnlyFor` allows it only beside some values of another key.
+    """
     limit, only, value = node.facts.limit, node.facts.only_for, value_at(config, path)
     if limit and value is not None:
         other = node.other(limit.key, at=path)
@@ -101,6 +120,7 @@ def _declared_of(config: BaseModel, node: SchemaKey, path: Path) -> Iterator[Bro
         if bound is not None and not _HOLDS[limit.words](value, bound):
             message = f"must be {limit.words} `{dotted(other)}`, which is {bound}{limit.why}"
             yield BrokenRule(paths=(path, other), message=message)
+    # A default was not written, so it is no contradiction.
     if only and value and value != node.default:
         other = node.other(only.key, at=path)
         if (chosen := value_at(config, other)) not in only.values:
@@ -109,7 +129,10 @@ def _declared_of(config: BaseModel, node: SchemaKey, path: Path) -> Iterator[Bro
 
 
 def _places(config: BaseModel, path: Path) -> Iterator[Path]:
-    """Yield the places of the key of a schema's path: the path itself, or within lists one of each item."""
+    """Yield the paths at which the key at `path` of the schema is in `config`.
+
+    That is `path` itself, or one path per table of a list on the way.
+    """
     for at in range(1, len(path)):
         items = value_at(config, path[:at])
         if isinstance(items, list):
@@ -120,7 +143,7 @@ def _places(config: BaseModel, path: Path) -> Iterator[Path]:
 
 
 def value_at(config: BaseModel, path: Path) -> Any:
-    """Return the value at a path; None where a table on the way is off."""
+    """Return the value at `path` of a built config; None where a table on the way is left out."""
     here: Any = config
     for part in path:
         here = None if here is None else here[part] if isinstance(part, int) else getattr(here, part, None)
@@ -133,18 +156,25 @@ class Document(ConfigSection):
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, data: Any, info: ValidationInfo) -> Any:
+        """Return the raw document with shared keys, the preset and keys that follow others filled in.
+
+        It is returned unchanged if `load` validates it: `load` has filled it before.
+        """
         is_filled = LOADING in (info.context or {})
         return data if is_filled or not isinstance(data, dict) else fill_document(cls, data)
 
     @model_validator(mode="after")
     def _check(self, info: ValidationInfo) -> Self:
-        """Refuse values that are right alone and wrong together."""
+        """Return the document; raise ValueError if it breaks a rule over several keys.
+
+        Rules are not checked if `load` validates: `load` reports them with the places where the keys are written.
+        """
         if LOADING not in (info.context or {}) and (broken := self.broken_rules()):
             raise ValueError("; ".join(f"{dotted(rule.paths[0])} {rule.message}" for rule in broken))
         return self
 
     def broken_rules(self) -> list[BrokenRule]:
-        """Return rules over several keys that do not hold; a document adds its own to those that fields declare."""
+        """Return the rules over several keys that do not hold: those that fields declare; a subclass adds its own."""
         return list(declared_rules(self))
 
     def remarks(self) -> list[BrokenRule]:
@@ -158,12 +188,12 @@ class Document(ConfigSection):
 
 
 def run_hash(resolved_json: str) -> str:
-    """Return sha256, in hex, of a resolved config."""
+    """Return the sha256, in hex, of a resolved config's JSON text."""
     return hashlib.sha256(resolved_json.encode()).hexdigest()
 
 
 def _finite(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Refuse NaN and infinity at any depth: they have no JSON form, so the run hash could not cover them."""
+    """Return `value`; raise ValueError if it contains NaN or infinity at any depth: these have no JSON form."""
     pending: list[Any] = [value]
     while pending:
         match pending.pop():
@@ -181,19 +211,27 @@ FreeTable = Annotated[dict[str, JsonValue], AfterValidator(_finite)]
 
 
 def option(default: Any, description: str, *, facts: Facts | None = None, **constraints: Any) -> Any:
-    """Return a field with a default; bounds are `constraints`, and are not part of the description."""
+    """Return the pydantic field of a key that has a default.
+
+    `facts` say what the key has to do with other keys. `constraints` are pydantic's bounds such as `ge=1`; the
+    generated documentation adds them to the description.
+    """
     return Field(default, description=description, json_schema_extra=_extra(facts), **constraints)
 
 
 def required(description: str, **constraints: Any) -> Any:
-    """Return a field that has to be set."""
+    """Return the pydantic field of a key that has to be set; `constraints` are pydantic's bounds such as `ge=1`."""
     return Field(..., description=description, **constraints)
 
 
 def table(factory: Any, description: str, *, facts: Facts | None = None) -> Any:
-    """Return a sub-section, list or free table that exists with its defaults when nothing is written."""
+    """Return the pydantic field of a sub-section, a list or a free table.
+
+    `factory` makes its value where nothing is written.
+    """
     return Field(default_factory=factory, description=description, json_schema_extra=_extra(facts))
 
 
 def _extra(facts: Facts | None) -> Any:
+    """Return `facts` as the extra data of a pydantic field; None without facts."""
     return {"facts": facts} if facts else None

@@ -110,7 +110,7 @@ class SchemaKey:
         return self.annotation is bool or (get_origin(self.annotation) is Literal and True in get_args(self.annotation))
 
     def is_value_of_switch(self, text: str) -> bool:
-        """Return whether the text is a value of a key that is a switch."""
+        """Return whether a text, in any case, is one of the values of a key that is a switch."""
         choices = get_args(self.annotation) if get_origin(self.annotation) is Literal else (True, False)
         return text.lower() in (str(choice).lower() for choice in choices)
 
@@ -120,7 +120,10 @@ class SchemaKey:
         return self.kind is Kind.SECTION and "type" in self.children
 
     def about(self, *, said: str = "") -> str:
-        """Return the description with the bounds, except the bound `said`, and with the shared key."""
+        """Return the key's description with its bounds and its shared key, as messages and the documentation have it.
+
+        `said` is a bound, such as `at least 1`, that is left out because the message has it already.
+        """
         limit = self.facts.limit
         limits = [f"{limit.words} `{dotted(self.other(limit.key))}`"] if limit else []
         bounds = [bound for bound in (*self.bounds, *limits) if bound != said]
@@ -128,28 +131,29 @@ class SchemaKey:
         return f"{text} Shared: `{self.facts.shared}`." if self.facts.shared else text
 
     def other(self, key: str, *, at: Path | None = None) -> Path:
-        """Return the path of a key that this key's facts name.
+        """Return the path of another key, which this key's facts name as `key`.
 
-        `at` is where this one is, if that is within a list.
+        They name it with dots from the top, or as `.name` in the same table. `at` is the path of this key with indices
+        of lists; None: the path in the schema.
         """
         return (*(at or self.path)[:-1], key[1:]) if key.startswith(".") else tuple(key.split("."))
 
     def child(self, key: str) -> "SchemaKey | None":
-        """Return the child of that name or alias."""
+        """Return the key of that name or alias directly below this one; None if there is none."""
         if key in self.children:
             return self.children[key]
         return next((node for node in self.children.values() if key in node.aliases), None)
 
     def walk(self) -> Iterator["SchemaKey"]:
-        """Yield every key below, parents first."""
+        """Yield all keys below this one at any depth, parents first."""
         for node in self.children.values():
             yield node
             yield from node.walk()
 
     def find(self, path: Path) -> "SchemaKey | None":
-        """Return the key at a path; list indices and aliases may be part of it.
+        """Return the key at a path below this one, which may have list indices and aliases.
 
-        None below free tables and where none is.
+        None if the schema has none there. Keys within a free table are not part of the schema.
         """
         node: SchemaKey | None = self
         for part in path:
@@ -166,17 +170,18 @@ def schema_tree(model: type[BaseModel]) -> SchemaKey:
 
 
 def facts_of(info: FieldInfo) -> Facts:
-    """Return the facts that a field declares."""
+    """Return the facts that a pydantic field declares about its key; empty ones if it declares none."""
     extra: Any = info.json_schema_extra
     return extra["facts"] if isinstance(extra, dict) else _NO_FACTS
 
 
 def _children(model: type[BaseModel], path: tuple[str, ...]) -> dict[str, SchemaKey]:
+    """Return the keys of a section class, by name; `path` is the section's own path."""
     return {name: _node(info, (*path, name)) for name, info in model.model_fields.items()}
 
 
 def _node(info: FieldInfo, path: tuple[str, ...]) -> SchemaKey:
-    """Return the node of one pydantic field."""
+    """Return the key that a pydantic field declares, with the keys below it; `path` is the key's own."""
     annotation, is_optional = _without_none(info.annotation)
     kind, section = _kind(annotation)
     default = info.get_default(call_default_factory=True, validated_data={}) if kind is Kind.LEAF else info.default
@@ -195,14 +200,17 @@ def _node(info: FieldInfo, path: tuple[str, ...]) -> SchemaKey:
 
 
 def _bounds(info: FieldInfo) -> tuple[str, ...]:
-    """Return the field's bounds in words."""
+    """Return the bounds of a pydantic field as texts, such as `at least 1`."""
     words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
     found = [(text, getattr(bound, name, None)) for bound in info.metadata for name, text in words.items()]
     return tuple(f"{text} {value:g}" for text, value in found if value is not None)
 
 
 def _without_none(annotation: Any) -> tuple[Any, bool]:
-    """Split ``X | None`` into X and whether None is allowed."""
+    """Return the type X of ``X | None``, and True; another type is returned with False.
+
+    Raise TypeError for a union of several types.
+    """
     if get_origin(annotation) not in (Union, types.UnionType):
         return annotation, False
     others = [part for part in get_args(annotation) if part is not type(None)]
@@ -212,7 +220,7 @@ def _without_none(annotation: Any) -> tuple[Any, bool]:
 
 
 def _kind(annotation: Any) -> tuple[Kind, type[BaseModel] | None]:
-    """Return the kind of a type, and the section that it contains."""
+    """Return the kind of a key of this type, and the section class that the type has or lists; None for other kinds."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return Kind.SECTION, annotation
     origin, arguments = get_origin(annotation), get_args(annotation)
@@ -224,7 +232,7 @@ def _kind(annotation: Any) -> tuple[Kind, type[BaseModel] | None]:
 
 
 def type_text(node: SchemaKey) -> str:
-    """Return the type of a key for people."""
+    """Return the type of a key in words, such as `list of strings`, or its choices, such as `"a" or "b"`."""
     if node.kind is not Kind.LEAF:
         return {Kind.SECTION: "table", Kind.SECTION_LIST: "list of tables", Kind.FREE_TABLE: "free table"}[node.kind]
     if get_origin(node.annotation) is Literal:
@@ -250,11 +258,18 @@ class ConfigValue:
 
 
 def differences(document: Mapping[str, Any], model: type[BaseModel]) -> list[ConfigValue]:
-    """Return every value of a document, in its order, with the default of its key; what has none differs from it."""
+    """Return every key of a resolved document with its value and default, in the document's order.
+
+    A key that has no default, or that `model` does not have, counts as different.
+    """
     return list(_values(document, (), schema_tree(model)))
 
 
 def _values(value: Any, path: Path, schema: SchemaKey) -> Iterator[ConfigValue]:
+    """Yield the keys of `value`, which is at `path` of a resolved document, down to single values.
+
+    A free table is one value.
+    """
     node = schema.find(path) if path else schema
     if isinstance(value, Mapping) and value and not (node is not None and node.kind is Kind.FREE_TABLE):
         for name, item in value.items():

@@ -87,7 +87,10 @@ class Arguments:
 
 
 def read_arguments(name: str) -> Arguments | None:
-    """Return the arguments in a file; None if it holds none of TRL. UnreadableFileError for one that cannot be read."""
+    """Return TRL's arguments in a YAML, JSON, TOML or Python file; None if it has none of them.
+
+    Raises UnreadableFileError for a file that cannot be read.
+    """
     suffix = Path(name).suffix.lower()
     if suffix == ".py":
         return _read_script(name)
@@ -98,11 +101,13 @@ def read_arguments(name: str) -> Arguments | None:
 
 
 def _kind(values: Mapping[str, Any]) -> str | None:
+    """Return the trainer that the arguments are for, `rl` or `sft`; None if they fit both or neither."""
     of_rl, of_sft = bool(values.keys() & _OF_RL), bool(values.keys() & _OF_SFT)
     return None if of_rl == of_sft else "rl" if of_rl else "sft"
 
 
 def _text(name: str) -> str:
+    """Return the text of the file `name`; raise UnreadableFileError if it is missing, too large, or not UTF-8."""
     try:
         data = Path(name).read_bytes()
         if len(data) > MAX_FILE_BYTES:
@@ -117,6 +122,7 @@ def _text(name: str) -> str:
 
 
 def _read_yaml(name: str) -> Any:
+    """Return the content of a YAML file; raise UnreadableFileError if it is malformed, or PyYAML is not installed."""
     text = _text(name)
     try:
         import yaml  # transformers brings it
@@ -133,7 +139,10 @@ def _read_yaml(name: str) -> Any:
 
 
 def _read_script(name: str) -> Arguments | None:
-    """Read the calls of TRL's classes in a script, which is not run."""
+    """Return the arguments of the calls of TRL's classes in a Python file, which is parsed and not run.
+
+    None if it makes no GRPOConfig or SFTConfig. Raises UnreadableFileError for a file that is no Python.
+    """
     try:
         tree = ast.parse(_text(name))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -154,7 +163,10 @@ def _read_script(name: str) -> Arguments | None:
 
 
 def _take(found: Arguments, called: str, keyword: ast.keyword, name: str) -> None:
-    """Put an argument of a call into `found`: its literal value, or the text of the expression that computes it."""
+    """Put an argument of a call into `found`: its value if it is a literal, else the text of the expression.
+
+    `called` is the name of the class, `name` the file. Objects that the script hands to a trainer are left out.
+    """
     if keyword.arg is None:  # `**kwargs`
         found.computed[f"**{ast.unparse(keyword.value)}"] = ast.unparse(keyword.value)
         return
@@ -170,7 +182,10 @@ def _take(found: Arguments, called: str, keyword: ast.keyword, name: str) -> Non
 
 
 def translate(arguments: Arguments, kind: str, *, source: str) -> TrlTranslation:
-    """Translate the arguments of a GRPO (`rl`) or SFT (`sft`) trainer."""
+    """Return what the arguments of a GRPO (`kind` `rl`) or SFT (`sft`) trainer are in our schema.
+
+    `source` names their file.
+    """
     reading = _Reading(arguments, TrlTranslation(kind), source, RL_DEFAULTS if kind == "rl" else SFT_DEFAULTS)
     (_rl if kind == "rl" else _sft)(reading)
     reading.finish()
@@ -181,6 +196,10 @@ class _Reading:
     """Takes the arguments one by one, and says of those that are left that nobody knows them."""
 
     def __init__(self, arguments: Arguments, out: TrlTranslation, source: str, defaults: Mapping[str, Any]) -> None:
+        """Begin with all arguments, of which each method takes some; `defaults` are TRL's, `source` names the file.
+
+        Arguments that the script computes are refused at once, but for those of the environment.
+        """
         self._left = dict(arguments.values)
         self._given = arguments
         self._defaults = defaults
@@ -196,19 +215,23 @@ class _Reading:
         return name in self._given.values
 
     def given(self, name: str) -> Any:
-        """Return the value of the file, None without one; it may be taken already."""
+        """Return the value of an argument in the file, taken or not; None if the file does not set it."""
         return self._given.values.get(name)
 
     def drop(self, name: str) -> None:
-        """Drop an argument that another message covers."""
+        """Take an argument without a message, because that of another argument covers it."""
         self._left.pop(name, None)
 
     def take(self, name: str) -> Any:
-        """Return the value, or TRL's default."""
+        """Take an argument and return its value: the file's, or TRL's default, or None if TRL has none."""
         return self._left.pop(name, self._defaults.get(name))
 
     def number(self, name: str, *, least: float = 0.0, is_whole: bool = False) -> float:
-        """Return a number of at least `least`; YAML has `1e-6` as text, which TRL reads as a number."""
+        """Take an argument that is a number, or text of one such as `1e-6`, which TRL reads as a number.
+
+        Return its value. A value below `least`, or with a fraction although `is_whole`, is refused; the number returned
+        is a placeholder then.
+        """
         value = _number(self.take(name))
         if value is None or value < least or (is_whole and value != int(value)):
             kind = "a whole number" if is_whole else "a number"
@@ -217,11 +240,14 @@ class _Reading:
         return value
 
     def whole(self, name: str, *, least: int = 1) -> int:
-        """Return a whole number of at least `least`."""
+        """Take an argument that is a whole number and return its value.
+
+        Refuse one that is not, or that is below `least`.
+        """
         return int(self.number(name, least=least, is_whole=True))
 
     def put(self, path: str, value: Any) -> None:
-        """Write a key of the target schema."""
+        """Set the key at the dotted `path` of our schema."""
         *tables, last = path.split(".")
         table = self.out.tree
         for name in tables:
@@ -229,20 +255,20 @@ class _Reading:
         table[last] = value
 
     def note(self, name: str, effect: Effect, text: str) -> None:
-        """Say what became of an argument."""
+        """Record for the user what became of the argument `name`, with its place in the file, or as TRL's default."""
         place = self._given.places.get(name, self._source if self.has(name) else f"{self._source}: TRL's default")
         self.out.notes.append(Note(path=(name,), source=place, effect=effect, text=text))
 
     def refuse(self, name: str, value: Any, message: str) -> None:
-        """Report that the argument is unsupported, and what to write instead."""
+        """Record an error of the argument `name`; `message` says what is unsupported and what to write instead."""
         place = self._given.places.get(name, self._source)
         shown = None if value is None else str(value)[:80]
         self.out.violations.append(Violation(field=name, value=shown, message=message, source=place))
 
     def move(self, name: str, path: str, *, convert: Callable[[Any], Any] | None = None, text: str = "") -> None:
-        """Write an argument's value, or TRL's default, under the key `path`, with a note.
+        """Take an argument and set the key at `path` to its value, which may be TRL's default, with a note.
 
-        `convert` changes the value.
+        `convert` changes the value; `text` replaces the note. Nothing is set if neither the file nor TRL has a value.
         """
         if name not in self._left and name not in self._defaults:
             return
@@ -252,7 +278,7 @@ class _Reading:
             self.note(name, Effect.MEANS, text or f"is `{path}` here")
 
     def finish(self) -> None:
-        """Note the remaining arguments that have no effect here, and refuse unknown ones."""
+        """Note the arguments left that have no effect here, and refuse all others that no method has taken."""
         for name in [each for each in NOTHING if each in self._left]:
             del self._left[name]
             self.note(name, Effect.NOTHING, "there is nothing to choose here: it changes nothing of what is learned")
@@ -262,7 +288,7 @@ class _Reading:
 
 
 def _number(value: Any) -> float | None:
-    """Return a finite number, also one that is written as text; None for all else."""
+    """Return a finite number, which may be written as text; None for any other value."""
     if isinstance(value, str):
         try:
             value = float(value)
@@ -273,7 +299,10 @@ def _number(value: Any) -> float | None:
 
 
 def _shared(reading: _Reading, prefix: str) -> None:
-    """Translate model, optimizer, adapters, checkpoints and names; `prefix` precedes the trainer's keys."""
+    """Translate the arguments of both trainers: model, optimizer, adapters, checkpoints, names and reports.
+
+    `prefix` is the table of the trainer here: `trainer.`, or empty in SFT.
+    """
     reading.move("model_name_or_path", "model.name")
     lr = reading.number("learning_rate")
     reading.put(f"{prefix}optim.lr", lr)
@@ -302,6 +331,7 @@ def _shared(reading: _Reading, prefix: str) -> None:
 
 
 def _adapters(reading: _Reading, path: str) -> None:
+    """Translate the arguments of LoRA into the table at `path`; without `use_peft` they are noted as without effect."""
     names = {
         "lora_r": "rank",
         "lora_alpha": "alpha",
@@ -314,6 +344,7 @@ def _adapters(reading: _Reading, path: str) -> None:
         for name in found:
             reading.note(name, Effect.NOTHING, "without `use_peft` all weights are trained")
         return
+    # The defaults of TRL's ModelConfig.
     values = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05} | found
     for name, value in values.items():
         if value == "all-linear":
@@ -323,6 +354,7 @@ def _adapters(reading: _Reading, path: str) -> None:
 
 
 def _checkpoints(reading: _Reading) -> None:
+    """Translate how often checkpoints are saved, and how many are kept, into `[ckpt]`."""
     strategy, every = reading.take("save_strategy"), reading.number("save_steps", least=0)
     limit = reading.take("save_total_limit")
     if strategy in ("no", False):
@@ -338,7 +370,11 @@ def _checkpoints(reading: _Reading) -> None:
 
 
 def _schedule(reading: _Reading, prefix: str, *, steps_in_batch: int, needs: str) -> None:
-    """Translate the number of steps, warm-up and decay into steps of Millrace, which are batches."""
+    """Translate the number of steps, warm-up and decay of the learning rate.
+
+    A step here is `steps_in_batch` of TRL's. `prefix` is the table of the trainer. A file that counts epochs is
+    refused; `needs` says how many steps they are.
+    """
     max_steps = reading.take("max_steps")
     epochs = reading.take("num_train_epochs")
     kind = str(reading.take("lr_scheduler_type"))
@@ -357,6 +393,7 @@ def _schedule(reading: _Reading, prefix: str, *, steps_in_batch: int, needs: str
         reading.refuse("lr_scheduler_type", kind, "must be linear, cosine, constant or constant_with_warmup here")
         return
     steps = math.ceil(max_steps / steps_in_batch)
+    # Below 1 it is a share of the steps, as in transformers.
     warm = math.ceil(max_steps * warmup / steps_in_batch) if warmup < 1 else math.ceil(warmup / steps_in_batch)
     warm = min(0 if kind == "constant" else warm, steps - 1)
     reading.put("max_steps", steps)
@@ -369,6 +406,10 @@ def _schedule(reading: _Reading, prefix: str, *, steps_in_batch: int, needs: str
 
 
 def _rl(reading: _Reading) -> None:
+    """Translate the arguments of a GRPO trainer: batches, sampling, loss, and what both trainers have.
+
+    The environment becomes a placeholder: TRL has a data set and functions in its place.
+    """
     per_device, accumulated = reading.whole("per_device_train_batch_size"), reading.whole("gradient_accumulation_steps")
     members = reading.whole("num_generations", least=2)
     per_step = per_device * accumulated
@@ -415,6 +456,7 @@ def _rl(reading: _Reading) -> None:
 
 
 def _sampling(reading: _Reading) -> None:
+    """Translate lengths, sampling and how rewards are scaled; a limit for prompts is assumed if the file has none."""
     longest = reading.whole("max_completion_length")
     reading.put("orchestrator.sampling.max_tokens", longest)
     reading.note("max_completion_length", Effect.MEANS, "is `orchestrator.sampling.max_tokens` here")
@@ -440,6 +482,7 @@ def _sampling(reading: _Reading) -> None:
 
 
 def _loss(reading: _Reading) -> None:
+    """Translate the loss: its type, clipping, aggregation, KL term and corrections."""
     kind, level = str(reading.take("loss_type")), reading.take("importance_sampling_level")
     low = reading.number("epsilon")
     high = reading.number("epsilon_high") if reading.has("epsilon_high") else low
@@ -483,6 +526,7 @@ def _loss(reading: _Reading) -> None:
 
 
 def _sft(reading: _Reading) -> None:
+    """Translate the arguments of an SFT trainer: batches, data, packing, loss mask, and what both trainers have."""
     per_device, accumulated = reading.whole("per_device_train_batch_size"), reading.whole("gradient_accumulation_steps")
     reading.put("data.batch_size", per_device * accumulated)
     text = (

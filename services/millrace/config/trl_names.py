@@ -49,14 +49,15 @@ SFT = MappingProxyType({
 
 
 def is_trl(names: Mapping[str, object]) -> bool:
-    """Return whether the keys at the top of a file are TRL's, which has no tables."""
+    """Return whether the keys at the top of a file are TRL's, which has no tables: at least two have names of TRL."""
     return len(names.keys() & (RL.keys() | _SFT.keys())) > 1
 
 
 def meant(name: str, schema: SchemaKey, *, below: Path = ()) -> str | None:
-    """Return the counterpart of a TRL key, such as `orchestrator.batch_size` and what it counts; None if there is none.
+    """Return the message about an unknown key whose name is TRL's, with the key that it is here; None for other names.
 
-    In a section (`below`) only its own keys are meant.
+    `schema` is the root of the document. `below` is the section that has the key: if not empty, only its keys are
+    named.
     """
     there = {dotted(key.path) for key in schema.walk()}
     table = RL if "orchestrator.batch_size" in there else SFT

@@ -40,9 +40,10 @@ class EngineAccess:
     """TLS, token and HTTP sessions of one process for calls to engines; files are read again when they change."""
 
     def __init__(self, access: ClientAccess | None = None) -> None:
-        """Take `access`, by default from this process's variables.
+        """Prepare calls to engines with `access`, a token and TLS files; by default those that this process's variables
+        name.
 
-        Raise InvalidSpecError if a file it names is wrong.
+        Raises InvalidSpecError if a file named there is wrong.
         """
         self._access = ClientAccess.engine(Settings.from_env(os.environ)) if access is None else access
         self._context: ssl.SSLContext | None = None
@@ -50,7 +51,7 @@ class EngineAccess:
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
 
     def headers(self, url: str) -> dict[str, str]:
-        """Return the header with the engine token; empty if there is none.
+        """Return the HTTP header with the engine token for a request to `url`; {} if this process has no token.
 
         Raises InvalidStateError if the URL would carry it to another machine in plain text.
         """
@@ -58,16 +59,21 @@ class EngineAccess:
             return {}
         parts = urlsplit(url)
         if parts.scheme != "https":
+            # Without TLS files, because the URL's scheme decides whether this request is encrypted.
             ClientAccess(secret=self._access.secret, is_insecure=self._access.is_insecure).require_safe(
                 parts.netloc if parts.port else f"{parts.netloc}:80"
             )
         return self._access.headers()
 
     def context(self) -> ssl.SSLContext | None:
-        """Return the TLS context for `https`; None is the library's own, which trusts the system's certificates."""
+        """Return the TLS context for requests to engines, made anew when its files have changed.
+
+        None is the HTTP library's own, which trusts the system's certificates.
+        """
         tls = self._access.tls
         if tls is None:
             return None
+        # Certificates may be renewed while the process runs, and a context is not made for every request.
         if self._context is None or tls.stamp() != self._seen:
             self._seen = tls.stamp()
             self._context = client_context(tls)
@@ -76,7 +82,7 @@ class EngineAccess:
     def session(self) -> aiohttp.ClientSession:
         """Return the HTTP session of the running event loop, made at the first call and kept until `close`.
 
-        It does not limit connections, because the env-server's capacity does.
+        The session does not limit connections, because the env-server's capacity does.
         """
         loop = asyncio.get_running_loop()
         if loop not in self._sessions:
@@ -90,7 +96,9 @@ class EngineAccess:
 
 
 def make_session() -> aiohttp.ClientSession:
-    """Make a session for engines and endpoints without a limit of connections."""
+    """Make an HTTP session for engines and endpoints, without a limit of connections; its requests are noted as
+    time at the engine.
+    """
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, socket_factory=kept_alive_socket),
         timeout=aiohttp.ClientTimeout(total=_TOTAL_TIMEOUT_S, sock_connect=_CONNECT_TIMEOUT_S),
@@ -102,7 +110,10 @@ class EngineToken:
     """The env-server's side: the variables and the token file with which its workers call engines."""
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
-        """Take `environ`, by default this process's; raise InvalidSpecError if a file named there is wrong."""
+        """Read from `environ`, by default this process's variables, how this env-server's workers may call engines.
+
+        Raises InvalidSpecError if a file named there is wrong.
+        """
         settings = Settings.from_env(os.environ if environ is None else environ)
         shared = ["tls_ca", "tls_server_name", "insecure"]
         if settings.tls_client_ca is not None:
@@ -116,7 +127,11 @@ class EngineToken:
         """uid and gid of the workers, if they are not those of this process."""
 
     def environ(self) -> dict[str, str]:
-        """Return the variables for an env worker, and write the token file that they name."""
+        """Return the variables by which an env worker has access to engines: those of TLS, and that of the token file.
+
+        The token file is written first. There is none, and no variable of it, if the env-server has no token file for
+        workers.
+        """
         variables = self._shared.access_environ()
         if self._workers is not None:
             variables["MILLRACE_ENGINE_TOKEN_FILE"] = str(self._path())
@@ -129,13 +144,15 @@ class EngineToken:
         return shared if self._workers is None else [*shared, str(self._path().parent)]
 
     def refresh(self) -> None:
-        """Write the workers' token file again if the token has changed. Costs microseconds if not."""
+        """Write the workers' token file again if the env-server's token has changed; costs microseconds if not."""
         if self._workers is None or (tokens := self._workers.engine_tokens()) == self._written:
             return
         path = self._path()
+        # Renamed when it is complete, because workers read the file at any time.
         fresh = path.with_suffix(".new")
         with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write("".join(f"{token}\n" for token in tokens))
+        # Before the rename: a worker must be able to read the file as soon as it has its name.
         if self.owner is not None:
             os.chown(fresh, *self.owner)
             os.chown(path.parent, *self.owner)
@@ -143,6 +160,7 @@ class EngineToken:
         self._written = tokens
 
     def _path(self) -> Path:
+        """Return the path of the workers' token file, in a temporary directory that is made at the first call."""
         if self._directory is None:
             self._directory = TemporaryDirectory(prefix="millrace-engine-")
         return Path(self._directory.name) / "token"
@@ -153,14 +171,14 @@ _TOKEN: list[EngineToken] = []
 
 
 def engine_access() -> EngineAccess:
-    """Return this env worker's access to engines, made at the first call."""
+    """Return this process's EngineAccess, made from its variables at the first call."""
     if not _OURS:
         _OURS.append(EngineAccess())
     return _OURS[0]
 
 
 def engine_token_for_workers() -> EngineToken:
-    """Return this env-server's token for its workers, made at the first call."""
+    """Return this env-server's EngineToken, by which its workers get access to engines; made at the first call."""
     if not _TOKEN:
         _TOKEN.append(EngineToken())
     return _TOKEN[0]
@@ -195,10 +213,10 @@ _EXTERNAL_BACKOFF = Backoff(1.0, MAX_RETRY_AFTER_S, spread=(1.0, 1.25))
 
 
 def external_pause_s(attempt: int, retry_after: str | None) -> float:
-    """Return the seconds to wait after the `attempt`-th try (from 1): what the endpoint asks for, else about 1, 2, 4,
-    ...
+    """Return the seconds to wait after the `attempt`-th try (from 1) at an endpoint that is not ours.
 
-    Both are at most MAX_RETRY_AFTER_S, but for some jitter. A `Retry-After` with a date is ignored.
+    If `retry_after`, the text of the answer's header, is a number above 0, these are the seconds; else (also for None,
+    and for a date) the seconds are about 1, 2, 4, … Both are at most MAX_RETRY_AFTER_S, but for some jitter.
     """
     try:
         asked_s = 0.0 if retry_after is None else float(retry_after)
@@ -209,8 +227,9 @@ def external_pause_s(attempt: int, retry_after: str | None) -> float:
 
 
 def retry_pause_s(attempt: int) -> float:
-    """Return the seconds to wait after the `attempt`-th try (from 1), with jitter that spreads the rollouts of a
-    group.
+    """Return the seconds to wait after the `attempt`-th try (from 1) at an engine of ours, with jitter.
+
+    The jitter spreads the rollouts of a group.
     """
     return _BACKOFF.after(attempt)
 
@@ -226,13 +245,15 @@ _NUMBERS = itertools.count()
 
 @dataclass(slots=True)
 class Standing:
-    """The places where one play is now: several at once, if it plays several members."""
+    """Where one play is now, such as at the engine or a reward function: several places, if it plays several
+    members.
+    """
 
     _now: dict[int, tuple[str, float]] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Note that the play is at that place during the block."""
+        """Note that the play is at `place`, such as "the engine", during the block."""
         number = next(_NUMBERS)
         self._now[number] = (place, time.monotonic())
         try:
@@ -242,7 +263,7 @@ class Standing:
 
     @property
     def longest(self) -> tuple[str, float] | None:
-        """Return the place where the play has been longest of those where it is, with the seconds.
+        """Return (place, seconds) of the place where the play has been longest of those where it is now.
 
         None if it is at none.
         """
@@ -251,14 +272,14 @@ class Standing:
 
     @property
     def place(self) -> str:
-        """Return the place where the play has been longest of those where it is; ELSEWHERE if it is at none."""
+        """Return the place where the play has been longest of those where it is now; ELSEWHERE if it is at none."""
         longest = self.longest
         return ELSEWHERE if longest is None else longest[0]
 
     def describe(self, own_line: str) -> str:
-        """Describe where the play is, as in `for 18.2 s at reward function 'slow'`.
+        """Return where the play is now as text, as in `for 18.2 s at reward function 'slow'`.
 
-        `own_line` if it is at no noted place.
+        If it is at no noted place, the text has `own_line`, a line of the environment's code, or ELSEWHERE for "".
         """
         if (longest := self.longest) is not None:
             return f"for {longest[1]:.1f} s at {longest[0]}"
@@ -269,32 +290,42 @@ _STANDING: contextvars.ContextVar[Standing | None] = contextvars.ContextVar("mil
 
 
 def begin() -> Standing:
-    """Return a new Standing, which notes where this task, and tasks that it starts, are."""
+    """Make and return a new Standing for the play of the current task: `at` notes there where this task, and tasks
+    that it starts, are.
+    """
     standing = Standing()
     _STANDING.set(standing)
     return standing
 
 
 def at(place: str) -> contextlib.AbstractContextManager[None]:
-    """Note during the block that the play is at that place; do nothing outside of a play."""
+    """Return a context manager: during its block the play of the current task is noted to be at `place`.
+
+    Outside of a play it does nothing.
+    """
     standing = _STANDING.get()
     return contextlib.nullcontext() if standing is None else standing.at(place)
 
 
 def places(standings: Iterable[Standing]) -> Counter[str]:
-    """Count the plays at each place."""
+    """Return how many of the plays are at each place."""
     return Counter(standing.place for standing in standings)
 
 
 def noting_engine() -> aiohttp.TraceConfig:
-    """Return a trace config that counts every request of an HTTP session as time at the engine."""
+    """Return a trace config for an aiohttp session: during each of its requests the play is noted to be at the
+    engine.
+    """
     config = aiohttp.TraceConfig()
 
     async def start(_: Any, context: Any, __: Any) -> None:
+        """Begin the note that the play is at the engine."""
         context.block = at(ENGINE)
+        # The trace config has separate callbacks for begin and end, so the block cannot be a `with` statement.
         context.block.__enter__()
 
     async def end(_: Any, context: Any, __: Any) -> None:
+        """End the note that the play is at the engine."""
         context.block.__exit__(None, None, None)
 
     config.on_request_start.append(start)

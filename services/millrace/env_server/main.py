@@ -15,11 +15,14 @@ from millrace.telemetry.startup import without_gc
 
 
 def main() -> NoReturn:
-    """Serve until SIGTERM or SIGINT, then exit: 0, or the code of the error that ended it."""
+    """Run the env-server's process until SIGTERM or SIGINT, then exit with 0, or with the code of the error that
+    ended it.
+    """
     run_service(_run, before=lambda: require_tried("env-server"))
 
 
 def _run() -> None:
+    """Read the settings, check that workers can be confined so, and run the env-server until it is asked to end."""
     settings, own = _read_settings(os.environ)
     confinement = own.confinement()
     setup("env-server", level=settings.log_level, json_lines=settings.log_json)
@@ -31,9 +34,9 @@ def _run() -> None:
 
 
 def _read_settings(environ: Mapping[str, str]) -> tuple[Settings, EnvServerSettings]:
-    """Read the settings of every service and those of the env-server.
+    """Return the settings of every service and those of the env-server, read from `environ`.
 
-    Raise one InvalidSpecError with all that is wrong.
+    Raises one InvalidSpecError with everything in both that is wrong.
     """
     violations: list[Violation] = []
     settings, own = Settings(), EnvServerSettings()

@@ -49,7 +49,7 @@ def rollout_ended(rollout: Rollout) -> None:
 
 
 def env_opened(env: str) -> None:
-    """Start the environment's counters at 0, so that alerts see the first increase."""
+    """Create the environment's counter of dead workers with the value 0, so that alerts see its first increase."""
     WORKER_DEATHS.labels(env_label(env))
 
 

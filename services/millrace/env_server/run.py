@@ -38,7 +38,7 @@ from millrace.runlog.names import Names
 from millrace.runlog.records.revisions import has_ended
 from millrace.runlog.redis.connection import open_redis
 from millrace.runlog.redis.log import FORMAT_MAJOR, RunLog
-from millrace.storage.opening import open_store
+from millrace.storage import open_store
 from millrace.telemetry.metrics import Family, MetricSheet, StateCollector, make_registry
 from millrace.telemetry.settings import Settings
 
@@ -73,11 +73,13 @@ class WarmLimits:
 def to_rest(
     pools: Sequence[EnvPool], *, live_runs: Collection[str], now: float, limits: WarmLimits
 ) -> Sequence[EnvPool]:
-    """Return the idle environments whose workers are to be ended at `now` (monotonic).
+    """Return those of the pools that are idle and whose workers are to be ended at `now` (monotonic seconds).
 
-    They have failed, were idle for longer than `idle_s`, or are beyond `num_workers` and of no live run.
+    These have failed, were idle for longer than `limits.idle_s`, or played for none of `live_runs` (uids) and are
+    beyond `limits.num_workers`, counted from the one used last.
     """
     idle = [(since, pool) for pool in pools if (since := pool.idle_since) is not None and not pool.is_resting]
+    # The one used last first, because the first ones of the loop keep their workers.
     idle.sort(key=lambda one: one[0], reverse=True)
     ending: list[EnvPool] = []
     num_kept = 0
@@ -105,15 +107,17 @@ class WarmKeeper:
     """Uids of the runs that go on, as the orchestrator's heartbeat replies have them."""
 
     async def run(self) -> None:
-        """Look every `_LOOK_S` seconds until cancelled."""
+        """End the workers of idle environments, looking every `_LOOK_S` seconds until cancelled."""
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             await asyncio.sleep(_LOOK_S)
             self.look()
 
     def look(self) -> None:
-        """End the workers of environments that `to_rest` returns, and forget the oldest resting ones beyond a
-        number.
+        """End the workers of environments that were idle for too long or are too many.
+
+        Environments without workers that no live run has played are removed from the service, the oldest first, beyond
+        `_MAX_RESTING`.
         """
         for pool in to_rest(self.service.pools, live_runs=self.live_runs, now=time.monotonic(), limits=self.limits):
             logger.info("idle environment rests", extra={"env": pool.env.id, "workers": pool.num_workers})
@@ -127,9 +131,10 @@ logger = logging.getLogger(__name__)
 
 
 async def run(settings: Settings, own: EnvServerSettings, confinement: Confinement) -> None:
-    """Run the env-server until SIGTERM or SIGINT, then drain it.
+    """Run the env-server until SIGTERM or SIGINT, then let its rollouts finish.
 
-    Raises MillraceError if it cannot start or the orchestrator refuses it for good.
+    `own` are the settings of the env-server alone, and `confinement` is how its workers are confined. Raises
+    MillraceError if it cannot start or the orchestrator refuses it for good.
     """
     own.make_private()
     extra = {"isolation": confinement.isolation.value, "landlock": namespaces.version()}
@@ -137,6 +142,7 @@ async def run(settings: Settings, own: EnvServerSettings, confinement: Confineme
     store = await asyncio.to_thread(open_store, settings.require("store_url"))
     worker_id = new_worker_id("env-server")
     async with _open_sink(settings, own) as sink, _open_starter(confinement) as starter:
+        # Workers that cannot read this user's files get the tokenizers in a directory that they can.
         readable = starter.shared if confinement.user is not None or confinement.is_container else None
         tokenizers = await asyncio.to_thread(TokenizerFiles, store, parent=readable)
         teachers = Teachers(store, tokenizers, prefix=settings.prefix, key_problem=teacher_key_problem)
@@ -156,6 +162,7 @@ async def run(settings: Settings, own: EnvServerSettings, confinement: Confineme
             async with metrics_server(settings.metrics_listen, registry_of(service, sink)):
                 await _EnvWorker(settings, service, sink, keeper, worker_id).serve()
         finally:
+            # In this order, because plays use the teachers and the tokenizers.
             await service.close()
             await teachers.close()
             tokenizers.close()
@@ -176,15 +183,19 @@ async def _open_starter(confinement: Confinement) -> AsyncIterator[WorkerStarter
 
 @contextlib.asynccontextmanager
 async def _open_sink(settings: Settings, own: EnvServerSettings) -> AsyncIterator[RolloutSink]:
-    """Yield the sink over the spool, the logs in Redis and the store; close it at the end."""
+    """Yield the sink that writes rollouts into the spool and appends them to the runs' logs in Redis; close it at
+    the end.
+    """
     spool = await asyncio.to_thread(Spool, own.spool_dir, limit_bytes=own.spool_bytes)
     store = await asyncio.to_thread(open_store, settings.require("store_url"))
     redis = open_redis(settings.require("redis_url"))
 
     async def open_log(run_uid: str) -> RunLog:
+        """Open the run's log in Redis."""
         return await RunLog.open(redis, store, prefix=settings.prefix, uid=run_uid)
 
     async def is_over(run_uid: str) -> bool:
+        """Return whether the store says that the run has ended."""
         return await asyncio.to_thread(has_ended, store, Names(settings.prefix, run_uid))
 
     sink = RolloutSink(spool, open_log, is_over)
@@ -201,6 +212,11 @@ class _EnvWorker:
     def __init__(
         self, settings: Settings, service: EnvService, sink: RolloutSink, keeper: WarmKeeper, worker_id: str
     ) -> None:
+        """Prepare the registration of this env-server, which begins with `serve`.
+
+        `keeper` ends the workers of idle environments, and `sink` appends rollouts; both get the orchestrator's news of
+        runs.
+        """
         self._keeper = keeper
         self._grace_s = settings.grace_s
         self._service = service
@@ -219,6 +235,7 @@ class _EnvWorker:
         """Register and serve until SIGTERM or SIGINT; raise the orchestrator's permanent refusals."""
 
         def add_service(server: grpc.aio.Server, _: asyncio.Event) -> list[str]:
+            """Add EnvService to the gRPC server, and return its name."""
             env_service_pb2_grpc.add_EnvServiceServicer_to_server(self._service, server)
             return [SERVICE_NAME]
 
@@ -230,9 +247,15 @@ class _EnvWorker:
         )
 
     def _report(self) -> HeartbeatRequest:
+        """Return the heartbeat: how many rollouts are played, and whether this env-server is leaving."""
         return HeartbeatRequest(num_playing=self._service.num_rollouts, is_leaving=self._service.is_leaving)
 
     def _note_assignments(self, reply: HeartbeatResponse) -> None:
+        """Take from a heartbeat's reply which runs go on, with what is resolved of each, and which are reported as
+        over.
+
+        A run that is reported as over is looked up in the store.
+        """
         live: set[str] = set()
         for assignment in reply.assignments:
             if assignment.is_over:
@@ -276,8 +299,10 @@ def registry_of(service: EnvService, sink: RolloutSink) -> CollectorRegistry:
     """Return a registry with this env-server's metrics: its state, read when Prometheus asks, and the counters."""
 
     def read(sheet: MetricSheet) -> None:
+        """Write the env-server's present state into the sheet."""
         unappended, playing = sink.num_pending, sum(pool.num_playing for pool in service.pools)
         states = {"playing": playing, "unappended": unappended}
+        # The three counts are not taken at the same moment, so the difference may be below 0.
         states["queued"] = max(0, service.num_rollouts - playing - unappended)
         for state, count in states.items():
             sheet.put(ROLLOUTS, count, state)

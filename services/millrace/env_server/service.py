@@ -11,11 +11,9 @@ from typing import NamedTuple
 import grpc.aio
 
 from millrace.env_server import play_meters
-from millrace.env_server.adapters.env_args import parse_args
 from millrace.env_server.adapters.outcome import failed, make_rollout
-from millrace.env_server.adapters.selection import canonical_json
-from millrace.env_server.interpreters.allowed import require_allowed
-from millrace.env_server.interpreters.choice import Choice, choose
+from millrace.env_server.adapters.selection import canonical_json, parse_args
+from millrace.env_server.interpreters import Choice, choose, require_allowed
 from millrace.env_server.isolation.inherited import api_key_problem, teacher_key_problem
 from millrace.env_server.own_sampling import AskedSampling, OwnSamplingError
 from millrace.env_server.settings import require_image
@@ -81,11 +79,13 @@ class GroupInPlay:
 
     @property
     def key(self) -> GroupKey:
-        """Return the group's identity."""
+        """Return the identity of the group's attempt."""
         return group_key(self.request)
 
     def described(self) -> PlayingGroup:
-        """Return the group as a `PlayingGroup`, with the members that are left and its age."""
+        """Return the group as ListPlaying reports it: with the members whose rollouts are not appended yet, and its
+        age.
+        """
         request = self.request
         return PlayingGroup(
             purpose=request.purpose,
@@ -100,7 +100,7 @@ class GroupInPlay:
 
 
 def group_key(request: PlayGroupRequest) -> GroupKey:
-    """Return the identity of a request's group."""
+    """Return the identity of the attempt of a group that a request asks to play."""
     return GroupKey(request.run_uid, request.purpose, request.eval_id, request.ordinal, request.attempt)
 
 
@@ -108,17 +108,20 @@ class Groups:
     """All groups of this env-server."""
 
     def __init__(self) -> None:
+        """Begin without any group known."""
         self._playing: dict[GroupKey, GroupInPlay] = {}
         self._finished: OrderedDict[GroupKey, None] = OrderedDict()
         self._epochs: dict[str, int] = {}
 
     @property
     def num_rollouts(self) -> int:
-        """Return the number of rollouts that are being played or wait to be appended."""
+        """Return the number of rollouts that are being played here or wait to be appended."""
         return sum(len(group.left) for group in self._playing.values())
 
     def check_epoch(self, run_uid: str, epoch: int) -> None:
-        """Raise FencedError if a call of the run had a newer epoch; else remember this epoch as the newest."""
+        """Raise FencedError if an earlier call for the run had a newer epoch; else remember this epoch as the
+        newest.
+        """
         newest = self._epochs.get(run_uid, 0)
         if epoch < newest:
             raise FencedError(
@@ -129,7 +132,7 @@ class Groups:
         self._epochs[run_uid] = epoch
 
     def is_known(self, key: GroupKey) -> bool:
-        """Return whether the group is being played or was played."""
+        """Return whether this attempt of a group is being played here, or was played lately."""
         return key in self._playing or key in self._finished
 
     def add(self, group: GroupInPlay) -> None:
@@ -137,7 +140,10 @@ class Groups:
         self._playing[group.key] = group
 
     def finish_member(self, group: GroupInPlay, member: int) -> None:
-        """Remove a member from those left; with its last member the group is finished."""
+        """Remove a member of the group from those whose rollouts are not appended yet.
+
+        With its last member the group is no longer being played, and remembered as finished.
+        """
         group.left.discard(member)
         if not group.left and self._playing.get(group.key) is group:
             del self._playing[group.key]
@@ -146,15 +152,18 @@ class Groups:
                 self._finished.popitem(last=False)
 
     def of_run(self, run_uid: str) -> list[GroupInPlay]:
-        """Return the groups of a run that are being played."""
+        """Return the groups of a run that are being played here."""
         return [group for group in self._playing.values() if group.request.run_uid == run_uid]
 
     def all(self) -> list[GroupInPlay]:
-        """Return every group that is being played."""
+        """Return all groups that are being played here."""
         return list(self._playing.values())
 
     def cancel(self, group: GroupInPlay) -> None:
-        """Cancel a group's tasks and forget it; a later request for the same attempt would play it again."""
+        """Cancel a group's tasks and remove the group, as if it had never been asked for.
+
+        A later request for the same attempt would play it again.
+        """
         self._playing.pop(group.key, None)
         group.left.clear()
         for task in group.tasks:
@@ -176,7 +185,13 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         teachers: Teachers | None = None,
         admits: Admits | None = None,
     ) -> None:
-        """Take `teachers`, without which no rollout is scored, and `admits`, the environments that may be played."""
+        """Make the service.
+
+        `sink` takes finished rollouts, `worker_id` names this env-server in them, `starter` starts env workers, and
+        `tokenizers` gives them the policies' tokenizers. `capacity` is the most rollouts at once; `limits` are those of
+        each environment's workers. Without `teachers` no rollout is scored by one; `admits` says which environments may
+        be played.
+        """
         self.groups = Groups()
         self.capacity = capacity
         self.is_leaving = False
@@ -194,22 +209,26 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
 
     @property
     def num_rollouts(self) -> int:
-        """Return the number of rollouts that count against the capacity: being played, or not appended yet, orphans
-        included.
+        """Return the number of rollouts that count against the capacity: being played, or not appended yet.
+
+        Rollouts of a predecessor that nobody here plays are included.
         """
         return self.groups.num_rollouts + self._sink.num_orphans
 
     @property
     def pools(self) -> list[EnvPool]:
-        """Return the environments that were opened."""
+        """Return the pools of workers of all environments that were opened here."""
         return list(self._pools.values())
 
     def forget(self, pool: EnvPool) -> None:
-        """Remove a resting environment; the next OpenEnv loads it again."""
+        """Remove an environment whose workers have ended; the next OpenEnv loads it again."""
         self._pools = {key: known for key, known in self._pools.items() if known is not pool}
 
     def look_for_end(self, run_uid: str) -> None:
-        """Cancel a run's groups and drop its data, if the store confirms that the run has ended; else do nothing."""
+        """Cancel a run's groups and drop its data, if the store has confirmed that the run has ended.
+
+        If not, the store is asked in the background, and a later call finds the answer.
+        """
         if not self._sink.look_for_end(run_uid):
             return  # the next heartbeat says it again
         for group in self.groups.of_run(run_uid):
@@ -218,7 +237,7 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
             self._teachers.forget(run_uid)
 
     async def leave(self) -> None:
-        """Refuse new groups, and report no death of a worker from now on."""
+        """Refuse new groups from now on. Rollouts may finish, and workers that end are not started again."""
         self.is_leaving = True
         for pool in self._pools.values():
             await pool.leave()
@@ -236,11 +255,12 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
                 logger.warning("stopping before everything was played and appended", extra=left)
 
     async def close(self) -> None:
-        """Cancel every group and close every environment.
+        """Cancel all groups and end the workers of all environments.
 
         Unfinished rollouts are lost; finished ones are in the spool.
         """
         for group in self.groups.all():
+            # Copied: a task leaves the set when it is done.
             tasks = list(group.tasks)
             self.groups.cancel(group)
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -249,8 +269,10 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
     async def OpenEnv(
         self, request: env_service_pb2.OpenEnvRequest, context: grpc.aio.ServicerContext
     ) -> env_service_pb2.OpenEnvResponse:
-        """Begin to load an environment, or answer its state: loading, ready, or failed with the error.
+        """Begin to load an environment, if it is not loaded, and answer its state: loading, ready, or failed with the
+        error.
 
+        An environment that declares sampling which the request's `sampling` does not allow counts as failed, too.
         Raises InvalidSpecError if a variable for a key is unset, or the interpreter or image is refused.
         """
         wrong = [
@@ -264,7 +286,7 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         pool = self._pool(env)
         if request.HasField("sampling") and pool.info is not None:
             try:
-                AskedSampling.by(env, request.sampling).require_declared(pool.info.declared)
+                AskedSampling(env, request.sampling).require_declared(pool.info.declared)
             except OwnSamplingError as error:
                 return _failed(error.error_type, str(error))
         return _describe(pool, choice)
@@ -272,13 +294,15 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
     async def PlayGroup(
         self, request: play_pb2.PlayGroupRequest, context: grpc.aio.ServicerContext
     ) -> env_service_pb2.PlayGroupResponse:
-        """Begin to play a group and answer at once; a group that is known already is not begun again.
+        """Begin to play a group and answer at once; an attempt that is known already is not begun again.
 
-        Raises FencedError for an old epoch, InvalidSpecError for a malformed request, CapacityError and
-        UnavailableError without room, and InvalidStateError if the environment has failed.
+        Raises FencedError for an old epoch, InvalidSpecError for a malformed request, CapacityError without room or
+        while the run's teacher is not ready, UnavailableError while this env-server leaves or the environment is being
+        loaded, and InvalidStateError if the environment has failed.
         """
         check_play(request)
         self.groups.check_epoch(request.run_uid, request.epoch)
+        # The interpreter is part of the environment's identity, so it is chosen before the pool is looked up.
         play = changed(request, env=(await self._placed(request.env))[0])
         self.groups.check_epoch(play.run_uid, play.epoch)  # another orchestrator may have asked meanwhile
         if not self.groups.is_known(group_key(play)) and self._teachers is not None:
@@ -286,6 +310,7 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
             self.groups.check_epoch(play.run_uid, play.epoch)  # another orchestrator may have asked what is played here
         if self.groups.is_known(group_key(play)):  # perhaps asked for a second time meanwhile
             return env_service_pb2.PlayGroupResponse(already_playing=True)
+        # No await from here to `_begin`, so the room that is found here cannot be taken by another call.
         self._require_room(len(play.members))
         pool = self._ready_pool(play)
         self._sink.note_driven(play.run_uid)
@@ -295,9 +320,10 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
     async def ListPlaying(
         self, request: env_service_pb2.ListPlayingRequest, context: grpc.aio.ServicerContext
     ) -> env_service_pb2.ListPlayingResponse:
-        """List the run's groups that are being played, and refuse calls of older orchestrators from now on.
+        """Answer the run's groups that are being played here, and refuse calls of older orchestrators from now on.
 
         First the copy of the log that the request names gets the run's rollouts that are kept here and not in it.
+        Raises UnavailableError if that takes longer than the caller waits.
         """
         self.groups.check_epoch(request.run_uid, request.epoch)
         left_s = context.time_remaining()
@@ -309,7 +335,11 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
     async def CancelGroups(
         self, request: env_service_pb2.CancelGroupsRequest, context: grpc.aio.ServicerContext
     ) -> env_service_pb2.CancelGroupsResponse:
-        """Cancel groups of the run, every attempt of those named, or all if none is named; answer how many."""
+        """Cancel groups of the run, every attempt of those named, or all if none is named; answer how many were being
+        played.
+
+        Raises FencedError for an old epoch.
+        """
         self.groups.check_epoch(request.run_uid, request.epoch)
         named = {(int(group.purpose), group.eval_id, group.ordinal) for group in request.groups}
         stopped = 0
@@ -321,6 +351,9 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         return env_service_pb2.CancelGroupsResponse(num_cancelled=stopped)
 
     def _require_room(self, num_members: int) -> None:
+        """Raise UnavailableError while leaving, and CapacityError if the spool or the capacity has no room for more
+        rollouts.
+        """
         if self.is_leaving:
             raise UnavailableError(
                 "this env-server is shutting down", reason="DRAINING", remedy="play the group on another env-server"
@@ -338,8 +371,8 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
     async def _placed(self, env: EnvSpec) -> tuple[EnvSpec, Choice]:
         """Return the environment with its interpreter, named or chosen, and the choice.
 
-        Raise InvalidSpecError if none fits. An interpreter is chosen anew for an environment that failed long enough
-        ago, because packages may have been installed since; its failed pools are closed.
+        Raises InvalidSpecError if no interpreter fits. An interpreter is chosen anew for an environment that failed
+        long enough ago, because packages may have been installed since; its failed pools are closed.
         """
         if env.python:
             return env, Choice(python=env.python)
@@ -356,14 +389,15 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         return changed(env, python=choice.python), choice
 
     def _drop(self, pool: EnvPool) -> None:
-        """Close a pool; the next OpenEnv makes another one."""
+        """Remove an environment's pool and close it in the background; the next OpenEnv makes another one."""
         self.forget(pool)
         closing = asyncio.create_task(pool.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
     def _pool(self, env: EnvSpec) -> EnvPool:
-        """Return the environment's pool, started; one that failed long enough ago is replaced.
+        """Return the environment's pool of workers, made and started if necessary; one that failed long enough ago is
+        replaced.
 
         Raises InvalidSpecError for an interpreter that this env-server may not use, or another image than its own.
         """
@@ -409,6 +443,7 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
         return pool
 
     def _begin(self, request: PlayGroupRequest, pool: EnvPool) -> None:
+        """Start to play the group's members, each in a task of its own, or all in one if their rewards are compared."""
         group = GroupInPlay(request=request, left=set(request.members))
         self.groups.add(group)
         together = pool.info is not None and pool.info.requires_group
@@ -419,7 +454,10 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
             task.add_done_callback(group.tasks.discard)
 
     async def _play(self, group: GroupInPlay, part: PlayGroupRequest, pool: EnvPool) -> None:
-        """Play some members and append their rollouts, failed ones too; an abandoned play appends none."""
+        """Play the members of `part`, which are of the group, and append their rollouts, failed ones too.
+
+        An abandoned play appends none, and its members are finished here.
+        """
         with waits.of_run(part.run_uid):
             try:
                 rollouts = await self._rollouts(part, pool)
@@ -431,6 +469,7 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
             await asyncio.gather(*(self._append(group, rollout) for rollout in rollouts))
 
     async def _append(self, group: GroupInPlay, rollout: Rollout) -> None:
+        """Append a rollout to the log, however long that takes, and then finish its member."""
         rollout = replace(rollout, env_server=self._worker_id)
         play_meters.rollout_ended(rollout)
         try:
@@ -439,6 +478,10 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
             self.groups.finish_member(group, rollout.member)
 
     async def _rollouts(self, part: PlayGroupRequest, pool: EnvPool) -> Sequence[Rollout]:
+        """Play the members of `part` in the pool, have the run's teacher score them, and return one rollout for each.
+
+        Any error makes them failures of infrastructure. Raises PlayAbandonedError while the env-server leaves.
+        """
         try:
             tokenizer_dir = await self._tokenizers.directory(part.tokenizer_manifest_key)
             rollouts = await pool.play(part, tokenizer_dir=tokenizer_dir)
@@ -458,16 +501,19 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
 
 
 def _failed(kind: str, message: str, remedy: str = "") -> env_service_pb2.OpenEnvResponse:
+    """Return the answer that an environment has failed, with the error's type, message and remedy."""
     return env_service_pb2.OpenEnvResponse(
         state=env_service_pb2.ENV_STATE_FAILED, error_type=kind, error_message=message, error_remedy=remedy
     )
 
 
 def _is_to_try_again(pool: EnvPool) -> bool:
+    """Return whether the environment has failed more than `_RETRY_FAILED_S` ago."""
     return pool.failure is not None and time.monotonic() - pool.failed_at > _RETRY_FAILED_S
 
 
 def _describe(pool: EnvPool, choice: Choice) -> env_service_pb2.OpenEnvResponse:
+    """Return the answer with the environment's state: failed, loading, or ready with its task sets."""
     if pool.failure is not None:
         return _failed(pool.failure.error_type, str(pool.failure), pool.failure.remedy)
     if pool.info is None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from millrace.config.section import IMAGE_PATTERN
 from millrace.env_server.agents.listen import AgentListen
-from millrace.env_server.interpreters.allowed import PYTHONS_VARIABLE, parse_pythons
+from millrace.env_server.interpreters import PYTHONS_VARIABLE, parse_pythons
 from millrace.env_server.isolation import namespaces
 from millrace.env_server.isolation import namespaces as system
 from millrace.env_server.isolation.confinement import Confinement, Isolation, why_no_container
@@ -30,18 +30,21 @@ _START_S = 60.0
 
 
 def _count(text: str) -> int:
+    """Return the text as a whole number above 0; raise ValueError for any other."""
     if not text.isdecimal() or int(text) == 0:
         raise ValueError("must be a whole number above 0")
     return int(text)
 
 
 def _bound(text: str) -> int:
+    """Return the text as a whole number of at least 0; raise ValueError for any other."""
     if not text.isdecimal():
         raise ValueError("must be a whole number, or 0 for no limit")
     return int(text)
 
 
 def _seconds(text: str) -> float:
+    """Return the text as seconds from 0 to a week; raise ValueError for any other."""
     try:
         seconds = float(text)
     except ValueError:
@@ -52,12 +55,14 @@ def _seconds(text: str) -> float:
 
 
 def _isolation(text: str) -> Isolation:
+    """Return the isolation level of that name; raise ValueError for any other text."""
     if text not in set(Isolation):
         raise ValueError(f"must be one of {', '.join(Isolation)}")
     return Isolation(text)
 
 
 def _ports(text: str) -> tuple[int, ...]:
+    """Return the TCP ports in the text, separated by commas or blanks; raise ValueError for what is no port."""
     parts = [part for part in re.split(r"[,\s]+", text) if part]
     if not all(part.isdecimal() and 0 < int(part) < 65536 for part in parts):
         raise ValueError("must be TCP ports separated by commas, such as 8000,443")
@@ -65,6 +70,7 @@ def _ports(text: str) -> tuple[int, ...]:
 
 
 def _paths(text: str) -> tuple[str, ...]:
+    """Return the paths in the text, separated by `:`; raise ValueError unless all are absolute and exist."""
     paths = tuple(path for path in text.split(os.pathsep) if path)
     if not all(os.path.isabs(path) and os.path.exists(path) for path in paths):
         raise ValueError(f"must be absolute paths of what exists, separated by {os.pathsep!r}")
@@ -76,6 +82,7 @@ def _spool_dir(text: str) -> Path:
     path = Path(text)
     if not path.is_absolute():
         raise ValueError("must be an absolute path")
+    # The directory is made at the start, so the first existing one above it has to be writable.
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     if not existing.is_dir():
         raise ValueError(f"must be a directory, and {existing} is none")
@@ -85,6 +92,9 @@ def _spool_dir(text: str) -> Path:
 
 
 def _variable(name: str, parse: Callable[[str], Any], default: Any) -> Any:
+    """Declare a setting that is read from the variable `name` by `parse`, and has `default` if the variable is
+    unset.
+    """
     return field(default=default, metadata={"name": name, "parse": parse})
 
 
@@ -98,15 +108,16 @@ FIELD = "orchestrator.env.image"
 
 
 def parse_image(text: str) -> str:
-    """Return a value of the variable if it can be an image's name; raise ValueError otherwise."""
+    """Return the text if it can be the name of a container image; raise ValueError otherwise."""
     if not re.fullmatch(IMAGE_PATTERN, text):
         raise ValueError("must be the name of a container image, such as registry.example.com/team/my-env:1.2")
     return text
 
 
 def require_image(wanted: str, announced: str) -> None:
-    """Raise InvalidSpecError (ENV_IMAGE_REFUSED) unless the environment's image equals the announced one; "" is
-    none.
+    """Raise InvalidSpecError (ENV_IMAGE_REFUSED) unless the image that an environment names equals `announced`.
+
+    `announced` is this env-server's; "" is no image in both.
     """
     if wanted == announced:
         return
@@ -169,9 +180,9 @@ class EnvServerSettings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "EnvServerSettings":
-        """Read the settings from variables, those for agents checked too.
+        """Read the settings of the env-server from the variables in `environ`; unset ones have their defaults.
 
-        Raise one InvalidSpecError with all that is malformed.
+        Raises one InvalidSpecError with all that is malformed, and also if the variables for agents are wrong.
         """
         values: dict[str, Any] = {}
         violations: list[Violation] = []
@@ -189,7 +200,7 @@ class EnvServerSettings:
         return cls(**values)
 
     def confinement(self) -> Confinement:
-        """Return how workers are confined; raise InvalidSpecError if this machine or user cannot do that.
+        """Return how these settings confine workers; raise InvalidSpecError if this machine or user cannot do that.
 
         Blocks while it tries level `container`, or the user's Python at level `user`.
         """
@@ -202,6 +213,7 @@ class EnvServerSettings:
         problems: list[Violation] = []
         uid_gid = None
         needs_user = self.isolation is Isolation.USER
+        # An administrator makes containers without a user namespace, and root in them is root of this machine.
         needs_user = needs_user or (self.isolation is Isolation.CONTAINER and namespaces.is_administrator())
         match self.isolation:
             case Isolation.NONE:
@@ -248,8 +260,9 @@ class EnvServerSettings:
         return confinement
 
     def make_private(self) -> None:
-        """Make the directories of spool and scratch files, readable by this user alone, at levels `user` and
-        `container`.
+        """Make the directories of spool and scratch files, readable by this user alone.
+
+        Does nothing at isolation levels `none` and `process`.
         """
         scratch = os.environ.get(SCRATCH_VARIABLE, "")
         for path in [self.spool_dir, Path(scratch) if scratch else None]:
@@ -259,13 +272,14 @@ class EnvServerSettings:
 
 
 def _refused(name: str, value: object, message: str) -> Violation:
+    """Return the violation that the variable `name` has a value that cannot be used, for the reason `message`."""
     return Violation(field=name, value=str(value), message=message, source="environment")
 
 
 def _find_user(text: str, *, must_import: bool) -> tuple[int, int]:
-    """Return uid and gid of a user, by name or uid; raise ValueError if workers cannot run as that user.
+    """Return (uid, gid) of the user whose name or uid `text` is; raise ValueError if workers cannot run as that user.
 
-    `must_import` runs Python as that user, who must be able to import Millrace.
+    With `must_import` Python is run as that user, who must be able to import Millrace.
     """
     if not text:
         raise ValueError(f"must name the user that workers run as, with {ISOLATION_VARIABLE}=user or container")
@@ -283,6 +297,7 @@ def _find_user(text: str, *, must_import: bool) -> tuple[int, int]:
             user=entry.pw_uid,
             group=entry.pw_gid,
             extra_groups=[],
+            # That user may not be able to enter this process's directory.
             cwd="/",
             capture_output=True,
             timeout=_START_S,

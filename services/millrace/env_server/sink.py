@@ -57,11 +57,11 @@ class RunAppender:
         max_delay_s: float = MAX_DELAY_S,
         first_look: asyncio.Task[None] | None = None,
     ) -> None:
-        """Take `on_closed_log`, which is called when an append fails and the log is not open, because the run may be
-        over.
+        """Start a task that appends the rollouts of the run that the spool has and gets.
 
-        `first_look` finds out whether the run has ended; nothing is appended until it is done, or `_FIRST_LOOK_S` are
-        over.
+        `open_log` opens the run's log. `on_closed_log` is called when an append fails and the log is not open, because
+        the run may be over. `first_look`, if given, finds out whether the run has ended; nothing is appended until it
+        is done, or `_FIRST_LOOK_S` are over. `max_delay_s` is the longest pause between tries.
         """
         self._uid = run_uid
         self._spool = spool
@@ -78,6 +78,7 @@ class RunAppender:
         """The newest instance of the log that was announced."""
         self._compared = ("", "")
         """Of the last comparison: the instance that had been announced, and the one that the log was."""
+        # A predecessor may have appended some of them: the log is asked which.
         self._must_compare = bool(self._pending)
         self._backlog: set[str] = set(self._pending)
         """Rollouts that the last comparison, or the start, made pending."""
@@ -89,16 +90,21 @@ class RunAppender:
 
     @property
     def num_orphans(self) -> int:
-        """Return the number of pending rollouts that no caller of `append` waits for, such as a predecessor's."""
+        """Return the number of the run's pending rollouts that no caller of `append` waits for, such as a
+        predecessor's.
+        """
         return len(self._pending.keys() - self._answers.keys())
 
     @property
     def num_pending(self) -> int:
-        """Return the number of rollouts that are not known to be in the log."""
+        """Return the number of the run's rollouts here that are not known to be in the log."""
         return len(self._pending)
 
     async def append(self, kept: Kept) -> bool:
-        """Wait until a rollout is in the log; return False if it was given up because it is not needed."""
+        """Wait until the rollout is in the log, however long that takes, and return True.
+
+        Returns False if it was given up because nobody needs it.
+        """
         if not self._spool.holds(kept):
             return False
         if kept.appended_at is not None and not self._has_to_compare():  # the first round takes all that is kept
@@ -112,17 +118,20 @@ class RunAppender:
             self._answers.pop(kept.h, None)
 
     def note_instance(self, instance: str) -> None:
-        """Set the instance of the log that Redis has, as the orchestrator reports it.
+        """Note which copy of the log Redis has, as the orchestrator reports it ("" is unknown).
 
-        The spool is compared with a new one.
+        If it is another copy than before, the spool is compared with it.
         """
         if instance and instance != self._asked:
             self._asked = instance
             self._wake.set()
 
     def give_up(self, resolved_below: int, *, all_of_them: bool) -> list[Kept]:
-        """Stop appending the training rollouts below an ordinal, or all of the run's, and return them, appended ones
-        included.
+        """Stop appending the training rollouts below the ordinal `resolved_below`, or all of the run's with
+        `all_of_them`.
+
+        Returns them, those that are appended already included; they stay in the spool. Calls of `append` that wait for
+        one return False.
         """
         gone = [
             kept
@@ -137,15 +146,18 @@ class RunAppender:
         return gone
 
     async def caught_up(self, instance: str) -> None:
-        """Wait until that copy of the log, or a newer one, has everything that is kept. The caller bounds the wait."""
+        """Wait until the copy `instance` of the log, or a newer one, has every rollout of the run that the spool keeps.
+
+        With "" that is the copy that was reported last. There is no time limit: the caller has one.
+        """
         self.note_instance(instance)
         self._take_left()
         while self._has_to_compare() or self._backlog:
             await self._changed.wait()
 
     def _take_left(self) -> None:
-        """Make pending what is in the spool and was never given to `append`, because a play was cancelled while it was
-        written.
+        """Make those rollouts of the spool pending that were never given to `append`, because their play was
+        cancelled while they were written.
         """
         for kept in self._spool.of_run(self._uid):
             if kept.appended_at is None and kept.h not in self._pending:
@@ -154,19 +166,21 @@ class RunAppender:
                 self._wake.set()
 
     def describe_backlog(self) -> str:
-        """Describe the rollouts that `caught_up` waits for."""
+        """Return as text how many rollouts `caught_up` waits for, and the last problem."""
         what = f"{len(self._backlog)} kept rollouts of run {self._uid} to be appended"
         return f"{what}: {self._problem}" if self._problem else what
 
     async def close(self) -> None:
-        """Stop the task; pending rollouts stay in the spool."""
+        """Stop the appending task; pending rollouts stay in the spool."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
     def _has_to_compare(self) -> bool:
+        """Return whether the log may be another copy than the one with which the spool was compared last."""
         return self._must_compare or (bool(self._asked) and self._asked not in self._compared)
 
     async def _run(self) -> None:
+        """Append what is pending, round by round, until cancelled; wait between failed rounds, visibly."""
         num_failed = 0
         wait = waits.LastingWait()
         with waits.of_run(self._uid):
@@ -194,6 +208,7 @@ class RunAppender:
                 wait.over()
 
     def _describe_pending(self) -> str:
+        """Return as text what cannot be appended or compared, and the problem."""
         first = next(iter(self._pending.values()), None)
         if first is None:
             return f"comparison with the log of run {self._uid}: {self._problem}"
@@ -225,6 +240,7 @@ class RunAppender:
         return batch
 
     async def _opened(self) -> RunLog:
+        """Return the run's log, opened, or opened again after it was gone."""
         async with asyncio.timeout(_CALL_TIMEOUT_S):
             if self._log is None:
                 self._log = await self._open_log(self._uid)
@@ -235,15 +251,20 @@ class RunAppender:
         return self._log
 
     async def _compare(self, log: RunLog) -> None:
-        """Read which rollouts this copy of the log has: mark those as appended, and make the other kept ones
-        pending.
+        """Read which of the run's kept rollouts the log has.
+
+        Those are marked as appended; the others become pending.
         """
+        # Read before the first await: an instance that is announced meanwhile has to be compared with again.
         asked = self._asked
         async with asyncio.timeout(_CALL_TIMEOUT_S):
+            # The instance before the hashes: should another copy of the log come in between, it is compared once more.
+            # In the other order it would count as compared, by the hashes of the copy before it.
             instance = await log.read_instance()
             kept = self._spool.of_run(self._uid)
             held = await read_hashes(log, Stream.ROLLOUTS) if kept else {}
         missing = 0
+        # Listed again after the reads: some may have been dropped meanwhile.
         for each in self._spool.of_run(self._uid):
             if each.h in held:
                 self._spool.note_appended(each)
@@ -257,9 +278,9 @@ class RunAppender:
         logger.info("spool compared with the log", extra=fields)
 
     async def _append(self, log: RunLog, batch: Sequence[Kept]) -> str:
-        """Append a batch once.
+        """Append the batch to the log once.
 
-        Return the problem, or "" if all of it is settled: appended, or not readable in the spool.
+        Returns the problem, or "" if each rollout is settled: appended, or not readable in the spool.
         """
         data: dict[str, bytes] = {}
         for kept in batch:
@@ -283,6 +304,7 @@ class RunAppender:
             return str(error)
         except Exception as error:  # noqa: BLE001 - reported in the log and in the wait, then tried again
             return await self._after_failure(log, appended, error)
+        # ALREADY: an earlier append has arrived, and its answer was lost.
         if result in (AppendResult.OK, AppendResult.ALREADY):
             for kept in appended:
                 self._spool.note_appended(kept)
@@ -292,10 +314,12 @@ class RunAppender:
         return f"the log answered {result.name}"
 
     async def _after_failure(self, log: RunLog, batch: Sequence[Kept], error: Exception) -> str:
-        """Try each rollout of a refused batch alone.
+        """Try each rollout of a batch alone that the log has refused with `error`, and return the problem, or "".
 
-        A rollout that fails is put last, so that it does not delay the others. Return the problem, or "".
+        If the log was unavailable, or there is only one, the rollouts become the last of those pending, so that they do
+        not delay others.
         """
+        # One rollout that the log refuses must not keep the others of its batch from being appended.
         if len(batch) > 1 and not isinstance(error, UnavailableError | TimeoutError):
             problems = [await self._append(log, [kept]) for kept in batch]
             return next(filter(None, problems), "")
@@ -305,6 +329,9 @@ class RunAppender:
         return f"{type(error).__name__}: {error}"
 
     def _settle(self, h: str, *, is_appended: bool) -> None:
+        """Remove the rollout with the hash `h` from those pending, and give its waiting caller the answer
+        `is_appended`.
+        """
         self._pending.pop(h, None)
         self._backlog.discard(h)
         answer = self._answers.get(h)
@@ -313,6 +340,8 @@ class RunAppender:
         self._notify()
 
     def _notify(self) -> None:
+        """Wake all that wait in `caught_up`, which then look again."""
+        # A new event for the next change, so that each waiter wakes once and none misses a change.
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -355,6 +384,12 @@ class RolloutSink:
         max_delay_s: float = MAX_DELAY_S,
         look_for_end_s: float = _LOOK_FOR_END_S,
     ) -> None:
+        """Take over the rollouts in the spool, of every run, and begin to append them.
+
+        `open_log` opens the log of a run by uid, and `has_ended` asks the store whether the run has ended.
+        `max_delay_s` is the longest pause between tries to append, `look_for_end_s` the pause between looks for ended
+        runs.
+        """
         self.spool = spool
         self._open_log = open_log
         self._has_ended = has_ended
@@ -368,18 +403,18 @@ class RolloutSink:
 
     @property
     def num_orphans(self) -> int:
-        """Return the number of rollouts that wait for their append and that no play of this process waits for."""
+        """Return the number of unappended rollouts that no play of this process waits for."""
         return sum(appender.num_orphans for appender in self._appenders.values())
 
     @property
     def num_pending(self) -> int:
-        """Return the number of rollouts that wait for their append."""
+        """Return the number of rollouts of all runs that wait for their append."""
         return sum(appender.num_pending for appender in self._appenders.values())
 
     async def append(self, rollout: Rollout) -> bool:
-        """Write a rollout into the spool and append it to its run's log, however long that takes.
+        """Write a finished rollout into the spool and append it to its run's log, however long that takes; return True.
 
-        Return False if it was given up because it is not needed.
+        Returns False if it was given up because nobody needs it: the run has ended, or its ordinal is resolved.
         """
         run = self._run(rollout.run_uid)
         if run.has_ended or (not rollout.eval_id and rollout.ordinal < run.resolved_below):
@@ -394,10 +429,10 @@ class RolloutSink:
         return is_appended
 
     def note_run(self, run_uid: str, resolved_below: int, log_instance: str) -> None:
-        """Take a heartbeat's news of a run that goes on: what is resolved is dropped, and a new log instance compared
-        with.
+        """Take a heartbeat's news of a run that goes on.
 
-        Files are deleted in the background.
+        Its rollouts below the ordinal `resolved_below` are dropped, their files in the background. If `log_instance` is
+        another copy of the log than before, the spool is compared with it.
         """
         run = self._run(run_uid)
         self.note_driven(run_uid)
@@ -418,8 +453,9 @@ class RolloutSink:
     def look_for_end(self, run_uid: str) -> bool:
         """Return whether the run is known to have ended.
 
-        If not, ask the store in the background, at most every ten seconds. The orchestrator's report of an end does not
-        suffice, because another one may have reopened the run since.
+        If not, the store is asked in the background, at most every ten seconds, and what is kept of an ended run is
+        dropped. The orchestrator's report of an end does not suffice, because another one may have reopened the run
+        since.
         """
         run, now = self._run(run_uid), time.monotonic()
         run.heard_at = now
@@ -429,20 +465,24 @@ class RolloutSink:
         return run.has_ended
 
     def end_run(self, run_uid: str) -> None:
-        """Forget the run's rollouts at once, and delete its files in the background."""
+        """Drop all rollouts of a run that has ended, and delete its files in the background; later ones are not
+        kept.
+        """
+        # First, so that no rollout that ends from here on is kept.
         self._runs[run_uid] = _KnownRun(has_ended=True)
         appender = self._appenders.pop(run_uid, None)
         if appender is None and run_uid not in self.spool.run_uids:
             return
         logger.info("run is over, its spool is emptied", extra={"run": run_uid})
         if appender is not None:
+            # Before the spool forgets the run: `give_up` settles what the spool lists.
             appender.give_up(0, all_of_them=True)
             self._in_background(appender.close())
         self.spool.forget_run(run_uid)
         self._in_background(self.spool.drop_run(run_uid))
 
     async def catch_up(self, run_uid: str, log_instance: str, *, timeout_s: float) -> None:
-        """Wait until that copy of the run's log has everything that is kept of the run.
+        """Wait until the copy `log_instance` of the run's log has every rollout that is kept of the run.
 
         Raises UnavailableError (RESYNC_RUNNING) after `timeout_s`; appending goes on, so the caller may ask again.
         """
@@ -463,12 +503,14 @@ class RolloutSink:
             ) from None
 
     async def recover(self, *, timeout_s: float) -> None:
-        """Append a predecessor's rollouts, of runs that have not ended, for at most `timeout_s`.
+        """Append the rollouts that a predecessor has left in the spool, of runs that have not ended, for at most
+        `timeout_s`.
 
-        The rest follows later.
+        What is not appended by then is appended later.
         """
         try:
             async with asyncio.timeout(timeout_s):
+                # Shielded, because the looks go on after this time-out.
                 await asyncio.gather(*map(asyncio.shield, self._first_looks))
                 for appender in list(self._appenders.values()):
                     await appender.caught_up("")
@@ -486,15 +528,15 @@ class RolloutSink:
         await self.spool.close()
 
     def _first_look(self, run_uid: str) -> asyncio.Task[None]:
-        """Start to look whether a predecessor's run has ended, and its appender, which waits for the answer.
-
-        Return the task.
+        """Start a task that looks whether a predecessor's run has ended, and the run's appender, which waits for
+        that; return the task.
         """
         look = asyncio.create_task(self._end_if_over(run_uid), name=f"look for the end of {run_uid}")
         self._appender(run_uid, first_look=look)
         return look
 
     def _appender(self, run_uid: str, *, first_look: asyncio.Task[None] | None = None) -> RunAppender:
+        """Return the run's appender, made and started if there is none; a new one waits for `first_look`."""
         if run_uid not in self._appenders:
             self._appenders[run_uid] = appender = RunAppender(
                 run_uid,
@@ -508,15 +550,21 @@ class RolloutSink:
         return self._appenders[run_uid]
 
     def _in_background(self, work: Coroutine[None, None, None]) -> None:
+        """Run the coroutine in a task, for which `close` waits."""
         task = asyncio.create_task(work)
         self._dropping.add(task)
         task.add_done_callback(self._dropping.discard)
 
     def _run(self, run_uid: str) -> _KnownRun:
+        """Return what is known of the run; nothing at first."""
         return self._runs.setdefault(run_uid, _KnownRun())
 
     async def _tidy(self) -> None:
-        """Drop appended evaluations after `EVAL_KEPT_S`, and runs without news that have ended, again and again."""
+        """Drop appended rollouts of evaluations after `EVAL_KEPT_S`, and what is kept of runs without news that have
+        ended.
+
+        Repeats that every `look_for_end_s` until cancelled.
+        """
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             await asyncio.sleep(self._look_for_end_s)
@@ -533,6 +581,10 @@ class RolloutSink:
                 del self._runs[run_uid]
 
     async def _end_if_over(self, run_uid: str) -> None:
+        """Ask the store whether the run has ended, and if so drop its rollouts; a failed look is only logged.
+
+        A run that an orchestrator drives again since is left as it is.
+        """
         asked_at = time.monotonic()
         try:
             async with asyncio.timeout(_LOOK_TIMEOUT_S):

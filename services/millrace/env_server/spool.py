@@ -2,7 +2,7 @@
 
 A finished rollout may have cost minutes of GPU time. It is a file here before its append to the log is sent, and it
 stays one until the run's resolved watermark passes its ordinal: so neither `kill -9` of this process nor a Redis that
-lost its tail or everything costs a finished rollout. `appender` appends the files to the log, again to a rebuilt one.
+lost its tail or everything costs a finished rollout. `sink` appends the files to the log, again to a rebuilt one.
 
     {MILLRACE_SPOOL_DIR}/.lock                                        one env-server per directory
     {MILLRACE_SPOOL_DIR}/{uid}/{ordinal}-{sha256}.rollouts            named by its first rollout
@@ -86,7 +86,7 @@ class SpoolFile:
     num_kept: int = 0
 
     def read(self, offset: int, size_bytes: int) -> bytes:
-        """Read the bytes at `offset`, fewer at the end of the file; raise OSError."""
+        """Read `size_bytes` of the file from `offset` on, fewer at its end; raise OSError."""
         with self.path.open("rb") as file:
             file.seek(offset)
             return file.read(size_bytes)
@@ -98,9 +98,9 @@ def file_name(ordinal: int, h: str) -> str:
 
 
 def write_file(folder: str, rollouts: Sequence[tuple[bool, int, str, bytes]]) -> tuple[SpoolFile, list[int]]:
-    """Write rollouts (is_eval, ordinal, sha256, data) of one run into a new file.
+    """Write rollouts of one run, (is_eval, ordinal, sha256 in hex, data) of each, into a new file in `folder`.
 
-    Return it, and where each one's data begins. Raises OSError, and then leaves no file.
+    Returns the file, and the offset in it at which the data of each begins. Raises OSError, and then leaves no file.
     """
     parts: list[bytes] = []
     offsets: list[int] = []
@@ -127,7 +127,7 @@ def write_file(folder: str, rollouts: Sequence[tuple[bool, int, str, bytes]]) ->
 
 
 def scan_file(path: Path) -> tuple[list[Record], str]:
-    """Read the heads of a file's records; return the records before the first problem, and that problem or "".
+    """Read where the rollouts of a spool file are: return the records before the first problem, and that problem or "".
 
     Contents are not checked against their sha256. Raises OSError.
     """
@@ -150,7 +150,10 @@ def scan_file(path: Path) -> tuple[list[Record], str]:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Kept:
-    """A finished rollout in the spool. `data` is there until it is both written and appended."""
+    """A finished rollout in the spool.
+
+    `data`, its bytes, is in memory until it is both written to a file and appended to the log.
+    """
 
     run_uid: str
     is_eval: bool
@@ -169,7 +172,7 @@ class Kept:
 
     @property
     def is_written(self) -> bool:
-        """Return whether the rollout is in a file."""
+        """Return whether the rollout is in a file of the spool."""
         return self.file is not None
 
 
@@ -177,10 +180,10 @@ class Spool:
     """The kept rollouts of every run. Used by one event loop; files are touched by one thread of its own."""
 
     def __init__(self, directory: Path | None, *, limit_bytes: int) -> None:
-        """Lock the directory and take over the rollouts in it.
+        """Lock the directory for this process and take over the rollouts in it.
 
-        Without one use a temporary directory, deleted by `close`. Raises InvalidStateError if another env-server uses
-        the directory.
+        With None a temporary directory is used, which `close` deletes. `limit_bytes` is what may be kept before
+        `require_room` raises. Raises InvalidStateError if another env-server uses the directory.
         """
         self._is_private = directory is None
         self.directory = Path(tempfile.mkdtemp(prefix="millrace-spool-")) if directory is None else directory
@@ -195,6 +198,7 @@ class Spool:
         """The task that will write the queue."""
         self._one_write = asyncio.Lock()
         self.executor = ThreadPoolExecutor(1, "spool")
+        # Locked before it is read: another env-server may still write there.
         self._lock_file = self._take()
         self._scan()
 
@@ -209,15 +213,17 @@ class Spool:
         return list(self._runs)
 
     def of_run(self, run_uid: str) -> list[Kept]:
-        """Return a run's rollouts in the spool."""
+        """Return the rollouts that the spool has of a run, in the order in which they were added."""
         return list(self._runs.get(run_uid, {}).values())
 
     def holds(self, kept: Kept) -> bool:
-        """Return whether the rollout is still in the spool."""
+        """Return whether the rollout has not been dropped from the spool."""
         return kept.h in self._runs.get(kept.run_uid, {})
 
     def require_room(self) -> None:
-        """Raise CapacityError if no new rollouts are to be played: the limit is reached, or the disk refuses writes."""
+        """Raise CapacityError if no new rollouts are to be played: `limit_bytes` are kept, or the disk refuses
+        writes.
+        """
         count = self.num_rollouts
         if self._unwritten:
             raise CapacityError(
@@ -235,9 +241,9 @@ class Spool:
             )
 
     async def keep(self, rollout: Rollout) -> Kept:
-        """Add a finished rollout and wait until it is written.
+        """Add a finished rollout to the spool, wait until it is written to a file, and return it as it is kept.
 
-        If the disk refuses it, it stays in memory and is tried again.
+        If the disk refuses the write, the rollout stays in memory, this returns, and the write is tried again.
         """
         data = encode_rollout(rollout)
         kept = Kept(
@@ -254,15 +260,17 @@ class Spool:
         if self._next_write is None:
             self._next_write = asyncio.create_task(self._write_queue(), name="spool write")
         with self._disk_wait():
+            # The write is of other callers' rollouts, too: the cancellation of one must not end it.
             await asyncio.shield(self._next_write)
         return kept
 
     async def _write_queue(self) -> None:
-        """Write the queued rollouts, one file per run.
+        """Write the rollouts that are queued, one file per run, once the write before it is done.
 
         Those that are queued meanwhile are written together after it.
         """
         async with self._one_write:
+            # Taken in one step: what is queued from here on is written by the next call.
             batch, self._queue, self._next_write = self._queue, [], None
             by_run: dict[str, list[Kept]] = {}
             for kept in batch:
@@ -274,9 +282,9 @@ class Spool:
                     await self._write_alone(together, error)
 
     async def _write_alone(self, refused: Sequence[Kept], error: OSError) -> None:
-        """Write rollouts one by one after the disk refused them together, as some may fit.
+        """Write rollouts one by one that the disk has refused together with `error`, as some may fit.
 
-        The others stay in memory.
+        The others stay in memory and are tried again.
         """
         for kept in refused:
             try:
@@ -288,9 +296,9 @@ class Spool:
                     self._note_unwritten(kept, problem)
 
     async def read(self, kept: Kept) -> bytes | None:
-        """Return a rollout's bytes; None if it was dropped, or its file is damaged or lost.
+        """Return the bytes of a kept rollout; None if it was dropped, or its file is damaged or lost.
 
-        A damaged one is then dropped, and its bytes put aside.
+        A damaged rollout is dropped, and its bytes are copied into the directory `damaged`.
         """
         if kept.data is not None:
             return kept.data
@@ -315,31 +323,40 @@ class Spool:
         return None
 
     def note_appended(self, kept: Kept) -> None:
-        """Note that a rollout is in the log; its file stays, its bytes in memory are freed once it is written."""
+        """Note that a rollout is in the log: its file stays, and its bytes in memory are freed once they are
+        written.
+        """
         kept.appended_at = time.monotonic()
         if kept.is_written:
             kept.data = None
 
     async def drop(self, dropped: Iterable[Kept]) -> None:
-        """Forget rollouts, and delete files of which no rollout is left."""
+        """Remove rollouts from the spool, and delete the files of which no rollout is left."""
+        # Out of the index first: nobody begins to read a file that is being deleted.
         paths = [file.path for kept in dropped if (file := self._forget(kept)) is not None and not file.num_kept]
         if paths:
             await self._in_thread(lambda: _delete(paths))
 
     def forget_run(self, run_uid: str) -> None:
-        """Forget a run's rollouts; its files stay until `drop_run`."""
+        """Remove a run's rollouts from the spool's index; their files stay until `drop_run`."""
         for kept in self.of_run(run_uid):
             self._forget(kept)
 
     async def drop_run(self, run_uid: str) -> None:
-        """Forget a run's rollouts at once, then move its files aside and delete them."""
+        """Remove a run's rollouts from the spool, then move its directory aside and delete it."""
         self.forget_run(run_uid)
+        # Renamed first, which is one call: a run that is reopened meanwhile writes into a new directory.
         aside = self.directory / f"{_DROPPED}{time.time_ns()}-{run_uid}"
+        # In the spool's own thread, which does the run's queued writes before.
         await self._in_thread(lambda: _move(self.directory / run_uid, aside))
+        # In another one, because a large directory takes long and writes of other runs wait for the spool's thread.
         await asyncio.to_thread(lambda: remove(aside, what=_SPOOLED))
 
     async def close(self) -> None:
-        """Finish writing, try once more what the disk refused, and release the directory for a successor."""
+        """Finish writing, try once more what the disk refused, and release the directory for a successor.
+
+        What the disk still refuses is lost. A temporary directory is deleted.
+        """
         if self._next_write is not None:
             await self._next_write
         async with self._one_write:  # the write before it is done
@@ -356,11 +373,15 @@ class Spool:
             remove(self.directory, what=_SPOOLED)
 
     def _add(self, kept: Kept) -> None:
+        """Add a rollout to the index and its size to the total."""
         self._runs.setdefault(kept.run_uid, {})[kept.h] = kept
         self.num_bytes += kept.size_bytes
 
     def _forget(self, kept: Kept) -> SpoolFile | None:
-        """Forget a rollout and return its file; None if it was not known or not in a file."""
+        """Remove a rollout from the index, free its bytes in memory, and return its file.
+
+        None if it was not known, or is in no file. The file itself is not deleted.
+        """
         run = self._runs.get(kept.run_uid, {})
         if run.pop(kept.h, None) is None:
             return None
@@ -375,15 +396,20 @@ class Spool:
         return file
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
+        """Call the function in the spool's only thread and return its result; a slow disk is a visible wait."""
         with self._disk_wait():
             return await asyncio.get_running_loop().run_in_executor(self.executor, function)
 
     def _disk_wait(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context manager: its block is registered as a wait for the disk."""
         reason = f"{waits.COUNT} reads and writes of the spool {self.directory}"
         return waits.shared(reason, waits_on="disk", deadline_s=_SLOW_DISK_S, quiet_s=_QUIET_DISK_S)
 
     async def _write(self, batch: Sequence[Kept]) -> None:
-        """Write rollouts of one run into one file; those dropped meanwhile are left out. Raises OSError."""
+        """Write rollouts of one run into one new file, and note in each where its bytes are. Raises OSError.
+
+        Those that were dropped meanwhile are left out; a file of which none is left is deleted.
+        """
         rollouts = [(kept.is_eval, kept.ordinal, kept.h, kept.data) for kept in batch if kept.data is not None]
         if not rollouts:
             return  # dropped meanwhile
@@ -399,6 +425,7 @@ class Spool:
             await self._in_thread(lambda: _delete([file.path]))
 
     def _note_unwritten(self, kept: Kept, error: OSError) -> None:
+        """Note that the disk refused a rollout with `error`, and start the task that tries again, if none runs."""
         self._disk_problem = f"{type(error).__name__}: {error.strerror or error}"
         self._unwritten[kept.h] = kept
         extra = {"run": kept.run_uid, "ordinal": kept.ordinal, "problem": self._disk_problem}
@@ -417,7 +444,7 @@ class Spool:
                 num_failed = 1 if await self._write_again() else num_failed + 1
 
     async def _write_again(self) -> bool:
-        """Write what is in memory until the disk refuses; return whether it took everything."""
+        """Write the rollouts that the disk has refused, until it refuses one again; return whether it took all."""
         for kept in list(self._unwritten.values()):
             try:
                 await self._write([kept])
@@ -430,12 +457,13 @@ class Spool:
         return True
 
     def _take(self) -> IO[str]:
-        """Lock the directory for this process and return the lock's file.
+        """Lock the spool's directory for this process and return the lock's file, which must stay open.
 
-        Raise InvalidStateError if another process has it. The kernel releases the lock with the process, however that
+        Raises InvalidStateError if another process has the lock. The kernel releases it with the process, however that
         ends.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
+        # Opened without truncation: until the lock is ours the text is the pid of its holder.
         file = (self.directory / _LOCK).open("a+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -454,14 +482,15 @@ class Spool:
         return file
 
     def _scan(self) -> None:
-        """Take over the rollouts of a predecessor, and delete its partial and dropped files.
+        """Add the rollouts that a predecessor has left in the directory, and delete its partial and dropped files.
 
-        Contents are checked when they are read.
+        Contents are not read: `read` checks them.
         """
         for directory in self.directory.iterdir():
             if not directory.is_dir() or directory.name == _DAMAGED:
                 continue
             if directory.name.startswith(_DROPPED):  # a deletion that was cut short
+                # In a thread of its own: the env-server's start does not wait for the deletion.
                 threading.Thread(target=remove, args=(directory,), kwargs={"what": _SPOOLED}).start()
                 continue
             for path in directory.iterdir():
@@ -474,9 +503,10 @@ class Spool:
             logger.info("spool taken over", extra={"directory": str(self.directory), **extra})
 
     def _take_over(self, path: Path) -> None:
-        """Add the rollouts of a predecessor's file.
+        """Add the rollouts of a file that a predecessor has left.
 
-        A damaged file is copied aside; it is deleted if no record can be read.
+        A damaged file is copied aside, and deleted if no record in it can be read. A file that cannot be opened is only
+        logged.
         """
         try:
             records, problem = scan_file(path)
@@ -505,10 +535,12 @@ class Spool:
 
 
 def _read(kept: Kept) -> bytes:
+    """Read a kept rollout's bytes from its file; b"" if it is in none."""
     return b"" if kept.file is None else kept.file.read(kept.offset, kept.size_bytes)
 
 
 def _put_aside(aside: Path, data: bytes | Path) -> None:
+    """Write the bytes, or a copy of the file `data`, to `aside`; a failure is only logged."""
     try:
         aside.parent.mkdir(exist_ok=True)
         aside.write_bytes(data.read_bytes() if isinstance(data, Path) else data)
@@ -517,6 +549,9 @@ def _put_aside(aside: Path, data: bytes | Path) -> None:
 
 
 def _move(path: Path, aside: Path) -> None:
+    """Rename `path` to `aside`, whose directory is made; a missing `path` is no error, and other failures are only
+    logged.
+    """
     try:
         aside.parent.mkdir(exist_ok=True)
         path.rename(aside)
@@ -527,9 +562,11 @@ def _move(path: Path, aside: Path) -> None:
 
 
 def _delete(paths: Iterable[Path]) -> None:
+    """Delete these spool files."""
     for path in paths:
         remove(path, what=_SPOOLED)
 
 
 def _mib(count: int) -> str:
+    """Format a number of bytes, as in `1.5 MiB`."""
     return f"{count / 2**20:.1f} MiB"

@@ -7,8 +7,8 @@ from collections import OrderedDict
 from contextlib import ExitStack
 from pathlib import Path
 
+from millrace.policies.host_copy import pull_files, read_manifest
 from millrace.policies.manifest import PolicyManifest
-from millrace.policies.pull import pull_files, read_manifest
 from millrace.storage.base import ObjectStore
 from millrace.storage.clean_up import TEMPORARY, remove
 from millrace.storage.scratch import owned_directory
@@ -21,8 +21,10 @@ class TokenizerFiles:
     """A cache of directories. Manifests with equal files share one, so a new policy version needs no new download."""
 
     def __init__(self, store: ObjectStore, *, parent: Path | None = None) -> None:
-        """Make a directory for the files: below `parent` and readable by every user, else among this user's scratch
-        files.
+        """Make a directory for the files, which are downloaded from `store`.
+
+        The directory is below `parent`, where every user can read known files in it; without `parent` it is among this
+        user's scratch files.
         """
         self._store = store
         self._owned = ExitStack()
@@ -33,7 +35,8 @@ class TokenizerFiles:
         self._lock = asyncio.Lock()
 
     async def directory(self, manifest_key: str) -> str:
-        """Return the directory with the manifest's files, downloaded if necessary; "" for an empty key.
+        """Return the directory with the tokenizer files of a policy's manifest, downloaded if necessary; "" for the key
+        "".
 
         Raises the store's errors.
         """
@@ -48,6 +51,10 @@ class TokenizerFiles:
             return str(self._by_manifest[manifest_key])
 
     def _download(self, manifest_key: str) -> Path:
+        """Return the directory with the manifest's files, downloaded unless equal files are there already (blocking).
+
+        The directory is named by the files' digest, and appears whole by a rename.
+        """
         manifest = read_manifest(self._store, manifest_key)
         whole = hashlib.sha256()
         for entry in sorted(manifest.files, key=lambda entry: entry.name):
@@ -67,6 +74,7 @@ class TokenizerFiles:
         return target
 
     def _fill(self, directory: Path, manifest: PolicyManifest) -> None:
+        """Download the manifest's files into the directory, readable by every user."""
         for name, data in pull_files(self._store, manifest).items():
             path = directory / name  # the manifest's reader has checked the name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,5 +85,5 @@ class TokenizerFiles:
         directory.chmod(0o755)  # the directory above decides whether workers of another user get here
 
     def close(self) -> None:
-        """Delete all directories."""
+        """Delete all downloaded files."""
         self._owned.close()

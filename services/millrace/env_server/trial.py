@@ -15,8 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-from millrace.env_server.interpreters.allowed import own_pythons, require_allowed
-from millrace.env_server.interpreters.choice import choose
+from millrace.env_server.interpreters import choose, own_pythons, require_allowed
 from millrace.env_server.isolation.inherited import api_key_problem
 from millrace.env_server.settings import EnvServerSettings, require_image
 from millrace.env_server.workers.pool import EnvPool, PoolLimits
@@ -38,9 +37,10 @@ _LOOPBACK = "127.0.0.1"
 
 @contextlib.asynccontextmanager
 async def stub_model(reply: str) -> AsyncIterator[str]:
-    """Serve a model that always answers `reply`, and yield its base URL."""
+    """Serve a model on loopback that always answers `reply`, and yield its base URL, which ends with `/v1`."""
 
     async def chat(request: web.Request) -> web.StreamResponse:
+        """Answer a chat request with `reply`, as a stream if the request asks for one."""
         body = await request.json()
         answer = _answer(reply, is_chunk=bool(body.get("stream")))
         if not body.get("stream"):
@@ -66,6 +66,7 @@ async def stub_model(reply: str) -> AsyncIterator[str]:
 
 
 def _answer(reply: str, *, is_chunk: bool) -> dict[str, Any]:
+    """Return a chat completion with the reply, or with `is_chunk` the only chunk of its stream."""
     message = {"role": "assistant", "content": reply}
     choice = {"index": 0, "delta" if is_chunk else "message": message, "finish_reason": "stop"}
     return {
@@ -110,9 +111,9 @@ class LoadedTrial:
     """The interpreter that was chosen for it, and why; "" for this process's own, or a named one."""
 
     async def play(self, task: TrialTask, model: TrialModel) -> Rollout:
-        """Play one rollout of a task.
+        """Play one rollout of a task with the model, and return it, failed or not.
 
-        Raise InvalidSpecError if the task does not exist or the model's key is not set.
+        Raises InvalidSpecError if the task does not exist or the variable for the model's key is not set.
         """
         async with contextlib.AsyncExitStack() as stack:
             base_url = model.base_url or await stack.enter_async_context(stub_model(model.reply))
@@ -137,6 +138,9 @@ class LoadedTrial:
             return rollout
 
     def _check(self, request: PlayGroupRequest) -> None:
+        """Raise InvalidSpecError if the environment does not have the request's task, or a worker does not have the
+        key.
+        """
         wrong: list[Violation] = []
         num_tasks = len(self.loaded.tasks(request))
         if not 0 <= request.task_index < num_tasks:
@@ -151,19 +155,20 @@ class LoadedTrial:
 
 @contextlib.asynccontextmanager
 async def opened(env: EnvSpec, note_start: Callable[[], object] = lambda: None) -> AsyncIterator[LoadedTrial]:
-    """Load an environment in a worker of its own and yield it; `note_start` is called when loading begins.
+    """Load an environment in a worker of its own and yield it; end the worker after the block.
 
-    Raises InvalidStateError if loading fails, and InvalidSpecError for an image or interpreter that is not allowed.
+    `note_start` is called when loading begins. Raises InvalidStateError if loading fails, and InvalidSpecError for an
+    image or interpreter that is not allowed.
     """
     settings = EnvServerSettings.from_env(os.environ)
-    # A command runs as its user, who may run whatever is here, unless the variable says what the env-server may.
     require_image(env.image, settings.image)
-    pythons = settings.pythons or own_pythons()
+    pythons = own_pythons(os.environ)
     require_allowed(env.python, pythons)
     why = ""
     if not env.python:
         choice = await asyncio.to_thread(choose, env.id, pythons)
         env, why = changed(env, python=choice.python), choice.why
+    # A template would be started for a single fork.
     starter = WorkerStarter(settings.confinement(), forks=False)
     pool = EnvPool(env, PoolLimits(), starter)
     try:

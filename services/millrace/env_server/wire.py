@@ -3,8 +3,9 @@
 import json
 from collections.abc import Sequence
 
+from millrace.config.sections.sampling import BOUNDS
 from millrace.decoding import decode_object
-from millrace.env_server.adapters.env_args import MAX_ARGS_BYTES
+from millrace.env_server.adapters.selection import MAX_ARGS_BYTES
 from millrace.env_server.isolation.inherited import api_key_problem
 from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
 from millrace.internal.v1 import env_service_pb2, env_worker_pb2, play_pb2, rollout_pb2
@@ -15,11 +16,10 @@ MAX_GROUP_SIZE = 65_536
 # Longest deadline of a rollout.
 _MAX_ROLLOUT_S = 30 * 86_400.0
 _DECLARED = "what an environment declares of its sampling"
-_MAX_PENALTY = 100  # vLLM takes any; larger ones are mistakes
 
 
 def loaded_from_wire(message: env_worker_pb2.EnvLoaded) -> LoadedEnv:
-    """Decode a worker's report of what it has loaded. Raises CorruptObjectError."""
+    """Decode a worker's report of the environment that it has loaded. Raises CorruptObjectError."""
     declared = decode_object(message.declared_json or "{}", what=_DECLARED, reason="WORKER_REPORT_INVALID")
     if not all(isinstance(values, dict) for values in declared.values()):
         raise CorruptObjectError(f"{_DECLARED} must be an object of objects", reason="WORKER_REPORT_INVALID")
@@ -33,7 +33,7 @@ def loaded_from_wire(message: env_worker_pb2.EnvLoaded) -> LoadedEnv:
 
 
 def loaded_to_wire(loaded: LoadedEnv) -> env_worker_pb2.EnvLoaded:
-    """Encode what a worker has loaded as its report."""
+    """Encode the description of a loaded environment as a worker's report."""
     return env_worker_pb2.EnvLoaded(
         api=loaded.api,
         requires_group=loaded.requires_group,
@@ -51,7 +51,10 @@ def tasks_to_wire(tasks: TaskSet) -> env_service_pb2.TaskSet:
 
 
 def invalid_request(wrong: Sequence[tuple[str, object, str]], *, source: str = "PlayGroupRequest") -> InvalidSpecError:
-    """Return the error of a request in which these fields are wrong: (name, value, problem) of each."""
+    """Return the error of a request with wrong fields; `wrong` has (name, value, problem) of each.
+
+    `source` is the name of the request's message.
+    """
     violations = [Violation(field=f, value=str(v), message=m, source=source) for f, v, m in wrong]
     return InvalidSpecError(violations, reason="REQUEST_INVALID")
 
@@ -87,7 +90,8 @@ def check_play(request: play_pb2.PlayGroupRequest) -> None:
         wrong.append(("rollout_timeout_seconds", request.rollout_timeout_seconds, message))
     if not 0 <= request.sampling.temperature <= 100:
         wrong.append(("sampling.temperature", request.sampling.temperature, "must be 0 to 100"))
-    for name, most in (("top_p", 1), ("min_p", 1), ("top_k", (1 << 31) - 1), ("repetition_penalty", _MAX_PENALTY)):
+    most_penalty = BOUNDS["repetition_penalty"]["le"]  # vLLM takes any; larger ones are mistakes
+    for name, most in (("top_p", 1), ("min_p", 1), ("top_k", (1 << 31) - 1), ("repetition_penalty", most_penalty)):
         if not 0 <= (value := getattr(request.sampling, name)) <= most:
             wrong.append((f"sampling.{name}", value, f"must be 0 to {most}"))
     if wrong:
@@ -95,6 +99,7 @@ def check_play(request: play_pb2.PlayGroupRequest) -> None:
 
 
 def _is_json_object(text: str) -> bool:
+    """Return whether the text is a JSON object of at most MAX_ARGS_BYTES."""
     try:
         decode_object(text, what="extra_body_json", reason="REQUEST_INVALID", max_bytes=MAX_ARGS_BYTES)
     except CorruptObjectError:
@@ -103,6 +108,7 @@ def _is_json_object(text: str) -> bool:
 
 
 def _is_uid(text: str) -> bool:
+    """Return whether the text can be the uid of a run."""
     try:
         Names("any", text)
     except InvalidSpecError:

@@ -104,7 +104,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Return whether logits depend on earlier tokens: by a penalty, or by `min_tokens`."""
+        """Return whether logits depend on earlier tokens of the request: by a penalty, or by `min_tokens`."""
         penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty, self.min_tokens)
         return any(penalties)
 
@@ -113,7 +113,7 @@ class SamplingParams:
 class GenerateRequest:
     """One completion to generate; `request_id` is unique among the requests in flight.
 
-    Requests with the same `call_id` share the turns of one call; "" is a call of its own.
+    Requests with the same `call_id` take turns as one; "" is a call of its own.
     """
 
     request_id: str
@@ -123,7 +123,9 @@ class GenerateRequest:
 
     @property
     def fairness_key(self) -> str:
-        """Return the key of requests that share scheduling turns with this one."""
+        """Return the key that requests of one call share, which take turns as one: the call's id, else the
+        request's own.
+        """
         return self.call_id or self.request_id
 
 
@@ -182,7 +184,7 @@ class EngineStatus:
 
     @property
     def num_requests(self) -> int:
-        """Return the number of requests that run or wait."""
+        """Return the number of the engine's requests that run or wait."""
         return self.num_running + self.num_waiting
 
 
@@ -199,11 +201,11 @@ class PolicyEngine(Protocol):
 
     @property
     def kind(self) -> str:
-        """Return the name of the engine, as in `PolicyStatus.engine`."""
+        """Return the engine's name in statuses, such as "embedded"."""
         ...
 
     async def load(self, model_dir: Path, staged: StagedPolicy | None, *, identity: PolicyIdentity) -> None:
-        """Replace the model by the one that `model_dir` describes (config, tokenizer).
+        """Replace the model by the one that `model_dir` describes (config, tokenizer); it is `identity` from then on.
 
         Weights come from `staged`, or from the directory's safetensors files if that is None. A failure before the
         present model is touched raises and leaves it; a later one leaves the engine FAILED. Requests in flight end with
@@ -214,22 +216,24 @@ class PolicyEngine(Protocol):
     async def check(self, staged: StagedPolicy) -> None:
         """Raise InvalidStateError if `apply_policy` could not take this policy; changes nothing that is served.
 
-        An engine may do work here, while it serves, that makes `apply_policy` shorter.
+        An engine may do work here, while it serves, so that `apply_policy` takes less time.
         """
         ...
 
     async def apply_policy(
         self, staged: StagedPolicy, *, identity: PolicyIdentity, inflight_mode: InflightMode
     ) -> None:
-        """Write new weights into the model, between two decode steps. A failure leaves the engine FAILED.
+        """Write the staged policy's weights into the model, between two decode steps. A failure leaves the engine
+        FAILED.
 
-        `inflight_mode` decides about the KV cache of requests in flight. Only `staged.changes` are written where the
-        engine can and they are known.
+        Tokens are `identity`'s from then on. `inflight_mode` decides about the KV cache of requests in flight. Where
+        the engine can, only `staged.changes` are written, if they are known.
         """
         ...
 
     async def prove(self, staged: StagedPolicy, *, opens: bool = True) -> HeldDigest:
-        """Prove that the engine has this policy, and return its digest; raise InternalError that names the difference.
+        """Prove that the engine has the staged policy, and return its digest; raise InternalError that names the
+        difference.
 
         `opens` False is a policy that is not to be served, because an adapter on it follows. An engine that answers
         requests between `apply_policy` and the end of this call keeps the answers back.
@@ -237,15 +241,16 @@ class PolicyEngine(Protocol):
         ...
 
     async def fail(self, error: str) -> None:
-        """Make the model unusable: state FAILED with this error, requests in flight end with ABORT."""
+        """Make the model unusable: the engine is FAILED with this error, and requests in flight end with ABORT."""
         ...
 
     async def abort_all(self) -> None:
-        """End every request with ABORT."""
+        """End every request of the engine with ABORT."""
         ...
 
     async def pause(self, holder: str) -> None:
-        """Stop generation between two tokens until every holder has resumed. Idempotent by holder.
+        """Stop generation between two tokens until every holder that has paused it resumes; the same holder counts
+        once.
 
         The holder `pauses.SLEEP` also frees the memory on the device, weights and KV cache; an engine on a CPU keeps
         it. Raises InvalidStateError if the engine was not started for that.
@@ -261,7 +266,7 @@ class PolicyEngine(Protocol):
         ...
 
     async def close(self) -> None:
-        """Abort all requests and free everything."""
+        """Abort all requests of the engine and free everything that it holds."""
         ...
 
 
@@ -269,27 +274,27 @@ class Engine(PolicyEngine, Protocol):
     """Generates with the model that it holds."""
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Generate one completion. Cancelling the call aborts the request.
+        """Generate one completion and return it. Cancelling the call aborts the request.
 
         Raises UnavailableError when no model is held, InvalidStateError when the prompt does not fit the context.
         """
         ...
 
     async def score(self, token_ids: tuple[int, ...]) -> PromptScores:
-        """Return the log-probs of given tokens under the present policy, by a plain forward pass.
+        """Return log-prob and rank of each given token but the first under the present policy, by a plain forward pass.
 
-        Raise as `generate` does.
+        Raises UnavailableError when no model is held, InvalidStateError when the tokens do not fit the context.
         """
         ...
 
     async def abort(self, request_id: str) -> None:
-        """End a request with ABORT; unknown ids are ignored."""
+        """End the request with that id with ABORT; an unknown id is ignored."""
         ...
 
 
 def require_fit(problems: Sequence[str], *, what: str, reason: str, remedy: str) -> None:
-    """Raise InvalidStateError with the first five of the problems why a policy or adapter does not fit, if there are
-    any.
+    """Raise InvalidStateError if there are problems why a policy or adapter (`what`) does not fit; the first five
+    are named.
     """
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
@@ -304,14 +309,17 @@ def require_fit(problems: Sequence[str], *, what: str, reason: str, remedy: str)
 
 
 def spec_of(entry: AdapterEntry) -> AdapterSpec:
-    """Return the description of the adapter in a manifest."""
+    """Return the adapter of a manifest as the description with which its tensors are checked."""
     return AdapterSpec(
         rank=entry.rank, alpha=entry.alpha, target_modules=entry.target_modules, modules_to_save=entry.modules_to_save
     )
 
 
 def require_fitting(staged: StagedPolicy, base: Mapping[str, Shape]) -> None:
-    """Raise InvalidStateError, naming tensors, unless the adapter fits the weights `base` (dtype and shape by name)."""
+    """Raise InvalidStateError, naming tensors, unless the staged adapter fits the base model.
+
+    `base` has dtype and shape of each of the base's weights by name.
+    """
     entry = staged.manifest.adapter
     problems = ["it is none"]
     if entry is not None:
@@ -341,7 +349,8 @@ _TOLERANCES = {"float32": (1e-4, 1e-5), "float16": (1e-2, 2e-3), "bfloat16": (5e
 
 
 def probe_problem(expected: Sequence[float], found: Sequence[float], *, dtypes: Sequence[str]) -> str | None:
-    """Return a sentence on how log-probs [T] of an engine differ from the trainer's; None if they agree.
+    """Return a sentence on how an engine's log-probs `found` [T] differ from the trainer's, `expected`; None if they
+    agree.
 
     `dtypes` are the number formats on the way (published, computed); the coarsest one sets the tolerance.
     """

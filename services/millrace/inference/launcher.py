@@ -40,8 +40,8 @@ from millrace.race import first_of
 from millrace.rpc.reach import bound_socket, keep_alive, listening_host, own_host
 from millrace.rpc.status import from_text
 from millrace.rpc.worker import new_worker_id
+from millrace.storage import open_store
 from millrace.storage.base import ObjectStore
-from millrace.storage.opening import open_store
 from millrace.storage.scratch import owned_directory
 from millrace.telemetry import progress, waits
 from millrace.telemetry.progress import Activity
@@ -58,20 +58,22 @@ class ModelCheck:
     """A process that validates models; it imports what it needs while vLLM does so, too. `close` ends it."""
 
     def __init__(self, helper: HelperProcess) -> None:
+        """Take the started process that validates models."""
         self._helper = helper
 
     @classmethod
     async def start(cls, environ: Mapping[str, str]) -> Self:
-        """Start the process with these variables (blocking part in a thread)."""
+        """Start the process that validates models, with these variables; it begins with its imports."""
         return cls(await asyncio.to_thread(HelperProcess.start, MODULE, env=environ))
 
     async def look(
         self, directory: Path, *, scratch: Path, flags: Mapping[str, Any], needs_template: bool, deadline_s: float
     ) -> Path:
-        """Validate a model that vLLM is to serve with these flags; return the directory that vLLM is to load.
+        """Validate a model that vLLM is to serve with `flags`; return the directory that vLLM is to load.
 
-        That is the model's, or one of links in `scratch` if the model's has further files that vLLM would read. Raises
-        as `millrace.models.served.validate_served`, and InternalError if the process fails or takes longer than
+        The returned directory is `directory` itself, or one of links in `scratch` if `directory` has further files that
+        vLLM would read. With `needs_template` a model without a chat template is refused, unless a flag gives one.
+        Raises as `millrace.models.served.validate_served`, and InternalError if the process fails or takes longer than
         `deadline_s`.
         """
         question = {
@@ -96,10 +98,12 @@ class ModelCheck:
         return Path(answer["directory"])
 
     async def close(self) -> None:
-        """End the process; a pending `look` raises InternalError."""
+        """End the validating process; a pending `look` raises InternalError."""
         await asyncio.to_thread(self._helper.end)
 
     def _ask(self, question: Message, work: progress.LongWork) -> Message:
+        """Ask the process (blocking) and return its answer; `work` shows how far it is."""
+
         def on_beat(beat: Message) -> None:
             work.detail(beat["how_far"])
 
@@ -107,6 +111,7 @@ class ModelCheck:
 
 
 def _failed(problem: str) -> InternalError:
+    """Make the error for a model that could not be validated because of `problem`."""
     return InternalError(
         f"the model could not be looked at before vLLM loads it: {problem}",
         reason="MODEL_LOOK_FAILED",
@@ -136,14 +141,15 @@ class Node:
 
     @classmethod
     def of(cls, flags: Mapping[str, Any]) -> "Node":
-        """Read nnodes, node_rank and the master's address from vLLM's flags.
+        """Read this node's rank, the number of nodes and the master's address from vLLM's flags.
 
-        Raise InvalidSpecError if they are wrong.
+        Raises InvalidSpecError if they are wrong.
         """
         named = {TYPED_FLAGS.get(key) or key.rpartition(".")[2].replace("-", "_"): key for key in flags}
         violations: list[Violation] = []
 
         def number(name: str, default: int) -> int:
+            """Return the flag as a whole number; `default` if it is missing or wrong, which is noted as a violation."""
             value = flags.get(named.get(name, ""))
             text = str(default if value is None else value)
             if text.isdecimal():
@@ -161,7 +167,7 @@ class Node:
 
     @property
     def is_head(self) -> bool:
-        """Return whether this node serves, with rank 0."""
+        """Return whether this node, with rank 0, serves for its replica."""
         return self.rank == 0
 
     @property
@@ -171,11 +177,14 @@ class Node:
 
     @property
     def is_on_one_machine(self) -> bool:
-        """Return whether the nodes connect over loopback."""
+        """Return whether the nodes of the replica connect over loopback."""
         return self.is_alone or self.master[0] in _LOOPBACK
 
     def require_model(self, model: str | None, store_url: str | None) -> None:
-        """Raise InvalidSpecError if a replica over several nodes has no fixed model or no object store."""
+        """Raise InvalidSpecError if the replica is over several nodes and has no fixed model or no object store.
+
+        `model` and `store_url` are the settings of these, None or "" where one is not set.
+        """
         if self.is_alone:
             return
         given = {"MILLRACE_MODEL": model, "MILLRACE_STORE_URL": store_url}
@@ -189,7 +198,7 @@ class Node:
             raise InvalidSpecError(violations, reason="SETTINGS_INVALID", remedy="set it on every node of the replica")
 
     async def until_head_ends(self) -> None:
-        """Connect to the head's master port and wait until it is closed; then raise UnavailableError. Never returns.
+        """Connect to the head's master port, wait until the connection ends, and raise UnavailableError. Never returns.
 
         Workers that wait for the head's next step would not notice its end themselves.
         """
@@ -202,6 +211,7 @@ class Node:
                     break
                 except (OSError, TimeoutError):
                     await asyncio.sleep(_RETRY_S)
+        # A head whose machine is gone does not close the connection.
         keep_alive(writer.get_extra_info("socket"))
         logger.info("the head of the replica is there", extra={"master": f"{host}:{port}"})
         try:
@@ -218,6 +228,7 @@ class Node:
 
 
 def _wrong(field: str, value: str, message: str) -> Violation:
+    """Make the violation of a flag of vLLM."""
     return Violation(field=field, value=value, message=message, source="vLLM's flags")
 
 
@@ -241,11 +252,17 @@ class Launcher:
     """Runs one replica's vLLM until SIGTERM or SIGINT; a second signal kills it at once."""
 
     def __init__(self, settings: Settings, own: InferenceSettings, *, stopping: asyncio.Event | None = None) -> None:
+        """Read this node's place from the flags, and take free ports for port 0; raise InvalidSpecError if settings are
+        wrong.
+
+        `stopping` ends the launcher as SIGTERM does.
+        """
         self._own = own
         self._node = Node.of(own.vllm_flags)
         self._node.require_model(own.vllm_model, settings.store_url)
         self._stopping = stopping or asyncio.Event()
         self._hurry = asyncio.Event()
+        # Ports are taken here and not by vLLM: front and server must register the same address.
         self._settings = replace(
             settings,
             listen=_with_port(settings.require("listen")),
@@ -256,9 +273,9 @@ class Launcher:
         self._model: PolicyModel | None = None
 
     async def run(self) -> None:
-        """Run vLLM, started again for each policy of another model, until stopped.
+        """Run the replica's vLLM until SIGTERM or SIGINT, started again for each policy of another model.
 
-        Raise the error of a vLLM that ends by itself.
+        Raises the error of a vLLM that ends by itself.
         """
         handled = self._take_signals()
         try:
@@ -275,15 +292,17 @@ class Launcher:
         # Both outlive all processes of vLLM, which does not remove its sockets where it is killed.
         sockets = owned_directory("ipc", parent=Path(tempfile.gettempdir()))
         with owned_directory("policy" if is_head else "node") as directory, sockets as place:
+            # A longer path would make vLLM fail, so it then keeps its own place for sockets.
             ours = {"VLLM_RPC_BASE_PATH": str(place)} if len(str(place)) <= _MAX_SOCKET_PLACE else {}
             own = {OWNED_DIRECTORY_VARIABLE if is_head else DIRECTORY_VARIABLE: str(directory)}
             job = self._work if is_head else self._follow
             await self._run_vllm({**ours, **self._environ(), **own}, partial(job, scratch=directory))
 
     async def _run_vllm(self, environ: Mapping[str, str], job: _Job) -> None:
-        """Start vLLM and run `job` with it until the job ends, whose error is raised, or until stopped.
+        """Start vLLM with these variables and run `job` with it, until the job or the launcher is to end; then end
+        vLLM.
 
-        Then end vLLM.
+        Raises the job's error.
         """
         vllm = await VllmProcess.start(environ)
         logger.info("started vLLM", extra={"pid": vllm.pid})
@@ -295,12 +314,16 @@ class Launcher:
             else:
                 ended.result()
         finally:
+            # The job first, which would otherwise report the end of vLLM as its death.
             work.cancel()
             await vllm.end()
             await asyncio.gather(work, return_exceptions=True)
 
     async def _follow(self, vllm: VllmProcess, *, scratch: Path) -> None:
-        """Run a node's workers for the head elsewhere, until the head or vLLM ends; both raise."""
+        """Run a node's workers for the head elsewhere, until the head or vLLM ends; both raise.
+
+        `scratch` is a directory for files of this vLLM.
+        """
         model = await self._check(vllm, scratch)
         vllm.send({"argv": [f"--model={model}", *self._own_argv()], "is_headless": True})
         head, _ = await first_of(self._node.until_head_ends(), vllm.exited)
@@ -309,14 +332,16 @@ class Launcher:
         raise await vllm.death()
 
     async def _check(self, vllm: VllmProcess, scratch: Path) -> str | None:
-        """Have vLLM check the flags, and validate the fixed model if it is a directory.
+        """Have vLLM check the flags, and validate the fixed model if it is a directory; return what vLLM is to load.
 
-        Return what vLLM is to load; None without a fixed model.
+        None without a fixed model. `scratch` is where a directory of links to the model's files is made, if one is
+        needed. Raises InvalidSpecError for wrong flags, and the errors of the validation.
         """
         model, flags = self._own.vllm_model, self._own.vllm_flags
         if model is None or not self._is_directory:
             await vllm.check(flags)
             return model
+        # Started before the flags are checked, so that its imports run while vLLM is imported.
         looking = await ModelCheck.start(os.environ)
         try:
             await vllm.check(flags)
@@ -332,6 +357,11 @@ class Launcher:
         return str(found)
 
     async def _work(self, vllm: VllmProcess, *, scratch: Path) -> None:
+        """Run the head's vLLM: answer for the replica until it is up, then hand it the address and wait until it asks
+        for a restart.
+
+        `scratch` is a directory for files of this vLLM. Raises the error of a vLLM that ends.
+        """
         front = Front()
         http_url = http_address(*parse_address(self._settings.require("http_listen")))
         serving = asyncio.create_task(front.run(self._settings, self._worker_id, http_url), name="front of vLLM")
@@ -345,23 +375,26 @@ class Launcher:
             if not serving.done():
                 await front.close()
             await asyncio.gather(serving, return_exceptions=True)
+        # The front has closed the address, so that vLLM can bind it.
         vllm.send({"event": "take_address"})
         await self._watch(vllm)
 
     async def _start_engine(self, vllm: VllmProcess, front: Front, scratch: Path) -> None:
-        """Start the engine: from the check of flags until the server asks for the replica's address.
+        """Have vLLM load its model, the fixed one or that of the first policy; return once it asks for the replica's
+        address.
 
-        Raises InternalError if vLLM serves without Millrace's plugin.
+        `front` shows the state meanwhile, and `scratch` is a directory for files of this vLLM. Raises InternalError if
+        vLLM serves without Millrace's plugin, or ends.
         """
         fixed = await self._check(vllm, scratch)
-        front.say(pb.POLICY_STATE_EMPTY)
+        front.set_status(pb.POLICY_STATE_EMPTY)
         model_argv = await self._policy_argv(vllm, front) if fixed is None else [f"--model={fixed}"]
         vllm.send({"argv": [*model_argv, *self._own_argv()]})
         began = time.monotonic()
-        front.say(pb.POLICY_STATE_APPLYING)
+        front.set_status(pb.POLICY_STATE_APPLYING)
         bound_s = self._own.vllm_start_s
         loading = progress.work(Activity.LOAD, "the model in vLLM", waits_on="inference", deadline_s=bound_s)
-        saying = asyncio.create_task(_say_stages(vllm, loading), name="progress of vLLM")
+        showing = asyncio.create_task(_show_stages(vllm, loading), name="progress of vLLM")
         try:
             with loading:
                 message, alone = await first_of(
@@ -377,7 +410,7 @@ class Launcher:
                 )
             message.result()
         finally:
-            saying.cancel()
+            showing.cancel()
         logger.info("vLLM is up", extra={"pid": vllm.pid, "load_s": round(time.monotonic() - began, 2)})
 
     async def _until_it_serves_alone(self) -> None:
@@ -396,9 +429,11 @@ class Launcher:
             return
 
     async def _policy_argv(self, vllm: VllmProcess, front: Front) -> list[str]:
-        """Wait for a requested policy whose files can be fetched, and return vLLM's arguments for its model.
+        """Wait for a requested policy whose files can be fetched, and return the arguments with which vLLM serves its
+        model.
 
-        A policy that cannot be fetched is reported in the status, and the next one awaited. Raises when vLLM ends.
+        A policy that cannot be fetched is reported in the status, and the next one awaited. Raises when vLLM ends, and
+        InvalidSpecError without an object store.
         """
         self._forget_model()
         store = self._store
@@ -410,7 +445,7 @@ class Launcher:
                 requested, _ = await first_of(front.wanted(), vllm.exited)
                 if requested is None:
                     raise await vllm.death()
-            front.say(pb.POLICY_STATE_FETCHING)
+            front.set_status(pb.POLICY_STATE_FETCHING)
             try:
                 with progress.work(Activity.DOWNLOAD, "the files of a policy", waits_on="object store"):
                     self._model = await fetch_model(store, requested.result())
@@ -419,7 +454,7 @@ class Launcher:
                 logger.error(
                     "the policy cannot be started with", extra={"error": describe(error)}, exc_info=not is_ours
                 )
-                front.say(pb.POLICY_STATE_UPDATE_FAILED, error=describe(error))
+                front.set_status(pb.POLICY_STATE_UPDATE_FAILED, error=describe(error))
         logger.info("starting vLLM on the files of the run's policy", extra={"policy": self._model.name})
         return [
             f"--model={self._model.directory}",
@@ -429,14 +464,14 @@ class Launcher:
         ]
 
     async def _watch(self, vllm: VllmProcess) -> None:
-        """Return when vLLM asks to be started again; raise when it dies."""
+        """Wait until vLLM asks to be started again, for a policy of another model; raise when it dies."""
         message, _ = await first_of(vllm.messages.get(), vllm.exited)
         if message is None:
             raise await vllm.death()
         logger.warning("vLLM is started again", extra={"reason": message.result().get("reason", "")})
 
     async def _let_drain(self, vllm: VllmProcess) -> None:
-        """Send SIGTERM and wait until vLLM has ended, at most its time to drain, or until the second signal."""
+        """Send SIGTERM to vLLM and wait until it has ended: at most its time to drain, or until the second signal."""
         bound_s = self._settings.drain_s + self._settings.grace_s + _LEAVE_S
         vllm.ask_to_end()
         with waits.waiting("vLLM to end", waits_on="inference", deadline_s=bound_s):
@@ -445,6 +480,7 @@ class Launcher:
             logger.warning("vLLM did not end by itself: killing it", extra={"pid": vllm.pid})
 
     def _own_argv(self) -> list[str]:
+        """Return the arguments of vLLM's server that Millrace sets itself."""
         host, port = parse_address(self._settings.require("http_listen"))
         name = self._own.model_name
         is_scheduled = launch_env.is_given("scheduling_policy", self._own.vllm_flags)
@@ -466,13 +502,14 @@ class Launcher:
         ]
 
     def _environ(self) -> Mapping[str, str]:
-        """Return vLLM's environment: this process's, vLLM's own variables, Millrace's settings, the worker's id.
+        """Return vLLM's variables: this process's, vLLM's own, Millrace's settings, and the worker's id.
 
         The settings have the ports that were taken. HF_HUB_OFFLINE is 1, unless set, if no model of the Hub is fixed.
         """
         environ = dict(os.environ)
         is_offline = self._own.vllm_model is None or self._is_directory
         offline = {"HF_HUB_OFFLINE": "1"} if is_offline else {}
+        # The environment's own HF_HUB_OFFLINE wins; Millrace's variables win over the environment.
         return offline | {
             **environ,
             **launch_env.vllm_environ(environ, is_on_one_machine=self._node.is_on_one_machine),
@@ -486,12 +523,18 @@ class Launcher:
         return self._own.vllm_model is not None and Path(self._own.vllm_model).is_dir()
 
     def _forget_model(self) -> None:
+        """Delete the files of the policy with which vLLM was started, if there are any."""
         if self._model is not None:
             self._model.owner.cleanup()
             self._model = None
 
     def _take_signals(self) -> list[signal.Signals]:
+        """Have SIGTERM, SIGINT and SIGHUP stop the launcher, and a second one kill vLLM; return the signals that
+        are handled.
+        """
+
         def receive(number: signal.Signals) -> None:
+            """Stop the launcher; at the second signal have vLLM killed."""
             if self._stopping.is_set():
                 self._hurry.set()
             logger.info("stopping on signal; another one kills vLLM at once", extra={"signal": number.name})
@@ -503,8 +546,11 @@ class Launcher:
         return numbers
 
 
-async def _say_stages(vllm: VllmProcess, loading: progress.LongWork) -> None:
-    """Report vLLM's stage every second until cancelled: weights, compilation and CUDA graphs take minutes."""
+async def _show_stages(vllm: VllmProcess, loading: progress.LongWork) -> None:
+    """Show vLLM's stage as the detail of `loading`, every second until cancelled.
+
+    Weights, compilation and CUDA graphs take minutes.
+    """
     # unregistered wait: a periodic look; what it awaits is registered where it is awaited
     while True:
         await asyncio.sleep(_LOOK_S)
@@ -512,8 +558,9 @@ async def _say_stages(vllm: VllmProcess, loading: progress.LongWork) -> None:
 
 
 def _with_port(address: str) -> str:
-    """Return the address with a free port in place of port 0, because two processes listen there, one after the
-    other.
+    """Return the address `HOST:PORT` with a free port in place of port 0.
+
+    Two processes listen there, one after the other.
     """
     host, port = parse_address(address)
     if port:

@@ -29,7 +29,8 @@ class ModelChecker:
         self._how_far = ""
 
     def answer(self, question: Message, files: list[int]) -> Message:
-        """Validate a model directory; return the directory to serve and notes about it, or the error that refuses it.
+        """Validate the model directory that the question names; return the directory to serve and notes about it, or an
+        error.
 
         `files` is not used.
         """
@@ -39,7 +40,7 @@ class ModelChecker:
                 place=Path(question["place"]),
                 needs_tokenizer=question["needs_tokenizer"],
                 needs_template=question["needs_template"],
-                tell=self._tell,
+                report=self._report,
             )
         except MillraceError as error:
             return {"error": to_text(error)}
@@ -50,14 +51,16 @@ class ModelChecker:
         return {"directory": str(found.directory), "notes": list(found.notes)}
 
     def beat(self) -> Message:
-        """Return the progress of the present validation, as text."""
+        """Return how far the present validation is, as a message for the launcher."""
         return {"how_far": self._how_far}
 
-    def _tell(self, how_far: str) -> None:
+    def _report(self, how_far: str) -> None:
+        """Keep how far the present validation is, for the next `beat`."""
         self._how_far = how_far
 
 
 def _serve() -> NoReturn:
+    """Answer the launcher's questions about models until the launcher is gone."""
     settings = Settings.from_env(os.environ)
     setup("inference", level=settings.log_level, json_lines=settings.log_json)
     torch.set_num_threads(1)  # each tensor is looked at by one of several threads
@@ -66,7 +69,7 @@ def _serve() -> NoReturn:
 
 
 def main() -> NoReturn:
-    """Answer requests until the launcher is gone."""
+    """Run the process that validates models for the launcher, until the launcher is gone."""
     run_service(_serve)
 
 

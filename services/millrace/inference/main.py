@@ -28,7 +28,7 @@ _ENTERED = "MILLRACE_VLLM_ENTERED"
 
 
 def main() -> NoReturn:
-    """Serve until SIGTERM or SIGINT, then exit: 0, or the code of the error that ended it.
+    """Serve a replica until SIGTERM or SIGINT, then exit with 0, or with the code of the error that ended it.
 
     With vLLM the process is first replaced by the same program in the interpreter that has vLLM.
     """
@@ -36,18 +36,20 @@ def main() -> NoReturn:
 
 
 def _choose_interpreter() -> None:
+    """Replace this process by one in vLLM's interpreter, if the engine is vLLM."""
     if InferenceSettings.from_env(os.environ).engine == "vllm":
         _enter_vllm_interpreter()
 
 
 def _enter_vllm_interpreter() -> None:
-    """Replace this process by the same program in the interpreter that has vLLM, unless this is it.
+    """Replace this process by the same program in the interpreter that has vLLM, unless this is that one.
 
     Raises NotFoundError if there is none.
     """
     if importlib.util.find_spec("vllm") is not None and not os.environ.get(launch_env.PYTHON_VARIABLE):
         return
     python = launch_env.engine_python("vllm", os.environ)
+    # Not twice: an interpreter that does not find vLLM would replace itself for ever.
     if os.environ.pop(_ENTERED, None) != python and python != sys.executable:
         os.execve(python, [python, "-m", "millrace.inference.main"], os.environ | {_ENTERED: python})
     if importlib.util.find_spec("vllm") is None:
@@ -59,6 +61,7 @@ def _enter_vllm_interpreter() -> None:
 
 
 def _run() -> None:
+    """Read the settings, set up the log, and serve the replica."""
     own = InferenceSettings.from_env(os.environ)
     has_model = own.model_dir or own.vllm_model
     required = ["listen", "http_listen"] + ([] if has_model else ["store_url", "orchestrator"])
@@ -68,6 +71,7 @@ def _run() -> None:
 
 
 async def _serve(settings: Settings, own: InferenceSettings) -> None:
+    """Run the launcher of vLLM, or the embedded engine's replica, until it is asked to end."""
     if own.engine == "vllm":
         if warning := releases.require_tried(releases.installed(), may_be_untried=may_be_untried(os.environ)):
             logger.warning(warning)

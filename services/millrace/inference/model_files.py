@@ -43,7 +43,7 @@ class ModelSlot:
 
 
 def write_files(files: Mapping[str, bytes]) -> TemporaryDirectory:
-    """Write a policy's files into a new directory, which is deleted with the returned object."""
+    """Write a policy's files into a new temporary directory, which is deleted when the returned object is."""
     directory = TemporaryDirectory(prefix="millrace-model-")
     for name, data in files.items():
         path = Path(directory.name) / name  # the manifest's reader has checked the name
@@ -53,7 +53,7 @@ def write_files(files: Mapping[str, bytes]) -> TemporaryDirectory:
 
 
 def load_config(model_dir: Path) -> Any:
-    """Return the model's config; raise InvalidStateError if the directory has none."""
+    """Return the config of the model in a directory; raise InvalidStateError if there is none."""
     if not (model_dir / "config.json").is_file():
         found = ", ".join(sorted(path.name for path in model_dir.iterdir())) if model_dir.is_dir() else "no directory"
         raise InvalidStateError(
@@ -70,7 +70,7 @@ def has_tokenizer(model_dir: Path) -> bool:
 
 
 def load_tokenizer(model_dir: Path) -> "PreTrainedTokenizerBase | None":
-    """Return the tokenizer; None if the directory has none (tokens in, tokens out still works)."""
+    """Return the tokenizer in a directory; None if there is none, with which only tokens in, tokens out works."""
     if not has_tokenizer(model_dir):
         return None
     return read_tokenizer(model_dir)

@@ -20,7 +20,7 @@ from millrace.policies.host_copy import HostCopy
 from millrace.rpc.health import PROCESS, HealthBoard
 from millrace.rpc.serve import RegisteredWorker
 from millrace.rpc.worker import new_worker_id
-from millrace.storage.opening import open_store
+from millrace.storage import open_store
 from millrace.telemetry import waits
 from millrace.telemetry.settings import Settings
 
@@ -32,6 +32,7 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
     """The gRPC PolicyService of one replica's updater and engine."""
 
     def __init__(self, engine: PolicyEngine, updater: PolicyUpdater) -> None:
+        """Serve requests for the engine's policy by `updater`, and requests to pause the engine."""
         self._engine = engine
         self._updater = updater
         self._pause = CallerPause(engine)
@@ -40,10 +41,11 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
     async def UpdatePolicy(
         self, request: pb.UpdatePolicyRequest, context: grpc.aio.ServicerContext
     ) -> pb.UpdatePolicyResponse:
-        """Set the version to serve, wait a bounded time for it, and answer the status then.
+        """Set the version to serve, wait at most the request's seconds for it, and answer the status then.
 
         A replica that sleeps has no memory for a version: this waits as long for it to be woken, and then changes
-        nothing if it was not. Raises InvalidSpecError, FencedError and UnavailableError.
+        nothing if it was not. Raises InvalidSpecError for a malformed request, FencedError for an old epoch, and
+        UnavailableError while the replica shuts down or cannot be woken.
         """
         policy = _desired(request)
         wait_s = min(max(0.0, request.wait_seconds), MAX_WAIT_S)
@@ -63,16 +65,17 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
     async def GetPolicyStatus(
         self, request: pb.GetPolicyStatusRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetPolicyStatusResponse:
-        """Return the replica's status."""
+        """Answer the replica's present status."""
         return pb.GetPolicyStatusResponse(status=self.status())
 
     async def PauseGeneration(
         self, request: pb.PauseGenerationRequest, context: grpc.aio.ServicerContext
     ) -> pb.PauseGenerationResponse:
-        """Stop generation between two tokens, for `PAUSE_LIMIT_S` at most; a further call extends that.
+        """Stop generation between two tokens, for `PAUSE_LIMIT_S` at most, and answer the status; a further call
+        extends that.
 
-        With `frees_memory` the engine sleeps. Raises UnavailableError while a policy is updated, FencedError, and
-        InvalidStateError if the replica serves another run.
+        With `frees_memory` the engine sleeps; UnavailableError is raised while a policy is updated, and FencedError for
+        an old epoch. Without it InvalidStateError is raised if the replica serves another run.
         """
         if request.frees_memory:
             self._updater.fence(request.run_uid, request.epoch)
@@ -86,9 +89,10 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
     async def ResumeGeneration(
         self, request: pb.ResumeGenerationRequest, context: grpc.aio.ServicerContext
     ) -> pb.ResumeGenerationResponse:
-        """End the pause, or with `takes_memory` the sleep, for all callers.
+        """End the pause, or with `takes_memory` the sleep, for all callers, and answer the status.
 
-        Raises FencedError, and InvalidStateError for a run that neither is served nor paused.
+        With `takes_memory` FencedError is raised for an old epoch. Without it InvalidStateError is raised for a run
+        that neither is served nor has paused the replica.
         """
         if request.takes_memory:
             self._updater.fence(request.run_uid, request.epoch)
@@ -100,7 +104,7 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
         return pb.ResumeGenerationResponse(status=self.status())
 
     def status(self) -> pb.PolicyStatus:
-        """Return the replica's status, as answers and heartbeats have it."""
+        """Return the replica's status: policy, requests and engine, as answers and heartbeats have it."""
         status, engine = self._updater.status(), self._engine.status()
         message = pb.PolicyStatus(
             state=f"POLICY_STATE_{status.state}",
@@ -127,7 +131,7 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
         return message
 
     def _require_rest(self) -> None:
-        """Raise UnavailableError while a version is fetched or applied, which needs the engine's memory."""
+        """Raise UnavailableError while a policy version is fetched or applied, which needs the engine's memory."""
         if not self._updater.is_idle:
             raise UnavailableError(
                 f"this replica cannot sleep now: it takes another policy (it is {self._updater.status().state})",
@@ -136,6 +140,7 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
             )
 
     def _require_run(self, run_uid: str) -> None:
+        """Raise InvalidStateError if the replica serves another run than `run_uid`; "" is any."""
         identity = self._updater.status().identity
         held = identity.run_uid if identity is not None else ""
         if run_uid and run_uid != held:
@@ -147,7 +152,7 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
 
 
 def _desired(request: pb.UpdatePolicyRequest) -> DesiredPolicy:
-    """Return the version that the request names; raise one InvalidSpecError with all that is missing."""
+    """Return the policy version that the request names; raise one InvalidSpecError with all that is missing."""
     entry = request.policy
     violations = [
         Violation(field=field, message=message)
@@ -188,6 +193,7 @@ class CallerPause:
     """
 
     def __init__(self, engine: PolicyEngine, *, holder: str = OPERATOR) -> None:
+        """Take the engine to pause; `holder` is the name of this kind of pause there."""
         self._engine = engine
         self._holder = holder
         self._run_uid = ""
@@ -198,17 +204,17 @@ class CallerPause:
 
     @property
     def is_on(self) -> bool:
-        """Return whether the pause lasts, or is about to begin or to end."""
+        """Return whether the callers' pause lasts, or is about to begin or to end."""
         return not self._over.is_set()
 
     def is_by(self, run_uid: str) -> bool:
-        """Return whether the pause lasts and this run asked for it last."""
+        """Return whether the pause lasts and the run with this uid asked for it last."""
         return self._ending is not None and bool(run_uid) and self._run_uid == run_uid
 
     async def pause(self, run_uid: str) -> None:
-        """Stop generation for at most `PAUSE_LIMIT_S` from now, also if it is paused already.
+        """Stop the engine's generation for at most `PAUSE_LIMIT_S` from now, also if it is paused already.
 
-        An empty run is an operator.
+        `run_uid` is the run that asks; "" is an operator. If the caller goes away, the pause still begins.
         """
         # The end comes first: the engine must not be paused without one if its caller goes away meanwhile.
         self._cancel()
@@ -219,7 +225,7 @@ class CallerPause:
         logger.info("generation is paused", extra={"holder": self._holder, "run": run_uid})
 
     async def resume(self) -> None:
-        """End the pause; do nothing if there is none."""
+        """End the pause for all who asked for it; do nothing if there is none."""
         self._cancel()
         await self._whole(self._resume())
 
@@ -231,17 +237,19 @@ class CallerPause:
         return not self.is_on
 
     async def _pause(self, ending: asyncio.Task[None]) -> None:
-        """Pause the engine; if that fails, cancel the task `ending`, so that no wait is shown."""
+        """Pause the engine; if that fails, cancel the task `ending`, so that no wait is shown, and raise the error."""
         try:
             await self._engine.pause(self._holder)
         except BaseException:  # then raises
             ending.cancel()
+            # Unless another call has replaced it meanwhile.
             if self._ending is ending:
                 self._ending = None
                 self._over.set()
             raise
 
     async def _resume(self) -> None:
+        """Have the engine go on, and wake those that wait for the pause's end."""
         try:
             await self._engine.resume(self._holder)
         finally:
@@ -250,18 +258,23 @@ class CallerPause:
         logger.info("generation goes on", extra={"holder": self._holder})
 
     async def _whole(self, call: Coroutine[None, None, None]) -> None:
-        """Wait for a call of the engine, which goes on if the waiting is cancelled; its own deadlines end it."""
+        """Wait for a call of the engine, which goes on to its end if the waiting is cancelled."""
         task = asyncio.create_task(call, name="operator's pause")
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
         await asyncio.shield(task)
 
     def _cancel(self) -> None:
+        """Cancel the task that would end the pause after its limit."""
         ending, self._ending = self._ending, None
         if ending is not None:
             ending.cancel()
 
     async def _end_later(self, caller: str, limit_s: float) -> None:
+        """End the pause after `limit_s`, unless cancelled before; until then it is a wait of this process.
+
+        `caller` names who asked for it.
+        """
         reason, whom = f"paused by {caller}", "operator"
         if self._holder == SLEEP:
             reason, whom = f"asleep while the trainer of {caller} has the device", "trainer"
@@ -287,9 +300,10 @@ _STALL_SHOWN_S = 10.0  # one forward pass takes less: from here on a stall is a 
 
 
 class ReplicaParts:
-    """Connects the parts around one engine; `run` ends when `stopping` is set (or by a signal, if it handles them).
+    """Makes the parts of a replica around one engine: PolicyService, health, registration, updates.
 
     `policy_dir` is the directory of the host copy's file, for engines in other processes; None keeps it in memory.
+    `run` ends when `stopping` is set, or by a signal if it handles them.
     """
 
     def __init__(
@@ -303,6 +317,12 @@ class ReplicaParts:
         policy_dir: Path | None = None,
         worker_id: str | None = None,
     ) -> None:
+        """Make PolicyService, updater and health board around the engine; nothing is served before `run`.
+
+        `slot` has the served model. `stopping` ends `run`. `extra_names` are further names of the model. `policy_dir`
+        is the directory of the host copy's file, for engines in other processes; None keeps it in memory. `worker_id`
+        is the id that is registered, a new one by default.
+        """
         self._settings = settings
         self._engine = engine
         self._stopping = stopping
@@ -322,10 +342,11 @@ class ReplicaParts:
         warm_up: Callable[[], object] | None = None,
         handle_signals: bool = True,
     ) -> None:
-        """Register and serve until stopped, then drain.
+        """Register the replica and serve its gRPC services until it is to stop; then let requests finish.
 
-        `http_url` makes the registered URL from the host under which others reach this process. `drain` gets the grace
-        period in seconds. `warm_up` runs in a thread once the orchestrator knows this replica.
+        `http_url` makes the registered URL from the host under which others reach this process. `drain` is called with
+        the grace period in seconds. `warm_up` runs in a thread once the orchestrator knows this replica. With
+        `handle_signals` False only `stopping` ends it, and signals are left to the caller.
         """
 
         async def leave() -> None:
@@ -356,15 +377,16 @@ class ReplicaParts:
         )
 
     async def _update(self) -> None:
-        """Run the updater.
+        """Run the updater until cancelled.
 
-        Raise InternalError if it ends by itself, because the replica would serve an old version for ever.
+        Raises InternalError if it ends by itself, because the replica would serve an old version for ever.
         """
         task = asyncio.current_task()
         assert task is not None
         try:
             await self.updater.run()
         except asyncio.CancelledError:
+            # A cancellation that nobody asked for came from within the updater, and counts as its end.
             if task.cancelling():  # by those who end the replica
                 raise
         raise InternalError(
@@ -374,14 +396,20 @@ class ReplicaParts:
         )
 
     def _add_services(self, server: grpc.aio.Server, _: asyncio.Event) -> list[str]:
+        """Add PolicyService to the gRPC server, and return the names of the services."""
         policy_service_pb2_grpc.add_PolicyServiceServicer_to_server(self.servicer, server)
         return [SERVICE_NAME]
 
     def _heartbeat(self) -> HeartbeatRequest:
+        """Return a heartbeat with the replica's status, and whether it is leaving."""
         return HeartbeatRequest(policy=self.servicer.status(), is_leaving=self._stopping.is_set())
 
     async def watch_health(self) -> None:
-        """Set readiness and liveness on the health board by the engine's state, twice a second until cancelled."""
+        """Report on the health board whether a policy is served and the engine makes progress, twice a second until
+        cancelled.
+
+        An engine that makes none is also a visible wait.
+        """
         wait = waits.LastingWait()
         while True:
             status = self.servicer.status()

@@ -52,7 +52,10 @@ class InferenceSettings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "InferenceSettings":
-        """Read the settings from variables; raise one InvalidSpecError with all that is malformed."""
+        """Read the settings of the inference service from the variables `environ`; unset ones have their defaults.
+
+        Raises one InvalidSpecError with all that is malformed.
+        """
         numbers = {
             "max_num_seqs": "MILLRACE_MAX_NUM_SEQS",
             "max_model_len": "MILLRACE_MAX_MODEL_LEN",
@@ -91,11 +94,15 @@ class InferenceSettings:
 
 
 def _wrong(variable: str, value: str, message: str) -> Violation:
+    """Make the violation of a variable with that value."""
     return Violation(field=variable, value=value, message=message, source="environment")
 
 
 def _parsers(environ: Mapping[str, str], violations: list[Violation], *, engine: str) -> dict[str, Any]:
-    """Return the parsers of the model's text; add those that the embedded engine does not have to `violations`."""
+    """Return the names of the parsers of the model's text that are set, by setting.
+
+    Those that the embedded `engine` does not have are added to `violations`.
+    """
     found: dict[str, Any] = {}
     for name, known in EMBEDDED_PARSERS.items():
         variable = f"MILLRACE_{name.upper()}"
@@ -108,7 +115,7 @@ def _parsers(environ: Mapping[str, str], violations: list[Violation], *, engine:
 
 
 def _switches(environ: Mapping[str, str], violations: list[Violation]) -> dict[str, Any]:
-    """Return the switches that are set; add other values than 1 and 0 to `violations`."""
+    """Return the switches that are set, as bools by setting; add values other than 1 and 0 to `violations`."""
     found: dict[str, Any] = {}
     for name in ("enable_auto_tool_choice", "needs_chat_template"):
         variable = f"MILLRACE_{name.upper()}"
@@ -120,7 +127,10 @@ def _switches(environ: Mapping[str, str], violations: list[Violation]) -> dict[s
 
 
 def _json_table(text: str, violations: list[Violation]) -> dict[str, Any]:
-    """Return the object in a variable's JSON; add what is wrong with it to `violations`, and then return {}."""
+    """Return the JSON object that is the text of MILLRACE_VLLM_FLAGS; {} for "".
+
+    If it is none, add that to `violations` and return {}.
+    """
     if not text:
         return {}
     try:
@@ -135,7 +145,7 @@ def _json_table(text: str, violations: list[Violation]) -> dict[str, Any]:
 
 
 def _with_shared(flags: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return vLLM's flags, with the settings that both engines have added where no flag sets the same."""
+    """Return vLLM's flags with the settings in `values` that both engines have, where no flag sets the same."""
     names = {key.rpartition(".")[2].replace("-", "_") for key in flags}
     shared = ("max_num_seqs", "max_model_len", *EMBEDDED_PARSERS, "enable_auto_tool_choice")
     return {name: values[name] for name in shared if name in values and name not in names} | dict(flags)
@@ -145,7 +155,7 @@ def _with_shared(flags: Mapping[str, Any], values: Mapping[str, Any]) -> dict[st
 
 
 def inference_worker(worker_id: str) -> Worker:
-    """Return a replica's registration, without its address."""
+    """Return the registration of a replica with that id, without its address."""
     return Worker(
         worker_id=worker_id,
         kind=WORKER_KIND_INFERENCE,
@@ -155,5 +165,9 @@ def inference_worker(worker_id: str) -> Worker:
 
 
 def http_address(host: str, port: int) -> Callable[[str], str]:
-    """Return a function that makes the URL of an HTTP API on `host`, or for a wildcard on the host that it is given."""
+    """Return a function that makes the URL of the replica's HTTP API, which ends with `/v1`, from a host.
+
+    The URL has `host` in it, or if that is a wildcard the function's argument, the host under which others reach this
+    process.
+    """
     return lambda reachable: f"{http_scheme()}://{join_address(reachable if is_wildcard(host) else host, port)}/v1"

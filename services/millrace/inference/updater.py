@@ -37,9 +37,9 @@ from millrace.inference.engine import EngineState, EngineStatus, HeldDigest, Inf
 from millrace.inference.model_files import POLICY_NAME, ModelSlot, ServedModel
 from millrace.internal.v1.policy_pb2 import PolicyEntry
 from millrace.models.files import require_no_adapter
+from millrace.policies.host_copy import pull_files
 from millrace.policies.manifest import AdapterEntry, StagedPolicy, Stager
 from millrace.policies.proof import mismatch
-from millrace.policies.pull import pull_files
 from millrace.storage.base import ObjectStore
 from millrace.telemetry import progress, waits
 from millrace.telemetry.metrics import SHORT_SECONDS, Family, MetricSheet, StateCollector
@@ -76,7 +76,7 @@ class DesiredPolicy:
 
     @property
     def identity(self) -> PolicyIdentity:
-        """Return the engine's name for it."""
+        """Return run, lineage and version of the desired policy, by which engines name it."""
         return PolicyIdentity(run_uid=self.run_uid, lineage=self.entry.lineage, version=self.entry.version)
 
 
@@ -114,6 +114,11 @@ class PolicyUpdater:
         *,
         extra_names: tuple[str, ...] = (),
     ) -> None:
+        """Take the engine and the slot in which the served model is put; nothing is updated before `run`.
+
+        `stager` fetches policies from `store` into host memory; both are None for a replica of a fixed model.
+        `extra_names` are further names of the served model.
+        """
         self._engine = engine
         self._slot = slot
         self._store = store
@@ -134,7 +139,9 @@ class PolicyUpdater:
         self._wake, self._change = asyncio.Event(), asyncio.Event()
 
     def status(self) -> UpdateStatus:
-        """Return the state of updates, with the engine's own failure if it failed between two updates."""
+        """Return which policy serves and how the last update went; the engine's own failure if it failed between
+        two updates.
+        """
         engine = self._engine.status()
         serves = engine.state is EngineState.READY and self._slot.current is not None
         proved = self._proved if serves else None
@@ -159,19 +166,19 @@ class PolicyUpdater:
 
     @property
     def desired(self) -> DesiredPolicy | None:
-        """Return the version to serve; None if none was set."""
+        """Return the policy version that was set to be served; None if none was."""
         return self._desired
 
     @property
     def is_lost(self) -> bool:
-        """Return whether the engine failed with a fixed model, which, unlike a run's policy, is not requested again."""
+        """Return whether the engine failed with a fixed model, which, unlike a run's policy, nobody requests again."""
         return self._is_fixed and self._desired is None and self._engine.status().state is EngineState.FAILED
 
     def desire(self, policy: DesiredPolicy, *, mode: InflightMode, epoch: int) -> None:
-        """Set the version to serve; one that failed before is tried again.
+        """Set the policy version to serve, which `run` then works on; one that failed before is tried again.
 
-        Raises FencedError if a newer orchestrator has called for the run, and UnavailableError while the replica shuts
-        down.
+        `mode` is for requests in flight, `epoch` that of the calling orchestrator. Raises FencedError if a newer
+        orchestrator has called for the run, and UnavailableError while the replica shuts down.
         """
         if self._is_leaving:
             raise UnavailableError("this replica is shutting down", reason="DRAINING", remedy="use another one")
@@ -182,7 +189,9 @@ class PolicyUpdater:
             self._wake.set()
 
     def fence(self, run_uid: str, epoch: int) -> None:
-        """Raise FencedError if the run had a call with a newer epoch; else remember this epoch."""
+        """Raise FencedError if an earlier call for the run had a newer epoch; else remember this epoch as the
+        newest.
+        """
         seen = self._epochs.get(run_uid, 0)
         if epoch < seen:
             raise FencedError(
@@ -197,16 +206,18 @@ class PolicyUpdater:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no version is being fetched or applied, nor about to be: the desired one serves, or failed."""
+        """Return whether no version is being fetched or applied, nor about to be: the desired one serves, or has
+        failed.
+        """
         return self._settled == self._desired
 
     def serves(self, policy: DesiredPolicy) -> bool:
-        """Return whether exactly this version serves."""
+        """Return whether exactly this policy version is being served."""
         status = self.status()
         return self._served == policy and status.identity == policy.identity
 
     async def wait(self, policy: DesiredPolicy, *, timeout_s: float) -> None:
-        """Wait until the version serves, has failed, or is not the desired one; at most `timeout_s`."""
+        """Wait until this version serves, has failed, or is not the desired one any more; at most `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self._desired == policy and self._settled != policy and not self._is_leaving:
@@ -215,14 +226,14 @@ class PolicyUpdater:
             return
 
     def leave(self) -> None:
-        """Refuse versions from now on, and end all calls of `wait`."""
+        """Refuse further versions, and end all calls of `wait`, because the replica shuts down."""
         self._is_leaving = True
         self._notify()
 
     async def serve_fixed(self, model_dir: Path) -> None:
-        """Load a model directory and serve it as version 0 of no run.
+        """Load the model in a directory and serve it as version 0 of no run.
 
-        Raises InvalidStateError (MODEL_IS_ADAPTER) if it has an adapter.
+        Raises InvalidStateError (MODEL_IS_ADAPTER) if the directory has an adapter, and the engine's errors.
         """
         await asyncio.to_thread(require_no_adapter, model_dir)
         tokenizer = await asyncio.to_thread(model_files.load_tokenizer, model_dir)
@@ -234,17 +245,26 @@ class PolicyUpdater:
         self._set(UpdateState.SERVING)
 
     async def run(self) -> None:
-        """Update the engine to each desired version, until cancelled. A failed update is reported in the status."""
+        """Update the engine to each version that is desired, until cancelled; a failed update is reported in the
+        status.
+        """
         while True:
             await self._wake.wait()
+            # Cleared before `_desired` is read: a version that is set during the attempt wakes this again.
             self._wake.clear()
             if (desired := self._desired) is not None:
                 if not self.serves(desired):
                     await self._attempt(desired)
+                # The attempted version, not `_desired`: a newer one may have been set meanwhile.
                 self._settled = desired
                 self._notify()
 
     async def _attempt(self, desired: DesiredPolicy) -> None:
+        """Update the engine to this version once; raise nothing. Another try needs another call of `desire`.
+
+        Set the state, with the error after a failure; after a success also the served version and the seconds that the
+        update took. Either outcome is logged and counted in metrics.
+        """
         began = time.monotonic()
         self._set(UpdateState.FETCHING)
         fields = {"run": desired.run_uid, "lineage": desired.entry.lineage, "version": desired.entry.version}
@@ -270,6 +290,11 @@ class PolicyUpdater:
             logger.info("policy updated", extra=fields)
 
     async def _update(self, desired: DesiredPolicy, work: progress.LongWork) -> None:
+        """Fetch this version, then apply it to the engine's model, or load it in place of the model if its files
+        differ.
+
+        `work` shows how far it is. Raises what fetching, applying or the proof raises.
+        """
         if self._engine.status().state is EngineState.FAILED:
             self._forget()  # it failed between two updates, perhaps for damaged memory: nothing here is trusted
         staged = await self._stage(desired)
@@ -292,7 +317,10 @@ class PolicyUpdater:
             await asyncio.to_thread(self._stager.drop)
 
     async def _stage(self, desired: DesiredPolicy) -> StagedPolicy:
-        """Fetch the version into host memory and return it; raise CorruptObjectError if it is not the announced one."""
+        """Fetch this version into host memory and return it.
+
+        Raises CorruptObjectError if its manifest is not the announced one, and the store's errors.
+        """
         if self._stager is None:
             raise _no_store()
         entry = desired.entry
@@ -309,7 +337,7 @@ class PolicyUpdater:
         return staged
 
     async def _stage_base(self, adapter: AdapterEntry) -> StagedPolicy:
-        """Fetch the base of an adapter into host memory, where it replaces the adapter, and return it.
+        """Fetch the base of an adapter into host memory, in place of the adapter, and return it.
 
         Raises CorruptObjectError if it is not the base that the adapter names.
         """
@@ -327,16 +355,22 @@ class PolicyUpdater:
         return base
 
     def _against_held(self, staged: StagedPolicy) -> StagedPolicy:
-        """Return the policy without its changes, unless they are against the version that the engine has.
+        """Return the staged policy, without its changes unless they are against the version that the engine has.
 
         Not every staged version was applied.
         """
         held = self._engine.status().identity
+        # The changes are relative to what was staged before, which may not be what the engine has.
         if held is not None and staged.base == (held.lineage, held.version):
             return staged
         return replace(staged, changes=None, base=None)
 
     async def _apply(self, desired: DesiredPolicy, staged: StagedPolicy) -> None:
+        """Pause the engine, write the checked policy into its model, have it proved, and resume the engine.
+
+        Also after a failure the engine is resumed; it then refuses to generate by itself. The host copy is dropped
+        then, so that the next attempt begins at an anchor.
+        """
         self._set(UpdateState.APPLYING)
         began = time.monotonic()
         try:
@@ -353,19 +387,22 @@ class PolicyUpdater:
             raise
 
     async def _load(self, desired: DesiredPolicy, staged: StagedPolicy) -> None:
-        """Load the policy with its own files in place of the model; new requests are refused meanwhile.
+        """Load the policy with its own files in place of the engine's model, and prove it; new requests are refused
+        meanwhile.
 
-        For an adapter the base is loaded and proved first; nothing is served before the adapter is on it.
+        Of an adapter the base is loaded and proved first; nothing is served before the adapter is on it.
         """
         adapter, whole, identity = staged.manifest.adapter, staged, desired.identity
         if adapter is not None:
             whole = await self._stage_base(adapter)
             identity = replace(identity, lineage=whole.manifest.lineage, version=whole.manifest.version)
+        # Files and tokenizer first: what fails here leaves the old model in service.
         owner = model_files.write_files(await asyncio.to_thread(pull_files, self._require_store(), staged.manifest))
         tokenizer = await asyncio.to_thread(model_files.load_tokenizer, directory := Path(owner.name))
         served = ServedModel(names=self._names, directory=directory, tokenizer=tokenizer, owner=owner)
         self._set(UpdateState.APPLYING)
         began = time.monotonic()
+        # New requests are refused from here on, because the model that they would be rendered for is going away.
         old, self._slot.current = self._slot.current, None
         try:
             await self._engine.load(directory, whole, identity=identity)
@@ -387,14 +424,15 @@ class PolicyUpdater:
         except BaseException:  # the next attempt begins at an anchor, then raises
             self._forget()
             raise
+        # Last, because requests are rendered for this model from here on.
         self._slot.current = served
         self._pause_s = time.monotonic() - began
 
     async def _prove(self, identity: PolicyIdentity, staged: StagedPolicy, *, opens: bool = True) -> None:
-        """Have the engine prove that it has this policy; `opens` False if it is not served, as an adapter on it
+        """Have the engine prove that it has this policy; `opens` False if it is not to be served, as an adapter on it
         follows.
 
-        If the digest differs (InternalError) or the proof fails, make the engine FAILED, and raise the error.
+        If the digest differs (InternalError) or the proof fails, the engine is made FAILED, and the error raised.
         """
         try:
             held = await self._engine.prove(staged, opens=opens)
@@ -406,29 +444,38 @@ class PolicyUpdater:
         self._proved = (identity, held)
 
     def _forget(self) -> None:
+        """Drop the host copy, so that the next attempt begins at an anchor."""
         if self._stager is not None:
             self._stager.forget()
 
     def _require_store(self) -> ObjectStore:
+        """Return the object store; raise InternalError if the replica has none."""
         if self._store is None:
             raise _no_store()
         return self._store
 
     def _set(self, state: UpdateState, *, error: str = "", is_damaged: bool = False) -> None:
+        """Set the state of updates, with its error and whether an object was damaged, and wake all that wait for a
+        change.
+        """
         self._state, self._error, self._is_damaged = state, error, is_damaged
         self._notify()
 
     def _notify(self) -> None:
+        """Wake all that wait for a change of the state."""
+        # A new event for the next change, so that each waiter wakes once and none misses a change.
         change, self._change = self._change, asyncio.Event()
         change.set()
 
 
 def _no_store() -> InternalError:
+    """Make the error of a replica that has no object store."""
     remedy = "set MILLRACE_STORE_URL and restart"
     return InternalError("this replica has no object store", reason="NO_STORE", remedy=remedy)
 
 
 def _describe(error: Exception) -> str:
+    """Return an error's text for the status, with its class if it is not Millrace's own."""
     return str(error) if isinstance(error, MillraceError) else f"{type(error).__name__}: {error}"
 
 
@@ -474,7 +521,9 @@ for _result in ("ok", "failed"):
 
 
 def policy_updated(*, update_s: float, pause_s: float, fetched_bytes: int) -> None:
-    """Count a successful update, with its seconds, those of its pause, and the bytes fetched."""
+    """Count a successful update of the policy: how long it took, for how long it paused generation, and the fetched
+    bytes.
+    """
     UPDATES.labels("ok").inc()
     UPDATE_SECONDS.observe(update_s)
     PAUSE_SECONDS.observe(pause_s)
@@ -482,14 +531,15 @@ def policy_updated(*, update_s: float, pause_s: float, fetched_bytes: int) -> No
 
 
 def update_failed() -> None:
-    """Count a failed update."""
+    """Count a failed update of the policy."""
     UPDATES.labels("failed").inc()
 
 
 def collectors(status_of: Callable[[], EngineStatus]) -> list[Collector]:
-    """Return the collectors of a replica's metrics; `status_of` returns the engine's status."""
+    """Return the collectors of a replica's metrics for a registry; `status_of` returns the engine's present status."""
 
     def read(sheet: MetricSheet) -> None:
+        """Write the engine's present state into the sheet."""
         status = status_of()
         held = status.identity
         sheet.put(RUNNING, status.num_running)

@@ -43,6 +43,7 @@ class VllmProcess:
     """A started server. `exited` ends with its return code; its messages arrive in `messages`."""
 
     def __init__(self, process: asyncio.subprocess.Process, channel: Channel) -> None:
+        """Take a started process and the channel to it, and begin to copy its output and to collect its messages."""
         self._process = process
         self._channel = channel
         self._begun = time.monotonic()
@@ -56,7 +57,11 @@ class VllmProcess:
 
     @classmethod
     async def start(cls, environ: Mapping[str, str], *, python: str = sys.executable) -> Self:
-        """Start the server, which imports vLLM and waits for messages. Must be called on the main thread."""
+        """Start vLLM's server in the interpreter `python`, with these variables; it imports vLLM and waits for
+        messages.
+
+        Must be called on the main thread.
+        """
         with Channel.to_child() as (ours, theirs):
             process = await sessions.start(
                 [python, "-m", HOST_MODULE],
@@ -69,21 +74,24 @@ class VllmProcess:
 
     @property
     def pid(self) -> int:
-        """Return the process id of the API server, which is also the id of the group of all its processes."""
+        """Return the process id of vLLM's API server, which is also the id of the group of all its processes."""
         return self._process.pid
 
     @property
     def last_line(self) -> str:
-        """Return the newest line of the server's output."""
+        """Return the newest line that the server wrote."""
         return self._lines[-1] if self._lines else "(no output yet)"
 
     @property
     def stage(self) -> str:
-        """Return the stage of the start, such as "compiling"; the newest line of output if that is unknown."""
+        """Return the stage of vLLM's start, such as "compiling"; the newest line of its output if that is unknown."""
         return self._stage or redact(self.last_line)[:160]
 
     async def check(self, flags: Mapping[str, Any]) -> None:
-        """Send the flags and wait for their check; raise one InvalidSpecError with all that vLLM's parser refuses."""
+        """Send the flags to the server and wait until vLLM's parser has checked them.
+
+        Raises one InvalidSpecError with all that it refuses, and InternalError if the server dies or does not answer.
+        """
         self.send({"flags": dict(flags)})
         with waits.waiting("vLLM to be imported", waits_on="inference", deadline_s=CHECK_DEADLINE_S):
             answer = await self.hear(deadline_s=CHECK_DEADLINE_S, purpose="check its flags")
@@ -92,15 +100,15 @@ class VllmProcess:
             raise InvalidSpecError(violations, reason="VLLM_FLAGS_INVALID", remedy="see `vllm serve --help=all`")
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message; do nothing if the process is gone, which `exited` reports."""
+        """Send the server a message; do nothing if it is gone, which `exited` reports."""
         with contextlib.suppress(OSError):
             self._channel.send(message)
 
     async def hear(self, *, deadline_s: float, purpose: str) -> dict[str, Any]:
-        """Wait for the next message and return it.
+        """Wait for the server's next message and return it.
 
-        Raise InternalError if the server dies or sends none within `deadline_s`. `purpose` completes the message "vLLM
-        did not ...".
+        Raises InternalError if the server dies or sends none within `deadline_s`. `purpose` completes the error's text
+        "vLLM did not ...".
         """
         message, exited = await first_of(self.messages.get(), self.exited, timeout_s=deadline_s)
         if message is not None:
@@ -114,8 +122,9 @@ class VllmProcess:
         )
 
     async def death(self) -> InternalError:
-        """Wait for the server's exit and return an InternalError with how it ended and its last output."""
+        """Wait for the server's exit and return, not raise, an InternalError with how it ended and its last output."""
         code = await self.exited
+        # The pipe ends only when every process of the group has closed it, so that the wait for the rest is bounded.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KILL_WAIT_S):
                 await asyncio.wait({self._output})
@@ -130,13 +139,13 @@ class VllmProcess:
         )
 
     def ask_to_end(self) -> None:
-        """Send SIGTERM to the API server, which drains and ends its engine cores."""
+        """Send SIGTERM to vLLM's API server, which drains and ends its engine cores; do not wait."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
 
     async def end(self) -> None:
-        """Kill all of the server's processes that are left, and wait until they are gone."""
+        """Kill all of the server's processes that are left, and wait until they are gone, at most KILL_WAIT_S."""
         sessions.kill_group(self.pid)
         await self.exited
         ends = time.monotonic() + KILL_WAIT_S
@@ -149,6 +158,7 @@ class VllmProcess:
         self._channel.close()
 
     def _shown(self) -> str:
+        """Return the server's last lines of output, for a message."""
         lines = list(self._lines)[-_SHOWN_LINES:]
         return "\n".join(f"  | {line}" for line in lines) or "  | (it wrote nothing)"
 
@@ -165,11 +175,13 @@ class VllmProcess:
             *whole, rest = (rest + text).split("\n")
             for line in whole:
                 self._note(line.rstrip())
+            # A line without an end, such as a progress bar, must not grow without bound.
             rest = rest[-_CHUNK:]
             self._stage = stage_of(rest) or self._stage  # a bar is redrawn in one line that does not end
         self._note(rest.rstrip())
 
     def _note(self, line: str) -> None:
+        """Keep a line of output, and the stage or the error that it reports."""
         if not line:
             return
         self._lines.append(line)
@@ -192,7 +204,7 @@ _STAGES = (
 
 
 def stage_of(line: str) -> str:
-    """Return the stage that a line of output reports, as text; "" if it reports none.
+    """Return the stage of vLLM's start that a line of output reports, as text; "" if it reports none.
 
     Of a progress bar's line the last state counts.
     """

@@ -1,7 +1,7 @@
 """A stack's directory, which one stack has at a time, and its ports.
 
 The lock is the kernel's, on an open file that all processes of the stack share: the supervisor, its reaper, every
-service, and Redis (`Supervisor.kept_open`). So while a stack has the lock no other process writes to the append-only
+service, and Redis (`Supervisor.lock`). So while a stack has the lock no other process writes to the append-only
 file, store and spool. The processes of a killed stack end by themselves within seconds (its reaper ends them, or each
 service itself); a new stack waits for that, and then kills those that are left, such as a process that is stopped by a
 signal.
@@ -58,7 +58,7 @@ class StackId:
 
     @classmethod
     def new(cls, directory: Path) -> Self:
-        """Make the id of a stack that this process supervises."""
+        """Make a new id for a stack in `directory` that this process supervises."""
         ticks = table.start_ticks(os.getpid())
         return cls(supervisor=os.getpid(), start_ticks=ticks, place=place_of(directory), random=secrets.token_hex(8))
 
@@ -75,21 +75,23 @@ class StackId:
 
     @property
     def is_supervised(self) -> bool:
-        """Return whether the stack's supervisor lives."""
+        """Return whether the process that supervises the stack still runs."""
         return table.is_running(self.supervisor) and table.start_ticks(self.supervisor) == self.start_ticks
 
 
 def place_of(directory: Path) -> str:
-    """Return a digest of a directory's resolved path, as ids of its stacks have it."""
+    """Return the digest of a directory's resolved path that ids of its stacks contain."""
     return hashlib.sha256(os.fsencode(directory.resolve())).hexdigest()[:16]
 
 
 async def hold_directory(directory: Path, stack: StackId, *, note: Callable[[str], None]) -> IO[str]:
-    """Lock the directory for a stack of this process, end what a killed stack left, and return the locked file.
+    """Lock the directory for a stack of this process, end the processes that a killed stack left, and return the locked
+    file.
 
-    `note` gets the processes that are waited for or ended. Raises InvalidStateError (STACK_RUNNING) if another stack
-    lives there.
+    The lock lasts until the file is closed in every process that has it open. `note` gets messages on the processes
+    that are waited for or ended. Raises InvalidStateError (STACK_RUNNING) if another stack runs there.
     """
+    # Not truncated: until the lock is ours, its text is the id of the stack that has it.
     file = (directory / ".lock").open("a+")
     try:
         await _take(file, directory, note)
@@ -105,9 +107,9 @@ async def hold_directory(directory: Path, stack: StackId, *, note: Callable[[str
 
 
 async def _take(file: IO[str], directory: Path, note: Callable[[str], None]) -> None:
-    """Lock the file, once no process of a killed stack has it locked; kill those that do not end by themselves.
+    """Lock the file once no process of a killed stack has it locked; kill those that do not end by themselves.
 
-    Raises InvalidStateError if another stack lives there, or its processes cannot be ended.
+    `note` gets messages on them. Raises InvalidStateError if another stack runs there, or they cannot be ended.
     """
     began, is_noted, is_killed = time.monotonic(), False, False
     deadline_s = LEAVING_S + KILL_WAIT_S
@@ -115,9 +117,11 @@ async def _take(file: IO[str], directory: Path, note: Callable[[str], None]) -> 
         while not _try(file):
             age_s = time.monotonic() - began
             before = StackId.parse(_read(file))
+            # The other stack has just got the lock, and has not written its id yet.
             if before is None and age_s < BEGIN_S:
                 await asyncio.sleep(_POLL_S)
                 continue
+            # In a thread: it reads files of every process of the machine.
             left = await asyncio.to_thread(holders, file)
             if StackId.parse(_read(file)) != before:
                 continue  # another stack has got the lock meanwhile: these are its own
@@ -134,10 +138,10 @@ async def _take(file: IO[str], directory: Path, note: Callable[[str], None]) -> 
 
 
 async def _sweep(directory: Path, note: Callable[[str], None]) -> None:
-    """Kill processes with the mark of a stack of this directory that do not hold its lock, such as environments'
+    """Kill processes that carry the id of a stack of this directory but do not hold its lock, such as environments'
     workers.
 
-    Raises InvalidStateError if one belongs to a living stack, or cannot be ended.
+    `note` gets a message on them. Raises InvalidStateError if one belongs to a stack that runs, or cannot be ended.
     """
     ends = time.monotonic() + KILL_WAIT_S
     is_noted = False
@@ -154,6 +158,7 @@ async def _sweep(directory: Path, note: Callable[[str], None]) -> None:
 
 
 def _try(file: IO[str]) -> bool:
+    """Lock the file and return True; return False if another process has it locked."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -162,13 +167,15 @@ def _try(file: IO[str]) -> bool:
 
 
 def _read(file: IO[str]) -> str:
+    """Return the whole text of the file, without blanks at its ends."""
     file.seek(0)
     return file.read().strip()
 
 
 def holders(file: IO[str]) -> set[int]:
-    """Return the processes that hold the lock of the file, rather than only have it open, of those that can be
-    inspected.
+    """Return the ids of processes that hold the lock of the file, rather than only have it open, as far as can be seen.
+
+    Processes of other users cannot be seen.
     """
     file_stat = os.fstat(file.fileno())
     found: set[int] = set()
@@ -179,12 +186,14 @@ def holders(file: IO[str]) -> set[int]:
 
 
 def _holds(process: Path, wanted: os.stat_result) -> bool:
+    """Return whether a process, by its directory in /proc, holds a lock of the file with this device and inode."""
     try:
         for descriptor in (process / "fd").iterdir():
             try:
                 it = descriptor.stat()
                 if (it.st_dev, it.st_ino) != (wanted.st_dev, wanted.st_ino):
                     continue
+                # fdinfo lists the locks of an open file: a stack that only waits has the file open, and no lock.
                 if "FLOCK" in (process / "fdinfo" / descriptor.name).read_text():
                     return True
             except OSError:  # a socket, or closed meanwhile
@@ -205,6 +214,9 @@ def _marked(directory: Path) -> dict[int, StackId]:
 
 
 def _taken(directory: Path, stack: StackId | None, left: set[int]) -> InvalidStateError:
+    """Return the error that the directory is in use: by a stack that runs, or by the processes `left` of another
+    one.
+    """
     if stack is not None and stack.is_supervised:
         return InvalidStateError(
             f"another stack (pid {stack.supervisor}) runs in {directory}",
@@ -219,13 +231,14 @@ def _taken(directory: Path, stack: StackId | None, left: set[int]) -> InvalidSta
 
 
 def _named(pids: set[int]) -> str:
-    """Return the processes as text: `pid 4711 (valkey-server), …`."""
+    """Return the processes in words: `pid 4711 (valkey-server), …`."""
     if not pids:
         return "processes that cannot be seen from here (of another user, container or machine)"
     return ", ".join(f"pid {pid} ({_command(pid)})" for pid in sorted(pids))
 
 
 def _command(pid: int) -> str:
+    """Return the name of a process's module or program."""
     try:
         words = psutil.Process(pid).cmdline()
     except psutil.Error:
@@ -245,7 +258,7 @@ _LOCK_S, _LOCK_AGAIN_S = 1.0, 0.01
 
 
 def is_free(host: str, port: int) -> bool:
-    """Return whether a server could listen there now."""
+    """Return whether a server could listen on this host and port now."""
     try:
         bound_socket(host, port).close()
     except OSError:
@@ -254,7 +267,8 @@ def is_free(host: str, port: int) -> bool:
 
 
 def free_ports(count: int, *, host: str = "127.0.0.1", but: Collection[int] = ()) -> list[int]:
-    """Return distinct ports that are free now and were not returned to a process of this user a short time ago.
+    """Return `count` distinct ports that are free now and were not given out to a process of this user a short time
+    ago.
 
     Ports in `but` are not returned. A foreign program may still take one before it is bound. Raises UnavailableError if
     not enough are found.
@@ -263,6 +277,7 @@ def free_ports(count: int, *, host: str = "127.0.0.1", but: Collection[int] = ()
     with _given_out() as times:
         for _ in range(_TRIES):
             port = random.randrange(*_RANGE)
+            # In this order: to bind a socket costs most.
             if port not in chosen and port not in but and not _is_held(times, port) and is_free(host, port):
                 chosen.append(port)
                 if len(chosen) == count:
@@ -277,12 +292,13 @@ def free_ports(count: int, *, host: str = "127.0.0.1", but: Collection[int] = ()
 
 @contextlib.contextmanager
 def _given_out() -> Iterator[int | None]:
-    """Yield the locked file with the time at which each port of the range was given out; None if it cannot be had.
+    """Yield the descriptor of the locked file with the time at which each port was given out; None if it cannot be had.
 
     Two stacks that start at once choose a dozen ports each, seconds before they bind them.
     """
     path = Path(tempfile.gettempdir()) / f"millrace-ports-{os.getuid()}"
     try:
+        # O_NOFOLLOW, because everybody may write to this directory: a link of another user is refused.
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError:  # a read-only machine, or another user's file: chance alone keeps stacks apart
         yield None
@@ -294,7 +310,7 @@ def _given_out() -> Iterator[int | None]:
 
 
 def _is_locked(file: int) -> bool:
-    """Lock the file, which others do for milliseconds; return False if another process has it locked for longer."""
+    """Lock the file and return True; return False if another process has it locked for longer than `_LOCK_S`."""
     ends = time.monotonic() + _LOCK_S
     # unregistered wait: a second at most, before anything is started
     while True:
@@ -309,13 +325,16 @@ def _is_locked(file: int) -> bool:
 
 
 def _is_held(times: int | None, port: int) -> bool:
+    """Return whether a port was given out within the last `_HELD_S`; `times` is the file of `_given_out`."""
     if times is None:
         return False
     found = os.pread(times, _TIME.size, (port - _RANGE[0]) * _TIME.size)
+    # A time that has not come yet was written before the clock was set back: such a port counts as free.
     return len(found) == _TIME.size and 0 <= time.time() - _TIME.unpack(found)[0] < _HELD_S
 
 
 def _hold(times: int | None, ports: list[int]) -> None:
+    """Record in the file `times` that these ports are given out now; nothing without the file."""
     if times is not None:
         with contextlib.suppress(OSError):  # a full disk
             for port in ports:
@@ -323,12 +342,15 @@ def _hold(times: int | None, ports: list[int]) -> None:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return one port that is free now."""
+    """Return one port on `host` that is free now; UnavailableError if none is found."""
     return free_ports(1, host=host)[0]
 
 
 def require_free(host: str, port: int, *, purpose: str, option: str) -> None:
-    """Raise UnavailableError naming the port, its purpose and the option that changes it, if the port is taken."""
+    """Raise UnavailableError if a server could not listen on this host and port now.
+
+    The error names the port's `purpose`, and the `option` of the command that changes the port.
+    """
     if is_free(host, port):
         return
     raise UnavailableError(

@@ -29,7 +29,7 @@ from millrace.storage.clean_up import remove
 from millrace.telemetry import waits
 
 _READY_POLL_S = 0.1
-_TELL_READY_AFTER_S = 1.0
+_REPORT_READY_AFTER_S = 1.0
 
 
 # Whether a process that is alive still answers: probes, and the arithmetic of their failures.
@@ -71,13 +71,14 @@ Probe = Callable[[], Awaitable[Answer]]
 
 
 def probe_service(address: str, access: ClientAccess | None = None) -> Probe:
-    """Return a health check of the process at a gRPC address, on a new connection, as an old one may be backing off.
+    """Return a function that checks the health of the process at a gRPC address, on a new connection each time.
 
-    `access` is how to call it; by default in plain text, as on loopback.
+    An old connection may be backing off. `access` is how to call it; None is plain text, as on loopback.
     """
     how = ClientAccess.plain() if access is None else access
 
     async def ask() -> Answer:
+        """Return what the process's health service answers within `CHECK_TIMEOUT_S`."""
         async with open_channel(address, access=how) as channel:
             check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined] - set by its constructor
             try:
@@ -90,9 +91,10 @@ def probe_service(address: str, access: ClientAccess | None = None) -> Probe:
 
 
 def probe_redis(redis: EmbeddedRedis) -> Probe:
-    """Return a check that sends PING to the embedded Redis."""
+    """Return a function that checks the embedded Redis by a PING."""
 
     async def ask() -> Answer:
+        """Return whether the server answers PING within `CHECK_TIMEOUT_S`."""
         is_ready = await asyncio.to_thread(redis.is_ready, timeout_s=CHECK_TIMEOUT_S)
         return Answer.SERVING if is_ready else Answer.SILENT
 
@@ -103,7 +105,7 @@ class AnswerHistory:
     """The answers of one life of a process. Times are monotonic seconds."""
 
     def __init__(self, now: float) -> None:
-        """Begin with a process that serves at `now`."""
+        """Begin the history of a process that serves at `now`, in monotonic seconds."""
         self.failures = 0
         self.answer = Answer.SERVING
         self._well_at = now
@@ -111,11 +113,19 @@ class AnswerHistory:
         self._is_named = False
 
     def silent_s(self, now: float) -> float:
-        """Return the seconds since the process last served, as far as the supervisor was on time."""
+        """Return for how many seconds before `now` (monotonic) the process has not served, as far as the supervisor
+        was on time.
+        """
         return now - self._well_at
 
     def hear(self, answer: Answer, now: float, *, is_certain: bool) -> LivenessAction:
-        """Record an answer and return what to do; `is_certain` says that the machine is not the cause of a silence."""
+        """Record an answer that came at `now` (monotonic), and return what to do about the process.
+
+        NAME is returned once per silence, KILL after a longer one; a process that cannot be reached or reports that it
+        does not serve counts as silent. A silence ends with SERVING, and with an answer that comes much later than the
+        one before: then the supervisor itself did not run. `is_certain` says that the machine is not the cause of a
+        silence; without it KILL is never returned.
+        """
         was_late = now - self._asked_at > _LATE_S  # the machine slept, or we did not get the processor either
         self._asked_at, self.answer = now, answer
         if answer is Answer.SERVING or was_late:
@@ -146,11 +156,12 @@ class Keeper:
         has_liveness: bool = True,
         settled_after_s: Mapping[str, float] | None = None,
     ) -> None:
-        """Take `probes` by the names of the children, which all serve now.
+        """Make the keeper of a supervisor's children; `probes` checks each by its name, and all serve now.
 
-        `settled_after_s`, by name, is for those that need longer than others to show that a life is a good one. `note`
-        gets messages for the user; `on_change` is called when pids have changed. A restarted process that does not
-        serve within `ready_deadline_s` is killed, which counts as a death.
+        `note` gets messages for the user; `on_change` is called when pids have changed. A restarted process that does
+        not serve within `ready_deadline_s` is killed, which counts as a death. Without `is_restarting` no process is
+        started again, and without `has_liveness` none is probed. `settled_after_s`, by name, is for those that need
+        longer than others to show that a life is a good one.
         """
         self._supervisor = supervisor
         self.probes = probes
@@ -166,7 +177,7 @@ class Keeper:
         """A directory whose logs are rotated while `run` runs."""
 
     def restarts(self) -> dict[str, int]:
-        """Return the number of restarts of each process."""
+        """Return how often each process was started again, by name."""
         return {name: lives.restarts for name, lives in self.lives.items()}
 
     async def run(self) -> NoReturn:
@@ -187,16 +198,22 @@ class Keeper:
                 while True:
                     child = await self._supervisor.next_death()
                     tasks.create_task(self._revive(child), name=f"restart of {child.spec.name}")
+        # A task group raises groups, and callers expect the error of one process.
         except BaseExceptionGroup as group:
             raise first_error(group) from None
 
     async def _revive(self, child: Child) -> None:
-        """Start a dead process again, after a pause, and wait until it serves; raise ProcessDiedError as `run` does."""
+        """Start a dead process again, after a pause, and wait until it serves.
+
+        Raise ProcessDiedError if it is given up.
+        """
         name, lives = child.spec.name, self.lives[child.spec.name]
         exit_kind = ExitKind.of(await child.exited)
         decision = lives.end(time.monotonic(), exit_kind)
         given_up = decision.short_lives if self._is_restarting else None
+        # In a thread: it reads the end of a log, and the other processes are watched meanwhile.
         error = await asyncio.to_thread(describe_death, child, given_up_after=given_up)
+        # Before the new life: what the old one has left may hold what that needs, such as its port.
         await self._supervisor.end_rest(child)
         if decision.is_hopeless or not self._is_restarting:
             self._note(f"{name} died: {error.how}; it is not started again")
@@ -210,7 +227,7 @@ class Keeper:
         await self._until_ready(name, again)
 
     async def _until_ready(self, name: str, child: Child) -> None:
-        """Return when the process serves or has died again; kill it if it does neither within the deadline."""
+        """Wait until the process serves or has died again; kill it if it does neither within the deadline."""
         began = time.monotonic()
         ends = began + self._ready_deadline_s
         with waits.waiting(f"{name} to be ready again", waits_on=name, deadline_s=self._ready_deadline_s):
@@ -218,7 +235,7 @@ class Keeper:
                 if await self.probes[name]() is Answer.SERVING and child.is_alive:
                     now = time.monotonic()
                     self.lives[name].ready(now)
-                    if now - began > _TELL_READY_AFTER_S or name == "redis":  # everybody waits for Redis
+                    if now - began > _REPORT_READY_AFTER_S or name == "redis":  # everybody waits for Redis
                         self._note(f"{name} is ready again after {now - began:.1f} s")
                     return
                 await asyncio.sleep(_READY_POLL_S)
@@ -227,9 +244,9 @@ class Keeper:
             await self._supervisor.end_rest(child)
 
     async def _check(self, name: str) -> None:
-        """Check the health of one process for as long as the stack lives.
+        """Check the health of the process `name`, in each of its lives, until cancelled.
 
-        Each life of it that stops answering is killed.
+        Kill a life that stops answering.
         """
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
@@ -259,20 +276,24 @@ class Keeper:
             await asyncio.sleep(PERIOD_S)
 
     def _is_serving(self, child: Child) -> bool:
+        """Return whether this is the newest life of a process, is alive, and was ready once."""
         name = child.spec.name
         is_newest = child is self._supervisor.children[name]
         return is_newest and child.is_alive and self.lives[name].ready_at is not None
 
     def _others_answer(self, name: str, now: float) -> bool:
+        """Return whether another process than `name` has answered within `NAME_AFTER_S` before `now` (monotonic)."""
         recent = now - NAME_AFTER_S
         return any(at > recent for other, at in self._heard_at.items() if other != name)
 
 
 def _what(answer: Answer) -> str:
+    """Return what a process did instead of serving, in words."""
     return "says that it is not healthy" if answer is Answer.SICK else "has not answered its health check"
 
 
 def _why(child: Child) -> str:
+    """Return why a process does not answer, as the end of a sentence; "" if that is not known."""
     return " (it is stopped by a signal or a debugger)" if is_stopped(child.pid) else ""
 
 
@@ -300,7 +321,9 @@ class ExitKind(Enum):
 
     @classmethod
     def of(cls, returncode: int) -> "ExitKind":
-        """Return the kind of a return code, which is minus the number of a signal."""
+        """Return how a process ended, by its return code: minus the number of the signal that ended it, or its exit
+        code.
+        """
         return {0: cls.ORDERLY, -9: cls.KILLED}.get(returncode, cls.CRASHED)
 
 
@@ -320,7 +343,11 @@ class RestartHistory:
     """The lives of one process. Times are monotonic seconds."""
 
     def __init__(self, *, settled_after_s: float = SETTLED_AFTER_S) -> None:
-        """Take `settled_after_s`, longer for a process that answers long before it works."""
+        """Begin with a process that has not been ready.
+
+        A life that has served for `settled_after_s` seconds is a good one; that is longer for a process that answers
+        long before it works.
+        """
         self._settled_after_s = settled_after_s
         self.restarts = 0
         """How often the process was started again."""
@@ -330,19 +357,20 @@ class RestartHistory:
         self._weight = 0.0
 
     def begin(self) -> None:
-        """Record that the process was started again."""
+        """Record that the process was started again, and is not ready yet."""
         self.restarts += 1
         self.ready_at = None
 
     def ready(self, now: float) -> None:
-        """Record that the process serves."""
+        """Record that the process serves since `now` (monotonic), unless it did already."""
         if self.ready_at is None:
             self.ready_at = now
 
     def end(self, now: float, exit_kind: ExitKind) -> RestartDecision:
-        """Record that the process died, and return whether and when to start it again.
+        """Record that the process died at `now` (monotonic), and return whether and when to start it again.
 
-        A process that ended in an orderly way after it was ready is started at once, without a count.
+        A process that ended in an orderly way after it was ready is started at once, and that does not count as a
+        death.
         """
         lived_s = None if self.ready_at is None else now - self.ready_at
         self.ready_at = None
@@ -371,12 +399,12 @@ _LOOKS, _LOOK_AGAIN_S = 10, 0.001
 
 
 def old_of(path: Path) -> Path:
-    """Return the path of the file with the older lines of a log."""
+    """Return the path of the file to which the older lines of the log at `path` are moved."""
     return path.with_name(f"{path.name}.1")
 
 
 def rotate(path: Path, *, max_bytes: int = MAX_BYTES) -> bool:
-    """Move the lines of a file larger than `max_bytes` to the old file, replacing that; return whether it was larger.
+    """Move the lines of a log larger than `max_bytes` to its old file, replacing that; return whether it was larger.
 
     Raises OSError if the disk is full.
     """
@@ -392,13 +420,17 @@ def rotate(path: Path, *, max_bytes: int = MAX_BYTES) -> bool:
     except OSError:  # raised on: half a copy takes the last room of a disk
         remove(fresh, what="log file")
         raise
+    # Emptied, not replaced: the process goes on appending to the file that it has open.
     os.truncate(path, 0)
     fresh.replace(old_of(path))
     return True
 
 
 def _copy_lines(source: BinaryIO, target: BinaryIO) -> None:
-    """Copy up to the end of a line, reading again for a moment: a reader may see only the first half of a write."""
+    """Copy a file up to its end, reading again for a moment if that is within a line.
+
+    A reader may see only the first half of a write.
+    """
     last = b"\n"
     # unregistered wait: 10 ms at most, for a write that is under way
     for _ in range(_LOOKS):
@@ -413,7 +445,10 @@ def _copy_lines(source: BinaryIO, target: BinaryIO) -> None:
 async def keep_bounded(
     directory: Path, *, note: Callable[[str], None], max_bytes: int = MAX_BYTES, period_s: float = ROTATION_PERIOD_S
 ) -> NoReturn:
-    """Rotate the logs of a directory as they grow, until cancelled. `note` gets each that cannot be rotated, once."""
+    """Rotate the logs of a directory that grow beyond `max_bytes`, every `period_s` seconds, until cancelled.
+
+    `note` gets each that cannot be rotated, once.
+    """
     noted: set[str] = set()
     # unregistered wait: a periodic look at files of this machine
     while True:
@@ -429,4 +464,5 @@ async def keep_bounded(
 
 
 def _logs(directory: Path) -> list[Path]:
+    """Return the paths of the logs of a directory, in order of name."""
     return sorted(directory.glob("*.log"))

@@ -18,9 +18,12 @@ _OWN_REMEDY = ("BUCKET_MISSING", "CLOCK_SKEWED", "STORE_FAILING")
 
 
 async def check_redis(url: str, *, prefix: str) -> None:
-    """Run `redis_self_test` on the Redis at a URL, and raise its errors, with the URL but without the password in them.
+    """Test whether runs can work with the Redis at a URL, with keys below `prefix`.
 
-    Raises InvalidSpecError if it is no URL.
+    Raise its error without the password.
+
+    Raises UnavailableError if it does not answer, InvalidStateError if it cannot hold runs, InvalidSpecError if it is
+    no URL.
     """
     with waits.waiting("redis to answer", waits_on="redis", deadline_s=DEADLINE_S):
         client = open_redis(url)  # as the services do; a malformed URL is not repeated
@@ -39,7 +42,9 @@ async def check_redis(url: str, *, prefix: str) -> None:
 
 
 async def check_store(url: str, *, prefix: str) -> Future[None]:
-    """Run the self-test of the object store at a URL, and return its future, which may raise later.
+    """Test the object store at a URL with objects below `prefix`.
+
+    Return the future of its last answers, which may raise later.
 
     Raises UnavailableError if the store does not answer, and InvalidStateError if runs cannot work with it.
     """
@@ -65,9 +70,9 @@ async def check_store(url: str, *, prefix: str) -> Future[None]:
 
 
 async def _connect(url: str) -> None:
-    """Raise UnavailableError if the endpoint in the URL does not accept a connection.
+    """Raise UnavailableError if the `endpoint` in a store's URL does not accept a connection soon.
 
-    The store itself would retry for long.
+    A URL without an endpoint is not checked. The store itself would retry for long.
     """
     endpoint = urlsplit(dict(parse_qsl(urlsplit(url).query)).get("endpoint", ""))
     if not endpoint.hostname:
@@ -82,4 +87,5 @@ async def _connect(url: str) -> None:
 
 
 def _test(url: str, prefix: str) -> Future[None]:
+    """Test the object store at a URL with objects below `prefix`, and return the future of its last answers; blocks."""
     return require_tested(open_store(url), prefix=prefix)

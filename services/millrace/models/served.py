@@ -44,13 +44,15 @@ class CheckedModel:
 
 
 def validate_served(
-    directory: Path, *, place: Path, needs_tokenizer: bool, needs_template: bool, tell: Callable[[str], None]
+    directory: Path, *, place: Path, needs_tokenizer: bool, needs_template: bool, report: Callable[[str], None]
 ) -> CheckedModel:
-    """Validate all of a model (files, names, shapes, tokenizer, and every number); return the directory to serve.
+    """Check all of a model (files, names, shapes, tokenizer, and every number), and return the directory to serve, with
+    notes.
 
-    If the directory has weight files that are not the model's, `place` becomes a directory of links to the others, and
-    is returned. `tell` is called with the progress. Raises as `look_at`, and CorruptObjectError (MODEL_CORRUPT) for
-    numbers that are not finite and for files with tensors that the index does not assign to them.
+    If the directory has weight files that are not the model's, `place`, which must not exist, becomes a directory of
+    links to the others, and is the one to serve. With `needs_tokenizer` the tokenizer is checked, with `needs_template`
+    its chat template, too. `report` is called with texts on the progress. Raises as `look_at`, and CorruptObjectError
+    (MODEL_CORRUPT) for numbers that are not finite and for files with tensors that the index does not assign to them.
     """
     require_no_adapter(directory)
     config = read_object(directory / "config.json")
@@ -58,17 +60,19 @@ def validate_served(
     notes = [note for note in (check_stored(directory),) if note]
     if needs_tokenizer:
         check_tokenizer(directory, model=directory, needs_template=needs_template)
-    require_finite(weights, tell=tell)
+    require_finite(weights, report=report)
     if weights.beside:
         notes.append(f"{first_names(weights.beside)} beside the model's own weight files: not read")
     return CheckedModel(directory=_cleared(weights, place), notes=tuple(notes))
 
 
 def validate_other_weights(directory: Path, *, model: Path, place: Path) -> Path:
-    """Validate weights that replace those of a served model; return the directory to load.
+    """Check weights that shall replace those of the served `model`; return the directory to load.
 
-    `place` is that of `validate_served`. Raises CorruptObjectError (MODEL_CORRUPT) as `validate_served`, and if names,
-    formats and shapes differ from those of `model`, if that is a local directory.
+    It is `directory`, or `place`, which must not exist and becomes a directory of links, if `directory` has other
+    weight files or indices as well, or if those of the model have unusual names. Raises CorruptObjectError
+    (MODEL_CORRUPT) for numbers that are not finite, for files with tensors that the index does not assign to them, and
+    if names, formats and shapes differ from those of `model`, which are compared if `model` is a local directory.
     """
     weights = _listed(directory, {})
     if (model / "config.json").is_file():
@@ -79,12 +83,15 @@ def validate_other_weights(directory: Path, *, model: Path, place: Path) -> Path
             problem = "it is not the model that is served: missing, unexpected or of another shape or format are"
             raise model_corrupt(directory, f"{problem} {first_names(odd)}")
     require_finite(weights)
-    weights.tell_beside()
+    weights.warn_of_beside()
     return _cleared(weights, place)
 
 
 def _listed(directory: Path, config: Mapping[str, Any]) -> WeightFiles:
-    """Return the weight files; raise CorruptObjectError if they have tensors that the index does not assign to them."""
+    """Return the weight files of a directory with this config.json.
+
+    Raises CorruptObjectError if they have tensors that the index does not assign to them.
+    """
     weights = WeightFiles.find(directory, config)
     if weights.unlisted:
         what = f"its files hold what {weights.name} does not give to them: {first_names(weights.unlisted)}"
@@ -92,19 +99,20 @@ def _listed(directory: Path, config: Mapping[str, Any]) -> WeightFiles:
     return weights
 
 
-def require_finite(weights: WeightFiles, *, tell: Callable[[str], None] = lambda how_far: None) -> None:
+def require_finite(weights: WeightFiles, *, report: Callable[[str], None] = lambda how_far: None) -> None:
     """Raise CorruptObjectError (MODEL_CORRUPT) naming the tensors with a number that is infinite or NaN.
 
-    Reads all weights, in several threads; `tell` is called with the progress after each tensor.
+    Reads all weights, in several threads; `report` is called with a text on the progress after each tensor.
     """
     left, bad = len(weights.tensors), list[str]()
 
     def look(name: str) -> None:
+        """Read one tensor, and note its name if a number in it is not finite."""
         nonlocal left
         if not _is_finite(slices[name][...]):
             bad.append(name)
         left -= 1
-        tell(f"{len(weights.tensors) - left} of {len(weights.tensors)} tensors looked at")
+        report(f"{len(weights.tensors) - left} of {len(weights.tensors)} tensors looked at")
 
     with weights.open() as slices, ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
         for _ in pool.map(look, weights.tensors):
@@ -115,11 +123,14 @@ def require_finite(weights: WeightFiles, *, tell: Callable[[str], None] = lambda
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether all numbers of a tensor are finite, piece by piece."""
     return all(_is_finite_piece(piece) for piece in tensor.reshape(-1).split(_PIECE)) if tensor.numel() else True
 
 
 def _is_finite_piece(piece: torch.Tensor) -> bool:
+    """Return whether all numbers are finite; True for formats that have no infinity and no NaN."""
     if piece.dtype in _PLAIN:
+        # A NaN becomes both the least and the most, so that two numbers say whether all are finite.
         least, most = torch.aminmax(piece)
         return bool(least.isfinite() & most.isfinite())
     if piece.dtype in _CODES:
@@ -130,14 +141,16 @@ def _is_finite_piece(piece: torch.Tensor) -> bool:
 
 
 def _cleared(weights: WeightFiles, place: Path) -> Path:
-    """Return the directory of the weights, or, if it has other weight files or indices, `place` with links to the rest.
+    """Return a directory whose weights no program can mistake: the weights' own, or `place` with links.
 
-    A directory whose index or file has an unusual name is replaced by links, too.
+    It is `place`, which must not exist, if the directory has other weight files or indices, which are left out of the
+    links, or if its index or file has an unusual name.
     """
     directory = weights.directory
     others = {path.name for path in directory.glob(_INDICES)} - {weights.name}
     if not (weights.beside or others or weights.name not in (SINGLE, INDEX)):
         return directory
+    # Links and not copies: the weights may be hundreds of gigabytes.
     place.mkdir()
     for path in directory.iterdir():
         if path.name not in {*weights.beside, *others}:
@@ -149,10 +162,10 @@ def _cleared(weights: WeightFiles, place: Path) -> Path:
 
 
 def look_at(directory: Path, *, tokenizer: Path, needs_template: bool) -> list[str]:
-    """Check a model as a starting run does, except for its numbers; return notes for the user.
+    """Check a local model as a starting run does, except for its numbers; return notes for the user.
 
-    `tokenizer` is the directory of the tokenizer. Raises as `require_no_adapter`, `check_weights` and
-    `check_tokenizer`.
+    `tokenizer` is the directory of the tokenizer; with `needs_template` it must have a chat template. Raises as
+    `require_no_adapter`, `check_weights` and `check_tokenizer`.
     """
     require_no_adapter(directory)
     check_weights(directory)

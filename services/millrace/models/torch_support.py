@@ -12,7 +12,7 @@ _CPU_ALLOCATOR = "DefaultCPUAllocator"
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Return whether an error says that there is no memory left."""
+    """Return whether an error says that host or device memory is short."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
     )
@@ -37,7 +37,10 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def tag_of(tensor: torch.Tensor) -> str:
-    """Return manifests' name of a tensor's format, or torch's name if manifests have none."""
+    """Return the name of a tensor's number format in manifests, such as "bfloat16".
+
+    Torch's name if manifests have none.
+    """
     return _TAGS.get(tensor.dtype, str(tensor.dtype))
 
 

@@ -22,7 +22,9 @@ _MOST_SHOWN = 3
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Return the tokenizer in a directory; raise NotFoundError (TOKENIZER_MISSING) if it does not load.
+    """Return the tokenizer in a directory, loaded by transformers.
+
+    Raise NotFoundError (TOKENIZER_MISSING) if it does not load.
 
     One that has only special tokens is refused, too: transformers makes such a tokenizer without any files.
     """
@@ -39,9 +41,10 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def check_tokenizer(directory: Path, *, model: Path, needs_template: bool) -> None:
-    """Do the checks of `require_tokenizer`; only log a warning for a tokenizer that needs code of its own.
+    """Raise if the tokenizer in `directory` does not load or does not fit the model in directory `model`.
 
-    Engines may load such a tokenizer.
+    With `needs_template` it must have a usable chat template. Raises as `require_tokenizer`. A tokenizer that does not
+    load and needs code of its own, which engines may load, is only logged.
     """
     try:
         require_tokenizer(directory, model=model, needs_template=needs_template)
@@ -54,7 +57,8 @@ def check_tokenizer(directory: Path, *, model: Path, needs_template: bool) -> No
 def require_tokenizer(directory: Path, *, model: Path, needs_template: bool) -> Any:
     """Return the tokenizer in `directory`, after checking that it fits the model in directory `model`.
 
-    Raises as `load_tokenizer`, `check_tokens` and, with `needs_template`, `require_template`.
+    With `needs_template` it must have a usable chat template. Raises as `load_tokenizer`, `check_tokens` and
+    `require_template`.
     """
     tokenizer = load_tokenizer(directory)
     num_rows = _num_rows_of(read_object(model / "config.json"))
@@ -113,7 +117,7 @@ def _num_rows_of(config: Mapping[str, Any]) -> int | None:
 
 
 def _named_specials(tokenizer: Any) -> dict[str, str]:
-    """Return special tokens by their role, such as `eos_token`; lists of tokens are left out."""
+    """Return a tokenizer's special tokens by their role, such as `eos_token`; lists of tokens are left out."""
     return {name: str(text) for name, text in tokenizer.special_tokens_map.items() if not isinstance(text, list)}
 
 
@@ -128,6 +132,7 @@ def _configured(directory: Path) -> Iterator[tuple[str, str, int]]:
             continue
         document = read_object(directory / name)
         text = document.get("text_config")
+        # A model with a text part may have these keys at either level.
         for place in (document, text if isinstance(text, dict) else {}):
             for key in _IDS:
                 found = place.get(key)
@@ -139,6 +144,7 @@ def _configured(directory: Path) -> Iterator[tuple[str, str, int]]:
 
 
 def _missing(directory: Path, problem: str) -> NotFoundError:
+    """Return the error (TOKENIZER_MISSING) that the tokenizer in a directory has this problem."""
     return NotFoundError(
         f"the tokenizer in {str(directory)!r} {problem}",
         reason="TOKENIZER_MISSING",

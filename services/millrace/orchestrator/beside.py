@@ -8,7 +8,7 @@ import re
 import zlib
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from millrace.errors import InternalError, InvalidSpecError, Violation
 from millrace.runlog.records.run_record import RunRecord
 from millrace.storage import ObjectStore
-from millrace.v1 import audit_pb2, run_service_pb2
+from millrace.v1 import audit_pb2, run_pb2, run_service_pb2
 
 GROUP = "millrace.readers"
 """The group of entry points in which exactly one distribution names a function of the type of `open_readers`."""
@@ -32,6 +32,8 @@ class LogPlace:
     store: ObjectStore
     store_url: str
     """The same store for other processes."""
+    redis_url: str = field(repr=False)
+    """The same Redis for other processes; it may have a password."""
     prefix: str
 
 
@@ -39,13 +41,16 @@ class RunSource(Protocol):
     """The runs of a deployment. Answers come from memory where they can: Redis or the store may be away."""
 
     def list_runs(self, *, config: str = "") -> list[dict[str, Any]]:
-        """Return every run, or those whose configs match these words, the newest first, without its config."""
+        """Return a summary of every run, the newest first, without its config.
+
+        With `config`, of those whose configs have its words.
+        """
         ...
 
     async def find_run(self, name: str) -> dict[str, Any]:
-        """Return one run with its config: every key with its value, its default, and whether they differ.
+        """Return a run with its config: every key with its value, its default, and whether they differ.
 
-        Raise NotFoundError if there is none.
+        Raises NotFoundError if there is no run of that name.
         """
         ...
 
@@ -62,7 +67,9 @@ class RunSource(Protocol):
         ...
 
     async def act(self, name: str, action: str, *, reason: str) -> None:
-        """Pause, resume or cancel the run, as `action` says."""
+        """Ask that the run pauses, resumes or ends: `action` is "pause", "resume" or "cancel", `reason` is the
+        user's.
+        """
         ...
 
     async def audit(self, name: str) -> audit_pb2.AuditReport:
@@ -70,7 +77,7 @@ class RunSource(Protocol):
         ...
 
     def trouble(self) -> str:
-        """Return what of Redis or the store does not answer at the moment, in words; empty if both do."""
+        """Return in words what of Redis or the store does not answer at the moment; empty if both do."""
         ...
 
 
@@ -78,11 +85,14 @@ class Exports(Protocol):
     """What is written elsewhere of one run while this orchestrator holds it."""
 
     async def finish(self) -> None:
-        """Wait a bounded time for the rest to be written, as the run has ended."""
+        """Wait a bounded time until everything of the run is written, because the run has ended."""
         ...
 
     async def close(self, *, has_ended: bool) -> None:
-        """End the processes; `has_ended` says that no later claim of the run goes on with it."""
+        """End the processes that write.
+
+        If the run `has_ended`, no later claim of the run writes the rest, so they get a moment to write it first.
+        """
         ...
 
 
@@ -92,40 +102,52 @@ class Readers(Protocol):
     async def metrics(
         self, request: run_service_pb2.ListMetricsRequest, record: RunRecord
     ) -> run_service_pb2.ListMetricsResponse:
-        """Return a page of metrics by step."""
+        """Return a page of a run's metrics by step, as the request asks."""
         ...
 
     async def rollouts(
         self, request: run_service_pb2.ListRolloutsRequest, record: RunRecord
     ) -> run_service_pb2.ListRolloutsResponse:
-        """Return a page of rollouts; all pages of a list are of the index as it was at the first one."""
+        """Return a page of a run's rollouts; all pages of a list are of the index as it was at the first page."""
         ...
 
     async def lineage(
         self, request: run_service_pb2.GetLineageRequest, record: RunRecord
     ) -> run_service_pb2.GetLineageResponse:
-        """Return where a rollout or a version comes from, and what came of it."""
+        """Return where a rollout or a policy version of a run comes from, and what came of it."""
         ...
 
     async def audit(self, uid: str, *, on_progress: Callable[[str], None]) -> audit_pb2.AuditReport:
-        """Check the promises of a run against its log."""
+        """Check the promises of the run with this uid against its log, and return the report.
+
+        `on_progress` gets texts meanwhile.
+        """
         ...
 
     def export(self, record: RunRecord, *, warn: Callable[[str, str], Awaitable[object]]) -> Exports:
-        """Start what the run's config and the environment ask for; `warn` gets a reason and a text."""
+        """Start to export what the run's config and the environment ask for.
+
+        `warn` is called with the reason (UPPER_SNAKE) and the text of what a person has to change.
+        """
         ...
 
     def pages(self, address: str | None, source: RunSource) -> AbstractAsyncContextManager[int]:
-        """Serve the dashboard at an address while the block runs; the value is its port, 0 without an address."""
+        """Return a context that serves the dashboard over `source` at `address` (host:port) while it is open.
+
+        Its value is the port. With None it serves nothing, and the value is 0.
+        """
         ...
 
     async def close(self) -> None:
-        """End the processes that read."""
+        """End the processes that read logs."""
         ...
 
 
 def open_readers(place: LogPlace) -> Readers:
-    """Open the installed readers of a deployment's logs; raise InternalError unless exactly one is installed."""
+    """Return the installed readers of the logs at `place`.
+
+    Raise InternalError unless exactly one package has readers.
+    """
     found = metadata.entry_points(group=GROUP)
     if len(found) != 1:
         raise InternalError(
@@ -153,9 +175,9 @@ def page_size(size: int) -> int:
 
 
 def page(size: int, token: str) -> tuple[int, int]:
-    """Return the size of a page and the index of its first item; raise InvalidSpecError if either argument is invalid.
+    """Return the size of a page and the index of its first item, from the `size` and `token` of a request.
 
-    `size` and `token` are those of the request: 0 means `PAGE_DEFAULT`, and an empty token the first page.
+    A size of 0 means `PAGE_DEFAULT`, an empty token the first page. Raises InvalidSpecError if either is invalid.
     """
     wanted = page_size(size)
     try:
@@ -169,19 +191,19 @@ def page(size: int, token: str) -> tuple[int, int]:
 
 
 def next_token(start: int, total: int) -> str:
-    """Return the token of the page that begins at index `start`; empty if there are only `total` items."""
+    """Return the token of the page whose first item has index `start`; empty if there are only `total` items."""
     return base64.urlsafe_b64encode(str(start).encode()).decode() if start < total else ""
 
 
 def token_of(request: Any, *numbers: int) -> str:
-    """Return a token with these numbers that is valid for the next page of this request only."""
+    """Return a page token with these numbers, which is valid for the next page of this request only."""
     return base64.urlsafe_b64encode(".".join([_digest(request), *map(str, numbers)]).encode()).decode()
 
 
 def numbers_of(request: Any, *, count: int) -> tuple[int, ...] | None:
-    """Return the `count` numbers in the request's page token, or None without a token.
+    """Return the `count` numbers in the page token of a request; None without a token.
 
-    Raise InvalidSpecError if the token is malformed, has another number of them, or belongs to another request.
+    Raises InvalidSpecError if the token is malformed, has another number of them, or belongs to another request.
     """
     token: str = request.page_token
     if not token:
@@ -202,7 +224,7 @@ def numbers_of(request: Any, *, count: int) -> tuple[int, ...] | None:
 
 
 def _digest(request: Message) -> str:
-    """Return a digest of a request without its page token and page size."""
+    """Return the CRC32 (hex) of a request without its page token and page size."""
     asked = type(request)()
     asked.CopyFrom(request)
     asked.ClearField("page_token")
@@ -212,5 +234,20 @@ def _digest(request: Message) -> str:
 
 
 def _no_token(token: str) -> InvalidSpecError:
+    """Return the error that `token` is no page token of this API."""
     problem = Violation(field="page_token", value=token[:80], message="is not a token of this API: leave it out")
     return InvalidSpecError([problem], reason="PAGE_TOKEN_INVALID")
+
+
+PAGE_BYTES = 16 << 20
+"""Largest page of runs: configs are part of them. The next page begins after it."""
+
+
+def of_bounded_size(runs: list[run_pb2.Run]) -> list[run_pb2.Run]:
+    """Return as many of the first runs as fit into a page of `PAGE_BYTES`, and at least one."""
+    size = 0
+    for index, run in enumerate(runs):
+        size += run.ByteSize()
+        if index and size > PAGE_BYTES:
+            return runs[:index]
+    return runs

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -35,6 +35,7 @@ from millrace.runlog.records.sealed import is_sealed
 from millrace.runlog.recover import load_history
 from millrace.runlog.run_status import TERMINAL, RunStatus, state_name
 from millrace.storage import ObjectStore
+from millrace.telemetry import faults
 from millrace.telemetry.logging import masked
 from millrace.v1 import event_pb2, run_pb2
 
@@ -55,6 +56,7 @@ class RunView:
     """A run, and how far its log was read."""
 
     def __init__(self, record: RunRecord) -> None:
+        """Make the view of a run from its record, before any event of its log is read."""
         self.record = record
         self.cursor = ""
         self.log_instance = ""
@@ -70,7 +72,7 @@ class RunView:
 
     @property
     def run(self) -> run_pb2.Run:
-        """Return the run as the API shows it: DAMAGED, with reason and remedy, while it cannot be read."""
+        """Return the run as the API shows it; while it cannot be read, its state is DAMAGED, and its error says why."""
         self.status.fill(self._run)
         if self.damage is None:
             return self._run
@@ -94,12 +96,12 @@ class RunView:
         return self.status.state == run_pb2.RUN_STATE_FAILED
 
     def reopen(self) -> None:
-        """Set this view of a failed run back, because the run was reopened; the next event sets its state."""
+        """Set this view of a failed run back, because the run was reopened; the run's next event sets its state."""
         self.is_closed = False
         self.status.reopen()
 
     def apply(self, event: event_pb2.Event) -> None:
-        """Fold one event in; events come in the order of their cursors."""
+        """Update the view by an event of the run's log; events come in the order of their cursors."""
         self.cursor = event.cursor
         self.status.apply(event)
 
@@ -111,7 +113,10 @@ class RunCatalog:
     """
 
     def __init__(self, *, redis: redis.asyncio.Redis, store: ObjectStore, prefix: str, owner: str) -> None:
-        """Take `owner`, the name of this orchestrator in logs that it rebuilds."""
+        """Make a catalog without views; `owner` is the name of this orchestrator in logs that it rebuilds.
+
+        `prefix` is the deployment's in the object store and in Redis.
+        """
         self._owner = owner
         self._redis = redis
         self._store = store
@@ -125,20 +130,21 @@ class RunCatalog:
 
     @property
     def views(self) -> list[RunView]:
-        """Return every open run, and the ended ones that were asked for, as they were last seen."""
+        """Return the views of every open run, and of the ended ones that were asked for, as they were last read."""
         return list(self._views.values())
 
     async def refresh(self) -> list[RunView]:
-        """Read the new events of every run that may not have ended, and return these runs, oldest first.
+        """Read the new events of every run that may not have ended, and return the views of these runs, oldest first.
 
-        A run that ended since the last call is among them once more. A run that cannot be read is DAMAGED. While
-        Redis or the store does not answer for a run, its view stays as it is; what fails to answer for the list of
-        runs is raised. At each call one of the failed runs is checked in the store for a reopening.
+        A run that ended since the last call is among them once more. A run that cannot be read is DAMAGED. While Redis
+        or the store does not answer for a run, its view stays as it is; what fails to answer for the list of runs is
+        raised. At each call one of the failed runs is checked in the store for a reopening.
         """
         is_compared = time.monotonic() >= self._compare_at
         runs = await index.read_open(self._redis, self._store, self._prefix, is_compared=is_compared)
         if is_compared:
             self._compare_at = time.monotonic() + COMPARE_S
+        # Runs that the list has lost are still looked at, because Redis may have lost the entry alone.
         runs |= {uid: view.record.name for uid, view in self._views.items() if view.record.uid and not view.is_terminal}
         failed = [uid for uid in runs if uid in self._views and self._views[uid].has_failed]
         self._turn += 1
@@ -161,9 +167,11 @@ class RunCatalog:
         return [*runs, *((_key_of(name), name) for name in found.damaged)]
 
     async def read_listed(self, runs: Iterable[tuple[str, str]]) -> list[RunView]:
-        """Return the views of listed runs (`list_names`), in the same order; a run that has ended is read once.
+        """Return the views of these runs, pairs of uid and name (`list_names`), in the same order.
 
-        Left out is a run for which Redis or the store does not answer, unless it was seen before.
+        An ended run is read once. A run for which Redis or the store does not answer has the view that was read last;
+        it is left out if there is none. The views of the ended runs that were read first are dropped from memory beyond
+        `MAX_ENDED`.
         """
         views: list[RunView] = []
         for uid, name in runs:
@@ -172,6 +180,7 @@ class RunCatalog:
                 view = await self._try_to_look_at(uid, name, is_looked_at=True) or view
             if view is not None:
                 views.append(view)
+        # A dictionary keeps the order of insertion: those that were read first go first.
         ended = [uid for uid, view in self._views.items() if view.is_terminal]
         for uid in ended[: max(0, len(ended) - MAX_ENDED)]:
             del self._views[uid]
@@ -179,14 +188,16 @@ class RunCatalog:
         return views
 
     async def find(self, name: str) -> RunView:
-        """Read the run called `runs/{name}`, `{name}` or with that uid as it is now, and return its view.
+        """Read the run with the name `runs/{name}` or `{name}`, or with that uid, as it is now, and return its view.
 
-        Raise NotFoundError, with a suggestion, if there is none.
+        It is DAMAGED if the run, or its entry in the index of names, cannot be read. Raises NotFoundError, with a
+        suggestion, if there is no such run.
         """
         wanted = name.removeprefix("runs/")
         if wanted in self._views and self._views[wanted].record.uid:
             return await self.look_at(wanted, self._views[wanted].record.name, is_looked_at=True)
-        with contextlib.suppress(CorruptObjectError):  # the list says which run it is, or shows it as damaged
+        # The list says which run it is, or shows it as damaged.
+        with contextlib.suppress(CorruptObjectError):
             if (named := await index.find_uid(self._redis, self._store, self._prefix, wanted)) is not None:
                 return await self.look_at(named[1], named[0], is_looked_at=True)
         listed = await read_index(self._redis, self._store, self._prefix)
@@ -197,22 +208,31 @@ class RunCatalog:
         return await self.look_at(listed.runs[found], found, is_looked_at=True)
 
     async def retire(self, run_log: RunLog) -> bool:
-        """Let the log of a sealed run expire from Redis, and stop listing the run as open.
+        """Let the log of an ended run expire from Redis, and take the run off the list of open ones.
 
-        From then on it is read only on request. Returns False, and does nothing, if its end is not sealed.
+        Return whether that was done.
+
+        It is not, and False is returned, if the run's end has no seal, or if the run is reopened meanwhile. From then
+        on the run is read only on request.
         """
         names = run_log.names
+        # A run may have ended several times: each end has a seal of its own, numbered by its reopenings.
         number = len(await asyncio.to_thread(load_reopenings, self._store, names))
         if await asyncio.to_thread(self._store.head, names.seal(number)) is None:
             return False
         await run_log.expire(ENDED_S)
+        faults.reach(faults.Point.ORCHESTRATOR_MID_EXPIRE)
+        # Who reopens writes its record, then keeps the log: either the record is seen here, or the log is kept later.
+        if len(await asyncio.to_thread(load_reopenings, self._store, names)) != number:
+            await run_log.persist()
+            return False
         await index.note_ended(self._redis, self._store, self._prefix, uid=names.uid, number=number)
         return True
 
     def known(self, name: str) -> RunView | None:
-        """Return a run from memory as it was last seen, by name, uid, unique prefix, or `-` for the newest.
+        """Return the view in memory of a run, by name, uid, unique prefix, or `-` for the newest.
 
-        None if no run has that name, or several have the prefix.
+        None if no run in memory has that name, or several have the prefix.
         """
         views = {view.record.name: view for view in self._views.values()}
         try:
@@ -220,14 +240,19 @@ class RunCatalog:
         except (NotFoundError, InvalidSpecError):
             return None
 
+    def forget(self, uid: str) -> None:
+        """Drop the view of a run, by its uid, because the run is deleted."""
+        for kept in (self._views, self._unread, self._drive_damage, self._locks):
+            kept.pop(uid, None)
+
     async def open_log(self, uid: str) -> RunLog:
-        """Open the run's log, rebuilt from the store if Redis has lost it."""
+        """Open and return the run's log in Redis, rebuilt from the store if Redis has lost it."""
         return await open_or_rebuild(self._redis, self._store, prefix=self._prefix, uid=uid, owner=self._owner)
 
     async def open_reopened(self, uid: str) -> RunLog:
-        """Open the log of a reopened run without the superseded closing header.
+        """Open and return the log of a reopened run, in a copy without the closing header that does not count any more.
 
-        The run is listed as open, so that every replica reads it again.
+        The run is listed as open, so that every replica of the orchestrator reads it again.
         """
         run_log = await open_reopened(self._redis, self._store, prefix=self._prefix, uid=uid, owner=self._owner)
         number = len(await asyncio.to_thread(load_reopenings, self._store, run_log.names))
@@ -236,22 +261,31 @@ class RunCatalog:
         return run_log
 
     async def is_end(self, uid: str, state: run_pb2.RunState) -> bool:
-        """Return whether the headers confirm an event of this terminal state, before or after a reopening."""
+        """Return whether the store confirms an event that says that the run ended in this terminal state.
+
+        It does if a closing header says so, also one after which the run was reopened, or if the run is deleted.
+        """
         return await asyncio.to_thread(is_end, self._store, Names(self._prefix, uid), state_name(state))
 
     def drive_failed(self, uid: str, error: MillraceError) -> None:
-        """Show the run as DAMAGED because a drive found damage that reading does not show; until a drive gets ahead."""
+        """Show the run with this uid as DAMAGED, because a drive found damage that reading does not show.
+
+        It is shown so until its log has a new event of a changed state.
+        """
         self._drive_damage[uid] = error
         self._note_damage(uid, error)
 
     def is_unreadable(self, view: RunView) -> bool:
-        """Return whether the run could not be read last time, so that no drive can begin."""
+        """Return whether the run could not be read last time, so that it cannot be driven.
+
+        False for a run that can be read, and is DAMAGED only because of what a drive found (`drive_failed`).
+        """
         return view.damage is not None and view.record.uid not in self._drive_damage
 
     def _note_names(self, index: RunIndex) -> None:
-        """Show runs whose entry in the index is damaged as DAMAGED, and remove those whose entry can be read again.
+        """Show runs whose entry in the index of names is damaged as DAMAGED, under a placeholder for the uid.
 
-        Such a run has a placeholder for its uid.
+        Views of such runs whose entry can be read again are removed.
         """
         known = {_key_of(name): (name, error) for name, error in index.damaged.items()}
         for key in [key for key, view in self._views.items() if not view.record.uid and key not in known]:
@@ -261,7 +295,10 @@ class RunCatalog:
             self._note_damage(key, error)
 
     def _note_damage(self, uid: str, error: Exception, *, name: str = "") -> RunView:
-        """Show the run as DAMAGED until it can be read, and return its view; `name` is for a run that has no view."""
+        """Show the run as DAMAGED, because of `error`, until it can be read, and return its view.
+
+        `name` is for a run that has no view.
+        """
         view = self._views.get(uid)
         if view is None:
             view = self._views[uid] = RunView(RunRecord.unreadable(uid, name or uid))
@@ -272,9 +309,9 @@ class RunCatalog:
         return view
 
     async def _try_to_look_at(self, uid: str, name: str, *, is_looked_at: bool) -> RunView | None:
-        """Return what `look_at` returns.
+        """Return the view that `look_at` returns for these parameters.
 
-        If Redis or the store does not answer, return the last view; None if there is none.
+        If Redis or the store does not answer, return the view that was read last, None if there is none.
         """
         try:
             view = await self.look_at(uid, name, is_looked_at=is_looked_at)
@@ -287,10 +324,10 @@ class RunCatalog:
         return view
 
     async def look_at(self, uid: str, name: str, *, is_looked_at: bool) -> RunView:
-        """Read the run as it is now, DAMAGED if it cannot be read; raise while Redis or the store is away.
+        """Read the run as it is now and return its view, DAMAGED if it cannot be read.
 
-        `name` is for a run that was never read. `is_looked_at` also has a failed run checked in the store for a
-        reopening.
+        `name` is for a run that was never read. With `is_looked_at` a failed run is also checked in the store for a
+        reopening. Raises UnavailableError and the like while Redis or the store does not answer.
         """
         try:
             view = await self._refresh_one(uid, is_looked_at=is_looked_at)
@@ -302,12 +339,17 @@ class RunCatalog:
         return view
 
     async def _refresh_one(self, uid: str, *, is_looked_at: bool) -> RunView:
+        """Read what is new of a run and return its view, made from `run.json` if there is none; one reader at a time.
+
+        A view of a run that has ended is returned as it is. `is_looked_at` is that of `look_at`.
+        """
         async with self._locks.setdefault(uid, asyncio.Lock()):
             view = self._views.get(uid)
             if view is None or view.record.kind == UNKNOWN:
                 key = Names(self._prefix, uid).run_json
                 data = await asyncio.to_thread(self._store.get, key, max_bytes=MAX_JSON_BYTES)
                 record = RunRecord.decode(data, where=self._store.uri(key))
+                # The object may have been copied there from another run.
                 if record.uid != uid:
                     raise CorruptObjectError(
                         f"{self._store.uri(key)} is of run {record.uid[:80]!r}", reason="RUN_JSON_CORRUPT"
@@ -336,6 +378,7 @@ class RunCatalog:
             entries = await asyncio.to_thread(load_archived_events, self._store, names)
         except (CorruptObjectError, NotFoundError):
             return False  # Redis may have them
+        # A view of its own: an archive without the end of the run must leave the given one as it was.
         archived = RunView(view.record)
         for event in map(readable_event, entries):
             if event is not None:
@@ -347,8 +390,8 @@ class RunCatalog:
     async def _fold(self, view: RunView) -> RunView:
         """Apply the new events of the run's log to the view and return it.
 
-        A new view if Redis holds another copy of the log, which is read from its beginning: the ids of lost
-        events may be reused there. An end that no header confirms is taken back.
+        If Redis holds another copy of the log, that is a new view, read from the beginning: the ids of lost events may
+        be reused there. An end that no header confirms is taken back.
         """
         run_log = await self.open_log(view.record.uid)
         instance = await run_log.read_instance()
@@ -376,13 +419,13 @@ class RunCatalog:
                 "an event says that the run has ended, and no header closes it: somebody else writes to this Redis",
                 extra={"run": view.record.name, "state": state_name(view.status.state)},
             )
-            view.status.take_end_back()
+            view.status.retract_end()
         view.damage = self._drive_damage.get(view.record.uid)
         self._views[view.record.uid] = view
         return view
 
     async def _look_for_reopening(self, view: RunView) -> None:
-        """Set the view of a failed run back if the store has a further record of its reopening.
+        """Set the view of a failed run back if the store has a record that the run was reopened once more.
 
         The store has that record before the log has any event of it.
         """
@@ -400,9 +443,9 @@ def _key_of(name: str) -> str:
 
 
 def _as_damage(error: Exception, name: str) -> MillraceError:
-    """Return the problem with a run as a typed error.
+    """Return the problem with the run called `name` as a Millrace error.
 
-    Any other error, or one of the config, becomes an InternalError.
+    An error of another class, or one of the config, becomes an InternalError that names it.
     """
     if isinstance(error, MillraceError) and not isinstance(error, InvalidSpecError):
         return error
@@ -438,6 +481,7 @@ class ConfigText:
 
 
 def _matches(word: str, key: str, value: Any) -> bool:
+    """Return whether a word is part of this key or value; `key=value` must match both."""
     name, is_pair, wanted = word.rpartition("=")
     if is_pair:
         return name in key and (_is_number(wanted, value) or _holds(value, wanted, whole=not isinstance(value, str)))
@@ -445,18 +489,23 @@ def _matches(word: str, key: str, value: Any) -> bool:
 
 
 def _holds(value: Any, wanted: str, *, whole: bool = False) -> bool:
+    """Return whether a value, as lower-case text, contains `wanted`; with `whole`, whether it is equal to it."""
     text = str(value).lower()
     return wanted == text if whole else wanted in text
 
 
 def _is_number(word: str, value: Any) -> bool:
-    """Return whether the word is another spelling of this number."""
+    """Return whether `word` is another spelling of the number `value`, such as "1e-5" of 0.00001."""
     with contextlib.suppress(ValueError):
         return isinstance(value, int | float) and not isinstance(value, bool) and float(word) == value
     return False
 
 
 def _values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield every key of a nested config, dotted and in lower case, with its value; null values are left out.
+
+    `path` is the key of `value` itself.
+    """
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from _values(item, f"{path}.{name}" if path else str(name))
@@ -465,3 +514,72 @@ def _values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _values(item, f"{path}[{index}]")
     elif value is not None:
         yield path.lower(), value
+
+
+# The events of a run for somebody who watches: each once and in order, also across a Redis that lost some of them.
+
+
+class EventFeed:
+    """Reads after a cursor. When Redis holds another copy of the log, it begins anew and skips what it has given out.
+
+    Another copy may have given the ids of lost events to others, so a cursor alone does not say what was seen: the
+    number of each writer's newest event does.
+    """
+
+    def __init__(self, catalog: RunCatalog, uid: str, *, after: str) -> None:
+        """Make the reader of a run's events for one watcher.
+
+        `after` is the cursor that it has, "" for the beginning.
+        """
+        self._catalog = catalog
+        self._uid = uid
+        self._after = after
+        self._log: RunLog | None = None
+        self._reader: EventReader | None = None
+        self._instance = ""
+        self._given: dict[str, int] = {}
+        self._is_replay = False
+        self.cursor = after
+        """Cursor of the newest event that was read."""
+
+    async def read(self, *, block_s: float) -> Sequence[event_pb2.Event]:
+        """Return the next events that the watcher does not have; wait up to `block_s` seconds for the first one.
+
+        Empty if there are none, and if the log is gone: the next call opens the rebuilt one.
+        """
+        try:
+            run_log, reader = self._log, self._reader
+            if run_log is None or reader is None or await run_log.read_instance() != self._instance:
+                reader = await self._open()
+            events = await reader.read(after=self.cursor, block_s=block_s)
+        except LogGoneError:
+            self._log = None  # the next read opens the rebuilt log
+            return []
+        fresh = []
+        for event in events:
+            self.cursor = event.cursor
+            if self._is_replay and self._was_given(event):
+                continue
+            self._given[event.writer] = event.writer_sequence
+            fresh.append(event)
+        return fresh
+
+    async def _open(self) -> EventReader:
+        """Open the run's log and return its reader; if Redis holds another copy than before, reading begins anew."""
+        run_log = await self._catalog.open_log(self._uid)
+        instance = await run_log.read_instance()
+        if self._instance and instance != self._instance:
+            self.cursor, self._is_replay = "", True
+        self._log, self._instance = run_log, instance
+        self._reader = EventReader(run_log)
+        return self._reader
+
+    def _was_given(self, event: event_pb2.Event) -> bool:
+        """Return whether the watcher has the event already, from this feed or by its cursor from an earlier one."""
+        is_before = bool(self._after) and _position(event.cursor) <= _position(self._after)
+        return is_before or event.writer_sequence <= self._given.get(event.writer, 0)
+
+
+def _position(cursor: str) -> tuple[int, ...]:
+    """Return the numbers of a cursor, which order events."""
+    return tuple(int(part) for part in cursor.split("-"))

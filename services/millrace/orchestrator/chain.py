@@ -58,7 +58,10 @@ class Component:
 
     @property
     def is_silent(self) -> bool:
-        """Return whether the component is silent; its last reported waits are then out of date."""
+        """Return whether the component is lost or was not heard for `SILENT_S`.
+
+        Its reported waits are then out of date.
+        """
         return self.is_lost or self.silence_s > SILENT_S
 
 
@@ -81,7 +84,7 @@ class Chain:
         return " ← ".join(link.text for link in self.links)
 
     def preceded_by(self, link: WaitLink) -> "Chain":
-        """Return this chain with a link in front. Its severity is at least that of the wait in the link."""
+        """Return this chain with a link in front; its severity is at least that of the link's wait."""
         own = Severity.OVERDUE if link.wait.is_overdue else Severity.WAITS
         return replace(self, links=(link, *self.links), severity=max(self.severity, own))
 
@@ -89,7 +92,8 @@ class Chain:
 def find_chain(components: Sequence[Component], *, starts: Sequence[str]) -> Chain:
     """Return the worst path of waits that begins at one of the components named `starts`; empty if none of them waits.
 
-    Names are worker ids, kinds, or URLs of engines. Among paths that are equally bad, the earlier start's wins.
+    A name is a worker's id, a kind of worker, or the URL of an engine. Of equally bad paths that of the earlier start
+    is returned.
     """
     graph = _Graph(components)
     paths = [graph.from_component(component, ()) for name in starts for component in graph.resolve(name)]
@@ -102,16 +106,17 @@ def find_chain(components: Sequence[Component], *, starts: Sequence[str]) -> Cha
 
 class _Graph:
     def __init__(self, components: Sequence[Component]) -> None:
+        """Make the graph of the components of one run."""
         self._components = components
         # A silence is a wait of the orchestrator, which gets the heartbeats.
         self._observer = next((c.name for c in components if c.kind == "orchestrator"), "")
 
     def resolve(self, name: str) -> list[Component]:
-        """Return the components named by a worker id, a kind or an engine's URL."""
+        """Return the components that a name means: a worker's id, a kind of worker, or an engine's URL."""
         return [c for c in self._components if name in (c.name, c.kind) or (c.url and name == c.url)]
 
     def from_component(self, component: Component, seen: tuple[str, ...]) -> Chain:
-        """Return the worst path that begins at a component.
+        """Return the path of waits from a component whose end explains most, such as a component that does not answer.
 
         `seen` are the names of the components before it on the path.
         """
@@ -123,9 +128,9 @@ class _Graph:
         return max(paths, key=_weight)
 
     def _along(self, component: Component, wait: Wait, seen: tuple[str, ...]) -> Chain:
-        """Return the worst path that begins with one wait.
+        """Return the path that begins with this wait of a component, and whose end explains most.
 
-        `seen` are the names on the path so far, `component`'s included.
+        `seen` are the names of the components on the path so far, this one's included.
         """
         link = WaitLink(text=_describe(component, wait), wait=wait)
         # A wait may name several, such as all engines.
@@ -136,6 +141,10 @@ class _Graph:
         return max(ends, key=_weight).preceded_by(link)
 
     def _to(self, target: str, component: Component, wait: Wait, seen: tuple[str, ...]) -> Chain | None:
+        """Return the path that begins at `target`, which a component waits for; None if it has no end of its own.
+
+        That is so if the target is unknown, or all that it names are in `seen`, the path so far.
+        """
         if target in _EXTERNAL:
             return Chain(severity=Severity.STORAGE if _is_unanswered(wait, target) else Severity.WAITS)
         # An env worker is no registered component; its env-server names it only when it has stopped answering.
@@ -154,14 +163,14 @@ class _Graph:
 
 
 def storage_of(error: MillraceError) -> str:
-    """Return `REDIS` or `STORE` by the reason of an error; empty if the error is of neither."""
+    """Return "redis" or "object store" if the reason of an error is of it; empty if the error is of neither."""
     if error.reason.startswith("REDIS_"):
         return REDIS
     return STORE if error.reason.startswith(("STORE_", "BUCKET_", "CLOCK_")) else ""
 
 
 def _is_unanswered(wait: Wait, target: str) -> bool:
-    """Return whether a wait shows that Redis, the store or a disk does not answer.
+    """Return whether a wait for `target` shows that Redis, the store or a disk does not answer.
 
     Each wait for Redis does; one for the store or a disk if a single operation takes longer than `SILENT_S`.
     """
@@ -180,6 +189,7 @@ def _weight(path: Chain) -> tuple[int, int, float]:
 
 
 def _describe(component: Component, wait: Wait) -> str:
+    """Return in words what a component waits for, for how long, and whether that is overdue."""
     late = ""
     if wait.is_overdue:
         late = f" (overdue: {wait.deadline_s:g} s are expected)"
@@ -187,6 +197,7 @@ def _describe(component: Component, wait: Wait) -> str:
 
 
 def _silent(component: Component, *, observer: str) -> Chain:
+    """Return the end of a path at a component that does not answer; `observer` is the orchestrator that misses it."""
     gone = "; it counts as lost" if component.is_lost else ""
     who = f"{component.kind} {component.name}"
     state = f"has not answered for {component.silence_s:.0f} s (frozen, or it or its machine is gone{gone})"
@@ -201,12 +212,14 @@ def _silent(component: Component, *, observer: str) -> Chain:
 
 
 def _working(component: Component) -> Chain:
+    """Return the end of a path at a component that waits for nobody."""
     wait = Wait(owner=component.name, reason=f"nobody: it {component.activity}")
     link = WaitLink(text=f"{component.name} {component.activity}", wait=wait)
     return Chain(links=(link,))
 
 
 def _missing(kind: str, component: Component, wait: Wait) -> Chain:
+    """Return the end of a path where a component waits for a worker of a kind of which the run has none."""
     missing = Wait(
         owner=component.name,
         reason=f"a registered {kind} worker that serves this run: there is none",
@@ -218,10 +231,11 @@ def _missing(kind: str, component: Component, wait: Wait) -> Chain:
 
 
 def _idle_engine(engine: Component, component: Component, wait: Wait) -> Chain | None:
-    """Return a chain that ends at the environment's own code, if that is why an env-server waits.
+    """Return the end of a path at the environment's own code, if that is why an env-server waits for `engine`.
 
-    It is if the engine that `component`, the env-server, waits for has no open request and waits for nobody. None
-    else.
+    Else None.
+
+    It is if `component` is an env-server, and the engine has no open request, waits for nobody and answers.
     """
     if component.kind != "env-server" or engine.num_requests != 0 or engine.is_silent or engine.waits:
         return None
@@ -252,7 +266,10 @@ class Box:
 
 
 def boxes(chain: Chain) -> list[dict[str, Any]]:
-    """Return the boxes of a chain, from who waits to who is waited for; none if nobody waits."""
+    """Return the boxes that the dashboard draws of a chain, from who waits to who is waited for, each as a dictionary.
+
+    The list is empty for an empty chain.
+    """
     found: list[Box] = []
     for place, link in enumerate(chain.links):
         is_last = place == len(chain.links) - 1
@@ -261,6 +278,11 @@ def boxes(chain: Chain) -> list[dict[str, Any]]:
 
 
 def _of_link(link: WaitLink, severity: Severity, *, is_last: bool) -> list[Box]:
+    """Return the boxes that the dashboard draws of one link of a chain: one, or two for some last links.
+
+    The second box is for what the last link (`is_last`) waits for. `severity` is that of the chain's end, for the last
+    link; it decides the state of the boxes.
+    """
     wait = link.wait
     ages = {"age_seconds": wait.age_s, "deadline_seconds": wait.deadline_s}
     if wait.reason.startswith(_WORKS):

@@ -17,7 +17,7 @@ from millrace.orchestrator.chain import boxes
 from millrace.orchestrator.manager import RunManager
 from millrace.orchestrator.service import RunServicer
 from millrace.orchestrator.why import chain_of, explain, unanswered
-from millrace.orchestrator.workers import QUIET_S, WorkerKind, WorkerRecord, WorkerRegistry, host_of
+from millrace.orchestrator.workers import QUIET_S, WorkerKind, WorkerRecord, WorkerRegistry
 from millrace.runlog.records.run_record import EVAL
 from millrace.runlog.run_status import state_name
 from millrace.telemetry.logging import masked, secrets_of
@@ -36,7 +36,8 @@ MAX_ENDED = 1000
 """How many of the newest runs a list of the dashboard has, also if they have ended."""
 READ_AGAIN_S = 5.0
 _ASK_AGAIN = "see whether both answer, and ask again: what was done is not done twice"
-_NO_CALL = cast("grpc.aio.ServicerContext", None)  # the methods that are called here do not look at it
+# The methods that are called here do not look at it.
+_NO_CALL = cast("grpc.aio.ServicerContext", None)
 
 
 class OrchestratorSource:
@@ -45,6 +46,7 @@ class OrchestratorSource:
     def __init__(
         self, *, service: RunServicer, catalog: RunCatalog, manager: RunManager, registry: WorkerRegistry, owner: str
     ) -> None:
+        """Make the dashboard's source over the parts of this orchestrator, which `owner` names."""
         self._service = service
         self._catalog = catalog
         self._manager = manager
@@ -78,14 +80,16 @@ class OrchestratorSource:
             async with _deadline():
                 view = await self._catalog.find(name)
         model = EvalRunConfig if view.record.kind == EVAL else RLConfig
-        config = masked(view.record.config or {}, self._secrets)  # by its own names, which are values in the answer
+        # Masked under the names of its own keys: in the answer below these are values of `key`.
+        config = masked(view.record.config or {}, self._secrets)
         keys = [
             {"key": each.key, "value": each.value, "default": each.default, "differs": each.differs}
             for each in differences(config, model)
         ]
         status = view.status
         return self._summary(view) | {
-            "names": self._registry.names(),  # of all workers: a run that has ended holds none of those of its log
+            # Of all workers, because the log of an ended run names workers that the run does not hold any more.
+            "names": self._registry.names(),
             "config": keys,
             "run_hash": view.record.run_hash,
             "code_version": view.record.code_version,
@@ -106,7 +110,7 @@ class OrchestratorSource:
         return self._known(name).record.uid
 
     async def checkpoints(self, name: str) -> list[dict[str, Any]]:
-        """Return the run's committed checkpoints, oldest first; raise UnavailableError after `CALL_S`."""
+        """Return the committed checkpoints of a known run, oldest first; raise UnavailableError after `CALL_S`."""
         listing = self._listed_checkpoints(self._known(name).record.uid)
         async with _deadline():
             # Shielded: other pages may wait for the same listing.
@@ -122,16 +126,16 @@ class OrchestratorSource:
         ]
 
     def _listed_checkpoints(self, uid: str) -> asyncio.Task[run_service_pb2.ListCheckpointsResponse]:
-        """Return the running task that lists a run's checkpoints, or start one.
+        """Return the task that lists a run's checkpoints: the one that is running, or a new one.
 
-        It reads every manifest, in a thread that no deadline ends: pages that ask again must not start another
-        one.
+        It reads every manifest, in a thread that no deadline ends: pages that ask again must not start another one.
         """
         found = self._listings.get(uid)
         if found is None or found.done():
             request = run_service_pb2.ListCheckpointsRequest(parent=uid, page_size=1000)
             found = asyncio.create_task(self._service.ListCheckpoints(request, _NO_CALL), name=f"checkpoints of {uid}")
-            found.add_done_callback(lambda task: task.cancelled() or task.exception())  # all who asked may have left
+            # Looks at the error of a task that nobody awaits any more: asyncio would log it as never retrieved.
+            found.add_done_callback(lambda task: task.cancelled() or task.exception())
             self._listings[uid] = found
         return found
 
@@ -160,7 +164,10 @@ class OrchestratorSource:
         }
 
     async def act(self, name: str, action: str, *, reason: str) -> None:
-        """Pause, resume or cancel the run through the public API; raise NotFoundError for another action."""
+        """Pause, resume or cancel a known run through the public API, as `action` ("pause", "resume", "cancel") says.
+
+        `reason` is the user's. Raises NotFoundError for another action or an unknown run.
+        """
         uid = self._known(name).record.uid
         async with _deadline():
             match action:
@@ -187,6 +194,10 @@ class OrchestratorSource:
         return unanswered(self._owner)
 
     def _known(self, name: str) -> RunView:
+        """Return the view in memory of a run, by its name, its uid, the beginning of its name, or `-` for the newest.
+
+        Raise NotFoundError if no run, or more than one, is meant.
+        """
         view = self._catalog.known(name)
         if view is None:
             raise NotFoundError(
@@ -203,10 +214,14 @@ class OrchestratorSource:
         return found
 
     def _name_of(self, uid: str) -> str:
+        """Return the name of a run by its uid; the uid itself if the run is not known."""
         known = self._catalog.known(uid)
         return known.record.name if known is not None else uid
 
     def _summary(self, view: RunView) -> dict[str, Any]:
+        """Return what a list of the dashboard shows of a run: names, state, times, progress and the workers that
+        serve it.
+        """
         run = view.run
         progress = self._manager.progress(view.record.uid) or run.progress
         records = self._registry.records()
@@ -250,11 +265,12 @@ class OrchestratorSource:
 
 
 def _error(error: run_pb2.RunError) -> dict[str, str]:
+    """Return reason, message and remedy of a run's error, by name."""
     return {"reason": error.reason, "message": error.message, "remedy": error.remedy}
 
 
 def _worker(record: WorkerRecord, name: str) -> dict[str, Any]:
-    """Return what the dashboard shows of a worker, whose short name is `name`: its host, state, activity and GPUs."""
+    """Return what the dashboard shows of a worker: its host, state, activity and GPUs; `name` is its short name."""
     is_silent = time.monotonic() - record.silent_since > QUIET_S
     return {
         "id": record.worker_id,
@@ -273,6 +289,7 @@ def _worker(record: WorkerRecord, name: str) -> dict[str, Any]:
 
 
 def _does(record: WorkerRecord) -> str:
+    """Return in words what a worker does at the moment."""
     match record.kind:
         case WorkerKind.TRAINER:
             return f"trains step {record.trainer.step + 1}" if record.trainer is not None and record.run_uid else "free"
@@ -286,12 +303,13 @@ def _does(record: WorkerRecord) -> str:
 
 
 def _time(run: run_pb2.Run, name: str) -> float | None:
+    """Return a timestamp of the run, the field `name`, in seconds since the epoch; None if it is not set."""
     return getattr(run, name).ToNanoseconds() / 1e9 if run.HasField(name) else None
 
 
 @contextlib.asynccontextmanager
 async def _deadline(seconds: float = CALL_S, *, remedy: str = _ASK_AGAIN) -> AsyncIterator[None]:
-    """Limit the block's time; raise UnavailableError when the time is over."""
+    """Run the block for `seconds` at most; raise UnavailableError with `remedy` when the time is over."""
     try:
         async with asyncio.timeout(seconds):
             yield
@@ -301,3 +319,9 @@ async def _deadline(seconds: float = CALL_S, *, remedy: str = _ASK_AGAIN) -> Asy
             reason="LOG_UNREADABLE",
             remedy=remedy,
         ) from error
+
+
+def host_of(worker_id: str, kind: str) -> str:
+    """Return the host in a worker's id, `{kind}-{host}-{process id}-{random part}`; "" for an id of another form."""
+    parts = worker_id.removeprefix(f"{kind}-").rsplit("-", 2)
+    return parts[0] if len(parts) == 3 else ""

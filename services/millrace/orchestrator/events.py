@@ -19,7 +19,7 @@ class RunEvents:
     """Writes typed events through an `EventWriter`, and counts them for Prometheus."""
 
     def __init__(self, writer: EventWriter, *, run: str = "") -> None:
-        """Take `run`, the run's name."""
+        """Make a writer of the events of the run named `run`, whose state is queued at first."""
         self._writer = writer
         self.meters = RunMeters(run)
         self.state = run_pb2.RUN_STATE_QUEUED
@@ -32,9 +32,10 @@ class RunEvents:
     async def state_changed(
         self, state: run_pb2.RunState, reason: str, *, error: run_pb2.RunError | None = None, chain_hash: str = ""
     ) -> None:
-        """Write the event of a change from the state written last to `state`.
+        """Write the event that the run's state changes from the one written last to `state`, and count it for
+        Prometheus.
 
-        `chain_hash` (hex) is for a terminal state.
+        `reason` is in words, `error` why the run failed; `chain_hash` (hex) is for a terminal state.
         """
         body = event_pb2.StateChanged(
             old_state=self.state, new_state=state, reason=reason, error=error, chain_hash=chain_hash
@@ -55,10 +56,11 @@ class RunEvents:
         pools: PoolSizes | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Write the event of a committed batch, and count the batch for Prometheus.
+        """Write the event of the committed batch `step`, and count the batch for Prometheus.
 
-        `num_trained` are groups, `dropped` groups by reason, `filtered` rollouts by the filter that found them.
-        `chain_hash` (hex) is the chain's after the batch. `pools` is None unless tasks move between pools.
+        `num_trained` are groups, `dropped` groups by reason, `filtered` rollouts by the filter that found them,
+        `num_tokens` all tokens of its samples. `chain_hash` (hex) is the chain's after the batch. `pools` is None
+        unless tasks move between pools. `metrics` are those of the batch by name, None for none.
         """
         self.meters.batch_committed(num_trained=num_trained, dropped=dropped, filtered=filtered, num_tokens=num_tokens)
         if pools is not None:
@@ -98,19 +100,22 @@ class RunEvents:
         )
 
     async def policy_served(self, body: event_pb2.PolicyServed) -> None:
-        """Record that a replica began to serve a version."""
+        """Write the event that a replica began to serve a version."""
         await self._writer.write(event_pb2.Event(policy_served=body))
 
     async def eval_completed(self, body: event_pb2.EvalCompleted) -> None:
-        """Record a finished evaluation."""
+        """Write the event of a finished evaluation, with its report."""
         await self._writer.write(event_pb2.Event(eval_completed=body))
 
     async def warning(self, reason: str, message: str) -> None:
-        """Record something that needs a person's attention."""
+        """Write the event of something that needs a person's attention.
+
+        `reason` is UPPER_SNAKE, `message` a sentence.
+        """
         await self._writer.write(event_pb2.Event(warning=event_pb2.Warning(reason=reason, message=message)))
 
     async def wait_reported(self, wait: Wait) -> None:
-        """Record a wait that holds the run up."""
+        """Write the event of a wait that holds the run up."""
         await self._writer.write(event_pb2.Event(wait_reported=event_pb2.WaitReported(wait=to_proto([wait])[0])))
 
     async def flush(self) -> None:
@@ -123,7 +128,7 @@ class RunEvents:
 
 
 def is_reported(count: int) -> bool:
-    """Return whether to report the `count`-th occurrence: the first, second, fourth, eighth, …"""
+    """Return whether the `count`-th occurrence (from 1) is reported: the first, second, fourth, eighth, … are."""
     return count & (count - 1) == 0
 
 

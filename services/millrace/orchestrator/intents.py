@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from millrace.errors import InvalidStateError
+from millrace.errors import InvalidSpecError, InvalidStateError, NotFoundError, Violation
 from millrace.orchestrator.catalog import RunView
 from millrace.runlog import Intent, Names
+from millrace.runlog.names import check_request_id
 from millrace.runlog.records.numbered import create_epoch, read_intents, write_intent
 from millrace.runlog.records.revisions import find_closing, load_reopenings, reopen
+from millrace.runlog.records.run_record import require_exists
 from millrace.runlog.run_status import state_name
 from millrace.storage import ObjectStore
 from millrace.telemetry import faults
@@ -31,6 +33,7 @@ ROLE = "orchestrator"
 # The desired state of a run, as its users asked for it: to pause, to go on, to end; folded from the stored intents.
 
 _UNSAID = object()
+MAX_REASON_CHARS = 2000
 POLL_S = 2.0
 """How old what is known of a run's intents may be: another replica may have acknowledged a new one."""
 
@@ -74,31 +77,32 @@ class DesiredStates:
     """The desired states of runs, read from the store when what is known is older than `POLL_S`."""
 
     def __init__(self, store: ObjectStore, prefix: str) -> None:
+        """Make an empty cache of what runs shall do; their intents are in `store`, below `prefix`."""
         self._store = store
         self._prefix = prefix
         self._known: dict[str, _Known] = {}
 
     async def read(self, uid: str) -> DesiredState:
-        """Return the desired state of the run.
-
-        Read its new intents from the store if what is known is older than `POLL_S`.
+        """Return what the run with this uid shall do, read anew from the store if what is known is older than
+        `POLL_S`.
         """
         known = self._known.setdefault(uid, _Known(DesiredState(), 0, float("-inf")))
         now = time.monotonic()
         if now - known.read >= POLL_S:
             intents = await read_intents(self._store, Names(self._prefix, uid), after=known.sequence)
-            new = [each for each in intents if each.sequence > known.sequence]  # another look may have been faster
+            # A look that ran at the same time may have taken some of them already.
+            new = [each for each in intents if each.sequence > known.sequence]
             known.desired, known.read = known.desired.after(new), now
             known.sequence = new[-1].sequence if new else known.sequence
         return known.desired
 
     def expire(self, uid: str) -> None:
-        """Have the next `read` ask the store, because an intent was written just now."""
+        """Have the next `read` of a run ask the store, because an intent was written just now."""
         if uid in self._known:
             self._known[uid].read = float("-inf")
 
     def forget(self, uid: str) -> None:
-        """Forget a run that has ended."""
+        """Drop what is known of a run that has ended."""
         self._known.pop(uid, None)
 
 
@@ -108,7 +112,11 @@ class IntentCalls:
     def __init__(
         self, *, store: ObjectStore, prefix: str, owner: str, on_intent: Callable[[str], Awaitable[None]]
     ) -> None:
-        """Take `on_intent`, called with the uid of a run with a new intent, and `owner`, recorded as the writer."""
+        """Make the writer of users' intents into `store`, below `prefix`, the deployment's.
+
+        `owner`, this orchestrator, is recorded with a new epoch; `on_intent` is called with the uid of a run with a new
+        intent.
+        """
         self._owner = owner
         self._store = store
         self._prefix = prefix
@@ -117,7 +125,7 @@ class IntentCalls:
     async def cancel(self, view: RunView, *, reason: str, request_id: str) -> None:
         """Write the intent to end the run, unless it is cancelled already or has that intent.
 
-        InvalidStateError if it ended otherwise.
+        `reason` is the user's, `request_id` identifies the request. InvalidStateError if the run ended otherwise.
         """
         if view.run.state == run_pb2.RUN_STATE_CANCELLED:
             return
@@ -128,7 +136,8 @@ class IntentCalls:
     async def pause(self, view: RunView, *, reason: str, request_id: str) -> None:
         """Write the intent to pause the run, unless it shall pause already.
 
-        InvalidStateError if it ends or has ended.
+        `reason` is the user's, `request_id` identifies the request. InvalidStateError if the run is about to end or has
+        ended.
         """
         _require_open(view, "pause")
         desired = await self._desired(view)
@@ -145,12 +154,14 @@ class IntentCalls:
     async def resume(
         self, view: RunView, *, request_id: str, retention: Mapping[str, int | None] = MappingProxyType({})
     ) -> None:
-        """Write the intent that a paused run goes on, or reopen a failed one; do nothing to a run that is not to pause.
+        """Write the intent that a paused run goes on, or reopen a failed one; else nothing, unless `retention` changes.
 
-        Raise InvalidStateError if the run cannot be read (RUN_DAMAGED), ended otherwise, or was cancelled
-        before it failed.
+        `retention` has the new values of keys of the retention rule, None for no limit; `request_id` identifies the
+        request. Raises InvalidStateError if the run ended otherwise, was cancelled before it failed, or is being
+        deleted.
         """
         _require_readable(view, "resume")
+        await self._require_kept(view)
         if view.has_failed:
             await self._reopen(view, request_id, retention)
             return
@@ -160,6 +171,11 @@ class IntentCalls:
             await self._write(view, "resume", {"request_id": request_id, "retention": dict(retention)})
 
     async def _reopen(self, view: RunView, request_id: str, retention: Mapping[str, int | None]) -> None:
+        """Reopen a failed run: write the intent, a new epoch, and the record that its closing header does not end it.
+
+        `retention` has new values of keys of the retention rule. Does nothing if this request or another one has
+        reopened the run. Raises InvalidStateError if it was cancelled before.
+        """
         names = Names(self._prefix, view.record.uid)
         intents = await read_intents(self._store, names)
         if DesiredState().after(intents).is_cancelled:
@@ -169,8 +185,10 @@ class IntentCalls:
                 remedy="`millrace run fork` starts a new run at one of its steps",
             )
         closing = await asyncio.to_thread(find_closing, self._store, names)
+        # Without a closing header that counts, the run has been reopened already.
         if closing is None or await self._was_done(names, intents, request_id):
             return  # this request, or another one, has reopened it
+        # The closing header is named, so that a request that is repeated after another failure is not done twice.
         payload = {"request_id": request_id, "closing_sha256": closing.sha256, "retention": dict(retention)}
         await write_intent(self._store, names, "reopen", payload)
         faults.reach(faults.Point.ORCHESTRATOR_REOPEN_INTENT, step=closing.step)
@@ -178,11 +196,27 @@ class IntentCalls:
         epoch = await create_epoch(self._store, names, ROLE, self._owner)
         await asyncio.to_thread(reopen, self._store, names, closing, epoch=epoch.number, owner=self._owner)
         faults.reach(faults.Point.ORCHESTRATOR_REOPENED, step=closing.step)
+        # After the record: either a deletion sees it and is refused, or its tombstone is seen here.
+        await self._require_kept(view)
         view.reopen()
         await self._on_intent(view.record.uid)
 
+    async def _require_kept(self, view: RunView) -> None:
+        """Raise InvalidStateError if the run is being deleted, or is deleted."""
+        try:
+            await asyncio.to_thread(require_exists, self._store, Names(self._prefix, view.record.uid))
+        except NotFoundError as error:
+            raise InvalidStateError(
+                f"run {view.record.name!r} is being deleted",
+                reason="RUN_DELETED",
+                remedy="ask again in a moment if the run is still listed: its deletion may be refused",
+            ) from error
+
     async def _was_done(self, names: Names, intents: Sequence[Intent], request_id: str) -> bool:
-        """Return whether this request id reopened the run before, which has failed again since; False without an id."""
+        """Return whether the request with this id reopened the run before, which has failed again since.
+
+        False without an id.
+        """
         asked = {i.payload.get("closing_sha256") for i in intents if i.payload.get("request_id") == request_id}
         records = await asyncio.to_thread(load_reopenings, self._store, names)
         return bool(request_id) and any(record.closing_sha256 in asked for record in records)
@@ -192,12 +226,13 @@ class IntentCalls:
         return DesiredState().after(await read_intents(self._store, Names(self._prefix, view.record.uid)))
 
     async def _write(self, view: RunView, kind: str, payload: dict[str, Any]) -> None:
+        """Write an intent of this kind, with its `payload`, into the run's log in the store, then call `on_intent`."""
         await write_intent(self._store, Names(self._prefix, view.record.uid), kind, payload)
         await self._on_intent(view.record.uid)
 
 
 def _require_readable(view: RunView, verb: str) -> None:
-    """Raise InvalidStateError if the run cannot be read, because nobody could follow an intent.
+    """Raise InvalidStateError if the run cannot be read, because no intent could be followed.
 
     `verb` names the intent.
     """
@@ -213,6 +248,7 @@ def _require_readable(view: RunView, verb: str) -> None:
 
 
 def _require_open(view: RunView, verb: str) -> None:
+    """Raise InvalidStateError if the run has ended; `verb` names the intent."""
     if view.is_terminal:
         state = state_name(view.status.state)
         raise InvalidStateError(
@@ -221,3 +257,12 @@ def _require_open(view: RunView, verb: str) -> None:
             remedy=f"nothing is left to {verb}",
             metadata={"state": state},
         )
+
+
+def check_intent(reason: str, request_id: str) -> None:
+    """Raise InvalidSpecError if a user's reason is too long, or the request id malformed."""
+    if len(reason) > MAX_REASON_CHARS:
+        message = f"must have at most {MAX_REASON_CHARS} characters"
+        raise InvalidSpecError([Violation(field="reason", value=f"{len(reason)} characters", message=message)])
+    if request_id:
+        check_request_id(request_id)

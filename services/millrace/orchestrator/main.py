@@ -16,6 +16,7 @@ def main() -> NoReturn:
 
 
 def _run() -> None:
+    """Read the placement from the environment and serve until a signal."""
     settings = Settings.from_env(os.environ, required=["redis_url", "store_url", "listen"])
     setup("orchestrator")
     with without_gc():

@@ -22,9 +22,12 @@ from millrace.orchestrator.watchdog import Watchdog, report_takeover
 from millrace.orchestrator.why import HeldUp
 from millrace.orchestrator.workers import RETIRED_S, WorkerKind, WorkerRegistry
 from millrace.runlog import EventWriter, Lease, RunLog
+from millrace.runlog.names import Names
 from millrace.runlog.records.revisions import load_reopenings
 from millrace.runlog.records.run_record import EVAL
-from millrace.runlog.run_status import state_name
+from millrace.runlog.records.sealed import is_sealed
+from millrace.runlog.redis.lease import read_held
+from millrace.runlog.run_status import TERMINAL, state_name
 from millrace.runlog.seal import seal_late
 from millrace.telemetry import faults, waits
 from millrace.v1 import run_pb2
@@ -42,6 +45,7 @@ class Sealer:
     """
 
     def __init__(self, catalog: RunCatalog, *, owner: str) -> None:
+        """Make a sealer without a queued run; `owner` names this orchestrator in seals."""
         self._catalog = catalog
         self._owner = owner
         self._queued: set[str] = set()
@@ -59,14 +63,15 @@ class Sealer:
             self._todo.put_nowait(view)
 
     async def run(self) -> None:
-        """Seal the queued runs that are not sealed, and retire them; one that fails can be queued again.
+        """Seal the queued runs that have no seal, and retire those that ended long enough ago; until cancelled.
 
-        Ends by cancellation.
+        A run that fails is logged, and can be queued again.
         """
         while True:
             view = await self._todo.get()
             uid = view.record.uid
             state = state_name(view.status.state)
+            # Before the try, so that the looks meanwhile do not queue the run again, whatever comes of it.
             self._not_before[uid] = time.monotonic() + RETRY_S
             try:
                 run_log = await self._catalog.open_log(uid)
@@ -85,6 +90,8 @@ logger = logging.getLogger(__name__)
 LEASE_TTL_S = 15.0
 SCAN_S = 0.5
 """How often open runs are looked for; CreateRun also wakes the scan at once."""
+SEALED_S = 5.0
+"""How long an open run that has a seal is left to the orchestrator that ends it."""
 BACKOFF_S = 5.0
 """Pause before a run is tried again whose claim or drive failed."""
 DAMAGED_PAUSE_S = 30.0
@@ -105,6 +112,7 @@ class _Claim:
     desired: DesiredState = field(default_factory=DesiredState)
 
     def apply(self, desired: DesiredState) -> None:
+        """Keep what the user asks of the run, and pass it to the run's driver, if there is one."""
         self.desired = desired
         if self.driver is not None:
             self.driver.apply(desired)
@@ -124,6 +132,11 @@ class RunManager:
         on_scan: Callable[[], None],
         custom_code: CustomCode | None = None,
     ) -> None:
+        """Make a manager that has no run; `owner` names this orchestrator.
+
+        `on_scan` is called at each look for runs, which shows that the manager works. `custom_code` are the modules of
+        users' code that runs may load, None for none.
+        """
         self._owner = owner
         self._redis, self._store, self._prefix = place.redis, place.store, place.prefix
         self._catalog = catalog
@@ -133,6 +146,7 @@ class RunManager:
         self.custom_code = custom_code or CustomCode()
         self._desired = DesiredStates(place.store, place.prefix)
         self._claims: dict[str, _Claim] = {}
+        self._sealed: dict[str, float] = {}
         self._not_before: dict[str, float] = {}
         self._pauses: dict[str, waits.LastingWait] = {}
         self._gone: dict[str, list[float]] = {}
@@ -147,22 +161,28 @@ class RunManager:
         """Place that only one orchestrator can have at a time: leases of a predecessor there are taken over at once."""
 
     def wake(self) -> None:
-        """Look for open runs now."""
+        """Have the loop look for runs to drive now."""
         self._wake.set()
 
     def progress(self, uid: str) -> run_pb2.RunProgress | None:
-        """Return the progress of an evaluation run that is driven here, which no event reports; None for other runs."""
+        """Return the progress of an evaluation run that this process drives, which no event reports.
+
+        None for other runs.
+        """
         claim = self._claims.get(uid)
         return claim.driver.progress() if claim and claim.driver else None
 
     def holds(self, uid: str) -> bool:
-        """Return whether this replica holds a claim of the run, which may outlast the run until its exports are
-        written.
+        """Return whether this process works on the run.
+
+        It may, for its exports, for a while after the run has ended.
         """
         return uid in self._claims
 
     def driven(self) -> list[tuple[RunParts, bool]]:
-        """Return the runs that are driven here, and whether their leases are fresh."""
+        """Return the parts of each run that this process drives, and whether it may write to the run: its lease is
+        fresh.
+        """
         claims = list(self._claims.values())
         return [(c.driver.parts, c.lease.may_write) for c in claims if c.driver is not None and c.lease is not None]
 
@@ -180,7 +200,7 @@ class RunManager:
         self.wake()
 
     async def run(self) -> None:
-        """Claim and drive runs; ends by cancellation, which releases every lease."""
+        """Claim runs and drive them until cancelled, which releases every lease."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._registry.keep_pulse())
@@ -190,6 +210,7 @@ class RunManager:
                     self._wake.clear()
                     self._on_scan()
                     for view, work in await self._claimable():
+                        # Before its task begins, so that no later look claims the run once more.
                         self._claims[view.record.uid] = _Claim()
                         tasks.create_task(self._safely(view, work))
                     try:
@@ -199,21 +220,26 @@ class RunManager:
                         continue
         finally:
             for uid in list(self._pauses):
-                self._end_pause(uid)  # nobody waits any more: another replica takes the runs
+                # This process waits for nothing any more; another replica takes the runs.
+                self._end_pause(uid)
             for events in self._kept_events.values():
                 await _try_to("write the last events", events.close())
 
     async def _claimable(self) -> list[tuple[RunView, Work]]:
-        """Return the runs to work on now that nobody drives here, oldest first, and what is to be done with each.
+        """Return the runs to work on now that this process does not drive, and what is to be done with each.
 
-        Runs that have ended are retired and queued for their seals. Nothing is returned if the runs cannot be
-        listed.
+        Those without a failed try come first, the oldest first; then those that were tried the longest ago. Runs that
+        have ended are retired and queued for their seals. Nothing is returned if the runs cannot be listed.
         """
         try:
             views = await self._catalog.refresh()
         except MillraceError as error:
             logger.warning("cannot list runs, trying again", extra={"error": str(error)})
             return []
+        # A replica that serves a run which goes on is kept for the run's next driver for a while
+        # (`WorkerRegistry.claim`).
+        at_rest = (*TERMINAL, run_pb2.RUN_STATE_QUEUED, run_pb2.RUN_STATE_PAUSED)
+        self._registry.going_on = frozenset(view.record.uid for view in views if view.status.state not in at_rest)
         found: list[tuple[RunView, DesiredState]] = []
         for view in [view for view in self._ended.values() if not view.is_terminal or not _ended_lately(view)]:
             del self._ended[view.record.uid]
@@ -232,18 +258,52 @@ class RunManager:
                     found.append((view, await self._desired.read(uid)))
                 except Exception as error:  # noqa: BLE001 - the edge of a run: the other runs go on
                     self._put_off(view, error)
-        # Without an await in between: a trainer that registers now goes to the oldest run that lacks one.
+        found = await self._unheld(found)
+        # Without an await in between: a trainer that registers now goes to the run that was tried longest ago, of those
+        # that were never tried to the oldest. Else a few that cannot be driven would keep the trainer from the others.
+        found.sort(key=lambda each: self._not_before.get(each[0].record.uid, 0.0))
         works = [(view, self._work_on(view, desired)) for view, desired in found]
         for view, work in works:
             if work is None:
                 self._end_pause(view.record.uid)
         return [(view, work) for view, work in works if work is not None]
 
+    async def _unheld(self, found: list[tuple[RunView, DesiredState]]) -> list[tuple[RunView, DesiredState]]:
+        """Return those of the open runs `found` that no other orchestrator holds, or whose free trainer is here.
+
+        A run's trainer is free if it reports the run and is given to none. `found` has each run with what it shall do.
+        Workers are not asked any more to release a run that another one holds and that shall not pause. Without an
+        answer of Redis all runs are returned: the lease decides.
+        """
+        names = [Names(self._prefix, view.record.uid) for view, _ in found]
+        try:
+            held = await read_held(self._redis, names, ROLE, slot=self.slot)
+        except MillraceError as error:
+            logger.warning("cannot read who holds the runs", extra={"error": str(error)})
+            return found
+        held -= {trainer.reported for trainer in self._registry.owned(WorkerKind.TRAINER, "")}
+        for view, desired in found:
+            if view.record.uid in held and not desired.is_paused:
+                self._forget_end(view.record.uid)
+        return [(view, desired) for view, desired in found if view.record.uid not in held]
+
+    async def _was_just_sealed(self, uid: str) -> bool:
+        """Return whether an open run has a seal that was first seen within the last `SEALED_S` seconds.
+
+        Its end is in the log, and the next look reads it. If the log has lost the end, the run is still open
+        afterwards, and is driven once more, which writes the end again.
+        """
+        if not await asyncio.to_thread(is_sealed, self._store, Names(self._prefix, uid)):
+            return False
+        now = time.monotonic()
+        self._sealed = {other: since for other, since in self._sealed.items() if now - since < RETIRED_S}
+        return now - self._sealed.setdefault(uid, now) < SEALED_S
+
     def _work_on(self, view: RunView, desired: DesiredState) -> Work | None:
         """Return what is to be done with a run now: drive it, reopen it or queue it again; None if nothing.
 
-        Claims a free trainer for a run that trains. Without one, a run is driven only if it is to pause, end or
-        close.
+        Assigns a free trainer to a run that trains. Without one, a run is driven only if it shall pause or end, or is
+        closing.
         """
         if view.status.is_reopened:
             return self._reopen
@@ -256,15 +316,22 @@ class RunManager:
             return self._drive  # says that it is paused, and gives everything back
         self._forget_end(view.record.uid)
         if view.record.kind == EVAL:
-            return self._drive  # it needs neither a trainer nor a replica
+            # An evaluation run has endpoints of its own: it needs neither a trainer nor a replica.
+            return self._drive
         kind, uid = WorkerKind.TRAINER, view.record.uid
         # For a run that is closing, a trainer that has finished the run is the right one.
         trainers = self._registry.claim(kind, uid, limit=1, fresh=not is_closing)
         if trainers or desired.is_cancelled or is_closing:
+            # Another orchestrator may try the same: of the trainers that are free with each, one begins to work.
+            self._registry.reserve(uid)
             return self._drive
         return self._queue_again if is_paused else None
 
     async def _safely(self, view: RunView, work: Work) -> None:
+        """Do the work on a run under its claim, and end the claim.
+
+        An error is logged, and the run is tried again later.
+        """
         uid = view.record.uid
         try:
             with waits.of_run(uid):
@@ -278,10 +345,10 @@ class RunManager:
             self.wake()
 
     def _put_off(self, view: RunView, error: Exception) -> None:
-        """Log and count a failed drive, and set when the run is tried again.
+        """Log and count a drive that failed with `error`, and set when the run is tried again.
 
-        That is at once if its log is gone, because the next look rebuilds it; after damage the pause is longer,
-        and the run is shown as DAMAGED. `run why` names the error meanwhile.
+        That is at once if its log is gone, because the next look rebuilds it; after damage the pause is longer, and the
+        run is shown as DAMAGED. `run why` names the error meanwhile.
         """
         uid, now = view.record.uid, time.monotonic()
         causes = list(all_errors(error))
@@ -296,6 +363,7 @@ class RunManager:
             pause_s = BACKOFF_S if len(recent) >= MAX_GONE else 0.0
         self._not_before[uid] = now + pause_s
         text = "; ".join(f"{type(cause).__name__}: {cause}" for cause in causes)
+        # An error of ours says what happened; a traceback is for defects.
         known = all(isinstance(cause, MillraceError) for cause in causes)
         fields = {"run": view.record.name, "again_in_s": pause_s, "error": text}
         run_meters.drive_failed(view.record.name)
@@ -307,13 +375,15 @@ class RunManager:
             self._pauses.setdefault(uid, waits.LastingWait()).on(reason, waits_on=waits_on, key=text, refusal=refusal)
 
     def _end_pause(self, uid: str) -> None:
+        """Stop showing that a run waits for another try."""
         if pause := self._pauses.pop(uid, None):
             pause.over()
 
     async def _drive(self, view: RunView) -> None:
         """Take the run's lease and a new epoch, and drive the run until it ends, pauses, or the lease is lost.
 
-        If another orchestrator has the lease, do nothing until the next scan.
+        If another orchestrator has the lease, or has ended the run since the last look, return: the next look tries
+        again.
         """
         uid, claim = view.record.uid, self._claims[view.record.uid]
         run_log = await self._catalog.open_log(uid)
@@ -322,9 +392,19 @@ class RunManager:
             self._not_before[uid] = time.monotonic() + SCAN_S
             return
         try:
+            # Its holder has sealed the run before it gave the lease back: an epoch would be an object after the seal.
+            if await self._was_just_sealed(uid):
+                self._not_before[uid] = time.monotonic() + SCAN_S
+                return
+            # Who let the ended run's log expire may have died before it saw that the run was reopened.
+            await run_log.persist()
             epoch = await run_log.acquire_epoch(ROLE, self._owner)
+            # The lease was taken before the epoch was known, and names the epoch under which the run is driven.
             await lease.renew(epoch=epoch.number)
-            self._end_pause(uid)  # not before: until the run is held again, it is what stopped it that `run why` names
+            self._not_before.pop(uid, None)
+            self._registry.announce(uid)
+            # Not before: until the run is held again, it is what stopped it that `run why` names.
+            self._end_pause(uid)
             events = await self._events(view)
             try:
                 kind = EvalRunDriver if view.record.kind == EVAL else TrainRunDriver
@@ -352,7 +432,8 @@ class RunManager:
                     await exported.close(has_ended=driver.has_ended)
             except Exception as error:  # looked at only: `_safely` is the edge that reports it
                 if _is_gone(all_errors(error)):
-                    self._kept_events[uid] = events  # goes on by itself as soon as the log is rebuilt
+                    # The writer goes on by itself as soon as the log is rebuilt.
+                    self._kept_events[uid] = events
                 raise
             finally:
                 # Those that are kept go on queueing: the next drive writes them into the rebuilt log.
@@ -362,9 +443,13 @@ class RunManager:
             await _try_to("release the lease", lease.release())
 
     async def _keep(self, claim: _Claim, driver: RunDriver, lease: Lease, run_log: RunLog, watchdog: Watchdog) -> None:
-        """Run the driver; meanwhile renew the lease, apply new intents, and run the watchdog."""
+        """Run the driver to its end; meanwhile renew the lease, apply new intents to the claim, and run the watchdog.
+
+        If another orchestrator gets the lease, the driver is cancelled, and FencedError raised.
+        """
         async with asyncio.TaskGroup() as tasks:
             keepers = [
+                # Where the lease is lost, the group cancels the driver.
                 tasks.create_task(self._renew(lease, run_log)),
                 tasks.create_task(self._follow_intents(claim, run_log.uid)),
                 tasks.create_task(watchdog.run()),
@@ -375,29 +460,32 @@ class RunManager:
         self._gone.pop(run_log.uid, None)
 
     async def _events(self, view: RunView) -> RunEvents:
-        """Return a writer of the run's events: the previous drive's if that ended because the log was gone."""
+        """Return a writer of the run's events: that of the previous drive if it ended because the log was gone."""
         kept = self._kept_events.pop(view.record.uid, None)
         return kept or await resumed_events(self._catalog, view, owner=self._owner)
 
     async def _queue_again(self, view: RunView) -> None:
-        """Record that a resumed run waits for a trainer."""
+        """Write the event that a resumed run waits for a trainer."""
         await self._queue(view, await self._catalog.open_log(view.record.uid), "resumed; no trainer is free")
 
     async def _reopen(self, view: RunView) -> None:
-        """Write that a failed run is QUEUED again, into a copy of its log that does not hold the run's end."""
+        """Write the event that a failed run is QUEUED again, into a copy of its log that does not hold the run's
+        end.
+        """
         uid = view.record.uid
         run_log = await self._catalog.open_reopened(uid)
         records = await asyncio.to_thread(load_reopenings, self._store, run_log.names)
         reason = f"reopened: it goes on with step {records[-1].step + 1}, at which it had failed"
         await self._queue(view, run_log, reason, was=run_pb2.RUN_STATE_FAILED)
-        faults.reach(faults.Point.ORCHESTRATOR_REOPEN_TOLD, step=records[-1].step)
+        faults.reach(faults.Point.ORCHESTRATOR_REOPEN_QUEUED, step=records[-1].step)
         self._forget_end(uid)
         logger.info("run reopened", extra={"run": view.record.name, "step": records[-1].step, "number": len(records)})
 
     async def _queue(self, view: RunView, run_log: RunLog, reason: str, *, was: run_pb2.RunState | None = None) -> None:
-        """Write that the run is QUEUED, under its lease; `was` is its state until now, else that of the view.
+        """Write the event that the run is QUEUED, for `reason`, under its lease.
 
-        Does nothing if another orchestrator has the lease, or has queued a reopened run already.
+        `was` is its state until now, None for that of the view. Does nothing if another orchestrator has the lease, or
+        has queued a reopened run already.
         """
         lease = await Lease.acquire(run_log, ROLE, self._owner, LEASE_TTL_S, slot=self.slot)
         if lease is None:
@@ -407,7 +495,8 @@ class RunManager:
         try:
             if was is not None:
                 if not (await self._catalog.find(view.record.uid)).status.is_reopened:
-                    return  # another replica was faster, and has given the lease back since
+                    # Another replica of the orchestrator has queued the run and given the lease back since.
+                    return
                 events.state = was
             await events.state_changed(run_pb2.RUN_STATE_QUEUED, reason)
         finally:
@@ -415,7 +504,7 @@ class RunManager:
             await _try_to("release the lease", lease.release())
 
     async def _renew(self, lease: Lease, run_log: RunLog) -> None:
-        """Renew the lease at a third of its ttl; raise FencedError, which ends the drive, when it is another's."""
+        """Renew the lease at a third of its ttl, until cancelled; raise FencedError if another orchestrator has it."""
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             await asyncio.sleep(LEASE_TTL_S / 3)
@@ -427,9 +516,9 @@ class RunManager:
                 )
 
     async def _follow_intents(self, claim: _Claim, uid: str) -> None:
-        """Apply the run's intents every `POLL_S`, also those that another replica acknowledged.
+        """Read the run's intents every `POLL_S` and apply them to its claim, until cancelled; an error is logged.
 
-        Log what cannot be read.
+        So those count, too, that another replica acknowledged.
         """
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
@@ -444,14 +533,16 @@ class RunManager:
     def _note_ended(self, view: RunView) -> None:
         """Have workers release a run that ended within `RETIRED_S`, and queue it for its seal.
 
-        Its metrics are removed when it has ended that long ago. It is not queued while its drive still runs.
+        Its metrics are removed when it has ended that long ago. It is not queued while this process still works on it.
         """
         self._ended[view.record.uid] = view
         if _ended_lately(view):
             self._retire_once(view, has_ended=True)
         self._desired.forget(view.record.uid)
+        self._not_before.pop(view.record.uid, None)
         self._end_pause(view.record.uid)
-        if view.record.uid not in self._claims:  # else the drive that ended it is about to seal it
+        # Otherwise the drive that ended it is about to seal it.
+        if view.record.uid not in self._claims:
             self._sealer.note(view)
 
     def _forget_end(self, uid: str) -> None:
@@ -461,24 +552,31 @@ class RunManager:
             self._registry.goes_on(uid)
 
     def _retire_once(self, view: RunView, *, has_ended: bool) -> None:
+        """Have workers release a run that is paused or has ended, unless they were asked or this process works on
+        it.
+        """
         if view.record.uid not in self._retired and view.record.uid not in self._claims:
             self._retired.add(view.record.uid)
             self._registry.retire(view.record.uid, has_ended=has_ended)
 
 
 def _ended_lately(view: RunView) -> bool:
+    """Return whether a run ended within the last `RETIRED_S`."""
     end_time = view.status.end_time
     return end_time is not None and time.time() - end_time.ToNanoseconds() / 1e9 < RETIRED_S
 
 
 def _is_gone(causes: Iterable[BaseException]) -> bool:
+    """Return whether one of these errors says that the run's log is gone from Redis."""
     return any(isinstance(cause, LogGoneError) for cause in causes)
 
 
 async def resumed_events(catalog: RunCatalog, view: RunView, *, owner: str) -> RunEvents:
-    """Return a writer of a run's events that goes on from the state in the run's view.
+    """Return a new writer of a run's events that goes on from the state in the run's view.
 
-    It has a log object of its own: it adopts a rebuilt log in place, which the driver must notice by itself.
+    `owner` is this orchestrator.
+
+    It has a log object of its own, because it adopts a rebuilt log in place, which the driver must notice by itself.
     """
     events = RunEvents(EventWriter(await catalog.open_log(view.record.uid), owner), run=view.record.name)
     events.state = view.status.state
@@ -487,7 +585,10 @@ async def resumed_events(catalog: RunCatalog, view: RunView, *, owner: str) -> R
 
 
 async def _try_to(what: str, work: Awaitable[None]) -> None:
-    """Await a step of a drive's end, called `what`; an error is logged, as it would hide why the drive ended."""
+    """Await `work`, a step of a drive's end, called `what` in the log; an error is only logged.
+
+    It would hide why the drive ended.
+    """
     try:
         await work
     except MillraceError as error:

@@ -118,6 +118,7 @@ def registry_of(manager: RunManager, catalog: RunCatalog, workers: WorkerRegistr
     """Return the registry of metrics that this orchestrator exports, and begin to count lost workers."""
 
     def read(sheet: MetricSheet) -> None:
+        """Put the values that are looked up when Prometheus asks into the sheet."""
         _read_runs(sheet, catalog)
         _read_workers(sheet, workers)
         driven = manager.driven()
@@ -132,6 +133,7 @@ def registry_of(manager: RunManager, catalog: RunCatalog, workers: WorkerRegistr
 
 
 def _read_runs(sheet: MetricSheet, catalog: RunCatalog) -> None:
+    """Put the number of runs in each state into the sheet."""
     states = Count(int(view.run.state) for view in catalog.views)
     for name, state in run_pb2.RunState.items():
         if state != run_pb2.RUN_STATE_UNSPECIFIED:
@@ -139,19 +141,23 @@ def _read_runs(sheet: MetricSheet, catalog: RunCatalog) -> None:
 
 
 def _read_open(sheet: MetricSheet, catalog: RunCatalog, *, driven: Collection[str]) -> None:
-    """Write the time since the last batch of each open run that is not in `driven`.
+    """Put the time since its last batch into the sheet for each open run that is not in `driven`, by name.
 
-    Begin the counters of every open run.
+    Also begins the counters of every open run.
     """
     for view in catalog.views:
         run, moved = view.record.name, view.status.batches.moved
         if not view.is_terminal:
-            seen(run)  # before `COUNTED` is asked, which comes later
+            # Creates the counters of the run, which this scrape reads after the gauges.
+            seen(run)
             if moved is not None and run not in driven and view.record.kind != EVAL:
                 sheet.put(SINCE_BATCH, seconds_since(moved), run)
 
 
 def _read_workers(sheet: MetricSheet, workers: WorkerRegistry) -> None:
+    """Put the number of workers by kind and state, the use of their GPUs, and this process's standstills into the
+    sheet.
+    """
     now = time.monotonic()
     found = Count(
         (
@@ -178,6 +184,7 @@ def _read_workers(sheet: MetricSheet, workers: WorkerRegistry) -> None:
 
 
 def _read_training(sheet: MetricSheet, parts: RunParts, settings: OrchestratorConfig) -> None:
+    """Put step, groups, failed shares and replicas of a training run that is driven here into the sheet."""
     run, book = parts.context.record.name, parts.book
     sheet.put(STEP, book.step, run)
     sheet.put(EVENT_QUEUE, parts.context.events.num_queued, run)
@@ -193,6 +200,7 @@ def _read_training(sheet: MetricSheet, parts: RunParts, settings: OrchestratorCo
         ("finished", states[PlayState.WHOLE]),
     ):
         sheet.put(GROUPS, count, run, state)
+    # By the largest group, because it is not known which groups will be the missing ones.
     sheet.put(WAITED_FOR, math.ceil(max(0, need - have) / max(settings.group_sizes.values())), run)
     sheet.put(FILL, min(1.0, have / need), run)
     shares = {env.name: 0.0 for env in settings.env}
@@ -203,6 +211,7 @@ def _read_training(sheet: MetricSheet, parts: RunParts, settings: OrchestratorCo
 
 
 def _read_replicas(sheet: MetricSheet, parts: RunParts) -> None:
+    """Put into the sheet which policy versions the run's replicas serve, and how far that is from the newest one."""
     run, desired = parts.context.record.name, parts.policies.desired
     versions = [replica.version for replica in parts.policies.ready()]
     newest = desired.version if desired is not None else max(versions, default=0)
@@ -218,4 +227,5 @@ def _read_replicas(sheet: MetricSheet, parts: RunParts) -> None:
 
 
 def _count_lost(record: WorkerRecord, reason: str) -> None:
+    """Count a worker that is gone, by its kind and the reason."""
     LOST.labels(record.kind, reason).inc()

@@ -23,7 +23,7 @@ KINDS = {run_pb2.RUN_KIND_RL: RL, run_pb2.RUN_KIND_EVAL: EVAL}
 
 
 def validate(request: run_service_pb2.CreateRunRequest) -> RLConfig | EvalRunConfig:
-    """Return the config of the run; raise InvalidSpecError with every violation of the request."""
+    """Check a request to create a run, and return its config; raise InvalidSpecError with every violation at once."""
     violations: list[Violation] = []
     if request.run_id and not names.is_legal(request.run_id):
         violations.append(Violation(field="run_id", value=request.run_id, message=names.RULE))
@@ -55,7 +55,10 @@ def validate(request: run_service_pb2.CreateRunRequest) -> RLConfig | EvalRunCon
 
 
 def make_record(request: run_service_pb2.CreateRunRequest, config: RLConfig | EvalRunConfig) -> RunRecord:
-    """Return the run's record under a new uid; its name is the request's, else the config's, else a made one."""
+    """Return the run's record under a new uid.
+
+    Its name is the request's, else the config's, else one made of environment and uid.
+    """
     document = json.loads(config.resolved_json())
     uid = new_uid()
     return RunRecord(
@@ -72,13 +75,17 @@ def make_record(request: run_service_pb2.CreateRunRequest, config: RLConfig | Ev
 
 
 def _make_name(config: RLConfig | EvalRunConfig, uid: str) -> str:
-    """Return `{first env}-{last hex digits of the uid}`; names of evaluations begin with `eval-`."""
+    """Return a legal name: that of the first environment (its id if it has none), and the last six digits of the uid.
+
+    The name of an evaluation begins with `eval-`.
+    """
     is_eval = isinstance(config, EvalRunConfig)
     first = config.env[0] if is_eval else config.orchestrator.env[0]
     return names.make(f"{'eval-' if is_eval else ''}{first.name or first.id}", uid[-6:])
 
 
 def _label_problems(request: run_service_pb2.CreateRunRequest) -> list[Violation]:
+    """Return what is wrong with the labels of a request; empty if nothing is."""
     if len(request.labels) > MAX_LABELS:
         message = f"has {len(request.labels)} labels; at most {MAX_LABELS} are taken"
         return [Violation(field="labels", message=message)]
@@ -91,6 +98,7 @@ def _label_problems(request: run_service_pb2.CreateRunRequest) -> list[Violation
 
 
 def _violations(check: Callable[[str], object], value: str) -> tuple[Violation, ...]:
+    """Return the violations with which `check` refuses a value; empty if it accepts the value."""
     try:
         check(value)
     except InvalidSpecError as error:
@@ -104,9 +112,10 @@ def _violations(check: Callable[[str], object], value: str) -> tuple[Violation, 
 def as_create(
     request: run_service_pb2.ForkRunRequest, parent: RunRecord, *, uid: str
 ) -> run_service_pb2.CreateRunRequest:
-    """Return the request that creates the fork: with the parent's config unless it brings its own.
+    """Return the request that creates the fork which `request` asks for, with the parent's config unless it brings its
+    own.
 
-    Unless a name is given, it is made of the parent's, the step and the end of `uid`.
+    Unless a name is given, it is made of the parent's, the step and the end of `uid`, the fork's.
     """
     return run_service_pb2.CreateRunRequest(
         kind=run_pb2.RUN_KIND_RL,
@@ -118,7 +127,7 @@ def as_create(
 
 
 def _with_own_wandb_run(config_json: str, parent: RunRecord) -> str:
-    """Remove a W&B id that is the parent's from a config, because W&B would mix the parent's rows with the fork's.
+    """Return a config without the W&B id if that is the parent's: W&B would mix the parent's rows with the fork's.
 
     A config that cannot be decoded is returned as it is: its validation reports that.
     """
@@ -134,11 +143,11 @@ def _with_own_wandb_run(config_json: str, parent: RunRecord) -> str:
 
 
 def check_config(config: RLConfig, parent: RunRecord, plan: ForkPlan) -> None:
-    """Raise InvalidSpecError if the config cannot continue the parent's weights, InvalidStateError if it needs a
-    checkpoint.
+    """Raise InvalidSpecError if a fork's config cannot continue the parent's weights.
 
-    The steps from the checkpoint to the fork's first one are computed again by the fork's trainer. They only give the
-    parent's version back under the parent's trainer settings, so other settings need a checkpoint at that very step.
+    `plan` says with which checkpoint of the parent the fork begins. The fork's trainer computes the steps from there to
+    the fork's first one again. They only give the parent's version back under the parent's trainer settings: raise
+    InvalidStateError if the config has others, unless there is a checkpoint at that very step.
     """
     before = parent.training
     violations = []
@@ -160,6 +169,7 @@ def check_config(config: RLConfig, parent: RunRecord, plan: ForkPlan) -> None:
         )
     if violations:
         raise InvalidSpecError(violations)
+    # With a checkpoint at the very step nothing is computed again, so that every setting may differ.
     changed = _changed(_relevant(before, plan), _relevant(config, plan))
     if changed and plan.step != plan.base_step:
         raise InvalidStateError(
@@ -179,12 +189,18 @@ def is_same_fork(record: RunRecord, earlier: RunRecord) -> bool:
 
 
 def _relevant(config: RLConfig, plan: ForkPlan) -> dict[str, Any]:
-    """Return the settings that a trained step depends on, by dotted key."""
+    """Return the settings that a trained step of a fork depends on, by dotted key: `trainer.…`, and the seed.
+
+    Left out are the trainer's settings of checkpoints, its last step under a constant schedule, and the seed if the
+    fork begins with a checkpoint.
+    """
     trainer = json.loads(config.trainer.model_dump_json())
+    # Where and when checkpoints are written changes no weight.
     del trainer["ckpt"]
     if config.trainer.scheduler.type == "constant":
         del trainer["max_steps"]  # a constant schedule has no end
-    flat: dict[str, Any] = {} if plan.base_step else {"seed": config.seed}  # a checkpoint brings its random state
+    # A checkpoint has the random state, so the seed only counts where there is none.
+    flat: dict[str, Any] = {} if plan.base_step else {"seed": config.seed}
     for section, value in trainer.items():
         if isinstance(value, Mapping):
             flat |= {f"trainer.{section}.{name}": inner for name, inner in value.items()}
@@ -194,9 +210,11 @@ def _relevant(config: RLConfig, plan: ForkPlan) -> dict[str, Any]:
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Return the keys whose values differ, sorted; a key that one side lacks counts as None there."""
     return sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
 
 
 def _steps(steps: tuple[int, ...]) -> str:
+    """Return the last eight of these steps in words."""
     shown = ", ".join(map(str, steps[-8:]))
     return shown if len(steps) <= 8 else f"…, {shown}"

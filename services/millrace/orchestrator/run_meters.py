@@ -118,7 +118,7 @@ class RunMeters:
     """The counters of one run, and when it last got ahead."""
 
     def __init__(self, run: str) -> None:
-        """Take `run`, the run's name."""
+        """Make the counters of the run named `run`, at 0."""
         self.run = run
         self._batches = BatchAge()
         seen(run)
@@ -129,27 +129,34 @@ class RunMeters:
         return None if self._batches.moved is None else max(0.0, time.monotonic() - self._batches.moved)
 
     def resume(self, moved: float | None) -> None:
-        """Set when the run last got ahead, in seconds since the epoch; None changes nothing."""
+        """Set when the run's last batch was committed, or it began to play: `moved`, in seconds since the epoch.
+
+        None changes nothing.
+        """
         if moved is not None:
             self._batches.committed(time.monotonic() - seconds_since(moved))
 
     def state_changed(self, state: run_pb2.RunState, *, failed_in: str = "") -> None:
-        """Note the run's state for the time since its last batch, and count a run that fails by component.
+        """Note the run's new state, and count a run that fails by component.
 
-        `failed_in` is the component whose error it fails with; an unknown one counts as the orchestrator.
+        In some states no batch is due, and the time since the last one is not exported. `failed_in` is the component
+        whose error the run fails with; an unknown one counts as the orchestrator.
         """
         self._batches.state_changed(state, time.monotonic())
         if state == run_pb2.RUN_STATE_FAILED:
             RUNS_FAILED.labels(failed_in if failed_in in _COMPONENTS else "orchestrator").inc()
 
     def rollout(self, rollout: Rollout) -> None:
-        """Count a rollout that was accepted into its group."""
+        """Count a rollout that was accepted into its group, by environment and status."""
         ROLLOUTS.labels(self.run, _env_label(rollout.env), rollout.status.value).inc()
 
     def batch_committed(
         self, *, num_trained: int, dropped: Mapping[str, int], filtered: Mapping[str, int], num_tokens: int
     ) -> None:
-        """Count a batch that is in the log: its groups by outcome, filtered rollouts by filter, and tokens."""
+        """Count a committed batch: its groups by outcome, its tokens, and filtered rollouts by filter.
+
+        `dropped` has the number of dropped groups by reason.
+        """
         for name, count in filtered.items():
             FILTERED.labels(self.run, name).inc(count)
         self._batches.committed(time.monotonic())
@@ -160,14 +167,15 @@ class RunMeters:
             GROUPS.labels(self.run, reason).inc(count)
 
     def tasks(self, pools: PoolSizes) -> None:
-        """Set the number of tasks in each pool after the newest batch."""
+        """Set the number of tasks in each pool, as it is after the newest batch."""
         for pool, count in (("easy", pools.easy), ("normal", pools.normal), ("hard", pools.hard)):
             TASKS.labels(self.run, pool).set(count)
 
     def trained(self, plays: Iterable[Play], *, step: int, metrics: Mapping[str, float]) -> None:
         """Count why the rollouts of a trained batch ended and how stale they are; set the gauges of its environments.
 
-        `metrics` are those of the batch (`batch_metrics`), with the rewards and shares of each environment.
+        `plays` are the batch's groups, `step` is the batch's number, and `metrics` are those of the batch
+        (`batch_metrics`), which have the rewards and shares of each environment.
         """
         ages, envs = STALENESS.labels(self.run), set[str]()
         for play in plays:
@@ -187,12 +195,15 @@ class RunMeters:
 
 
 def seconds_since(moment: float) -> float:
-    """Return the seconds since a wall-clock time, which may come from another machine; never negative."""
+    """Return the seconds since `moment`, in seconds since the epoch.
+
+    0 for a time of another machine that is in the future.
+    """
     return max(0.0, time.time() - moment)
 
 
 def seen(run: str) -> None:
-    """Create the series that alerts watch, at 0, so that `increase` misses nothing that happens later."""
+    """Create the series of the run that alerts watch, at 0, so that `increase` misses nothing that happens later."""
     if run in _runs:
         return
     _runs.add(run)
@@ -204,25 +215,25 @@ def seen(run: str) -> None:
 
 
 def lease_acquired(run: str) -> None:
-    """Count a lease of the run that this orchestrator acquired."""
+    """Count that this orchestrator acquired the lease of the run with this name."""
     seen(run)
     LEASES.labels(run).inc()
 
 
 def drive_failed(run: str) -> None:
-    """Count a drive that failed or could not begin."""
+    """Count a drive of the run that failed or could not begin."""
     seen(run)
     GIVEN_UP.labels(run).inc()
 
 
 def entries_damaged(run: str, stream: str, count: int) -> None:
-    """Count skipped entries of the log."""
+    """Count entries of a stream of the run's log that were skipped because they are damaged."""
     seen(run)
     DAMAGED.labels(run, stream).inc(count)
 
 
 def forget(run: str) -> None:
-    """Remove the series of a run that ended long ago."""
+    """Remove all series of the run with this name, which ended long ago."""
     if run in _runs:
         _runs.discard(run)
         for metric in _OF_RUN:

@@ -66,7 +66,7 @@ class _Process:
     readers: Readers
 
     def servicer(self, draining: asyncio.Event) -> RunServicer:
-        """Return the public API."""
+        """Return the implementation of the public API; watches end once `draining` is set."""
         return RunServicer(
             place=self.place,
             readers=self.readers,
@@ -78,7 +78,7 @@ class _Process:
         )
 
     def register(self, server: grpc.aio.Server, draining: asyncio.Event) -> list[str]:
-        """Add both services to the server and return their names."""
+        """Add both services to the server and return their full names; `draining` ends watches of runs."""
         run_service_pb2_grpc.add_RunServiceServicer_to_server(self.servicer(draining), server)
         worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(self.registry), server)
         return [_RUN_SERVICE, _WORKER_SERVICE]
@@ -86,8 +86,8 @@ class _Process:
     def start(self, port: int) -> None:
         """Mark both services as ready, and expect scans of the manager from now on.
 
-        Called once the server listens on `port`. The process that has bound the address holds its slot: it may
-        take over the leases of a predecessor there.
+        Called once the server listens on `port`. The process that has bound the address holds its slot: it may take
+        over the leases of a predecessor there.
         """
         host, _ = parse_address(self.settings.require("listen"))
         self.manager.slot = worker_slot(join_address(host, port))
@@ -97,11 +97,13 @@ class _Process:
 
 
 def _assemble(settings: Settings) -> _Process:
+    """Make the parts of an orchestrator process and connect them to each other; nothing works yet."""
     owner = new_worker_id("orchestrator")
-    redis = open_redis(settings.require("redis_url"))
+    redis_url = settings.require("redis_url")
+    redis = open_redis(redis_url)
     store_url = settings.require("store_url")
     store = open_store(store_url)
-    place = LogPlace(redis=redis, store=store, store_url=store_url, prefix=settings.prefix)
+    place = LogPlace(redis=redis, store=store, store_url=store_url, redis_url=redis_url, prefix=settings.prefix)
     readers = open_readers(place)
     registry, board = WorkerRegistry(), HealthBoard()
     catalog = RunCatalog(redis=redis, store=store, prefix=settings.prefix, owner=owner)
@@ -127,7 +129,7 @@ def _assemble(settings: Settings) -> _Process:
 
 
 def _dashboard(process: _Process) -> contextlib.AbstractAsyncContextManager[int]:
-    """Return the dashboard, which asks the public API as its clients do."""
+    """Return the context in which the dashboard is served, over the same parts as the public API."""
     source = OrchestratorSource(
         service=process.servicer(asyncio.Event()),
         catalog=process.catalog,
@@ -141,16 +143,18 @@ def _dashboard(process: _Process) -> contextlib.AbstractAsyncContextManager[int]
 async def serve_orchestrator(
     settings: Settings, *, on_started: Callable[[int], None] | None = None, handle_signals: bool = True
 ) -> None:
-    """Serve RunService and WorkerService until a signal; raise what ends the manager. `on_started` gets the port.
+    """Serve RunService and WorkerService until a signal; raise what ends the manager.
 
-    Runs are claimed once the server listens and the stores were tested, but the test is waited for `TEST_STORES_S`
-    at most.
+    `on_started` gets the port once the server listens. Runs are claimed after that and after the test of the stores,
+    which is waited for `TEST_STORES_S` at most. Without `handle_signals` only cancellation or an error ends it.
     """
-    listen = settings.require("listen")  # before anything is open that would have to be closed
+    # Looked up before anything is opened that would have to be closed after an error.
+    listen = settings.require("listen")
     process = _assemble(settings)
     started_once, tested_once, stopping = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     def started(port: int) -> None:
+        """Mark the process as started, and report the port."""
         process.start(port)
         started_once.set()
         if on_started is not None:
@@ -176,6 +180,7 @@ async def serve_orchestrator(
                 health_board=process.board,
                 handle_signals=handle_signals,
             )
+            # A server that never listened has not set them, and `_manage` waits for them.
             started_once.set()
             tested_once.set()
             testing.cancel()
@@ -188,7 +193,7 @@ async def serve_orchestrator(
 
 
 async def _test_stores(process: _Process, tested: asyncio.Event) -> None:
-    """Try out Redis and the object store until they pass; raise InvalidStateError if one of them cannot hold runs.
+    """Check Redis and the object store until both pass; raise InvalidStateError if one of them cannot hold runs.
 
     `tested` is set after the first try, whatever came of it, and before the store's last answers. One that does not
     answer, or is no primary at the moment, is tried again.
@@ -203,6 +208,7 @@ async def _test_stores(process: _Process, tested: asyncio.Event) -> None:
                 await asyncio.wrap_future(answered)
             return
         except MillraceError as error:
+            # A store or a Redis that cannot carry runs stays so, whenever it is asked.
             if isinstance(error, InvalidStateError):
                 raise
             logger.warning("cannot test Redis and the object store, trying again", extra={"error": str(error)})
@@ -215,9 +221,10 @@ async def _test_stores(process: _Process, tested: asyncio.Event) -> None:
 
 
 async def _manage(manager: RunManager, started: asyncio.Event, tested: asyncio.Event, stopping: asyncio.Event) -> None:
-    """Run the manager from when the server listens until `stopping` is set, then release its runs within `GIVE_BACK_S`.
+    """Run the manager from when the server listens (`started`) until `stopping` is set, then give its runs back.
 
-    It begins after the first test of the stores, or after `TEST_STORES_S`. Raises what ends the manager by itself.
+    It begins after the first test of the stores (`tested`), or after `TEST_STORES_S`, and ends `GIVE_BACK_S` after
+    `stopping`. Raises what ends the manager by itself.
     """
     # Before it listens, its slot is not known, and a lease of a dead predecessor could not be taken over.
     await started.wait()
@@ -261,14 +268,19 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
     async def Heartbeat(
         self, request: worker_service_pb2.HeartbeatRequest, context: grpc.aio.ServicerContext
     ) -> worker_service_pb2.HeartbeatResponse:
-        """Take a worker's report and answer with its assignments; an unknown worker is asked to register again.
+        """Take a worker's report and answer with its assignments.
 
-        With `hold_seconds`, the answer waits until there are new ones, for at most that time or `HEARTBEAT_S`.
+        A worker that is not known is asked to register again.
+
+        With `hold_seconds` in the request, the answer waits until there are new assignments, for at most that time or
+        `HEARTBEAT_S`.
         """
         record = self._registry.heartbeat(request)
         if record is not None and request.hold_seconds > 0:
+            # No longer than an interval, after which the worker's next report is due.
             await record.hold(min(request.hold_seconds, HEARTBEAT_S))
-            record = self._registry.by_id.get(request.worker_id)  # it may be gone meanwhile
+            # The worker may have been removed while this call waited.
+            record = self._registry.by_id.get(request.worker_id)
         if record is None:
             return worker_service_pb2.HeartbeatResponse(register_again=True)
         return worker_service_pb2.HeartbeatResponse(

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -21,29 +21,37 @@ from millrace.errors import (
     InvalidSpecError,
     InvalidStateError,
     LogGoneError,
+    NotFoundError,
     UnavailableError,
     Violation,
 )
 from millrace.orchestrator import new_run
-from millrace.orchestrator.beside import PAGE_DEFAULT, LogPlace, Readers, next_token, page
-from millrace.orchestrator.catalog import RunCatalog, RunView
+from millrace.orchestrator.beside import PAGE_DEFAULT, LogPlace, Readers, next_token, of_bounded_size, page
+from millrace.orchestrator.catalog import EventFeed, RunCatalog, RunView
 from millrace.orchestrator.drive.assembly import env_specs, require_tasks, trained_envs
-from millrace.orchestrator.intents import IntentCalls
+from millrace.orchestrator.intents import IntentCalls, check_intent
 from millrace.orchestrator.manager import RunManager
 from millrace.orchestrator.new_run import make_record, validate
 from millrace.orchestrator.play.env_servers import IMAGE_REMEDY, EnvServers, KeyVariables, images_in_words
 from millrace.orchestrator.play.tasks import Sampler
 from millrace.orchestrator.why import explain, unanswered
 from millrace.orchestrator.workers import WorkerKind, WorkerRegistry
-from millrace.runlog import EventReader, RunLog
+from millrace.race import in_own_thread
+from millrace.runlog.deletion import (
+    begin_deletion,
+    delete_run,
+    find_tombstone,
+    plan_deletion,
+    require_unneeded,
+)
 from millrace.runlog.fork import copy_fork, plan_fork
 from millrace.runlog.index import create_run, find_request
-from millrace.runlog.names import Names, check_request_id, new_uid
+from millrace.runlog.names import Names, new_uid
 from millrace.runlog.records.run_record import EVAL, RunRecord
 from millrace.runlog.run_status import TERMINAL, is_terminal
 from millrace.storage.base import newest_revision, require_checksum
 from millrace.telemetry import waits
-from millrace.v1 import checkpoint_pb2, event_pb2, run_pb2, run_service_pb2, run_service_pb2_grpc
+from millrace.v1 import checkpoint_pb2, run_pb2, run_service_pb2, run_service_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +61,8 @@ EXPLAIN_READ_S = 2.0
 """Longest look at the log for an explanation, which comes within 5 s in any case."""
 READ_BLOCK_S = 1.0
 """Longest block of one read in a watch: how late a drain or a cancelled client is noticed."""
-PAGE_BYTES = 16 << 20
-"""Largest page of runs: configs are part of them. The next page begins after it."""
 MAX_VALIDATIONS = 2
 """Configs that are checked at the same time, in threads; further ones wait."""
-MAX_REASON_CHARS = 2000
 _CURSOR = re.compile(r"[0-9]{1,19}(-[0-9]{1,19})?")
 
 _MOST_KEPT = 1 << 53
@@ -78,6 +83,10 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         owner: str,
         draining: asyncio.Event,
     ) -> None:
+        """Make the public API over the parts of this orchestrator, which `owner` names.
+
+        Watches end once `draining` is set.
+        """
         self._redis = place.redis
         self._store = place.store
         self._prefix = place.prefix
@@ -88,7 +97,8 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         self._owner = owner
         self._draining = draining
         self._intents = IntentCalls(store=place.store, prefix=place.prefix, owner=owner, on_intent=manager.apply)
-        self._auditing = asyncio.Semaphore(1)  # an audit reads everything of a run: one at a time
+        # An audit reads everything of a run: one at a time.
+        self._auditing = asyncio.Semaphore(1)
         self._validating = asyncio.Semaphore(MAX_VALIDATIONS)
 
     async def CreateRun(
@@ -99,6 +109,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         A repeated `request_id` returns the run that it created; AlreadyExistsError if that has another config.
         """
         config, record = await self._validated(request)
+        # Before workers are looked at: a repeated request gets its first answer, whatever is registered by now.
         if request.request_id and not request.validate_only:
             earlier = await find_request(self._store, self._prefix, request.request_id)
             if earlier is not None:
@@ -115,8 +126,9 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     ) -> run_service_pb2.ForkRunResponse:
         """Create a run that continues another one at a step: copy what it begins with, and queue it.
 
-        A repeated `request_id` returns the run that it created. Raise InvalidStateError for a fork of an
-        evaluation.
+        A repeated `request_id` returns the run that it created; AlreadyExistsError if that is of another config or
+        step. Raises InvalidStateError for a fork of an evaluation, and InvalidSpecError or InvalidStateError if the
+        fork's config cannot continue the parent.
         """
         parent = (await self._catalog.find(request.name)).record
         if parent.kind == EVAL:
@@ -127,6 +139,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
             )
         wanted = new_run.as_create(request, parent, uid=new_uid())
         config, record = await self._validated(wanted)
+        # What `is_same_fork` compares with an earlier request; the whole plan comes below.
         record = replace(record, parent={"uid": parent.uid, "step": request.step})
         if request.request_id:
             earlier = await find_request(self._store, self._prefix, request.request_id)
@@ -151,10 +164,57 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
                 )
         return run_service_pb2.AuditRunResponse(report=report)
 
+    async def DeleteRun(
+        self, request: run_service_pb2.DeleteRunRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.DeleteRunResponse:
+        """Delete an ended run from the store and from Redis and return what it had; with `validate_only` only that.
+
+        Raises InvalidStateError if the run is open, held or needed by forks, or becomes so meanwhile, and
+        UnavailableError if objects cannot be removed now: the next call goes on.
+        """
+        uid = await self._uid_to_delete(request.name)
+        deletion = await asyncio.to_thread(plan_deletion, self._store, Names(self._prefix, uid))
+        if not request.validate_only:
+            require_unneeded(deletion, may_be_open=False, may_be_needed=request.even_needed)
+            if self._manager.holds(uid):
+                raise InvalidStateError(
+                    f"run {deletion.name!r} has just ended, and its exports are still being written",
+                    reason="RUN_HELD",
+                    remedy="ask again in a minute",
+                )
+            await begin_deletion(self._redis, self._store, deletion, by=self._owner)
+            self._catalog.forget(uid)
+            with waits.waiting(f"the deletion of run {uid}", waits_on="object store"):
+                left = await asyncio.to_thread(delete_run, self._store, deletion, by=self._owner)
+            if left:
+                raise UnavailableError(
+                    f"{len(left)} objects of run {deletion.name!r} cannot be removed now: {left[0]}",
+                    reason="OBJECTS_LEFT",
+                    remedy="ask again: the deletion goes on",
+                )
+        found = run_service_pb2.DeleteRunResponse(uid=uid, needed_by=deletion.needed_by)
+        for kind, count in sorted(deletion.counts.items()):
+            found.objects.add(kind=kind, count=count, size_bytes=deletion.sizes[kind])
+        return found
+
+    async def _uid_to_delete(self, name: str) -> str:
+        """Return the uid of a run, or of one of that name whose deletion was begun; NotFoundError if there is none."""
+        wanted = name.removeprefix("runs/")
+        try:
+            return (await self._catalog.find(name)).record.uid
+        except NotFoundError:
+            uid = await asyncio.to_thread(find_tombstone, self._store, self._prefix, wanted)
+            if uid is None:
+                raise
+            return uid
+
     async def GetRun(
         self, request: run_service_pb2.GetRunRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.GetRunResponse:
-        """Return one run; its error is set while something refuses to let it get ahead, too."""
+        """Return one run as it is now.
+
+        Its error is also set while something refuses to let it get ahead.
+        """
         view = await self._catalog.find(request.name)
         run = run_pb2.Run()
         # A copy: the error below belongs to this answer, and not to the view.
@@ -173,14 +233,15 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         """Return a page of runs, newest first, of all or of those in the request's states."""
         size, start = page(request.page_size, request.page_token)
         if request.states:
+            # One more than the page: so a token is only given where something follows.
             runs = await self._in_states(request.states, at_least=start + size + 1)
-            shown = _of_bounded_size(runs[start : start + size])
+            shown = of_bounded_size(runs[start : start + size])
             return run_service_pb2.ListRunsResponse(
                 runs=shown, next_page_token=next_token(start + len(shown), len(runs))
             )
         listed = await self._catalog.list_names()
         views = await self._catalog.read_listed(listed[start : start + size])
-        shown = _of_bounded_size([view.run for view in views])
+        shown = of_bounded_size([view.run for view in views])
         return run_service_pb2.ListRunsResponse(runs=shown, next_page_token=next_token(start + len(shown), len(listed)))
 
     async def _in_states(self, states: Collection[run_pb2.RunState], *, at_least: int) -> list[run_pb2.Run]:
@@ -207,7 +268,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         Cancelling a run that ended is an error; twice is not.
         """
         view = await self._catalog.find(request.name)
-        _check_intent(request.reason, request.request_id)
+        check_intent(request.reason, request.request_id)
         await self._intents.cancel(view, reason=request.reason, request_id=request.request_id)
         return run_service_pb2.CancelRunResponse(run=view.run)
 
@@ -219,7 +280,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         Pausing a run that ends or ended is an error; pausing twice is not.
         """
         view = await self._catalog.find(request.name)
-        _check_intent(request.reason, request.request_id)
+        check_intent(request.reason, request.request_id)
         await self._intents.pause(view, reason=request.reason, request_id=request.request_id)
         return run_service_pb2.PauseRunResponse(run=view.run)
 
@@ -231,7 +292,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         Reopens a failed run; an open one stays as it is. What it is to keep from here on is part of the intent.
         """
         view = await self._catalog.find(request.name)
-        _check_intent("", request.request_id)
+        check_intent("", request.request_id)
         retention = {
             name: min(getattr(request, f"retain_{name}"), _MOST_KEPT) or None
             for name in ("batches", "policies")
@@ -241,11 +302,11 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         return run_service_pb2.ResumeRunResponse(run=view.run)
 
     async def WatchRun(self, request: run_service_pb2.WatchRunRequest, context: grpc.aio.ServicerContext):
-        """Yield the events after `request.after`, then new ones until the run has ended.
+        """Yield the events after the cursor `request.after`, then new ones until the run has ended.
 
-        Empty messages show that it is open. FAILED is no end of a run that was reopened. Raises
-        UnavailableError when this process drains, RefusedError while something refuses to let the run get
-        ahead, CorruptObjectError if the run cannot be read.
+        Empty messages show that the stream is open. FAILED is no end of a run that was reopened. Raises
+        UnavailableError when this process drains, RefusedError while something refuses to let the run get ahead,
+        CorruptObjectError if the run cannot be read.
         """
         view = await self._catalog.find(request.name)
         if request.after and not _CURSOR.fullmatch(request.after):
@@ -266,13 +327,15 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
                 )
             view = self._catalog.known(uid) or view  # a rebuilt log makes a new one
             has_ended = view.is_terminal  # then no further event comes
+            # Once more after the end was seen: events may have come in between.
             events = await feed.read(block_s=0.0 if has_ended else READ_BLOCK_S)
             if not events and not has_ended and (problem := self._manager.held_up.problem(uid)) is not None:
                 raise problem
             for event in events:
                 is_end = event.HasField("state_changed") and is_terminal(event.state_changed.new_state)
                 if is_end and not await self._catalog.is_end(uid, event.state_changed.new_state):
-                    continue  # it does not end the run, and a watcher would stop at it
+                    # No header confirms this end, and a watcher would stop at it.
+                    continue
                 last_sent, has_ended = time.monotonic(), is_end
                 yield run_service_pb2.WatchRunResponse(event=event)
             if has_ended:
@@ -314,9 +377,10 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     async def ExplainRun(
         self, request: run_service_pb2.ExplainRunRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.ExplainRunResponse:
-        """Return what every service of a run waits for; from memory if the log cannot be read within `EXPLAIN_READ_S`.
+        """Return what every service of a run waits for.
 
-        Raise UnavailableError if the run is not in memory either.
+        If the log cannot be read within `EXPLAIN_READ_S`, the run's state is that of the last look; UnavailableError if
+        there was none.
         """
         # Redis or the store may be the very cause; then the view of the last look has to do.
         known, note = self._catalog.known(request.name), ""
@@ -335,29 +399,38 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         return explain(view, self._registry, owner=self._owner, note=note, name_of=self._name_of, is_held=is_held)
 
     async def _validated(self, request: run_service_pb2.CreateRunRequest) -> tuple[RLConfig | EvalRunConfig, RunRecord]:
-        """Return the config and the record of the new run, checked in a thread; raise InvalidSpecError with every
-        violation.
+        """Check a request to create a run in a thread, and return the config and the record of the new run.
+
+        Imports the user's functions. Raises InvalidSpecError with every violation.
         """
 
         def check() -> tuple[RLConfig | EvalRunConfig, RunRecord]:
+            """Return the config and the record, checked and with the user's functions imported (blocking)."""
             config = validate(request)
             if isinstance(config, RLConfig):
+                # Only to see whether they can be made.
                 make_algorithms(config.orchestrator, self._manager.custom_code)
                 Sampler.load(config.orchestrator.buffer, self._manager.custom_code, seed=config.orchestrator.seed)
             return config, make_record(request, config)
 
         with waits.shared("configs of {n} new runs to be checked", waits_on="orchestrator", quiet_s=1.0):
             async with self._validating:
-                config, record = await asyncio.to_thread(check)
+                # It imports the user's modules, which may block for ever.
+                config, record = await in_own_thread(check)
         if isinstance(config, RLConfig):
             require_loadable_loss(config, self._registry)
         return config, record
 
     def _name_of(self, uid: str) -> str:
+        """Return the name of a run by its uid; the uid itself if the run is not known."""
         known = self._catalog.known(uid)
         return known.record.name if known is not None else uid
 
     async def _create(self, record: RunRecord) -> run_pb2.Run:
+        """Create the run of a record, with what a fork begins with, wake the manager, and return the run.
+
+        If its request id created a run before, that run is returned.
+        """
         uid = await create_run(
             self._redis,
             self._store,
@@ -374,6 +447,10 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         return (await self._catalog.find(record.uid)).run
 
     async def _earlier(self, uid: str, record: RunRecord) -> run_pb2.Run:
+        """Return the run `uid`, which an earlier request with the same id created.
+
+        AlreadyExistsError if it is another than asked.
+        """
         view = await self._catalog.find(uid)
         if view.record.run_hash != record.run_hash or not new_run.is_same_fork(record, view.record):
             raise AlreadyExistsError(
@@ -386,6 +463,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         return view.run
 
     def _checkpoints(self, record: RunRecord) -> list[checkpoint_pb2.Checkpoint]:
+        """Return the checkpoints of a run whose manifest is in the store and can be read, oldest first (blocking)."""
         names = Names(self._prefix, record.uid)
         found = []
         for prefix in self._store.list_prefixes(names.checkpoints):
@@ -395,7 +473,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         return found
 
     def _checkpoint(self, record: RunRecord, names: Names, step: int) -> checkpoint_pb2.Checkpoint | None:
-        """Return a committed checkpoint; None if it has no manifest, or a damaged one, which is logged."""
+        """Return the committed checkpoint of a step; None if it has no manifest, or a damaged one, which is logged."""
         key = newest_revision(self._store, names.checkpoint_manifest(step))
         if (info := self._store.head(key)) is None:
             return None
@@ -428,94 +506,14 @@ def _manifest_bytes(data: bytes, *, what: str) -> int:
         raise CorruptObjectError(f"{what} cannot be read: {error}", reason=reason) from error
 
 
-def _check_intent(reason: str, request_id: str) -> None:
-    if len(reason) > MAX_REASON_CHARS:
-        message = f"must have at most {MAX_REASON_CHARS} characters"
-        raise InvalidSpecError([Violation(field="reason", value=f"{len(reason)} characters", message=message)])
-    if request_id:
-        check_request_id(request_id)
-
-
-def _of_bounded_size(runs: list[run_pb2.Run]) -> list[run_pb2.Run]:
-    """Return as many of the first runs as fit into a page, and at least one."""
-    size = 0
-    for index, run in enumerate(runs):
-        size += run.ByteSize()
-        if index and size > PAGE_BYTES:
-            return runs[:index]
-    return runs
-
-
-# The events of a run for somebody who watches: each once and in order, also across a Redis that lost some of them.
-
-
-class EventFeed:
-    """Reads after a cursor. When Redis holds another copy of the log, it begins anew and skips what it has given out.
-
-    Another copy may have given the ids of lost events to others, so a cursor alone does not say what was seen: the
-    number of each writer's newest event does.
-    """
-
-    def __init__(self, catalog: RunCatalog, uid: str, *, after: str) -> None:
-        """Take `after`, the cursor after which the watcher wants events; empty means from the beginning."""
-        self._catalog = catalog
-        self._uid = uid
-        self._after = after
-        self._log: RunLog | None = None
-        self._instance = ""
-        self._given: dict[str, int] = {}
-        self._is_replay = False
-        self.cursor = after
-        """Cursor of the newest event that was read."""
-
-    async def read(self, *, block_s: float) -> Sequence[event_pb2.Event]:
-        """Return the next events that the watcher does not have; wait up to `block_s` seconds for the first one.
-
-        Empty also if the log is gone: the next call opens the rebuilt one.
-        """
-        try:
-            run_log = self._log
-            if run_log is None or await run_log.read_instance() != self._instance:
-                run_log = await self._open()
-            events = await EventReader(run_log).read(after=self.cursor, block_s=block_s)
-        except LogGoneError:
-            self._log = None  # the next read opens the rebuilt log
-            return []
-        fresh = []
-        for event in events:
-            self.cursor = event.cursor
-            if self._is_replay and self._was_given(event):
-                continue
-            self._given[event.writer] = event.writer_sequence
-            fresh.append(event)
-        return fresh
-
-    async def _open(self) -> RunLog:
-        run_log = await self._catalog.open_log(self._uid)
-        instance = await run_log.read_instance()
-        if self._instance and instance != self._instance:
-            self.cursor, self._is_replay = "", True
-        self._log, self._instance = run_log, instance
-        return run_log
-
-    def _was_given(self, event: event_pb2.Event) -> bool:
-        """Return whether the watcher has the event already, from this stream or from an earlier one."""
-        is_before = bool(self._after) and _position(event.cursor) <= _position(self._after)
-        return is_before or event.writer_sequence <= self._given.get(event.writer, 0)
-
-
-def _position(cursor: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in cursor.split("-"))
-
-
 # Ask the env-servers, when a run is submitted, whether its environments can be loaded and have their keys.
 
 
 async def check_environments(config: RLConfig | EvalRunConfig, registry: WorkerRegistry) -> None:
-    """Have an env-server load every environment of the config, where the run will find them loaded.
+    """Have env-servers load every environment of the config, which stays loaded for the run.
 
-    Raise InvalidStateError if one cannot be loaded or has no training tasks, InvalidSpecError if a key is not set,
-    and UnavailableError if no env-server is registered.
+    Raises InvalidStateError if one cannot be loaded or has no training tasks, InvalidSpecError if a key is not set, and
+    UnavailableError if no env-server is registered.
     """
     servers = EnvServers(run_uid="", epoch=0, registry=registry, trained=trained_envs(config))
     try:
@@ -533,6 +531,7 @@ async def check_environments(config: RLConfig | EvalRunConfig, registry: WorkerR
 
 
 def _keys(config: RLConfig | EvalRunConfig) -> KeyVariables:
+    """Return the environment variables in which env-servers must have the keys that a config needs."""
     if isinstance(config, EvalRunConfig):
         return KeyVariables(endpoint=(config.client and config.client.api_key_var) or "")
     teacher = config.orchestrator.algo.teacher

@@ -28,7 +28,7 @@ from millrace.orchestrator.chain import SILENT_S, Chain
 from millrace.orchestrator.drive.assembly import RunParts
 from millrace.orchestrator.events import RunContext, RunEvents
 from millrace.orchestrator.why import chain_of, components, serves
-from millrace.orchestrator.workers import WorkerRecord, WorkerRegistry
+from millrace.orchestrator.workers import WorkerKind, WorkerRecord, WorkerRegistry
 from millrace.runlog.records.numbered import epoch_owner
 from millrace.runlog.redis.connection import OUTAGES
 from millrace.telemetry import waits
@@ -37,7 +37,7 @@ from millrace.telemetry.waits import METER, Meter, Wait
 logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
-TELL_SILENT_S = 10.0
+REPORT_SILENT_S = 10.0
 """Silence of a worker after which an event says so: ten heartbeats, so that a busy machine accuses nobody."""
 NO_PROGRESS_S = (20.0, 60.0, 300.0, 900.0)
 """Ages of a standstill at which the end of the chain is reported; after the last one, each time as much has passed."""
@@ -45,8 +45,8 @@ PATIENCE, MOST_PATIENT = 1.5, 30.0
 """Factor on these ages after a reported standstill that ended although no component had been silent."""
 OVERDUE_AGAIN_S = 600.0
 """Shortest time between two reports of the same overdue wait: in a slow run it may come back at every step."""
-TELL_STILL_S = 5.0
-TELL_OUTAGE_S = 5.0
+REPORT_STILL_S = 5.0
+REPORT_OUTAGE_S = 5.0
 OUTAGE_SETTLES_S = 2.0
 """Time for all commands that wait in one outage to notice its end; the longest wait is reported."""
 OUTAGE_MEMORY_S = 60.0
@@ -67,7 +67,7 @@ class _Seen:
 
 
 class Watchdog:
-    """Looks once per second. `progress` is anything that differs whenever the run got ahead."""
+    """Looks at a driven run once per second, and reports what it waits for."""
 
     def __init__(
         self,
@@ -80,6 +80,11 @@ class Watchdog:
         clock: Callable[[], float] = time.monotonic,
         meter: Meter = METER,
     ) -> None:
+        """Make the watchdog of a run that the orchestrator `owner` drives.
+
+        `progress` returns a value that differs whenever the run got ahead. `clock` gives monotonic seconds, and `meter`
+        the times in which this process did not run.
+        """
         self._run_uid = run_uid
         self._owner = owner
         self._registry = registry
@@ -101,10 +106,14 @@ class Watchdog:
 
     @classmethod
     def of(cls, parts: RunParts, *, owner: str) -> Self:
-        """Make the watchdog of a driven run, for which rollouts, commits, policies and training steps are progress."""
+        """Make the watchdog of a driven run; rollouts, commits, policies and training steps count as progress.
+
+        `owner` names this orchestrator.
+        """
         context = parts.context
 
         def progress() -> object:
+            """Return a value that differs whenever the run got ahead."""
             desired = parts.policies.desired
             return (
                 parts.stream.newest,
@@ -114,7 +123,7 @@ class Watchdog:
                 parts.policies.served_version(),
                 [
                     (record.trainer.epoch, record.trainer.step)
-                    for record in context.registry.records()
+                    for record in context.registry.alive(WorkerKind.TRAINER)
                     if record.trainer is not None and record.trainer.run_uid == context.record.uid
                 ],
             )
@@ -128,7 +137,7 @@ class Watchdog:
         )
 
     async def run(self) -> None:
-        """Look once per `TICK_S` and report; ends by cancellation."""
+        """Look every `TICK_S` seconds and report what is found, until cancelled."""
         waits.watch()
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
@@ -136,7 +145,7 @@ class Watchdog:
             await self.look()
 
     async def look(self) -> None:
-        """Report silent workers, a standstill, overdue waits and outages of Redis, by events of the run.
+        """Write events on silent workers, a standstill, overdue waits and outages of Redis that are due now.
 
         After this process itself stood still report only that: what was seen before is out of date.
         """
@@ -146,7 +155,7 @@ class Watchdog:
         if still_s > SILENT_S:
             # What was seen before is out of date, and nobody listened to workers that seem silent: look again later.
             self._moved, self._num_reported = now, 0
-            if still_s > TELL_STILL_S:
+            if still_s > REPORT_STILL_S:
                 await self._warn(
                     "ORCHESTRATOR_STOOD_STILL",
                     f"orchestrator {self._owner} stood still for {still_s:.0f} s: it was frozen, or its machine was "
@@ -159,13 +168,17 @@ class Watchdog:
         await self._look_at_redis(now)
 
     async def _look_at_workers(self, now: float) -> None:
+        """Report workers of the run that fell silent, answer again, or are gone since the last look.
+
+        `now` is monotonic.
+        """
         current = {record.worker_id: record for record in self._registry.records() if serves(record, self._run_uid)}
         for worker_id in self._seen.keys() - current.keys():
             await self._report_gone(self._seen.pop(worker_id), current, now)
         for worker_id, record in current.items():
             seen = self._seen.setdefault(worker_id, _Seen(record=record, silent_since=record.silent_since))
             silence_s = now - record.silent_since
-            if silence_s > TELL_SILENT_S and not seen.is_reported:
+            if silence_s > REPORT_SILENT_S and not seen.is_reported:
                 seen.is_reported = True
                 self._remember_gone(worker_id, record.silent_since)
                 await self._warn("WORKER_SILENT", f"{_name(record)} has not answered for {silence_s:.0f} s: {_CAUSES}")
@@ -175,9 +188,11 @@ class Watchdog:
             seen.record, seen.silent_since = record, record.silent_since
 
     async def _report_gone(self, seen: _Seen, current: dict[str, WorkerRecord], now: float) -> None:
-        """Report that a worker of the run was replaced by another one in its slot, or was lost.
+        """Report that a worker of the run was lost, or was replaced by another one in its slot.
 
-        Not that it was released.
+        Nothing if it was released.
+
+        `current` are the run's workers now, by id.
         """
         record, slot = seen.record, seen.record.worker.slot
         silence_s = now - seen.silent_since
@@ -200,11 +215,19 @@ class Watchdog:
             )
 
     def _remember_gone(self, worker_id: str, since: float) -> None:
+        """Remember since when (monotonic) a worker is silent, so that its return can be reported.
+
+        The oldest are forgotten.
+        """
         self._gone.setdefault(worker_id, since)
         while len(self._gone) > MAX_GONE:
             del self._gone[next(iter(self._gone))]
 
     async def _look_at_progress(self, now: float) -> None:
+        """Report what the run waits for if it has made no progress for long; longer each time it is reported again.
+
+        `now` is monotonic. Where such standstills end by themselves, later ones are reported later.
+        """
         at = self._progress()
         if at != self._at:
             if self._num_reported and not self._has_accused:
@@ -228,9 +251,10 @@ class Watchdog:
         Waits whose reasons differ only in numbers are the same one.
         """
         self._overdue = {key: at for key, at in self._overdue.items() if now - at < OVERDUE_AGAIN_S}
-        for component in components(self._run_uid, self._registry, owner=self._owner):
+        for component in components(self._run_uid, self._registry, owner=self._owner, is_troubled=True):
             if component.is_silent:
-                continue  # its last report is as old as its silence, which has an event of its own
+                # Its last report is as old as its silence, which has an event of its own.
+                continue
             for wait in component.waits:
                 # Ages and counts in a reason differ at every look.
                 key = (wait.owner, wait.waits_on, re.sub(r"[\d.]+", "#", wait.reason))
@@ -239,29 +263,38 @@ class Watchdog:
                     await self._report_wait(wait)
 
     async def _look_at_redis(self, now: float) -> None:
-        """Report outages of Redis that are over; while one lasts no event could be written anyway."""
+        """Report outages of Redis that are over by `now` (monotonic), each once.
+
+        While one lasts, no event could be written anyway. Time in which this process itself did not run does not count.
+        """
         for outage in list(OUTAGES):
             if not self._outages_until < outage.ended < now - OUTAGE_SETTLES_S:
                 continue
             self._outages_until = outage.ended
-            seconds = outage.seconds - self._meter.within(outage.began, outage.ended)  # it, and not this process
-            if seconds > TELL_OUTAGE_S:
+            # Without the time in which this process itself did not run.
+            seconds = outage.seconds - self._meter.within(outage.began, outage.ended)
+            if seconds > REPORT_OUTAGE_S:
                 await self._warn("REDIS_SILENT", f"Redis at {outage.address} did not answer for {seconds:.0f} s")
 
     async def _warn(self, reason: str, message: str) -> None:
+        """Log a finding that blames a component, and write it as an event unless the run has had too many.
+
+        `reason` is UPPER_SNAKE, `message` a sentence.
+        """
         self._has_accused = True
         logger.warning(message, extra={"run": self._run_uid, "reason": reason})
         if self._may_send():
             await self._events.warning(reason, message)
 
     async def _report_wait(self, wait: Wait) -> None:
+        """Log a wait that holds the run up, and write it as an event unless the run has had too many."""
         fields = {"owner": wait.owner, "wait": wait.reason, "age_s": round(wait.age_s, 1)}
         logger.warning("a wait is long", extra={"run": self._run_uid, **fields})
         if self._may_send():
             await self._events.wait_reported(wait)
 
     def _may_send(self) -> bool:
-        """Return whether the run's log may get another event (`MAX_EVENTS` in `PER_S`), and count the event."""
+        """Return whether the run may get another event (`MAX_EVENTS` in `PER_S`), and count it if so."""
         now = self._clock()
         while self._sent and now - self._sent[0] > PER_S:
             self._sent.popleft()
@@ -272,9 +305,9 @@ class Watchdog:
 
 
 async def report_takeover(context: RunContext, *, owner: str, spoke_at: Mapping[str, float]) -> None:
-    """Write an event that this orchestrator, `owner`, took the run over from another one.
+    """Write the event that the orchestrator `owner` took the run over from another one; nothing if none held it before.
 
-    Nothing if none held it before. `spoke_at` has by orchestrator the wall-clock time of its last event.
+    `spoke_at` has by orchestrator the time of its last event, in seconds since the epoch.
     """
     epoch, run_log = context.epoch, context.log
     before = ""
@@ -298,6 +331,7 @@ _CAUSES = "it is frozen or gone, or its machine or the network is"
 
 
 def _name(record: WorkerRecord) -> str:
+    """Return kind and id of a worker, for messages."""
     return f"{record.kind} {record.worker_id}"
 
 
@@ -308,7 +342,7 @@ def _threshold_s(num_reported: int) -> float:
 
 
 def _end_of(chain: Chain, *, owner: str, idle_s: float) -> Wait:
-    """Return the wait at the end of the chain; for an empty one, a wait of `owner` for any progress."""
+    """Return the wait at the end of the chain; for an empty one, a wait of `owner`, `idle_s` old, for any progress."""
     if chain.links:
         return chain.links[-1].wait
     return Wait(owner=owner, reason="any progress of the run; no service says that it waits", age_s=idle_s)

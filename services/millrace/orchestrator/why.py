@@ -34,10 +34,11 @@ def explain(
     name_of: NameOf = str,
     is_held: bool = False,
 ) -> run_service_pb2.ExplainRunResponse:
-    """Return what the run's processes wait for, longest first, and a summary; `note` says why the view may be old.
+    """Return the waits of a run's processes, longest first, and a one-line summary of why it does not move.
 
-    A run that has ended has waits only while this orchestrator still holds it (`is_held`): its exports write the
-    rest. `name_of` gives a run's name for a uid.
+    `owner` is this orchestrator. `note` says why the view may be old, "" if it is not. A run that has ended has waits
+    only while this orchestrator still works on it (`is_held`): its exports write the rest. `name_of` gives a run's name
+    for a uid.
     """
     if view.is_terminal:
         last = _last_waits(view.record.uid, owner) if is_held else []
@@ -54,19 +55,25 @@ def explain(
 
 
 def _last_waits(uid: str, owner: str) -> list[Wait]:
-    """Return the waits that keep this orchestrator from releasing a run that has ended."""
+    """Return the waits of this orchestrator, `owner`, that keep it from releasing the run `uid`, which has ended.
+
+    If it has registered none, return one for the last objects of the run.
+    """
     found = [wait for wait in waits.snapshot(owner) if wait.run == uid]
     return found or [Wait(owner=owner, reason="the last objects of the run to be written", run=uid)]
 
 
 def unanswered(owner: str) -> str:
-    """Return the longest wait of this process for Redis or the store, in words; empty if both answer."""
+    """Return in words the longest wait of this process, `owner`, for Redis or the store; empty if both answer."""
     found = [wait for wait in waits.snapshot(owner) if wait.waits_on in (REDIS, STORE)]
     return f"it waits for {found[0].reason}, {found[0].age_s:.1f} s" if found else ""
 
 
 def stood_still(owner: str, *, meter: Meter = METER) -> str:
-    """Return when and for how long this process did not run lately, in words; empty if it always ran."""
+    """Return in words when and for how long this process, `owner`, did not run last; empty if it always ran lately.
+
+    Lately is within `RECENT_S`; times up to `SILENT_S` do not count.
+    """
     now = time.monotonic()
     last = next((each for each in reversed(meter.found) if each.seconds > SILENT_S), None)
     if last is None or now - last.ended > RECENT_S:
@@ -76,23 +83,29 @@ def stood_still(owner: str, *, meter: Meter = METER) -> str:
 
 
 def chain_of(uid: str, registry: WorkerRegistry, *, owner: str) -> Chain:
-    """Return the chain of a run that this orchestrator drives."""
+    """Return the chain of waits of a run that this orchestrator, `owner`, drives, with what holds the run up at its
+    end.
+    """
     return _chain(components(uid, registry, owner=owner), owner=owner)
 
 
-def components(uid: str, registry: WorkerRegistry, *, owner: str) -> list[Component]:
-    """Return this orchestrator and the workers that serve the run, each with its waits for this run or for no run.
+def components(uid: str, registry: WorkerRegistry, *, owner: str, is_troubled: bool = False) -> list[Component]:
+    """Return this orchestrator, `owner`, and the workers that serve the run `uid`, each with its waits for it or for no
+    run.
 
-    A lost worker is among them if no other one of its kind serves the run.
+    A lost worker is among them if no other one of its kind serves the run. With `is_troubled` return of the workers
+    that are not lost only those with a wait that is refused or overdue: a look that costs little for a large fleet.
     """
     now = time.monotonic()
     own = _of_run(waits.snapshot(owner), uid)
     found = [Component(name=owner, kind="orchestrator", waits=own)]
     # A worker that announced its end and is silent has ended: nobody waits for it.
     here = [record for record in registry.records() if not (record.is_leaving and now - record.silent_since > SILENT_S)]
-    found += [_component(record, uid, now) for record in here if serves(record, uid)]
+    here = [record for record in here if serves(record, uid)]
+    shown = [each for each in here if each.is_troubled(now - each.silent_since)] if is_troubled else here
+    found += [_component(record, uid, now) for record in shown]
     # A lost worker explains nothing where another one of its kind serves the run.
-    present = {component.kind for component in found}
+    present = {record.kind for record in here}
     for record in registry.lost.values():
         is_missed = record.kind not in present and not record.is_leaving
         if is_missed and serves(record, uid):
@@ -101,16 +114,21 @@ def components(uid: str, registry: WorkerRegistry, *, owner: str) -> list[Compon
 
 
 def serves(record: WorkerRecord, uid: str) -> bool:
-    """Return whether a worker serves the run: the run's trainer and replicas, and every env-server."""
+    """Return whether a worker serves the run `uid`: its trainer and replicas do, and every env-server."""
     if record.kind is WorkerKind.ENV_SERVER:
         return True
     return uid in (record.run_uid, record.reported)
 
 
 def _component(record: WorkerRecord, uid: str, now: float, *, is_lost: bool = False) -> Component:
+    """Return a worker as a component of the run `uid`, with its waits as old as they are now (monotonic `now`).
+
+    `is_lost` says that its lease has run out.
+    """
     age_s = max(0.0, now - record.silent_since)
     if age_s > SILENT_S:
-        age_s = max(0.0, age_s - METER.within(record.silent_since, now))  # not heard is not silent
+        # A worker that this process could not hear, because it did not run itself, is not silent.
+        age_s = max(0.0, age_s - METER.within(record.silent_since, now))
     waiting = [replace(wait, age_s=wait.age_s + age_s) for wait in _of_run(record.waits, uid)]
     return Component(
         name=record.worker_id,
@@ -139,13 +157,14 @@ def _collapsed(found: Sequence[Wait]) -> list[Wait]:
 
 
 def _of_run(found: Iterable[Wait], uid: str) -> list[Wait]:
+    """Return the waits that are for this run or for no run."""
     return [wait for wait in found if wait.run in ("", uid)]
 
 
 def _activity(record: WorkerRecord) -> str:
-    """Return the reported activity of a worker that waits for nobody."""
+    """Return in words what a worker does that waits for nobody, as it last reported."""
     if record.trainer is not None:
-        return f"works on step {record.trainer.step + 1}" if record.trainer.run_uid else "is about to take the run"
+        return f"works on step {record.trainer.step}" if record.trainer.run_uid else "is about to take the run"
     if record.policy is not None:
         held = f"serves policy {record.policy.version}" if record.policy.has_version else "holds no policy"
         return f"{held}, {record.policy.num_requests} requests are open"
@@ -153,13 +172,17 @@ def _activity(record: WorkerRecord) -> str:
 
 
 def _chain(found: Sequence[Component], *, owner: str) -> Chain:
+    """Return the worst chain of waits of these components that begins at the trainer or at the orchestrator `owner`."""
     return find_chain(found, starts=("trainer", owner))
 
 
 def _summary(
     view: RunView, registry: WorkerRegistry, found: Sequence[Component], *, owner: str, name_of: NameOf
 ) -> str:
-    """Return one line about the run: what is special about its state, then its troubles and its chain of waits."""
+    """Return one line about the run: what is special about its state, then its troubles and its chain of waits.
+
+    `found` are its components; `owner` is this orchestrator; `name_of` gives a run's name for a uid.
+    """
     match view.run.state:
         case run_pb2.RUN_STATE_QUEUED:
             return f"queued: {_held_up(view.record.uid, found) or _why_queued(view.record.uid, registry, name_of)}"
@@ -189,6 +212,7 @@ def _is_failing(count: run_pb2.EnvRollouts) -> bool:
 
 
 def _failing(count: run_pb2.EnvRollouts) -> str:
+    """Return in words how many of an environment's last rollouts failed, with the first error."""
     return (
         f"{count.num_recent_failed} of the last {count.num_recent} rollouts of environment {count.env!r} failed; the "
         f"first: {count.first_error}"
@@ -196,8 +220,9 @@ def _failing(count: run_pb2.EnvRollouts) -> str:
 
 
 def _held_up(uid: str, found: Sequence[Component]) -> str:
-    """Return what keeps this orchestrator from driving a queued run that it has a trainer for; empty if nothing
-    does.
+    """Return in words what this orchestrator waits for before it drives a queued run; empty if it waits for nothing.
+
+    `found` are the components of the run.
     """
     own = [wait for component in found if component.kind == "orchestrator" for wait in component.waits]
     held = max((wait for wait in own if wait.run == uid), key=lambda wait: wait.age_s, default=None)
@@ -214,7 +239,7 @@ def _why_queued(uid: str, registry: WorkerRegistry, name_of: NameOf) -> str:
 
 
 def _trainers(registry: WorkerRegistry, name_of: NameOf) -> str:
-    """Describe the trainers and why none is free."""
+    """Return in words the registered and lost trainers, and which run each has."""
     words = []
     for record in registry.alive(WorkerKind.TRAINER):
         run = record.run_uid or record.reported
@@ -232,6 +257,7 @@ def _trainers(registry: WorkerRegistry, name_of: NameOf) -> str:
 # A full disk, a Redis that became a replica, rights that were taken away: somebody has to act. The run itself stays
 # as its log has it and goes on once it can. docs/decisions/refusals.md says why it is not ended.
 
+# A failover of Redis takes 10 to 30 seconds, and must not end commands (docs/decisions/refusals.md).
 HELD_UP_S = 50.0
 """How long a run may be refused without getting ahead before commands that wait for it fail: with what comes after it,
 within a minute."""
@@ -255,7 +281,10 @@ class HeldUp:
     """Looks at every open run once per second for waits, of this process and of workers, that have a refusal."""
 
     def __init__(self, registry: WorkerRegistry, *, owner: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Take `owner`, which names this orchestrator."""
+        """Make a watch over the runs of a deployment.
+
+        `owner` names this orchestrator, `clock` gives monotonic seconds.
+        """
         self._registry = registry
         self._owner = owner
         self._clock = clock
@@ -263,14 +292,17 @@ class HeldUp:
         self._furthest: dict[str, tuple[tuple[bool, int, int], float]] = {}
 
     async def run(self, views: Callable[[], Iterable[RunView]]) -> None:
-        """Look at the runs that `views` gives; ends by cancellation."""
+        """Look once per second at the runs that `views` returns, until cancelled."""
         # unregistered wait: a periodic look, which awaits nothing else
         while True:
             await asyncio.sleep(LOOK_S)
             self.look(views())
 
     def look(self, views: Iterable[RunView]) -> None:
-        """Note for each open run since when something refuses to carry it on; progress begins that time anew."""
+        """Note for each open run since when something refuses to let it get ahead; progress begins that time anew.
+
+        Runs that are not in `views`, or have ended, are forgotten.
+        """
         now = self._clock()
         uids = set[str]()
         for view in views:
@@ -295,6 +327,7 @@ class HeldUp:
         )
 
     def _look_at(self, view: RunView, now: float) -> None:
+        """Note whether the run got ahead, and whether something refuses it, as of `now` (monotonic)."""
         uid, progress = view.record.uid, view.run.progress
         is_begun = view.run.state != run_pb2.RUN_STATE_QUEUED
         furthest = (is_begun, progress.step, progress.policy_version)
@@ -316,6 +349,10 @@ class HeldUp:
 
         Of a kind's components all must have such a wait: while one works, the run gets ahead.
         """
+        troubled = components(uid, self._registry, owner=self._owner, is_troubled=True)
+        # The cheap look first: nearly always nothing is refused, and then not all components are needed.
+        if all(wait.refusal is None for component in troubled for wait in component.waits):
+            return None
         by_kind: dict[str, list[Wait | None]] = {}
         for component in components(uid, self._registry, owner=self._owner):
             refused = [wait for wait in component.waits if wait.refusal is not None]

@@ -7,14 +7,15 @@ with an empty registry knows all of them within one heartbeat interval.
 import asyncio
 import contextlib
 import logging
+import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
 
 from millrace.errors import CapacityError
 from millrace.internal.v1 import policy_pb2, policy_service_pb2, worker_service_pb2
+from millrace.orchestrator.worker_names import Numbered, WorkerNames
 from millrace.rpc.worker import from_proto, gpus_from_proto
 from millrace.telemetry.gpus import GpuUse
 from millrace.telemetry.waits import Wait
@@ -25,11 +26,11 @@ HEARTBEAT_S = 1.0
 """Heartbeat interval that workers get, unless there are so many that this would be more than `HEARTBEATS_PER_S`."""
 HEARTBEATS_PER_S = 500
 """Heartbeats of env-servers and replicas that this process takes in a second, about a third of a core."""
+INTERVAL_SPREAD = (0.75, 1.25)
+"""Bounds of the random factor on an interval that is longer than `HEARTBEAT_S`."""
 LEASE_S = 10.0
-"""Silence after which a worker counts as lost: ten missed heartbeats, so that a busy laptop loses none.
-
-Silence begins when a heartbeat is due that does not come.
-"""
+"""Silence, from when a heartbeat is due, after which a worker counts as lost: ten of them, so that a busy laptop loses
+none."""
 LOST_ROUNDS = 3
 """Rounds of heartbeats in which others must have been heard meanwhile: those that wait for this process are taken in
 turn. A round takes until half of the workers were heard, one of them twice, or `LEASE_S`."""
@@ -46,7 +47,9 @@ LEAVING_LEASE_S = 3.0
 RETIRED_S = 600.0
 """How long heartbeats' answers name a run that was paused or has ended."""
 MAX_RETIRED = 64
-"""How many such runs an answer names; of more, the oldest are left out."""
+"""How many such runs an answer names: the newest."""
+HOME_S = 60.0
+"""How long a replica that registers is kept for the run that it serves: until a successor has claimed that."""
 MAX_WORKERS = 4096
 """Most workers that are registered at once."""
 MAX_WAITS = 512
@@ -98,10 +101,7 @@ class WorkerRecord:
         self.worker_id, self.kind = self.worker.worker_id, KINDS[self.worker.kind]
 
     def take(self, request: worker_service_pb2.HeartbeatRequest) -> bool:
-        """Store a worker's report as its last one.
-
-        Returns whether something has changed that others may wait for.
-        """
+        """Store a worker's report as its last one; return whether something changed that others may wait for."""
         before = self._essence()
         self._request = request
         self.num_playing, self.is_leaving = request.num_playing, request.is_leaving
@@ -123,14 +123,23 @@ class WorkerRecord:
         """Return what the worker waited for at its last report."""
         return from_proto(self._request.waits[:MAX_WAITS])
 
+    def is_troubled(self, age_s: float) -> bool:
+        """Return whether the last report, made `age_s` seconds ago, has a wait that is refused or overdue by now."""
+        return any(
+            wait.HasField("refusal") or 0 < wait.deadline_seconds < wait.age_seconds + age_s
+            for wait in self._request.waits
+        )
+
     @property
     def gpus(self) -> list[GpuUse]:
-        """Return the devices that the worker may use, as last reported."""
+        """Return the use of the devices that the worker may use, as last reported."""
         return gpus_from_proto(self._request.gpus)
 
     @property
     def silent_since(self) -> float:
-        """Return the monotonic time from which the worker's silence counts, as if all spoke each `HEARTBEAT_S`."""
+        """Return the monotonic time from which the worker's silence counts: when its next heartbeat was due, less
+        `HEARTBEAT_S`.
+        """
         return self.last_seen + max(0.0, self.interval_s - HEARTBEAT_S)
 
     @property
@@ -145,15 +154,24 @@ class WorkerRecord:
 
     @property
     def reported(self) -> str:
-        """Return the run that a trainer reports as unfinished; empty for other workers."""
+        """Return the uid of the run that a trainer reports as unfinished; empty for other workers."""
         return self.trainer.run_uid if self.trainer is not None and not self.trainer.is_finished else ""
 
+    @property
+    def served(self) -> str:
+        """Return the uid of the run whose policy a replica reports; empty for other workers."""
+        return self.policy.run_uid if self.policy is not None else ""
+
     async def hold(self, longest_s: float) -> None:
-        """Wait until the worker has news, `longest_s` seconds at most, and take the news as answered."""
+        """Wait until there are news for the worker, `longest_s` seconds at most, and mark the news as answered."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(longest_s):
                 await self.news.wait()
         self.news.clear()
+
+    def reports(self, run_uid: str) -> bool:
+        """Return whether the worker is a trainer whose last report is of the run, finished or not."""
+        return self.trainer is not None and self.trainer.run_uid == run_uid
 
     def is_over(self, run_uid: str) -> bool:
         """Return whether the worker is a trainer that reports the run as finished or given up."""
@@ -178,6 +196,7 @@ class WorkerRegistry:
     """
 
     def __init__(self) -> None:
+        """Make an empty registry."""
         self.by_id: dict[str, WorkerRecord] = {}
         self._slots: dict[str, WorkerRecord] = {}
         self._lists: dict[tuple[WorkerKind, str | None], list[WorkerRecord]] = {}
@@ -192,12 +211,16 @@ class WorkerRegistry:
         self._damaged: dict[str, tuple[policy_pb2.PolicyEntry, int]] = {}
         self._lent: dict[str, tuple[str, int]] = {}
         self._retired: dict[str, _Retired] = {}
+        self._reserved = set[str]()
+        """Runs whose lease this orchestrator tries to get: workers that do not report them do not hear of them."""
         self.on_lost: list[Callable[[WorkerRecord, str], None]] = []
         """Called with each worker that is gone, and the reason: `WORKER_LOST` or `WORKER_REPLACED`."""
         self._pulse = 0.0
         self.lost: dict[str, WorkerRecord] = {}
         """Workers whose lease ran out and that did not come back, as they were; the newest `MAX_LOST`."""
         self._names = WorkerNames()
+        self.going_on = frozenset[str]()
+        """Runs of the deployment that are neither queued, paused nor ended, whichever orchestrator drives them."""
         self.stood_still_s = 0.0
         """Seconds for which this process itself was stopped or starved, over its life: nobody else is to blame."""
         self.changed = asyncio.Event()
@@ -205,10 +228,12 @@ class WorkerRegistry:
         """How often `changed` was set."""
 
     def register(self, worker: worker_service_pb2.Worker) -> WorkerRecord:
-        """Add a worker, or take its new description; return its record.
+        """Register a worker, or replace its description; return its record.
 
-        Raises CapacityError if `MAX_WORKERS` others are registered.
+        A worker that had the same slot is removed: it is dead. Raises CapacityError if `MAX_WORKERS` others are
+        registered.
         """
+        # It was only silent, and is back.
         self.lost.pop(worker.worker_id, None)
         self._replace_slot(worker)
         known = self.by_id.get(worker.worker_id)
@@ -233,9 +258,9 @@ class WorkerRegistry:
         return known
 
     def heartbeat(self, request: worker_service_pb2.HeartbeatRequest) -> WorkerRecord | None:
-        """Store a worker's report and return its record.
+        """Store a worker's report and return its record, None if the worker is not registered.
 
-        None if the worker is not registered: it has to register again.
+        Wake waiters if it has news.
         """
         record = self.by_id.get(request.worker_id)
         if record is None:
@@ -254,6 +279,8 @@ class WorkerRegistry:
     def _hear(self, record: WorkerRecord) -> None:
         """Note that a worker was heard now, choose its next interval, and begin the next round if this one is over."""
         now = record.last_seen = self._heard = time.monotonic()
+        # A worker that is heard twice shows that heartbeats of a whole interval were taken: those sent before have had
+        # a turn.
         is_second = record.worker_id in self._heard_in_round
         has_half = len(self._heard_in_round) >= self._num_expected // 2 and now - self._round_began >= HEARTBEAT_S / 2
         if is_second and (has_half or now - self._round_began > LEASE_S):
@@ -268,11 +295,16 @@ class WorkerRegistry:
         """Return the seconds between two heartbeats of a worker of a kind.
 
         It grows with the number of workers, but not for trainers: others wait for the steps and turns that they report.
+        Where it has grown it varies by `INTERVAL_SPREAD`: heartbeats that were answered together, after this process
+        was late, would else come together again each time.
         """
-        return HEARTBEAT_S if kind is WorkerKind.TRAINER else max(HEARTBEAT_S, len(self.by_id) / HEARTBEATS_PER_S)
+        mean_s = len(self.by_id) / HEARTBEATS_PER_S
+        if kind is WorkerKind.TRAINER or mean_s <= HEARTBEAT_S:
+            return HEARTBEAT_S
+        return max(HEARTBEAT_S, mean_s * random.uniform(*INTERVAL_SPREAD))
 
     def alive(self, kind: WorkerKind) -> Sequence[WorkerRecord]:
-        """Return the workers of a kind whose lease holds, in order of id."""
+        """Return the workers of a kind whose lease holds, in order of id; callers must not change the list."""
         return self._list(kind, None)
 
     def _list(self, kind: WorkerKind, run_uid: str | None) -> Sequence[WorkerRecord]:
@@ -293,43 +325,84 @@ class WorkerRegistry:
         return [record for record in self.alive(kind) if record.takes_work]
 
     def owned(self, kind: WorkerKind, run_uid: str) -> Sequence[WorkerRecord]:
-        """Return the workers of a kind that are given to a run, in order of id."""
+        """Return the workers of a kind that are assigned to a run ("": to none), in order of id.
+
+        The list must not be changed.
+        """
         return self._list(kind, run_uid)
 
     def _give(self, record: WorkerRecord, run_uid: str) -> None:
-        """Give a worker to a run, and answer its waiting heartbeat. An empty `run_uid` makes it free."""
+        """Assign a worker to a run, and answer its waiting heartbeat; an empty `run_uid` makes it free."""
         record.run_uid = run_uid
         record.news.set()
         self._lists.clear()
 
     def claim(self, kind: WorkerKind, run_uid: str, *, limit: int | None = None, fresh: bool = False) -> int:
-        """Give free workers of a kind to a run, until it has `limit` or all that are free; return how many it has then.
+        """Assign free workers of a kind to a run, up to `limit`; return how many it has then.
 
-        Workers that are leaving do not count. A worker that already reports the run, as after a restart of
-        ours, goes first; one that reports another run is not free. With `fresh`, neither is a trainer that
-        reports how the run ended for it: that may be from before a reopening, and a trainer without an
-        assignment forgets it.
+        `limit` None is all that are free, of replicas the run's share. Workers that are leaving do not count.
+        A worker that already reports the run, as after a restart of this process, goes first; one that reports another
+        run is not free, a replica for `HOME_S` if that run goes on. With `fresh`, neither is a trainer that reports
+        how the run ended for it: that may be from before a reopening, and a trainer without an assignment forgets it.
         """
         self._retired.pop(run_uid, None)
         mine = [record for record in self.owned(kind, run_uid) if not record.is_leaving]
         free = [record for record in self.owned(kind, "") if record.takes_work and record.reported in ("", run_uid)]
-        free = [record for record in free if not (fresh and record.is_over(run_uid))]
+        free = [each for each in free if not (fresh and each.is_over(run_uid)) and not self._has_home(each, run_uid)]
+        if limit is None and kind is WorkerKind.INFERENCE and free:
+            limit = self._share(run_uid)
         # False sorts first: a worker that has the run already keeps its state.
-        for record in sorted(free, key=lambda record: record.reported != run_uid):
+        for record in sorted(free, key=lambda record: run_uid not in (record.reported, record.served)):
             if limit is not None and len(mine) >= limit:
                 break
             self._give(record, run_uid)
             mine.append(record)
         return len(mine)
 
-    def release(self, run_uid: str) -> None:
-        """Free all workers of a run that this orchestrator does not drive any more; it may go on elsewhere.
+    def reserve(self, run_uid: str) -> None:
+        """Keep a run out of its workers' assignments until `announce`: another orchestrator may hold its lease.
 
-        Workers get no further news of it.
+        A trainer that already reports the run gets the assignment all the same.
+        """
+        self._reserved.add(run_uid)
+
+    def announce(self, run_uid: str) -> None:
+        """Tell a reserved run's workers of their assignment: this orchestrator holds the lease of the run."""
+        if run_uid in self._reserved:
+            self._reserved.discard(run_uid)
+            for record in self.by_id.values():
+                if record.run_uid == run_uid:
+                    record.news.set()
+
+    def _has_home(self, record: WorkerRecord, run_uid: str) -> bool:
+        """Return whether a replica serves another run than `run_uid` that goes on, and has registered within `HOME_S`.
+
+        The orchestrator of that run may just have died: its successor gets the replica.
+        """
+        return record.served in self.going_on - {run_uid} and time.monotonic() - record.registered < HOME_S
+
+    def _share(self, run_uid: str) -> int:
+        """Return how many replicas a run may have: all, divided by the runs that have a trainer or replicas.
+
+        What the division leaves over goes to the first runs by their uids, so that no run is left without a replica
+        as long as there are as many replicas as runs.
+        """
+        replicas = self.alive(WorkerKind.INFERENCE)
+        runs = {record.run_uid for record in (*replicas, *self.alive(WorkerKind.TRAINER))} | {run_uid}
+        runs.discard("")
+        each, left = divmod(len(replicas), len(runs))
+        return max(1, each + (sorted(runs).index(run_uid) < left))
+
+    def release(self, run_uid: str) -> None:
+        """Free all workers of a run that this orchestrator does not drive any more, and forget what they are to be
+        informed of.
+
+        The run may go on elsewhere.
         """
         for record in self.by_id.values():
             if record.run_uid == run_uid:
                 self._give(record, "")
+        self._reserved.discard(run_uid)
         self._resolved_below.pop(run_uid, None)
         self._log_instances.pop(run_uid, None)
         self._damaged.pop(run_uid, None)
@@ -337,7 +410,9 @@ class WorkerRegistry:
         self.notify()
 
     def give_back(self, kind: WorkerKind, run_uid: str) -> None:
-        """Free the run's workers of a kind, while it is still driven here: it gets others, or these again."""
+        """Free the run's workers of a kind while this orchestrator still drives the run, which may claim others or
+        these again.
+        """
         for record in self.owned(kind, run_uid):
             self._give(record, "")
         self.notify()
@@ -347,8 +422,11 @@ class WorkerRegistry:
         self._retired.pop(run_uid, None)
 
     def retire(self, run_uid: str, *, has_ended: bool) -> None:
-        """Have heartbeats ask workers for `RETIRED_S` to release a run, because it is paused or has ended."""
+        """Have heartbeats ask workers for `RETIRED_S` to release a run, because it has ended (`has_ended`) or is
+        paused.
+        """
         self._retired.pop(run_uid, None)
+        # At the end of the dictionary, whose first entries are dropped when there are too many.
         self._retired[run_uid] = _Retired(until=time.monotonic() + RETIRED_S, has_ended=has_ended)
         while len(self._retired) > MAX_RETIRED:
             del self._retired[next(iter(self._retired))]
@@ -357,29 +435,29 @@ class WorkerRegistry:
         self.notify()
 
     def set_watermark(self, run_uid: str, resolved_below: int) -> None:
-        """Set the ordinal below which the run is resolved, which workers get by heartbeat.
+        """Set the ordinal below which every ordinal of the run is resolved; heartbeats pass it to the run's workers.
 
-        The run counts as going on.
+        Workers are no longer asked to release the run.
         """
         self._resolved_below[run_uid] = resolved_below
         self._retired.pop(run_uid, None)
 
     def set_log_instance(self, run_uid: str, log_instance: str) -> None:
-        """Set which copy of the run's log Redis holds, which workers get by heartbeat."""
+        """Set the id of the copy of the run's log that Redis holds; heartbeats pass it to the run's workers."""
         self._log_instances[run_uid] = log_instance
 
     def report_damage(self, run_uid: str, policy: policy_pb2.PolicyEntry) -> None:
         """Count once more that a replica found a policy damaged.
 
-        The run's trainer gets policy and count by heartbeat.
+        Heartbeats pass policy and count to the run's trainer.
         """
         _, count = self._damaged.get(run_uid, (policy, 0))
         self._damaged[run_uid] = policy, count + 1
 
     def lend_devices(self, run_uid: str, trainer_id: str, turn: int) -> None:
-        """Give a trainer of the run its turn on the devices that it shares with replicas.
+        """Give a trainer of the run the turn with this number on the devices that it shares with replicas.
 
-        It gets the number by heartbeat.
+        The answer to its heartbeat, which does not wait then, has the number.
         """
         if self._lent.get(run_uid) == (trainer_id, turn):
             return
@@ -396,11 +474,13 @@ class WorkerRegistry:
         self._lent.pop(run_uid, None)
 
     def assignments(self, record: WorkerRecord) -> Iterator[worker_service_pb2.Assignment]:
-        """Yield the assignments of a worker: of the run that it works on or, for an env-server, of all.
+        """Yield the assignments of a worker: of the run that it works on or, for an env-server, of all driven runs.
 
-        An env-server also gets the runs that ended within `RETIRED_S`, as over.
+        An env-server also gets the runs that ended within `RETIRED_S`, as over. A reserved run is left out.
         """
         env_server = record.kind is WorkerKind.ENV_SERVER
+        if record.run_uid in self._reserved and not record.reports(record.run_uid):
+            return
         for run_uid in list(self._resolved_below) if env_server else filter(None, [record.run_uid]):
             holder, turn = self.lent_turn(run_uid)
             damaged, num_reports = (None, 0) if env_server else self._damaged.get(run_uid, (None, 0))
@@ -417,23 +497,25 @@ class WorkerRegistry:
                 yield worker_service_pb2.Assignment(run_uid=run_uid, is_over=True)
 
     def retired_runs(self) -> list[str]:
-        """Return the runs that were paused or ended within the last `RETIRED_S`, and forget earlier ones."""
+        """Return the uids of the runs that were paused or ended within the last `RETIRED_S`, and forget earlier
+        ones.
+        """
         now = time.monotonic()
         self._retired = {run_uid: retired for run_uid, retired in self._retired.items() if retired.until > now}
         return list(self._retired)
 
     def notify(self) -> None:
-        """Wake everyone who waits on `changed`."""
+        """Wake everyone who waits on `changed`, and replace that event."""
         self.revision += 1
         self.changed.set()
         self.changed = asyncio.Event()
 
     def records(self) -> list[WorkerRecord]:
-        """Return every registered worker, also one whose lease has just run out."""
+        """Return every registered worker, also one whose lease has run out since the last look."""
         return list(self.by_id.values())
 
     def names(self) -> dict[str, str]:
-        """Return a short name for each registered worker, by its id."""
+        """Return a short name for each registered worker, such as `trainer-1`, by its id."""
         return self._names.of(Numbered(each.worker_id, each.kind, each.worker.slot) for each in self.by_id.values())
 
     async def keep_pulse(self) -> None:
@@ -463,7 +545,10 @@ class WorkerRegistry:
                 self.notify()
 
     def _expire(self) -> None:
-        """Remove the workers whose lease has run out. Does nothing before the first lease can run out."""
+        """Remove the workers whose lease has run out, which counts as a loss.
+
+        Nothing before the first lease can run out.
+        """
         now = time.monotonic()
         if now < self._look_at:
             return
@@ -480,6 +565,7 @@ class WorkerRegistry:
                     del self.lost[next(iter(self.lost))]
                 self._remove(record, "WORKER_LOST")
         ends = min((record.lease_ends for record in self.by_id.values()), default=now)
+        # Not at every call: with thousands of workers each look costs milliseconds.
         self._look_at = max(ends, now + LOOK_S)
 
     def _is_own_silence(self, record: WorkerRecord, now: float) -> bool:
@@ -491,65 +577,21 @@ class WorkerRegistry:
         return self._round - record.round >= LOST_ROUNDS or now - self._heard > LEAVING_LEASE_S
 
     def _replace_slot(self, worker: worker_service_pb2.Worker) -> None:
-        """Remove the worker that is registered for the same slot: it is dead, since its successor has the slot."""
+        """Remove the worker that is registered for the slot of `worker`: it is dead, since its successor has the
+        slot.
+        """
         record = self._slots.get(worker.slot)
         if record is not None and record.worker_id != worker.worker_id:
             fields = {"worker": record.worker_id, "by": worker.worker_id, "slot": worker.slot}
             logger.warning("worker replaced by its successor", extra=fields | {"run": record.run_uid})
             self._remove(record, "WORKER_REPLACED")
 
-    def forget(self, worker_id: str) -> None:
-        """Remove a worker, as if it had never registered; its run does not learn of a loss."""
-        if (record := self.by_id.get(worker_id)) is not None:
-            self._remove(record, "")
-
     def _remove(self, record: WorkerRecord, reason: str) -> None:
-        """Remove a worker and call `on_lost`, unless the reason is empty."""
+        """Remove a worker, wake waiters, and call `on_lost` with the reason."""
         del self.by_id[record.worker_id]
         if self._slots.get(record.worker.slot) is record:
             del self._slots[record.worker.slot]
         self._lists.clear()
         self.notify()
-        for callback in self.on_lost if reason else ():
+        for callback in self.on_lost:
             callback(record, reason)
-
-
-# Short names of workers for people, such as `trainer-1`: a worker keeps its own, and its successor has it, too.
-
-
-class Numbered(NamedTuple):
-    """A worker: what it is, and the slot that its successor takes over; "" for none."""
-
-    worker_id: str
-    kind: str
-    slot: str
-
-
-@dataclass(slots=True)
-class WorkerNames:
-    """Numbers the workers of each kind; the smallest number that is free goes to the next."""
-
-    _numbers: dict[str, tuple[Numbered, int]] = field(default_factory=dict)
-
-    def of(self, workers: Iterable[Numbered]) -> dict[str, str]:
-        """Return each worker's name by its id, such as `trainer-1`, and number the new ones.
-
-        `workers` are all that are registered, in order of registration: the number of one that is missing is
-        free, first for its successor in the slot.
-        """
-        living = {place.worker_id: place for place in workers}
-        gone = [self._numbers.pop(worker) for worker in list(self._numbers) if worker not in living]
-        left = {(place.kind, place.slot): number for place, number in gone if place.slot}
-        new = [place for worker, place in living.items() if worker not in self._numbers]
-        new.sort(key=lambda place: (place.kind, place.slot) not in left)  # others must not take a successor's number
-        for place in new:
-            taken = {number for other, number in self._numbers.values() if other.kind == place.kind}
-            free = next(each for each in range(1, len(taken) + 2) if each not in taken)
-            self._numbers[place.worker_id] = (place, left.pop((place.kind, place.slot), free))
-        return {worker: f"{place.kind}-{number}" for worker, (place, number) in self._numbers.items()}
-
-
-def host_of(worker_id: str, kind: str) -> str:
-    """Return the host in a worker's id, which ends in a process id and a random part; "" for an id of another form."""
-    parts = worker_id.removeprefix(f"{kind}-").rsplit("-", 2)
-    return parts[0] if len(parts) == 3 else ""

@@ -43,12 +43,17 @@ from millrace.policies.delta_frame import (
 from millrace.policies.digest import bits_digest, change_digest, digest_hex
 from millrace.policies.tensors import TensorChange
 
-BLOCK_ELEMENTS = 1 << 18  # compared at a time: small beside a piece, large beside the cost of a call
-BATCH_CHANGES = 1 << 14  # encoded at a time, at least, but for the last: smaller batches pay for calls, not for work
+# Compared at a time: small beside a piece, large beside the cost of a call.
+BLOCK_ELEMENTS = 1 << 18
+# Encoded at a time, at least, but for the last: smaller batches pay for calls, not for work.
+BATCH_CHANGES = 1 << 14
 _SAMPLE_SLICES, _SAMPLE_ELEMENTS = 32, 2048
-_DENSE_ABOVE = 0.28  # changed share above which absolute exceptions cost more than differences of everything
-_WIDE_GAPS_BELOW = 0.004  # changed share below which two-byte gaps are smaller than one-byte gaps with escapes
-_PLAIN_ABOVE = 0.85  # of the raw bytes: a dense frame larger than that may lose against the plain one
+# Changed share above which absolute exceptions cost more than differences of everything.
+_DENSE_ABOVE = 0.28
+# Changed share below which two-byte gaps are smaller than one-byte gaps with escapes.
+_WIDE_GAPS_BELOW = 0.004
+# Of the raw bytes: a dense frame larger than that may lose against the plain one.
+_PLAIN_ABOVE = 0.85
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +74,7 @@ def encode_piece(base: Bits, new: Bits, *, start: int = 0, base_digest: int | No
 
     Both are flat arrays of a tensor's element bits (u1, u2, u4 or u8), of which the first has row-major index `start`.
     `base_digest` is `bits_digest(base, start=start)`; give it where it is known, it costs more than all the rest.
+    Raises InvalidStateError if the arrays differ in dtype or size.
     """
     if base.dtype != new.dtype or base.shape != new.shape or base.ndim != 1:
         raise InvalidStateError(
@@ -108,13 +114,13 @@ def encode_piece(base: Bits, new: Bits, *, start: int = 0, base_digest: int | No
 def decode_piece(
     frame: bytes | memoryview, current: Bits, *, start: int = 0, current_digest: int | None = None
 ) -> TensorChange:
-    """Return a frame's change of the piece `current`, flat bits whose first element has row-major index `start`.
+    """Return the change that a frame makes in the piece `current`, after verifying it; write nothing to `current`.
 
-    Nothing is written to `current`. Positions count in the whole tensor. The change is verified: the digest of
-    `current` with the change applied is the one in the frame. It is empty if `current` is the result already.
-    `current_digest` is `bits_digest(current, start=start)`; give it if it is known. Raises CorruptObjectError for a
-    frame that is damaged or belongs to another piece, ConflictError for one whose base is not `current`. Memory is
-    bounded by the size of `current`, whatever the frame claims.
+    `current` are flat bits whose first element has row-major index `start`. Positions of the change count in the whole
+    tensor. It is empty if `current` is the result already. `current_digest` is `bits_digest(current, start=start)`;
+    give it if it is known. Raises CorruptObjectError for a frame that is damaged or belongs to another piece, and
+    ConflictError for one whose base is not `current`. Memory is bounded by the size of `current`, whatever the frame
+    claims.
     """
     header, sections = read_frame(frame)
     if (header.count, header.width, header.start) != (current.size, current.dtype.itemsize, start):
@@ -122,8 +128,10 @@ def decode_piece(
             f"it holds {header.count} elements of {header.width} bytes from {header.start} on, and the piece has "
             f"{current.size} of {current.dtype.itemsize} bytes from {start} on"
         )
+    # A plain frame needs no base, so what the piece holds now does not matter.
     if header.kind == PLAIN:
         return _proved_whole(header, decode_plain(header, sections))
+    # Three cases: the piece is the result already, it is the base, or it is another version.
     if current_digest is None:
         current_digest = bits_digest(current, start=start)
     if current_digest == header.digest:
@@ -138,6 +146,7 @@ def decode_piece(
         )
     if header.kind == DENSE:
         return _proved_whole(header, decode_dense(header, sections, current))
+    # The digest is continued over the changed elements alone: O(changed), and not O(piece).
     positions, old, new = decode_sparse(header, sections, current)
     positions += start
     change = TensorChange(bits=new, positions=positions)
@@ -146,9 +155,10 @@ def decode_piece(
 
 
 def _changed_share(base: Bits, new: Bits) -> float:
-    """Return the share of changed elements, exact for a small piece, else of slices spread over it."""
+    """Return the share of changed elements, 0 to 1: exact for a small piece, else of slices spread over it."""
     if base.size <= _SAMPLE_SLICES * _SAMPLE_ELEMENTS:
         return np.count_nonzero(base != new) / max(1, base.size)
+    # Contiguous slices and not single elements: comparing a slice is one vectorised pass.
     step = base.size // _SAMPLE_SLICES
     changed = sum(
         int(np.count_nonzero(base[at : at + _SAMPLE_ELEMENTS] != new[at : at + _SAMPLE_ELEMENTS]))
@@ -158,6 +168,12 @@ def _changed_share(base: Bits, new: Bits) -> float:
 
 
 def _encode_sparse(base: Bits, new: Bits, start: int, base_digest: int, *, gap_width: int) -> EncodedPiece:
+    """Encode a change as gaps between changed positions, each of `gap_width` bytes, and the new bits' steps there.
+
+    `base` and `new` are flat bits, at least one of which differs. `start` is the first element's row-major index in the
+    tensor, and `base_digest` the digest of `base`.
+    """
+    # The encoder continues the digest from the base's to the result's, so the new piece is not digested as a whole.
     encoder = SparseEncoder(gap_width=gap_width, start=start, digest=base_digest)
     for positions in _changed_positions(base, new):
         encoder.add(positions, base[positions], new[positions])
@@ -177,7 +193,7 @@ def _encode_sparse(base: Bits, new: Bits, start: int, base_digest: int, *, gap_w
 
 
 def _changed_positions(base: Bits, new: Bits) -> Iterator[NDArray[np.int64]]:
-    """Yield where the arrays differ, in order, in batches that are large enough to be worth numpy's calls."""
+    """Yield the indices at which the arrays differ, ascending, in batches worth numpy's calls."""
     batch: list[NDArray[np.int64]] = []
     size = 0
     for begin in range(0, new.size, BLOCK_ELEMENTS):
@@ -193,6 +209,7 @@ def _changed_positions(base: Bits, new: Bits) -> Iterator[NDArray[np.int64]]:
 
 
 def _encoded(header: PieceHeader, sections: list[FrameSection]) -> EncodedPiece:
+    """Return a frame with what its header says."""
     return EncodedPiece(
         data=pack_frame(header, sections),
         kind=KIND_NAMES[header.kind],
@@ -214,5 +231,6 @@ def _proved_whole(header: PieceHeader, bits: Bits) -> TensorChange:
 
 
 def _check_result(header: PieceHeader, digest: int) -> None:
+    """Raise CorruptObjectError unless `digest`, that of the decoded piece, is the one in the frame's header."""
     if digest != header.digest:
         raise corrupt(f"it decodes to digest {digest_hex(digest)}, and was written as {digest_hex(header.digest)}")

@@ -59,10 +59,11 @@ class FrameSection:
     compressed: bool
 
     def expand(self, *, raw_bytes: int, what: str) -> NDArray[np.uint8]:
-        """Return the stream, decompressed; raise CorruptObjectError unless it is `raw_bytes` long.
+        """Return the stream, decompressed; raise CorruptObjectError unless it has `raw_bytes`.
 
         The claimed length is checked before memory is allocated. `what` names the stream in the error.
         """
+        # The caller knows the length from the header's counts; the table's is foreign until it agrees.
         if self.raw_bytes != raw_bytes:
             raise corrupt(f"its {what} have {self.raw_bytes} bytes, not {raw_bytes}")
         data: bytes | memoryview = self.stored
@@ -94,6 +95,7 @@ def pack_frame(header: PieceHeader, sections: Sequence[FrameSection]) -> bytes:
     )
     table = [_SECTION.pack(section.raw_bytes, len(section.stored)) for section in sections]
     parts = [head, *table, *(section.stored for section in sections)]
+    # Part by part, so that the frame is joined once only.
     checksum = 0
     for part in parts:
         checksum = zlib.crc32(part, checksum)
@@ -106,7 +108,7 @@ def read_header(frame: bytes | memoryview) -> PieceHeader:
 
 
 def read_frame(frame: bytes | memoryview) -> tuple[PieceHeader, list[FrameSection]]:
-    """Return the header and the sections, which are views; nothing is decompressed yet.
+    """Return the header of a frame and its sections, which are views; nothing is decompressed yet.
 
     Raises CorruptObjectError if the frame is malformed or its checksum differs.
     """
@@ -144,6 +146,10 @@ def read_frame(frame: bytes | memoryview) -> tuple[PieceHeader, list[FrameSectio
 
 
 def _sections(view: memoryview, num_sections: int, compressed: int) -> list[FrameSection]:
+    """Return the sections of a frame as views; raise CorruptObjectError if they do not fill the frame exactly.
+
+    Bit i of `compressed` says whether section i is.
+    """
     table = _LEAD.size + _HEAD.size
     position = table + num_sections * _SECTION.size
     if position > view.nbytes:
@@ -183,12 +189,14 @@ Bits = NDArray[np.unsignedinteger]
 
 
 def ulp_map(bits: Bits) -> Bits:
-    """Map float bits to integers, as unsigned bits, in which neighbours in value are neighbours; its own inverse.
+    """Map float bits to integers, as unsigned bits, so that neighbours in value are neighbours; its own inverse.
 
     On the signed view it is `s if s >= 0 else -(s & max) - 1`, which is bijective: -0 maps to -1, and NaNs are beyond
     the infinities. A step of one unit in the last place is a difference of one, modulo 2**bits.
     """
     width = bits.dtype.itemsize
+    # IEEE floats are ordered like sign and magnitude. Flipping all bits of a negative one but its sign gives two's
+    # complement order. The arithmetic shift makes all ones of a negative sign, the next shift clears the sign's place.
     signed = bits.view(f"i{width}")
     sign_mask = (signed >> (8 * width - 1)).view(bits.dtype)
     sign_mask >>= 1
@@ -198,6 +206,7 @@ def ulp_map(bits: Bits) -> Bits:
 
 def zigzag(difference: Bits) -> Bits:
     """Map differences, as unsigned bits, so that small ones of either sign are small: 0, -1, 1, -2 to 0, 1, 2, 3."""
+    # The arithmetic shift is all ones for a negative difference, whose bits are flipped then.
     width = difference.dtype.itemsize
     folded = (difference.view(f"i{width}") >> (8 * width - 1)).view(difference.dtype)
     folded ^= difference << 1
@@ -205,16 +214,15 @@ def zigzag(difference: Bits) -> Bits:
 
 
 def unzigzag(folded: Bits) -> Bits:
-    """Return the inverse of `zigzag`."""
+    """Return the signed differences, as unsigned bits, that `zigzag` made small: 0, 1, 2, 3 give 0, -1, 1, -2."""
     sign_mask = np.negative((folded & 1).view(f"i{folded.dtype.itemsize}")).view(folded.dtype)
     sign_mask ^= folded >> 1
     return sign_mask
 
 
 def differing(old: Bits, new: Bits) -> NDArray[np.int64]:
-    """Return the indices at which two contiguous arrays differ: first the words of eight bytes, then the elements in
-    those.
-    """
+    """Return the indices, ascending, at which two contiguous arrays of one dtype and size differ."""
+    # The logarithm (base 2) of the elements in a word of eight bytes.
     shift = (8 // new.dtype.itemsize).bit_length() - 1
     whole = new.size >> shift << shift
     old_words, new_words = old[:whole].view(np.uint64), new[:whole].view(np.uint64)
@@ -232,7 +240,7 @@ def differing(old: Bits, new: Bits) -> NDArray[np.int64]:
 
 
 def encode_gaps(positions: NDArray[np.int64], *, previous: int, width: int) -> Bits:
-    """Return gaps between increasing positions as units of `width` bytes; `previous` is the position before the first.
+    """Return gaps between ascending positions as units of `width` bytes; `previous` is the position before the first.
 
     A unit below the largest says how many elements are skipped before the next position; the largest skips that many
     elements and names none, so that a gap of any length is some of those and one other unit.
@@ -252,15 +260,18 @@ def encode_gaps(positions: NDArray[np.int64], *, previous: int, width: int) -> B
 
 
 def decode_gaps(units: Bits, *, num_positions: int, limit: int, what: str) -> NDArray[np.int64]:
-    """Return the positions that gaps of `encode_gaps` mean.
+    """Return the positions, ascending, from the gaps between them, the inverse of `encode_gaps` with `previous` -1.
 
-    Raises CorruptObjectError unless they are exactly `num_positions`, all below `limit`; `what` names them in the
-    error.
+    A unit below the largest of its type says how many elements are skipped before the next position; the largest skips
+    that many and names none. Raises CorruptObjectError unless exactly `num_positions` are named, all below `limit`;
+    `what` names them in the error.
     """
     named = units != np.iinfo(units.dtype).max
+    # A largest unit at the end would skip elements and name none: a second spelling of the same positions.
     if np.count_nonzero(named) != num_positions or (units.size and not named[-1]):
         raise corrupt(f"its {what} do not name {num_positions} elements")
-    ends = np.cumsum(named, dtype=np.int64)  # a unit names an element or not: one more or none
+    # Where each unit ends: all skipped elements so far, and one for each that was named.
+    ends = np.cumsum(named, dtype=np.int64)
     ends += np.cumsum(units, dtype=np.int64)
     positions = ends[named]
     positions -= 1
@@ -270,13 +281,13 @@ def decode_gaps(units: Bits, *, num_positions: int, limit: int, what: str) -> ND
 
 
 def to_planes(values: Bits) -> list[NDArray[np.uint8]]:
-    """Return the values' bytes by significance, the lowest first, each plane contiguous."""
+    """Return the bytes of the values by significance: one contiguous array per byte of an element, the lowest first."""
     planes = values.view(np.uint8).reshape(values.size, values.dtype.itemsize)
     return [np.ascontiguousarray(planes[:, byte]) for byte in range(values.dtype.itemsize)]
 
 
 def from_planes(planes: list[NDArray[np.uint8]]) -> Bits:
-    """Return the inverse of `to_planes`."""
+    """Return values from one array for each byte of an element, the lowest byte first; the inverse of `to_planes`."""
     width = len(planes)
     values = np.empty((planes[0].size, width), np.uint8)
     for byte, plane in enumerate(planes):
@@ -285,7 +296,7 @@ def from_planes(planes: list[NDArray[np.uint8]]) -> Bits:
 
 
 def corrupt(what: str) -> CorruptObjectError:
-    """Make the error of a frame that breaks its format."""
+    """Make the error of a frame that breaks its format; `what` says how."""
     return CorruptObjectError(
         f"a policy delta is damaged: {what}",
         reason="DELTA_CORRUPT",
@@ -322,8 +333,12 @@ class SparseEncoder:
     _values: list[Bits] = field(default_factory=list)
 
     def add(self, positions: NDArray[np.int64], old: Bits, new: Bits) -> None:
-        """Add the next changed elements (at least one); `positions` count from the piece's start."""
+        """Add the next changed elements (at least one), ascending; `positions` count from the piece's start.
+
+        `old` and `new` are their bits before and after.
+        """
         self._gaps.append(encode_gaps(positions, previous=self._last, width=self.gap_width))
+        # Unsigned differences wrap: a step down by one is the largest value.
         step = ulp_map(new)
         step -= ulp_map(old)
         up = step == 1
@@ -338,7 +353,8 @@ class SparseEncoder:
         self._last = int(positions[-1])
 
     def sections(self) -> list[FrameSection]:
-        """Return the compressed streams; call it once, after at least one `add`."""
+        """Return the compressed streams of all changes that were added; call it once, after at least one `add`."""
+        # The order of the streams is that of the stored format.
         exceptions = np.concatenate(self._exceptions)
         planes = [
             *to_planes(np.concatenate(self._gaps)),
@@ -352,9 +368,13 @@ class SparseEncoder:
 def decode_sparse(
     header: PieceHeader, sections: list[FrameSection], current: Bits
 ) -> tuple[NDArray[np.int64], Bits, Bits]:
-    """Return the changed positions, counted from the piece's start, and the bits there, before and after."""
+    """Return the changed positions, counted from the piece's start, and the bits there, before and after.
+
+    `current` are the flat bits of the piece, the base. Raises CorruptObjectError for a malformed frame.
+    """
     if header.gap_width == 0 or len(sections) != header.gap_width + 1 + _EXCEPTION_GAP_WIDTH + header.width:
         raise corrupt(f"a sparse frame of gap width {header.gap_width} has {len(sections)} sections")
+    # In the order of `SparseEncoder.sections`: gaps, signs, gaps between exceptions, values.
     gaps, rest = sections[: header.gap_width], sections[header.gap_width :]
     positions = _expand_gaps(gaps, num_positions=header.num_changed, limit=header.count, what="gaps")
     exceptions = _expand_gaps(
@@ -369,6 +389,7 @@ def decode_sparse(
     single[exceptions] = False
     steps = np.zeros(header.num_changed, current.dtype)
     steps[single] = up
+    # 1 for up, 0 for down: 2 s - 1 is the step of one unit, modulo 2**bits.
     steps *= 2
     steps -= 1  # modulo 2**bits; what is at the exceptions is overwritten
     old = current[positions]
@@ -379,8 +400,13 @@ def decode_sparse(
 
 
 def _expand_gaps(sections: list[FrameSection], *, num_positions: int, limit: int, what: str) -> NDArray[np.int64]:
-    """Return positions from the byte planes of their gaps, whose number is bounded before anything is expanded."""
+    """Return the positions, ascending, from the compressed byte planes (`sections`) of the gaps between them.
+
+    The number of gaps is bounded before anything is expanded. Raises CorruptObjectError unless exactly `num_positions`
+    are named, all below `limit`; `what` names them in the error.
+    """
     units = sections[0].raw_bytes
+    # One unit per position, and as many escapes as fit into the piece.
     most = num_positions + limit // ((1 << (8 * len(sections))) - 1)
     if units > most:
         raise corrupt(f"its {what} have {units} units, more than {most}")
@@ -389,8 +415,9 @@ def _expand_gaps(sections: list[FrameSection], *, num_positions: int, limit: int
 
 
 def encode_dense(base: Bits, new: Bits) -> tuple[int, list[FrameSection]]:
-    """Return the number of changed elements, and the planes of the differences."""
+    """Return the number of changed elements, and the byte planes of all differences in units of the last place."""
     changed = 0
+    # Byte planes: the high bytes of small differences are nearly all 0, which zstd makes almost nothing of.
     planes = _PlaneCompressor(new)
     for begin in range(0, new.size, BLOCK_ELEMENTS):
         difference = ulp_map(new[begin : begin + BLOCK_ELEMENTS])
@@ -401,7 +428,7 @@ def encode_dense(base: Bits, new: Bits) -> tuple[int, list[FrameSection]]:
 
 
 def encode_plain(new: Bits) -> list[FrameSection]:
-    """Return the planes of the values."""
+    """Return the byte planes of the values, compressed."""
     planes = _PlaneCompressor(new)
     for begin in range(0, new.size, BLOCK_ELEMENTS):
         planes.add(new[begin : begin + BLOCK_ELEMENTS])
@@ -409,7 +436,7 @@ def encode_plain(new: Bits) -> list[FrameSection]:
 
 
 def decode_dense(header: PieceHeader, sections: list[FrameSection], current: Bits) -> Bits:
-    """Return the new bits of all elements."""
+    """Return the new bits of all elements from their differences to `current`, the base."""
     new = decode_plain(header, sections)
     for begin in range(0, new.size, BLOCK_ELEMENTS):
         block = new[begin : begin + BLOCK_ELEMENTS]
@@ -420,7 +447,7 @@ def decode_dense(header: PieceHeader, sections: list[FrameSection], current: Bit
 
 
 def decode_plain(header: PieceHeader, sections: list[FrameSection]) -> Bits:
-    """Return the values of all elements."""
+    """Return the values of all elements from their byte planes; raise CorruptObjectError for a malformed frame."""
     if len(sections) != header.width:
         raise corrupt(f"a frame of {header.width} planes has {len(sections)} sections")
     return from_planes([section.expand(raw_bytes=header.count, what="planes") for section in sections])
@@ -430,18 +457,22 @@ class _PlaneCompressor:
     """Compresses the byte planes of a piece block by block; they never are in memory as a whole."""
 
     def __init__(self, like: Bits) -> None:
+        """Prepare to compress as many values, of the same width, as `like` has."""
         self._raw_bytes = like.size
         width = like.dtype.itemsize
+        # With the size in the frame's header, without which `decoding.decompress` refuses it.
         self._compressors = [
             zstandard.ZstdCompressor(level=COMPRESSION_LEVEL).compressobj(size=like.size) for _ in range(width)
         ]
         self._stored: list[list[bytes]] = [[] for _ in range(width)]
 
     def add(self, values: Bits) -> None:
+        """Compress the next block of values."""
         for plane, compressor, stored in zip(to_planes(values), self._compressors, self._stored, strict=True):
             stored.append(compressor.compress(plane.data))
 
     def sections(self) -> list[FrameSection]:
+        """Return the compressed byte planes of all values that were added; call it once."""
         return [
             FrameSection(raw_bytes=self._raw_bytes, stored=b"".join([*stored, compressor.flush()]), compressed=True)
             for compressor, stored in zip(self._compressors, self._stored, strict=True)

@@ -37,11 +37,11 @@ TakeBytes = Callable[[ObjectEntry, int, bytes], None]
 def read_manifest(
     store: ObjectStore, key: str, sha256: bytes | None = None, *, is_newest: bool = True
 ) -> PolicyManifest:
-    """Read a manifest, or its newest revision: a damaged version is published again under `manifest.r1.json`.
+    """Read and check the manifest under `key`, or its newest revision if the version was published again.
 
-    `sha256`, of the policy stream's entry, must match the bytes of a first revision, unless it is None or empty. A
-    later revision has another sha256: callers that know the announced digest of the weights compare that. Without
-    `is_newest` exactly `key` is read, which saves a request. Raises NotFoundError if it does not exist, and
+    `sha256`, announced by the policy stream's entry, must match the bytes of a first revision, unless it is None or
+    empty. A later revision has another sha256: callers that know the announced digest of the weights compare that.
+    Without `is_newest` exactly `key` is read, which saves a request. Raises NotFoundError if it does not exist, and
     CorruptObjectError if it is damaged or is stored under another manifest's key.
     """
     first_key = revision_key(key, 0)
@@ -64,7 +64,10 @@ def read_manifest(
 
 
 def pull_files(store: ObjectStore, manifest: PolicyManifest) -> dict[str, bytes]:
-    """Return the small files of the version (`config.json`, tokenizer, …) by name, verified."""
+    """Return the contents of the version's small files (`config.json`, tokenizer, …) by name, verified by their sha256.
+
+    Raises NotFoundError or CorruptObjectError.
+    """
     files: dict[str, bytes] = {}
     for entry in manifest.files:
         _require_size(store, entry)
@@ -83,11 +86,11 @@ def read_objects(
     connections: int = NUM_CONNECTIONS,
     range_bytes: int = RANGE_BYTES,
 ) -> None:
-    """Read objects whole, in ranges over parallel connections, and call `take` with the ranges in order.
+    """Read objects in ranges over parallel connections; call `take` with each range, in order (object, offset, bytes).
 
     Call `require_sizes` before. Raises CorruptObjectError, after all `take` calls, if the sha256 of an object is not
-    the entry's, and NotFoundError if one is missing. Holds at most `2 * connections` ranges in memory. Bytes are added
-    to the caller's registered work, if any (`telemetry/progress.py`).
+    the entry's, and NotFoundError if one is missing. Holds at most `2 * connections` ranges of `range_bytes` in memory.
+    Bytes are added to the caller's registered work, if any (`telemetry/progress.py`).
     """
     pending: deque[tuple[ObjectEntry, int, Future[bytes]]] = deque()
     ranges = _ranges(objects, range_bytes)
@@ -96,9 +99,12 @@ def read_objects(
     pool = ThreadPoolExecutor(connections, thread_name_prefix="policy-fetch")
     try:
         while True:
+            # Twice as many ranges as connections: results are taken in order, and while a slow first one is waited for
+            # the other connections go on.
             while len(pending) < 2 * connections and (item := next(ranges, None)) is not None:
                 entry, offset, length = item
-                context = contextvars.copy_context()  # the wait that a slow store shows is the run's
+                # With the context of the caller, so that the registered wait of a slow store is that of its run.
+                context = contextvars.copy_context()
                 future = pool.submit(context.run, store.get_range, entry.key, offset, length)
                 pending.append((entry, offset, future))
             if not pending:
@@ -107,8 +113,10 @@ def read_objects(
             try:
                 data = future.result()  # bounded by the store's own deadlines
             except (CorruptObjectError, NotFoundError):
-                _require_size(store, entry)  # which says what a manifest has to do with it
+                # Its error says that a manifest names the object.
+                _require_size(store, entry)
                 raise
+            # In order, because sha256 goes over an object's bytes from the first to the last.
             digests[entry.key].update(data)
             take(entry, offset, data)
             progress.add(len(data))
@@ -120,9 +128,10 @@ def read_objects(
 
 
 def require_sizes(store: ObjectStore, objects: Sequence[ObjectEntry]) -> None:
-    """Raise CorruptObjectError or NotFoundError unless the objects have the sizes of their entries.
+    """Raise CorruptObjectError or NotFoundError unless the stored objects have the sizes of their entries.
 
-    Objects of at most one range are not checked, because reading them does that, and takes little memory.
+    Objects of at most one range (`RANGE_BYTES`) are not checked, because reading them does that, and takes little
+    memory.
     """
     for entry in objects:
         if entry.size_bytes > RANGE_BYTES:
@@ -130,6 +139,7 @@ def require_sizes(store: ObjectStore, objects: Sequence[ObjectEntry]) -> None:
 
 
 def _require_size(store: ObjectStore, entry: ObjectEntry | FileEntry) -> None:
+    """Raise NotFoundError or CorruptObjectError unless the stored object has the size of its entry."""
     where = store.uri(entry.key)
     found = store.head(entry.key)
     if found is None:
@@ -147,7 +157,7 @@ def _require_size(store: ObjectStore, entry: ObjectEntry | FileEntry) -> None:
 
 
 def hash_mismatch(store: ObjectStore, key: str, found: str, expected: str) -> CorruptObjectError:
-    """Make the error of an object whose sha256 is not the one in its manifest."""
+    """Make the error of an object whose sha256 is `found` instead of `expected`, the manifest's."""
     return CorruptObjectError(
         f"object {store.uri(key)} has sha256 {found}, its manifest says {expected}",
         reason="POLICY_OBJECT_HASH_MISMATCH",
@@ -156,6 +166,7 @@ def hash_mismatch(store: ObjectStore, key: str, found: str, expected: str) -> Co
 
 
 def _ranges(objects: Sequence[ObjectEntry], range_bytes: int) -> Iterator[tuple[ObjectEntry, int, int]]:
+    """Yield all bytes of the objects, in order, as ranges: entry, offset and length, at most `range_bytes`."""
     for entry in objects:
         for offset in range(0, entry.size_bytes, range_bytes):
             yield entry, offset, min(range_bytes, entry.size_bytes - offset)
@@ -183,7 +194,7 @@ class Link:
 
     @property
     def name(self) -> tuple[str, int | None]:
-        """Name the link for good: the version's manifest and the base."""
+        """Return what identifies the link: its manifest's key, and the base version (None for a full encoding)."""
         return self.manifest.key, self.encoding.base
 
 
@@ -204,20 +215,28 @@ class Manifests:
         self._num_entries = 0
 
     def forget(self) -> None:
-        """Clear the cache, and look for newer revisions again: a damaged version may have been published again."""
+        """Clear the cache, and look for newer revisions again from now on.
+
+        A damaged version may have been published again.
+        """
         self._held.clear()
         self._num_entries = 0
         self.rereads = True
 
     def trust_cache(self) -> None:
-        """Stop looking for newer revisions."""
+        """Stop looking for newer revisions of manifests, which saves a request for each."""
         self.rereads = False
 
     def read(self, key: str, sha256: bytes | None = None) -> PolicyManifest:
-        """Return a manifest from the cache, or read it as `read_manifest` does; with `sha256` it is always read."""
+        """Return the manifest under `key` from the cache, or read, check and cache it.
+
+        While `rereads` is set, its newest revision is read. With `sha256`, which the bytes of a first revision must
+        match, it is always read. Raises NotFoundError if there is none, CorruptObjectError if it is damaged.
+        """
         manifest = None if sha256 else self._held.get(key)
         if manifest is None:
             manifest = read_manifest(self._store, key, sha256, is_newest=self.rereads)
+            # Read with a sha256, it may replace the one in the cache, whose entries must not be counted twice.
             if key in self._held:
                 self._num_entries -= _num_entries(self._held[key])
             self._held[key] = manifest
@@ -235,11 +254,10 @@ def find_chain(
     held: PolicyManifest | None,
     avoid: Set[tuple[str, int | None]] = frozenset(),
 ) -> Chain:
-    """Return the cheapest chain of links to read, in order, from `held` (None: nothing) to `target`.
+    """Return the cheapest chain, by bytes, of encodings to read, in order, from `held` (None: nothing) to `target`.
 
-    () if that is held.
-
-    `avoid` names links that were found to be damaged. Raises CorruptObjectError with the reasons if there is no chain.
+    Empty if `target` is held. `avoid` names links that were found to be damaged. Raises CorruptObjectError with the
+    reasons if there is no chain.
     """
     if held is not None and _identity(held) == _identity(target):
         return ()
@@ -268,6 +286,7 @@ def _identity(manifest: PolicyManifest) -> tuple[str, str]:
 
 
 def _cost(chain: Chain) -> int:
+    """Return the number of bytes that reading a chain takes."""
     return sum(link.encoding.size_bytes for link in chain)
 
 
@@ -279,7 +298,8 @@ class _Search:
     first_error: MillraceError | None = None
 
     def down(self, target: PolicyManifest, *, goal: PolicyManifest | None) -> Chain | None:
-        """Return a chain from `goal`, or from a full encoding, to `target`; None if there is none."""
+        """Return a chain to `target` from `goal`, or, if it is None, from a full encoding; None if there is none."""
+        # `links` has one iterator for each version on the path, `path` the deltas between them.
         path: list[Link] = []
         dead: set[int] = set()
         links = [iter(self._links(target, goal))]
@@ -297,6 +317,7 @@ class _Search:
                 if link.encoding.base_digest == goal.digest:
                     return (link, *reversed(path))
                 self._note(f"{_name(link)} is against digest {link.encoding.base_digest}, held is {goal.digest}")
+            # Depth first; a version from which every way was tried is never entered again, so that the search ends.
             elif base not in dead and len(path) < MAX_LINKS:
                 below = self._base_of(link)
                 if below is None:
@@ -307,14 +328,16 @@ class _Search:
         return None
 
     def _links(self, manifest: PolicyManifest, goal: PolicyManifest | None) -> list[Link]:
-        """Return the encodings of a version that a chain can go through, the best first.
+        """Return the encodings of a version that a chain can go through, as links, the best first.
 
         `goal` is the held version that the chain begins at; None has the chain begin at a full encoding. Damaged
-        encodings and unknown codecs are left out, and noted in `problems`.
+        encodings and unknown codecs are left out, and recorded in `problems`.
         """
+        # A delta against a version before the goal leads past it.
         least = manifest.anchor if goal is None else goal.version
         deltas = [encoding for encoding in manifest.deltas if (encoding.base or 0) >= least]
-        if goal is None:  # after a damaged anchor there may be an older one
+        # If the anchor is damaged, deltas against versions before it may lead to an older full encoding.
+        if goal is None:
             deltas += [encoding for encoding in reversed(manifest.deltas) if encoding not in deltas]
             deltas = [encoding for encoding in manifest.encodings if encoding.codec == CODEC_FULL] + deltas
         for encoding in manifest.encodings:
@@ -329,7 +352,7 @@ class _Search:
         return [link for link in links if link.name not in self.avoid]
 
     def _base_of(self, link: Link) -> PolicyManifest | None:
-        """Return the manifest of a delta's base; None, with the reason in `problems`, if it is unusable."""
+        """Return the manifest of a delta's base version; None, with the reason in `problems`, if it is unusable."""
         base = link.encoding.base or 0
         try:
             manifest = self.manifests.read(link.manifest.sibling_key(base))
@@ -363,14 +386,17 @@ class _Search:
         )
 
     def _note(self, problem: str) -> None:
+        """Record why a link cannot be used, for the error."""
         self.problems.append(problem)
 
 
 def _version(manifest: PolicyManifest) -> str:
+    """Name a manifest's version in messages: lineage and version."""
     return f"{manifest.lineage}-{manifest.version}"
 
 
 def _name(link: Link) -> str:
+    """Name a link in messages."""
     base = link.encoding.base
     what = "the full encoding" if base is None else f"the delta against version {base}"
     return f"{what} of {_version(link.manifest)}"
@@ -387,7 +413,7 @@ Weights = dict[str, NDArray[np.unsignedinteger]]
 
 
 def damage_of(store: ObjectStore, key: str, *, digest: str, sha256: bytes = b"") -> str | None:
-    """Return what is damaged, as text, of the version with the manifest `key`; None if it can be read.
+    """Return in words what is damaged of the version with the manifest `key`; None if it can be read.
 
     `digest` and `sha256` (of the manifest's bytes) are those that were announced; empty ones are not compared. Reads
     every object of the cheapest chain that leads to the version (blocking), and holds little of it in memory.
@@ -411,10 +437,11 @@ def prove_policies(
     on_progress: Callable[[str], None] = lambda text: None,
     on_weights: Callable[[int, int, Mapping[str, tuple[str, NDArray[np.unsignedinteger]]]], None] | None = None,
 ) -> Iterator[str]:
-    """Decode every encoding of the policies with these manifests; yield a sentence for each problem (blocking).
+    """Decode every encoding of the policies with the manifests `keys`; yield a sentence for each problem (blocking).
 
-    `on_weights` gets lineage, version, and (number format, flat bits) by name of each version that is decoded. A
-    version that is stored in full, too, may be a delta against one that is not among these: that delta is not decoded.
+    `on_progress` is called with a text before each version. `on_weights` gets lineage, version, and (number format,
+    flat bits) by name of each version that is decoded. A version that is stored in full, too, may be a delta against
+    one that is not among these: that delta is not decoded.
     """
     manifests: list[PolicyManifest] = []
     for key in keys:
@@ -434,6 +461,7 @@ def prove_policies(
         on_progress(f"weights of {what}")
         weights: Weights | None = None
         for encoding in manifest.encodings:
+            # Every encoding is decoded, not only the cheapest: readers that hold other versions take others.
             base = held.get((manifest.lineage, encoding.base))
             if manifest.full and encoding.base is not None and (manifest.lineage, encoding.base) not in named:
                 continue
@@ -458,13 +486,18 @@ def prove_policies(
 
 
 def _decode(store: ObjectStore, manifest: PolicyManifest, encoding: Encoding, base: Weights | None) -> Weights:
-    """Return the decoded tensors of an encoding; raise CorruptObjectError unless they have the manifest's digests."""
+    """Return the flat bits of all tensors of an encoding by name; `base` are those of its base (None for a full one).
+
+    Raises CorruptObjectError unless they have the manifest's digests.
+    """
     if encoding.codec not in (CODEC_FULL, CODEC_DELTA):
         raise CorruptObjectError(f"its codec {encoding.codec!r} is unknown", reason="POLICY_CODEC_UNKNOWN")
-    require_sizes(store, encoding.objects)  # before memory is taken for what a manifest says
+    # Before memory is allocated for sizes that only the manifest states.
+    require_sizes(store, encoding.objects)
     objects = _read(store, encoding.objects)
     entries = {entry.name: entry for entry in manifest.tensors}
     if encoding.codec == CODEC_FULL:
+        # Not cleared: the pieces of a full encoding cover every element, which the manifest's check has shown.
         weights = {name: np.empty(entry.num_elements, bits_type(entry.dtype)) for name, entry in entries.items()}
     else:
         weights = {name: bits.copy() for name, bits in (base or {}).items()}
@@ -484,6 +517,7 @@ def _decode(store: ObjectStore, manifest: PolicyManifest, encoding: Encoding, ba
 
 
 def _require_digests(manifest: PolicyManifest, weights: Mapping[str, NDArray[np.unsignedinteger]]) -> None:
+    """Raise CorruptObjectError unless all tensors have the manifest's digests."""
     for entry in manifest.tensors:
         found = digest_hex(bits_digest(weights[entry.name]))
         if found != entry.digest:
@@ -494,6 +528,7 @@ def _require_digests(manifest: PolicyManifest, weights: Mapping[str, NDArray[np.
 
 
 def _read(store: ObjectStore, objects: Sequence[ObjectEntry]) -> dict[str, memoryview]:
+    """Return the contents of objects by key, verified by their sha256."""
     buffers = {entry.key: bytearray(entry.size_bytes) for entry in objects}
 
     def take(entry: ObjectEntry, offset: int, data: bytes) -> None:

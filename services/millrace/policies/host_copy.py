@@ -20,13 +20,35 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.decoding import decode_object
 from millrace.errors import ConflictError, CorruptObjectError, MillraceError, NotFoundError
+from millrace.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_small_files
 from millrace.policies.delta_codec import decode_piece
 from millrace.policies.delta_frame import read_header
 from millrace.policies.digest import change_digest, decode_threads, digest_hex, tensor_digests
-from millrace.policies.fetch import Chain, Link, Manifests, find_chain, read_objects, require_sizes
+from millrace.policies.fetch import (
+    Chain,
+    Link,
+    Manifests,
+    find_chain,
+    pull_files,
+    read_manifest,
+    read_objects,
+    require_sizes,
+)
 from millrace.policies.manifest import ObjectEntry, Piece, PolicyManifest, StagedPolicy, TensorEntry
-from millrace.policies.tensors import TensorBytes, TensorChange, TensorPlace, bits_type, plan_safetensors
+from millrace.policies.peft.config import parse_peft_config
+from millrace.policies.peft.merging import merge_tensors
+from millrace.policies.peft.plan import describe_base, plan_merge
+from millrace.policies.publish import write_file, write_hf
+from millrace.policies.tensors import (
+    TensorBytes,
+    TensorChange,
+    TensorPlace,
+    bits_type,
+    pack_safetensors,
+    plan_safetensors,
+)
 from millrace.storage.base import ObjectStore
 from millrace.storage.clean_up import remove
 from millrace.storage.scratch import SCRATCH_VARIABLE, io_errors, make_parent
@@ -47,6 +69,7 @@ class _Buffer:
     """Memory in the layout of a safetensors file, for tensors of known names, dtypes and shapes."""
 
     def __init__(self, tensors: tuple[TensorEntry, ...], path: Path | None) -> None:
+        """Allocate memory for these tensors, in the file `path` if it is not None, and write the file's header."""
         head, places, size = plan_safetensors((entry.name, entry.dtype, entry.shape) for entry in tensors)
         self.path = path
         self.places: dict[str, TensorPlace] = {place.name: place for place in places}
@@ -55,12 +78,12 @@ class _Buffer:
         self.data[: len(head)] = np.frombuffer(head, np.uint8)
 
     def bits(self, name: str) -> Bits:
-        """Return a tensor's flat bits, writable."""
+        """Return the flat bits of the tensor `name`, a writable view."""
         place = self.places[name]
         return self.data[place.offset : place.offset + place.length_bytes].view(bits_type(place.dtype))
 
     def tensors(self) -> dict[str, TensorBytes]:
-        """Return every tensor as a view."""
+        """Return every tensor by name, as read-only views."""
         return {
             name: TensorBytes(
                 dtype=place.dtype,
@@ -93,6 +116,10 @@ class HostCopy:
     """
 
     def __init__(self, store: ObjectStore, *, directory: Path | None = None) -> None:
+        """Begin empty. `directory` gets the copy as a file, for engines in other processes; None: host memory.
+
+        A file that an earlier process left there is not used.
+        """
         self._store = store
         self._path = None if directory is None else directory / FILE_NAME
         self._manifests = Manifests(store)
@@ -101,21 +128,24 @@ class HostCopy:
 
     @property
     def held(self) -> PolicyManifest | None:
-        """Return the version that the copy holds."""
+        """Return the manifest of the version that the copy holds; None if it is empty."""
         return None if self._held is None else self._held.manifest
 
     def stage(self, manifest_key: str, sha256: bytes | None = None) -> StagedPolicy:
-        """Update the copy to a version, and return it, verified. Blocking: call it in a thread.
+        """Update the copy to the version with this manifest, and return it, verified. Blocking: call it in a thread.
 
-        If objects are damaged, other chains to the version are tried. Raises CorruptObjectError or NotFoundError if no
-        chain can be read, and UnavailableError if the store does not answer.
+        `sha256` is that of the manifest as announced; None: it is not compared. If objects are damaged, other chains to
+        the version are tried. Raises CorruptObjectError or NotFoundError if no chain can be read, and UnavailableError
+        if the store does not answer.
         """
         while True:
+            # At most two tries: with the cached manifests, then with newer revisions of them.
             reread_before = self._manifests.rereads
             try:
                 staged = self.stage_manifest(self._manifests.read(manifest_key, sha256))
             except (CorruptObjectError, NotFoundError):
-                self._manifests.forget()  # the next attempt finds what is published anew
+                # The version may have been published again under another key: the next try looks for that.
+                self._manifests.forget()
                 if reread_before:
                     raise
             else:
@@ -123,7 +153,11 @@ class HostCopy:
                 return staged
 
     def stage_manifest(self, manifest: PolicyManifest) -> StagedPolicy:
-        """Do `stage` for a manifest that has been read and verified."""
+        """Update the copy to the version of a manifest that has been read and verified, and return it, verified.
+
+        Blocking. A copy of another run, or with other tensors, is discarded first. Raises CorruptObjectError or
+        NotFoundError if no chain of objects to the version can be read, UnavailableError if the store does not answer.
+        """
         if self._held is not None and (
             self._held.manifest.run_uid != manifest.run_uid or self._held.buffer.layout != layout_of(manifest.tensors)
         ):
@@ -145,23 +179,28 @@ class HostCopy:
         )
 
     def forget(self) -> None:
-        """Forget the copy, so that the next version is read from its anchor on; keep memory or file for reuse."""
+        """Discard the copy, so that the next version is read from its anchor on; keep memory or file for reuse."""
         if self._held is not None:
             self._spare, self._held = self._held.buffer, None
 
     def drop(self) -> None:
-        """Forget the policy and free its memory or file; views of it, and processes that map it, keep it meanwhile."""
+        """Discard the copy, and free its memory or file; views of it, and processes that map it, keep it meanwhile."""
         self.forget()
         self._spare = None
         if self._path is not None:
             remove(self._path, what="policy file")
 
     def _update_to(self, manifest: PolicyManifest, fetched: "_Fetched") -> Changes | None:
-        """Try chains until one leads to `manifest`; return the changes since the previous copy, None if unknown."""
+        """Try chains until one leads to `manifest`; return the changes by tensor since the previous copy.
+
+        None if these are unknown, because the copy was empty or was replaced. Counts bytes in `fetched`.
+        """
         avoid: set[tuple[str, int | None]] = set()
         first: MillraceError | None = None
         is_continued = True
         while True:
+            # A failure has one of three causes: the held copy (all objects have their sha256, and the deltas do not
+            # fit), a damaged object (its link is avoided from now on), or nothing that another chain could help.
             before = self._held
             try:
                 chain = find_chain(self._manifests, manifest, held=self.held, avoid=avoid)
@@ -171,7 +210,8 @@ class HostCopy:
                     chain = chain[1:]
                 changes = self._advance(manifest, chain, fetched)
             except (CorruptObjectError, NotFoundError, ConflictError) as error:
-                if is_continued and fetched.is_read:  # the objects are what was written: is the copy?
+                # The objects have their sha256, so the held copy is what may be damaged.
+                if is_continued and fetched.is_read:
                     self.forget()
                     first, is_continued, fetched.link = first or error, False, None
                     logger.warning(
@@ -193,16 +233,17 @@ class HostCopy:
                 return changes if is_continued and before is not None else None
 
     def _load(self, link: Link, fetched: "_Fetched") -> None:
-        """Replace the copy by a full encoding.
+        """Replace the copy by the version of a full encoding, verified; counts bytes in `fetched`.
 
-        The old version is forgotten first, so that one copy's memory is enough.
+        The old version is discarded first, so that one copy's memory is enough.
         """
         self.forget()
         fetched.link, fetched.is_read, manifest = link, False, link.manifest
         require_sizes(self._store, link.encoding.objects)
         buffer, self._spare = self._spare, None
         if buffer is None or buffer.layout != layout_of(manifest.tensors):
-            del buffer  # its memory is free before the new one is taken
+            # Frees its memory before the new buffer is allocated.
+            del buffer
             buffer = _Buffer(manifest.tensors, self._path)
         try:
             _read_full(self._store, link, buffer, fetched)
@@ -215,9 +256,10 @@ class HostCopy:
         self._held = _Held(manifest=manifest, buffer=buffer, digests=digests, parts={})
 
     def _advance(self, target: PolicyManifest, chain: Chain, fetched: "_Fetched") -> Changes:
-        """Apply the deltas of a chain; return the changes by tensor.
+        """Apply the deltas of a chain, the last of which leads to `target`; return the changes by the tensor's name.
 
-        All are read, decoded and verified before the first element is written.
+        Tensors in which nothing changed have no entry. All deltas are read, decoded and verified before the first
+        element is written. Counts bytes in `fetched`, and sets the link that is read there.
         """
         held = self._held
         assert held is not None
@@ -233,6 +275,7 @@ class HostCopy:
                 frames.setdefault(piece.tensor, []).append((link, piece, view))
         fetched.is_read = True
         changes: Changes = {}
+        # Copies: what is held stays as it is until everything is proved.
         digests, parts = dict(held.digests), dict(held.parts)
         with ThreadPoolExecutor(decode_threads(), thread_name_prefix="policy-decode") as pool:
             rebuilding = {
@@ -269,7 +312,7 @@ class _Fetched:
 
 
 def layout_of(tensors: tuple[TensorEntry, ...]) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-    """Return names, dtypes and shapes, which two versions must share for a delta between them, or for one buffer."""
+    """Return names, dtypes and shapes of tensors, to compare: two versions of one buffer have equal ones."""
     return tuple((entry.name, entry.dtype, entry.shape) for entry in tensors)
 
 
@@ -280,13 +323,15 @@ def _rebuild(
     items: list[tuple[Link, Piece, memoryview]],
     fetched: _Fetched,
 ) -> tuple[tuple[TensorChange, ...], int, Parts]:
-    """Decode consecutive deltas of a tensor, without writing to `bits`.
+    """Decode consecutive deltas (`items`) of a tensor, without writing to `bits`, the tensor's flat bits.
 
-    Returns the changes, the tensor's digest after them, and the digests of parts. `digest` and `parts` are those
-    before.
+    Returns the changes to make, the tensor's digest after them, and the digests of parts by (start, count). `digest`
+    and `parts` are those before. A link whose delta is damaged is put into `fetched`, and the error raised.
     """
     is_chain = len({link.name for link, _, _ in items}) > 1
     now = bits.copy() if is_chain else bits
+    # Of several deltas in a row each needs the result of the one before, and `bits` must stay as they are until all is
+    # proved.
     changes: list[TensorChange] = []
     after: Parts = dict(parts)
     for link, piece, frame in items:
@@ -296,7 +341,8 @@ def _rebuild(
         current = now[piece.start : piece.start + piece.count]
         try:
             change = decode_piece(frame, current, start=piece.start, current_digest=known)
-            result = read_header(frame).digest  # decoding has proved it
+            # Decoding has proved that the part has this digest now.
+            result = read_header(frame).digest
         except MillraceError:
             fetched.link = link
             raise
@@ -310,13 +356,15 @@ def _rebuild(
             change.apply(now)
     if not is_chain:
         return tuple(changes), digest, after
+    # An element may have changed twice, or back: what an engine writes is the difference of both ends.
     positions = np.flatnonzero(bits != now)
     return (TensorChange(bits=now[positions], positions=positions),), digest, after
 
 
 def _note_part(parts: Parts, part: tuple[int, int], digest: int) -> None:
-    """Record a part's digest, and forget those of parts that share elements with it."""
-    if part not in parts:  # it was cut otherwise before: other ranks, or a rank that held all
+    """Record the digest of a part (start, count) in `parts`, and remove parts that share elements with it."""
+    # The tensor was cut otherwise before: by another number of ranks, or by one that held all of it.
+    if part not in parts:
         start, end = part[0], part[0] + part[1]
         for other in [other for other in parts if other[0] < end and start < other[0] + other[1]]:
             del parts[other]
@@ -324,12 +372,16 @@ def _note_part(parts: Parts, part: tuple[int, int], digest: int) -> None:
 
 
 def _read_full(store: ObjectStore, link: Link, buffer: _Buffer, fetched: _Fetched) -> None:
-    """Read a full encoding's objects into the buffer, without verifying tensors."""
+    """Read a full encoding's objects into the buffer, verifying the objects but not the tensors.
+
+    Count bytes in `fetched`.
+    """
     pieces: dict[str, list[Piece]] = {}
     for piece in link.encoding.pieces:
         pieces.setdefault(piece.object, []).append(piece)
 
     def take(entry: ObjectEntry, offset: int, data: bytes) -> None:
+        """Copy bytes of an object from `offset` on to the tensors that they belong to."""
         fetched.num_bytes += len(data)
         source = np.frombuffer(data, np.uint8)
         for piece in pieces.get(entry.key, []):
@@ -345,7 +397,7 @@ def _read_full(store: ObjectStore, link: Link, buffer: _Buffer, fetched: _Fetche
 
 
 def _read_whole(store: ObjectStore, link: Link, fetched: _Fetched) -> dict[str, memoryview]:
-    """Return a delta's objects by key."""
+    """Return the objects of a delta by key, verified by their sha256; count bytes in `fetched`."""
     require_sizes(store, link.encoding.objects)
     buffers = {entry.key: bytearray(entry.size_bytes) for entry in link.encoding.objects}
 
@@ -358,7 +410,10 @@ def _read_whole(store: ObjectStore, link: Link, fetched: _Fetched) -> dict[str, 
 
 
 def _prove(manifest: PolicyManifest, bits: Callable[[str], Bits], *, source: str) -> dict[str, int]:
-    """Return the digests of all tensors; raise CorruptObjectError if one is not the manifest's."""
+    """Return the digests of all the manifest's tensors; raise CorruptObjectError if one is not the manifest's.
+
+    `bits` returns a tensor's flat bits by name, and `source` names the policy in the error.
+    """
     digests = tensor_digests({entry.name: bits(entry.name) for entry in manifest.tensors})
     for entry in manifest.tensors:
         if digest_hex(digests[entry.name]) != entry.digest:
@@ -367,6 +422,7 @@ def _prove(manifest: PolicyManifest, bits: Callable[[str], Bits], *, source: str
 
 
 def _digest_mismatch(entry: TensorEntry, found: str, *, source: str) -> CorruptObjectError:
+    """Make the error that a tensor has the digest `found` instead of its entry's; `source` names the policy."""
     return CorruptObjectError(
         f"tensor {entry.name} of {source} has digest {found}, its manifest says {entry.digest}",
         reason="POLICY_TENSOR_DIGEST_MISMATCH",
@@ -381,7 +437,57 @@ def _map_file(path: Path, size: int) -> NDArray[np.uint8]:
     """
     make_parent(path, setting=SCRATCH_VARIABLE)
     with io_errors(path, "write", needed_bytes=size, setting=SCRATCH_VARIABLE):
-        path.unlink(missing_ok=True)  # processes that still map an older one keep it
+        # A new file and not the old one truncated: processes that still map the old one keep it.
+        path.unlink(missing_ok=True)
+        # Allocated at once: on a full disk a write to a mapped page without a block is SIGBUS.
         with path.open("x+b") as file:
             os.posix_fallocate(file.fileno(), 0, size)
             return np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
+
+
+# A policy version as tensors or as a directory, whatever its encodings; every byte is proved.
+
+
+def pull_tensors(store: ObjectStore, manifest: PolicyManifest) -> Mapping[str, TensorBytes]:
+    """Read the version from the store, whatever its encodings, and return every tensor by name, verified, in memory."""
+    return HostCopy(store).stage_manifest(manifest).tensors
+
+
+def download_hf(store: ObjectStore, manifest: PolicyManifest, directory: str | os.PathLike[str]) -> Path:
+    """Write the version as a directory that `AutoModelForCausalLM.from_pretrained` loads; return the directory.
+
+    An adapter becomes one that PEFT and vLLM load on top of its base, with tokenizer and generation config.
+    """
+    files, tensors = dict(pull_files(store, manifest)), pull_tensors(store, manifest)
+    # The base of a run that trains adapters has this file, too.
+    config = files.pop(ADAPTER_CONFIG, None)
+    if manifest.adapter is None or config is None:
+        return write_hf(files, tensors, directory)
+    target = Path(directory)
+    for name, data in adapter_small_files(files).items():
+        write_file(target / name, data)
+    write_file(target / ADAPTER_CONFIG, config)
+    write_file(target / ADAPTER_WEIGHTS, pack_safetensors(tensors.items())[0])
+    return target
+
+
+def download_merged(store: ObjectStore, manifest: PolicyManifest, directory: str | os.PathLike[str]) -> Path:
+    """Write the version as a directory that `AutoModelForCausalLM.from_pretrained` loads, and return the directory.
+
+    An adapter is merged into its base, which is read from the store, too: the result is a whole model, which needs no
+    PEFT.
+    """
+    if manifest.adapter is None:
+        return download_hf(store, manifest, directory)
+    config = dict(pull_files(store, manifest))[ADAPTER_CONFIG]
+    source = f"version {manifest.version}"
+    base = read_manifest(store, manifest.adapter.base_key)
+    files = {name: data for name, data in pull_files(store, base).items() if name != ADAPTER_CONFIG}
+    peft, adapter = parse_peft_config(config, source=source), pull_tensors(store, manifest)
+    tensors = pull_tensors(store, base)
+    described = decode_object(
+        files["config.json"], what=f"config.json of {source}", reason="MODEL_CORRUPT", allows_infinity=True
+    )
+    model = describe_base(described, tensors)
+    plan = plan_merge(peft, adapter, model, source=source)
+    return write_hf(files, merge_tensors(peft, plan, adapter, tensors, model=model, source=source), directory)

@@ -49,7 +49,7 @@ class PolicyPlace:
 
     @property
     def objects_prefix(self) -> str:
-        """Return the prefix of every object of the version, ending in `/`."""
+        """Return the prefix, ending in `/`, of the keys of all objects of the version."""
         return f"{self.prefix}/runs/{self.uid}/policies/{self.lineage:04d}-{self.version:08d}/"
 
     @property
@@ -116,11 +116,11 @@ class Encoding:
 
     @property
     def size_bytes(self) -> int:
-        """Return the bytes of its objects, which reading it costs."""
+        """Return the number of bytes of all objects of the encoding, which reading it costs."""
         return sum(entry.size_bytes for entry in self.objects)
 
     def to_json(self, tensors: Mapping[str, int]) -> dict[str, Any]:
-        """Return plain data for a manifest, in which a piece is a row of numbers.
+        """Return the encoding as plain data for a manifest, in which a piece is a row of six numbers.
 
         `tensors` has the index of each tensor in the manifest, by name.
         """
@@ -137,7 +137,7 @@ class Encoding:
 
     @classmethod
     def from_json(cls, raw: object, names: tuple[str, ...]) -> "Encoding":
-        """Decode what `to_json` returned; raise ValueError if it is malformed.
+        """Decode an encoding that `to_json` returned; raise ValueError if it is malformed.
 
         `names` are the manifest's tensors in order.
         """
@@ -164,6 +164,10 @@ class Encoding:
 
 
 def _piece(row: object, names: Sequence[str], keys: Sequence[str]) -> Piece:
+    """Decode a piece from its row; raise ValueError if it is malformed.
+
+    `names` are the tensors and `keys` the objects that its indices refer to.
+    """
     if not isinstance(row, list) or len(row) != 6:
         raise ValueError("a piece is not a row of six numbers")
     tensor, start, count, place, offset, length = (require_integer(n, what="a number of a piece") for n in row)
@@ -187,7 +191,7 @@ class AdapterEntry:
     """The version is a LoRA adapter on the policy whose manifest is `base_key`, and whose digest is `base_digest`.
 
     That is version 0 of the run, except in forks, which have a copy of it. Its weights have `base_bytes`. The adapter's
-    tensors have PEFT's names; the other fields are those of `adapter.AdapterSpec`.
+    tensors have PEFT's names; the other fields are those of `peft.config.AdapterSpec`.
     """
 
     rank: int
@@ -265,17 +269,17 @@ class PolicyManifest:
 
     @property
     def size_bytes(self) -> int:
-        """Return the bytes of all data objects, of every encoding; small files, which versions share, do not count."""
+        """Return the bytes of all data objects of all encodings; small files, which versions share, do not count."""
         return sum(encoding.size_bytes for encoding in self.encodings)
 
     @property
     def full_bytes(self) -> int:
-        """Return the bytes of a full copy: of all tensors, and of an adapter's base."""
+        """Return the bytes of all tensors uncompressed, and of an adapter's base."""
         base_bytes = 0 if self.adapter is None else self.adapter.base_bytes
         return base_bytes + sum(entry.size_bytes for entry in self.tensors)
 
     def sibling_key(self, version: int) -> str:
-        """Return the key of the manifest of another version of the same run and lineage."""
+        """Return the key of the first manifest of another version of the same run and lineage."""
         root = revision_key(self.key, 0).removesuffix(f"{self.lineage:04d}-{self.version:08d}/manifest.json")
         return f"{root}{self.lineage:04d}-{version:08d}/manifest.json"
 
@@ -288,7 +292,7 @@ class PolicyManifest:
 
     @property
     def full(self) -> Encoding | None:
-        """Return the full encoding, if the version has one."""
+        """Return the full encoding; None if the version has only deltas."""
         return next((encoding for encoding in self.encodings if encoding.codec == CODEC_FULL), None)
 
     @property
@@ -298,7 +302,10 @@ class PolicyManifest:
         return tuple(sorted(found, key=lambda encoding: encoding.base or 0))
 
     def to_bytes(self) -> bytes:
-        """Return canonical JSON: sorted keys, no spaces, no NaN, so that equal manifests have equal bytes."""
+        """Return the manifest as canonical JSON, so that equal manifests have equal bytes.
+
+        Keys are sorted, and there are no spaces and no NaN.
+        """
         places = {entry.name: place for place, entry in enumerate(self.tensors)}
         raw = {
             "format": self.format,
@@ -320,7 +327,10 @@ class PolicyManifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str) -> "PolicyManifest":
-        """Parse and check a manifest; raise CorruptObjectError naming `source` if it is damaged or too new."""
+        """Parse and check a manifest; raise CorruptObjectError if it is damaged or of another format.
+
+        `source` names the object in the error.
+        """
         what, reason = f"policy manifest {source}", "POLICY_MANIFEST_INVALID"
         remedy = "the object is damaged or of another version of Millrace: the run's trainer publishes it anew when a "
         remedy += "replica reports it, or read it with the version that wrote it"
@@ -347,17 +357,19 @@ class PolicyManifest:
         if whole_digest(self.tensors) != self.digest:
             raise ValueError("the digest of the whole does not follow from the digests of the tensors")
         for encoding in self.encodings:
+            # What an encoding of another codec means, only a later release knows; readers leave it out.
             if encoding.codec in (CODEC_FULL, CODEC_DELTA):
                 _check_encoding(encoding, tensors, version=self.version)
 
 
 def _directories(name: str) -> list[str]:
+    """Return the directories of a file name with slashes, from the outermost."""
     parts = name.split("/")
     return ["/".join(parts[:length]) for length in range(1, len(parts))]
 
 
 def whole_digest(tensors: Iterable[TensorEntry]) -> str:
-    """Return the digest of a version from its entries, hex."""
+    """Return the digest (hex) of a version from the entries of its tensors, in any order."""
     return policy_digest({entry.name: (entry.dtype, entry.shape, entry.digest) for entry in tensors})
 
 
@@ -387,6 +399,7 @@ def _manifest_of(fields: Fields) -> PolicyManifest:
 
 
 def _tensor(fields: Fields) -> TensorEntry:
+    """Decode the entry of a tensor; raise ValueError if it is malformed."""
     entry = TensorEntry(
         name=fields.text("name"),
         shape=fields.integers("shape", most=MAX_DIMENSIONS),
@@ -398,6 +411,7 @@ def _tensor(fields: Fields) -> TensorEntry:
 
 
 def _file(fields: Fields) -> FileEntry:
+    """Decode the entry of a small file; raise ValueError if it is malformed."""
     return FileEntry(
         name=fields.text("name", most=200),
         key=fields.key("key"),
@@ -407,6 +421,7 @@ def _file(fields: Fields) -> FileEntry:
 
 
 def _adapter_of(fields: Fields) -> AdapterEntry:
+    """Decode the entry of an adapter; raise ValueError if it is malformed."""
     return AdapterEntry(
         rank=fields.integer("rank", least=1, most=1 << 20),
         alpha=fields.number("alpha"),
@@ -419,7 +434,10 @@ def _adapter_of(fields: Fields) -> AdapterEntry:
 
 
 def _check_encoding(encoding: Encoding, tensors: Mapping[str, TensorEntry], *, version: int) -> None:
-    """Raise ValueError unless the pieces are in their objects and tensors, disjoint, and cover all if `full`."""
+    """Raise ValueError unless the pieces are in their objects and tensors, disjoint, and cover all if it is full.
+
+    `tensors` are those of version `version`, by name.
+    """
     is_full = encoding.codec == CODEC_FULL
     if is_full != (encoding.base is None) or (encoding.base is not None and not encoding.base < version):
         raise ValueError(f"a {encoding.codec} encoding of version {version} has the base {encoding.base}")
@@ -481,13 +499,17 @@ class Stager(Protocol):
     """Fetches and proves a policy in host memory; `HostCopy` is one. All methods block."""
 
     def stage(self, manifest_key: str, sha256: bytes | None = None) -> StagedPolicy:
-        """Fetch a version, and return it, whole and verified; after a failure the previous version is held, or none."""
+        """Fetch the version with this manifest, and return it, whole and verified.
+
+        `sha256` is that of the manifest as announced; None: it is not compared. After a failure the previous version is
+        held, or none.
+        """
         ...
 
     def forget(self) -> None:
-        """Make the next `stage` begin at an anchor."""
+        """Discard the held version, so that the next `stage` begins at a full copy."""
         ...
 
     def drop(self) -> None:
-        """Forget the policy and free its memory; never raises."""
+        """Discard the held version, and free its memory or file; raise nothing."""
         ...

@@ -35,7 +35,8 @@ SHARE_ELEMENTS = 1 << 20
 Bits = NDArray[np.unsignedinteger]
 Row = Sequence[Any]
 """[tensor, key of the part, elements, digest as hex]: what a worker tells of a part."""
-_Share = tuple[int, int]  # a part, by its number, and the first element of its share in the tensor
+# A part, by its number, and the first element of its share in the tensor.
+_Share = tuple[int, int]
 
 
 class HeldPart(Protocol):
@@ -48,34 +49,37 @@ class HeldPart(Protocol):
 
     @property
     def key(self) -> str:
-        """Return the part's name among those of its tensor, which is the same in all workers that hold it."""
+        """Return the part's name among the parts of its tensor, which is the same in all workers that hold it."""
         ...
 
     @property
     def num_elements(self) -> int:
-        """Return elements of the part."""
+        """Return the number of elements of the part."""
         ...
 
     @property
     def source_offset(self) -> int:
-        """Return the tensor's element that is the part's first."""
+        """Return the row-major index in the tensor of the part's first element."""
         ...
 
     @property
     def end(self) -> int:
-        """Return the tensor's element after the part's last one."""
+        """Return the row-major index in the tensor after the part's last element."""
         ...
 
     def places(self, first: int, last: int) -> tuple[int, int]:
-        """Return which of the part's elements [begin, end) are among the tensor's elements [first, last)."""
+        """Return which of the part's elements, [begin, end) in it, are among the tensor's elements [first, last)."""
         ...
 
     def places_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return which of the part's elements are the tensor's at `positions` [N], all of which are in the part."""
+        """Return the indices in the part of the tensor's elements at the row-major indices `positions`, both [N].
+
+        All of them must be in the part.
+        """
         ...
 
     def digest(self, bits: Bits, begin: int) -> int:
-        """Return the digest of elements of the part, the first of which is the part's element `begin`."""
+        """Return what elements of the part add to the tensor's digest; `begin` is the first one's index in the part."""
         ...
 
 
@@ -87,15 +91,15 @@ class HeldMemory(Protocol[P_read]):
     """Reads the memory in which the parts are. What is returned is a copy, in this process's own memory."""
 
     def read(self, part: P_read, begin: int, end: int) -> Bits:
-        """Return the part's elements [begin, end)."""
+        """Return a copy of the bits of the part's elements [begin, end)."""
         ...
 
     def gather(self, part: P_read, index: NDArray[np.int64]) -> Bits:
-        """Return the part's elements `index` [N]."""
+        """Return a copy of the bits of the part's elements at `index` [N]."""
         ...
 
     def digest(self, part: P_read, begin: int, end: int) -> int:
-        """Return the digest of the part's elements [begin, end), computed where they are."""
+        """Return the digest of the part's elements [begin, end), computed where they are, without a copy."""
         ...
 
 
@@ -108,16 +112,17 @@ class Readback:
 
 
 def held_digest(tensors: Mapping[str, TensorBytes]) -> str:
-    """Return the digest (hex) of the policy that these tensors are, read whole."""
+    """Return the digest (hex) of the policy that consists of these tensors, computed from all their bits."""
     found = tensor_digests({name: tensor.bits() for name, tensor in tensors.items()})
     return policy_digest({name: (t.dtype, t.shape, digest_hex(found[name])) for name, t in tensors.items()})
 
 
 def combine(ranks: Iterable[Iterable[Row]], manifest: PolicyManifest) -> Readback:
-    """Return which tensors the ranks' digests prove, summed by tensor.
+    """Return which of the manifest's tensors are proved by the ranks' digests, whose parts are summed by tensor.
 
-    Tensors of which parts are missing are left out. Raises InternalError if a whole tensor has another digest than the
-    manifest's, or ranks hold different bits of a part.
+    `ranks` has for each rank a row [tensor, key of the part, number of elements, digest (hex)] for each part that it
+    holds. A part that several ranks hold counts once. Tensors of which parts are missing are left out. Raises
+    InternalError if a whole tensor has another digest than the manifest's, or ranks hold different bits of a part.
     """
     parts: dict[str, dict[str, tuple[int, str]]] = {}
     for rows in ranks:
@@ -139,7 +144,7 @@ def combine(ranks: Iterable[Iterable[Row]], manifest: PolicyManifest) -> Readbac
 
 
 def mismatch(problem: str) -> InternalError:
-    """Return the error of an engine that holds other bits than it should."""
+    """Make the error of an engine that holds other bits than it should; `problem` says which."""
     return InternalError(problem, reason=MISMATCH, remedy="the policy is loaded anew")
 
 
@@ -150,35 +155,44 @@ class NextDigests(Generic[P]):
     """
 
     def __init__(self, current: "ContinuedDigests[P]") -> None:
+        """Begin to continue the digests of the version that the engine holds to those of the staged one."""
         self._current = current
         self._jobs: list[tuple[_Share, Callable[[int], int]]] = []
         self._found: Future[dict[_Share, int]] | None = None
 
     def add_whole(self, part: P, bits: Bits) -> None:
-        """Add a part that is written whole: `bits`, which must not change until the digests are computed."""
+        """Add a part that will be written whole with `bits`, which must not change until the digests are computed."""
         for share, first, last in self._current.shares_of(part):
             begin, end = part.places(first, last)
             self._jobs.append((share, partial(_whole, part, bits[begin:end], begin)))
 
     def add_change(self, part: P, change: TensorChange) -> None:
-        """Add some written elements of a part; `change` counts positions in the tensor."""
+        """Add elements of a part that will be written; positions of `change` count in the tensor.
+
+        Call it while the memory still has the old bits, which are read here.
+        """
         for share, inside, old in self._current.old_bits(part, change):
             self._jobs.append((share, partial(_continued, inside, old)))
 
     def compute(self) -> None:
-        """Have the digests computed in the thread, once."""
+        """Start to compute the digests of everything added, in a thread; later calls do nothing."""
         if self._found is None:
             self._found = self._current.submit(self._jobs)
             self._jobs = []
 
     def rows(self) -> list[Row] | None:
-        """Return what every part will be; None while it is being computed."""
+        """Return a row [tensor, key of the part, number of elements, digest (hex)] of every part, as it will be when
+        staged.
+
+        None while the digests are being computed, and before `compute`.
+        """
+        # The caller asks between decode steps, which must not wait for a digest.
         if self._found is None or not self._found.done():
             return None
         return self._current.rows_of(self._found.result())
 
     def result(self) -> dict[_Share, int]:
-        """Return the computed digests; waits for them."""
+        """Wait for the digests that `compute` has begun, and return them by share of a part; blocks."""
         assert self._found is not None
         return self._found.result()
 
@@ -196,6 +210,7 @@ class ContinuedDigests(Generic[P]):
     """What is proved of the parts that a worker holds. Parts that are given twice are one."""
 
     def __init__(self, parts: Iterable[P], memory: HeldMemory[P]) -> None:
+        """Begin with nothing known of `parts`, which `memory` reads; equal parts count once."""
         self._parts = list(dict.fromkeys(parts))
         self._numbers = {part: number for number, part in enumerate(self._parts)}
         self._memory = memory
@@ -207,11 +222,14 @@ class ContinuedDigests(Generic[P]):
 
     @property
     def is_known(self) -> bool:
-        """Return whether every part's digest is known, so that it can be continued."""
+        """Return whether every part's digest is proved, so that it can be continued to the next version."""
         return all(share in self._proved for part in self._parts for share, _, _ in self.shares_of(part))
 
     def read(self, names: Iterable[str]) -> list[Row]:
-        """Return the digests of the parts of these tensors, computed from the memory, and keep them as proved."""
+        """Compute the digests of the parts of the tensors `names` from the memory, and keep them as proved.
+
+        Returns a row for each part: tensor, key of the part, number of elements, and digest (hex).
+        """
         wanted = set(names)
         parts = [part for part in self._parts if part.tensor in wanted]
         for part in parts:
@@ -221,23 +239,28 @@ class ContinuedDigests(Generic[P]):
         return self._rows(parts, self._proved)
 
     def next(self) -> NextDigests[P] | None:
-        """Begin to continue the digests to the next version; None if they are not known."""
+        """Begin to continue the proved digests to the next version; None if some are not proved."""
         return NextDigests(self) if self.is_known else None
 
     def begin_writing(self) -> None:
-        """Take note that what is held is unknown from now on."""
+        """Discard all proofs, because the memory is about to be written to."""
         self._proved, self._reading = {}, None
 
     def accept(self, following: NextDigests[P]) -> None:
-        """Take note that the version is written, and every write read back. All is to be verified from now on."""
+        """Take the digests of `following` as proved: its version is written, and every write was read back.
+
+        From now on background verification reads all parts again.
+        """
         self._proved = dict(following.result())
         # What waits for verification already goes first: no share starves while versions come faster than it.
         self._unverified |= dict.fromkeys(self._proved)
 
     def verify_next(self) -> tuple[int, str, bool]:
-        """Begin to verify the next share, and return the result of the one before.
+        """Start to verify the next share of the parts in the background, and return the result of the one before.
 
-        Returns the number of shares left, what is damaged, as text or empty, and whether everything is proved so far.
+        Returns the number of shares that are not verified yet, what is damaged in words (empty if nothing was found),
+        and whether the proofs still hold: False if the share before was damaged or nothing is proved. While the one
+        before is still being digested, no share is started.
         """
         if self._reading is not None:
             reading = self._reading
@@ -256,19 +279,24 @@ class ContinuedDigests(Generic[P]):
             self._unverified.clear()
             return 0, "", self.is_known
         part = self._parts[share[0]]
+        # Copied here, between two decode steps; the thread digests the copy while the engine goes on.
         begin, end = part.places(share[1], _end_of(part, share[1]))
         found = self._thread.submit(part.digest, self._memory.read(part, begin, end), begin)
         self._reading = _Reading(share=share, expected=expected, found=found)
         return len(self._unverified), "", True
 
     def shares_of(self, part: P) -> Iterable[tuple[_Share, int, int]]:
-        """Yield (share, first, last) in elements of the tensor, cut at the multiples of `SHARE_ELEMENTS`."""
+        """Yield the shares of a part, each with its range [first, last) of elements in the tensor.
+
+        They are cut at the multiples of `SHARE_ELEMENTS` in the tensor. Nothing is yielded for a part that is not held
+        here.
+        """
         number, first = self._numbers.get(part), part.source_offset
         while number is not None and first < part.end:
             yield (number, first), first, (first := _end_of(part, first))
 
     def old_bits(self, part: P, change: TensorChange) -> Iterable[tuple[_Share, TensorChange, Bits]]:
-        """Yield the change share by share, with the bits that the memory has there now."""
+        """Yield a change of a part share by share: the share, its piece of the change, and the memory's bits there."""
         if (number := self._numbers.get(part)) is None:
             return
         for first, inside in change.shares(SHARE_ELEMENTS):
@@ -277,14 +305,21 @@ class ContinuedDigests(Generic[P]):
             yield (number, max(first, part.source_offset)), inside, old
 
     def submit(self, jobs: Sequence[tuple[_Share, Callable[[int], int]]]) -> Future[dict[_Share, int]]:
-        """Continue the proved digests by `jobs`, in the thread."""
+        """Start `jobs` in the thread; return a future of the digests by share, the proved ones continued by the jobs.
+
+        A job is a share, and a function from its digest before to the one after.
+        """
         return self._thread.submit(_continue, dict(self._proved), jobs)
 
     def rows_of(self, digests: Mapping[_Share, int]) -> list[Row]:
-        """Return rows of all parts."""
+        """Return a row [tensor, key of the part, number of elements, digest (hex)] of every part.
+
+        `digests` has those of all shares, which are summed by part.
+        """
         return self._rows(self._parts, digests)
 
     def _rows(self, parts: Iterable[P], digests: Mapping[_Share, int]) -> list[Row]:
+        """Return the rows of `parts`: tensor, key, number of elements, and digest (hex), the sum of its shares'."""
         rows: list[Row] = []
         for part in parts:
             whole = add_digests(digests[share] for share, _, _ in self.shares_of(part))
@@ -293,18 +328,25 @@ class ContinuedDigests(Generic[P]):
 
 
 def _end_of(part: HeldPart, first: int) -> int:
+    """Return where the share of a part that begins at element `first` of the tensor ends."""
     return min((first // SHARE_ELEMENTS + 1) * SHARE_ELEMENTS, part.end)
 
 
 def _continue(digests: dict[_Share, int], jobs: Sequence[tuple[_Share, Callable[[int], int]]]) -> dict[_Share, int]:
+    """Replace the digest of each job's share by what the job returns for it, in place; return `digests`."""
     for share, job in jobs:
         digests[share] = job(digests[share])
     return digests
 
 
 def _whole(part: HeldPart, bits: Bits, begin: int, digest: int) -> int:
+    """Return the digest of `bits`, which replace a share of the part from its element `begin` on.
+
+    `digest` is ignored.
+    """
     return part.digest(bits, begin)
 
 
 def _continued(change: TensorChange, old: Bits, digest: int) -> int:
+    """Return the digest after a change from `digest`, the one before; `old` are the bits that it replaces."""
     return change_digest(digest, change, old)

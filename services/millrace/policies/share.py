@@ -33,7 +33,7 @@ class EncodedDelta:
 # What a publisher remembers of the versions that are committed, to publish the next one as deltas. No torch.
 #
 # A version is published against the one before it, and at every fourth and sixteenth version also against the one
-# four and sixteen before: a reader that is n versions behind reads O(log n) deltas. An anchor, the full copy, comes
+# four and sixteen before: a reader that lacks n versions reads O(log n) deltas. An anchor, the full copy, comes
 # every `anchor_interval` versions, at the start of a lineage, and where deltas would not be smaller.
 #
 # Memory on each rank, per parameter of its shard: one copy of the last committed version (2 bytes at bf16, 4 at
@@ -63,7 +63,7 @@ class Delta:
 
     @property
     def size_bytes(self) -> int:
-        """Return bytes of all frames."""
+        """Return the number of bytes of all frames."""
         return sum(len(frame.data) for frame in self.frames)
 
 
@@ -81,15 +81,16 @@ class Rewind:
 
     @property
     def size_bytes(self) -> int:
-        """Return memory that is held."""
+        """Return the number of bytes of memory that is held to restore the part."""
         return self._size_bytes
 
     def note(self, old: Bits, positions: NDArray[np.int64]) -> None:
-        """Record the bits at `positions` of the part, which is `old` now, before they change."""
+        """Record the bits at `positions` of the part before they change; `old` are the part's flat bits now."""
         if self._whole is not None or not positions.size:
             return
         held = positions.astype(_POSITION) if old.size <= np.iinfo(_POSITION).max else positions.astype("<u8")
         size_bytes = held.nbytes + positions.size * old.itemsize
+        # From here on a whole copy takes less memory than the list of changes.
         if self._size_bytes + size_bytes > old.nbytes:
             self._whole = self.bits(old).copy()
             self._steps, self._size_bytes = [], old.nbytes
@@ -98,11 +99,15 @@ class Rewind:
         self._size_bytes += size_bytes
 
     def bits(self, now: Bits) -> Bits:
-        """Return the part as it was; `now` itself if nothing was noted. Not to be written to."""
+        """Return the flat bits of the part as they were when this was made; `now` are those of today.
+
+        It is `now` itself if nothing was recorded. Do not write to the result.
+        """
         if self._whole is not None:
             return self._whole
         if not self._steps:
             return now
+        # Backwards: of an element that changed several times the oldest bits are written last.
         then = now.copy()
         for positions, bits in reversed(self._steps):
             then[positions] = bits
@@ -127,6 +132,10 @@ class History:
     """The committed versions of one lineage, as one rank needs them. Used by one thread at a time."""
 
     def __init__(self, *, skip_deltas: Sequence[int], threads: int) -> None:
+        """Begin without versions. `skip_deltas` are how many versions a skip delta goes over (4, 16).
+
+        `threads` encode parts.
+        """
         self._skip_deltas = tuple(skip_deltas)
         self._threads = threads
         self._last: _Committed | None = None
@@ -134,7 +143,7 @@ class History:
         self._skips: dict[int, _SkipBase] = {}
 
     def holds(self, parts: Sequence[TensorPart]) -> bool:
-        """Return whether these very parts are the last version's."""
+        """Return whether these very objects are the parts of the last version, which must not be written to."""
         return bool(parts) and self._parts.get(parts[0].name) is parts[0]
 
     def fits(self, parts: Sequence[TensorPart], version: int) -> bool:
@@ -147,7 +156,10 @@ class History:
         )
 
     def digests(self, parts: Sequence[TensorPart], version: int) -> Digests:
-        """Return the digests of parts, in O(changed) beside one comparison where the version before is held."""
+        """Return the digests of the parts of version `version`, by the tensor's name.
+
+        Where the version before is held, they follow from its digests in O(changed), after one comparison of all bits.
+        """
         known = self._last.digests if self._last is not None and self.fits(parts, version) else None
 
         def digest(part: TensorPart) -> int:
@@ -158,12 +170,19 @@ class History:
         return dict(zip((part.name for part in parts), self._map(digest, parts), strict=True))
 
     def encode(self, parts: Sequence[TensorPart]) -> tuple[Delta, Digests]:
-        """Return the delta against the last version, and the parts' digests; only if the parts fit."""
+        """Return the delta of parts against the last committed version, and the parts' digests by tensor.
+
+        The parts must fit the last version (`fits`).
+        """
         assert self._last is not None
         return self._encode(self._last, parts, lambda part: self._parts[part.name].bits)
 
     def encode_skips(self, parts: Sequence[TensorPart], version: int) -> list[Delta]:
-        """Return the skip deltas that are due at a version."""
+        """Return the skip deltas that are due at version `version`, that over the fewest versions first; often none.
+
+        A skip delta over n versions is due n versions after its base, which is a multiple of n. `parts` are those of
+        the new version.
+        """
         found: list[Delta] = []
         for skip, base in sorted(self._skips.items()):
             if base.version != version - skip:
@@ -176,9 +195,15 @@ class History:
         return found
 
     def advance(self, parts: Sequence[TensorPart], *, version: int, digest: str, digests: Digests) -> None:
-        """Take note that a version is committed. `parts` are held from now on; those before are released."""
+        """Record that a version is committed. `parts` are held from now on; those of the version before are released.
+
+        `digest` is the version's, and `digests` are those of this rank's parts.
+        """
+        # A skip base is restored from the parts of the last version; after another layout, or a gap, nothing leads
+        # back.
         if not self.fits(parts, version):
             self._skips = {}
+        # A skip base is dropped once its delta was due; the next multiple replaces it.
         kept = {skip: base for skip, base in self._skips.items() if version < base.version + skip}
         if kept:
             self._map(lambda part: self._note(part, kept), parts)
@@ -191,6 +216,7 @@ class History:
                 self._skips[skip] = _SkipBase(version=version, digest=digest, digests=digests, rewinds=rewinds)
 
     def _note(self, part: TensorPart, skips: dict[int, _SkipBase]) -> None:
+        """Record in each skip base what changes in a part, before the new version replaces the last one."""
         old = self._parts[part.name].bits
         positions = np.flatnonzero(old != part.bits)
         for base in skips.values():
@@ -202,7 +228,13 @@ class History:
         parts: Sequence[TensorPart],
         bits_of: Callable[[TensorPart], Bits],
     ) -> tuple[Delta, Digests]:
+        """Return the delta of parts against the version `base`, and the parts' digests by tensor.
+
+        `bits_of` returns the flat bits that a part had in `base`. Parts without a change have no frame.
+        """
+
         def encode(part: TensorPart) -> tuple[Frame | None, int, int]:
+            """Return the frame of a part, None if nothing changed, its digest, and the number of changed elements."""
             old_digest = base.digests[part.name]
             piece = encode_piece(bits_of(part), part.bits, start=part.start, base_digest=old_digest)
             if piece is None:
@@ -220,11 +252,13 @@ class History:
         return delta, {part.name: digest for part, (_, digest, _) in zip(parts, found, strict=True)}
 
     def _map(self, function: Callable[[TensorPart], T], parts: Iterable[TensorPart]) -> list[T]:
+        """Return the results of `function` for all parts in order, computed in several threads."""
         with ThreadPoolExecutor(self._threads, thread_name_prefix="policy-encode") as pool:
             return list(pool.map(function, parts))
 
 
 def _digest_after(old: Bits, part: TensorPart, digest: int) -> int:
+    """Return the digest of a part, from `digest`, that of its bits before, `old`."""
     positions = np.flatnonzero(old != part.bits)
     if positions.size > _DENSE * part.count:
         return bits_digest(part.bits, start=part.start)
@@ -244,29 +278,39 @@ class ShareWriter(Protocol):
     """Does the work of one rank, for one thread at a time. `parts` are not written to while they are used or held."""
 
     def digests(self, parts: Sequence[TensorPart], version: int) -> Digests:
-        """Return the digests of parts."""
+        """Return the digests of this rank's parts of version `version`, by tensor."""
         ...
 
     def encode(self, parts: Sequence[TensorPart], version: int) -> EncodedShare:
-        """Return digest a version, and encode its deltas for `upload`, the one against the version before first."""
+        """Encode this rank's parts of version `version` as deltas, kept for `upload`; return their digests and sizes.
+
+        The delta against the version before comes first. There is none if that version is not held.
+        """
         ...
 
     def upload(
         self, prefix: str, parts: Sequence[TensorPart], version: int, *, is_anchor: bool, bases: Collection[int]
     ) -> dict[str, Any]:
-        """Upload parts in full if it is an anchor, and the deltas against `bases`; what `merge_encodings` takes."""
+        """Upload this rank's parts of version `version` under keys that begin with `prefix`.
+
+        They are uploaded in full if `is_anchor`, and as the deltas against the versions `bases`, which `encode` made.
+        Returns this rank's share of each of these encodings as plain data, the full one first.
+        """
         ...
 
     def advance(self, parts: Sequence[TensorPart], version: int, *, digest: str, digests: Digests) -> None:
-        """Take note that a version is committed. `parts` are held from now on; those before are released."""
+        """Record that a version is committed. `parts` are held from now on; those of the version before are released.
+
+        `digest` is the version's, and `digests` are those of this rank's parts.
+        """
         ...
 
     def holds(self, parts: Sequence[TensorPart]) -> bool:
-        """Return whether these very parts are held."""
+        """Return whether these very parts are held for comparison, so that they must not be written to."""
         ...
 
     def close(self) -> None:
-        """Give up what it has. Idempotent."""
+        """Release everything that is held; nothing may be asked after it. Idempotent."""
         ...
 
 
@@ -274,16 +318,24 @@ class LocalShareWriter:
     """Does it in the process and on the thread that asks."""
 
     def __init__(self, store: ObjectStore, *, skip_deltas: Sequence[int], threads: int) -> None:
+        """Write to `store`, on the calling thread and `threads` more.
+
+        `skip_deltas` are how many versions a skip delta goes over.
+        """
         self._store = store
         self._history = History(skip_deltas=skip_deltas, threads=threads)
         self._deltas: list[Delta] = []
 
     def digests(self, parts: Sequence[TensorPart], version: int) -> Digests:
-        """See `ShareWriter`."""
+        """Return the digests of this rank's parts of version `version`, by tensor."""
         return self._history.digests(parts, version)
 
     def encode(self, parts: Sequence[TensorPart], version: int) -> EncodedShare:
-        """See `ShareWriter`."""
+        """Encode this rank's parts of version `version` as deltas, kept for `upload`; return their digests and sizes.
+
+        The delta against the version before comes first, then the skip deltas that are due. There is none if the
+        version before is not held.
+        """
         if self._history.fits(parts, version):
             delta, digests = self._history.encode(parts)
             self._deltas = [delta, *self._history.encode_skips(parts, version)]
@@ -298,9 +350,15 @@ class LocalShareWriter:
     def upload(
         self, prefix: str, parts: Sequence[TensorPart], version: int, *, is_anchor: bool, bases: Collection[int]
     ) -> dict[str, Any]:
-        """See `ShareWriter`."""
+        """Upload this rank's parts of version `version`, in full if `is_anchor`, and the deltas against `bases`.
+
+        Keys begin with `prefix`. Returns this rank's share of each of these encodings as plain data, the full one
+        first. Raises InternalError if `encode` made no delta against one of `bases`. The deltas of `encode` are
+        released.
+        """
         wanted, self._deltas = [delta for delta in self._deltas if delta.base in bases], []
-        if len(wanted) != len(bases):  # ranks put their encodings together by their order
+        # All ranks must have the same encodings in the same order, by which they are joined.
+        if len(wanted) != len(bases):
             raise InternalError(f"version {version} is not encoded against all of {sorted(bases)}")
         encodings = [upload_full(self._store, prefix, parts)] if is_anchor else []
         encodings += [
@@ -311,12 +369,12 @@ class LocalShareWriter:
         return pack_encodings(encodings)
 
     def advance(self, parts: Sequence[TensorPart], version: int, *, digest: str, digests: Digests) -> None:
-        """See `ShareWriter`."""
+        """Record that a version is committed; `parts` are held from now on, and compared with the next version."""
         self._history.advance(parts, version=version, digest=digest, digests=digests)
 
     def holds(self, parts: Sequence[TensorPart]) -> bool:
-        """See `ShareWriter`."""
+        """Return whether these very parts are held for comparison, so that they must not be written to."""
         return self._history.holds(parts)
 
     def close(self) -> None:
-        """See `ShareWriter`: there is nothing but memory."""
+        """Do nothing: there is only memory, which the garbage collector frees."""

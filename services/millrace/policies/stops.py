@@ -35,9 +35,10 @@ class TurnStops:
 
 
 def turn_stops(tokenizer: Any, directory: Path | None = None) -> TurnStops:
-    """Return the stops of a tokenizer with its chat template, and of the configs in a model's directory.
+    """Return the tokens that end a turn under a tokenizer with its chat template, and by the configs in `directory`.
 
-    CorruptObjectError (MODEL_CORRUPT) if a config there cannot be read.
+    `directory` is the model's; None: there are no configs. Raises CorruptObjectError (MODEL_CORRUPT) if a config cannot
+    be read.
     """
     answer, call = _template_stops(tokenizer) if getattr(tokenizer, "chat_template", None) else (None, None)
     found = [*configured_stops(directory)] if directory is not None else []
@@ -48,7 +49,10 @@ def turn_stops(tokenizer: Any, directory: Path | None = None) -> TurnStops:
 
 
 def configured_stops(directory: Path) -> tuple[int, ...]:
-    """Return the stops that a model's `config.json` and `generation_config.json` name, in their order."""
+    """Return the tokens that a model's `config.json` and `generation_config.json` say to stop at, in their order.
+
+    Raises CorruptObjectError (MODEL_CORRUPT) if one cannot be read.
+    """
     found: list[int] = []
     for name in _CONFIGS:
         if (path := directory / name).is_file():
@@ -65,8 +69,9 @@ def configured_stops(directory: Path) -> tuple[int, ...]:
 
 
 def with_stops(files: Mapping[str, bytes], stops: Iterable[int]) -> dict[str, bytes]:
-    """Return a model's small files with a generation config that names all stops, so that every engine ends turns
-    there.
+    """Return a model's small files, by name, with a generation config that says to stop at exactly the tokens `stops`.
+
+    They stay as they are if a config says so already, or `stops` is empty.
     """
     wanted = sorted(set(stops))
     source = next((name for name in (GENERATION_CONFIG, "config.json") if name in files), None)
@@ -83,19 +88,21 @@ def _decoded(data: bytes, what: str) -> dict[str, Any]:
 
 
 def _named(config: Mapping[str, Any]) -> list[int]:
+    """Return the tokens in a config's `eos_token_id`; empty if it has none."""
     value = config.get("eos_token_id")
     # -1 is what some old configs have for none.
     return [each for each in (value if isinstance(value, list) else [value]) if type(each) is int and each >= 0]
 
 
 def _template_stops(tokenizer: Any) -> tuple[int | None, int | None]:
-    """Return the ids of the tokens with which a template ends an answer, and tool calls; None for none."""
+    """Return the tokens with which the chat template ends an answer, and tool calls; None where it shows none."""
     asked = {"role": "user", "content": _ASKED}
     said, result = {"role": "assistant", "content": _SAID}, {"role": "tool", "content": _RESULT, "name": _ASKED}
     more = {"role": "user", "content": _ASKED_MORE}
-    answer = _stop(tokenizer, [asked, said], more, special=special_tokens(tokenizer), behind=_SAID, before=_ASKED_MORE)
-    if answer is None:  # added as plain words: what a template writes last is the end all the same
-        answer = _stop(tokenizer, [asked, said], more, special=_added(tokenizer), behind=_SAID, before=_ASKED_MORE)
+    answer = _stop(tokenizer, [asked, said], more, special=special_tokens(tokenizer), after=_SAID, before=_ASKED_MORE)
+    # Some tokenizers have the token that ends a turn among their added tokens without marking it as special.
+    if answer is None:
+        answer = _stop(tokenizer, [asked, said], more, special=_added(tokenizer), after=_SAID, before=_ASKED_MORE)
     special = special_tokens(tokenizer) | ({answer} if answer is not None else set())
     result |= {"tool_call_id": _CALL_ID}
     for arguments in ({_ASKED: _ARGUMENT}, json.dumps({_ASKED: _ARGUMENT})):
@@ -103,32 +110,32 @@ def _template_stops(tokenizer: Any) -> tuple[int | None, int | None]:
         turn = {"role": "assistant", "content": "", "tool_calls": [call]}
         twice = _text(tokenizer, [asked, {**turn, "tool_calls": [call, call]}]) or ""
         known = special.difference(_tokens(tokenizer, twice[twice.find(_ARGUMENT) : twice.rfind(_ARGUMENT)]))
-        stop = _stop(tokenizer, [asked, turn], result, special=known, behind=_ARGUMENT, before=_RESULT)
+        stop = _stop(tokenizer, [asked, turn], result, special=known, after=_ARGUMENT, before=_RESULT)
         if stop is not None:
             return answer, stop
     return answer, None
 
 
 def _stop(
-    tokenizer: Any, turns: list[dict[str, Any]], following: Any, *, special: set[int], behind: str, before: str
+    tokenizer: Any, turns: list[dict[str, Any]], following: Any, *, special: set[int], after: str, before: str
 ) -> int | None:
-    """Return the token of `special` that ends the last of some turns, also if another message follows.
+    """Return the token of `special` that ends the last of `turns`, also if the message `following` comes next.
 
-    None if there is none.
-
-    That is the last one after the turn's text of those that are there either way. A template that writes none there
-    either ends the conversation otherwise than a turn, or leaves it to the token that opens the next role's turn.
+    None if there is none. `after` is the last turn's text, `before` that of the next message. The token is the last one
+    after the turn's text of those that are there either way. A template that writes none there either ends the
+    conversation otherwise than a turn, or leaves it to the token that opens the next role's turn.
     """
     alone, followed = _text(tokenizer, turns), _text(tokenizer, [*turns, following])
-    if alone is None or behind not in alone:
+    if alone is None or after not in alone:
         return None
-    end = _tokens(tokenizer, alone[alone.rfind(behind) + len(behind) :])
+    end = _tokens(tokenizer, alone[alone.rfind(after) + len(after) :])
     if followed is None or before not in followed:
         return next((token for token in end if token in special), None)
     between = followed[: followed.rfind(before)]
-    opening = _tokens(tokenizer, between[between.rfind(behind) + len(behind) :])
+    opening = _tokens(tokenizer, between[between.rfind(after) + len(after) :])
     shared = [token for token in end[: common_prefix(end, opening)] if token in special]
-    if shared:  # some templates open the next turn without being asked to
+    # Only what both have in common counts, because some templates open the next turn without being asked to.
+    if shared:
         return tokenizer.eos_token_id if tokenizer.eos_token_id in shared else shared[-1]
     if ending := [token for token in end if token in special]:
         return ending[0]
@@ -138,7 +145,7 @@ def _stop(
 
 
 def _openers(tokenizer: Any, turns: list[dict[str, Any]]) -> set[int]:
-    """Return the tokens with which the assistant's turn is opened."""
+    """Return the tokens with which the template opens the assistant's turn after `turns`."""
     closed, opened = _text(tokenizer, turns), _text(tokenizer, turns, opens_turn=True)
     if closed is None or opened is None:
         return set()
@@ -146,9 +153,10 @@ def _openers(tokenizer: Any, turns: list[dict[str, Any]]) -> set[int]:
 
 
 def _text(tokenizer: Any, messages: list[dict[str, Any]], *, opens_turn: bool = False) -> str | None:
-    """Return the rendering of a conversation; None if the template does not take it, or not its text.
+    """Return the rendering of a conversation; None if the template refuses it, or drops its text.
 
-    Templates of models that see images take text as a list of parts only, and drop it otherwise.
+    `opens_turn` adds the beginning of the assistant's turn. Templates of models that see images take text as a list of
+    parts only, and drop it otherwise: both forms are tried.
     """
     for given in (messages, [_in_parts(message) for message in messages]):
         try:
@@ -161,20 +169,25 @@ def _text(tokenizer: Any, messages: list[dict[str, Any]], *, opens_turn: bool = 
 
 
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message whose content is a list with one part of text."""
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def _tokens(tokenizer: Any, text: str) -> list[int]:
+    """Return the token ids of a text, without special tokens added at its ends."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def special_tokens(tokenizer: Any) -> set[int]:
-    """Return tokens that are no text: those that a tokenizer was given as special."""
+    """Return the ids of tokens that are not text: those that the tokenizer marks as special."""
+    # Both, because `all_special_ids` of transformers 5.23 lacks what only `tokenizer.json` calls special
+    # (findings/transformers_special_tokens_twice.sh).
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {token for token, content in added.items() if content.special} | set(tokenizer.all_special_ids)
 
 
 def _added(tokenizer: Any) -> set[int]:
+    """Return the ids of all tokens that were added to the tokenizer, special or not."""
     return set(getattr(tokenizer, "added_tokens_decoder", {}))
 
 

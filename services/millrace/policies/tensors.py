@@ -65,7 +65,11 @@ class TensorBytes:
 
     @classmethod
     def from_numpy(cls, array: np.ndarray, *, dtype: str | None = None) -> "TensorBytes":
-        """Wrap an array without a copy where it is contiguous; pass `dtype="bfloat16"` with a uint16 array of bits."""
+        """Wrap an array as a tensor, without a copy where the array is contiguous.
+
+        `dtype` is the tensor's tag, None for the array's own; "bfloat16" goes with an array of 16-bit integers, its
+        bits. Raises CorruptObjectError for a dtype that is not carried, or of another width than the array's.
+        """
         tag = dtype or _FROM_NUMPY.get(array.dtype.newbyteorder("<"))
         if tag is None or element_bytes(tag) != array.dtype.itemsize:
             raise CorruptObjectError(
@@ -78,15 +82,15 @@ class TensorBytes:
 
     @property
     def size_bytes(self) -> int:
-        """Return length of the data in bytes."""
+        """Return the number of bytes of the tensor's data."""
         return self.data.nbytes
 
     def bits(self) -> np.ndarray:
-        """Return the elements' bits as a flat unsigned array over the same memory."""
+        """Return the elements' bits as a flat array of unsigned integers over the same memory."""
         return np.frombuffer(self.data, dtype=_DTYPES[self.dtype][1])
 
     def numpy(self) -> np.ndarray:
-        """Return the tensor as an array over the same memory; bfloat16 comes as uint16 bits."""
+        """Return the tensor in its shape as an array over the same memory; bfloat16 is an array of its bits, uint16."""
         _, bits, native = _DTYPES[self.dtype]
         return np.frombuffer(self.data, dtype=native or bits).reshape(self.shape)
 
@@ -103,16 +107,19 @@ class TensorPlace:
 
 
 def bits_type(dtype: str) -> np.dtype:
-    """Return the unsigned numpy type of one element's bits.
+    """Return the unsigned numpy type as wide as one element of a dtype tag ("bfloat16" → uint16).
 
-    Raises CorruptObjectError for a tag that we do not carry.
+    Raises CorruptObjectError for a tag that is not carried.
     """
     element_bytes(dtype)
     return np.dtype(_DTYPES[dtype][1])
 
 
 def element_bytes(dtype: str) -> int:
-    """Return bytes of one element of a dtype tag; raises CorruptObjectError for a tag that we do not carry."""
+    """Return the number of bytes of one element of a dtype tag.
+
+    Raise CorruptObjectError for a tag that is not carried.
+    """
     if dtype not in _DTYPES:
         raise CorruptObjectError(
             f"tensor dtype {dtype!r} is not supported (known: {', '.join(_DTYPES)})",
@@ -123,7 +130,7 @@ def element_bytes(dtype: str) -> int:
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Return the number of bytes of a tensor; raise ValueError for an unknown dtype, or an impossible shape."""
+    """Return the number of bytes of a tensor; raise ValueError for an unknown dtype, or a shape beyond the limits."""
     if dtype not in _DTYPES:
         raise ValueError(f"tensor dtype {dtype!r} is not supported (known: {', '.join(_DTYPES)})")
     if len(shape) > MAX_DIMENSIONS:
@@ -137,10 +144,11 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 def plan_safetensors(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]],
 ) -> tuple[bytes, list[TensorPlace], int]:
-    """Return the first bytes of a safetensors file with tensors of these (name, dtype, shape), in the given order.
+    """Lay out a safetensors file for tensors of these (name, dtype, shape), in the given order.
 
-    Returns what is before the data, each tensor's place, and the size of the whole file.
+    Returns the bytes that precede the data, each tensor's place in the file, and the size of the whole file.
     """
+    # Releases 4 of transformers refuse a file whose metadata name no framework.
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     sized = [(name, dtype, shape, math.prod(shape) * element_bytes(dtype)) for name, dtype, shape in tensors]
     position = 0
@@ -152,7 +160,8 @@ def plan_safetensors(
         }
         position += size
     head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-(8 + len(head)) % _ALIGNMENT_BYTES)  # engines map the file; aligned data maps without a copy
+    # Engines map the file; aligned data maps without a copy.
+    head += b" " * (-(8 + len(head)) % _ALIGNMENT_BYTES)
     places: list[TensorPlace] = []
     offset = start = 8 + len(head)
     for name, dtype, shape, size in sized:
@@ -169,7 +178,10 @@ def pack_safetensors(tensors: Iterable[tuple[str, TensorBytes]]) -> tuple[bytes,
 
 
 def read_places(data: bytes | memoryview, *, source: str) -> list[TensorPlace]:
-    """Read the header of a safetensors file; raise CorruptObjectError naming `source` if it is not one."""
+    """Return each tensor's place in the safetensors file whose bytes are `data`, from its header.
+
+    Raises CorruptObjectError naming `source` for a file that is not one.
+    """
     view = memoryview(data).cast("B")
     what, reason = f"the safetensors header of {source}", "SAFETENSORS_INVALID"
     remedy = "the object is damaged; publish the policy again"
@@ -192,9 +204,9 @@ def read_places(data: bytes | memoryview, *, source: str) -> list[TensorPlace]:
 
 
 def _place(name: str, fields: Fields, *, start: int, size: int) -> TensorPlace:
-    """Return the place of one tensor in a file with `size` bytes of data from `start` on.
+    """Return the place of one tensor in a file that has `size` bytes of data from byte `start` on.
 
-    Raises ValueError if the tensor's entry is malformed or outside the data.
+    `fields` are the tensor's entry in the header. Raises ValueError if the entry is malformed or outside the data.
     """
     dtype, shape = fields.text("dtype", most=100), fields.integers("shape", most=MAX_DIMENSIONS)
     offsets = fields.integers("data_offsets", most=2)
@@ -214,17 +226,22 @@ def _place(name: str, fields: Fields, *, start: int, size: int) -> TensorPlace:
 
 
 def as_float32(tensor: TensorBytes) -> np.ndarray:
-    """Return the values of a floating-point tensor."""
+    """Return the values of a floating-point tensor as float32, in its shape; float64 is rounded."""
     if tensor.dtype == "bfloat16":
+        # A bfloat16 is the upper half of a float32.
         return (tensor.numpy().astype(np.uint32) << 16).view(np.float32)
     return tensor.numpy().astype(np.float32)
 
 
 def from_float32(values: np.ndarray, *, dtype: str) -> TensorBytes:
-    """Return finite values in a floating-point format, rounded to nearest, ties to even."""
+    """Return finite float32 values as a tensor of the floating-point format `dtype`.
+
+    They are rounded to nearest, ties to even.
+    """
     if dtype != "bfloat16":
         return TensorBytes.from_numpy(values.astype(dtype))
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    # Half of the last kept bit, and one less where that bit is even: ties go to even.
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return TensorBytes.from_numpy(rounded.astype(np.uint16), dtype=dtype)
 
@@ -233,9 +250,13 @@ def from_float32(values: np.ndarray, *, dtype: str) -> TensorBytes:
 
 
 def read_tensors(path: Path) -> dict[str, TensorBytes]:
-    """Map a safetensors file, and return its tensors by name; raise CorruptObjectError (SAFETENSORS_INVALID)."""
+    """Map a safetensors file, and return its tensors by name, as views of the file.
+
+    Raises CorruptObjectError (SAFETENSORS_INVALID) for a damaged file.
+    """
     with path.open("rb") as file:
         size = path.stat().st_size
+        # An empty file cannot be mapped. The views keep the mapping alive when the file is closed.
         data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if size else memoryview(b"")
     return {
         place.name: TensorBytes(
@@ -262,12 +283,13 @@ class TensorChange:
 
     @property
     def num_elements(self) -> int:
-        """Return elements that are set."""
+        """Return the number of elements that the change sets."""
         return int(self.bits.size)
 
     def old_bits(self, held: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
-        """Return the bits that the whole flat tensor `held` has now where this change sets some (a view for a
-        range).
+        """Return the bits of the elements that this change sets, as `held`, the whole tensor's flat bits, has them now.
+
+        A view if the change is a range, else a copy. Raises CorruptObjectError if the change does not fit the tensor.
         """
         self._check(held)
         if self.positions is None:
@@ -277,7 +299,7 @@ class TensorChange:
     def apply(self, held: NDArray[np.unsignedinteger]) -> None:
         """Set the elements in `held`, the whole tensor's flat bits, in place.
 
-        Raises before writing if they do not fit.
+        Raises CorruptObjectError before writing if the change does not fit the tensor.
         """
         self._check(held)
         if self.positions is None:
@@ -286,7 +308,10 @@ class TensorChange:
             held[self.positions] = self.bits
 
     def shares(self, size: int) -> Iterator[tuple[int, "TensorChange"]]:
-        """Yield this change cut at the multiples of `size` elements: the first element of each share, and the part."""
+        """Yield the change in pieces, cut at the multiples of `size` elements of the tensor.
+
+        Each comes with the multiple at which its share begins. Shares without any change are left out.
+        """
         if self.num_elements == 0:
             return
         last = self.start + self.num_elements - 1 if self.positions is None else int(self.positions[-1])
@@ -303,8 +328,9 @@ class TensorChange:
                     yield share, TensorChange(bits=self.bits[begin:end], positions=self.positions[begin:end])
 
     def _check(self, held: NDArray[np.unsignedinteger]) -> None:
-        """Require that the change is inside the tensor and has its width (numpy would wrap, cast or broadcast
-        silently).
+        """Raise CorruptObjectError unless the change is inside the tensor `held` and has its width.
+
+        numpy would wrap, cast or broadcast silently.
         """
         first, last = self.start, self.start + self.bits.size - 1
         if self.positions is not None:
@@ -318,6 +344,7 @@ class TensorChange:
 
 
 def _bad(what: str) -> CorruptObjectError:
+    """Make the error that a change does not fit its tensor; `what` says how."""
     return CorruptObjectError(
         f"a change does not fit its tensor: {what}",
         reason="CHANGE_OUT_OF_BOUNDS",

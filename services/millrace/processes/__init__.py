@@ -2,5 +2,5 @@
 
 What prevents that a process outlives its parent, in this order: the parent ends it (`supervisor`, `sessions`); a killed
 parent is noticed by its reaper (`reaper`); both killed, by the child itself (`lifeline`) or by the kernel
-(`parent_death`).
+(`sessions.die_with_parent`).
 """

@@ -1,7 +1,9 @@
-"""What a process and one that it has started say to each other: JSON objects over a pair of sockets, and open files.
+"""What a process and one that it has started say to each other.
 
-Each message is one datagram of at most `MAX_MESSAGE_BYTES`. The end of the other side is the end of the channel. Only
-Linux has such sockets.
+    Channel, HelperProcess    JSON objects and open files, in datagrams of a pair of sockets, which only Linux has
+    ChildLink, ParentLink         frames of bytes over the standard input and output, on every system
+
+The end of the other side is the end of the conversation.
 """
 
 import asyncio
@@ -10,13 +12,14 @@ import json
 import os
 import select
 import socket
+import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Self
+from typing import IO, Any, NoReturn, Self
 
-from millrace.decoding import decode_object
+from millrace.decoding import MAX_JSON_BYTES, decode_object
 from millrace.errors import CorruptObjectError
 from millrace.processes import sessions
 
@@ -26,17 +29,21 @@ Message = dict[str, Any]
 
 
 class Channel:
-    """One end."""
+    """One end of a pair of sockets.
+
+    Each message is a JSON object in one datagram of at most `MAX_MESSAGE_BYTES`, with up to `_MAX_FILES` open files.
+    """
 
     def __init__(self, end: socket.socket) -> None:
+        """Take one end of a pair of sockets; prefer `pair`, `to_child` or `inherited`."""
         self._end = end
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @classmethod
     def inherited(cls, number: int) -> Self:
-        """Return the channel end with the file number that a process got at its start.
+        """Return the end of a channel that a parent handed to this process as the open file `number`.
 
-        Its children do not inherit it.
+        Children of this process do not inherit it.
         """
         end = socket.socket(fileno=number)
         end.set_inheritable(False)
@@ -44,8 +51,11 @@ class Channel:
 
     @classmethod
     def pair(cls) -> tuple[Self, Self]:
-        """Return both ends; raise OSError on systems without such sockets."""
+        """Return both ends of a new channel in this process; raise OSError on systems without such sockets."""
+        # SOCK_SEQPACKET keeps the borders of messages, as datagrams do, and shows the end of the other side, as streams
+        # do.
         ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # A datagram is sent only if it fits into the send buffer as a whole.
         for end in ends:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_MESSAGE_BYTES)
         return cls(ends[0]), cls(ends[1])
@@ -53,10 +63,11 @@ class Channel:
     @classmethod
     @contextlib.contextmanager
     def to_child(cls) -> Iterator[tuple[Self, int]]:
-        """Provide our end, and the file number of the other one, which a child started in this block may inherit.
+        """Provide our end of a new channel, and the file number of the other end for a child that is started in this
+        block.
 
-        The other end is closed here at the end of the block, and ours as well if the block raises. Raises OSError on
-        systems without such sockets.
+        The child has to inherit that number (`pass_fds`). The other end is closed here at the end of the block, and
+        ours as well if the block raises. Raises OSError on systems without such sockets.
         """
         ours, theirs = cls.pair()
         try:
@@ -68,17 +79,17 @@ class Channel:
             theirs.close()
 
     def fileno(self) -> int:
-        """Return the socket's file descriptor."""
+        """Return the file number of this end; -1 once it is closed."""
         return self._end.fileno()
 
     def close(self) -> None:
-        """Close this end, and stop listening. Idempotent."""
+        """Close this end of the channel, and stop listening; the other side sees its end. Idempotent."""
         if self._loop is not None and self._end.fileno() >= 0:
             self._loop.remove_reader(self._end)
         self._end.close()
 
     def send(self, message: Mapping[str, Any], files: Sequence[int] = ()) -> None:
-        """Send one message and these open files.
+        """Send one message as JSON, with duplicates of the open files whose numbers are given; they stay open here.
 
         Raises OSError if the other side is gone, or has not read for long, and ValueError if the message is too long.
         """
@@ -88,9 +99,11 @@ class Channel:
         socket.send_fds(self._end, [data], list(files))
 
     def receive(self, *, timeout_s: float | None = None) -> tuple[Message, list[int]] | None:
-        """Wait for the next message, and return it with its open files; None if the other side is gone.
+        """Wait for the next message, and return it with the numbers of the files that came with it, which are open
+        here.
 
-        Raises TimeoutError after `timeout_s` (None: no limit), and CorruptObjectError for a malformed message.
+        None if the other side is gone. Raises TimeoutError after `timeout_s` (None: no limit), and CorruptObjectError
+        for a malformed message.
         """
         self._end.settimeout(timeout_s)
         try:
@@ -102,28 +115,33 @@ class Channel:
     def listen(self, on_message: Callable[[Message], None], on_end: Callable[[str], None]) -> None:
         """Call `on_message` with every message, on the running event loop, until `close` or the channel's end.
 
-        At its end, or at a malformed message, the channel is closed and `on_end` called once with the reason as text.
+        Return at once. At the channel's end, or at a malformed message, the channel is closed and `on_end` called once
+        with the reason as text. Files that come with messages are not received.
         """
         self._loop = asyncio.get_running_loop()
         self._end.setblocking(False)
 
-        def hear() -> None:
+        def read_all() -> None:
+            """Handle every message that is there; at the end of the channel close it and call `on_end`."""
             try:
+                # `on_message` may close the channel: no further message is read then.
                 while self._end.fileno() >= 0 and (data := self._end.recv(MAX_MESSAGE_BYTES)):
                     on_message(_decode(data))
                 why = "it ended"
             except BlockingIOError:
                 return
+            # The kernel reports a reset in place of an end where the other side closed its end with messages unread.
             except (OSError, CorruptObjectError) as error:
                 why = str(error)
             if self._end.fileno() >= 0:  # else the receiver of the last message closed it
                 self.close()
                 on_end(why)
 
-        self._loop.add_reader(self._end, hear)
+        self._loop.add_reader(self._end, read_all)
 
 
 def _decode(data: bytes) -> Message:
+    """Return the JSON object in a datagram; CorruptObjectError if it is none."""
     return decode_object(data, what="a message between processes of Millrace", reason="FRAME_UNREADABLE")
 
 
@@ -135,9 +153,10 @@ def _decode(data: bytes) -> Message:
 #             ◀─ {answer} ───────────
 #
 # It leads a session of its own, so that a Ctrl-C is its parent's business, and dies with the parent: the end of the
-# channel ends it at once, whatever it does. (For the kernel's `parent_death` the parent is the thread that started
-# it, which may end before.) The parent notices its end by the same channel, and a process that is stopped by missing
-# beats: it is killed then. Both raise `HelperDiedError`; whether another one is started is the caller's to say.
+# channel ends it at once, whatever it does. (For the kernel's signal of `sessions.die_with_parent` the parent is the
+# thread that started it, which may end before.) The parent notices its end by the same channel, and a process that is
+# stopped by missing beats: it is killed then. Both raise `HelperDiedError`; whether another one is started is the
+# caller's to say.
 #
 # Questions and answers of any length go as an open file beside a message of the channel (`_send`).
 
@@ -161,7 +180,10 @@ class HelperProcess:
 
     @classmethod
     def start(cls, module: str, *, env: Mapping[str, str]) -> Self:
-        """Start `python -m module` with the environment `env` alone; its output is ours. OSError."""
+        """Start `python -m module`, which has to call `serve`, with the environment `env` alone.
+
+        Its output goes where ours goes. Raises OSError if it cannot be started.
+        """
         with Channel.to_child() as (ours, theirs):
             process = subprocess.Popen(
                 [sys.executable, "-m", module, str(theirs), str(os.getpid())],
@@ -174,7 +196,7 @@ class HelperProcess:
 
     @property
     def pid(self) -> int:
-        """Return the process id."""
+        """Return the process id of the helper process."""
         return self._process.pid
 
     def ask(
@@ -185,20 +207,22 @@ class HelperProcess:
         silent_s: float,
         on_beat: Callable[[Message], None] = lambda beat: None,
     ) -> Message:
-        """Send a question with open files, and return the answer; `on_beat` is called with each heartbeat meanwhile.
+        """Send a question with open files, wait for the answer and return it.
 
-        Raises HelperDiedError if the process ends first, or sends nothing for `silent_s` seconds or something
-        malformed: it is killed then.
+        `on_beat` is called with each heartbeat meanwhile. Raises HelperDiedError if the process ends first, or if it is
+        killed here because it sent nothing for `silent_s` seconds or something malformed.
         """
         try:
             _send(self._channel, question, files)
             while True:
+                # The limit is for the next message: each heartbeat begins it anew, so a long answer is no silence.
                 received = self._channel.receive(timeout_s=silent_s)
                 if received is None:
                     break
                 message, answered = received
+                # The answer comes with a file, a heartbeat without.
                 if answered:
-                    return _letter(message, answered)
+                    return _content_of(message, answered)
                 on_beat(message)
         except TimeoutError:
             self.end()
@@ -226,10 +250,11 @@ class HelperProcess:
 
 
 def serve(answer: Answer, *, beat: Callable[[], Message] = dict) -> NoReturn:
-    """Answer every question until the parent is gone. The process was started by `HelperProcess.start`.
+    """Answer every question of the parent process, and exit when the parent is gone; does not return.
 
-    `answer` gets a question and its open files, which it has to close; `beat` makes the heartbeats that are sent
-    meanwhile.
+    `answer` gets a question and its open files, which it has to close, and returns the answer; `beat` makes the
+    heartbeats that are sent meanwhile. The process was started by `HelperProcess.start`, and its arguments are the
+    channel's file number and the parent's process id.
     """
     channel, parent = Channel.inherited(int(sys.argv[1])), int(sys.argv[2])
     is_busy = threading.Event()
@@ -237,14 +262,17 @@ def serve(answer: Answer, *, beat: Callable[[], Message] = dict) -> NoReturn:
     while (received := channel.receive()) is not None:
         message, files = received
         is_busy.set()
-        answered = answer(_letter(message, files[:1]), files[1:])
+        answered = answer(_content_of(message, files[:1]), files[1:])
         is_busy.clear()
         _send(channel, answered)
     os._exit(0)
 
 
 def _watch(channel: Channel, parent: int, is_busy: threading.Event, beat: Callable[[], Message]) -> None:
-    """End this process when its parent is gone, and send heartbeats while `is_busy` is set; does not return."""
+    """End this process when the process `parent` is gone, and send heartbeats while `is_busy` is set.
+
+    Does not return.
+    """
     poll = select.poll()
     poll.register(channel.fileno(), 0)  # the end of the channel is always reported
     while not poll.poll(_BEAT_S * 1000) and os.getppid() == parent:
@@ -255,7 +283,9 @@ def _watch(channel: Channel, parent: int, is_busy: threading.Event, beat: Callab
 
 
 def _send(channel: Channel, content: Mapping[str, Any], files: Sequence[int] = ()) -> None:
-    """Send content of any length: it is in an open file, the first of the message's files."""
+    """Send content of any length: it is written to an anonymous file, which is sent as the first of the message's
+    files.
+    """
     data = json.dumps(content).encode()
     with open(os.memfd_create("millrace-letter"), "wb") as letter:
         letter.write(data)
@@ -263,10 +293,167 @@ def _send(channel: Channel, content: Mapping[str, Any], files: Sequence[int] = (
         channel.send({"bytes": len(data)}, [letter.fileno(), *files])
 
 
-def _letter(message: Message, files: Sequence[int]) -> Message:
-    """Return the content that `_send` put into the first file, and close that file."""
+def _content_of(message: Message, files: Sequence[int]) -> Message:
+    """Return the content that `_send` wrote to the first of the received files, and close that file."""
     with open(files[0], "rb") as letter:
+        # The received descriptor shares its offset with the sender's, which is at the end of what was written.
         letter.seek(0)
         return decode_object(
             letter.read(message["bytes"]), what="a message between processes of Millrace", reason="FRAME_UNREADABLE"
         )
+
+
+# Frames over a stream: for processes that get no open files, which other systems than Linux can start as well.
+#
+#     ChildLink.start(module, order) ──▶ ParentLink().order
+#     send(data) ──────────────────▶ receive()
+#     receive() ◀─────────────────── send(data)
+#
+# A frame is its length and that many bytes. What they mean, and which answer belongs to which question, is the
+# caller's to say. The end of its standard input tells the child that its parent is gone.
+
+_LENGTH = struct.Struct("<I")
+_END_S = 3.0
+"""How long the end of a process that was killed is waited for."""
+
+
+def pack_frame(data: bytes) -> bytes:
+    """Return `data` as one frame: its length, in four bytes, and itself."""
+    return _LENGTH.pack(len(data)) + data
+
+
+async def read_frame(reader: asyncio.StreamReader, *, most: int) -> bytes | None:
+    """Return the bytes of the next frame of a stream; None at its end, also in the middle of a frame.
+
+    Waits as long as the other side lives. Raises CorruptObjectError (FRAME_TOO_LONG) for a frame of over `most` bytes.
+    """
+    try:
+        return await reader.readexactly(_length(await reader.readexactly(_LENGTH.size), most))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+
+
+def receive_frame(read: Callable[[int], bytes], *, most: int) -> bytes | None:
+    """Return the bytes of the next frame, without an event loop; None at the end, also in the middle of a frame.
+
+    `read` takes a number and returns at most so many bytes, as `socket.recv` does, and b"" at the end; it may block.
+    Raises CorruptObjectError (FRAME_TOO_LONG) for a frame of over `most` bytes.
+    """
+    head = _exactly(read, _LENGTH.size)
+    return None if head is None else _exactly(read, _length(head, most))
+
+
+def _length(head: bytes, most: int) -> int:
+    """Return the length that the head of a frame announces; raise CorruptObjectError above `most`."""
+    (length,) = _LENGTH.unpack(head)
+    if length > most:
+        raise CorruptObjectError(
+            f"a frame announces {length} bytes, the most is {most}",
+            reason="FRAME_TOO_LONG",
+            remedy="something else wrote to the stream between two processes of Millrace; restart the service",
+        )
+    return length
+
+
+def _exactly(read: Callable[[int], bytes], count: int) -> bytes | None:
+    """Return exactly `count` bytes, by as many calls of `read` as that takes; None if it returns b"" before."""
+    data = bytearray()
+    while len(data) < count:
+        part = read(count - len(data))
+        if not part:
+            return None
+        data += part
+    return bytes(data)
+
+
+class ChildLink:
+    """A started process of ours, which exchanges frames with this one. For an event loop."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        """Take a process whose input and output are pipes; prefer `start`."""
+        assert process.stdin is not None and process.stdout is not None
+        self._process, self._input, self._output = process, process.stdin, process.stdout
+
+    @classmethod
+    async def start(cls, module: str, order: Mapping[str, Any], *, stderr: IO[bytes] | None = None) -> Self:
+        """Start `python -m module`, which has to make a `ParentLink`, and send it `order` as JSON in the first frame.
+
+        `order` says what the process shall do. It leads a session of its own, and has the environment of this process.
+        What it prints goes to `stderr`, or where our own errors go. Raises OSError if it cannot be started.
+        """
+        process = await sessions.start(
+            [sys.executable, "-m", module], env=None, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr
+        )
+        child = cls(process)
+        child.post(json.dumps(order).encode())
+        return child
+
+    @property
+    def pid(self) -> int:
+        """Return the process id of the child."""
+        return self._process.pid
+
+    @property
+    def is_ended(self) -> bool:
+        """Return whether the process has ended."""
+        return self._process.returncode is not None
+
+    def post(self, data: bytes) -> None:
+        """Send one frame without waiting until it is read. What is posted to a process that has ended is lost."""
+        with contextlib.suppress(OSError):  # its end is seen where its frames are read
+            self._input.write(pack_frame(data))
+
+    async def send(self, data: bytes) -> None:
+        """Send one frame, and wait while the process does not read; raise OSError if it has ended."""
+        self._input.write(pack_frame(data))
+        await self._input.drain()
+
+    async def receive(self, *, most: int) -> bytes | None:
+        """Return the next frame of the process; None once it has ended.
+
+        Raises CorruptObjectError (FRAME_TOO_LONG) for a frame of over `most` bytes: `end` it then.
+        """
+        return await read_frame(self._output, most=most)
+
+    async def end(self) -> None:
+        """Kill the process and all that it has started, and wait some seconds for its end. Idempotent."""
+        sessions.kill_group(self._process.pid)
+        # `wait` and not a timeout: a cancellation may not lose the process before it is collected.
+        await asyncio.wait((asyncio.create_task(self._process.wait()),), timeout=_END_S)
+
+
+class ParentLink:
+    """The other end of a `ChildLink`, in the process that it has started."""
+
+    def __init__(self) -> None:
+        """Wait for the parent's first frame, keep its JSON object as `order`, and use the standard streams for frames.
+
+        Exit if the parent is gone already. From now on the standard input is empty, and what is printed, also by
+        foreign code, goes to the standard error: neither takes a frame nor adds one.
+        """
+        # Descriptors of its own, which no program that this process starts inherits: what reads, closes or replaces
+        # `sys.stdin` or `sys.stdout` ends no conversation.
+        self._input, self._output = os.dup(0), os.fdopen(os.dup(1), "wb")
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        os.dup2(2, 1)
+        self._lock = threading.Lock()
+        order = self.receive(most=MAX_JSON_BYTES)
+        if order is None:
+            os._exit(0)
+        self.order = decode_object(order, what="the order of a process of Millrace", reason="ORDER_UNREADABLE")
+        """What this process shall do, from `ChildLink.start`."""
+
+    def receive(self, *, most: int) -> bytes | None:
+        """Wait for the next frame of the parent and return it; None once the parent is gone.
+
+        Raises CorruptObjectError for a frame of over `most` bytes. One thread may call this.
+        """
+        return receive_frame(lambda count: os.read(self._input, count), most=most)
+
+    def send(self, data: bytes) -> None:
+        """Send the parent one frame; from any thread. Raises OSError if the parent is gone."""
+        with self._lock:
+            self._output.write(pack_frame(data))
+            self._output.flush()

@@ -44,36 +44,44 @@ class ForkServer:
     """The server. `run` returns only in a child, with the message that says which program the child becomes."""
 
     def __init__(self, channel: Channel, needs: Sequence[tuple[str, Sequence[str]]]) -> None:
-        """Create the server; `needs` names for each main module, in this order, the modules to import before a fork."""
+        """Create the server.
+
+        `needs` names for each main module, in this order, the modules to import before it is forked.
+        """
         self._channel = channel
         self._kept = _open_files() - {channel.fileno()}  # inherited by this server, and by its children
         self._order = [(module, need) for module, needed in needs for need in needed]
         self._loading = {module: list(needed) for module, needed in needs}
         self._problems: dict[str, str] = {}
-        self._asked: list[tuple[Message, list[int]]] = []
+        self._requests: list[tuple[Message, list[int]]] = []
         self._children: dict[int, int] = {}
         """Pid by the descriptor that is readable once the process has ended."""
         self._poll = select.poll()
         self._poll.register(channel.fileno(), select.POLLIN)
 
     def run(self) -> Message:
-        """Import and answer until the channel ends; in a child, return the message that requested it."""
+        """Import and fork until the channel ends, which exits.
+
+        In a forked child, return the message that requested it.
+        """
         gc.disable()  # what is imported lives as long as the process: collections find nothing, and cost a quarter
         while True:
-            self._hear(wait=not self._order)
+            # While imports are left only pending messages are read, so that a request waits for one import at most.
+            self._receive_all(wait=not self._order)
             if self._order:
                 self._load(*self._order.pop(0))
-            for message, files in list(self._asked):
+            for message, files in list(self._requests):
+                # Forked before its imports are done, the child would have to repeat them by itself.
                 if self._loading.get(message["module"]):
                     continue
-                self._asked.remove((message, files))
+                self._requests.remove((message, files))
                 if self._fork(message, files):
                     return message
 
     def _load(self, module: str, need: str) -> None:
-        """Import one of the modules that a main module needs; note a failure, for which later forks are refused.
+        """Import `need`, one of the modules that the main module `module` needs.
 
-        Sends `loaded` once nothing is left to import.
+        Where that fails, later forks of `module` are refused. Sends `loaded` once nothing is left to import.
         """
         try:
             importlib.import_module(need)
@@ -83,18 +91,26 @@ class ForkServer:
         if not self._order:
             self._answer(loaded=True)
 
-    def _hear(self, *, wait: bool) -> None:
-        """Handle all pending messages and ends of children; with `wait`, wait until there is a request to handle."""
+    def _receive_all(self, *, wait: bool) -> None:
+        """Receive all pending messages and ends of children.
+
+        With `wait`, wait until there is a request or an import to handle.
+        """
         while ready := self._poll.poll(None if wait else 0):
             for number, _ in ready:
                 if number in self._children:
                     self._reap(number)
                 else:
-                    self._take()
-            wait = wait and not self._asked and not self._order
+                    self._receive_one()
+            wait = wait and not self._requests and not self._order
 
-    def _take(self) -> None:
+    def _receive_one(self) -> None:
+        """Receive one message: queue the import or the fork that it requests, or refuse a module that is not served.
+
+        Exits the process if the channel has ended.
+        """
         received = None
+        # The kernel reports a reset in place of an end where the client was gone with answers of ours unread.
         with contextlib.suppress(ConnectionResetError):
             received = self._channel.receive()
         if received is None:
@@ -106,9 +122,12 @@ class ForkServer:
             self._order.append((message["module"], message["preload"]))
             self._loading[message["module"]].append(message["preload"])
         else:
-            self._asked.append(received)
+            self._requests.append(received)
 
     def _reap(self, descriptor: int) -> None:
+        """Collect a child that has ended, by the descriptor that became readable, and report its exit code and peak
+        memory.
+        """
         pid = self._children.pop(descriptor)
         self._poll.unregister(descriptor)
         os.close(descriptor)
@@ -116,11 +135,16 @@ class ForkServer:
         self._answer(ended=pid, code=os.waitstatus_to_exitcode(status), peak_bytes=used.ru_maxrss * 1024)
 
     def _fork(self, message: Message, files: list[int]) -> bool:
-        """Fork a child, or refuse the request if imports failed or threads run; return True in the child only."""
+        """Fork a child and report its pid, or refuse the request if imports failed or threads run.
+
+        Return True in the child only. `files` are the open files that came with the message: in the child they get the
+        numbers that the message names, and all other files of the server are closed.
+        """
         problem = self._problems.get(message["module"])
         if problem is None and (threads := len(os.listdir("/proc/self/task"))) > 1:
             # They would not exist in the copy, and what they hold would be locked there for ever.
             problem = f"an import has started {threads - 1} threads"
+        # A collection in the child must leave these objects alone: it would write to their pages, and so copy them.
         gc.freeze()
         try:
             pid = os.fork() if problem is None else -1
@@ -136,10 +160,12 @@ class ForkServer:
             self._poll.register(descriptor, select.POLLIN)
             self._answer(id=message["id"], pid=pid)
             return False
+        # As `sessions.start` does for programs: the child leads a session and process group of its own.
         os.setsid()
         self._channel.close()
         free = max(message["files"], default=0) + 1  # out of the way until the wanted numbers are free
         above = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, free) for number in files]
+        # Other children's files and descriptors are not this one's to hold open.
         _close(_open_files() - self._kept - set(above))
         for number, wanted in zip(above, message["files"], strict=True):
             os.dup2(number, wanted)
@@ -148,30 +174,44 @@ class ForkServer:
         return True
 
     def _refuse(self, message: Message, files: list[int], problem: str) -> None:
+        """Answer that nothing is forked for this message, because of `problem`, and close the files that came with
+        it.
+        """
         self._answer(id=message["id"], refused=problem)
         _close(files)
 
     def _answer(self, **message: Any) -> None:
+        """Send the client a message with these fields; do nothing if the client is gone."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the next look at the channel sees its end
             self._channel.send(message)
 
 
 def serve(channel: Channel, needs: Sequence[tuple[str, Sequence[str]]]) -> NoReturn:
-    """Run a fork server until its channel ends; in a child, run the requested program and end with it."""
+    """Run a fork server until its channel ends; in a forked child, run the requested program and exit with its code.
+
+    `needs` names for each main module the modules to import before it is forked.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     become(ForkServer(channel, needs).run())
 
 
 def become(message: Message) -> NoReturn:
-    """Run the main module that a message names, with its arguments and environment, and exit as it does."""
+    """Run the main module that a message names, with the message's arguments and environment, and exit with its code.
+
+    Called in a forked child: what a new process would initialise itself (environment, arguments, random numbers) is set
+    anew.
+    """
+    # Python installs this handler at its start; `serve` has replaced it in the server.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(message["env"])
+    # The first three words are `python -m MODULE`.
     sys.orig_argv, sys.argv = list(message["argv"]), [message["module"], *message["argv"][3:]]
     _show(message["argv"], message["marks"])
     # State that a new process would have initialised itself; Python reseeds only its own random numbers.
     tempfile.tempdir = None
+    # The import system caches directory listings: modules written since the server's start would not be found.
     importlib.invalidate_caches()
     random.seed()
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
@@ -185,7 +225,7 @@ def become(message: Message) -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
-    """End this process as Python does, but leave its objects to the kernel.
+    """End this process with the exit code `code` as Python does, but leave its objects to the kernel.
 
     Python would take all modules apart, and so copy every page that is shared with the server: half a second of
     processor time for each child.
@@ -200,10 +240,10 @@ def _leave(code: int) -> NoReturn:
 
 
 def _show(argv: Sequence[str], marks: Sequence[str]) -> None:
-    """Write over this process's command line, as `ps` shows it, and put `marks` into its environment in /proc.
+    """Write `argv` over this process's command line, as `ps` shows it, and `marks` into its environment in /proc.
 
-    By the marks the reaper finds processes. Does nothing where /proc does not show the memory: `ps` then shows the
-    server.
+    `marks` are texts "NAME=value", by which the reaper finds processes. Does nothing where /proc does not show the
+    memory, or there is no room in it: `ps` then shows the server's command.
     """
     try:
         stat = Path("/proc/self/stat").read_text()
@@ -224,7 +264,7 @@ def _show(argv: Sequence[str], marks: Sequence[str]) -> None:
 
 
 def _open_files() -> set[int]:
-    """Return the numbers of all open files."""
+    """Return the numbers of all files that this process has open."""
     found: set[int] = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # that of the listing itself
@@ -239,7 +279,9 @@ def _close(numbers: Iterable[int]) -> None:
 
 
 def main() -> NoReturn:
-    """Run the fork server that `forked.ForkServerClient` starts."""
+    """Run the fork server that `forked.ForkServerClient` starts: the arguments are its channel's number and what to
+    import.
+    """
     words = (word.partition("=") for word in sys.argv[3:])
     serve(Channel.inherited(int(sys.argv[1])), [(module, needs.split(",")) for module, _, needs in words])
 

@@ -51,15 +51,22 @@ class ForkedProcess:
         os.kill(self.pid, number)
 
     def end(self, code: int, *, peak_bytes: int = 0) -> None:
-        """Record the end of the process, once, and wake those that wait for it."""
+        """Record that the process ended with `code` (negative: by that signal), and wake those that wait.
+
+        Only once has effect. `peak_bytes` is the most resident memory that it had; 0 if that is unknown.
+        """
         if self.returncode is None:
             self.returncode, self.peak_bytes = code, peak_bytes
             self._ended.set()
 
     def watch(self) -> None:
-        """Watch for its end without the server; the process then counts as killed, because its exit code is unknown."""
+        """Watch for the process's end without the fork server, on the running event loop; return at once.
+
+        It then counts as killed (minus SIGKILL), because only the server, its parent, could learn its exit code.
+        """
         if self.returncode is not None:
             return
+        # A pidfd becomes readable when its process ends, also for a process that is not our child.
         try:
             descriptor = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -68,6 +75,7 @@ class ForkedProcess:
         loop = asyncio.get_running_loop()
 
         def ended() -> None:
+            """Record that the process has ended, and watch no longer."""
             loop.remove_reader(descriptor)
             os.close(descriptor)
             self.end(-signal.SIGKILL)
@@ -81,9 +89,11 @@ class ForkServerClient:
     def __init__(
         self, needs: Mapping[str, Sequence[str]], *, log_path: Path | None = None, module: str | None = None
     ) -> None:
-        """Create the client; `needs` names the main modules that may be forked, and the imports of each, in this order.
+        """Create the client.
 
-        Its output goes to `log_path`, or where ours goes. `module` is what runs instead of `fork_server` itself.
+        `needs` names the main modules that may be forked, and for each what the server imports before. The server's
+        output is appended to `log_path`; None: it goes where ours goes. `module` is the program to run instead of
+        `millrace.processes.fork_server`.
         """
         self._needs = needs
         self._log_path = log_path
@@ -103,13 +113,13 @@ class ForkServerClient:
 
     @property
     def is_loaded(self) -> bool:
-        """Return whether the current server has imported everything."""
+        """Return whether the current server has imported everything that it was started for."""
         return self._channel is not None and self._loaded.is_set()
 
     async def wait_loaded(self, *, timeout_s: float) -> None:
-        """Wait until the current server has imported everything.
+        """Wait until the current server has imported everything that it was started for.
 
-        Raises ForkServerError if it ended, or after `timeout_s`, when it is killed.
+        Raises ForkServerError if the server ended, or if it is killed here because it was not ready after `timeout_s`.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -121,13 +131,17 @@ class ForkServerClient:
             raise ForkServerError("the fork server has ended")
 
     def can_fork(self, module: str) -> bool:
-        """Return whether `fork` may be called for this module; after a server's death, only once the next is ready."""
+        """Return whether `fork` may be called for this main module now.
+
+        The first server may be asked while it still imports; one that replaces a dead server only once it has imported
+        all.
+        """
         return module in self._needs and self._channel is not None and (self._is_first or self._loaded.is_set())
 
     def start(self, env: Mapping[str, str], *, cwd: Path | None = None, pass_fds: Sequence[int] = ()) -> None:
-        """Start the server unless it runs; it then imports.
+        """Start the server with the environment `env`, unless one runs; it begins to import, and this returns at once.
 
-        Its children have `pass_fds` open, too. May raise OSError.
+        Its children have the files `pass_fds` open, too, under the same numbers. May raise OSError.
         """
         if self._channel is not None:
             return
@@ -154,15 +168,15 @@ class ForkServerClient:
                 pass_fds=(theirs, *pass_fds),
             )
         self._channel, self._loaded = ours, asyncio.Event()
-        ours.listen(self._take, self._lose)
+        ours.listen(self._handle, self._note_end)
 
     def preload(self, module: str, need: str) -> None:
-        """Let the server import `need`, too, before it forks the next process of `module`.
+        """Have the server import the module `need`, too, before it forks the next process of the main module `module`.
 
         Do nothing without a server.
         """
         if self._channel is not None:
-            with contextlib.suppress(OSError):  # it is gone, which `_lose` gets
+            with contextlib.suppress(OSError):  # it is gone, which `_note_end` reports
                 self._channel.send({"id": next(self._numbers), "module": module, "preload": need})
 
     async def fork(
@@ -175,10 +189,12 @@ class ForkServerClient:
         files: Mapping[int, int],
         timeout_s: float,
     ) -> ForkedProcess:
-        """Fork a process that runs `module` with the arguments of `argv` after its third, and return it.
+        """Fork a process that runs the main module `module` with the arguments of `argv` after its third, and return
+        it.
 
-        `argv` is shown by `ps`, `marks` in its environment. `files` are open files by the numbers that they get there.
-        Raises ForkServerError if the server refuses, or does not answer within `timeout_s`, when it is killed.
+        `argv` is the command line that `ps` shows, such as `python -m MODULE …`; `marks` are variables of `env` that
+        /proc shows. `files` are open files of this process by the numbers that they get in the child. Raises
+        ForkServerError if the server refuses, or if it is killed here because it did not answer within `timeout_s`.
         """
         if self._channel is None:
             raise ForkServerError("there is no fork server")
@@ -191,11 +207,12 @@ class ForkServerClient:
             "marks": [f"{name}={value}" for name, value in marks.items()],
             "files": list(files),
         }
+        # Registered before the message is sent: the answer may be read as soon as this task waits.
         answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
         try:
             self._channel.send(message, list(files.values()))
-            said = await _taken(answer, timeout_s=timeout_s)
+            said = await _answer_within(answer, timeout_s=timeout_s)
         except ValueError as error:
             raise ForkServerError(str(error)) from None
         except (OSError, TimeoutError) as error:
@@ -209,6 +226,7 @@ class ForkServerClient:
 
     def stop(self) -> None:
         """Kill the server and refuse pending requests; its children live on and are watched without it. Idempotent."""
+        # Closed first, so that the server's death is not reported as an unexpected end (`_note_end`).
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -217,6 +235,7 @@ class ForkServerClient:
             with contextlib.suppress(subprocess.TimeoutExpired):  # a hanging disk keeps what is killed
                 self._server.wait(_KILL_WAIT_S)
             self._server = None
+        # With their parent gone nobody reports how they end: each is watched by itself from now on.
         for child in self._children.values():
             child.watch()
         self._children.clear()
@@ -225,11 +244,16 @@ class ForkServerClient:
             if not answer.done():
                 answer.set_result({"refused": "the fork server has ended"})
 
-    def _lose(self, why: str) -> None:
+    def _note_end(self, why: str) -> None:
+        """Log the end of the server's channel, with the reason `why`, and stop what is left of the server."""
         logger.warning("the fork server is gone", extra={"of": self._module, "why": why})
         self.stop()
 
-    def _take(self, said: Message) -> None:
+    def _handle(self, said: Message) -> None:
+        """Handle a message of the server: that it has loaded, that a child has ended, or its answer to a request.
+
+        A child that was forked for a request whose caller waits no more is killed.
+        """
         if "loaded" in said:
             logger.info("the fork server is ready", extra={"pid": self.pid, "of": self._module})
             self._loaded.set()
@@ -240,16 +264,20 @@ class ForkServerClient:
         else:
             answer = self._answers.get(said["id"])
             if "pid" in said:
+                # Registered here, and not when the caller wakes: the next message may already report its end.
                 child = self._children[said["pid"]] = ForkedProcess(said["pid"])
-                said = {**said, "child": child}  # the caller may look only when its end has been heard of, too
+                said = {**said, "child": child}
                 if answer is None or answer.done():
                     _kill_unwanted(said)
             if answer is not None and not answer.done():
                 answer.set_result(said)
 
 
-async def _taken(answer: asyncio.Future[Message], *, timeout_s: float) -> Message:
-    """Return an answer of the server; where it comes together with a cancellation or too late, end what was forked."""
+async def _answer_within(answer: asyncio.Future[Message], *, timeout_s: float) -> Message:
+    """Wait for the server's answer, at most `timeout_s`, and return it.
+
+    Raises TimeoutError, or CancelledError; a process that was forked in the same moment is killed then.
+    """
     try:
         async with asyncio.timeout(timeout_s):
             return await answer

@@ -17,10 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 def require_tried(extra: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise InvalidStateError (VERSION_NOT_TRIED) if an installed package of an extra has an untried release.
+    """Raise InvalidStateError (VERSION_NOT_TRIED) if an installed package has a release that Millrace was not tried
+    with.
 
-    With `UNTRIED_VARIABLE` in `environ` it is a warning. Packages that are not installed are not checked. Call it
-    before they are imported.
+    `extra` names the extra of Millrace's package whose requirements are checked. With `UNTRIED_VARIABLE` in `environ`
+    it is a logged warning. Packages that are not installed are not checked. Call it before they are imported.
     """
     untried = untried_packages(extra)
     if not untried:
@@ -43,7 +44,10 @@ def require_tried(extra: str, environ: Mapping[str, str] = os.environ) -> None:
 
 
 def may_be_untried(environ: Mapping[str, str]) -> bool:
-    """Return whether `UNTRIED_VARIABLE` allows untried releases; raise InvalidSpecError for a value but 0 and 1."""
+    """Return whether `UNTRIED_VARIABLE` in `environ` is 1, which allows untried releases.
+
+    Raise InvalidSpecError for a value but 0, 1 and none.
+    """
     text = environ.get(UNTRIED_VARIABLE, "")
     if text not in ("", "0", "1"):
         wrong = Violation(field=UNTRIED_VARIABLE, value=text, message="must be 1 or 0", source="environment")
@@ -52,7 +56,11 @@ def may_be_untried(environ: Mapping[str, str]) -> bool:
 
 
 def untried_packages(extra: str) -> dict[str, tuple[str, str]]:
-    """Return the packages of the extra whose installed release was not tried: that release, and those that were."""
+    """Return the packages of an extra of Millrace whose installed release was not tried, by name.
+
+    Each with the installed release and the specifier of those that were tried, such as `>=2.6,<2.9`. Empty if Millrace
+    itself is not installed.
+    """
     from packaging.requirements import Requirement
     from packaging.version import InvalidVersion
 

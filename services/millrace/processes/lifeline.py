@@ -28,13 +28,15 @@ logger = logging.getLogger(__name__)
 
 
 def hold(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Start a thread that ends this process once the supervisor and its reaper are gone; do nothing without a stack.
+    """Start a thread that ends this process, with what it has started, once the supervisor and its reaper are gone.
 
-    Removes the variables of pipe and lock from `environ`. Call it before slow imports.
+    The pipe by which that is noticed is named by a variable; without it (no stack) nothing is done. Removes the
+    variables of pipe and lock from `environ`. Call it before slow imports.
     """
-    pipe, lock = _take(environ, PIPE), _take(environ, LOCK)
+    pipe, lock = _pop_file(environ, PIPE), _pop_file(environ, LOCK)
     if lock is not None:
         os.set_inheritable(lock, False)
+    # A parent that did not hand the pipe on may have opened something else under its number.
     if pipe is None or not stat.S_ISFIFO(os.fstat(pipe).st_mode):
         return
     os.set_inheritable(pipe, False)
@@ -42,8 +44,11 @@ def hold(environ: MutableMapping[str, str] = os.environ) -> None:
     threading.Thread(target=_watch, args=(pipe, mark), name="lifeline", daemon=True).start()
 
 
-def _take(environ: MutableMapping[str, str], name: str) -> int | None:
-    """Remove a variable, and return the number of the open file in it; None if it names no file that is open here."""
+def _pop_file(environ: MutableMapping[str, str], name: str) -> int | None:
+    """Remove the variable `name`, and return the file number in it.
+
+    None if it names no file that is open in this process.
+    """
     text = environ.pop(name, "")
     if not text.isdecimal():
         return None
@@ -55,9 +60,14 @@ def _take(environ: MutableMapping[str, str], name: str) -> int | None:
 
 
 def _watch(pipe: int, mark: str) -> None:
-    """Wait until the pipe ends, without limit, then start a reaper that ends this process and what it started."""
+    """Wait until the pipe ends, without limit, then start a reaper that ends this process and what it has started.
+
+    `mark` is the value of `PROCESS_MARK` that descendants of this process have in their environment.
+    """
+    # Nobody writes to the pipe: the read returns when its last writer is gone.
     os.read(pipe, 1)
     logger.error("the stack's supervisor and its reaper are gone: this process ends")
+    # A process of its own, because it has to outlive this one to end what this one has started.
     reaper = subprocess.Popen(
         [sys.executable, "-I", str(Path(__file__).with_name("reaper.py")), mark, PROCESS_MARK],
         stdin=subprocess.PIPE,
@@ -75,10 +85,11 @@ def _watch(pipe: int, mark: str) -> None:
 
 
 def run_service(run: Callable[[], int | None], *, before: Callable[[], object] | None = None) -> NoReturn:
-    """Call `before`, hold the lifeline, call `run`, and exit with its code, or an error's code (130 for Ctrl-C).
+    """Call `before`, start the thread that ends this process with its stack (`hold`), call `run`, exit with its code.
 
-    A MillraceError is printed with its remedy, any other error with its traceback. `before` may replace this process by
-    another program, which needs the lifeline itself.
+    None is code 0; after an error the code is the error's, 1 for one that is not Millrace's, 130 for Ctrl-C. A
+    MillraceError is printed with its remedy, any other error with its traceback. `before` may replace this process by
+    another program, which needs the pipe of `hold` itself.
     """
     try:
         if before is not None:

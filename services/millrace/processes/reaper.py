@@ -3,14 +3,14 @@
     python -I reaper.py MARK [VARIABLE]
 
 The supervisor starts this file as a bare interpreter in a session of its own and holds the write end of its standard
-input. Lines tell it the process groups (`add 4711 8123456`: leader, and its start time in clock ticks) and an orderly
+input. Lines name the process groups (`add 4711 8123456`: leader, and its start time in clock ticks) and an orderly
 end (`done`). End of file without `done` means that the supervisor is dead: what it started itself is asked to end, and
 when that is gone, or after a grace, all that is left is killed. What those processes started is never asked: its end is
 its parent's business, who would otherwise see it die for no reason while it is about to end itself.
 
 Two ways find the processes, since each misses some: the process groups (a child may leave its group), and the mark in
-the environment, which descendants inherit (a process may overwrite its own: Valkey does). `parent_death` does not do:
-it reaches direct children only.
+the environment, which descendants inherit (a process may overwrite its own: Valkey does).
+`sessions.die_with_parent` does not do: it reaches direct children only.
 
 A reaper that is killed is replaced by the supervisor. If both are killed at once, every service starts one of these for
 itself and what it has started (`lifeline`), and the next stack in the directory ends what is still left
@@ -32,7 +32,8 @@ TERM_GRACE_S = 3.0
 def main(mark: str, variable: str = STACK_MARK) -> int:
     """Read the supervisor's lines until `done`, and return 0; at their end without it, end the stack's processes.
 
-    Those are the process groups in the lines, and processes with `mark` in `variable`. Return 1 if some are left.
+    A line `add PID TICKS` names the leader of a process group and its start ticks. Ended are those groups, and all
+    processes with the value `mark` of the environment variable `variable`. Return 1 if some are left.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a signal to the whole terminal must not end the last one to clean up

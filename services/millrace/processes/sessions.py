@@ -30,7 +30,7 @@ class Process(Protocol):
         ...
 
     async def wait(self) -> int:
-        """Wait until the process has ended."""
+        """Wait until the process has ended; return its exit code, or minus the number of the signal."""
         ...
 
     def send_signal(self, signal: int, /) -> None:
@@ -48,7 +48,11 @@ async def start(
     stderr: int | IO[bytes] | None = None,
     pass_fds: Sequence[int] = (),
 ) -> asyncio.subprocess.Process:
-    """Start a program with the environment `env` alone (None: that of this process), and no other open files."""
+    """Start a program in a session and process group of its own, and return it; `argv[0]` is the program.
+
+    It has the environment `env` alone (None: that of this process), the files `pass_fds` and no others. Its input is
+    empty by default; output and error go where ours go. Raises FileNotFoundError if there is no such program.
+    """
     return await asyncio.create_subprocess_exec(
         *argv,
         env=env,
@@ -62,7 +66,7 @@ async def start(
 
 
 def describe_exit(returncode: int | None) -> str:
-    """Return `exit code 17` or `signal SIGKILL`."""
+    """Return a process's return code in words, such as `exit code 17`, or `signal SIGKILL` for -9."""
     if returncode is None or returncode >= 0:
         return f"exit code {returncode}"
     try:
@@ -72,7 +76,10 @@ def describe_exit(returncode: int | None) -> str:
 
 
 def kill_group(leader: int) -> None:
-    """Send SIGKILL to the process group; a group that is gone is no error."""
+    """Send SIGKILL to the process group of this leader (its pid).
+
+    A group that is gone, or another user's, is no error.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 
@@ -81,7 +88,7 @@ def kill_group(leader: int) -> None:
 #
 # As a program it becomes another one that is asked to end (SIGTERM) when the process that started this one is gone:
 #
-# python -I -S parent_death.py PARENT_PID PROGRAM ARGUMENTS...
+# python -I -S sessions.py PARENT_PID PROGRAM ARGUMENTS...
 #
 # That is for programs that are not ours and know no lifeline, such as Redis, started from a process with the threads
 # of gRPC, in which no fork hook may run; what is asked for in between outlives the exec. By "parent" the kernel means
@@ -93,20 +100,25 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL, *, parent: int | None = None) -> None:
-    """Have the kernel send this process `number` when its parent dies; do nothing except on Linux.
+    """Have the kernel send this process the signal `number` when its parent dies; do nothing except on Linux.
 
-    With `parent`, a process id, exit at once if that is no longer the parent. May be called as `preexec_fn`.
+    `parent` is the process id that the parent should have: if it is no longer the parent, exit at once. May be called
+    as `preexec_fn`. Raises OSError if the kernel refuses.
     """
     if _LIBC is None:
         return
     if _LIBC.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    # Compared after the request: a parent that died before it causes no signal.
     if parent is not None and os.getppid() != parent:
         os._exit(128 + number)  # the parent, which would read a message, is gone
 
 
 def main(parent: str, program: str, *arguments: str) -> None:
-    """Become `program`, which gets SIGTERM when the process `parent` ends; exit if that has already ended."""
+    """Replace this process by `program`, which gets SIGTERM when the process `parent` (a pid) ends.
+
+    Exit if that has ended.
+    """
     die_with_parent(signal.SIGTERM)
     if os.getppid() != int(parent):  # it was gone before the kernel was asked
         sys.exit("the process that started this one has ended")

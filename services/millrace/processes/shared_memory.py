@@ -35,12 +35,14 @@ class SharedMemory:
         return self._file
 
     def allocate(self, size_bytes: int) -> tuple[int, memoryview]:
-        """Return new pages: their offset in the file, and a view of them.
+        """Allocate whole pages that nobody else has.
 
-        Raises OSError if there is no room.
+        Return their offset in the file, and a writable view of `size_bytes`. The file grows if needed. Raises OSError
+        if there is no room.
         """
         needed = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if self._segment is None or self._next + needed > self.size_bytes:
+            # A view has to be within one mapping, so the rest of the last segment stays unused.
             self._begin = self._next = self.size_bytes
             length = max(needed, self.size_bytes, _SEGMENT_BYTES)
             os.ftruncate(self._file, self.size_bytes + length)
@@ -54,7 +56,7 @@ class SharedMemory:
         return offset, memoryview(self._segment)[inside : inside + size_bytes]
 
     def close(self) -> None:
-        """Close the file. Memory that is mapped stays until the last view is gone. Idempotent."""
+        """Close the file of the shared memory. What is mapped stays until the last view of it is gone. Idempotent."""
         self._finalize()
 
 
@@ -67,7 +69,11 @@ class SharedPlace:
 
 
 def map_read_only(file: int, size_bytes: int) -> memoryview:
-    """Map `size_bytes` of a shared memory's file, received from another process, and close the file descriptor."""
+    """Map the first `size_bytes` of a shared memory's file for reading, return a view of them, and close the
+    descriptor.
+
+    `file` is the number of the file as it was received from another process.
+    """
     try:
         return memoryview(mmap.mmap(file, size_bytes, access=mmap.ACCESS_READ))
     finally:

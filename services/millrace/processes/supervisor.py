@@ -75,12 +75,12 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Return process id, which is also the id of its process group and session."""
+        """Return the process id, which is also the id of its process group and session."""
         return self.process.pid
 
     @property
     def is_alive(self) -> bool:
-        """Return whether it has not exited yet."""
+        """Return whether the process has not ended yet."""
         return self.process.returncode is None
 
 
@@ -92,9 +92,10 @@ class ProcessDiedError(InternalError):
     def __init__(
         self, name: str, *, how: str, age_s: float, log_path: Path | None, last_lines: Sequence[str], deaths: int = 1
     ) -> None:
-        """Create the record; `how` is `exit code 1` or `signal SIGKILL`, `age_s` the seconds that the process lived.
+        """Create the error; `how` is `exit code 1` or `signal SIGKILL`, `age_s` the seconds that the process lived.
 
-        `last_lines` are the end of its log. `deaths` in a row, above 1, are why it is not started again.
+        `last_lines` are the end of its log. `deaths` counts deaths in a row: above 1 they are why it is not started
+        again.
         """
         self.process_name = name
         self.how = how
@@ -118,9 +119,10 @@ class Supervisor:
         term_grace_s: float = TERM_GRACE_S,
         note: Callable[[str], None] = logger.warning,
     ) -> None:
-        """Create the supervisor.
+        """Create the supervisor of a stack; it starts nothing before its block is entered.
 
-        `term_grace_s` is the time between TERM and KILL in seconds, `note` gets the death of a reaper.
+        `stack_id` marks all its processes (None: a new one), `term_grace_s` is the time between TERM and KILL in
+        seconds, `note` gets a line of text when a reaper has died.
         """
         self.stack_id = stack_id or uuid.uuid4().hex
         self.lock: int | None = None
@@ -141,10 +143,14 @@ class Supervisor:
 
     @property
     def children(self) -> Mapping[str, Child]:
-        """Return every process that was started, by name; of one that was started again, its newest life."""
+        """Return every process that was started, by name, also those that ended.
+
+        Of a name that was started again, the newest.
+        """
         return self._children
 
     async def __aenter__(self) -> Self:
+        # The reaper alone gets the write end, too: a service that held it would keep its own lifeline from ending.
         self._lifeline = os.pipe()
         kept = (self._lifeline[1],) if self.lock is None else (self._lifeline[1], self.lock)
         self._reaper = WatchedReaper(self.stack_id, groups=self._groups, note=self._note, kept_open=kept)
@@ -155,9 +161,13 @@ class Supervisor:
         await self.stop_for_sure()
 
     async def start(self, spec: ProcessSpec) -> Child:
-        """Start a process, forked if possible, and watch for its end; raise NotFoundError if its program is missing."""
+        """Start a process, forked if possible, and return it; from now on its end is noticed (`next_death`).
+
+        Raises NotFoundError if its program is missing, and RuntimeError outside the supervisor's block.
+        """
         if self._is_stopping or self._reaper is None or self._lifeline is None:
             raise RuntimeError("the supervisor is not running")
+        # The number tells the lives of one name apart: what the last life has left is ended by its mark (`end_rest`).
         mark = f"{self.stack_id}/{spec.name}/{next(self._numbers)}"
         ties = {name: str(number) for name, number in self._inherited().items()}
         env = {**spec.env, **ties, table.STACK_MARK: self.stack_id, table.PROCESS_MARK: mark}
@@ -174,29 +184,37 @@ class Supervisor:
         )
         exited.add_done_callback(lambda _: self._note_exit(child))
         self._children[spec.name] = child
-        self._reaper.tell(f"add {child.pid} {child.start_ticks}")
+        # Until here the reaper would find it by the mark in its environment.
+        self._reaper.send(f"add {child.pid} {child.start_ticks}")
         return child
 
     def start_fork_server(self, server: ForkServerClient, *, env: Mapping[str, str]) -> None:
-        """Start the fork server in the environment `env`; from now on it starts processes that have a `module`."""
+        """Start the fork server in the environment `env`.
+
+        From now on processes whose spec has a `module` are forked by it.
+        """
         self.fork_server, self._fork_environ = server, {**env, table.STACK_MARK: self.stack_id}
         self._start_fork_server(server)
 
     def _start_fork_server(self, server: ForkServerClient) -> None:
-        """Start the fork server unless it runs. A file that its children keep open has the same number there."""
+        """Start the fork server unless it runs. The files that every process keeps open have the same numbers there."""
         server.start(self._fork_environ, pass_fds=tuple(self._inherited().values()))
 
     def _inherited(self) -> dict[str, int]:
-        """Return the open files that every process of the stack keeps open, by the variable that names them to it."""
+        """Return the numbers of the open files that every process of the stack keeps open, by the variable that
+        names each.
+        """
         assert self._lifeline is not None, "the supervisor is not running"
         return {lifeline.PIPE: self._lifeline[0], **({} if self.lock is None else {lifeline.LOCK: self.lock})}
 
     async def _fork(self, spec: ProcessSpec, env: Mapping[str, str], sink: IO[bytes] | None) -> ForkedProcess | None:
-        """Have the fork server start the process.
+        """Have the fork server start the process, which writes to `sink`; return None if it cannot, and log why.
 
-        Returns None if it cannot, and restart a dead server for later ones.
+        It cannot for specs without a module or log, or with a directory. A dead server is started again, for later
+        ones.
         """
         server = self.fork_server
+        # A forked process has the server's directory, and needs a file to write to.
         if server is None or spec.module is None or spec.cwd is not None or sink is None:
             return None
         timeout_s = FORK_S if server.is_loaded else FIRST_FORK_S
@@ -221,7 +239,10 @@ class Supervisor:
     async def _execute(
         self, spec: ProcessSpec, env: Mapping[str, str], sink: IO[bytes] | None
     ) -> asyncio.subprocess.Process:
-        """Start the process as a program; raise NotFoundError if there is no such program."""
+        """Start the process as a program that writes to `sink` (None: where ours goes).
+
+        NotFoundError if there is none.
+        """
         try:
             return await sessions.start(
                 spec.argv,
@@ -239,7 +260,7 @@ class Supervisor:
             ) from error
 
     async def wait_death(self) -> ProcessDiedError:
-        """Wait until a process ends unexpectedly, and return the error for the user.
+        """Wait until a process ends that was not stopped, and return (not raise) the error that says so to the user.
 
         If the call is cancelled meanwhile, the death is returned by the next call.
         """
@@ -251,11 +272,15 @@ class Supervisor:
             raise
 
     async def next_death(self) -> Child:
-        """Wait until a process ends without having been stopped; return each such process once. May be cancelled."""
+        """Wait until a process ends that was not stopped, and return it; each is returned once. May be cancelled."""
         return await self._died.get()
 
     async def end_rest(self, child: Child) -> None:
-        """Kill what is left of a process: itself, its group, and descendants that left the group."""
+        """Kill what is left of a process: itself, its group, and descendants that left the group.
+
+        Log those that do not end.
+        """
+        # The start ticks protect a process that has been given the pid of the dead leader.
         groups = {child.pid: child.start_ticks}
         left = await asyncio.to_thread(
             table.end_all,
@@ -269,7 +294,12 @@ class Supervisor:
             logger.error("descendants of %s would not end: pids %s", child.spec.name, sorted(left))
 
     async def stop_for_sure(self) -> None:
-        """Do `stop` to the end, also if this task is cancelled meanwhile (Ctrl-C), which only skips the grace."""
+        """Do `stop` to its end, also if this task is cancelled meanwhile (Ctrl-C): that only skips the grace.
+
+        The cancellation is raised afterwards.
+        """
+        # A task of its own: a cancellation ends the wait for the stop and never the stop itself, which would leave
+        # processes running.
         stopping = asyncio.create_task(self.stop(), name="stop of all processes")
         is_cancelled = False
         while not stopping.done():
@@ -283,31 +313,43 @@ class Supervisor:
             raise asyncio.CancelledError
 
     async def stop(self) -> None:
-        """End all processes and all that they started, within `term_grace_s` + 6 s; log those that are left.
+        """End all processes and all that they started, highest tier first, and then the reaper.
 
+        Log those that are left. Each tier gets TERM and, after `term_grace_s`, KILL. Nothing can be started afterwards.
         Idempotent.
         """
         self._is_stopping = True
+        # Highest tier first: a service that drains still uses Redis, which is in tier 0.
         for tier in sorted({child.spec.tier for child in self._children.values()}, reverse=True):
             group = [child for child in self._children.values() if child.spec.tier == tier]
+            # What the others need (tier 0) has nothing left to do once they are gone.
             await self._stop_group(group, self._term_grace_s if tier else self._term_grace_s / 3)
+        # After its children: only the fork server, which is their parent, can report how they ended.
         if self.fork_server is not None:
             self.fork_server.stop()
+        # What left its process group, or was started during the stop, is found by the mark in its environment.
         left = await asyncio.to_thread(
             table.end_all, self.stack_id, self._groups(), term_grace_s=0.0, kill_wait_s=SWEEP_WAIT_S
         )
         if left:
             logger.error("processes would not end: pids %s", sorted(left))
         if self._reaper is not None:
+            # Without `done` the reaper tries to end what is left.
             await self._reaper.end(is_done=not left)
+        # Last: a service that sees the lifeline end starts a reaper for itself.
         for end in self._lifeline or ():
             os.close(end)
         self._reaper = self._lifeline = None
 
     def _groups(self) -> dict[int, int]:
+        """Return the start ticks of every process that was started, by its pid, which is its process group's."""
         return {child.pid: child.start_ticks for child in self._children.values()}
 
     async def _stop_group(self, group: Sequence[Child], grace_s: float) -> None:
+        """Send TERM to these processes, wait until they have ended, then kill what is left of their process groups.
+
+        The wait ends after `grace_s` seconds, or as soon as the event `skip_grace` is set.
+        """
         alive = [child for child in group if child.is_alive]
         for child in alive:
             with contextlib.suppress(ProcessLookupError):
@@ -318,13 +360,16 @@ class Supervisor:
         with waits.waiting(f"{names} to stop", waits_on=names, deadline_s=grace_s):
             gone = asyncio.gather(*(child.exited for child in alive))
             await first_of(gone, self.skip_grace.wait(), timeout_s=grace_s)
+        # Also those that ended in time: what they have started may still run in their groups.
         for child in alive:
             if child.is_alive:
                 logger.warning("%s did not stop within %.0f s: killing it", child.spec.name, grace_s)
             sessions.kill_group(child.pid)
+        # Bounded: a process in an uninterruptible system call outlives SIGKILL.
         await asyncio.wait({child.exited for child in alive}, timeout=SWEEP_WAIT_S)
 
     def _note_exit(self, child: Child) -> None:
+        """Record when the process ended, and queue it for `next_death` unless all are being stopped."""
         child.ended_s = time.monotonic()
         if not self._is_stopping:
             self._died.put_nowait(child)
@@ -332,7 +377,7 @@ class Supervisor:
 
 @contextlib.contextmanager
 def _sink(path: Path | None) -> Iterator[IO[bytes] | None]:
-    """Provide the file that a process writes to, opened to append."""
+    """Provide the file at `path` opened to append, its directory created; None for None, which is our own output."""
     if path is None:
         yield None
         return
@@ -342,7 +387,10 @@ def _sink(path: Path | None) -> Iterator[IO[bytes] | None]:
 
 
 def describe_death(child: Child, *, given_up_after: int | None = None) -> ProcessDiedError:
-    """Make the error of a process that ended unexpectedly; `given_up_after` says after how many deaths in a row."""
+    """Make (not raise) the error of a process that has ended, with the last lines of its log; RuntimeError if it lives.
+
+    `given_up_after` is the number of deaths in a row after which it is not started again; None if it is.
+    """
     if child.is_alive:
         raise RuntimeError(f"{child.spec.name} has not exited")
     return ProcessDiedError(
@@ -356,7 +404,10 @@ def describe_death(child: Child, *, given_up_after: int | None = None) -> Proces
 
 
 def tail(path: Path, lines: int = TAIL_LINES, *, after: int = 0) -> list[str]:
-    """Return the last lines of a file (of its last 64 KiB, after byte `after`); empty if it does not exist."""
+    """Return up to `lines` last lines of a file that are not blank; empty if it does not exist.
+
+    Lines before byte `after`, and before the last 64 KiB, are not read.
+    """
     try:
         with path.open("rb") as source:
             source.seek(0, os.SEEK_END)
@@ -384,10 +435,11 @@ class WatchedReaper:
         note: Callable[[str], None],
         kept_open: Sequence[int],
     ) -> None:
-        """Take `groups`, which returns the leaders with their start ticks for a new reaper; `start` starts the first.
+        """Take what reapers need; `start` starts the first one.
 
-        `note` is called with a message about each death of a reaper. `kept_open` are files that reapers keep open: the
-        directory's lock, and the write end of the lifeline.
+        `groups` returns the start ticks of each process group's leader by its pid, for a new reaper. `note` is called
+        with a message about each death of a reaper. `kept_open` are files that reapers keep open: the directory's lock,
+        and the write end of the lifeline.
         """
         self._stack_id = stack_id
         self._groups = groups
@@ -402,17 +454,26 @@ class WatchedReaper:
         return self._process.pid if self._process else None
 
     async def start(self) -> None:
-        """Start the process, and supervise it until `end`."""
+        """Start the reaper's process, and replace it whenever it dies, until `end`."""
         self._process = await self._spawn()
         self._watch = asyncio.create_task(self._replace(), name="watch of the reaper")
 
-    def tell(self, line: str) -> None:
-        """Send the reaper one line. If it has just died, the next one gets all groups at its start."""
+    def send(self, line: str) -> None:
+        """Send the reaper `line`, which has no end of line: `add PID TICKS` for a new process group, or `done`.
+
+        A reaper that has just died is replaced by one that gets all groups.
+        """
+        # Not drained: asyncio buffers what the pipe does not take, and a reaper that is stopped must not hold up a
+        # start.
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.write(f"{line}\n".encode())
 
     async def end(self, *, is_done: bool) -> None:
-        """End the reaper, and wait for that; without `is_done` it first ends what is left of the stack. Idempotent."""
+        """End the reaper, and wait for that, within a bound. Idempotent.
+
+        With `is_done` it ends at once; without, it first ends what is left of the stack's processes.
+        """
+        # The watch ends first: it would take this end of the reaper for a death, and start another one.
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
@@ -422,11 +483,13 @@ class WatchedReaper:
         if is_done:
             process.stdin.write(b"done\n")
         process.stdin.close()
+        # As long as `end_all` may take in the reaper, and a second for its exit.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(reaper.TERM_GRACE_S + KILL_WAIT_S + 1):
                 await process.wait()
 
     async def _spawn(self) -> asyncio.subprocess.Process:
+        """Start a reaper's process, and send it all process groups that there are; return it."""
         process = await sessions.start(
             [sys.executable, "-I", reaper.__file__, self._stack_id],
             env=None,
@@ -441,6 +504,7 @@ class WatchedReaper:
         return process
 
     async def _replace(self) -> None:
+        """Start another reaper whenever the current one has ended, and note it; runs until it is cancelled."""
         loop = asyncio.get_running_loop()
         # unregistered wait: a pause between two reapers of which the first died at once; it is noted
         while self._process is not None:

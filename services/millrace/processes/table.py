@@ -39,6 +39,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def _status(pid: int) -> str | None:
+    """Return psutil's status of a process, such as "sleeping"; None if there is no such process."""
     try:
         return psutil.Process(pid).status()
     except psutil.Error:
@@ -46,7 +47,7 @@ def _status(pid: int) -> str | None:
 
 
 def start_ticks(pid: int) -> int:
-    """Return when a process started, in clock ticks since boot.
+    """Return when a process started, in clock ticks since boot: with the pid it identifies a process.
 
     0 where that is unknown (no /proc, or no such process).
     """
@@ -57,9 +58,9 @@ def start_ticks(pid: int) -> int:
 
 
 def mark_of(pid: int, variable: str) -> str:
-    """Return the value of a variable in the environment of a process.
+    """Return the value of a variable in the environment that a process was started with.
 
-    Empty for none, and for a process of somebody else.
+    Empty if it has none, or the process is gone or another user's.
     """
     needle = f"{variable}=".encode()
     return next((entry[len(needle) :].decode() for entry in _environ(pid) if entry.startswith(needle)), "")
@@ -72,7 +73,10 @@ def marked(mark: str, *, variable: str = STACK_MARK) -> set[int]:
 
 
 def members(groups: dict[int, int]) -> set[int]:
-    """Return the running processes of these process groups (leader to its start ticks), reused leader pids left out."""
+    """Return the running processes of these process groups; `groups` has the start ticks of each leader by its pid.
+
+    A leader's pid that another process has by now is left out, with its group.
+    """
     own = _leaders(groups)
     found: set[int] = set()
     for pid in psutil.pids():
@@ -99,9 +103,9 @@ def end_all(
 ) -> set[int]:
     """Send TERM to the leaders of the groups, then KILL to all marked or grouped processes; return those that are left.
 
-    KILL is sent once the leaders are gone, or after `term_grace_s` (0: at once); the call returns when no process is
-    left, or after `term_grace_s + kill_wait_s`. `mark` is the value of `variable`: a stack's is its id. New processes
-    are found, too, in each round.
+    `groups` has the start ticks of each leader by its pid; `mark` is the value of the environment variable `variable`:
+    a stack's is its id. KILL is sent once the leaders are gone, or after `term_grace_s` (0: at once). The call blocks
+    until no process is left, or until `term_grace_s + kill_wait_s`. New processes are found, too, in each round.
     """
     begun = time.monotonic()
     asked: set[int] = set()
@@ -110,6 +114,7 @@ def end_all(
         age_s = time.monotonic() - begun
         if age_s > term_grace_s + kill_wait_s:
             return left
+        # Leaders alone get TERM: what they have started is theirs to end (see `reaper`).
         leaders = left & _leaders(groups)
         if age_s >= term_grace_s or not leaders:
             send(left, signal.SIGKILL)
@@ -137,15 +142,19 @@ class Table:
     """All processes at one moment; empty where there is no /proc."""
 
     def __init__(self) -> None:
+        """Read the process table once; zombies are left out."""
         self.seen: dict[int, Seen] = {}
         self._children: dict[int, list[int]] = defaultdict(list)
         self._sessions: dict[int, list[int]] = defaultdict(list)
         for pid in psutil.pids():
             with contextlib.suppress(OSError):  # it ended meanwhile
+                # proc(5), counted after the name: 0 is the state, 1 the parent, 3 the session, 11 to 14 utime, stime,
+                # cutime and cstime, 19 the start time, 21 the resident pages.
                 fields = _stat(pid)
                 if fields[0] not in (b"Z", b"X"):
                     parent, session = int(fields[1]), int(fields[3])
                     rss_bytes = int(fields[21]) * _PAGE_BYTES
+                    # Its own time in user and kernel mode, then that of the children that it has waited for.
                     cpu_s = sum(map(int, fields[11:15])) / _TICKS_PER_S
                     self.seen[pid] = Seen(parent, session, int(fields[19]), rss_bytes, cpu_s, fields[0] == b"R")
                     self._children[parent].append(pid)
@@ -156,7 +165,7 @@ class Table:
         return self._children.get(pid, [])
 
     def of(self, leader: int) -> list[int]:
-        """Return the living processes of a session and their descendants, which may have left it.
+        """Return the pids of the living processes of the session of `leader`, and of all their descendants, sorted.
 
         A process that left the session and whose parent ended is not found.
         """
@@ -171,21 +180,23 @@ class Table:
 
 
 def kill_session(leader: int) -> None:
-    """Send SIGKILL to a session and its descendants, including new ones (blocking, milliseconds).
+    """Send SIGKILL to the processes of the session of `leader` and their descendants, until none is left or for 0.2 s.
 
-    They are stopped first, so that none starts others while it is killed: a process that left the session is only found
-    by its parent.
+    It blocks. They are stopped first, so that none starts others while it is killed: a process that left the session is
+    only found by its parent.
     """
     known: dict[int, int] = {}
     # unregistered wait: between looks at processes that were just ended, for a fifth of a second in all
     for number in range(_MAX_ROUNDS):
         table = Table()
+        # One that left the session and whose parent is dead by now is not found by descent any more: it is remembered.
         again = [pid for pid, started in known.items() if pid in table.seen and table.seen[pid].started == started]
         found = {*table.of(leader), *again}
         if not found:
             return
         news = {pid for pid in found if known.get(pid) != table.seen[pid].started}
         known |= {pid: table.seen[pid].started for pid in found}
+        # In half of the rounds new ones are only stopped; after that all are killed, whatever is started meanwhile.
         if news and number < _MAX_ROUNDS // 2:
             send(news, signal.SIGSTOP)
             continue
@@ -194,19 +205,27 @@ def kill_session(leader: int) -> None:
 
 
 def _leaders(groups: dict[int, int]) -> set[int]:
-    """Return the leaders whose pid has not been reused for another process."""
+    """Return the pids of `groups` whose process is the one with these start ticks, or is gone: not reused for
+    another.
+    """
+    # 0: the leader is gone. The kernel gives its pid to no other process while the group has members.
     return {leader for leader, ticks in groups.items() if start_ticks(leader) in (0, ticks)}
 
 
 def _stat(pid: int) -> list[bytes]:
-    """Return the fields of /proc/PID/stat after the command name, which is in parentheses and may contain some
-    itself.
+    """Return the fields of /proc/PID/stat after the command's name: the first is the state, the second the parent.
+
+    The name is in parentheses and may itself contain parentheses and spaces. Raises OSError if there is no such
+    process.
     """
     return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
 
 
 def _environ(pid: int) -> list[bytes]:
-    """Return the environment that a process was started with, as far as it has not written over it."""
+    """Return the environment ("NAME=value" each) that a process was started with, as far as it has not written over it.
+
+    Empty if the process is gone or another user's.
+    """
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:  # it ended meanwhile, or is another user's

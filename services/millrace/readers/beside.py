@@ -10,7 +10,7 @@ from typing import Any
 from millrace.decoding import decode_object
 from millrace.errors import InvalidSpecError, Violation
 from millrace.orchestrator.beside import LogPlace, RunSource, numbers_of, page_size, token_of
-from millrace.readers.audit import audit_run
+from millrace.readers.audit.process import audit_beside
 from millrace.readers.dashboard import answers
 from millrace.readers.dashboard.answers import error_of
 from millrace.readers.dashboard.reading import ReaderClient
@@ -35,7 +35,10 @@ class LogLists:
         self._reader = reader
 
     async def metrics(self, request: rs.ListMetricsRequest, record: RunRecord) -> rs.ListMetricsResponse:
-        """Return a page of metrics by step; raise InvalidSpecError for a bad page, token, or too many names."""
+        """Return a page of the run's metrics by step, for the public API, with the token of the next page.
+
+        Raise InvalidSpecError for a bad page size or token, or too many names. `record` is the run's.
+        """
         size, at = page_size(request.page_size), numbers_of(request, count=1)
         names = ",".join(request.names)
         if len(names) > MAX_NAMES_CHARS:
@@ -48,7 +51,11 @@ class LogLists:
         return found
 
     async def rollouts(self, request: rs.ListRolloutsRequest, record: RunRecord) -> rs.ListRolloutsResponse:
-        """Return a page of rollouts; all pages of a list are of the index as it was at the first one."""
+        """Return a page of the run's rollouts, for the public API, with the token of the next page.
+
+        All pages of a list are of the index as it was at the first one. Raise InvalidSpecError for a bad filter, order
+        or page. `record` is the run's.
+        """
         size, at = page_size(request.page_size), numbers_of(request, count=2)
         params = _filters(request.filter) | {"size": str(size), "sort": _sort(request.order_by)}
         params |= {"rows": str(at[0]), "offset": str(at[1])} if at else {}
@@ -60,9 +67,9 @@ class LogLists:
         return found
 
     async def lineage(self, request: rs.GetLineageRequest, record: RunRecord) -> rs.GetLineageResponse:
-        """Return the origin of a rollout or a version, and what came of it.
+        """Return the origin of a rollout or of a policy version, and what came of it, for the public API.
 
-        Raise InvalidSpecError if neither is named.
+        Raise InvalidSpecError if the request names neither. `record` is the run's.
         """
         match request.WhichOneof("subject"):
             case "rollout":
@@ -75,6 +82,10 @@ class LogLists:
         return answers.lineage(await self._ask("get-lineage", record, params), run=record.name)
 
     async def _ask(self, question: str, record: RunRecord, params: Mapping[str, str]) -> dict[str, Any]:
+        """Ask the reader's process a question about a run, and return its answer as JSON.
+
+        Raise the error that it answers with.
+        """
         answer = await self._reader.ask(question, record.uid, params)
         document = await asyncio.to_thread(
             decode_object, answer.body, what="an answer of the reader", reason="ANSWER_UNREADABLE"
@@ -85,6 +96,10 @@ class LogLists:
 
 
 def _filters(asked: Mapping[str, str]) -> dict[str, str]:
+    """Return the filters of a request as the reader's parameters: the same names and values.
+
+    InvalidSpecError if one has the name of a parameter that is no filter (`_PAGING`).
+    """
     wrong = [
         Violation(field=f"filter[{name!r}]", message="is no filter: use order_by, page_size and page_token")
         for name in _PAGING
@@ -113,25 +128,43 @@ class LogReaders(LogLists):
     """`millrace.orchestrator.beside.Readers`: the lists of `LogLists`, audits, exports and pages."""
 
     def __init__(self, place: LogPlace) -> None:
+        """Create the readers of the deployment at `place`; the process that reads starts with the first question."""
         self._place = place
         self._client = ReaderClient.of(store_url=place.store_url, prefix=place.prefix)
         super().__init__(self._client)
 
     async def audit(self, uid: str, *, on_progress: Callable[[str], None]) -> audit_pb2.AuditReport:
-        """Check the promises of a run against its log."""
+        """Audit a run in a process of its own (compare its log in store and Redis with the promises), and return the
+        report.
+
+        `on_progress` gets, from another thread, the part that is being read. UnavailableError if the process dies.
+        """
         place = self._place
-        return await audit_run(place.redis, place.store, prefix=place.prefix, uid=uid, on_progress=on_progress)
+        return await audit_beside(
+            redis_url=place.redis_url,
+            store_url=place.store_url,
+            prefix=place.prefix,
+            uid=uid,
+            on_progress=on_progress,
+        )
 
     def export(self, record: RunRecord, *, warn: Callable[[str, str], Awaitable[object]]) -> RunExports:
-        """Start the exports that the run's config and the environment ask for."""
+        """Start the exports that the run's config and the environment ask for, and return them, to be finished and
+        closed.
+
+        `warn` gets the reason and the text of what somebody has to change.
+        """
         return RunExports(record, store_url=self._place.store_url, prefix=self._place.prefix, warn=warn)
 
     def pages(self, address: str | None, source: RunSource) -> AbstractAsyncContextManager[int]:
-        """Serve the dashboard at an address while the block runs; the value is its port."""
+        """Return a context that serves the dashboard at `address` (host:port) while it is open; its value is the port.
+
+        With None it serves nothing, and the value is 0.
+        """
         return dashboard_server(address, source, self._client)
 
     async def close(self) -> None:
-        """End the process that reads."""
+        """End the process that reads runs for lists and pages."""
         await self._client.close()
 
 
@@ -153,10 +186,11 @@ async def dashboard_server(
     *,
     access: ServerAccess | None = None,
 ) -> AsyncIterator[int]:
-    """Serve the dashboard while the block runs; the value is the port, 0 without an address, where nothing is served.
+    """Serve the dashboard at `address` (host:port) while the block runs; the value is the port that was taken.
 
-    `reader` stays open after the block. InvalidSpecError if the address needs protection that is not set up,
-    UnavailableError if it cannot be bound.
+    None serves nothing, and the value is 0. `source` answers for the orchestrator, `reader` for the log; it stays open
+    after the block. `access` says who may look, by default by this process's variables. InvalidSpecError if the address
+    needs protection that is not set up, UnavailableError if it cannot be bound.
     """
     if address is None:
         yield 0

@@ -27,7 +27,8 @@ from millrace.rollouts.wire import (
 )
 
 TARGET_CHUNK_BYTES = 2 << 20
-MAX_SAMPLE_TOKENS = 1 << 26  # at most 1.2 GiB of columns: below protobuf's limit of 2 GiB per message
+# At most 1.2 GiB of columns: below protobuf's limit of 2 GiB per message.
+MAX_SAMPLE_TOKENS = 1 << 26
 MAX_HEADER_BYTES = 64 << 20
 """Largest header that is read: a sample takes about 50 bytes of it."""
 _REASON = "BATCH_CORRUPT"
@@ -39,11 +40,12 @@ _WEIGHT_BYTES_PER_TOKEN = 4
 def pack_batch(
     header: batch_pb2.BatchHeader, samples: Sequence[TrainSample], *, target_chunk_bytes: int = TARGET_CHUNK_BYTES
 ) -> list[bytes]:
-    """Pack samples in their order into chunks, and write table, chunk sizes, hashes and token counts into `header`.
+    """Pack samples in their order into chunks of about `target_chunk_bytes`, and return the chunks.
 
-    The object keys of the chunks come with the commit. `CorruptObjectError` names the sample and column that is
-    malformed. In a chunk where some samples carry weights and others do not, the others get their defaults written out
-    (rl 1 where the mask is 1, ce 0); the meaning stays, the `None` does not.
+    Replaces in `header` the table of samples, the names of environments, the chunks' sizes and hashes, and the counts
+    of tokens; the object keys of the chunks come with the commit. `CorruptObjectError` names the sample and column that
+    is malformed. In a chunk where some samples carry weights and others do not, the others get their defaults written
+    out (rl 1 where the mask is 1, ce 0); the meaning stays, the `None` does not.
     """
     return list(iter_chunks(header, samples, target_chunk_bytes=target_chunk_bytes))
 
@@ -51,7 +53,14 @@ def pack_batch(
 def iter_chunks(
     header: batch_pb2.BatchHeader, samples: Sequence[TrainSample], *, target_chunk_bytes: int = TARGET_CHUNK_BYTES
 ) -> Iterator[bytes]:
-    """Yield the chunks that `pack_batch` returns, each when it is asked for; `header` is complete after the last."""
+    """Yield the encoded chunks of a batch, each of about `target_chunk_bytes`, with the samples in their order.
+
+    The tables of `header` (samples, names of environments, chunks' sizes and hashes) are emptied, grow with each chunk,
+    and are complete, with the counts of tokens, once the last chunk was taken. `CorruptObjectError` names the sample
+    and column that is malformed; types and shapes of all samples are checked before the first chunk.
+    """
+    # All samples are checked before the first chunk is made: a caller may have uploaded chunks by the time of a later
+    # one.
     for index, sample in enumerate(samples):
         _check_sample(sample, where=f"samples[{index}]")
     envs = {env: index for index, env in enumerate(dict.fromkeys(sample.env for sample in samples))}
@@ -70,7 +79,11 @@ def iter_chunks(
 
 
 def decode_header(data: bytes) -> batch_pb2.BatchHeader:
-    """Parse a header and check its sample table and the keys that it names; `CorruptObjectError` if any is wrong."""
+    """Parse the bytes of a batch's header and return it.
+
+    `CorruptObjectError` if they do not parse, its samples do not fill its chunks exactly, or an object key in it is no
+    legal key.
+    """
     what = f"a batch header of {len(data)} bytes"
     header = decode_message(
         batch_pb2.BatchHeader, data, what=what, max_bytes=MAX_HEADER_BYTES, reason=_REASON, remedy=_REMEDY
@@ -81,9 +94,9 @@ def decode_header(data: bytes) -> batch_pb2.BatchHeader:
 
 
 def decode_link(data: bytes) -> batch_pb2.BatchLink:
-    """Parse a header as a link of its chain, without its samples and resolutions, which the chain hash covers.
+    """Parse a batch's header as a link of its chain, and return that: without samples and resolutions.
 
-    `CorruptObjectError` if it is no header, or names what is no key.
+    `CorruptObjectError` if it is no header, or names what is no key. The chain hash covers what is left out.
     """
     what = f"a batch header of {len(data)} bytes"
     link = decode_message(
@@ -95,12 +108,15 @@ def decode_link(data: bytes) -> batch_pb2.BatchLink:
 
 
 def closes_run(header: batch_pb2.BatchHeader | batch_pb2.BatchLink) -> bool:
-    """Return whether the header is a closing header, which records how the run ended and trains nothing."""
+    """Return whether a header is a closing header, which records how the run ended and trains nothing."""
     return header.kind == batch_pb2.BATCH_KIND_CLOSE
 
 
 def check_header(header: batch_pb2.BatchHeader) -> None:
-    """Raise `CorruptObjectError` unless the samples tile the chunks exactly and the counts add up."""
+    """Raise `CorruptObjectError` unless a header's samples fill its chunks exactly and its counts of tokens add up.
+
+    It must also have a run's uid, a kind that is known, and a sha256 of 32 bytes for each chunk. Data is not read.
+    """
     _check_kind(header)
     filled = _fill_chunks(header)
     for index, (chunk, tokens) in enumerate(zip(header.chunks, filled, strict=True)):
@@ -113,18 +129,20 @@ def check_header(header: batch_pb2.BatchHeader) -> None:
 
 
 def _check_kind(header: batch_pb2.BatchHeader | batch_pb2.BatchLink) -> None:
-    """Raise `CorruptObjectError` unless the header says of which run and of which kind it is."""
+    """Raise `CorruptObjectError` unless a header has a run's uid and a kind that is known."""
     is_known = header.kind != batch_pb2.BATCH_KIND_UNSPECIFIED and header.kind in batch_pb2.BatchKind.values()
     if not is_known or not header.run_uid:
         raise _corrupt("kind, run_uid", (header.kind, header.run_uid), "must be set, to a kind that is known")
 
 
 def _fill_chunks(header: batch_pb2.BatchHeader) -> list[int]:
-    """Check every sample and return the tokens of each chunk; a batch may have thousands of samples.
+    """Return the number of tokens that the samples of a header have in each chunk.
 
-    Samples must fill each chunk from 0 on, in order: then no token is missing, shared or read twice.
+    `CorruptObjectError` for the first sample that is wrong. Samples must fill each chunk from 0 on, in order: then no
+    token is missing, shared or read twice.
     """
     filled = [0] * len(header.chunks)
+    # Looked up once: the loop runs over every sample in each process that reads a header.
     num_chunks, num_envs, is_finite, last_chunk = len(filled), len(header.envs), math.isfinite, 0
     for index, entry in enumerate(header.samples):
         chunk, offset, length = entry.chunk, entry.offset, entry.length
@@ -154,7 +172,10 @@ def _fill_chunks(header: batch_pb2.BatchHeader) -> list[int]:
 def _wrong_sample(
     header: batch_pb2.BatchHeader, index: int, filled: Sequence[int], last_chunk: int
 ) -> CorruptObjectError:
-    """Return the error for a sample that does not come after those that filled the chunks so far."""
+    """Return the error that says what is wrong with sample `index` of a header.
+
+    `filled` are the tokens that the samples before it have in each chunk, `last_chunk` is the chunk of the one before.
+    """
     entry, where = header.samples[index], f"samples[{index}]"
     if not last_chunk <= entry.chunk < len(filled):
         return _corrupt(f"{where}.chunk", entry.chunk, f"is not ascending below {len(filled)}")
@@ -175,14 +196,17 @@ def _wrong_sample(
 
 
 def _check_sampling(entry: batch_pb2.SampleEntry, *, where: str) -> None:
-    """Raise `CorruptObjectError` unless what a sample says about how it was sampled makes sense."""
+    """Raise `CorruptObjectError` if a sample's truncation or its ranges of own sampling are out of range.
+
+    `where` names it.
+    """
     truncation_from_wire(entry)
     if problem := own_sampling_problem(own_sampling_from_wire(entry.own_sampling), entry.length):
         raise _corrupt(f"{where}.own_sampling", len(entry.own_sampling), problem)
 
 
 def _check_keys(header: batch_pb2.BatchHeader | batch_pb2.BatchLink) -> None:
-    """Raise `CorruptObjectError` unless every key that is set could be that of an object."""
+    """Raise `CorruptObjectError` unless every object key that a header names is a legal one; keys may be empty."""
     keys = {f"chunks[{index}].key": chunk.key for index, chunk in enumerate(header.chunks) if chunk.key}
     keys |= {f"objects[{index}].key": item.key for index, item in enumerate(header.objects)}
     if header.rollouts_key:
@@ -195,7 +219,7 @@ def _check_keys(header: batch_pb2.BatchHeader | batch_pb2.BatchLink) -> None:
 
 
 def chunks_for(header: batch_pb2.BatchHeader, only: Sequence[int]) -> list[int]:
-    """Return the chunks that hold the samples with these indices, ascending."""
+    """Return the indices of the chunks that hold the samples with the indices `only`, ascending."""
     return sorted({header.samples[index].chunk for index in only})
 
 
@@ -209,10 +233,10 @@ def verify_chunk(header: batch_pb2.BatchHeader, index: int, data: bytes) -> None
 def unpack_batch(
     header: batch_pb2.BatchHeader, chunks: Mapping[int, bytes], *, only: Sequence[int] | None = None
 ) -> list[TrainSample]:
-    """Return the samples of a batch as read-only views of its chunks: all, or `only` those with these indices.
+    """Check a batch's header and return its samples as read-only views of its chunks, or those with the indices `only`.
 
-    They come in the order of `only`; `chunks` are by index. InvalidStateError if a needed chunk is missing,
-    CorruptObjectError if one is damaged.
+    `chunks` has the bytes by index of chunk; the samples come in the order of `only`. InvalidStateError if a chunk that
+    is needed is not given, CorruptObjectError if header or chunk is damaged.
     """
     check_header(header)
     indices = range(len(header.samples)) if only is None else only
@@ -227,6 +251,7 @@ def unpack_batch(
                     reason="CHUNK_MISSING",
                     remedy="fetch the chunks that chunks_for() names",
                 )
+            # Each chunk is proved once, however many samples are taken from it.
             verify_chunk(header, number, chunks[number])
             columns[number] = decode_chunk(chunks[number], header.chunks[number].num_tokens, where=f"chunks[{number}]")
         samples.append(columns[number].sample(header, index))
@@ -245,6 +270,9 @@ class _Columns:
     ce_weights: np.ndarray | None
 
     def sample(self, header: batch_pb2.BatchHeader, index: int) -> TrainSample:
+        """Return sample `index` of the batch as views of these columns, which are those of the chunk that the header
+        says.
+        """
         entry = header.samples[index]
         part = slice(entry.offset, entry.offset + entry.length)
         return TrainSample(
@@ -271,7 +299,10 @@ class _Columns:
 
 
 def _split(samples: Sequence[TrainSample], target_bytes: int) -> Iterator[list[TrainSample]]:
-    """Yield consecutive samples of about `target_bytes`; a larger sample gets a chunk of its own."""
+    """Yield the samples in their order, in lists of about `target_bytes` encoded.
+
+    A larger sample is in a list of its own.
+    """
     group: list[TrainSample] = []
     size = 0
     for sample in samples:
@@ -287,6 +318,10 @@ def _split(samples: Sequence[TrainSample], target_bytes: int) -> Iterator[list[T
 
 
 def _entry(sample: TrainSample, *, chunk: int, offset: int, env: int) -> batch_pb2.SampleEntry:
+    """Return the row of a header's table for a sample at token `offset` of chunk `chunk`.
+
+    `env` is the index of its environment in the header's names.
+    """
     return batch_pb2.SampleEntry(
         chunk=chunk,
         offset=offset,
@@ -309,12 +344,13 @@ def _entry(sample: TrainSample, *, chunk: int, offset: int, env: int) -> batch_p
 
 
 def _encode_chunk(group: Sequence[TrainSample], *, first: int) -> bytes:
-    """Return the chunk of these samples, of which the first has the index `first` in the batch.
+    """Return the encoded chunk of these samples, of which the first has the index `first` in the batch.
 
     `CorruptObjectError` names the sample and column that has an invalid value.
     """
 
     def join(columns: Sequence[np.ndarray] | None) -> np.ndarray | None:
+        """Return the columns of all samples as one; None for no column."""
         return None if columns is None else np.concatenate(columns)
 
     # One sample with weights gives the whole chunk a column; those of the others are what their absence means.
@@ -352,9 +388,9 @@ def _encode_chunk(group: Sequence[TrainSample], *, first: int) -> bytes:
 
 
 def decode_chunk(data: bytes, num_tokens: int | None = None, *, where: str) -> _Columns:
-    """Decode the columns of one chunk; raise CorruptObjectError if they are damaged, or not `num_tokens` long.
+    """Decode a chunk and return its columns; CorruptObjectError if they are damaged or not `num_tokens` long.
 
-    By default all columns must have the length of the token ids. `where` names the chunk in errors.
+    With None all columns must have the length of the token ids. `where` names the chunk in errors.
     """
     chunk = decode_message(
         batch_pb2.BatchChunk, data, what=f"batch {where} of {len(data)} bytes", reason=_REASON, remedy=_REMEDY
@@ -362,6 +398,7 @@ def decode_chunk(data: bytes, num_tokens: int | None = None, *, where: str) -> _
     num_tokens = len(chunk.token_ids_low) // 2 if num_tokens is None else num_tokens
 
     def runs(name: str) -> np.ndarray:
+        """Return the chunk's run-encoded column `name`, float32 [num_tokens]."""
         return runs_from_proto(getattr(chunk, name), num_tokens, f"{where}.{name}")
 
     ids = ids_from_bytes(chunk.token_ids_low, chunk.token_ids_high, num_tokens, f"{where}.token_ids")
@@ -379,9 +416,9 @@ def decode_chunk(data: bytes, num_tokens: int | None = None, *, where: str) -> _
 
 
 def _check_sample(sample: TrainSample, *, where: str) -> None:
-    """Raise CorruptObjectError if a column of a sample has another shape or type, or a number is out of range.
+    """Raise CorruptObjectError if a column of a sample has another shape or type, or a number of it is out of range.
 
-    The values in columns are checked after they are joined.
+    `where` names the sample in the error. The values in columns are checked after they are joined (`_check_values`).
     """
     length = sample.num_tokens
     if not 1 <= length <= MAX_SAMPLE_TOKENS:
@@ -406,7 +443,8 @@ def _check_sample(sample: TrainSample, *, where: str) -> None:
 def _check_values(columns: _Columns | TrainSample, *, where: str) -> None:
     """Raise CorruptObjectError if a column, of one sample or of many joined ones, has an invalid value.
 
-    Joined ones are checked at once, because numpy is fast where it is called seldom.
+    `where` is put before the column's name in the error. Joined columns are checked at once, because a call of numpy
+    costs more than a few values do.
     """
     check_masked(columns.loss_mask, columns.inference_logprobs, where=where)
     if columns.token_ids.size and int(columns.token_ids.min()) < 0:
@@ -418,6 +456,7 @@ def _check_values(columns: _Columns | TrainSample, *, where: str) -> None:
 
 
 def _corrupt(where: str, value: object, problem: str) -> CorruptObjectError:
+    """Return the error that the field `where` of a batch has this value, which is wrong as `problem` says."""
     return CorruptObjectError(
         f"batch field {where} = {value} {problem}",
         reason=_REASON,
@@ -435,7 +474,7 @@ _RUN_BYTES, _VALUE_BYTES = 8, 4
 
 
 def ids_to_bytes(token_ids: Int32Array) -> tuple[bytes, bytes]:
-    """Return the two low bytes of each token id of int32 [T], and the bytes above them: none, one or two for each.
+    """Return the two low bytes of each token id, int32 [T], and the bytes above them: none, one or two for each.
 
     No id may be negative; the largest decides how many bytes are above.
     """
@@ -447,9 +486,10 @@ def ids_to_bytes(token_ids: Int32Array) -> tuple[bytes, bytes]:
 
 
 def ids_from_bytes(low: bytes, high: bytes, num_tokens: int, where: str) -> Int32Array:
-    """Return token ids int32 [num_tokens] from their low and high bytes.
+    """Return token ids, int32 [num_tokens], read-only, from their two low bytes and the none, one or two bytes above
+    each.
 
-    CorruptObjectError if there are not as many.
+    CorruptObjectError, naming the column `where`, if there are not as many.
     """
     if len(low) != 2 * num_tokens or len(high) not in (0, num_tokens, 2 * num_tokens):
         raise _columns_corrupt(where, f"{len(low)} and {len(high)} bytes", f"are not the parts of {num_tokens} ids")
@@ -460,26 +500,29 @@ def ids_from_bytes(low: bytes, high: bytes, num_tokens: int, where: str) -> Int3
 
 
 def mask_to_bytes(mask: Uint8Array) -> bytes:
-    """Return a mask of zeros and ones uint8 [T], eight tokens to a byte."""
+    """Return a mask of zeros and ones, uint8 [T], packed eight tokens to a byte."""
     return np.packbits(mask).tobytes()
 
 
 def mask_from_bytes(data: bytes, num_tokens: int, where: str) -> Uint8Array:
-    """Return a mask uint8 [num_tokens] from its bits; CorruptObjectError if there are not as many."""
+    """Return a mask, uint8 [num_tokens], read-only, from bits packed eight to a byte.
+
+    CorruptObjectError, naming the column `where`, if there are not as many.
+    """
     if len(data) != -(-num_tokens // 8):
         raise _columns_corrupt(where, f"{len(data)} bytes", f"are not the bits of {num_tokens} tokens")
     return _fixed(np.unpackbits(np.frombuffer(data, np.uint8), count=num_tokens))
 
 
 def masked_to_bytes(column: Float32Array, mask: Uint8Array) -> bytes:
-    """Return the values float32 [T] where the mask is 1; the others are 0."""
+    """Return, as little-endian float32, the values of a column where the mask is 1; the column is 0 elsewhere."""
     return column[mask.view(np.bool_)].astype("<f4", copy=False).tobytes()
 
 
 def masked_from_bytes(data: bytes, mask: Uint8Array, where: str) -> Float32Array:
-    """Return a column float32 [T] with the values of `data` where the mask is 1, and 0 elsewhere.
+    """Return a column, float32 [T], read-only, with the values of `data` where the mask is 1, and 0 elsewhere.
 
-    CorruptObjectError if there are not as many values.
+    CorruptObjectError, naming the column `where`, if there are not as many values.
     """
     if len(data) != _VALUE_BYTES * np.count_nonzero(mask):
         raise _columns_corrupt(
@@ -491,8 +534,9 @@ def masked_from_bytes(data: bytes, mask: Uint8Array, where: str) -> Float32Array
 
 
 def runs_to_proto(column: Float32Array) -> batch_pb2.RunColumn:
-    """Encode a column float32 [T] without loss: as runs of equal values, or plainly where that is not larger."""
+    """Encode a column, float32 [T], without loss: as runs of equal values, or plainly where that is not larger."""
     bits = column.view(np.uint32)
+    # Compared as bits: -0.0 and 0.0 are equal numbers, and would come back as one of them.
     starts = np.flatnonzero(bits[1:] != bits[:-1])
     starts += 1
     if (starts.size + 1) * _RUN_BYTES >= column.size * _VALUE_BYTES:
@@ -503,9 +547,9 @@ def runs_to_proto(column: Float32Array) -> batch_pb2.RunColumn:
 
 
 def runs_from_proto(message: batch_pb2.RunColumn, num_tokens: int, where: str) -> Float32Array:
-    """Return a column float32 [num_tokens] from its runs or plain values.
+    """Return a column, float32 [num_tokens], read-only, from its runs or its plain values.
 
-    CorruptObjectError if its length is another.
+    CorruptObjectError, naming the column `where`, if it has another length.
     """
     expected = len(message.lengths) or _VALUE_BYTES * num_tokens
     if len(message.values) != expected or expected % _VALUE_BYTES:
@@ -516,17 +560,20 @@ def runs_from_proto(message: batch_pb2.RunColumn, num_tokens: int, where: str) -
     if not message.lengths:
         return values
     lengths = np.frombuffer(message.lengths, "<u4")
+    # Summed in 64 bits, before anything is allocated: a few bytes could ask for gigabytes.
     if int(lengths.sum(dtype=np.uint64)) != num_tokens:
         raise _columns_corrupt(where, int(lengths.sum(dtype=np.uint64)), f"is not {num_tokens} tokens")
     return _fixed(np.repeat(values, lengths))
 
 
 def _fixed(column: np.ndarray) -> np.ndarray:
+    """Make an array read-only and return it."""
     column.flags.writeable = False
     return column
 
 
 def _columns_corrupt(where: str, value: object, problem: str) -> CorruptObjectError:
+    """Return the error that the column `where` of a batch has this value, which is wrong as `problem` says."""
     return CorruptObjectError(
         f"batch field {where} = {value} {problem}",
         reason="BATCH_CORRUPT",

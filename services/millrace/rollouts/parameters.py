@@ -13,6 +13,43 @@ from typing import Any
 
 from millrace.errors import InvalidSpecError, Violation
 
+# Which tokens top-p, top-k and min-p leave: one definition for the embedded engine, which samples, and the trainer.
+#
+# It computes with the torch tensors that it is given, and imports no torch: most services do without. vLLM means the
+# same, in the same order: min-p, then top-k, then top-p.
+
+_ONE = 2.0**40
+"""A probability of 1 as an integer: finer than float32, and a sum over any vocabulary fits into int64."""
+
+
+def kept_tokens(logprobs: Any, *, top_p: Any, top_k: Any, min_p: Any) -> Any:
+    """Return which tokens top-p, top-k and min-p leave of log-probs [..., V]: bool [..., V].
+
+    The bounds are tensors [...]. The likeliest token always stays. Tokens as likely as the last of the top-k stay, too;
+    of equally likely ones at the border of the top-p those with the smaller ids. A bound that is off (top_p 1, top_k 0,
+    min_p 0) cuts nothing, not even by rounding. Probabilities are summed as integers, so that every device cuts alike.
+    """
+    # All below is [..., V] in the order of `ordered`, the likeliest first; stable, so that equal ones are in order of
+    # ids.
+    ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
+    probs = ordered.exp()
+    keep = probs >= min_p[..., None] * probs[..., :1]
+    # The log-prob of the k-th likeliest, [..., 1]; at k = 0, which is off, any.
+    last = ordered.gather(-1, (top_k - 1).clamp(0, ordered.shape[-1] - 1).long()[..., None])
+    keep &= (ordered >= last) | (top_k[..., None] == 0)
+    if (top_p < 1).any():
+        # Integers add up to the same sum in any order: trainer and engine cut at the same token.
+        shares = (probs.masked_fill(~keep, 0) * _ONE).long()
+        # A token stays while the tokens before it have not filled top_p, so the one that crosses the bound stays.
+        before = shares.cumsum(dim=-1) - shares
+        room = top_p[..., None].double() * shares.sum(dim=-1, keepdim=True)
+        keep &= (before < room) | (top_p[..., None] >= 1)
+    # Rounding could drop even the likeliest token, and an empty choice cannot be sampled from.
+    keep[..., 0] = True
+    # Back from the order of probability to that of token ids.
+    return keep.new_zeros(keep.shape).scatter_(-1, order, keep)
+
+
 _SHOWN_CHARS = 200
 _MAX_VIOLATIONS = 20
 
@@ -39,18 +76,27 @@ class Parameter:
 
 
 def _answered(why: str = "") -> Parameter:
+    """Return the table's row of a parameter that is supported; `why` says what is particular about it."""
     return Parameter(fate=Treatment.ANSWERED, why=why)
 
 
 def _refused(why: str, *neutral: Any) -> Parameter:
+    """Return the table's row of a parameter that is refused because of `why`, except for values in `neutral`.
+
+    Those ask for what happens anyway.
+    """
     return Parameter(fate=Treatment.REFUSED, why=why, neutral=neutral)
 
 
 def _harmless(why: str) -> Parameter:
+    """Return the table's row of a parameter that is accepted and has no effect on an answer, as `why` says."""
     return Parameter(fate=Treatment.HARMLESS, why=why)
 
 
 def _overruled(why: str) -> Parameter:
+    """Return the table's row of a parameter that is accepted, and whose value the run's own replaces because of
+    `why`.
+    """
     return Parameter(fate=Treatment.OVERRULED, why=why)
 
 
@@ -263,10 +309,11 @@ MESSAGES: Mapping[str, Parameter] = {
 def check_parameters(
     given: Mapping[str, Any], known: Mapping[str, Parameter], *, where: str = "", answered: bool = True
 ) -> None:
-    """Raise InvalidSpecError naming every parameter in `given` that the table `known` lacks or refuses.
+    """Raise InvalidSpecError naming every parameter of a request that the table `known` lacks or refuses.
 
-    A parameter that is null counts as not sent. `where` is put before names. `answered = False` is for fields that
-    are left once a schema has taken its own: those that the table calls answered are refused there as unknown.
+    `given` has the values by name; null counts as not sent. `where` is put before names in the error. With `answered`
+    False those that the table calls answered are refused as unknown, too: it is for what a schema left over after it
+    took its own.
     """
     wrong = [
         Violation(field=f"{where}{name}", value=_shown(value), message=problem)
@@ -278,8 +325,13 @@ def check_parameters(
 
 
 def _problem(value: Any, parameter: Parameter | None, *, answered: bool) -> str:
+    """Return what is wrong with a parameter's value, empty if nothing is.
+
+    `parameter` is its row in the table, None if it has none; `answered` is that of `check_parameters`.
+    """
     if parameter is None or (parameter.fate is Treatment.ANSWERED and not answered):
         return "is not known here, and what is not known is not ignored; leave it out"
+    # By type, too: 1 == True, and 0 == False.
     is_neutral = any(value == each and type(value) is type(each) for each in parameter.neutral)
     if parameter.fate is not Treatment.REFUSED or is_neutral:
         return ""
@@ -287,9 +339,9 @@ def _problem(value: Any, parameter: Parameter | None, *, answered: bool) -> str:
 
 
 def check_tools(tools: Any, *, field: str = "tools") -> None:
-    """Raise InvalidSpecError unless these are well-formed function tools, each with a name of its own.
+    """Raise InvalidSpecError unless `tools` is a list of well-formed function tools, each with a name of its own.
 
-    A chat template would write malformed ones down as they are.
+    `field` names the list in the error. A chat template would write malformed ones down as they are.
     """
     if not isinstance(tools, list):
         raise _wrong(field, tools, "must be a list of functions")
@@ -319,10 +371,12 @@ def check_tool_choice(choice: Any) -> None:
 
 
 def _wrong(field: str, value: Any, message: str) -> InvalidSpecError:
+    """Return the error that a field of a request has this value, which is wrong as `message` says."""
     return InvalidSpecError([Violation(field=field, value=_shown(value), message=message)], reason="REQUEST_INVALID")
 
 
 def _shown(value: Any) -> str:
+    """Return a value as JSON for an error message, cut to 200 characters."""
     return json.dumps(value, default=str)[:_SHOWN_CHARS]
 
 

@@ -19,40 +19,47 @@ M = TypeVar("M", bound=Message)
 
 
 def changed(message: M, **fields: Any) -> M:
-    """Return a copy of a message with other values of the fields in `changes`; none of them is None."""
+    """Return a copy of a protobuf message with other values in `fields`, none of which is None.
+
+    The message stays as it is.
+    """
     copy = type(message)()
     copy.CopyFrom(message)
     for name in fields:
+        # Merging appends to repeated fields and fills in messages, so the old value goes first.
         copy.ClearField(name)
     copy.MergeFrom(type(message)(**fields))
     return copy
 
 
 def label_of(env: EnvSpec) -> str:
-    """Return the name by which an environment is shown: its name in the run, or else the package's."""
+    """Return the name by which an environment is shown: its name in the run, or the package's id if it has none."""
     return env.name or env.id
 
 
 def loaded_as(env: EnvSpec) -> tuple[object, ...]:
-    """Return what two environments must have in common to share workers, besides their arguments.
+    """Return a key that is equal for environments which may share workers, as far as everything but their arguments
+    goes.
 
-    The run's name for an environment is not part of it.
+    It has the package's id and interpreter, the selection of tasks, `demo_key`, the agent and the judge's limits. The
+    run's name for an environment is not part of it.
     """
     kept = (env.takes_several_traces, env.is_text_only, env.judge_max_concurrent, env.judge_timeout_s)
     return (env.id, env.python, env.select_json, env.demo_key, env.agent_json, *kept)
 
 
 def truncation_of(sampling: Sampling) -> Truncation:
-    """Return the truncation parameters, which limit the tokens that may be sampled."""
+    """Return top-p, top-k and min-p of a sampling message, where 0 for top-p means that it is not set."""
     return Truncation(top_p=_or_neutral(sampling.top_p), top_k=sampling.top_k, min_p=sampling.min_p)
 
 
 def request_parameters(sampling: Sampling, *, is_external: bool) -> dict[str, Any]:
-    """Return all parameters of a request to an engine, the further fields of `extra_body_json` included.
+    """Return all parameters of a request to an engine by name, the further fields of `extra_body_json` included.
 
-    Engines of ours get every parameter, also one that changes nothing: vLLM silently takes what is left out from
-    the model's `generation_config.json`. Other endpoints (`is_external`) may refuse what OpenAI's API does not
-    know, so they get only those that change something.
+    What the run samples with wins over a field of the same name there. Engines of ours get every parameter, also one
+    that changes nothing: vLLM silently takes what is left out from the model's `generation_config.json`. Other
+    endpoints (`is_external`) may refuse what OpenAI's API does not know: of top-p, top-k, min-p and the repetition
+    penalty they get only those that change something, and no other penalty.
     """
     neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     asked = {
@@ -66,10 +73,12 @@ def request_parameters(sampling: Sampling, *, is_external: bool) -> dict[str, An
     limit = {"max_tokens": sampling.max_tokens} if sampling.max_tokens else {}
     penalties = {} if is_external else {"presence_penalty": 0.0, "frequency_penalty": 0.0}
     extra = json.loads(sampling.extra_body_json or "{}")
+    # In this order: what the run samples with wins over `extra_body_json`, which must not change it unseen.
     return penalties | extra | {"temperature": sampling.temperature} | limit | asked
 
 
 def _or_neutral(value: float) -> float:
+    """Return 1, which changes nothing, for a parameter that is not set (0), else its value."""
     return 1.0 if value == 0 else value
 
 
@@ -79,7 +88,7 @@ def is_training(request: PlayGroupRequest) -> bool:
 
 
 def has_train_task(request: PlayGroupRequest) -> bool:
-    """Return whether the request's task is one of the training tasks, and not a held-out one."""
+    """Return whether the task of a request is one of the training tasks; else it is a held-out one."""
     return request.use_train_tasks or is_training(request)
 
 
@@ -106,9 +115,9 @@ class LoadedEnv:
     """How it has its model calls sampled, by the place in its code or args that sets it; empty if none does."""
 
     def tasks(self, request: PlayGroupRequest) -> TaskSet:
-        """Return the set with the request's task: the training tasks or the held-out ones."""
+        """Return the set of tasks that has the request's task: the training tasks or the held-out ones."""
         return self.train if has_train_task(request) else self.eval
 
     def task_id(self, request: PlayGroupRequest) -> str:
-        """Return the id of the request's task."""
+        """Return the id of the request's task, which the request has as an index into its set."""
         return self.tasks(request).ids[request.task_index]

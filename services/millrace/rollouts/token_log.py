@@ -32,10 +32,11 @@ _HASH_BYTES = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedSample:
-    """One sample; `mask` uint8 [length] has a 1 for each value of the other two columns.
+    """What the trainer computed for the sampled tokens of one sample.
 
-    A log-prob of -inf is that of a token which the truncation leaves out under the trainer's policy. `minibatch` is the
-    number of optimizer steps that the batch had taken before.
+    `mask` uint8 [length] is 1 for each token that has a value in `logprobs` and `entropies`, which have no others. A
+    log-prob of -inf is that of a token which the truncation leaves out under the trainer's policy. `minibatch` is the
+    number of optimizer steps that the batch had taken before. `sample` is the index in the batch.
     """
 
     sample: int
@@ -49,13 +50,17 @@ class LoggedSample:
 
     @property
     def key(self) -> Member:
-        """Return ordinal, member and attempt of the sample's rollout."""
+        """Return ordinal, member and attempt of the sample's rollout, which identify the rollout in the run."""
         return self.ordinal, self.member, self.attempt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLog:
-    """Those of a step, in the order of the batch; `num_rollouts` are all that the batch has samples of."""
+    """The logged samples of one step, in the order of the batch.
+
+    `num_rollouts` counts all rollouts that the batch has samples of, and `share` (0 to 1) says how many of them are
+    logged.
+    """
 
     run_uid: str
     step: int
@@ -67,26 +72,31 @@ class TokenLog:
 
 
 def chosen_rollouts(members: Iterable[Member], share: float) -> frozenset[Member]:
-    """Return the rollouts of a batch whose tokens are logged: a share of them, at least one, spread by a hash."""
+    """Return the rollouts of a batch whose tokens are logged: `share` (0 to 1) of the distinct `members`, rounded up.
+
+    They are chosen by a hash of their keys, so that every rank and every replay chooses the same.
+    """
     distinct = set(members)
+    # The product may be a rounding above a whole number, which must not choose one more.
     count = math.ceil(share * len(distinct) - 1e-9)
     return frozenset(sorted(distinct, key=lambda member: (_place(member), member))[:count])
 
 
 def _place(member: Member) -> bytes:
+    """Return a rollout's place in the order in which rollouts are chosen: the sha256 of its key."""
     return hashlib.sha256(b"".join(number.to_bytes(8, "little") for number in member)).digest()
 
 
 def merged(parts: Sequence[TokenLog]) -> TokenLog:
-    """Return the log of a step of which every rank has a part, with all samples in order."""
+    """Return one log of a step from the parts that its ranks have, with all their samples in the order of the batch."""
     samples = sorted((each for part in parts for each in part.samples), key=lambda each: each.sample)
     return replace(parts[0], samples=tuple(samples))
 
 
 def encode_token_log(log: TokenLog) -> bytes:
-    """Encode a log for the store: a mark, the sha256 of what follows, a `TokenLog`.
+    """Return the bytes that the store keeps of a log: the format's mark, the sha256 of the rest, a `TokenLog` message.
 
-    CapacityError if it is too large.
+    CapacityError if they are more than `decode_token_log` reads.
     """
     body = token_log_pb2.TokenLog(
         run_uid=log.run_uid,
@@ -106,6 +116,7 @@ def encode_token_log(log: TokenLog) -> bytes:
             )
             for each in log.samples
         ],
+        # Each sample's mask is padded to whole bytes; the two columns below are joined without padding.
         mask=b"".join(np.packbits(each.mask).tobytes() for each in log.samples),
         logprobs=b"".join(column_to_bytes(each.logprobs, "<f4") for each in log.samples),
         entropies=b"".join(column_to_bytes(each.entropies, "<f2") for each in log.samples),
@@ -120,7 +131,10 @@ def encode_token_log(log: TokenLog) -> bytes:
 
 
 def decode_token_log(data: bytes, *, where: str) -> TokenLog:
-    """Return the log in an object; `CorruptObjectError` naming its place `where` if it is none."""
+    """Decode an object of the store into the log of a step.
+
+    `CorruptObjectError`, which names it by `where`, if it is none.
+    """
     head, body = data[:_HEAD_BYTES], data[_HEAD_BYTES:]
     if head != _MAGIC + hashlib.sha256(body).digest():
         raise _corrupt(where, f"{len(data)} bytes", "have not the sha256 that they begin with")
@@ -148,7 +162,7 @@ def decode_token_log(data: bytes, *, where: str) -> TokenLog:
 
 
 def _samples(message: token_log_pb2.TokenLog, where: str) -> tuple[LoggedSample, ...]:
-    """Return the samples of a message; CorruptObjectError unless they fill the columns exactly."""
+    """Return the samples of a message; CorruptObjectError, naming `where`, unless they fill its columns exactly."""
     if len(message.logprobs) != 2 * len(message.entropies) or len(message.entropies) % 2:
         raise _corrupt(where, (len(message.logprobs), len(message.entropies)), "bytes are not columns of one length")
     logprobs = column_from_bytes(message.logprobs, "<f4", where)
@@ -185,16 +199,17 @@ def _samples(message: token_log_pb2.TokenLog, where: str) -> tuple[LoggedSample,
 
 
 def samples_by_part(log: TokenLog, rollout: Rollout) -> list[LoggedSample | None]:
-    """Return for each token sequence of a rollout its sample in the log; None for one without a sample in the batch.
+    """Return, for each sample of a rollout, what the log has of it; None for one without a sample in the batch.
 
-    A batch has the sequences in their order, each cut, and leaves out those of which nothing sampled is left then.
+    A batch has a rollout's samples in their order, each possibly cut, without those of which nothing sampled is left
+    then. So they are matched by their masks.
     """
     key = (rollout.ordinal, rollout.member, rollout.attempt)
     waiting: Sequence[LoggedSample] = [each for each in log.samples if each.key == key]
     found: list[LoggedSample | None] = []
     for sample in rollout.samples:
         first = waiting[0] if waiting else None
-        # nothing precedes the first token, so that it never has a log-prob
+        # Nothing precedes the first token, so that it never has a log-prob.
         is_it = first is not None and np.array_equal(first.mask[1:], sample.loss_mask[1 : len(first.mask)] != 0)
         found.append(first if is_it else None)
         waiting = waiting[1:] if is_it else waiting
@@ -206,6 +221,7 @@ _REMEDY = "restore the object from a replica of the bucket; training goes on wit
 
 
 def _corrupt(where: str, value: object, problem: str) -> CorruptObjectError:
+    """Return the error that the token log `where` has this value, which is wrong as `problem` says."""
     return CorruptObjectError(
         f"token log {where}: {value} {problem}", reason=_REASON, remedy=_REMEDY, metadata={"object": where}
     )
@@ -227,9 +243,9 @@ _TAUGHT = "how a teacher's scores came about"
 
 
 def scored_digest(rollout: Rollout) -> str:
-    """Return the sha256 (hex) of what a teacher scores: each sample's ids, mask and log-probs, and the demonstration.
+    """Return the sha256 (hex) of what a teacher scores of a rollout: samples with their lengths, and the demonstration.
 
-    The length of each sample is covered, too.
+    Of each sample, token ids, mask and log-probs are covered.
     """
     whole = hashlib.sha256()
     for sample in rollout.samples:
@@ -244,11 +260,12 @@ def scored_digest(rollout: Rollout) -> str:
 def encode_scores(
     samples: Sequence[Sample], scores: Sequence[Float32Array], taught: Sequence[Taught | None] | None = None
 ) -> bytes:
-    """Encode a teacher's scores for the store.
+    """Encode a teacher's scores, one column float32 [T] per sample, for the store.
 
-    It is a mark, the sha256 of what follows, the size of a JSON list (uint32), the list, then the columns
-    (float32), one after the other; numbers are little-endian. The list has for each sample what `taught` has, null
-    where another model is the teacher, as it is by default. CorruptObjectError if a column does not fit its sample.
+    The result is a mark, the sha256 of what follows, the size of a JSON list (uint32), the list, then the columns
+    (float32), one after the other; numbers are little-endian. The list has for each sample what `taught` has: how the
+    policy scored it as its own teacher, None (null) where another model did, which None for `taught` says of all.
+    CorruptObjectError if a column does not fit its sample.
     """
     for index, (sample, column) in enumerate(zip(samples, scores, strict=True)):
         _check(sample, column, where=f"scores[{index}]")
@@ -259,7 +276,12 @@ def encode_scores(
 
 
 def with_scores(rollout: Rollout, data: bytes, *, where: str) -> Rollout:
-    """Return the rollout with the scores of an object in its samples; CorruptObjectError if they are not its own."""
+    """Return a copy of the rollout with a teacher's scores in its samples.
+
+    `data` is the object that `encode_scores` made.
+
+    CorruptObjectError, naming the object by `where`, if it is damaged or does not fit the rollout.
+    """
     taught, values = decode_scores(data, where=where)
     if len(taught) != len(rollout.samples):
         raise _scores_corrupt(where, _TAUGHT, f"is no list of {len(rollout.samples)}")
@@ -275,9 +297,10 @@ def with_scores(rollout: Rollout, data: bytes, *, where: str) -> Rollout:
 
 
 def decode_scores(data: bytes, *, where: str) -> tuple[list[Taught | None], Float32Array]:
-    """Decode a teacher's scores: how each sample was scored, and all columns, float32 [tokens].
+    """Decode the object of a teacher's scores: return an entry per sample, and all samples' log-probs joined, in order.
 
-    CorruptObjectError if damaged.
+    An entry says how the policy scored the sample as its own teacher, and is None where another model was the teacher.
+    The log-probs are float32 [tokens]. CorruptObjectError, naming `where`, if the object is damaged.
     """
     head, body = data[:_SCORES_HEAD_BYTES], data[_SCORES_HEAD_BYTES:]
     if head != _SCORES_MAGIC + hashlib.sha256(body).digest():
@@ -294,6 +317,7 @@ def decode_scores(data: bytes, *, where: str) -> tuple[list[Taught | None], Floa
 
 
 def _taught(entry: Fields) -> Taught:
+    """Return an entry of the JSON list of an object of scores: how the policy scored a sample as its own teacher."""
     return Taught(
         lineage=entry.integer("lineage"),
         version=entry.integer("version"),
@@ -303,6 +327,10 @@ def _taught(entry: Fields) -> Taught:
 
 
 def _check(sample: Sample, column: np.ndarray, *, where: str) -> None:
+    """Raise CorruptObjectError, naming `where`, unless a column of scores fits its sample.
+
+    It must be float32 [T], finite, and 0 where the policy did not sample.
+    """
     check_column(column, np.float32, sample.num_tokens, where)
     if not bool(np.isfinite(column).all()):
         raise _scores_corrupt(where, "nan or inf", "is not finite")
@@ -311,6 +339,7 @@ def _check(sample: Sample, column: np.ndarray, *, where: str) -> None:
 
 
 def _scores_corrupt(where: str, value: object, problem: str) -> CorruptObjectError:
+    """Return the error that the teacher's scores `where` have this value, which is wrong as `problem` says."""
     return CorruptObjectError(
         f"teacher scores {where} = {value} {problem}",
         reason=_CORRUPT,

@@ -153,12 +153,12 @@ class _TokenColumns:
 
     @property
     def num_tokens(self) -> int:
-        """Return tokens in the sample, prompts included."""
+        """Return the number of tokens, prompts included."""
         return len(self.token_ids)
 
     @property
     def num_loss_tokens(self) -> int:
-        """Return tokens that the policy sampled."""
+        """Return the number of tokens that the policy sampled."""
         return int(np.count_nonzero(self.loss_mask))
 
 
@@ -192,30 +192,31 @@ class Sample(_TokenColumns):
     turns: tuple[TurnReward, ...] = ()
     """Its model calls, in order, where the environment gave any turn of the rollout a reward of its own."""
     teacher_logprobs: Float32Array | None = None
-    """float32 [T] of the teacher of a distillation, 0 where the mask is 0; kept beside the log (`scores.py`)."""
+    """float32 [T] of the teacher of a distillation, 0 where the mask is 0; kept beside the log (`token_logs.py`)."""
     taught: Taught | None = None
     """How the policy itself scored it as its teacher; None where another model did. Kept with `teacher_logprobs`."""
 
     @property
     def unrewarded_turns(self) -> tuple[TurnReward, ...]:
         """Return the sample's runs of sampled tokens, each as a turn with the reward 0."""
+        # A run ends where the mask falls from 1 to 0; the appended 0 ends one at the last token.
         ends = np.flatnonzero(np.diff(self.loss_mask.astype(np.int8), append=0) == -1) + 1
         return tuple(TurnReward(end=int(end), reward=0.0) for end in ends)
 
     @property
     def min_version(self) -> int | None:
-        """Return oldest policy version among the sampled tokens; None when no span is known."""
+        """Return the oldest policy version among the sampled tokens; None when no span is known."""
         return min((span.version for span in self.policy_spans), default=None)
 
     @property
     def max_version(self) -> int | None:
-        """Return newest policy version among the sampled tokens; None when no span is known."""
+        """Return the newest policy version among the sampled tokens; None when no span is known."""
         return max((span.version for span in self.policy_spans), default=None)
 
     def mean_version(self, num_tokens: int) -> float | None:
-        """Return the mean policy version of the sampled tokens among the first `num_tokens`.
+        """Return the mean policy version of the sampled tokens among the first `num_tokens` tokens of the sample.
 
-        None when no span is known.
+        None if none of these was sampled, or their versions are not known.
         """
         sampled = self.loss_mask[:num_tokens]
         counts = [np.count_nonzero(sampled[span.start : span.end]) for span in self.policy_spans]
@@ -225,7 +226,7 @@ class Sample(_TokenColumns):
 
     @property
     def lineage(self) -> int | None:
-        """Return lineage of the oldest version; None when no span is known."""
+        """Return the lineage of the oldest policy version among the sampled tokens; None when no span is known."""
         oldest = min(self.policy_spans, key=lambda span: span.version, default=None)
         return None if oldest is None else oldest.lineage
 
@@ -292,13 +293,14 @@ class Rollout:
     def penalised(self, penalty: float, *, has_turns: bool = False) -> "Rollout":
         """Return a copy with `penalty` taken off the reward, off that of every trace, and off that of the last turn.
 
-        A rollout without turn rewards has no turn to take it off. With `has_turns`, another rollout of the
-        group has turn rewards, and the turns of one without any count as 0 each.
+        Only a rollout with turn rewards has such a turn. `has_turns` says that some rollout of the group has turn
+        rewards: then one without any gets them first, 0 for each of its turns.
         """
         traces = tuple(replace(trace, reward=trace.reward - penalty) for trace in self.traces)
         samples = list(self.samples)
         if has_turns and not self.has_turn_rewards:
             samples = [replace(sample, turns=sample.unrewarded_turns) for sample in samples]
+        # Off the last turn as well: the rewards of the turns have to go on adding up to the rollout's (`earned_turns`).
         at = max((index for index, sample in enumerate(samples) if sample.turns), default=None)
         if at is not None:
             last = samples[at].turns[-1]
@@ -308,7 +310,7 @@ class Rollout:
 
     @property
     def trace_of_sample(self) -> list[int]:
-        """Return the index of the trace of each sample."""
+        """Return for each sample, in order, the index of the trace in `agent_traces` that it belongs to."""
         return [index for index, trace in enumerate(self.agent_traces) for _ in range(trace.num_samples)]
 
     @property
@@ -318,9 +320,9 @@ class Rollout:
 
     @property
     def earned_turns(self) -> tuple[tuple[TurnReward, ...], ...] | None:
-        """Return the turns of each sample with their rewards; None if these do not add up to the rollout's reward.
+        """Return, for each sample, its turns with their rewards; None if these do not sum to the rollout's reward.
 
-        A turn without a reward has earned 0.
+        In a sample without turn rewards each run of sampled tokens is a turn with the reward 0.
         """
         turns = tuple(sample.turns or sample.unrewarded_turns for sample in self.samples)
         return turns if add_up([turn.reward for own in turns for turn in own], self.reward) else None
@@ -329,12 +331,14 @@ class Rollout:
     def rewritten_turn(self) -> int | None:
         """Return the first turn, from 1, whose prompt did not begin with all tokens before it; None if there is none.
 
-        Turns are counted within a trace.
+        Such a turn begins a further sample of the same trace. Turns are counted within the trace.
         """
         owners = self.trace_of_sample
+        # A trace goes on in a second sample only where a prompt did not continue the first.
         first = next((at for at in range(1, len(owners)) if owners[at] == owners[at - 1]), None)
         if first is None:
             return None
+        # Each run of sampled tokens is one reply, so their number is that of turns before the new sample.
         starts = np.diff(self.samples[first - 1].loss_mask.astype(np.int8), prepend=0) == 1
         return int(np.count_nonzero(starts)) + 1
 
@@ -346,22 +350,28 @@ class Rollout:
 
     @property
     def num_tokens(self) -> int:
-        """Return tokens of all samples, prompts included."""
+        """Return the number of tokens of all samples, prompts included."""
         return sum(sample.num_tokens for sample in self.samples)
 
     @property
     def num_loss_tokens(self) -> int:
-        """Return sampled tokens of all samples."""
+        """Return the number of sampled tokens of all samples."""
         return sum(sample.num_loss_tokens for sample in self.samples)
 
     @property
     def min_version(self) -> int | None:
-        """Return oldest policy version among all sampled tokens; None when nothing was sampled."""
+        """Return the oldest policy version among all sampled tokens.
+
+        None when nothing was sampled or no version is known.
+        """
         return min((v for s in self.samples if (v := s.min_version) is not None), default=None)
 
     @property
     def max_version(self) -> int | None:
-        """Return newest policy version among all sampled tokens; None when nothing was sampled."""
+        """Return the newest policy version among all sampled tokens.
+
+        None when nothing was sampled or no version is known.
+        """
         return max((v for s in self.samples if (v := s.max_version) is not None), default=None)
 
 
@@ -411,20 +421,20 @@ _TOLERANCE = 1e-6
 
 
 def are_equal(rewards: Sequence[float] | np.ndarray) -> bool:
-    """Return whether all rewards of a group are the same but for rounding, relative to their own scale."""
+    """Return whether all rewards of a group are the same but for rounding, relative to the largest; True for none."""
     values = np.asarray(rewards, dtype=np.float64)
     return not values.size or bool(np.ptp(values) <= EQUALITY * np.abs(values).max())
 
 
 def reaches(reward: float, threshold: float) -> bool:
-    """Return whether a reward is a threshold or more, but for rounding."""
+    """Return whether a reward is at least a threshold, but for rounding: a millionth of it, or 1e-6, is forgiven."""
     return reward >= threshold - _TOLERANCE * max(1.0, abs(threshold))
 
 
 def add_up(parts: Sequence[float], total: float) -> bool:
     """Return whether `parts` sum to `total` but for rounding, that of float32 included.
 
-    The tolerance is relative to the largest of them all.
+    The tolerance is a millionth of the largest magnitude among parts and total.
     """
     scale = max([abs(total), *(abs(part) for part in parts)])
     return abs(sum(parts) - total) <= _TOLERANCE * scale

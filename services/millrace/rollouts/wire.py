@@ -58,7 +58,8 @@ MAX_ROLLOUT_BYTES = 256 << 20
 """Largest rollout that is read: 16 million tokens with their columns, and its messages."""
 MAX_ARCHIVE_BYTES = 1 << 30
 """Largest archive, decompressed: a thousand rollouts of 64k tokens have 0.6 GB."""
-_SMALL_ARCHIVE_BYTES, _MAX_EXPANSION = 64 << 20, 256  # log-probs hardly compress: real archives expand about 5 times
+# Log-probs hardly compress: real archives expand about 5 times.
+_SMALL_ARCHIVE_BYTES, _MAX_EXPANSION = 64 << 20, 256
 
 
 def purpose_to_wire(purpose: Purpose) -> rollout_pb2.Purpose:
@@ -74,17 +75,16 @@ def purpose_from_wire(value: int) -> Purpose:
 
 
 def encode_rollout(rollout: Rollout) -> bytes:
-    """Serialize a rollout that came from a worker; these bytes are what the log stores and hashes.
+    """Serialise a rollout that came from a worker; the log stores and hashes these bytes.
 
-    `CorruptObjectError` if a field is invalid: the env-server fills some in. Samples were checked when they came
-    in.
+    `CorruptObjectError` if a field is invalid: the env-server fills some in. Its samples are not checked again.
     """
     _validate_fields(rollout)
     return _to_proto(rollout).SerializeToString(deterministic=True)
 
 
 def decode_rollout(data: bytes) -> Rollout:
-    """Parse a rollout of `encode_rollout`; `CorruptObjectError` if it is invalid.
+    """Parse the bytes of `encode_rollout` and return the rollout; `CorruptObjectError` if it is invalid.
 
     Columns are read-only views of `data`.
     """
@@ -100,10 +100,10 @@ def decode_rollout(data: bytes) -> Rollout:
 
 
 def encode_archive(rollouts: Iterable[Rollout]) -> bytes:
-    """Return a zstd-compressed (level 3) `RolloutArchive`, in order of ordinal, attempt and member.
+    """Return a zstd-compressed `RolloutArchive` message of rollouts, in order of ordinal, attempt and member.
 
-    The rollouts were decoded, and are not checked anew. `CorruptObjectError` if the archive would be larger than
-    what `decode_archive` reads.
+    The rollouts were decoded, and are not checked anew. `CorruptObjectError` if the archive would be larger than what
+    `decode_archive` reads.
     """
     ordered = sorted(rollouts, key=lambda r: (r.ordinal, r.attempt, r.member))
     # Rollout by rollout, which gives the bytes of the whole message and never needs them at once. A frame begins with
@@ -111,6 +111,7 @@ def encode_archive(rollouts: Iterable[Rollout]) -> bytes:
     size = sum(_archive_of(rollout).ByteSize() for rollout in ordered)
     compressor, packed = zstandard.ZstdCompressor(level=3, write_checksum=True), io.BytesIO()
     if not 0 < size <= MAX_ARCHIVE_BYTES:
+        # Nothing to compress, or too much, which is refused below.
         packed.write(compressor.compress(b""))
     else:
         with compressor.stream_writer(packed, size=size, closefd=False) as writer:
@@ -127,6 +128,7 @@ def encode_archive(rollouts: Iterable[Rollout]) -> bytes:
 
 
 def _archive_of(rollout: Rollout) -> rollout_pb2.RolloutArchive:
+    """Return an archive message of one rollout; the bytes of such messages, joined, are those of one message of all."""
     return rollout_pb2.RolloutArchive(rollouts=[_to_proto(rollout)])
 
 
@@ -148,15 +150,16 @@ def _max_archive_bytes(packed: bytes) -> int:
 
 
 def rollout_to_proto(rollout: Rollout) -> rollout_pb2.Rollout:
-    """Return the protobuf form of a rollout that was made here.
+    """Check a rollout that was made here, and return its protobuf form.
 
-    `CorruptObjectError` names the field that is not valid.
+    `CorruptObjectError` names the field that is invalid.
     """
     validate_rollout(rollout)
     return _to_proto(rollout)
 
 
 def _to_proto(rollout: Rollout) -> rollout_pb2.Rollout:
+    """Return the protobuf form of a rollout, which is not checked."""
     values: dict[str, Any] = {name: getattr(rollout, name) for name in _SAME}
     values["purpose"] = purpose_to_wire(rollout.purpose)
     values["status"] = f"ROLLOUT_STATUS_{rollout.status.name}"
@@ -189,14 +192,14 @@ def rollout_from_proto(message: rollout_pb2.Rollout) -> Rollout:
 
 
 def truncation_to_wire(truncation: Truncation) -> rollout_pb2.Truncation | None:
-    """Return the protobuf form; None for the full distribution."""
+    """Return the protobuf form of truncation parameters; None for the full distribution."""
     return None if truncation.is_full else rollout_pb2.Truncation(**asdict(truncation))
 
 
 def truncation_from_wire(message: rollout_pb2.Rollout | rollout_pb2.OwnSampling | batch_pb2.SampleEntry) -> Truncation:
-    """Return the truncation of a message, the full distribution without one.
+    """Return the truncation parameters in the field `truncation` of a message, the full distribution if it is not set.
 
-    `CorruptObjectError` if it is out of range.
+    `CorruptObjectError` if one is out of range.
     """
     if not message.HasField("truncation"):
         return FULL
@@ -228,7 +231,10 @@ def own_sampling_from_wire(messages: Iterable[rollout_pb2.OwnSampling]) -> tuple
 
 
 def own_sampling_problem(ranges: Sequence[OwnSampling], num_tokens: int) -> str:
-    """Return what is wrong with the ranges of a sample of `num_tokens` tokens; empty if nothing is."""
+    """Return what is wrong with a sample's ranges of own sampling, which must ascend within `num_tokens`.
+
+    Empty if nothing is.
+    """
     end = 0
     for number, each in enumerate(ranges):
         if not end <= each.start < each.end <= num_tokens:
@@ -281,7 +287,11 @@ def _validate_fields(rollout: Rollout) -> None:
 
 
 def _validate_traces(rollout: Rollout) -> None:
-    """Raise `CorruptObjectError` unless each sample belongs to one trace; failed rollouts must have no trace."""
+    """Raise `CorruptObjectError` if a rollout's traces do not fit its status or samples.
+
+    The traces' numbers of samples must add up to those of the rollout, the names of agents must not be too long, and a
+    failed rollout has no trace. A rollout without traces is right.
+    """
     if not rollout.traces:
         return
     if rollout.status is not RolloutStatus.OK:
@@ -295,10 +305,12 @@ def _validate_traces(rollout: Rollout) -> None:
 
 
 def validate_sample(sample: Sample, *, where: str, needs_spans: bool) -> None:
-    """Raise `CorruptObjectError` if columns, spans, ranges or turns of a sample are invalid; `where` names it.
+    """Raise `CorruptObjectError` if columns, spans, ranges or turns of a sample are invalid; `where` names the sample.
 
-    Spans must cover every sampled token when there are any, and must be there if it `needs_spans`, as for training:
-    staleness is counted by them. (An evaluation against an external endpoint cannot know the version.)
+    Policy spans, ranges of own sampling and ranges of roles must ascend within the sample, and roles cover no sampled
+    token. Policy spans must cover every sampled token when there are any. With `needs_spans`, as for training, there
+    must be some, because staleness is counted by them. (An evaluation against an external endpoint cannot know the
+    version.)
     """
     length = sample.num_tokens
     if length < 1:
@@ -337,9 +349,10 @@ def validate_sample(sample: Sample, *, where: str, needs_spans: bool) -> None:
 
 
 def _validate_turns(sample: Sample, *, where: str) -> None:
-    """Raise `CorruptObjectError` unless turns ascend, each ends after a sampled token, and the last one after all.
+    """Raise `CorruptObjectError` unless a sample's turns ascend, each ends after a sampled token, and the last one
+    after all.
 
-    Their rewards must be finite.
+    Their rewards must be finite. `where` names the sample.
     """
     end = 0
     for number, turn in enumerate(sample.turns):
@@ -353,13 +366,18 @@ def _validate_turns(sample: Sample, *, where: str) -> None:
 
 
 def check_column(column: np.ndarray, dtype: type[np.generic], length: int, where: str) -> None:
-    """Raise `CorruptObjectError` unless `column` is one-dimensional, of `dtype`, with `length` items."""
+    """Raise `CorruptObjectError`, naming `where`, unless `column` is one-dimensional, of `dtype`, with `length`
+    items.
+    """
     if column.dtype != np.dtype(dtype) or column.shape != (length,):
         raise _corrupt(where, f"{column.dtype}{list(column.shape)}", f"is not {np.dtype(dtype)}[{length}]")
 
 
 def check_masked(loss_mask: np.ndarray, inference_logprobs: np.ndarray, *, where: str) -> None:
-    """Raise `CorruptObjectError` unless the mask is 0/1 and log-probs are finite, and 0 where the mask is 0."""
+    """Raise `CorruptObjectError` unless the mask is 0/1 and log-probs are finite, and 0 where the mask is 0.
+
+    `where` names the sample that has them.
+    """
     # Counts are what numpy does fastest of short arrays: worker, env-server and orchestrator check every rollout once.
     if loss_mask.size and int(np.maximum.reduce(loss_mask)) > 1:
         raise _corrupt(f"{where}.loss_mask", int(loss_mask.max()), "is neither 0 nor 1")
@@ -370,9 +388,9 @@ def check_masked(loss_mask: np.ndarray, inference_logprobs: np.ndarray, *, where
 
 
 def column_from_bytes(data: bytes, dtype: str, where: str) -> np.ndarray:
-    """Return a read-only view of a column's little-endian bytes.
+    """Return a read-only view of a column's little-endian bytes; `dtype` is `<i4`, `u1`, `<f4` or `<f2`.
 
-    `CorruptObjectError` if they are no whole number of items. `dtype` is `<i4`, `u1`, `<f4` or `<f2`.
+    `CorruptObjectError`, naming `where`, if they are no whole number of items.
     """
     item_size = np.dtype(dtype).itemsize
     if len(data) % item_size:
@@ -381,11 +399,12 @@ def column_from_bytes(data: bytes, dtype: str, where: str) -> np.ndarray:
 
 
 def column_to_bytes(column: np.ndarray, dtype: str) -> bytes:
-    """Return little-endian bytes of a column."""
+    """Return a column's items as bytes of `dtype`: `<i4`, `u1`, `<f4` or `<f2`."""
     return np.ascontiguousarray(column, dtype=dtype).tobytes()
 
 
 def _sample_to_proto(sample: Sample) -> rollout_pb2.Sample:
+    """Return the protobuf form of a sample, which is not checked; a teacher's scores are not part of it."""
     return rollout_pb2.Sample(
         token_ids=column_to_bytes(sample.token_ids, "<i4"),
         loss_mask=column_to_bytes(sample.loss_mask, "u1"),
@@ -398,6 +417,7 @@ def _sample_to_proto(sample: Sample) -> rollout_pb2.Sample:
 
 
 def _sample_from_proto(message: rollout_pb2.Sample) -> Sample:
+    """Return the sample of a message, whose values are not checked yet; CorruptObjectError for broken columns."""
     return Sample(
         token_ids=column_from_bytes(message.token_ids, "<i4", "token_ids"),
         loss_mask=column_from_bytes(message.loss_mask, "u1", "loss_mask"),
@@ -418,6 +438,7 @@ def spans_to_proto(spans: Sequence[PolicySpan]) -> list[rollout_pb2.PolicySpan]:
 
 
 def _corrupt(where: str, value: object, problem: str) -> CorruptObjectError:
+    """Return the error that the field `where` of a rollout has this value, which is wrong as `problem` says."""
     return CorruptObjectError(
         f"rollout field {where} = {value} {problem}",
         reason="ROLLOUT_INVALID",

@@ -72,7 +72,10 @@ Find = Callable[[str], AcceptedToken | None]
 
 
 def denied() -> UnauthenticatedError:
-    """Return the one error for callers without the right to call, which names neither the reason nor what exists."""
+    """Make (not raise) the error for a caller without the right to call: a valid bearer token is required.
+
+    It is the same for every such caller, and names neither the reason nor whether the method exists.
+    """
     return UnauthenticatedError(
         "a valid bearer token is required",
         reason="UNAUTHENTICATED",
@@ -81,7 +84,7 @@ def denied() -> UnauthenticatedError:
 
 
 def read_only() -> PermissionDeniedError:
-    """Return the error for a caller whose token may only read."""
+    """Make (not raise) the error for a caller whose token may only read, and who called what changes something."""
     return PermissionDeniedError(
         "this token may only read: its line in the server's tokens file says access=read",
         reason="READ_ONLY_TOKEN",
@@ -90,7 +93,7 @@ def read_only() -> PermissionDeniedError:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a listener on `host` is reached from this machine only."""
+    """Return whether a listener on `host` (a name or address, also in brackets) is reached from this machine only."""
     name = host.strip("[]")
     if name == "localhost":
         return True
@@ -126,7 +129,11 @@ class ServerAccess:
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        """Create the access from the settings; InvalidSpecError names the variable and file that is wrong."""
+        """Create what this process demands of its callers from the settings: certificates, token files,
+        MILLRACE_INSECURE.
+
+        Reads the token files. InvalidSpecError names the variable and file that is wrong.
+        """
         cert, key, client_ca = settings.tls_cert, settings.tls_key, settings.tls_client_ca
         _require_pair(settings)
         if client_ca is not None and cert is None:
@@ -147,14 +154,18 @@ class ServerAccess:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> Self:
-        """Create the access from the variables of this process."""
+        """Create what this process demands of its callers from environment variables, by default those of this process.
+
+        InvalidSpecError names the variable and file that is wrong.
+        """
         return cls.of(Settings.from_env(os.environ if environ is None else environ))
 
     def require_safe(self, address: str, kinds: Iterable[str], *, field: str = "MILLRACE_LISTEN") -> None:
-        """Raise InvalidSpecError if a server for these kinds of callers must not listen on `address`.
+        """Raise InvalidSpecError if a server for these kinds of callers (`PUBLIC`, `WORKER`) must not listen on
+        `address`.
 
-        It must not beyond loopback without TLS and tokens, unless MILLRACE_INSECURE allows it. `field` is the
-        setting that holds the address, for the message.
+        Beyond loopback it must not without TLS, and without tokens for each kind or client certificates, unless
+        MILLRACE_INSECURE allows it. `address` is host:port; `field` is the setting that holds it, for the message.
         """
         host, _ = parse_address(address)
         if self.is_insecure or is_loopback(host):
@@ -177,9 +188,12 @@ class ServerAccess:
             )
 
     def admit(self, method: str, metadata: Sequence[tuple[str, str | bytes]]) -> Grant:
-        """Return the grant for a gRPC call, or raise `denied()` or `read_only()`.
+        """Return the grant for a gRPC call if its metadata has an accepted token, else raise `denied()` or
+        `read_only()`.
 
-        Certificates were checked before, if demanded.
+        `method` is the full name with slashes: it decides whose tokens are accepted (public, workers', either), and
+        whether a token that may only read is enough. Health needs no token. Client certificates were checked in the TLS
+        handshake.
         """
         if method.startswith(_HEALTH):
             return _free()
@@ -191,6 +205,7 @@ class ServerAccess:
             kinds = [PUBLIC, WORKER]
         values = [value for key, value in metadata if key == AUTHORIZATION and isinstance(value, str)]
         grant = self._admit(kinds, values)
+        # Reflection and unknown methods change nothing: a token that may only read is enough for them.
         if kinds == [PUBLIC] and method not in READING_METHODS and not grant.may_write():
             raise read_only()
         return grant
@@ -198,8 +213,10 @@ class ServerAccess:
     def admit_http(self, path: str, authorization: str | None) -> Grant:
         """Return the grant for an HTTP request to `path`, or raise `denied()` or `read_only()`.
 
-        `authorization` is the header's value. /health needs no token, and nothing does where this process
-        demands none.
+        `authorization` is the value of the header of that name; None if it is missing. /health needs no token, and
+        nothing does where this process demands none. Workers' tokens open every path, scrapers' only that of the
+        metrics. Public and env workers' tokens open the paths of `_ENGINE_PATHS` alone; a token that may only read
+        opens only the paths that change nothing.
         """
         has_mtls = self.tls is not None and self.tls.client_ca is not None
         for_scrapers = self.metrics_tokens if path == METRICS_PATH else None
@@ -221,17 +238,20 @@ class ServerAccess:
         return grant
 
     def admit_metrics(self, authorization: str | None) -> Grant:
-        """Return the grant for a reader of the metrics of a service without an HTTP API, or raise `denied()`.
+        """Return the grant for a reader of `GET /metrics` of a service without an HTTP API, or raise `denied()`.
 
-        `authorization` is the header's value. Every kind of token will do but that of env workers.
+        `authorization` is the value of the header of that name; None if it is missing. Scrapers', workers' and public
+        tokens are accepted, those of env workers are not. Without any token file everybody is let in.
         """
         ways = [file.find for file in (self.metrics_tokens, self.worker_tokens, self.tokens) if file is not None]
         return _granted(ways, [] if authorization is None else [authorization]) if ways else _free()
 
     def _admit(self, kinds: Sequence[str], authorizations: Sequence[str]) -> Grant:
-        """Return the grant if a token is accepted by the file of one of the kinds, else raise `denied()`.
+        """Return the grant if the one bearer token of `authorizations` is accepted by a file of the `kinds`; else raise
+        `denied()`.
 
-        Where none of the kinds has a file, every call is granted.
+        `kinds` are of `PUBLIC` and `WORKER`, `authorizations` the values of all authorization headers. Where none of
+        the kinds has a file, every call is granted.
         """
         files = {PUBLIC: self.tokens, WORKER: self.worker_tokens}
         ways = [tokens.find for kind in kinds if (tokens := files[kind]) is not None]
@@ -239,11 +259,19 @@ class ServerAccess:
 
 
 def _granted(ways: Sequence[Find], authorizations: Sequence[str]) -> Grant:
-    """Return the grant if one of the `ways` accepts the bearer token in the header's values, else raise `denied()`."""
+    """Return a grant if one of `ways` (look-ups of a token in a file) accepts the bearer token, else raise `denied()`.
+
+    `authorizations` are the values of all authorization headers. The grant looks the token up again each time that it
+    is asked whether it still holds.
+    """
     token = _bearer(authorizations)
 
     def find() -> AcceptedToken | None:
-        # All are asked, whichever accepts it: how long it takes tells nothing.
+        """Look the token up in every file, and return the first entry that accepts it.
+
+        None if it is unknown or expired by now.
+        """
+        # A list and not a generator: every file is asked, whichever accepts the token, so the time shows nothing.
         return next((found for found in [way(token) for way in ways] if found is not None), None)
 
     accepted = find()
@@ -268,14 +296,17 @@ class ClientAccess:
 
     @classmethod
     def plain(cls) -> Self:
-        """Return the access without TLS and tokens, for servers of one's own on loopback."""
+        """Return the access of a client that speaks plain text and shows no token, for servers of one's own on
+        loopback.
+        """
         return cls()
 
     @classmethod
     def public(cls, settings: Settings) -> Self:
-        """Return the access of clients of the public API.
+        """Return the access of clients of the public API: whom they trust, and the user's token if the settings have
+        one.
 
-        InvalidSpecError names the variable and file that is wrong.
+        The token's file goes before the token itself. InvalidSpecError names the variable and file that is wrong.
         """
         secret: Callable[[], str] | None = None
         if settings.token_file is not None:
@@ -286,7 +317,8 @@ class ClientAccess:
 
     @classmethod
     def internal(cls, settings: Settings) -> Self:
-        """Return the access of calls between the services.
+        """Return the access of calls between the services: whom they trust, and the workers' token if the settings have
+        one.
 
         InvalidSpecError names the variable and file that is wrong.
         """
@@ -296,23 +328,29 @@ class ClientAccess:
 
     @classmethod
     def engine(cls, settings: Settings) -> Self:
-        """Return the access of env workers, which call the HTTP API of engines and nothing else."""
+        """Return the access of env workers, which call the HTTP API of engines and nothing else, with a token of their
+        own.
+
+        InvalidSpecError names the variable and file that is wrong.
+        """
         path = settings.engine_token_file
         secret = None if path is None else SecretFile(Path(path), field="MILLRACE_ENGINE_TOKEN_FILE").read
         return cls(tls=_client_files(settings), secret=secret, is_insecure=settings.insecure)
 
     @classmethod
     def public_from_environ(cls, environ: Mapping[str, str] | None = None) -> Self:
-        """Return `public`, from the variables of this process."""
+        """Return `public` for the settings in environment variables, by default those of this process."""
         return cls.public(Settings.from_env(os.environ if environ is None else environ))
 
     @classmethod
     def internal_from_environ(cls, environ: Mapping[str, str] | None = None) -> Self:
-        """Return `internal`, from the variables of this process."""
+        """Return `internal` for the settings in environment variables, by default those of this process."""
         return cls.internal(Settings.from_env(os.environ if environ is None else environ))
 
     def require_safe(self, address: str) -> None:
-        """Raise InvalidStateError if a token would travel in plain text beyond this machine."""
+        """Raise InvalidStateError if calls to `address` (host:port) would carry a token in plain text beyond this
+        machine.
+        """
         if self.secret is None or self.tls is not None or self.is_insecure or is_loopback(parse_address(address)[0]):
             return
         raise InvalidStateError(
@@ -323,20 +361,29 @@ class ClientAccess:
         )
 
     def headers(self) -> dict[str, str]:
-        """Return the HTTP header that shows the token; empty if there is none."""
+        """Return the HTTP header that shows the current token; empty if this client has none.
+
+        UnavailableError if it is gone.
+        """
         return {} if self.secret is None else {"Authorization": f"Bearer {self.secret()}"}
 
     def channel_options(self) -> list[tuple[str, Any]]:
-        """Return options of gRPC that belong to it."""
+        """Return gRPC channel options: the name that servers' certificates must bear, if the settings have one; else
+        none.
+        """
         name = self.tls.server_name if self.tls is not None else None
         return [("grpc.ssl_target_name_override", name)] if name else []
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
-        """Return credentials of the current files; None for plain text."""
+        """Return TLS credentials of the current files for a gRPC channel; None if this client speaks plain text."""
         return None if self.tls is None else self.tls.grpc_credentials()
 
 
 def _client_files(settings: Settings) -> ClientFiles | None:
+    """Return the certificate files of a client; None, for plain text, if no CA is set.
+
+    InvalidSpecError if half a pair is set.
+    """
     _require_pair(settings)
     if settings.tls_ca is None:
         return None
@@ -350,6 +397,7 @@ def _client_files(settings: Settings) -> ClientFiles | None:
 
 
 def _require_pair(settings: Settings) -> None:
+    """Raise InvalidSpecError if only one of certificate and key is set; names the variable that is missing."""
     if (settings.tls_cert is None) != (settings.tls_key is None):
         field, other = ("tls_cert", "tls_key") if settings.tls_cert is None else ("tls_key", "tls_cert")
         message = f"is not set, but {variable_name(other)} is"
@@ -357,15 +405,20 @@ def _require_pair(settings: Settings) -> None:
 
 
 def _bearer(authorizations: Sequence[str]) -> str:
-    """Return the token in the header's values; empty, which equals no token, unless there is just one."""
+    """Return the bearer token of authorization headers.
+
+    Empty, which equals no token, unless there is just one header.
+    """
     if len(authorizations) != 1 or not authorizations[0].lower().startswith(_SCHEME):
         return ""
     return authorizations[0][len(_SCHEME) :].strip()
 
 
 def _free() -> Grant:
+    """Return the grant of a call that needs no token: it has no name, always holds and may write."""
     return Grant(name="", holds=lambda: True)
 
 
 def _invalid(*violations: Violation, remedy: str = "set both and start again") -> InvalidSpecError:
+    """Make the error for settings that are wrong together; the default `remedy` is for half a pair."""
     return InvalidSpecError(violations, reason="ACCESS_INVALID", remedy=remedy)

@@ -76,12 +76,12 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 def open_channel(
     address: str, *, default_timeout_s: float = DEFAULT_TIMEOUT_S, access: ClientAccess | None = None
 ) -> grpc.aio.Channel:
-    """Return a channel to `host:port`; it connects at the first call. InvalidSpecError if the address is malformed.
+    """Return a channel to `address` (host:port); it connects at the first call.
 
     Unary calls without a deadline get `default_timeout_s`. `access` says how to call; by default as the services of a
-    deployment call each other, by the variables of this process. InvalidSpecError if a certificate or token file is
-    wrong, InvalidStateError if a token would travel in plain text. Close it, or use it as an asynchronous context
-    manager.
+    deployment call each other, by the variables of this process. With TLS the channel takes new certificates when their
+    files change. InvalidSpecError if the address is malformed or a certificate or token file is wrong,
+    InvalidStateError if a token would travel in plain text. Close it, or use it as an asynchronous context manager.
     """
     try:
         parse_address(address)
@@ -104,6 +104,7 @@ def open_channel(
 
 
 def _metadata() -> tuple[tuple[str, str], ...]:
+    """Return the metadata of a call: the request id that is bound in this context, else a fresh one."""
     # A call made while another is handled carries the same id, so that one id finds both in the logs.
     return ((REQUEST_ID_KEY, bound("request_id") or new_request_id()),)
 
@@ -120,7 +121,8 @@ async def call(
     """Call a unary method of a stub with a deadline and return its answer; raise classes of `millrace.errors`.
 
     `to` says in words who is called ("the orchestrator at host:port"), for messages when it cannot be reached;
-    `waits_on` names the component for `run why`, where the call shows itself once it lasts longer than `quiet_s`.
+    `waits_on` names the component for `run why`, where the call appears as a wait once it lasts longer than `quiet_s`
+    seconds.
     """
     asked = type(request).__name__.removesuffix("Request")
     reason = f"an answer of {to or waits_on or 'a server'} to {asked}"
@@ -135,10 +137,10 @@ async def call(
 
 
 def _require_cancelled(to: str) -> None:
-    """Raise UnavailableError unless this task itself was cancelled; called where a call to `to` was cancelled.
+    """Raise UnavailableError unless the current task itself was cancelled; `to` says in words who was called.
 
-    gRPC cancels a call also where another task has closed its channel, and a task that took that for its own
-    cancellation would end without a word.
+    It is called where a call ended with a cancellation. gRPC cancels a call also where another task has closed its
+    channel, and a task that took that for its own cancellation would end without a word.
     """
     task = asyncio.current_task()
     if task is not None and not task.cancelling():
@@ -152,10 +154,10 @@ def _require_cancelled(to: str) -> None:
 async def stream(
     method: Callable[..., Any], request: object, *, timeout_s: float | None = None, to: str = ""
 ) -> AsyncIterator[Any]:
-    """Yield the responses of a server-streaming method; raise classes of `millrace.errors`, with `to` as in `call`.
+    """Yield the responses of a server-streaming method; raise classes of `millrace.errors`.
 
-    Without `timeout_s` it lives as long as the server sends: the server must send heartbeats. Close it with
-    `contextlib.aclosing` when leaving early, which cancels the call.
+    `to` says in words who is called, for messages. Without `timeout_s` the stream lasts as long as the server sends:
+    the server must send heartbeats. Close it with `contextlib.aclosing` when leaving early, which cancels the call.
     """
     responses = method(request, timeout=timeout_s, metadata=_metadata())
     try:
@@ -167,6 +169,7 @@ async def stream(
         _require_cancelled(to)
         raise
     finally:
+        # Also where the reader leaves early: the server would go on with a stream that nobody reads.
         responses.cancel()
 
 
@@ -182,24 +185,30 @@ _MAX_OLD = 2
 
 
 class RotatingChannel(grpc.aio.Channel):
-    """Delegates every call to the channel of the current files."""
+    """Delegates every call to a channel of the current certificate files, and opens a new one when they change."""
 
     def __init__(self, make: Callable[[], grpc.aio.Channel], stamp: Callable[[], Stamp]) -> None:
-        """Create the channel; `make` opens one with the current files, and `stamp` differs when they have changed."""
+        """Open the first channel by `make`, which opens one with the current certificate files.
+
+        `stamp` returns a value that differs from an earlier one when the files have changed.
+        """
         self._make = make
         self._stamp = stamp
+        # The stamp first: files that change between these two lines are noticed at the next call.
         self._seen = stamp()
         self._current = make()
         self._old: list[grpc.aio.Channel] = []
         self._closing: set[asyncio.Task[None]] = set()
 
     def _now(self) -> grpc.aio.Channel:
-        """Return the channel to call over, a new one if the files have changed.
+        """Return the channel for the next call: a new one if the files have changed, in place of the current one.
 
-        Wrong files leave the old one in use.
+        Files that are wrong are logged, and the current channel stays in use. The last `_MAX_OLD` channels stay open
+        for the streams on them.
         """
         stamp = self._stamp()
         if stamp != self._seen:
+            # Also where they are wrong: the error is logged once, and not at each call until they are right.
             self._seen = stamp
             try:
                 fresh = self._make()
@@ -216,25 +225,32 @@ class RotatingChannel(grpc.aio.Channel):
         return self._current
 
     def _method(self, kind: str, *args: Any, **options: Any) -> Any:
+        """Return a stand-in for a stub's method, which looks up the current channel at each call.
+
+        `kind` is the name of gRPC's method of a channel, such as "unary_unary"; the rest are its arguments.
+        """
+
         def invoke(*request: Any, **call_options: Any) -> Any:
             return getattr(self._now(), kind)(*args, **options)(*request, **call_options)
 
         return invoke
 
     def unary_unary(self, *args: Any, **options: Any) -> Any:
-        """Return what gRPC's method returns."""
+        """Return a callable for a method with one request and one response, as gRPC's channel does; it follows new
+        certificates.
+        """
         return self._method("unary_unary", *args, **options)
 
     def unary_stream(self, *args: Any, **options: Any) -> Any:
-        """Return what gRPC's method returns."""
+        """Return a callable for a method with one request and a stream of responses, as gRPC's channel does."""
         return self._method("unary_stream", *args, **options)
 
     def stream_unary(self, *args: Any, **options: Any) -> Any:
-        """Return what gRPC's method returns."""
+        """Return a callable for a method with a stream of requests and one response, as gRPC's channel does."""
         return self._method("stream_unary", *args, **options)
 
     def stream_stream(self, *args: Any, **options: Any) -> Any:
-        """Return what gRPC's method returns."""
+        """Return a callable for a method with a stream of requests and one of responses, as gRPC's channel does."""
         return self._method("stream_stream", *args, **options)
 
     async def __aenter__(self) -> "RotatingChannel":
@@ -244,18 +260,21 @@ class RotatingChannel(grpc.aio.Channel):
         await self.close()
 
     async def close(self, grace: float | None = None) -> None:
-        """Close the current channel and those that it replaced."""
+        """Close the current channel and those that it replaced.
+
+        Calls under way have `grace` seconds (None: none) to end.
+        """
         old, self._old = self._old, []
         for channel in [*old, self._current]:
             await channel.close(grace)
         await asyncio.gather(*self._closing)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """Return the state of the current channel."""
+        """Return the state of the current channel, and have it connect if `try_to_connect`."""
         return self._current.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Wait for another state of the current channel."""
+        """Wait until the current channel's state differs from `last_observed_state`."""
         await self._current.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:

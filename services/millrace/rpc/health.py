@@ -5,7 +5,7 @@ progress: then it is SERVING only if it was touched within the last `within_s` s
 unhealthy although nobody notices that it hangs.
 
     board = HealthBoard()
-    await serve(address, register, health=board, ...)
+    await serve(address, register, health_board=board, ...)
     board.set_ready("millrace.internal.v1.PolicyService")            # the model is loaded
     board.expect_progress("", within_s=60); board.touch("")          # in the main loop
 
@@ -51,38 +51,51 @@ class HealthBoard:
         self._is_draining = False
 
     def add(self, name: str, *, reason: str = "starting") -> None:
-        """Make a name known, NOT_SERVING until `set_ready`; a name that is known stays as it is."""
+        """Make a name known, NOT_SERVING until `set_ready`; a name that is known stays as it is.
+
+        `reason` is why it does not serve, for the log.
+        """
         self._entries.setdefault(name, _Entry(False, reason, was_serving=False))
 
     def set_ready(self, name: str) -> None:
-        """Mark a known name as ready: it serves from now on, if it makes the progress that is demanded of it."""
+        """Mark a known name as ready: it serves from now on, if it makes the progress that is demanded of it.
+
+        KeyError for an unknown name.
+        """
         entry = self._entry(name)
         entry.is_ready, entry.reason = True, ""
+        # Evaluated for its log line: a change is logged at the first look after it.
         self.is_serving(name)
 
     def set_unready(self, name: str, reason: str) -> None:
-        """Mark a known name as not ready; the reason is for the log."""
+        """Mark a known name as not ready; `reason` is for the log. KeyError for an unknown name."""
         entry = self._entry(name)
         entry.is_ready, entry.reason = False, reason
         self.is_serving(name)
 
     def expect_progress(self, name: str, *, within_s: float | None) -> None:
-        """Demand a `touch` at least every `within_s` seconds, from now on; None demands none (nothing is pending)."""
+        """Demand a `touch` of `name` at least every `within_s` seconds, from now on, or it does not serve.
+
+        None demands none. KeyError for an unknown name.
+        """
         entry = self._entry(name)
         entry.touched, entry.within_s = self._clock(), within_s
 
     def touch(self, name: str) -> None:
-        """Note that the name made progress."""
+        """Note that `name` made progress now: the time that `expect_progress` allows it begins again.
+
+        KeyError for an unknown name.
+        """
         self._entry(name).touched = self._clock()
 
     def drain(self) -> None:
-        """Set every name to NOT_SERVING, for good."""
+        """Report every name as NOT_SERVING from now on, for good, because this server ends."""
         self._is_draining = True
         for name in list(self._entries):
             self.is_serving(name)
 
     def reason(self, name: str) -> str:
-        """Return why a known name does not serve; empty if it does."""
+        """Return in words why a known name does not serve now; empty if it serves. KeyError for an unknown name."""
         entry = self._entry(name)
         if self._is_draining:
             return "draining"
@@ -109,6 +122,7 @@ class HealthBoard:
         return not reason
 
     def _entry(self, name: str) -> _Entry:
+        """Return what the board keeps of a name; KeyError names those that are known."""
         if name not in self._entries:
             raise KeyError(f"{name!r} is not on the health board; known: {', '.join(map(repr, self._entries))}")
         return self._entries[name]
@@ -122,11 +136,12 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
     """
 
     def __init__(self, board: HealthBoard, draining: asyncio.Event) -> None:
-        """Serve `board`; watches end when `draining` is set."""
+        """Answer from `board`; watches of clients end when `draining` is set."""
         self._board = board
         self._draining = draining
 
     def _status(self, name: str) -> health_pb2.HealthCheckResponse.ServingStatus:
+        """Return the protocol's status of a name at this moment: SERVING, NOT_SERVING or SERVICE_UNKNOWN."""
         match self._board.is_serving(name):
             case None:
                 return _UNKNOWN
@@ -138,7 +153,10 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> health_pb2.HealthCheckResponse:
-        """Return the health of one name; NOT_FOUND if it is unknown, as the protocol wants it."""
+        """Return whether the service that the request names serves at this moment; empty is the process.
+
+        Ends the call with NOT_FOUND for an unknown name, as the protocol demands.
+        """
         status = self._status(request.service)
         if status == _UNKNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r} here")

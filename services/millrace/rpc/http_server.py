@@ -59,6 +59,10 @@ class HttpServer:
     """A running server; `start` makes one, `stop` ends it."""
 
     def __init__(self, app: Any, listener: socket.socket, *, tls: ServerFiles | None, bounds: HttpBounds) -> None:
+        """Configure a server that `start` then runs; prefer `start`.
+
+        The `listener` listens already; without `tls` it is plain.
+        """
         self.port = int(listener.getsockname()[1])
         self.bounds = bounds
         self._listener = listener
@@ -72,6 +76,7 @@ class HttpServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,
+            # uvicorn takes whole seconds.
             timeout_keep_alive=int(bounds.idle_s),
             timeout_graceful_shutdown=int(bounds.shutdown_s),
         )
@@ -85,9 +90,10 @@ class HttpServer:
     async def start(
         cls, app: Any, host: str, port: int, *, tls: ServerFiles | None, bounds: HttpBounds, field: str
     ) -> Self:
-        """Serve the ASGI application at an address, and return the running server.
+        """Serve the ASGI application at an address, and return the running server; `port` 0 takes a free one.
 
-        UnavailableError, naming the variable `field`, if the address cannot be bound.
+        Without `tls` it speaks plain text. UnavailableError, naming the variable `field`, if the address cannot be
+        bound.
         """
         server = cls(app, _listen(host, port, field=field), tls=tls, bounds=bounds)
         # What `uvicorn.Server.serve` does, without its sockets and its signal handlers.
@@ -100,18 +106,26 @@ class HttpServer:
         return server
 
     async def stop(self) -> None:
-        """Accept nothing more, wait `shutdown_s` for answers on their way, then close every connection."""
+        """Accept nothing more, wait for answers that are under way at most `HttpBounds.shutdown_s`, then close all
+        connections.
+        """
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._listener.close()
+        # Among them are those in their TLS handshake, of which uvicorn does not know.
         for connection in self._waiting():
             connection.cut()
+        # Waits for answers that are under way, `shutdown_s` at most.
         await self._uvicorn.shutdown(sockets=[])
         for connection in list(self._open):
             connection.cut()
 
     async def _accept(self) -> None:
+        """Accept connections for ever, each once there is room for it.
+
+        Where the process has no descriptor left, pause and log.
+        """
         loop = asyncio.get_running_loop()
         # unregistered wait: a pause where the process is out of descriptors, which is logged
         while True:
@@ -122,11 +136,13 @@ class HttpServer:
                     logger.error("no connection can be accepted", extra={"port": self.port, "error": str(error)})
                     await asyncio.sleep(_NO_DESCRIPTOR_S)
                 continue
+            # The connection that finds no place waits here, accepted; those after it wait in the kernel's backlog.
             try:
                 await self._make_room()
             except asyncio.CancelledError:
                 link.close()
                 raise
+            # Its place counts from here on, before TLS and header.
             connection = _Connection(
                 self._config,
                 self._uvicorn.server_state,
@@ -138,6 +154,11 @@ class HttpServer:
             connection.begin(link, self._context)
 
     async def _make_room(self) -> None:
+        """Wait until the number of connections is below the bound.
+
+        Meanwhile the connection that has waited for longest for a request is cut off, once it has waited for
+        `_LEAST_S`. Where every connection is being answered, only the end of one makes room.
+        """
         while len(self._open) >= self.bounds.connections:
             oldest = next(iter(self._waiting()), None)
             left = None if oldest is None else oldest.since + _LEAST_S - asyncio.get_running_loop().time()
@@ -149,13 +170,15 @@ class HttpServer:
                 await asyncio.wait_for(self._freed.wait(), left)
 
     def _waiting(self) -> "list[_Connection]":
+        """Return the connections for which no request is being answered, the one that has waited for longest first."""
         return [connection for connection in self._open if not connection.is_busy]
 
     def _note(self, connection: "_Connection", is_open: bool) -> None:
-        """Note that a connection has ended or, if it `is_open`, waits for its next request.
+        """Note that a connection has ended or, if `is_open`, begins to wait for its next request.
 
-        It is replaced last then.
+        Of those that wait it is then the last to be cut off. A place may be free: `_make_room` looks again.
         """
+        # A dict keeps the order of insertion: put back, this connection is the youngest of those that wait.
         if connection in self._open:
             del self._open[connection]
             if is_open:
@@ -167,6 +190,10 @@ class _Connection(HttpToolsProtocol):
     """uvicorn's connection with deadlines. It is busy from a whole header to the end of the answer."""
 
     def __init__(self, *args: Any, bounds: HttpBounds, changed: "Callable[[_Connection, bool], None]") -> None:
+        """Take uvicorn's arguments, bounds, and `changed`, which is called with this connection when its state changes.
+
+        The second argument of `changed` is True where it waits for its next request, False where it has ended.
+        """
         super().__init__(*args)
         self.bounds = bounds
         self._changed = changed
@@ -181,11 +208,15 @@ class _Connection(HttpToolsProtocol):
 
     @property
     def is_busy(self) -> bool:
-        """Return whether a request is being answered."""
+        """Return whether a request of this connection is being answered."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def begin(self, link: socket.socket, context: Any) -> None:
-        """Take the accepted socket over, with TLS if there is a `context`; the time for the first header begins."""
+        """Take an accepted socket over, with TLS if `context` is an SSL context (None: plain), and return at once.
+
+        The deadlines of handshake and header, and of the whole connection if there is one, begin now; past one it is
+        cut.
+        """
         self._cut_in(self.bounds.request_s)
         if self.bounds.exchange_s is not None:
             self._end = self.loop.call_later(self.bounds.exchange_s, self.cut)
@@ -193,18 +224,23 @@ class _Connection(HttpToolsProtocol):
         self._shaking.add_done_callback(lambda _: self._shaken(link))
 
     async def _shake(self, link: socket.socket, context: Any) -> None:
+        """Connect the socket to this protocol, with a TLS handshake if there is a context.
+
+        A failed one is only logged.
+        """
         try:
             await self.loop.connect_accepted_socket(lambda: self, link, ssl=context)
         except (OSError, EOFError) as error:  # of TLS, or it hung up
             logger.debug("a connection was cut off", extra={"error": str(error)})
 
     def _shaken(self, link: socket.socket) -> None:
+        """Close the socket if the handshake ended without a connection; called when the handshake's task has ended."""
         if self.transport is None:  # no handshake: nothing else will ever close it
             link.close()
             self._over()
 
     def cut(self) -> None:
-        """Close the connection at once, whatever it waits for."""
+        """Close the connection at once, whatever it waits for, also during its handshake."""
         if self.transport is not None:
             self.transport.abort()
         elif self._shaking is not None:
@@ -212,17 +248,20 @@ class _Connection(HttpToolsProtocol):
         self._over()
 
     def _over(self) -> None:
+        """Cancel the deadlines, and report that this connection has ended."""
         self._cut_in(None)
         if self._end is not None:
             self._end.cancel()
         self._changed(self, False)
 
     def _cut_in(self, seconds: float | None) -> None:
+        """Cut the connection in `seconds` from now, in place of the deadline before; None sets no deadline."""
         if self._deadline is not None:
             self._deadline.cancel()
         self._deadline = None if seconds is None else self.loop.call_later(seconds, self.cut)
 
     def connection_made(self, transport: Any) -> None:
+        # The deadline goes on from the acceptance: handshake and header share it.
         self.since = self.loop.time()
         super().connection_made(transport)
 
@@ -231,15 +270,21 @@ class _Connection(HttpToolsProtocol):
         self._over()
 
     def data_received(self, data: bytes) -> None:
+        """Pass bytes on to the parser; cut the connection if its header or body gets larger than its bound.
+
+        The first bytes after an idle time begin the deadline of the next header.
+        """
         if self._is_idle:
             self._is_idle = False
             self._cut_in(self.bounds.request_s)
         self._size += len(data)
         super().data_received(data)
+        # What these bytes have completed has set the count to 0: only an unfinished header or body is measured.
         if self._size > (self.bounds.message_bytes if self._is_in_message else MAX_HEADER_BYTES):
             self.cut()
 
     def on_headers_complete(self) -> None:
+        """End the header's deadline, and bound the body from here on."""
         self._cut_in(None)
         self._size, self._is_in_message = 0, True
         super().on_headers_complete()
@@ -249,6 +294,9 @@ class _Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        """Give an idle connection the time for its next request, and report that it waits, unless a request came
+        already.
+        """
         super().on_response_complete()
         if self.is_busy:  # with a request that came before this answer was over
             return
@@ -257,22 +305,27 @@ class _Connection(HttpToolsProtocol):
         self._changed(self, True)
 
     def pause_writing(self) -> None:
+        """Give the client `request_s` seconds to read what fills its socket."""
         super().pause_writing()
         self._cut_in(self.bounds.request_s)
 
     def resume_writing(self) -> None:
+        """Take the deadline for reading away, or, where the answer is complete, set that of the next request."""
         super().resume_writing()
         self._cut_in(None if self.is_busy else self.bounds.idle_s + self.bounds.request_s)
 
 
 def _report(task: asyncio.Task[None]) -> None:
-    """Log the error with which a task of the server ended, without which nothing new is served."""
+    """Log the error with which a task of the server ended, if any: nothing new is served then."""
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("an HTTP server has broken down", exc_info=error)
 
 
 def _listen(host: str, port: int, *, field: str) -> socket.socket:
-    """Return a listening socket; UnavailableError if the address cannot be bound."""
+    """Return a non-blocking listening socket.
+
+    UnavailableError, naming the variable `field`, if the address cannot be bound.
+    """
     try:
         listener = bound_socket(host, port)
         listener.listen(_BACKLOG)

@@ -56,19 +56,21 @@ def request_id_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
 
 @contextlib.asynccontextmanager
 async def _guarded(method: str, request_id: str, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-    """Log the call of the block, and end it with a status where its handler raises.
+    """Log the call that the block handles, and end it with a status if the block raises.
 
-    A class of `millrace.errors` is sent as it is; anything else is a defect, of which the caller gets the request
-    id alone.
+    A class of `millrace.errors` is sent as it is. Anything else is a defect: it is logged with its traceback, and the
+    caller gets INTERNAL and the request id alone. While the block runs, `request_id` is bound in the log's context.
     """
     began = time.monotonic()
 
     def fields(code: str, **more: Any) -> dict[str, Any]:
+        """Return the fields of the log's line: method, code, seconds since the call began, and `more`."""
         return {"method": method, "code": code, "seconds": round(time.monotonic() - began, 6), **more}
 
     with bind(request_id=request_id):
         try:
             yield
+        # The handler ended the call itself, with a status of its own.
         except grpc.aio.AbortError:
             logger.info("call aborted", extra=fields(_code_of(context), peer=context.peer()))
             raise
@@ -94,6 +96,7 @@ async def _guarded(method: str, request_id: str, context: grpc.aio.ServicerConte
 
 
 def _code_of(context: grpc.aio.ServicerContext) -> str:
+    """Return the name of the status code that a handler has set, or its number as text."""
     code = context.code()  # the enum, or its number, depending on how it was set
     return code.name if isinstance(code, grpc.StatusCode) else str(code)
 
@@ -106,9 +109,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Return the method's handler, wrapped: calls are logged, and errors become a status.
+        """Return the handler of the called method, wrapped: calls are logged, and errors become a status.
 
-        None for an unknown method. A malformed request is refused before the handler gets it.
+        None for an unknown method. A malformed request is refused before the handler gets it. `continuation` returns
+        the handler for these details.
         """
         handler = await continuation(handler_call_details)
         if handler is None:
@@ -140,7 +144,10 @@ class _Malformed:
 
 
 def _typed(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """Wrap a deserializer: bytes that do not decode become a `_Malformed` in place of the request. None stays None."""
+
     def deserialize(data: bytes) -> Any:
+        """Return the decoded request, or the error of one that does not decode, in its place."""
         assert parse is not None
         try:
             return decode_request(parse, data)
@@ -151,7 +158,10 @@ def _typed(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | Non
 
 
 def _formed(request: Any) -> Any:
-    """Return the request; raise InvalidSpecError if its bytes or values are malformed, of a stream at each message."""
+    """Return the request, or the stream of requests; raise InvalidSpecError if its bytes or values are malformed.
+
+    Of a stream each message is checked when it comes.
+    """
     if isinstance(request, _Malformed):
         raise request.error
     check_request(request)
@@ -159,12 +169,19 @@ def _formed(request: Any) -> Any:
 
 
 async def _all_formed(requests: AsyncIterable[Any]) -> AsyncIterator[Any]:
+    """Yield the messages of a stream of requests; raise InvalidSpecError at the first malformed one."""
     async for request in requests:
         yield _formed(request)
 
 
 def _wrap_coroutine(behaviour: Callable[..., Awaitable[Any]], method: str, request_id: str) -> Callable[..., Any]:
+    """Return a handler with one response that checks the request, logs the call and turns errors into a status.
+
+    `behaviour` is the servicer's method.
+    """
+
     async def handle(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        """Return the servicer's response to a checked request, within the guard."""
         async with _guarded(method, request_id, context):
             return await behaviour(_formed(request), context)
 
@@ -172,7 +189,16 @@ def _wrap_coroutine(behaviour: Callable[..., Awaitable[Any]], method: str, reque
 
 
 def _wrap_generator(behaviour: Callable[..., Any], method: str, request_id: str) -> Callable[..., Any]:
+    """Return a handler with a stream of responses that checks the request, logs the call and turns errors into a
+    status.
+
+    `behaviour` is the servicer's method.
+    """
+
     async def handle(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        """Yield the servicer's responses to a checked request, within the guard."""
+        # Closed here when the caller leaves: the clean-up of the servicer's method runs within the guard, and not when
+        # the garbage collector finds the generator.
         async with (
             _guarded(method, request_id, context),
             contextlib.aclosing(behaviour(_formed(request), context)) as responses,
@@ -184,6 +210,8 @@ def _wrap_generator(behaviour: Callable[..., Any], method: str, request_id: str)
 
 
 def _unimplemented(*, is_stream: bool) -> Callable[..., Any]:
+    """Return a handler that answers UNIMPLEMENTED, for a method with a stream of responses if `is_stream`."""
+
     async def refuse(_: Any, context: grpc.aio.ServicerContext) -> Any:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not implemented!")
 
@@ -203,7 +231,9 @@ class DefaultDeadline(grpc.aio.UnaryUnaryClientInterceptor):
     async def intercept_unary_unary(
         self, continuation: Callable[..., Any], client_call_details: Any, request: Any
     ) -> Any:
-        """Continue the call, with the default deadline if it has none."""
+        """Continue a client's call, with the default deadline if it has none, and return what `continuation`
+        returns.
+        """
         if client_call_details.timeout is None:
             client_call_details = client_call_details._replace(timeout=self._timeout_s)
         return await continuation(client_call_details, request)
@@ -227,10 +257,15 @@ _FLOATS = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
 
 
 def check_request(request: Any) -> None:
-    """Raise InvalidSpecError naming the fields of a message that hold a forbidden value; anything else passes."""
+    """Raise InvalidSpecError naming up to `_MAX_REPORTED` fields that hold a value no request may hold.
+
+    Refused are unknown enum values, numbers that are not finite, names or texts that are too long, control characters
+    in names, and lists that are too long. What is no protobuf message passes.
+    """
     if not isinstance(request, Message):
         return
     found: list[Violation] = []
+    # Lazily: of a request full of errors no more is read than is reported.
     for violation in _violations(request, ""):
         found.append(violation)
         if len(found) == _MAX_REPORTED:
@@ -240,6 +275,13 @@ def check_request(request: Any) -> None:
 
 
 def _violations(message: Message, prefix: str) -> Iterator[Violation]:
+    """Yield a violation for each value in a message, and in those inside it, that no request may hold.
+
+    Those are lists of over `MAX_ITEMS` entries, unknown enum values, numbers that are not finite, and strings that are
+    too long or, in names, have control characters. `prefix` is the path to the message, with a dot at its end, or
+    empty.
+    """
+    # Fields that are not set are not listed: the defaults are legal.
     for field, value in message.ListFields():
         where = f"{prefix}{field.name}"
         if not field.is_repeated:
@@ -257,6 +299,11 @@ def _violations(message: Message, prefix: str) -> Iterator[Violation]:
 
 
 def _of_value(field: FieldDescriptor, value: Any, where: str) -> Iterator[Violation]:
+    """Yield a violation if one value of `field` is an unknown enum value, a number that is not finite, or a bad string.
+
+    Of a message its inner values are checked. `where` is the value's path, for the violation.
+    """
+    # Enums of proto3 are open: the decoder keeps a number that it does not know.
     match field.cpp_type:
         case FieldDescriptor.CPPTYPE_MESSAGE:
             yield from _violations(value, f"{where}.")
@@ -269,6 +316,11 @@ def _of_value(field: FieldDescriptor, value: Any, where: str) -> Iterator[Violat
 
 
 def _of_text(name: str, text: str, where: str) -> Iterator[Violation]:
+    """Yield a violation if a string of the field `name` is too long, or is a name with control characters.
+
+    Fields whose names end as `_FREE_TEXT` says hold texts, which may be longer and have any characters; those that end
+    in "_json" are not checked. `where` is the string's path, for the violation.
+    """
     if name.endswith("_json"):
         return
     is_name = not name.endswith(_FREE_TEXT)
@@ -297,9 +349,10 @@ class Gate(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Return the method's handler if the call's token is accepted, else one that refuses the call.
+        """Return the handler of the called method if the call's token is accepted, else one that refuses the call.
 
-        A stream of answers is ended once its token is not accepted any more.
+        A stream of answers is ended once its token is not accepted any more. `continuation` returns the handler for
+        these details.
         """
         metadata = tuple(handler_call_details.invocation_metadata or ())
         method: str = handler_call_details.method
@@ -321,19 +374,29 @@ class Gate(grpc.aio.ServerInterceptor):
 
 
 def _refusal(error: MillraceError, method: str, request_id: str) -> grpc.RpcMethodHandler:
-    """Return a handler for calls of every arity that ends them with the error, without reading a message."""
+    """Return a handler, for calls of every arity, that logs the refusal and ends the call with the error; it reads
+    no message.
+    """
 
     async def refuse(_: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        """Log the refusal and end the call with the error."""
         fields = {"method": method, "reason": error.reason, "peer": context.peer(), "request_id": request_id}
         logger.info("call refused", extra=fields)
         await status.abort(context, error, request_id=request_id)
         yield b""  # never reached: makes it a generator
 
+    # gRPC takes such a handler for a call of any arity, and deserialises no message for it before it is read.
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _while_granted(behaviour: Callable[..., Any], grant: Grant, method: str, request_id: str) -> Callable[..., Any]:
+    """Return a handler that ends its stream of responses with UNAUTHENTICATED once the `grant` does not hold any more.
+
+    It is asked before each response. `behaviour` is the handler that makes the responses.
+    """
+
     async def handle(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        """Yield the handler's responses as long as the caller's token is accepted; then end the call."""
         async with contextlib.aclosing(behaviour(request, context)) as responses:
             async for response in responses:
                 if not grant.holds():
@@ -346,6 +409,9 @@ def _while_granted(behaviour: Callable[..., Any], grant: Grant, method: str, req
 
 
 def _with_token(details: Any, access: ClientAccess) -> Any:
+    """Return the details of a client's call with the current bearer token added to its metadata, if `access` has
+    one.
+    """
     metadata = grpc.aio.Metadata(*(details.metadata or ()))
     if access.secret is not None:
         metadata.add(AUTHORIZATION, f"Bearer {access.secret()}")
@@ -361,7 +427,7 @@ class ShowTokenUnary(grpc.aio.UnaryUnaryClientInterceptor):
     async def intercept_unary_unary(
         self, continuation: Callable[..., Any], client_call_details: Any, request: Any
     ) -> Any:
-        """Continue the call with the current token in its metadata."""
+        """Continue a client's call with the current token in its metadata, and return what `continuation` returns."""
         return await continuation(_with_token(client_call_details, self._access), request)
 
 
@@ -374,5 +440,5 @@ class ShowTokenStream(grpc.aio.UnaryStreamClientInterceptor):
     async def intercept_unary_stream(
         self, continuation: Callable[..., Any], client_call_details: Any, request: Any
     ) -> Any:
-        """Continue the call with the current token in its metadata."""
+        """Continue a client's call with the current token in its metadata, and return what `continuation` returns."""
         return await continuation(_with_token(client_call_details, self._access), request)

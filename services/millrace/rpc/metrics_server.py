@@ -46,10 +46,11 @@ T = TypeVar("T")
 async def metrics_server(
     address: str | None, registry: CollectorRegistry, *, access: ServerAccess | None = None
 ) -> AsyncIterator[int]:
-    """Serve the registry at `GET /metrics` while the block runs; the value is the port, 0 without an address.
+    """Serve the registry at `GET /metrics` while the block runs; the value is the port that was taken.
 
-    `access` is by default that of this process's variables. InvalidSpecError if the address needs protection that
-    is not set up, UnavailableError if it cannot be bound.
+    `address` is host:port; None serves nothing, and the value is 0. `access` says who may ask, by default by this
+    process's variables. InvalidSpecError if the address needs protection that is not set up, UnavailableError if it
+    cannot be bound.
     """
     if address is None:
         yield 0
@@ -69,11 +70,13 @@ async def metrics_server(
             await _on(loop, server.stop())  # at most a second
     finally:
         loop.call_soon_threadsafe(loop.stop)
+        # Joined in a thread: the service's event loop must not stand still for it.
         await asyncio.to_thread(thread.join)
         loop.close()
 
 
 async def _start(app: "FastAPI", address: str, access: ServerAccess) -> "HttpServer":
+    """Start the HTTP server of the metrics on the running event loop, and return it."""
     from millrace.rpc.http_server import HttpBounds, HttpServer
 
     bounds = HttpBounds(
@@ -88,7 +91,7 @@ async def _start(app: "FastAPI", address: str, access: ServerAccess) -> "HttpSer
 
 
 def _app(registry: CollectorRegistry, access: ServerAccess, loop: asyncio.AbstractEventLoop) -> "FastAPI":
-    """Return the application; `loop` is the service's, on which the registry is read."""
+    """Return the application that answers `GET /metrics`; `loop` is the service's, on which the registry is read."""
     from fastapi import FastAPI, Request
     from fastapi.responses import PlainTextResponse, Response
 
@@ -96,6 +99,10 @@ def _app(registry: CollectorRegistry, access: ServerAccess, loop: asyncio.Abstra
 
     @app.middleware("http")
     async def admit(request: Request, handle: Callable[[Request], Awaitable[Response]]) -> Response:
+        """Answer 401 to a request without an accepted token; handle any other.
+
+        The connection is closed after each answer.
+        """
         values = request.headers.getlist("authorization")
         try:
             access.admit_metrics(values[0] if len(values) == 1 else None)
@@ -110,6 +117,10 @@ def _app(registry: CollectorRegistry, access: ServerAccess, loop: asyncio.Abstra
 
     @app.get(METRICS_PATH)
     async def metrics(request: Request) -> Response:
+        """Answer with the registry's values in the format that the request accepts.
+
+        503 if the service's loop does not answer within `ANSWER_S`, 500 if they cannot be read.
+        """
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
 
         async def read() -> bytes:
@@ -133,7 +144,7 @@ def _app(registry: CollectorRegistry, access: ServerAccess, loop: asyncio.Abstra
 
 
 async def _on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
-    """Run work on the event loop of another thread, and return its result."""
+    """Run the coroutine `work` on `loop`, which runs in another thread, and return its result; raise its error."""
     try:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
     finally:

@@ -20,9 +20,10 @@ from millrace.telemetry.settings import parse_address
 
 
 def probe(address: str, service: str = "", *, timeout_s: float = 3.0, access: ClientAccess | None = None) -> bool:
-    """Ask a server whether the service, or without one its process, serves.
+    """Ask a server for the health of `service` (its full name; empty is the process), and return whether it serves.
 
-    UnavailableError if nobody answers, NotFoundError if the server does not know the service.
+    `access` is by default that of calls between the services. UnavailableError if nobody answers within `timeout_s`,
+    NotFoundError if the server does not know the service.
     """
     with _open(address, ClientAccess.internal_from_environ() if access is None else access) as channel:
         request = health_pb2.HealthCheckRequest(service=service)
@@ -38,7 +39,7 @@ def probe(address: str, service: str = "", *, timeout_s: float = 3.0, access: Cl
 
 
 def _open(address: str, access: ClientAccess) -> grpc.Channel:
-    """Return a channel that shows no token: health needs none."""
+    """Return a synchronous channel to `address`, with TLS if `access` has it. It shows no token: health needs none."""
     credentials = access.channel_credentials()
     if credentials is None:
         return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
@@ -46,7 +47,10 @@ def _open(address: str, access: ClientAccess) -> grpc.Channel:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Run the command: print SERVING or NOT_SERVING, or an error; return 0, 1 or the error's exit code.
+
+    `argv` is by default that of the process.
+    """
     parser = argparse.ArgumentParser(prog="python -m millrace.rpc.probe", description="Ask a server for its health.")
     parser.add_argument("address", help="host:port")
     parser.add_argument("service", nargs="?", default="", help="full service name; the process itself if absent")

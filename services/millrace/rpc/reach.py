@@ -15,12 +15,14 @@ _ANY_IPV4, _ANY_IPV6 = "0.0.0.0", "::"
 
 
 def is_wildcard(host: str) -> bool:
-    """Return whether a server on `host` listens on every interface."""
+    """Return whether a server on `host` listens on every interface: empty, `0.0.0.0` or `::`, also in brackets."""
     return bare_host(host) in ("", _ANY_IPV4, _ANY_IPV6)
 
 
 def listening_host(host: str) -> str:
-    """Return the address to bind for `host`: for a wildcard `::`, where there is IPv6."""
+    """Return the address to bind for `host`, without brackets: for a wildcard `::` if the kernel has IPv6, else
+    `0.0.0.0`.
+    """
     if not is_wildcard(host):
         return bare_host(host)
     return _ANY_IPV6 if _has_ipv6() else _ANY_IPV4
@@ -36,7 +38,10 @@ def bound_socket(host: str, port: int) -> socket.socket:
     for family, kind, protocol, _, where in sorted(found, key=lambda each: each[0] != socket.AF_INET):
         bound = socket.socket(family, kind, protocol)
         try:
+            # A restarted server takes its port although connections of its predecessor are in TIME_WAIT.
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # One socket takes both families for the wildcard alone; what the kernel does otherwise is a setting of the
+            # machine (net.ipv6.bindv6only).
             if family == socket.AF_INET6:
                 bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(name != _ANY_IPV6))
             bound.bind(where)
@@ -49,7 +54,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def own_host(host: str) -> str:
-    """Return the address by which this machine itself reaches a listener on `host`, bare."""
+    """Return the address by which this machine itself reaches a listener on `host`, without brackets."""
     return "127.0.0.1" if is_wildcard(host) else bare_host(host)
 
 
@@ -59,7 +64,10 @@ def reachable_host(host: str) -> str:
 
 
 def advertised(settings: Settings, port: int) -> str:
-    """Return host:port for the registry: `MILLRACE_ADVERTISE`, or the listening host with the port that was taken."""
+    """Return the host:port under which others reach this process, for its registration.
+
+    It is `MILLRACE_ADVERTISE` if that is set, else the listening host with `port`, which is the one that was bound.
+    """
     if settings.advertise:
         return settings.advertise
     host, _ = parse_address(settings.require("listen"))
@@ -118,13 +126,16 @@ SOCKET_OPTIONS: list[tuple[int, int, int]] = [
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Have the kernel probe a connection, so that a peer that is gone is noticed within about 30 s."""
+    """Have the kernel probe a connection while it is silent, so that a vanished peer ends it within about 30 s."""
     for level, option, value in SOCKET_OPTIONS:
         connection.setsockopt(level, option, value)
 
 
 def kept_alive_socket(address: tuple[Any, ...]) -> socket.socket:
-    """Return a socket for an entry of `getaddrinfo`: the `socket_factory` of an aiohttp connector."""
+    """Return an unconnected socket with TCP keep-alive: the `socket_factory` of an aiohttp connector.
+
+    `address` is an entry of `getaddrinfo`; its family, kind and protocol are taken.
+    """
     family, kind, protocol = address[:3]
     connection = socket.socket(family=family, type=kind, proto=protocol)
     keep_alive(connection)

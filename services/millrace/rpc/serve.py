@@ -54,6 +54,9 @@ IDLE_S = 120.0
 """How long a connection without a call stays. A call begins when its header is whole, for which gRPC waits as long as
 bytes come: it takes them for signs of life. A later call opens a new connection unnoticed."""
 
+MAX_PENDING = 8192
+"""Calls that may wait for the event loop: two for each of the most workers that an orchestrator registers."""
+
 SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.so_reuseport", 0),  # else a second server shares the port silently and gets half of the calls
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -68,15 +71,18 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
     # TLS handshake and HTTP/2 preface together; the default lets a connection that says nothing stay for 120 s.
     ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000)),
     ("grpc.max_connection_idle_ms", int(IDLE_S * 1000)),
+    # Above 1,000 calls that no handler has begun, gRPC ends new ones with CANCELLED at random: a server that is two
+    # seconds late would lose heartbeats of a fleet, whose repetitions make it later still.
+    ("grpc.server.max_pending_requests", MAX_PENDING),
+    ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING),
 ]
 
 
 def _as_text(record: logging.LogRecord) -> bool:
-    """Replace a log record's arguments by its text, and let it pass: a filter.
+    """Replace a log record's arguments by its text, and return True: a filter of a logger, which drops nothing.
 
-    A server that was never started is itself an argument of the line that gRPC logs at DEBUG while it frees the
-    server (`AioServer.__dealloc__` of grpcio 1.85). A handler that keeps the record would free it once more:
-    SIGSEGV.
+    A server that was never started is itself an argument of the line that gRPC logs at DEBUG while it frees the server
+    (`AioServer.__dealloc__` of grpcio 1.85). A handler that keeps the record would free it once more: SIGSEGV.
     """
     record.msg, record.args = record.getMessage(), ()
     return True
@@ -114,12 +120,13 @@ async def serve(
     handle_signals: bool = True,
     access: ServerAccess | None = None,
 ) -> None:
-    """Serve until SIGTERM, SIGINT or `stopping`, then drain and return.
+    """Serve gRPC at `address` (host:port) until SIGTERM, SIGINT or `stopping`, then drain as `shutdown` says, and
+    return.
 
-    `on_started` gets the port, which matters where `address` says port 0. With a `health_board` each name is
-    NOT_SERVING until the board says that it is ready; without one all are ready at once. Signals set `stopping`, so
-    what else the process runs can wait on it too; they are handled only on the main thread, and not if
-    `handle_signals` is off.
+    `register` adds the servicers. `on_started` gets the port, which matters where `address` says port 0. With a
+    `health_board` each name is NOT_SERVING until the board says that it is ready; without one all are ready at once.
+    Signals set `stopping`, so what else the process runs can wait on it too; they are handled only on the main thread,
+    and not if `handle_signals` is off. `access` says who may call, by default by this process's variables.
     UnavailableError if the address cannot be bound, InvalidSpecError if it needs protection that is not set up.
     """
     stopping = stopping or asyncio.Event()
@@ -150,6 +157,7 @@ async def serve(
         await asyncio.gather(*(each.stop(shutdown.grace_s) for each in servers))
         logger.info("stopped", extra={"port": port})
     finally:
+        # Set here, too, for watches on the health server where the start failed or this task was cancelled.
         draining.set()
         for each in servers:  # no effect after an orderly stop; frees the ports when something above raised
             await each.stop(0)
@@ -160,7 +168,10 @@ async def serve(
 def _add_services(
     server: grpc.aio.Server, register: Register, board: HealthBoard, draining: asyncio.Event
 ) -> Sequence[str]:
-    """Add the servicers, and health and reflection for them; return their full names."""
+    """Add the servicers of `register` to the server, and health and reflection for them; return their full names.
+
+    Each name is put on `board`, not ready yet. Watches of the health end when `draining` is set.
+    """
     names = register(server, draining)
     for name in names:
         board.add(name)
@@ -170,7 +181,7 @@ def _add_services(
 
 
 async def _start_health(address: str, servicer: HealthServicer) -> grpc.aio.Server:
-    """Start a server without TLS that answers health checks and nothing else, and return it."""
+    """Start a server without TLS and tokens at `address` that answers health checks and nothing else, and return it."""
     server = grpc.aio.server(options=SERVER_OPTIONS)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     _add_port(server, address, None, field="MILLRACE_HEALTH_LISTEN")
@@ -179,10 +190,10 @@ async def _start_health(address: str, servicer: HealthServicer) -> grpc.aio.Serv
 
 
 def _bind(server: grpc.aio.Server, address: str, access: ServerAccess, names: Sequence[str]) -> int:
-    """Bind the server's address and return the port.
+    """Bind the server to `address` and return the port that was taken.
 
-    InvalidSpecError if the address is malformed or needs protection that is not set up, UnavailableError if it
-    cannot be bound.
+    `names` are the full names of its services: they decide which tokens `access` must demand. InvalidSpecError if the
+    address is malformed or needs protection that is not set up, UnavailableError if it cannot be bound.
     """
     try:
         parse_address(address)
@@ -195,6 +206,10 @@ def _bind(server: grpc.aio.Server, address: str, access: ServerAccess, names: Se
 
 
 def _add_port(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None, *, field: str) -> int:
+    """Bind the server to `address`, in plain text if there are no credentials, and return the port that was taken.
+
+    UnavailableError, naming the variable `field` and the system's cause, if it cannot be bound.
+    """
     try:
         if credentials is None:
             return server.add_insecure_port(address)
@@ -210,14 +225,15 @@ def _add_port(server: grpc.aio.Server, address: str, credentials: grpc.ServerCre
 
 
 def _why_not(host: str, port: int) -> str | None:
-    """Return the system's error for binding an address, which gRPC writes to its own log only.
+    """Try to bind an address, and return the system's error as text; None if it can be bound.
 
-    None if it can be bound.
+    gRPC writes that error to its own log only.
     """
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, where = found[0]
         with socket.socket(family, kind, protocol) as probe:
+            # As gRPC does: connections of a predecessor in TIME_WAIT are no reason against the address.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(where)
             probe.listen(1)
@@ -227,14 +243,15 @@ def _why_not(host: str, port: int) -> str | None:
 
 
 def _install_signals(stopping: asyncio.Event) -> list[signal.Signals]:
-    """Have SIGTERM and SIGINT set `stopping`, and the next one exit at once; return these signals.
+    """Have SIGTERM and SIGINT set `stopping`, and the next one exit at once; return the signals that are handled.
 
-    None are taken on another thread than the main one.
+    On any thread but the main one nothing is handled, and the list is empty.
     """
     if threading.current_thread() is not threading.main_thread():
         return []  # only the main thread can take signals; its owner stops us by the event
 
     def handle(signum: signal.Signals) -> None:
+        """Set `stopping` at the first signal; exit the process at the next."""
         if not stopping.is_set():
             logger.info("stopping on signal; another one exits at once", extra={"signal": signum.name})
             stopping.set()
@@ -281,14 +298,17 @@ class RegisteredWorker:
         stopping: asyncio.Event | None = None,
         http_url: Callable[[str], str] | None = None,
     ) -> None:
-        """Take what is registered: `worker` has id, kind, log formats and capacity; its address is added later.
+        """Prepare a worker process; `serve` runs it. `worker` has id, kind, log formats and capacity.
 
-        The address follows from the settings and the port. `is_held` has assignments heard at once (`WorkerAgent`).
-        `http_url` makes the registered URL from the host under which others reach this process.
+        Its address is added later: it follows from the settings and the port. `report` makes each heartbeat,
+        `on_assignments` gets each reply. With `is_held` the orchestrator holds its reply until there is something new.
+        `stopping` is set to end the worker. `http_url` makes the registered URL from the host under which others reach
+        this process.
         """
         self.stopping = stopping or asyncio.Event()
         """Set it to end; signals do so where they are handled."""
         self._settings = settings
+        # A copy: the caller's message stays as it is.
         self._worker = Worker(version=millrace.__version__)
         self._worker.MergeFrom(worker)
         self._report = report
@@ -311,11 +331,12 @@ class RegisteredWorker:
         drain: Callable[[], Awaitable[None]] = _nothing,
         beside: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
     ) -> None:
-        """Serve until it is asked to stop; raise what the orchestrator refuses for good, and any error of `beside`.
+        """Serve calls and stay registered until the stop is requested; raise what the orchestrator refuses for good.
 
-        `leave` is called as soon as it is asked to stop, `drain` once load balancers have looked away. Without
-        `register` nobody calls this worker: it registers no address, and its server, if the settings have an
-        address for one, only answers health checks. `beside` runs meanwhile.
+        `register` adds the servicers; with None nobody calls this worker: it registers no address, and its server, if
+        the settings have an address for one, only answers health checks. `leave` is called as soon as the stop is
+        requested, `drain` once load balancers have looked away. The coroutines of `beside` run meanwhile: their errors
+        are raised, too, and what still runs at the end is cancelled.
         """
 
         async def drain_and_announce() -> None:
@@ -328,8 +349,10 @@ class RegisteredWorker:
                 group.create_task(self._leave(leave), name="leave")
                 if register is None:
                     self._find(worker_slot(self._settings.advertise or self._settings.listen or ""))
+                # It begins once the server has a port, or at once where there is no server (`_started`).
                 registration = group.create_task(self._stay_registered(), name="registration")
                 await self._serve_calls(register, drain_and_announce, health_board, handle_signals=handle_signals)
+                # Only now: heartbeats report what the drain still finishes.
                 self._is_gone.set()
                 await registration
                 for task in others:
@@ -347,9 +370,9 @@ class RegisteredWorker:
         *,
         handle_signals: bool,
     ) -> None:
-        """Run the server until it has stopped.
+        """Run the gRPC server until it has stopped; `before_stop` is awaited between the drain and the end of calls.
 
-        Without `register` and an address there is none, and only the stop is awaited.
+        Without `register` and an address in the settings there is no server: wait for the stop and call `before_stop`.
         """
         if register is None and self._settings.listen is None:
             await self.stopping.wait()
@@ -366,22 +389,26 @@ class RegisteredWorker:
         )
 
     def heartbeat_soon(self) -> None:
-        """Send a heartbeat at once, also where the orchestrator holds the answer to the one before."""
+        """Have a heartbeat sent at once, also where the orchestrator holds its answer to the one before.
+
+        Do not wait for it.
+        """
         if self._agent is not None:
             self._agent.heartbeat_soon()
 
     async def wait_started(self) -> None:
-        """Wait until the server listens."""
+        """Wait until the server listens, or, for a worker without one, until it may register."""
         await self._started.wait()
 
     def _find_address(self, port: int) -> None:
+        """Set the address and URL under which others reach this worker, given the port that was bound, and its slot."""
         self._worker.address = advertised(self._settings, port)
         if self._http_url is not None:
             self._worker.http_url = self._http_url(parse_address(self._worker.address)[0])
         self._find(worker_slot(self._worker.address))
 
     def _find(self, slot: str) -> None:
-        """Set the slot, and make the agent that registers this worker, if there is an orchestrator.
+        """Set the worker's slot, and make the agent that registers it, if the settings name an orchestrator.
 
         This worker counts as started then (`wait_started`).
         """
@@ -398,20 +425,27 @@ class RegisteredWorker:
         self._started.set()
 
     async def _stay_registered(self) -> None:
-        """Register and send heartbeats until this worker is gone; return at once without an orchestrator."""
+        """Register and send heartbeats until the server has stopped; return at once without an orchestrator.
+
+        RuntimeError if the agent was cancelled while this task was not.
+        """
         await self._started.wait()
         if self._agent is None:
             return
         try:
             await self._agent.run(self._is_gone)
         except asyncio.CancelledError:
+            # gRPC raises a cancellation also where something has closed the channel. A task group ignores a child that
+            # ends with one, so the worker would go on to serve without a registration.
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
             raise RuntimeError("the worker agent was cancelled, though nobody ended this worker") from None
 
     async def _leave(self, leave: Callable[[], Awaitable[None]]) -> None:
-        """Wait for the stop, call `leave`, and report at once to the orchestrator that this worker leaves."""
+        """Wait for the stop, call `leave`, and send a last heartbeat at once, by which the orchestrator learns of
+        it.
+        """
         await self.stopping.wait()
         await leave()
         if self._agent is not None:

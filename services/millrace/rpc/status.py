@@ -47,22 +47,26 @@ class CallStatus(Protocol):
     """How a call ended: what `AioRpcError` and the synchronous `RpcError` have in common."""
 
     def code(self) -> grpc.StatusCode:
-        """Return the status code."""
+        """Return the status code with which the call ended."""
         ...
 
     def details(self) -> str | None:
-        """Return the status message."""
+        """Return the status message with which the call ended; None without one."""
         ...
 
 
 def to_status(error: MillraceError, *, request_id: str = "") -> status_pb2.Status:
-    """Return the error as a `google.rpc.Status`; long texts and lists are cut to the bounds of this module."""
+    """Return the error as a `google.rpc.Status`, with class, reason, remedy and violations in its details.
+
+    Long texts and lists are cut to the bounds of this module. An empty `request_id` is not sent.
+    """
     entries = list(error.metadata.items())[:MAX_METADATA_ENTRIES]
     metadata = {_cut(key, MAX_VALUE_CHARS): _cut(value, MAX_METADATA_CHARS) for key, value in entries}
     metadata[_CLASS] = type(error).__name__ if type(error).__name__ in _CLASSES else _BY_CODE[error.code].__name__
     if error.remedy:
         metadata[_REMEDY] = _cut(error.remedy, MAX_TEXT_CHARS)
     status = status_pb2.Status(code=_GRPC_CODES[error.code].value[0], message=_cut(error.message, MAX_TEXT_CHARS))
+    # Before `metadata` is copied into `info`: it gets values of the violations.
     bad_request = None
     if isinstance(error, InvalidSpecError):
         bad_request = _bad_request(error, metadata)
@@ -80,6 +84,11 @@ def to_status(error: MillraceError, *, request_id: str = "") -> status_pb2.Statu
 
 
 def _bad_request(error: InvalidSpecError, metadata: dict[str, str]) -> error_details_pb2.BadRequest:
+    """Return the violations of an error as a BadRequest, and put their values and sources into `metadata`.
+
+    Beyond `MAX_VIOLATIONS` the last one says how many more there are. `metadata` also notes whether the error's message
+    is the one that follows from its violations.
+    """
     violations = list(error.violations)
     if len(violations) > MAX_VIOLATIONS:
         more = len(violations) - MAX_VIOLATIONS + 1
@@ -99,7 +108,11 @@ def _bad_request(error: InvalidSpecError, metadata: dict[str, str]) -> error_det
 
 
 def from_status(status: status_pb2.Status) -> MillraceError:
-    """Return the error that a server sent; a foreign status becomes the class of its code."""
+    """Make (not raise) the error that a server sent: of the same class, with its message, reason, remedy and
+    violations.
+
+    A status that is not of Millrace becomes the most general class of its code.
+    """
     info = error_details_pb2.ErrorInfo()
     bad_request = error_details_pb2.BadRequest()
     retry = error_details_pb2.RetryInfo()
@@ -119,18 +132,25 @@ def from_status(status: status_pb2.Status) -> MillraceError:
 
 
 def to_text(error: MillraceError) -> str:
-    """Return the error as text, for a message between processes."""
+    """Return the error as base64 text, for a message between processes; `from_text` is the inverse."""
     return base64.b64encode(to_status(error).SerializeToString()).decode()
 
 
 def from_text(text: str, *, what: str, reason: str) -> MillraceError:
-    """Return the error in a text of `to_text`; CorruptObjectError, with `what` and `reason`, if it holds none."""
+    """Return the error in a text of `to_text`.
+
+    CorruptObjectError with `reason` if the text holds none; `what` says in words what was decoded, for its message.
+    """
     return from_status(decode_message(status_pb2.Status, base64.b64decode(text), what=what, reason=reason))
 
 
 def _ours(
     status: status_pb2.Status, info: error_details_pb2.ErrorInfo, bad_request: error_details_pb2.BadRequest
 ) -> MillraceError:
+    """Make the error of a status that a Millrace server made; `info` and `bad_request` are its decoded details.
+
+    A class that this release does not know becomes the most general one of the same code.
+    """
     metadata = dict(info.metadata)
     code = _NUMBERS.get(status.code, "UNKNOWN")
     cls = _CLASSES.get(metadata.pop(_CLASS, ""))
@@ -159,16 +179,17 @@ def _ours(
 
 
 def from_rpc_error(error: grpc.RpcError, *, to: str = "", timeout_s: float | None = None) -> MillraceError:
-    """Return a failed call's error as a class of `millrace.errors`, whether a handler raised it or the transport did.
+    """Make (not raise) the class of `millrace.errors` for a failed call, whether a handler or the transport ended it.
 
-    `to` says in words who was called ("the orchestrator at host:port") and `timeout_s` the call's deadline; both
-    are for the message.
+    `to` says in words who was called ("the orchestrator at host:port") and `timeout_s` the call's deadline; both are
+    for the message.
     """
     if not isinstance(error, CallStatus):
         return errors.InternalError(
             f"call to {to or 'a server'} failed without a status: {error!r}", reason="NO_STATUS"
         )
     rich = _details(error)
+    # As `grpc_status.rpc_status.from_call` demands: details with another code are not those of this status.
     if rich is not None and rich.code == error.code().value[0]:
         return from_status(rich)
     return _foreign(error.code().name, error.details() or "", to=to, timeout_s=timeout_s)
@@ -189,9 +210,10 @@ def _details(error: CallStatus) -> status_pb2.Status | None:
 
 
 def _foreign(code: str, details: str, *, to: str = "", timeout_s: float | None = None) -> MillraceError:
-    """Return the error for a status that no handler of Millrace made: it is from gRPC itself, or from another server.
+    """Make the error for a status that no handler of Millrace made: it is from gRPC itself, or from another server.
 
-    `code` is the status code's name, `details` its message; `to` and `timeout_s` are for the error's message.
+    `code` is the status code's name, `details` its message; `to` (who was called, in words) and `timeout_s` are for the
+    error's message.
     """
     who = to or "the server"
     match code:
@@ -276,7 +298,12 @@ _HANDSHAKES: tuple[tuple[str, str, str, str], ...] = (
 
 
 def _handshake_error(who: str, details: str) -> errors.UnavailableError | None:
-    """Return the error of a connection that failed because of TLS; None for any other."""
+    """Return the error of a connection that failed because of TLS, by gRPC's own `details`; None for any other failure.
+
+    `who` says in words who was called.
+    """
+    # A socket that closes later is an ordinary loss of a connection: only a failure to connect means that the server
+    # hangs up.
     for mark, reason, message, remedy in _HANDSHAKES:
         if mark in details and (reason != "HUNG_UP" or "failed to connect" in details):
             return errors.UnavailableError(f"{message.format(who=who)}: {details}", reason=reason, remedy=remedy)
@@ -284,10 +311,14 @@ def _handshake_error(who: str, details: str) -> errors.UnavailableError | None:
 
 
 async def abort(context: grpc.aio.ServicerContext, error: MillraceError, *, request_id: str = "") -> None:
-    """End the call with the error; always raises `grpc.aio.AbortError`."""
+    """End the call with the error and its details; always raises `grpc.aio.AbortError`.
+
+    An empty `request_id` is not sent.
+    """
     status = rpc_status.to_status(to_status(error, request_id=request_id))
     await context.abort(status.code, status.details, status.trailing_metadata)
 
 
 def _cut(text: str, limit: int) -> str:
+    """Return at most `limit` characters of a text; what is cut ends in an ellipsis."""
     return text if len(text) <= limit else f"{text[: limit - 1]}…"

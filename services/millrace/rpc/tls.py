@@ -33,17 +33,20 @@ class ServerFiles:
     """Callers must show a certificate that one of these signed; None asks for none."""
 
     def stamp(self) -> Stamp:
-        """Return a value that differs when a file has changed."""
+        """Return a value that differs from an earlier one when one of the files has changed since."""
         return stamp_of(self.cert, self.key, self.client_ca)
 
     def check(self) -> None:
-        """Raise InvalidSpecError naming the variable and the file that is missing, is no PEM, or does not fit."""
+        """Raise InvalidSpecError naming the variable and the file if one is missing, is no PEM, or does not fit the
+        others.
+        """
         server_context(self)
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Return credentials that follow the files: right new ones are used from the next handshake on.
+        """Return credentials of a gRPC server that follow the files: at each handshake new files are used, if they are
+        right.
 
-        InvalidSpecError if they are wrong now.
+        InvalidSpecError if they are wrong now; later wrong ones are logged, and the last good ones stay in use.
         """
         self.check()
         seen = self.stamp()
@@ -60,6 +63,7 @@ class ServerFiles:
             except (InvalidSpecError, OSError) as error:
                 logger.error("the new certificate is not used yet", extra={"error": str(error)})
                 return None
+            # gRPC's threads may come here at once: the first one logs the change.
             if seen != now:
                 logger.info("serving a new certificate", extra={"path": str(self.cert)})
             seen = now
@@ -72,6 +76,7 @@ class ServerFiles:
         )
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
+        """Read the files into gRPC's form: certificate with key, and the CA of callers, if one is demanded."""
         roots = None if self.client_ca is None else self.client_ca.read_bytes()
         pair = (self.key.read_bytes(), self.cert.read_bytes())
         return grpc.ssl_server_certificate_configuration([pair], root_certificates=roots)
@@ -89,11 +94,11 @@ class ClientFiles:
     """Name that servers' certificates must bear, instead of the host that is called."""
 
     def stamp(self) -> Stamp:
-        """Return a value that differs when a file has changed."""
+        """Return a value that differs from an earlier one when one of the files has changed since."""
         return stamp_of(None if self.ca == SYSTEM_CA else self.ca, self.cert, self.key)
 
     def grpc_credentials(self) -> grpc.ChannelCredentials:
-        """Return credentials of the current files; InvalidSpecError if they are wrong."""
+        """Return gRPC channel credentials of the files as they are now; InvalidSpecError if they are wrong."""
         client_context(self)
         chain = self.cert.read_bytes() if self.cert else None
         key = self.key.read_bytes() if self.key else None
@@ -102,7 +107,10 @@ class ClientFiles:
 
 
 def server_context(files: ServerFiles) -> ssl.SSLContext:
-    """Return the context of an HTTP server; InvalidSpecError naming the variable and the file that is wrong."""
+    """Return the TLS context of an HTTP server, which demands client certificates if a CA for them is set.
+
+    InvalidSpecError names the variable and the file that is wrong.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     _load_chain(context, files.cert, files.key)
@@ -113,13 +121,17 @@ def server_context(files: ServerFiles) -> ssl.SSLContext:
 
 
 def rotating_server_context(files: ServerFiles) -> ssl.SSLContext:
-    """Return a context of an HTTP server that follows the files: at every handshake it takes the current ones.
+    """Return a TLS context of an HTTP server that follows the files: every handshake uses the current ones.
 
-    InvalidSpecError if they are wrong now; wrong ones later are logged, and the last good ones stay.
+    InvalidSpecError if they are wrong now; wrong ones later are logged, and the last good ones stay in use.
     """
     current, seen = server_context(files), files.stamp()
 
     def choose(connection: Any, _: str | None, __: ssl.SSLContext) -> None:
+        """Give a connection in its handshake the context of the current files.
+
+        The signature is that of `sni_callback`.
+        """
         nonlocal current, seen
         now = files.stamp()
         if now != seen:
@@ -128,6 +140,7 @@ def rotating_server_context(files: ServerFiles) -> ssl.SSLContext:
                 logger.info("serving a new certificate over HTTP", extra={"path": str(files.cert)})
             except InvalidSpecError as error:
                 logger.error("the new certificate is not used yet", extra={"error": str(error)})
+        # Python's documented way to choose a certificate in a callback: it holds for this handshake alone.
         connection.context = current
 
     outer = server_context(files)
@@ -151,7 +164,11 @@ class _NamedContext(ssl.SSLContext):
 
 
 def client_context(files: ClientFiles) -> ssl.SSLContext:
-    """Return the context of an HTTP client; InvalidSpecError naming the variable and the file that is wrong."""
+    """Return the TLS context of an HTTP client: it trusts the CA, and shows the client's certificate if there is one.
+
+    With a `server_name` certificates must bear that name, whatever host is called. InvalidSpecError names the variable
+    and the file that is wrong.
+    """
     context = _NamedContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.expected_name = files.server_name
@@ -165,9 +182,13 @@ def client_context(files: ClientFiles) -> ssl.SSLContext:
 
 
 def stamp_of(*paths: Path | None) -> Stamp:
-    """Return a value that differs when one of the files has changed; None among the paths counts as no file."""
+    """Return a value made of the files' times, sizes and inodes: it differs when one of them has changed, came or went.
+
+    None among the paths counts as no file.
+    """
 
     def one(path: Path | None) -> object:
+        """Return the times, size and inode of one file, "missing" if it is gone, None for no file."""
         try:
             stat = os.stat(path) if path is not None else None
         except OSError:
@@ -178,6 +199,10 @@ def stamp_of(*paths: Path | None) -> Stamp:
 
 
 def _load_chain(context: ssl.SSLContext, cert: Path, key: Path) -> None:
+    """Load a certificate chain and its unencrypted key into the context.
+
+    InvalidSpecError names the variable and the file that cannot be read, or that the pair does not fit.
+    """
     for field, path in (("MILLRACE_TLS_CERT", cert), ("MILLRACE_TLS_KEY", key)):
         _require_readable(path, field=field)
     try:
@@ -189,6 +214,10 @@ def _load_chain(context: ssl.SSLContext, cert: Path, key: Path) -> None:
 
 
 def _load_roots(context: ssl.SSLContext, path: Path, *, field: str) -> None:
+    """Have the context trust the CA certificates of a PEM file.
+
+    InvalidSpecError, naming `field` and the file, if it is none.
+    """
     _require_readable(path, field=field)
     try:
         context.load_verify_locations(path)
@@ -197,6 +226,7 @@ def _load_roots(context: ssl.SSLContext, path: Path, *, field: str) -> None:
 
 
 def _require_readable(path: Path, *, field: str) -> None:
+    """Raise InvalidSpecError, naming the variable `field`, if the file cannot be read."""
     try:
         with path.open("rb") as file:
             file.read(1)
@@ -205,15 +235,17 @@ def _require_readable(path: Path, *, field: str) -> None:
 
 
 def _wrong(field: str, path: Path, message: str) -> InvalidSpecError:
+    """Make the error for a file that is wrong: `field` is its variable, `message` says what is wrong."""
     violation = Violation(field=field, value=str(path), message=message, source="environment")
     return InvalidSpecError([violation], reason="TLS_FILE_INVALID", remedy="mount the right files and start again")
 
 
 def _reason(error: OSError) -> str:
+    """Return in words why a file could not be loaded: OpenSSL's reason, the system's, or the error's text."""
     return getattr(error, "reason", None) or error.strerror or str(error)
 
 
 def _system_roots() -> bytes | None:
-    """Return the system's bundle; None lets gRPC take the one that it brings."""
+    """Return the CA certificates that the system trusts, as PEM; None lets gRPC take those that it brings."""
     path = ssl.get_default_verify_paths().cafile
     return None if path is None else Path(path).read_bytes()

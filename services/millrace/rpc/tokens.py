@@ -66,7 +66,10 @@ def new_token() -> str:
 
 
 def token_digest(token: str) -> bytes:
-    """Return the sha256 of a token, which is what servers keep; any bytes of a header will do, as lone surrogates."""
+    """Return the sha256 of a token, which is what servers keep.
+
+    Bytes of a header that are no UTF-8 count as themselves.
+    """
     return hashlib.sha256(token.encode(errors="surrogateescape")).digest()
 
 
@@ -80,9 +83,10 @@ def engine_token(worker_token: str) -> str:
 
 
 def token_line(token: str, name: str, *, expires: datetime | None = None, may_write: bool = True) -> str:
-    """Return the line of a tokens file that accepts the token, without a line end; it has the token's hash.
+    """Return the line of a tokens file that accepts the token, without a line end.
 
-    An `expires` without a zone is local time. Raises ValueError if the name is malformed.
+    It has the token's hash, not the token. `name` says who has the token. `expires` without a zone is local time; None
+    is never. Raises ValueError if the name is malformed.
     """
     text = f"sha256:{token_digest(token).hex()} {name}"
     if not may_write:
@@ -94,7 +98,10 @@ def token_line(token: str, name: str, *, expires: datetime | None = None, may_wr
 
 
 def parse_line(text: str) -> AcceptedToken:
-    """Parse one line of a tokens file; ValueError says what is wrong, without showing the line."""
+    """Return the accepted token that a line of a tokens file describes.
+
+    ValueError says what is wrong, without the line.
+    """
     match = _LINE.fullmatch(text.strip())
     if match is None:
         raise ValueError(
@@ -110,6 +117,10 @@ def parse_line(text: str) -> AcceptedToken:
 
 
 def _expiry(text: str | None) -> float | None:
+    """Return the time of an `expires=` entry in seconds since 1970; None stays None.
+
+    ValueError if it has no zone or is none.
+    """
     if text is None:
         return None
     try:
@@ -122,7 +133,7 @@ def _expiry(text: str | None) -> float | None:
 
 
 def parse_duration(text: str) -> timedelta:
-    """Parse `30d`, `12h`, `90m`, `45s` or `2w`; ValueError for anything else."""
+    """Parse a whole number with a unit, such as `30d`, `12h`, `90m`, `45s` or `2w`; ValueError for anything else."""
     match = _DURATION.fullmatch(text.strip())
     if match is None:
         raise ValueError("must be a whole number and one of s, m, h, d, w, such as 30d")
@@ -144,7 +155,8 @@ class WatchedFile(Generic[T]):
     def __init__(self, path: Path, parse: Callable[[str], T], *, field: str) -> None:
         """Read the file; InvalidSpecError, naming `field`, the path and every bad line, unless all lines are right.
 
-        A file without a line is wrong, too. `parse` raises ValueError for a bad line.
+        A file without a line is wrong, too. `parse` makes an item of a line's text, and raises ValueError for a bad
+        line. `field` is the variable that names the file.
         """
         self.path = path
         self._parse = parse
@@ -161,13 +173,14 @@ class WatchedFile(Generic[T]):
         self._items = items
 
     def items(self) -> tuple[T, ...]:
-        """Return the current lines of the file, parsed, without malformed ones, which are logged.
+        """Return the parsed lines of the file as it is now; it is read again only if it has changed.
 
-        None while it is missing.
+        Malformed lines are logged and left out. A file that is missing or cannot be read has no lines.
         """
         if self._is_settled and self._stamp == _stamp(self.path):
             return self._items
         items, wrong = self._read()
+        # Logged when it changes, and not at each call for as long as the file stays wrong.
         if (items, wrong) != (self._items, self._wrong):
             fields = {"field": self._field, "path": str(self.path), "lines": len(items)}
             if wrong:
@@ -180,7 +193,11 @@ class WatchedFile(Generic[T]):
         return items
 
     def _read(self) -> tuple[tuple[T, ...], list[str]]:
-        """Read the file; return the lines that parse, and what is wrong with the others. Keeps the file's stamp."""
+        """Read the file; return the lines that parse, and in words what is wrong with the others.
+
+        Keeps the file's stamp.
+        """
+        # The stamp is taken before the read: a file that changes meanwhile is read again at the next call.
         self._stamp, self._is_settled = _stamp(self.path), False
         try:
             with self.path.open("rb") as file:
@@ -208,6 +225,7 @@ class WatchedFile(Generic[T]):
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
+    """Return times, size and identity of a file, which differ when it has changed; None if it is missing."""
     try:
         stat = os.stat(path)  # follows links: Kubernetes swaps one when a secret changes
     except OSError:
@@ -219,14 +237,17 @@ class TokensFile:
     """The tokens that a server accepts, as hashes."""
 
     def __init__(self, path: Path, *, field: str, clock: Callable[[], float] = time.time) -> None:
-        """Read the file; InvalidSpecError if it does not exist or has a bad line. `clock` gives seconds since 1970."""
+        """Read the tokens file; InvalidSpecError, naming the variable `field`, if it does not exist or has a bad line.
+
+        `clock` gives seconds since 1970, by which tokens expire.
+        """
         self._file = WatchedFile(path, parse_line, field=field)
         self._clock = clock
 
     def find(self, token: str) -> AcceptedToken | None:
-        """Return what the file says of a token; None if it is unknown or expired.
+        """Return the file's entry for a token; None if it is unknown or expired.
 
-        Every line is compared, in constant time.
+        Every line is compared, in constant time: how long it takes says nothing of the token.
         """
         return _match(token_digest(token), self._file.items(), now=self._clock())
 
@@ -235,22 +256,27 @@ class WorkersFile:
     """The workers' shared token: what this process sends to others, and what it accepts from them."""
 
     def __init__(self, path: Path, *, field: str) -> None:
-        """Read the file; InvalidSpecError if it does not exist or has a bad line."""
+        """Read the file of the workers' tokens.
+
+        InvalidSpecError, naming the variable `field`, if it is missing or has a bad line.
+        """
         self._path = path
         self._file = WatchedFile(path, parse_secret, field=field)
 
     def find(self, token: str) -> AcceptedToken | None:
-        """Return the accepted token if `token` is a line of the file; else None."""
+        """Return an entry named "worker" if `token` is a line of the file; else None."""
         accepted = [AcceptedToken(digest=token_digest(item), name="worker") for item in self._file.items()]
         return _match(token_digest(token), accepted, now=0.0)
 
     def find_engine(self, token: str) -> AcceptedToken | None:
-        """Return the accepted token if `token` is that of an env worker (`engine_tokens`); else None."""
+        """Return an entry named "env worker" if `token` is the one that env workers derive from a line of the file;
+        else None.
+        """
         accepted = [AcceptedToken(digest=token_digest(one), name="env worker") for one in self.engine_tokens()]
         return _match(token_digest(token), accepted, now=0.0)
 
     def engine_tokens(self) -> tuple[str, ...]:
-        """Return `engine_token` of every line."""
+        """Return the token that env workers show to engines (`engine_token`) for each line of the file."""
         return tuple(engine_token(item) for item in self._file.items())
 
 
@@ -258,7 +284,10 @@ class SecretFile:
     """The token that a client sends: the first line of a file."""
 
     def __init__(self, path: Path, *, field: str) -> None:
-        """Read the file; InvalidSpecError if it does not exist or holds no token."""
+        """Read the file of a client's token.
+
+        InvalidSpecError, naming the variable `field`, if it is missing or holds no token.
+        """
         self._path = path
         self._field = field
         self._file = WatchedFile(path, parse_secret, field=field)
@@ -276,7 +305,13 @@ class SecretFile:
 
 
 def _match(digest: bytes, accepted: Sequence[AcceptedToken], *, now: float) -> AcceptedToken | None:
+    """Return the entry with this sha256 that has not expired at `now` (seconds since 1970), the last if several; else
+    None.
+
+    Every entry is compared, in constant time.
+    """
     found: AcceptedToken | None = None
+    # Without an early return: the time must not show which entry matches.
     for candidate in accepted:
         is_same = hmac.compare_digest(candidate.digest, digest)
         if is_same and (candidate.expires is None or now < candidate.expires):

@@ -117,9 +117,12 @@ class WorkerAgent:
         silent_s: float = SILENT_S,
         is_held: bool = False,
     ) -> None:
-        """Make an agent; `report`, `on_assignments` and `on_silence` are called on the event loop of `run`.
+        """Prepare the connection of one worker; `run` opens it. `worker` is what is registered.
 
-        `is_held` has the orchestrator answer a heartbeat when there is something new, or after an interval.
+        `report` makes each heartbeat, `on_assignments` gets each reply, `on_silence` is called when the orchestrator
+        has not answered for `silent_s` seconds, and when it answers again; all are called on the event loop of `run`.
+        `rpc_timeout_s` is the deadline of one call. With `is_held` the orchestrator answers a heartbeat when there is
+        something new, or after an interval.
         """
         self._to = f"the orchestrator at {address_of_orchestrator}"
         self._address = address_of_orchestrator
@@ -145,7 +148,11 @@ class WorkerAgent:
         return float("inf") if self._last_contact is None else time.monotonic() - self._last_contact
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Register and send heartbeats until `stopping` is set; raise what the orchestrator refuses for good."""
+        """Register and send heartbeats until `stopping` is set; raise what the orchestrator refuses for good.
+
+        It tries again for ever while the orchestrator does not answer, and registers again where the orchestrator asks
+        for it.
+        """
         if self._gpus is not None:
             self._gpus.start()
         try:
@@ -157,16 +164,20 @@ class WorkerAgent:
             life.result()  # only an error ends it
 
     def heartbeat_soon(self) -> None:
-        """Send a heartbeat at once, made after this call, and do not wait for its answer."""
+        """Have a heartbeat sent at once, made after this call, and do not wait for its answer."""
         self._wake.set()
 
     async def heartbeat_now(self, *, timeout_s: float) -> bool:
-        """Have a heartbeat sent at once, made after this call, and wait for its answer; False if none came in time."""
+        """Have a heartbeat sent at once, made after this call, and wait until its answer has come and was handled.
+
+        Return whether that was within `timeout_s` seconds.
+        """
         self._num_asked += 1
         mine = self._num_asked
         self._wake.set()
         try:
             async with asyncio.timeout(timeout_s):
+                # The answer to a heartbeat that was made before this call does not count.
                 while self._num_answered < mine:
                     await self._answered.wait()
         except TimeoutError:
@@ -174,12 +185,17 @@ class WorkerAgent:
         return True
 
     async def _live(self) -> None:
+        """Register, then send a heartbeat each interval or when woken, and hand its reply to `on_assignments`.
+
+        Does not return.
+        """
         async with open_channel(self._address) as channel:
             stub = WorkerServiceStub(channel)
             # unregistered wait: a periodic look; what it awaits is registered where it is awaited
             while True:
                 if not self._is_registered:
                     await self._register(stub)
+                # Before the heartbeat is made: a wake-up that comes meanwhile causes another one.
                 self._wake.clear()
                 num_asked = self._num_asked
                 reply = await self._heartbeat(stub, is_urgent=num_asked > self._num_answered)
@@ -195,14 +211,21 @@ class WorkerAgent:
                 handled = self._on_assignments(reply)
                 if inspect.isawaitable(handled):
                     await handled
+                # Counted only now: `heartbeat_now` promises that the answer's assignments were handled.
                 self._num_answered = num_asked
+                # An event for each answer: who waits is woken by the next one, and cannot take an old one for it.
                 answered, self._answered = self._answered, asyncio.Event()
                 answered.set()
                 with contextlib.suppress(TimeoutError):
+                    # Where the orchestrator holds its answer, the interval has passed there.
                     async with asyncio.timeout(MIN_INTERVAL_S if self._is_held else self._interval_s):
                         await self._wake.wait()
 
     async def _register(self, stub: WorkerServiceStub) -> None:
+        """Register the worker, waiting until the orchestrator answers, and take the heartbeat interval from its
+        reply.
+        """
+
         def request() -> RegisterWorkerRequest:
             return RegisterWorkerRequest(worker=self._worker)
 
@@ -213,13 +236,16 @@ class WorkerAgent:
         logger.info("registered", extra=fields)
 
     async def _heartbeat(self, stub: WorkerServiceStub, *, is_urgent: bool) -> HeartbeatResponse | None:
-        """Send a heartbeat and return its answer.
+        """Send a heartbeat, waiting until the orchestrator answers, and return its reply.
 
-        None if another one was requested while the orchestrator held the answer. An urgent one is not held.
+        An urgent one is not held by the orchestrator. None if another heartbeat was requested while this one was held.
+        A worker that the orchestrator does not know gets a reply that says to register again.
         """
+        # Half of the call's deadline at most: an answer that is held must not look like silence.
         hold_s = min(self._interval_s, self._rpc_timeout_s / 2) if self._is_held and not is_urgent else 0.0
 
         def request() -> HeartbeatRequest:
+            """Return the worker's report as a heartbeat, with its waits and the use of its GPUs."""
             heartbeat = self._report()
             heartbeat.worker_id = self._worker.worker_id
             heartbeat.hold_seconds = hold_s
@@ -233,21 +259,24 @@ class WorkerAgent:
         try:
             if not hold_s:
                 return await asked
+            # A wake-up cancels the call that is held, and the next heartbeat tells the news.
             answered, _ = await first_of(asked, self._wake.wait())  # bounded by the call's own deadline
             return None if answered is None else answered.result()
         except errors.NotFoundError:
             return HeartbeatResponse(register_again=True)
 
     async def _until_answered(self, what: str, method: Callable[..., Any], make: Callable[[], Any]) -> Any:
-        """Call until the orchestrator answers, and return the answer; `make` makes a request for each attempt.
+        """Call `method` until the orchestrator answers, and return its answer.
 
-        It is visible as a wait, with one log line when it begins and one when it ends, however long it lasts.
-        Raises what the orchestrator refuses for good.
+        `make` makes the request of each attempt. `what` begins the reason of the wait, such as "an answer from". The
+        wait is registered, with one log line when it begins and one when it ends. Raises what the orchestrator refuses
+        for good.
         """
         answer, failure = await self._attempt(method, make())
         if failure is None:
             return answer
         began, num_failed, is_reported = time.monotonic(), 0, False
+        # Silence began with the last answer, not with the first failure: the orchestrator may have died in between.
         silent_since = began if self._last_contact is None else self._last_contact
         fields: dict[str, Any] = {"orchestrator": self._address, "error": str(failure)}
         logger.warning("orchestrator does not answer; trying again", extra=fields)
@@ -268,14 +297,17 @@ class WorkerAgent:
         return answer
 
     def _report_silence(self, seconds: float, *, is_over: bool, problem: str) -> None:
-        """Call `on_silence`, and log the silence in any case."""
+        """Log that the orchestrator was silent for `seconds`, or, if `is_over`, that it answers again.
+
+        Call `on_silence`. `problem` says in words what the last attempt met.
+        """
         silence = Silence(orchestrator=self._address, seconds=seconds, is_over=is_over, problem=problem)
         logger.warning(silence.describe())
         if self._on_silence is not None:
             self._on_silence(silence)
 
     async def _attempt(self, method: Callable[..., Any], request: Any) -> tuple[Any, MillraceError | None]:
-        """Call once; return the answer, or the error after which to try again; raise an error for good."""
+        """Call once; return (answer, None), or (None, error) where another attempt may help. Raise any other error."""
         try:
             # `_until_answered` registers the wait, over all attempts.
             answer = await call(method, request, timeout_s=self._rpc_timeout_s, to=self._to, quiet_s=math.inf)
@@ -313,11 +345,12 @@ def to_proto(waits: Iterable[Wait]) -> list[event_pb2.Wait]:
 
 
 def _bounded(interval_s: float) -> float:
+    """Return a heartbeat interval in seconds, brought within `MIN_INTERVAL_S` and `MAX_INTERVAL_S`."""
     return min(max(interval_s, MIN_INTERVAL_S), MAX_INTERVAL_S)
 
 
 def from_proto(messages: Iterable[event_pb2.Wait]) -> list[Wait]:
-    """Return the waits that another process reports, in the same order."""
+    """Return the waits in messages of another process, in the same order."""
     return [
         Wait(
             owner=message.owner,
@@ -333,12 +366,14 @@ def from_proto(messages: Iterable[event_pb2.Wait]) -> list[Wait]:
 
 
 def _refusal_to_proto(refusal: Refusal | None) -> run_pb2.RunError | None:
+    """Return the refusal for which something waits, as a message; None stays None."""
     if refusal is None:
         return None
     return run_pb2.RunError(reason=refusal.reason, message=refusal.message, remedy=refusal.remedy)
 
 
 def _refusal_from_proto(message: run_pb2.RunError) -> Refusal:
+    """Return the refusal that a message holds."""
     return Refusal(reason=message.reason, message=message.message, remedy=message.remedy)
 
 
@@ -356,7 +391,10 @@ def gpu_to_proto(gpu: GpuUse) -> worker_service_pb2.GpuUse:
 
 
 def gpus_from_proto(messages: Sequence[worker_service_pb2.GpuUse]) -> list[GpuUse]:
-    """Return the GPUs that a worker reports, `MAX_GPUS` at most; a number out of range becomes None."""
+    """Return the GPUs that a worker reports, `MAX_GPUS` at most, with texts cut to `_NAME_CHARS`.
+
+    What a worker did not measure, and a utilization or power that is out of range, is None.
+    """
     return [
         GpuUse(
             index=each.index,
@@ -372,4 +410,5 @@ def gpus_from_proto(messages: Sequence[worker_service_pb2.GpuUse]) -> list[GpuUs
 
 
 def _within(value: float, most: float) -> float | None:
+    """Return the value if it is finite and within 0 and `most`; else None."""
     return value if math.isfinite(value) and 0 <= value <= most else None

@@ -54,6 +54,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name of this package from its module when it is used first; AttributeError for any other name."""
     for home, names in _HOMES.items():
         if name in names:
             globals()[name] = value = getattr(import_module(f"{__name__}.{home}"), name)

@@ -25,6 +25,7 @@ from millrace.storage import ObjectStore
 FORMAT = 2
 MIN_KEY_BYTES = 32
 MAX_KEY_BYTES = 64 << 10
+# Precedes what is signed, so that a signature that the key made of anything else is none of an attestation.
 _DOMAIN = b"millrace attestation 1\0"
 HMAC = "hmac-sha256"
 ED25519 = "ed25519"
@@ -43,7 +44,10 @@ class SigningKey:
         return f"SigningKey({self.algorithm}, {self.key_id})"
 
     def sign(self, message: bytes) -> str:
-        """Return the signature, hex; `InvalidSpecError` if the key can only check."""
+        """Return the signature of the message in hex.
+
+        `InvalidSpecError` if the key is a public one, which can only check.
+        """
         if self.algorithm == HMAC:
             return hmac.new(self._material, message, hashlib.sha256).hexdigest()
         private, _ = self._material
@@ -54,6 +58,7 @@ class SigningKey:
     def verifies(self, message: bytes, signature: str) -> bool:
         """Return whether `signature` (hex) is that of `message` by this key."""
         if self.algorithm == HMAC:
+            # As bytes: of texts `compare_digest` takes ASCII only, and a stored signature may be any text.
             return hmac.compare_digest(self.sign(message).encode(), signature.encode())
         from cryptography.exceptions import InvalidSignature
 
@@ -85,12 +90,12 @@ class Attestation:
     signature: str = ""
 
     def message(self) -> bytes:
-        """Return the bytes that are signed."""
+        """Return the bytes that are signed: all fields but the signature, as canonical JSON."""
         fields = {name: getattr(self, name) for name in self.__slots__ if name != "signature"}
         return _DOMAIN + json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
     def encode(self) -> bytes:
-        """Return JSON, for the store or a file."""
+        """Return the attestation with its signature as JSON, for the store or a file."""
         fields = {name: getattr(self, name) for name in self.__slots__}
         return json.dumps({"format": FORMAT, **fields}, sort_keys=True, indent=1).encode() + b"\n"
 
@@ -98,7 +103,7 @@ class Attestation:
     def decode(cls, data: bytes, *, where: str) -> "Attestation":
         """Parse an attestation without checking its signature.
 
-        `CorruptObjectError`, naming `where`, if the bytes are none.
+        `CorruptObjectError` if the bytes are none; `where` names the object or file in its message.
         """
         raw = decode_object(data, what=where, reason="ATTESTATION_CORRUPT", max_bytes=1 << 20)
         fields = {name: raw.get(name) for name in cls.__slots__}
@@ -114,7 +119,10 @@ class Attestation:
 
 
 def load_key(path: Path) -> SigningKey:
-    """Load the key in a file; `InvalidSpecError` naming the file if it holds no key."""
+    """Load the key in a file: an Ed25519 key in PEM, or any other bytes as a key of HMAC-SHA256.
+
+    `InvalidSpecError` naming the file if it cannot be read, or holds no key of a permitted size.
+    """
     try:
         with path.open("rb") as file:
             data = file.read(MAX_KEY_BYTES + 1)
@@ -136,10 +144,11 @@ def load_key(path: Path) -> SigningKey:
 def write_attestation(store: ObjectStore, names: Names, attestation: Attestation, key: SigningKey) -> Attestation:
     """Sign an attestation and store it under the next free number (blocking); return it signed.
 
-    Its number, algorithm and key id are set here.
+    Its number, algorithm and key id are set here; those of `attestation` are ignored.
     """
 
     def signed(number: int) -> Attestation:
+        """Return the attestation with this number, and with the key's signature."""
         # The number is signed, too: the order of attestations cannot be changed.
         draft = replace(attestation, number=number, algorithm=key.algorithm, key_id=key.key_id)
         return replace(draft, signature=key.sign(draft.message()))
@@ -159,10 +168,10 @@ def write_attestation(store: ObjectStore, names: Names, attestation: Attestation
 
 
 def unsigned(names: Names, *, run: str, step: int, chain: bytes, seal_sha256: str) -> Attestation:
-    """Return an attestation of the run's present state, with the time but without number, key and signature.
+    """Return an attestation of the run's present state: not signed, without number and key, and not stored.
 
-    `step` is that of the newest header and `chain` the chain hash after it. `seal_sha256` (hex) is empty if the run
-    has not ended.
+    `run` is the run's name, `step` that of the newest header and `chain` the chain hash after it. `seal_sha256` (hex)
+    is empty if the run has not ended. Its time is now.
     """
     return Attestation(
         number=0,
@@ -178,6 +187,10 @@ def unsigned(names: Names, *, run: str, step: int, chain: bytes, seal_sha256: st
 
 
 def _load_ed25519(data: bytes, path: Path) -> SigningKey:
+    """Return the Ed25519 key in PEM `data`.
+
+    `InvalidSpecError`, naming `path`, if it is none or `cryptography` is missing.
+    """
     try:
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives import serialization
@@ -205,4 +218,5 @@ def _load_ed25519(data: bytes, path: Path) -> SigningKey:
 
 
 def _bad_key(message: str, *, value: str = "") -> InvalidSpecError:
+    """Make the error for a key file that cannot be used; `message` says why, `value` is the file's path."""
     return InvalidSpecError([Violation(field="key file", value=value, message=message, source="command line")])

@@ -79,6 +79,7 @@ class ObjectKind:
     """What `run repair` may put in its place; empty if it restores none."""
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a kind that may go before its run, and whose key says neither step nor version."""
         if self.kept is not KeptAs.RUN and not {"step", "version"} & {
             field["name"] for field in _FIELD.finditer(self.key)
         }:
@@ -91,40 +92,45 @@ class ObjectKind:
         return first + slash
 
     def series(self, key: str) -> str:
-        """Return the part of a key before its first number; keys that share it sort by their numbers.
+        """Return the part of a key before its first number: keys that share it sort by their numbers.
 
-        The kind's folder if the key is not of this kind.
+        `key` is without the run's prefix. If it is not of this kind, or has no number, return the kind's folder.
         """
         match = _pattern(self).fullmatch(key)
         first = next((field["name"] for field in _FIELD.finditer(self.key) if field["digits"]), None)
         return self.folder if match is None or first is None else key[: match.start(first)]
 
     def path(self, **fields: object) -> str:
-        """Return the key without the run's prefix for the numbers and texts of `fields`."""
+        """Return the key, without the run's prefix, of an object of this kind.
+
+        `fields` fill the braces of the kind's `key`.
+        """
         return self.key.format(**fields)
 
     def prefix(self, **fields: object) -> str:
-        """Return the prefix of the kind's keys of one step or version, with the slash at its end.
+        """Return the prefix, with a slash at its end, of all keys of the kind of one step or version, without the run's
+        prefix.
 
-        `fields` are the numbers by which keys of the kind begin.
+        `fields` are the numbers with which keys of the kind begin, such as `step=7`, or lineage and version.
         """
         found = next(field for field in _FIELD.finditer(self.key) if field["name"] in ("step", "version"))
         return f"{self.key[: found.end()]}/".format(**fields)
 
     def decode(self, data: bytes, *, where: str) -> Any:
-        """Decode the bytes of an object with the kind's codec.
+        """Decode the bytes of an object with the kind's codec, and return what that makes of them.
 
         CorruptObjectError, naming `where`, if they are damaged.
         """
         found = _codec(self.codec)
+        # Codecs call this parameter `where` or `source`.
         taken = inspect.signature(found).parameters.keys() & {"where", "source"}
         return found(data, **dict.fromkeys(taken, where))
 
     def parse(self, key: str) -> Mapping[str, int | str] | None:
-        """Parse the fields of a key without the run's prefix; None if it is no key of the kind.
+        """Return the numbers and texts in a key without the run's prefix, by field; None if it is no key of the kind.
 
-        `revision` is the number of the successor, 0 for the first, where the kind has revisions. A number with
-        more leading zeros than the format gives it does not count: each object has one key.
+        `revision` is the number of the successor, 0 for the first, where the kind has revisions. A number with more
+        leading zeros than the format gives it does not count: each object has one key.
         """
         match = _pattern(self).fullmatch(key)
         if match is None:
@@ -309,7 +315,7 @@ BATCH_HEADER = ObjectKind(
 CHAIN_POINT = ObjectKind(
     name="chain point",
     key="chain_points/{step:08d}.json",
-    codec="millrace.runlog.records.chain_points:ChainPoint.decode",
+    codec="millrace.runlog.records.frontier:ChainPoint.decode",
     numbering="by step",
     finding="CHAIN_POINT",
     named_by=(HEADER,),
@@ -389,14 +395,15 @@ KINDS = [
 
 
 def kind_at(key: str) -> ObjectKind | None:
-    """Return the kind of the object under a key without the run's prefix; None if it is no object of a run."""
+    """Return the kind of the object under a key without the run's prefix; None if no kind has such keys."""
+    # The first that fits counts: a manifest is declared before the kind of any other file in its folder.
     return next((kind for kind in KINDS if kind.parse(key) is not None), None)
 
 
 def finding_at(key: str) -> str:
-    """Return how the audit's findings about an object begin, by the folder of its key.
+    """Return how names of the audit's findings about an object begin, such as "EPOCH", by the folder of its key.
 
-    Empty if no header or seal may name the object.
+    `key` is without the run's prefix. Empty if no header or seal may name the object.
     """
     namers = {HEADER, TRAINED, SEALED}
     return next((kind.finding for kind in KINDS if namers & {*kind.named_by} and _is_within(kind, key)), "")
@@ -413,14 +420,13 @@ def is_place(key: str) -> bool:
 def table() -> str:
     """Return the table of all kinds for the documents, in Markdown; a cell with the usual answer is empty."""
     usual = {KeptAs.RUN, _BACKUP, _PROVED_BY_HASH}
-    heads = ("object", "key", "numbers", "named by", "kept", "if it is damaged", "a repair takes")
+    heads = ("object", "key", "named by", "kept", "if it is damaged", "a repair takes")
     rows: list[tuple[str, ...]] = [heads, ("---",) * len(heads)]
     for kind in KINDS:
         key = _ENDING.sub(r"[.rN]\g<ending>", kind.key) if kind.has_revisions else kind.key
         cells = (
             kind.name,
             f"`{key}`",
-            kind.numbering,
             "; ".join(kind.named_by),
             kind.kept,
             kind.remedy,
@@ -431,17 +437,25 @@ def table() -> str:
 
 
 def _is_within(kind: ObjectKind, key: str) -> bool:
+    """Return whether a key without the run's prefix is in the folder of a kind, or is the one key of a kind without
+    a folder.
+    """
     return key.startswith(kind.folder) if kind.folder.endswith("/") else key == kind.folder
 
 
 @functools.cache
 def _codec(path: str) -> Callable[..., Any]:
+    """Import and return the function that `path` (`module:name`) names."""
+    # Imported when it is asked for, because the rooms with the codecs import this one.
     module, _, name = path.partition(":")
     return attrgetter(name)(importlib.import_module(module))
 
 
 @functools.cache
 def _pattern(kind: ObjectKind) -> re.Pattern[str]:
+    """Return the pattern of the kind's keys, with a group for each field and, where it has revisions, one for their
+    number.
+    """
     text, parts, end = kind.key, list[str](), 0
     for field in _FIELD.finditer(text):
         parts += [re.escape(text[end : field.start()]), _field_pattern(kind, field)]
@@ -457,6 +471,7 @@ def _pattern(kind: ObjectKind) -> re.Pattern[str]:
 
 
 def _field_pattern(kind: ObjectKind, field: re.Match[str]) -> str:
+    """Return the pattern of one field of a key: digits, any text, or for a file or key also slashes."""
     if field["digits"]:
         return f"(?P<{field['name']}>[0-9]{{{field['digits']},{_NUMBER_DIGITS}}})"
     return f"(?P<{field['name']}>{'.+' if field['name'] in ('file', 'key') else '[^/]+'})"

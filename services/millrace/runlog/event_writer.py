@@ -2,14 +2,24 @@
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import time
 from collections import deque
 
-from millrace.errors import CapacityError, ConflictError, InternalError, LogGoneError, MillraceError, UnavailableError
+from millrace.errors import (
+    STORAGE_ERRORS,
+    CapacityError,
+    ConflictError,
+    InternalError,
+    LogGoneError,
+    MillraceError,
+    UnavailableError,
+)
 from millrace.race import first_of
 from millrace.runlog.event_archive import MAX_EVENT_BYTES
-from millrace.runlog.redis.log import RunLog
+from millrace.runlog.names import Stream
+from millrace.runlog.redis.log import RunLog, read_hashes
 from millrace.telemetry import waits
 from millrace.v1 import event_pb2
 
@@ -37,34 +47,44 @@ class EventWriter:
     """
 
     def __init__(self, log: RunLog, writer: str, *, queue_size: int = QUEUE_SIZE, ring_size: int = RING_SIZE) -> None:
+        """Create a writer of events to the run's log; nothing runs before the first `write`.
+
+        `writer` is its name, of one process at a time. `queue_size` events may wait for Redis; the newest `ring_size`
+        are kept, to append them again where Redis loses them.
+        """
         self._log = log
         self._writer = writer
-        self._queue: asyncio.Queue[event_pb2.Event | None] = asyncio.Queue(queue_size)  # None: look at Redis
+        # None asks for a look at whether Redis has what was written.
+        self._queue: asyncio.Queue[event_pb2.Event | None] = asyncio.Queue(queue_size)
         self._pump: asyncio.Task[None] | None = None
         self._sequence: int | None = None
         self._ring: deque[tuple[int, bytes]] = deque(maxlen=ring_size)
+        self._sent = (0, b"")
+        """Number and bytes of the event that was sent last, until an answer says that it is in the log."""
         self._instance = ""
         self._failure: MillraceError | None = None
 
     @property
     def num_queued(self) -> int:
-        """Return events that wait to be appended."""
+        """Return the number of events that wait to be appended."""
         return self._queue.qsize()
 
     async def write(self, event: event_pb2.Event) -> None:
-        """Queue a copy of an event; its `time` is now unless set. Waits only while the queue is full.
+        """Queue a copy of an event, to be appended in the background; its `time` is now unless set.
 
-        Raises CapacityError if the event is too large, and the error that ended the writer (such as
-        `NotFoundError`).
+        Waits only while the queue is full. Raises CapacityError if the event is too large, and the error that ended the
+        writer (such as `NotFoundError`).
         """
         if self._failure is not None:
             raise self._failure
         copy = event_pb2.Event()
         copy.CopyFrom(event)
+        # A cursor is of the log that gave it, and this event may come from another one.
         copy.ClearField("cursor")
         copy.writer = self._writer
         if not copy.HasField("time"):
             copy.time.FromNanoseconds(time.time_ns())
+        # Measured without the number, which `_append` sets; readers allow for it (`decode_event`).
         if copy.ByteSize() > MAX_EVENT_BYTES:
             raise CapacityError(
                 f"an event of {copy.ByteSize()} bytes is above {MAX_EVENT_BYTES}",
@@ -80,7 +100,10 @@ class EventWriter:
             self._queue.put_nowait(copy)
 
     async def flush(self, *, timeout_s: float = FLUSH_S) -> None:
-        """Wait until every event is in the log as Redis holds it now; `UnavailableError` after `timeout_s`."""
+        """Wait until every event is in the log as Redis holds it now.
+
+        `UnavailableError` after `timeout_s`; raises the error that ended the writer, if one did.
+        """
         if self._pump is None:
             return
         is_flushed = False
@@ -97,27 +120,32 @@ class EventWriter:
             )
 
     async def close(self, *, timeout_s: float = FLUSH_S) -> None:
-        """Wait until every event is in the log, then stop the background task, whether that succeeded or not."""
+        """Wait until every event is in the log, then stop the background task, whether that succeeded or not.
+
+        Raises as `flush` does.
+        """
         try:
             await self.flush(timeout_s=timeout_s)
         finally:
             if self._pump is not None:
                 self._pump.cancel()
+                # `wait` has a deadline, and does not raise the cancellation of the task here.
                 await asyncio.wait((self._pump,), timeout=timeout_s)
 
     async def _join(self, pump: asyncio.Task[None]) -> bool:
-        """Wait until the queue is empty and Redis was asked once more.
+        """Wait until the queue is empty and Redis was compared with the ring once more.
 
-        Return False if the background task ended before.
+        Return False if the background task, `pump`, ended before.
         """
         await self._put(None)
         joined, _ = await first_of(self._queue.join(), pump)
         return joined is not None
 
     async def _put(self, item: event_pb2.Event | None) -> None:
-        """Wait for room in the queue.
+        """Wait for room in the queue and put the item into it.
 
-        Raise the error of the background task if that ends, because no room comes then.
+        None asks for a look at whether Redis has what was written. Raise the error of the background task if that ends,
+        because no room comes then.
         """
         assert self._pump is not None
         await first_of(self._queue.put(item), self._pump)
@@ -125,6 +153,10 @@ class EventWriter:
             raise self._failure
 
     async def _run(self) -> None:
+        """Append what is queued, and look at Redis every `LOOK_S` seconds without work.
+
+        An error ends it and is kept for callers.
+        """
         try:
             while True:
                 try:
@@ -134,6 +166,7 @@ class EventWriter:
                     await self._persist(None)
                     continue
                 await self._persist(event)
+                # Not after an error: `flush` must not take this event for written.
                 self._queue.task_done()
         except MillraceError as error:
             logger.error(
@@ -150,7 +183,10 @@ class EventWriter:
             self._failure.__cause__ = error
 
     async def _persist(self, event: event_pb2.Event | None) -> None:
-        """Append one event (None: only what Redis lost), for as long as it takes; raises what waiting cannot fix."""
+        """Append one event (None: only what Redis lost), trying for as long as it takes.
+
+        Raise what waiting cannot fix.
+        """
         conflicts = 0
         while True:
             try:
@@ -160,9 +196,11 @@ class EventWriter:
                     await self._append(event)
                 return
             except LogGoneError:
+                # Only an orchestrator rebuilds it. What the new copy lacks of the ring is appended by the next look.
                 await self._log.wait_reopened(f"to append events of {self._writer}")
                 self._sequence = None
-            except (UnavailableError, CapacityError) as error:
+            except STORAGE_ERRORS as error:
+                # It may last: the queue fills meanwhile, and `write` waits, which is visible.
                 reason = f"to append an event of {self._writer}: {error.message}"
                 with waits.waiting(reason, waits_on="redis", refusal=waits.Refusal.of(error)):
                     await asyncio.sleep(_RETRY_S)
@@ -173,7 +211,11 @@ class EventWriter:
                 self._sequence = None
 
     async def _look(self) -> None:
-        """Append the newest events again that Redis lacks, if it is another copy now, and read the next number."""
+        """Read the newest number that Redis has of this writer, and append what it lacks of the ring.
+
+        Nothing is done while Redis holds the same copy of the log as at the last look.
+        """
+        # Before the number: if Redis restarts after this, the next look sees another instance and compares again.
         instance = await self._log.read_instance()
         if self._sequence is not None and instance == self._instance:
             return
@@ -187,12 +229,13 @@ class EventWriter:
         self._sequence = held
         for number, data in lacking:
             await self._append_again(number, data)
+        # Only now: if an append fails before, the next look begins again.
         self._instance = instance
 
     async def _append_again(self, number: int, data: bytes) -> None:
-        """Append an event that Redis lost again, under its old number.
+        """Append once more, under its old number, an event that Redis has lost; `data` are its serialized bytes.
 
-        Under the next one if events before it are lost.
+        If events before it are lost for good, it gets the next number.
         """
         assert self._sequence is not None
         if number != self._sequence + 1:
@@ -211,11 +254,25 @@ class EventWriter:
         self._sequence = number
 
     async def _append(self, event: event_pb2.Event) -> None:
-        """Try once to append an event as the next of this writer; `ConflictError` if that is not the next number."""
+        """Try once to append an event as the next of this writer, and keep it in the ring; it gets its number here.
+
+        `ConflictError` if that is not the next number in Redis.
+        """
         assert self._sequence is not None
-        event.writer_sequence = self._sequence + 1
-        data = event.SerializeToString(deterministic=True)
-        result = await self._log.append_event(data, writer=self._writer, sequence=event.writer_sequence)
-        result.require(f"event {event.writer_sequence} of {self._writer}")
-        self._sequence = event.writer_sequence
-        self._ring.append((event.writer_sequence, data))
+        number, data = self._sent
+        # A rebuild may keep an event whose answer was lost with the log: it is in the log under the number that this
+        # writer has found there, and must not get the next one as well.
+        if number != self._sequence or not await self._holds(data):
+            number = event.writer_sequence = self._sequence + 1
+            data = event.SerializeToString(deterministic=True)
+            self._sent = number, data
+            result = await self._log.append_event(data, writer=self._writer, sequence=number)
+            result.require(f"event {number} of {self._writer}")
+        # Only now: after a lost answer the same number and bytes are sent again, which Redis answers with ALREADY.
+        self._sent = 0, b""
+        self._sequence = number
+        self._ring.append((number, data))
+
+    async def _holds(self, data: bytes) -> bool:
+        """Return whether the event stream in Redis has an entry with these bytes."""
+        return bool(data) and hashlib.sha256(data).hexdigest() in await read_hashes(self._log, Stream.EVENTS)

@@ -28,7 +28,14 @@ from millrace.runlog.names import Names
 from millrace.runlog.records.frontier import Frontier, chain_hash
 from millrace.runlog.records.retirement import explain, steps_retired
 from millrace.runlog.records.revisions import chain_broken, list_headers, load_reopenings, load_step, read_header
-from millrace.runlog.records.run_record import RunOrigin, RunRecord, list_checkpoints, load_origin, parse_origin
+from millrace.runlog.records.run_record import (
+    RunOrigin,
+    RunRecord,
+    list_checkpoints,
+    load_origin,
+    parse_origin,
+    require_exists,
+)
 from millrace.storage import ObjectStore
 from millrace.storage.base import newest_revision, require_checksum, with_checksum
 from millrace.storage.scratch import owned_directory
@@ -59,7 +66,7 @@ class ForkPlan:
     """What the parent's orchestrator kept at `base_step`, JSON; empty where it draws tasks by nothing of that."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the `parent` of the fork's run.json, as `origin` reads it."""
+        """Return the `parent` of the fork's run.json, as `parse_origin` and `copy_fork` read it."""
         return {
             "uid": self.uid,
             "name": self.name,
@@ -73,15 +80,17 @@ class ForkPlan:
 
 
 def plan_fork(store: ObjectStore, parent: Names, *, name: str, step: int) -> ForkPlan:
-    """Return what a fork of `parent` at `step` is made of (blocking); `name` is the parent's.
+    """Return what a fork of `parent` at `step` is made of (blocking); nothing is written. `name` is the parent's.
 
-    `InvalidStateError` naming the range if the step is not kept, `CorruptObjectError` if the checkpoint is not of
-    this history.
+    `InvalidStateError` naming the range if the step is not kept, `CorruptObjectError` if the checkpoint is not of this
+    history, `NotFoundError` if the parent is being deleted.
     """
+    require_exists(store, parent)
     origin = load_origin(store, parent)
     num_steps = _count_steps(store, parent, origin)
     kept = _kept_checkpoints(store, parent, origin, num_steps)
     below, retired = steps_retired(store, parent)
+    # From a checkpoint before the step the fork replays the batches between them, which must not be retired.
     starts = [each for each in kept if each <= step and (each == step or each >= below)]
     if not starts or step > num_steps:
         whole = [each for each in kept if each >= below]
@@ -108,6 +117,7 @@ def plan_fork(store: ObjectStore, parent: Names, *, name: str, step: int) -> For
     )
     if store.head(parent.checkpoint_manifest(base_step)) is not None:
         manifest = _load_manifest(store, parent.checkpoint_manifest(base_step))
+        # A checkpoint is of this history only if it was written after the same headers.
         if manifest["chain_hash"] != chain.hex():
             raise CorruptObjectError(
                 f"checkpoint {base_step} of run {name!r} does not follow the committed headers",
@@ -118,10 +128,10 @@ def plan_fork(store: ObjectStore, parent: Names, *, name: str, step: int) -> For
 
 
 def copy_fork(store: ObjectStore, prefix: str, uid: str, run_json: bytes) -> None:
-    """Copy what the fork `uid` begins with, as its run.json says (blocking); do nothing for a run that is no fork.
+    """Copy what the fork `uid` begins with, as its run.json (`run_json`) says, from its parent (blocking).
 
-    Repeating it completes it. `InvalidStateError` (PARENT_GONE) if the parent does not keep it any more,
-    `CorruptObjectError` if the parent's objects are not what their hashes say.
+    Do nothing for a run that is no fork. Repeating it completes it. `InvalidStateError` (PARENT_GONE) if the parent
+    does not keep it any more, `CorruptObjectError` if the parent's objects are not what their hashes say.
     """
     where = store.uri(Names(prefix, uid).run_json)
     record = RunRecord.parse(run_json, where=where, needs=["run_hash"])
@@ -140,6 +150,8 @@ def copy_fork(store: ObjectStore, prefix: str, uid: str, run_json: bytes) -> Non
     origin = parse_origin(run_json, where=where)
     copy = _Copy(store=store, source=source, target=Names(prefix, uid), run_hash=record.run_hash, origin=origin)
     try:
+        # The fork's run.json is written by now: either a deletion of the parent sees it, or its tombstone is seen here.
+        require_exists(store, source)
         copy.run(base_step=base_step, step=step)
     except NotFoundError as error:
         raise InvalidStateError(
@@ -163,6 +175,7 @@ class _Copy:
     _num_reopened: int = 0
 
     def run(self, *, base_step: int, step: int) -> None:
+        """Copy the headers of `base_step` to `step` - 1, what they name, and last the checkpoint of `base_step`."""
         # The parent's chain proves what is read, the fork's own one is over what is written.
         chain, own_chain = self.origin.parent_chain_hash, self.origin.chain_hash
         for number in range(base_step, step):
@@ -170,9 +183,12 @@ class _Copy:
         self._verify_follower(step, chain)
         manifest = self._checkpoint(base_step)
         with ThreadPoolExecutor(_PARALLEL_COPIES, thread_name_prefix="fork") as pool:
+            # The headers are there before what they name, which is harmless: nobody sees the fork before its name is
+            # committed.
             for copied in [pool.submit(copy) for copy in self._todo]:
                 copied.result()
-        if manifest is not None:  # last, as everywhere
+        # The manifest commits the checkpoint, so it is written after all that it names.
+        if manifest is not None:
             self._create(self.target.checkpoint_manifest(base_step), manifest)
         logger.info(
             "forked",
@@ -182,7 +198,7 @@ class _Copy:
     def _decode_header(self, step: int, revision: int, data: bytes, chain: bytes) -> batch_pb2.BatchHeader:
         """Decode a header of the parent.
 
-        `CorruptObjectError` unless it is of this step and revision and continues `chain`.
+        `CorruptObjectError` unless it is of this step and revision and continues the chain hash `chain`.
         """
         header = decode_header(data)
         if header.previous_chain_hash != chain or (header.step, header.revision) != (step, revision):
@@ -191,14 +207,19 @@ class _Copy:
         return header
 
     def _verify_follower(self, step: int, chain: bytes) -> None:
-        """Raise `CorruptObjectError` if a header of `step`, the first that is not copied, does not continue `chain`."""
+        """Raise `CorruptObjectError` if the parent has a header of `step` that does not continue the chain hash
+        `chain`.
+
+        It is the first header that is not copied: it proves the ones before.
+        """
         if self.store.head(self.source.batch_header(step)) is not None:
             self._decode_header(step, 0, read_header(self.store, self.source, step), chain)
 
     def _headers(self, step: int, chain: bytes, own_chain: bytes) -> tuple[bytes, bytes]:
         """Write a step's headers as the fork's own; return both chain hashes after them, the parent's and the fork's.
 
-        What they name is noted to be copied. NotFoundError if the parent does not have them.
+        `chain` and `own_chain` are those before them. What the headers name is noted to be copied, and records of
+        reopenings are copied. NotFoundError if the parent does not have them.
         """
         found = load_step(self.store, self.source, step)
         if found is None:
@@ -207,6 +228,7 @@ class _Copy:
         for revision, data in enumerate(found.revisions):
             chain, own_chain, own = self._header(step, revision, data, chain, own_chain)
             if record := records.get(hashlib.sha256(data).hexdigest()):
+                # The fork's header has another uid and other keys than the parent's, and so another sha256.
                 copied = replace(record, closing_sha256=hashlib.sha256(own).hexdigest(), epoch=0)
                 self._num_reopened += 1
                 self._create(self.target.reopened(self._num_reopened), copied.encode())
@@ -215,9 +237,10 @@ class _Copy:
     def _header(
         self, step: int, revision: int, data: bytes, chain: bytes, own_chain: bytes
     ) -> tuple[bytes, bytes, bytes]:
-        """Write one header as the fork's own.
+        """Write one header of the parent, whose stored bytes are `data`, as the fork's own.
 
-        Return the chain hashes after it, the parent's and the fork's, and its bytes.
+        Note what it names to be copied. Return the chain hashes after it, the parent's and the fork's, and the bytes of
+        the fork's header.
         """
         header = self._decode_header(step, revision, data, chain)
         for chunk in header.chunks:
@@ -225,16 +248,18 @@ class _Copy:
         if header.rollouts_key:
             header.rollouts_key = self._later(header.rollouts_key, sha256=header.rollouts_sha256.hex())
         header.run_uid, header.run_hash, header.previous_chain_hash = self.target.uid, self.run_hash, own_chain
-        header.writer_epoch = header.config_revision = 0  # of nobody's epoch: the fork's own begin at 1
-        del header.objects[:]  # they are the parent's
+        # No epoch of the fork wrote it; the fork's own begin at 1.
+        header.writer_epoch = header.config_revision = 0
+        # The small objects are those of the parent's chain; the fork's first own header names its own.
+        del header.objects[:]
         own = header.SerializeToString(deterministic=True)
         self._create(self.target.batch_header(step, revision), own)
         return chain_hash(chain, data), chain_hash(own_chain, own), own
 
     def _checkpoint(self, step: int) -> bytes | None:
-        """Return the fork's manifest of the copied checkpoint, None for the start model.
+        """Return the fork's manifest of the copied checkpoint, as bytes.
 
-        Its objects are noted to be copied.
+        None where the fork begins with the start model. Its objects are noted to be copied.
         """
         try:
             manifest = _load_manifest(self.store, self.source.checkpoint_manifest(step))
@@ -245,24 +270,31 @@ class _Copy:
         for item in manifest["objects"]:
             item["key"] = self._later(item["key"], sha256=item["sha256"], size_bytes=item["size_bytes"])
         manifest |= {"run_uid": self.target.uid, "run_hash": self.run_hash}
-        manifest["chain_hash"] = self.origin.chain_hash.hex()  # of the same history, as the fork's own chain has it
-        manifest.pop("dataset_digest", None)  # a fork may learn other rows: its own checkpoints prove its own
+        # The hash of the same history in the fork's own chain.
+        manifest["chain_hash"] = self.origin.chain_hash.hex()
+        # A fork may learn other rows: its own checkpoints prove its own.
+        manifest.pop("dataset_digest", None)
         return with_checksum(manifest)
 
     def _later(self, key: str, *, sha256: str, size_bytes: int | None = None) -> str:
-        """Note an object to be copied by `run`, and return its key in the fork; for the rest see `_copy`."""
+        """Note the object `key` of the parent to be copied by `run`, and return its key in the fork.
+
+        `sha256` (hex) and `size_bytes` are what it has to be; None where the size is not known.
+        """
         target = self.target.root + key.removeprefix(self.source.root)
         self._todo.append(lambda: self._copy(key, target, sha256=sha256, size_bytes=size_bytes))
         return target
 
     def _copy(self, key: str, target: str, *, sha256: str, size_bytes: int | None) -> None:
-        """Copy an object by way of a file and check its sha256, unless the target exists.
+        """Copy the parent's object `key` to `target` and check its sha256 (hex), unless the target exists.
 
-        `size_bytes` is only compared with the size of an existing target; None takes a target of any size.
+        `size_bytes` is only compared with the size of an existing target; None takes a target of any size. The error
+        for a retired object names the record.
         """
         there = self.store.head(target)
         if there is not None and (size_bytes is None or there.size_bytes == size_bytes):
-            return  # objects appear whole or not at all: an attempt before this one has verified and copied it
+            # Objects appear whole or not at all: an attempt before this one has verified and copied it.
+            return
         with owned_directory("fork") as directory:
             path = directory / "object"
             try:
@@ -280,6 +312,7 @@ class _Copy:
             self.store.put_file(target, path)
 
     def _create(self, key: str, data: bytes) -> None:
+        """Create an object of the fork; ConflictError if it exists with other bytes."""
         if not self.store.create(key, data) and self.store.get(key) != data:
             raise ConflictError(
                 f"{self.store.uri(key)} exists with other content",
@@ -289,9 +322,9 @@ class _Copy:
 
 
 def _count_steps(store: ObjectStore, names: Names, origin: RunOrigin) -> int:
-    """Return the number of the step after the last committed training step.
+    """Return the step after the last committed training step of a run (its origin's, if none is committed).
 
-    CorruptObjectError if a header is missing.
+    CorruptObjectError if a header is missing before others.
     """
     steps = [origin.base_step - 1, *(step for step, revision in list_headers(store, names) if not revision)]
     for before, after in pairwise(steps):
@@ -305,7 +338,10 @@ def _count_steps(store: ObjectStore, names: Names, origin: RunOrigin) -> int:
 
 
 def _kept_checkpoints(store: ObjectStore, names: Names, origin: RunOrigin, num_steps: int) -> list[int]:
-    """Return the steps that a copy can begin at, ascending: committed checkpoints, and 0 if the first batch is kept."""
+    """Return the steps that a copy can begin at, ascending: committed checkpoints, and 0 if the first batch is kept.
+
+    `num_steps` is the step after the last committed one; later checkpoints are left out.
+    """
     kept = set(list_checkpoints(store, names))
     if origin.base_step == 0 and (num_steps == 0 or _has_batch(store, names, 0)):
         kept.add(0)  # the start model
@@ -313,12 +349,13 @@ def _kept_checkpoints(store: ObjectStore, names: Names, origin: RunOrigin, num_s
 
 
 def _has_batch(store: ObjectStore, names: Names, step: int) -> bool:
+    """Return whether the store still has all chunks of a step's batch."""
     header = decode_header(_last_header(store, names, step))
     return all(store.head(chunk.key) is not None for chunk in header.chunks)
 
 
 def _state_before(store: ObjectStore, names: Names, origin: RunOrigin, step: int) -> tuple[bytes, Frontier, bytes]:
-    """Return what holds before `step`: the chain hash, the resolved ordinals, and the orchestrator's state."""
+    """Return what holds before `step`: chain hash, resolved ordinals, and the orchestrator's state (JSON as bytes)."""
     if step == origin.base_step:
         return origin.chain_hash, origin.frontier, origin.orchestrator_state
     data = _last_header(store, names, step - 1)
@@ -327,9 +364,10 @@ def _state_before(store: ObjectStore, names: Names, origin: RunOrigin, step: int
 
 
 def _drawing_state(state: bytes) -> str:
-    """Return the part of an orchestrator's state that determines the next tasks and the rewards compared with.
+    """Return the part of an orchestrator's state that determines the next tasks, and the rewards that others are
+    compared with.
 
-    It is empty if nothing does. What the parent's orchestrator counted is left out.
+    Both are JSON; empty if nothing does. What the parent's orchestrator counted is left out.
     """
     kept = decode_object(state or b"{}", what="the orchestrator's state in a header", reason="HEADER_CORRUPT")
     drawing = {name: kept[name] for name in ("pools", "baselines") if name in kept}
@@ -337,7 +375,7 @@ def _drawing_state(state: bytes) -> str:
 
 
 def _last_header(store: ObjectStore, names: Names, step: int) -> bytes:
-    """Return the newest header of a committed step, as stored."""
+    """Return the stored bytes of the newest header of a committed step; NotFoundError if nothing is committed of it."""
     found = load_step(store, names, step)
     if found is None:
         raise NotFoundError(f"{store.uri(names.batch_header(step))} does not exist")
@@ -345,9 +383,9 @@ def _last_header(store: ObjectStore, names: Names, step: int) -> bytes:
 
 
 def _load_manifest(store: ObjectStore, first_key: str) -> dict[str, Any]:
-    """Return the newest revision of a checkpoint's manifest, its fields checked; NotFoundError if there is none.
+    """Return the newest revision of the checkpoint manifest whose first key this is, as decoded and checked JSON.
 
-    CorruptObjectError if it is damaged.
+    NotFoundError if there is none, CorruptObjectError if it is damaged.
     """
     key, reason = newest_revision(store, first_key), "CHECKPOINT_MANIFEST_INVALID"
     what, remedy = f"checkpoint manifest {store.uri(key)}", "fork at a step before this checkpoint"

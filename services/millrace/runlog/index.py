@@ -33,6 +33,7 @@ from millrace.runlog.redis import connection
 from millrace.runlog.redis.connection import as_text
 from millrace.runlog.redis.log import RunLog
 from millrace.storage import ObjectStore
+from millrace.telemetry import faults
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,8 @@ _PENDING = "?"  # no run name begins with it
 _DAMAGED = "!"  # nor with this
 _OPEN = "the index of open runs"
 _PAGE = 500  # runs in one command
-_COMPLETE = "*"  # field that says: this hash was built from the store, so a missing name is a missing run
+# This field says that the hash was built from the store: a name that is missing in it is no run.
+_COMPLETE = "*"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +69,14 @@ async def create_run(
 ) -> str:
     """Create a run and return its uid: another than `uid` if `request_id` has created one before.
 
-    `run_json` must be a JSON object with the strings `name` and `run_hash`. `AlreadyExistsError` (RUN_NAME_TAKEN) if
-    another run has the name. `prepare` (blocking) gets the uid and the run.json of the run and writes what the run
-    begins with, before anybody can see it; a repeated request repeats it.
+    `run_json` must be a JSON object with the strings `name` and `run_hash`; an empty `request_id` is none.
+    `AlreadyExistsError` (RUN_NAME_TAKEN) if another run has the name. `prepare` (blocking) gets the uid and the
+    run.json of the run and writes what the run begins with, before anybody can see it; a repeated request repeats it.
     """
     deployment = Deployment(prefix)
     owner = await asyncio.to_thread(read_uid, store, deployment.name_object(name))
     if owner is not None:
+        # The name is another run's, or this request created it and its answer was lost.
         earlier = await find_request(store, prefix, request_id) if request_id else None
         if earlier is None:
             raise _name_taken(name, owner)
@@ -82,7 +85,8 @@ async def create_run(
     if request_id:
         uid = await asyncio.to_thread(_claim, store, deployment.request_object(request_id), uid)
         run_json = await asyncio.to_thread(store.get, Names(prefix, uid).run_json)
-        name = _name_in(run_json, Names(prefix, uid).run_json)  # of the request that came first: ours if it is ours
+        # The name in the run.json that the first request stored, which may be another one than ours.
+        name = _name_in(run_json, Names(prefix, uid).run_json)
         if await asyncio.to_thread(read_uid, store, deployment.name_object(name)) == uid:
             return uid
     await asyncio.to_thread(prepare, uid, run_json)
@@ -93,6 +97,7 @@ async def create_run(
     # The commit: from here on the run exists, or another one has the name.
     winner = await asyncio.to_thread(_claim, store, deployment.name_object(name), uid)
     if winner != uid:
+        # What was written under the uid stays in the store: without a name nobody sees it.
         await connection.call(redis, f"dropping run {uid}", lambda: redis.delete(*Names(prefix, uid).all_keys))
         await _hash(redis, deployment, "HDEL", _PENDING + uid)
         await asyncio.to_thread(store.delete, deployment.open_object(uid))
@@ -103,12 +108,15 @@ async def create_run(
 
 
 async def find_request(store: ObjectStore, prefix: str, request_id: str) -> str | None:
-    """Return the uid of the run that a request has created; None if it has not, or not completely (create it again)."""
+    """Return the uid of the run that a request has created; None if there is none, or it was not created completely."""
     return await asyncio.to_thread(_find_request, store, prefix, request_id)
 
 
 async def read_index(redis: redis_asyncio.Redis, store: ObjectStore, prefix: str) -> RunIndex:
-    """Return every run, and the names whose objects are damaged; build the Redis hash again where Redis has lost it."""
+    """Return every run, and the names whose objects are damaged.
+
+    It reads the Redis hash, and builds that again from the store where Redis has lost it.
+    """
     deployment = Deployment(prefix)
     found = await _hash(redis, deployment, "HGETALL")
     runs = {as_text(name): as_text(uid) for name, uid in found.items()}
@@ -122,6 +130,7 @@ async def read_index(redis: redis_asyncio.Redis, store: ObjectStore, prefix: str
         await _promote(redis, deployment, stored.runs)
         for name in stored.damaged:
             await _hash(redis, deployment, "HSET", _DAMAGED + name, name)
+        # Last: a hash that a crash left half filled must not count as whole.
         await _hash(redis, deployment, "HSET", _COMPLETE, "1")
         runs |= stored.runs
         index.damaged.update(stored.damaged)
@@ -136,19 +145,24 @@ async def read_index(redis: redis_asyncio.Redis, store: ObjectStore, prefix: str
             await _promote(redis, deployment, {name: held})
             runs[name] = held
     index.runs.update(runs)
-    for name in index.runs:  # what Redis knows needs no object
+    # A name that Redis knows does not need its object.
+    for name in index.runs:
         index.damaged.pop(name, None)
     return index
 
 
 async def find_uid(redis: redis_asyncio.Redis, store: ObjectStore, prefix: str, wanted: str) -> tuple[str, str] | None:
-    """Return name and uid of the run that has this name or this uid; None if there is none.
+    """Return name and uid of the run whose name or uid is `wanted`; None if there is none.
 
-    It takes as long however many runs there are. CorruptObjectError if what the store has of it cannot be read.
+    Its cost does not grow with the number of runs. CorruptObjectError if what the store has of the run cannot be read.
     """
     deployment = Deployment(prefix)
 
     def of_uid() -> tuple[str, str] | None:
+        """Return name and uid of the run whose uid is wanted, from the store.
+
+        None if there is none, or it was not committed.
+        """
         try:
             key = Names(prefix, wanted).run_json
             name = _name_in(store.get(key, max_bytes=MAX_JSON_BYTES), key)
@@ -159,8 +173,10 @@ async def find_uid(redis: redis_asyncio.Redis, store: ObjectStore, prefix: str, 
     try:
         key = deployment.name_object(wanted)
     except InvalidSpecError:
+        # What cannot be a name may be a uid.
         return await asyncio.to_thread(of_uid)
     held = as_text(await _hash(redis, deployment, "HGET", wanted))
+    # The hash may have lost the name with Redis: then the name's object decides.
     uid = held if held and _is_ours(wanted, held) else await asyncio.to_thread(read_uid, store, key)
     return (wanted, uid) if uid else await asyncio.to_thread(of_uid)
 
@@ -169,16 +185,25 @@ async def find_uid(redis: redis_asyncio.Redis, store: ObjectStore, prefix: str, 
 
 
 async def list_open(redis: redis_asyncio.Redis, prefix: str, *, uid: str, name: str, number: int) -> None:
-    """Add a run to the hash of open runs; `number` is how often it was reopened. The store has its mark already."""
+    """Add a run to the Redis hash of runs that may not have ended; `number` is how often it was reopened.
+
+    The store has its mark already.
+    """
     await _in_hash(redis, Deployment(prefix).open_key, _OPEN, "HSET", f"{uid}.{number}", name)
 
 
 async def note_ended(redis: redis_asyncio.Redis, store: ObjectStore, prefix: str, *, uid: str, number: int) -> None:
-    """Remove all marks of a run whose end is sealed; `number` is how often it was reopened."""
+    """Remove all marks that the run may not have ended, in the store and in Redis: its end is sealed.
+
+    `number` is how often it was reopened.
+    """
     deployment = Deployment(prefix)
+    # The store first: a run whose marks only Redis has is found at every look, and this is done again. One whose marks
+    # only the store has is found when both are compared.
     # Of every earlier reopening as well: a process that died may have left its mark.
     for each in range(number + 1):
         await asyncio.to_thread(store.delete, deployment.open_object(uid, each))
+    faults.reach(faults.Point.ORCHESTRATOR_MID_UNLIST)
     marks = (f"{uid}.{each}" for each in range(number + 1))
     await _in_hash(redis, deployment.open_key, _OPEN, "HDEL", *marks)
 
@@ -188,8 +213,8 @@ async def read_open(
 ) -> dict[str, str]:
     """Return uid → name of every run that may not have ended.
 
-    The store is asked only if `is_compared`, or where Redis lost the hash. The hash is made again then, by one try,
-    so that a Redis that takes no writes delays nobody who reads.
+    The store is asked only if `is_compared`, or where Redis lost the hash. What the hash lacks is then added to it, by
+    one try, so that a Redis that takes no writes delays nobody who reads.
     """
     deployment = Deployment(prefix)
     found = await _in_hash(redis, deployment.open_key, _OPEN, "HGETALL")
@@ -198,6 +223,7 @@ async def read_open(
     for mark in [mark for mark, name in marks.items() if not _is_mark(mark, name)]:
         logger.error("a field of the index of open runs is foreign", extra={"field": mark[:200]})
         del marks[mark]
+    # A hash without that field was lost, and only has what was written since.
     if is_compared or not is_complete:
         missing = await asyncio.to_thread(_load_open, store, deployment, marks)
         marks |= missing
@@ -207,7 +233,10 @@ async def read_open(
 
 
 async def _try_to_complete(redis: redis_asyncio.Redis, deployment: Deployment, missing: Mapping[str, str]) -> None:
-    """Add marks to the hash of open runs and the field that says it is complete, in one try; log a failure."""
+    """Add the `missing` marks (mark → name) to the hash of open runs, and the field that says it is complete.
+
+    It is tried once; a failure is logged.
+    """
     try:
         for some in _pages({**missing, _COMPLETE: "1"}):
             words = ("HSET", deployment.open_key, *chain.from_iterable(some))
@@ -219,7 +248,7 @@ async def _try_to_complete(redis: redis_asyncio.Redis, deployment: Deployment, m
 def _load_open(store: ObjectStore, deployment: Deployment, known: Mapping[str, str]) -> dict[str, str]:
     """Return the marks in the store that are not in `known`, with the names of their runs (blocking).
 
-    Those of runs that were not created whole, or cannot be read, are left out. In a deployment that had runs before
+    Marks of runs that were not created whole, or cannot be read, are left out. In a deployment that had runs before
     there were marks every run gets one.
     """
     if store.head(deployment.open_complete) is None:
@@ -241,18 +270,25 @@ def _load_open(store: ObjectStore, deployment: Deployment, known: Mapping[str, s
 
 
 def _pages(fields: Mapping[str, str]) -> Iterator[list[tuple[str, str]]]:
-    """Yield the fields of a hash with their values, in lists of at most `_PAGE`."""
+    """Yield the items (field, value) of a mapping in lists of at most `_PAGE`, for one command each."""
     items = list(fields.items())
     for first in range(0, len(items), _PAGE):
         yield items[first : first + _PAGE]
 
 
 def _is_mark(mark: str, name: str) -> bool:
+    """Return whether a field of the hash of open runs has the form `{uid}.{number}`, and `name` that of a run's
+    name.
+    """
     uid, _, number = mark.rpartition(".")
     return number.isdecimal() and _is_ours(name, uid)
 
 
 def _find_request(store: ObjectStore, prefix: str, request_id: str) -> str | None:
+    """Return the uid of the run that a request has created.
+
+    None if there is none, or it was not created whole (blocking).
+    """
     deployment = Deployment(prefix)
     uid = read_uid(store, deployment.request_object(request_id))
     if uid is None:
@@ -265,7 +301,7 @@ def _find_request(store: ObjectStore, prefix: str, request_id: str) -> str | Non
 
 
 def _is_ours(field: str, value: str) -> bool:
-    """Return whether a field of the hash may be a run, or a mark of one, by its form."""
+    """Return whether a field and value of the hash of runs have the form of a run, or of a mark of one."""
     if field.startswith(_DAMAGED):
         uid, name = "any", field.removeprefix(_DAMAGED)
         if value != name:
@@ -283,11 +319,12 @@ def _is_ours(field: str, value: str) -> bool:
 
 
 def _name_in(run_json: bytes, where: str) -> str:
+    """Return the run's name in a run.json; CorruptObjectError, naming `where`, or InvalidSpecError if it has none."""
     return check_run_name(RunRecord.parse(run_json, where=where, needs=["name"]).name)
 
 
 async def _promote(redis: redis_asyncio.Redis, deployment: Deployment, runs: Mapping[str, str]) -> None:
-    """List runs (name → uid), and remove their marks as pending or damaged."""
+    """List runs (name → uid) in the Redis hash, and remove the marks that they are pending or damaged."""
     for some in _pages(runs):
         await _hash(redis, deployment, "HSET", *chain.from_iterable(some))
         marks = ((_PENDING + uid, _DAMAGED + name) for name, uid in some)
@@ -295,11 +332,15 @@ async def _promote(redis: redis_asyncio.Redis, deployment: Deployment, runs: Map
 
 
 async def _hash(redis: redis_asyncio.Redis, deployment: Deployment, command: str, *args: str) -> Any:
+    """Run a Redis command on the hash of all runs, with these arguments after the key; return its answer."""
     return await _in_hash(redis, deployment.runs_key, "the index of runs", command, *args)
 
 
 async def _in_hash(redis: redis_asyncio.Redis, key: str, what: str, command: str, *args: str) -> Any:
-    """Run a command on a hash of the index. If the key is no hash, a read removes it and returns an empty result."""
+    """Run a Redis command on the hash `key` of the index, and return its answer; `what` names the hash in messages.
+
+    If the key is no hash, HGETALL removes it and returns an empty result; other commands raise CorruptObjectError.
+    """
     if command == "HGETALL":
         try:
             return await connection.call(redis, f"reading {what}", lambda: redis.hgetall(key))
@@ -311,16 +352,18 @@ async def _in_hash(redis: redis_asyncio.Redis, key: str, what: str, command: str
 
 
 def _claim(store: ObjectStore, key: str, uid: str) -> str:
-    """Create `key` → uid, or return the uid that holds it."""
+    """Create the object `key` with this uid, and return the uid that it holds: ours, or that of who was first
+    (blocking).
+    """
     if store.create(key, uid.encode()):
         return uid
     return read_uid(store, key) or uid
 
 
 def read_uid(store: ObjectStore, key: str) -> str | None:
-    """Return the uid that an object of the index names.
+    """Return the uid that an object of the index (a name's, a request's) holds (blocking).
 
-    None if there is no such object, CorruptObjectError if it has none.
+    None if there is no such object, CorruptObjectError if it holds no uid.
     """
     try:
         data = store.get(key, max_bytes=_MAX_UID_BYTES)
@@ -337,7 +380,10 @@ def read_uid(store: ObjectStore, key: str) -> str | None:
 
 
 def read_names(store: ObjectStore, deployment: Deployment) -> RunIndex:
-    """Return every run, from the store (blocking); a name that cannot be read is logged, and is in `damaged`."""
+    """Return every run that has a name in the store (blocking).
+
+    A name that cannot be read is logged, and is in `damaged`.
+    """
     index = RunIndex()
     for info in store.list(deployment.names_prefix):
         name = info.key.removeprefix(deployment.names_prefix)
@@ -354,6 +400,7 @@ def read_names(store: ObjectStore, deployment: Deployment) -> RunIndex:
 
 
 def _name_taken(name: str, uid: str) -> AlreadyExistsError:
+    """Make the error for a name that the run `uid` has."""
     return AlreadyExistsError(
         f"a run called {name!r} exists (uid {uid})",
         reason="RUN_NAME_TAKEN",

@@ -38,12 +38,14 @@ def new_uid() -> str:
 
 
 def check_run_name(name: str) -> str:
-    """Return a legal run name (letters, digits, '.', '_', '-', at most 63), else raise `InvalidSpecError`."""
+    """Return `name` if it is legal (letters, digits, '.', '_', '-', at most 63), else raise `InvalidSpecError`."""
     return _check(_RUN_NAME, name, "run.name", "letters, digits, '.', '_', '-', at most 63, ends alphanumeric")
 
 
 def check_request_id(request_id: str) -> str:
-    """Return a legal request id (at most 128 of letters, digits, '.', '_', '-'), else raise `InvalidSpecError`."""
+    """Return `request_id` if it is legal (at most 128 of letters, digits, '.', '_', '-'), else raise
+    `InvalidSpecError`.
+    """
     return _check(_REQUEST_ID, request_id, "request_id", "1 to 128 letters, digits, '.', '_', '-'")
 
 
@@ -62,6 +64,7 @@ class Deployment:
     prefix: str
 
     def __post_init__(self) -> None:
+        """Raise InvalidSpecError unless the prefix is legal."""
         _check(
             _PREFIX,
             self.prefix,
@@ -71,7 +74,7 @@ class Deployment:
 
     @property
     def runs_key(self) -> str:
-        """Return the key of the Redis hash run name → uid.
+        """Return the key of the Redis hash that has the uid of every run by its name.
 
         It is in another slot than the runs, so that no script has it together with their keys.
         """
@@ -79,18 +82,19 @@ class Deployment:
 
     @property
     def open_key(self) -> str:
-        """Return the key of the Redis hash mark → run name, of the runs that may not have ended."""
+        """Return the key of the Redis hash that has, by mark, the names of the runs that may not have ended."""
         return f"{self.prefix}:open"
 
     @property
     def open_prefix(self) -> str:
-        """Return the prefix of the marks of the runs that may not have ended."""
+        """Return the prefix of the objects that mark a run as one that may not have ended."""
         return f"{self.prefix}/open/"
 
     def open_object(self, uid: str, number: int = 0) -> str:
-        """Return the key of the mark that the run may not have ended, since it was reopened `number` times.
+        """Return the key of the object that marks a run as one that may not have ended, after it was reopened `number`
+        times.
 
-        It has the run's name, and is removed when that end is sealed.
+        The object holds the run's name, and is removed when that end is sealed.
         """
         return f"{self.open_prefix}{Names(self.prefix, uid).uid}.{number}"
 
@@ -132,24 +136,28 @@ class Names:
     # Redis keys.
 
     def stream(self, stream: Stream) -> str:
-        """Return the key of a stream."""
+        """Return the Redis key of one of the run's streams."""
         return f"{self._key}:{stream.value}"
 
     @property
     def meta(self) -> str:
-        """Return the key of the hash with generation, format, run_hash, epoch:{role}, seq:{writer}, base:{stream}."""
+        """Return the Redis key of the hash with generation, format, run_hash, epoch:{role}, seq:{writer},
+        base:{stream}.
+        """
         return f"{self._key}:meta"
 
     def rebuilt_events(self, generation: int) -> str:
-        """Return the key of the stream that a rebuild fills and then renames to the events; it expires otherwise."""
+        """Return the Redis key of the stream that a rebuild fills and then renames to the events; it expires
+        otherwise.
+        """
         return f"{self.stream(Stream.EVENTS)}:rebuild:{generation}"
 
     def lease(self, role: str) -> str:
-        """Return the key of the string with the holder of a role; it expires."""
+        """Return the Redis key of the string that says who holds a role of the run ("orchestrator", …); it expires."""
         return f"{self._key}:lease:{role}"
 
     def lease_end(self, role: str) -> str:
-        """Return the key of the string with the last words of the last holder that gave the role back; it expires."""
+        """Return the Redis key of what the last holder of a role wrote when it gave the role back; it expires."""
         return f"{self.lease(role)}:end"
 
     @property
@@ -161,14 +169,12 @@ class Names:
 
     @property
     def root(self) -> str:
-        """Return the prefix of every object of the run."""
+        """Return the prefix, with a slash at its end, of the key of every object of the run."""
         return f"{self.prefix}/runs/{self.uid}/"
 
     @property
     def run_json(self) -> str:
-        """Return the key of the create-only record of what the run is (resolved config, hash, kind, request id,
-        ...).
-        """
+        """Return the object key of the run's record: what the run is (resolved config, hash, kind, request id, …)."""
         return self._object(catalogue.RUN_JSON)
 
     @property
@@ -178,11 +184,11 @@ class Names:
 
     @property
     def all_epochs(self) -> str:
-        """Return the prefix of the epochs of every role."""
+        """Return the prefix of the object keys of the epochs of every role."""
         return self._folder(catalogue.EPOCH)
 
     def epochs(self, role: str) -> str:
-        """Return the prefix of a role's epochs."""
+        """Return the prefix of the epochs of a role ("orchestrator", "trainer", …)."""
         return f"{self.all_epochs}{role}/"
 
     def epoch(self, role: str, number: int) -> str:
@@ -191,7 +197,7 @@ class Names:
 
     @property
     def generations(self) -> str:
-        """Return the prefix of the marks of installed generations."""
+        """Return the prefix of the object keys of the marks of installed generations."""
         return self._folder(catalogue.GENERATION)
 
     def generation(self, number: int) -> str:
@@ -200,42 +206,47 @@ class Names:
 
     @property
     def event_archive(self) -> str:
-        """Return the prefix of the archived events."""
+        """Return the prefix of the object keys of the archived events."""
         return self._folder(catalogue.EVENT_ARCHIVE)
 
     def archived_events(self, first: str, last: str) -> str:
-        """Return the key of the create-only events with the ids from `first` to `last`, such as `1-0` and `1-17`."""
+        """Return the key of the create-only archive of the events with the ids from `first` to `last`, such as `1-0`
+        and `1-17`.
+        """
         (a, b), (c, d) = (map(int, id_.split("-")) for id_ in (first, last))
         return self._object(catalogue.EVENT_ARCHIVE, first=a, first_place=b, last=c, last_place=d)
 
     @property
     def intents(self) -> str:
-        """Return the prefix of the intents."""
+        """Return the prefix of the object keys of the intents."""
         return self._folder(catalogue.INTENT)
 
     def intent(self, sequence: int) -> str:
-        """Return the key of one create-only acknowledged intent (pause, resume, cancel, config update)."""
+        """Return the key of one create-only intent of a user (pause, resume, cancel, config update), numbered from
+        1.
+        """
         return self._object(catalogue.INTENT, number=sequence)
 
     @property
     def reopenings(self) -> str:
-        """Return the prefix of the records that reopened the run."""
+        """Return the prefix of the object keys of the records that reopened the run."""
         return self._folder(catalogue.REOPENING)
 
     @property
     def seals(self) -> str:
-        """Return the prefix of the seals."""
+        """Return the prefix of the object keys of the seals."""
         return self._folder(catalogue.SEAL)
 
     def seal(self, number: int) -> str:
-        """Return the key of the create-only seal: what the run consists of at its end, after it was reopened
-        `number` times.
+        """Return the key of the create-only seal of the run's end, after it was reopened `number` times.
+
+        A seal says what the run consists of.
         """
         return self._object(catalogue.SEAL, number=number)
 
     @property
     def retirements(self) -> str:
-        """Return the prefix of the records of what retention has removed."""
+        """Return the prefix of the object keys of the records of what retention has removed."""
         return self._folder(catalogue.RETIREMENT)
 
     def retirement(self, number: int) -> str:
@@ -244,7 +255,7 @@ class Names:
 
     @property
     def attestations(self) -> str:
-        """Return the prefix of the attestations."""
+        """Return the prefix of the object keys of the attestations."""
         return self._folder(catalogue.ATTESTATION)
 
     def attestation(self, number: int) -> str:
@@ -253,29 +264,31 @@ class Names:
 
     @property
     def batches(self) -> str:
-        """Return the prefix of headers and batch data."""
+        """Return the prefix of batch headers and of the chunks of batches."""
         return self._folder(catalogue.BATCH_HEADER)
 
     def batch_header(self, step: int, revision: int = 0) -> str:
-        """Return the key of a step's create-only header, its commit point.
+        """Return the key of a batch's create-only header, its commit point; batches are counted from 0.
 
-        A `revision` from 1 on is that of a failed closing header's successor.
+        A `revision` from 1 on is that of the successor of a failed closing header.
         """
         return revision_key(self._object(catalogue.BATCH_HEADER, step=step), revision)
 
     @property
     def chain_points(self) -> str:
-        """Return the prefix of the chain points."""
+        """Return the prefix of the object keys of the chain points."""
         return self._folder(catalogue.CHAIN_POINT)
 
     def chain_point(self, step: int) -> str:
-        """Return the key of the create-only point of the chain after the header of a training step."""
+        """Return the key of the create-only chain point after a step: what a successor needs of the headers up to
+        that step.
+        """
         return self._object(catalogue.CHAIN_POINT, step=step)
 
     def quarantined(self, key: str, sha256: str) -> str:
-        """Return the key under which `run repair` keeps a damaged object of the deployment.
+        """Return the key under which `run repair` keeps the damaged bytes of the object `key`.
 
-        `key` is whole, `sha256` hex.
+        `key` is whole, of this run or of the deployment; `sha256` (hex) is of the damaged bytes.
         """
         own = key.removeprefix(self.root) if key.startswith(self.root) else f"deployment/{key}"
         return self._object(catalogue.QUARANTINED, key=own, sha256=sha256[:16])
@@ -285,11 +298,11 @@ class Names:
         return self._object(catalogue.REOPENING, number=number)
 
     def batch_data(self, step: int, epoch: int, nonce: str) -> str:
-        """Return the prefix of the chunks that one writer uploads for a step."""
+        """Return the prefix of the chunks that one writer uploads for a step: `nonce` is random text of that writer."""
         return f"{self.batches}{step:08d}/e{epoch:08d}-{nonce}/"
 
     def rollout_data(self, step: int, epoch: int, nonce: str) -> str:
-        """Return the prefix of the archive of the rollouts that a step resolves; kept longer than batch data."""
+        """Return the prefix of the archive of the rollouts that a step resolves, as one writer (`nonce`) uploads it."""
         return f"{self.root}rollouts/{step:08d}/e{epoch:08d}-{nonce}/"
 
     def scores(self, digest: str) -> str:
@@ -300,7 +313,7 @@ class Names:
         return self._object(catalogue.SCORES, digest=digest)
 
     def token_logs(self, step: int) -> str:
-        """Return the prefix of what the trainer computed of a step's tokens."""
+        """Return the prefix of the object keys of what the trainer computed of a step's tokens."""
         return f"{self.root}token_logs/{step:08d}/"
 
     def token_log(self, step: int, lineage: int) -> str:
@@ -309,11 +322,11 @@ class Names:
 
     @property
     def policies(self) -> str:
-        """Return the prefix of the published policies."""
+        """Return the prefix of the object keys of the published policies."""
         return self._folder(catalogue.POLICY_MANIFEST)
 
     def policy(self, lineage: int, version: int) -> str:
-        """Return the prefix of one policy version."""
+        """Return the prefix of one policy version of a lineage."""
         return f"{self.policies}{lineage:04d}-{version:08d}/"
 
     def policy_manifest(self, lineage: int, version: int) -> str:
@@ -322,29 +335,33 @@ class Names:
 
     @property
     def checkpoints(self) -> str:
-        """Return the prefix of the checkpoints."""
+        """Return the prefix of the object keys of the checkpoints."""
         return self._folder(catalogue.CHECKPOINT_MANIFEST)
 
     def checkpoint(self, step: int) -> str:
-        """Return the prefix of the checkpoint that is version `step`."""
+        """Return the prefix of the checkpoint after `step` steps, which is of policy version `step`."""
         return f"{self.checkpoints}{step:08d}/"
 
     def checkpoint_manifest(self, step: int) -> str:
-        """Return the key of a checkpoint's create-only commit point."""
+        """Return the key of the create-only commit point of the checkpoint after `step` steps."""
         return self._object(catalogue.CHECKPOINT_MANIFEST, step=step)
 
     def _folder(self, kind: catalogue.ObjectKind) -> str:
+        """Return the whole prefix of the keys of a kind."""
         return self.root + kind.folder
 
     def _object(self, kind: catalogue.ObjectKind, **fields: object) -> str:
+        """Return the whole key of an object of a kind; `fields` are the numbers and texts in it."""
         return self.root + kind.path(**fields)
 
     @property
     def _key(self) -> str:
+        """Return the beginning of every Redis key of the run, with the uid as hash tag."""
         return f"{self.prefix}:{{{self.uid}}}"
 
 
 def _check(pattern: re.Pattern[str], value: str, field: str, rule: str) -> str:
+    """Return `value` if it fits the pattern, else raise InvalidSpecError naming `field`, with the `rule` in words."""
     if not pattern.fullmatch(value):
         raise InvalidSpecError([Violation(field=field, value=value[:200], message=f"must be {rule}", source="request")])
     return value
@@ -364,16 +381,16 @@ def is_legal(name: str) -> bool:
 
 
 def suggest(text: str) -> str:
-    """Return a legal name made of the text, such as `fork-a` of `forkA`; empty if the text has no letter."""
+    """Return a legal run name made of a text, such as `fork-a` of `forkA`; empty if the text has no letter."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", text).lower()
     words = re.sub(r"[^a-z0-9]+", "-", words).lstrip("-0123456789")
     return words[:MAX_NAME].rstrip("-")
 
 
 def make(stem: str, tail: str = "", *, is_taken: Callable[[str], bool] = lambda name: False) -> str:
-    """Return a legal name, `{stem}-{tail}` with the stem cut where it is too long.
+    """Return a legal run name that is free: `{stem}-{tail}`, or `stem` alone, with the stem cut where it is too long.
 
-    If that is taken, it ends in `-2`, `-3`, …, the first that is free.
+    If that is taken (`is_taken`), it ends in `-2`, `-3`, …, the first that is free.
     """
     words = stem if is_legal(stem) else re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-") or "run"
     words = words if words[0].isalpha() else f"run-{words}"
@@ -391,7 +408,7 @@ def resolve(
     holder: str = "there is",
     remedy: str = "see what there is with `millrace run list`",
 ) -> str:
-    """Return the name of the run that is meant, of `runs` (uid by name).
+    """Return the name of the run that `text` means, of `runs` (uid by name).
 
     Runs are named by their name, `runs/{name}` or uid and, unless `is_exact`, by the unique beginning of a name or by
     `-`, the newest run. NotFoundError ("{holder} no run …") with a did-you-mean or the `remedy`, InvalidSpecError if
@@ -426,5 +443,6 @@ def resolve(
 
 
 def _joined(stem: str, *tails: str) -> str:
+    """Return `stem` and the tails that are not empty, joined by '-', with the stem cut so that all fit into a name."""
     tail = "".join(f"-{each}" for each in tails if each)
     return f"{stem[: MAX_NAME - len(tail)].rstrip('-')}{tail}"

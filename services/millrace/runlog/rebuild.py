@@ -29,6 +29,7 @@ from millrace.backoff import Backoff
 from millrace.decoding import MAX_JSON_BYTES
 from millrace.errors import LogGoneError, UnavailableError
 from millrace.runlog.event_archive import (
+    KEPT_EVENTS,
     MAX_SEQUENCE,
     load_archived_events,
     load_newest_archived,
@@ -69,7 +70,9 @@ class Restored:
 
 
 def load_restored(store: ObjectStore, names: Names) -> Restored:
-    """Load from the store what a rebuilt log holds: meta with the epochs, and the archived events (blocking)."""
+    """Load from the store what a rebuilt log of the run holds: meta with the epochs, and the archived events
+    (blocking).
+    """
     run_json = store.get(names.run_json, max_bytes=MAX_JSON_BYTES)
     origin = parse_origin(run_json, where=store.uri(names.run_json))
     policies = list_policies(store, names)
@@ -88,7 +91,10 @@ def load_restored(store: ObjectStore, names: Names) -> Restored:
 
 
 async def read_events(log: RunLog) -> list[Entry]:
-    """Return the events that Redis still has, of whatever generation; none if they cannot be read."""
+    """Return the events that Redis still has of a run, of whatever generation.
+
+    The list is empty if they cannot be read, which is logged.
+    """
     found: list[Entry] = []
     try:
         while page := await read_page(log, f"({found[-1].id}" if found else "-"):
@@ -102,23 +108,26 @@ async def read_events(log: RunLog) -> list[Entry]:
 def merge_events(
     restored: Restored, held: Sequence[Entry], *, generation: int, now_ns: int, why: str = LOST
 ) -> Restored:
-    """Return `restored` with the events that only Redis has (`held`) and the event about the rebuild.
+    """Return `restored` with the events that only Redis has (`held`) and an event that says that the log was rebuilt.
 
-    These get ids of the new generation, because their old ids may be those of other events that the store has.
-    Their bytes stay, and so do their numbers unless an archived event of the writer has that number (of a process
-    that died, whose successor did not know it). Damaged events are left out, and archived ones with ids of later
-    generations. `why` is the reason for the rebuild, for people.
+    These get ids of the new `generation`, because their old ids may be those of other events that the store has. Their
+    bytes stay, and so do their numbers unless an archived event of the writer has that number (of a process that died,
+    whose successor did not know it). Damaged events are left out, and archived ones with ids of this or a later
+    generation. `now_ns` is the new event's time (nanoseconds since the epoch), `why` the reason for the rebuild, for
+    people.
     """
     hashes = {entry.h for entry in restored.events}
     events, newest = _readable(restored, before=generation)
     num_damaged = len(restored.events) - len(events)
     extra: list[Entry] = []
     for entry in held:
+        # By hash and not by id: a Redis that had lost its tail gave new events the ids of archived ones.
         if entry.damage or entry.h not in hashes:
             event = readable_event(entry)
             if event is None:
                 num_damaged += 1
                 continue
+            # Reading set the cursor to the old id; the bytes that are appended have none.
             event.ClearField("cursor")
             known, _ = newest.get(event.writer, (0, ""))
             # The number is taken by an archived event of a process that died, so this event gets the next free one.
@@ -138,20 +147,21 @@ def merge_events(
     )
     extra.append(_entry(event))
     _note(newest, event, extra[-1].h)
-    events += [replace(entry, id=f"{generation}-{number}") for number, entry in enumerate(extra)]
+    events = events[-KEPT_EVENTS:] + [replace(entry, id=f"{generation}-{n}") for n, entry in enumerate(extra)]
     return Restored(meta=restored.meta | _sequences(newest), events=events, summary=summary)
 
 
 def as_sealed(restored: Restored) -> Restored:
-    """Return what the log of a sealed run holds: its archived events, and no event about the rebuild."""
+    """Return what the log of a sealed run holds: the archived events in `restored`, and no event about the rebuild."""
     events, newest = _readable(restored, before=None)
-    return Restored(meta=restored.meta | _sequences(newest), events=events, summary=restored.summary)
+    return Restored(meta=restored.meta | _sequences(newest), events=events[-KEPT_EVENTS:], summary=restored.summary)
 
 
 def _readable(restored: Restored, *, before: int | None) -> tuple[list[Entry], dict[str, tuple[int, str]]]:
-    """Return the archived events below a generation, and the number and hash of each writer's newest one.
+    """Return the archived events of generations below `before` (None: of all), and each writer's newest number and its
+    hash.
 
-    `before` None takes all; damaged events are left out.
+    Damaged events are left out.
     """
     newest: dict[str, tuple[int, str]] = {}
     events: list[Entry] = []
@@ -164,28 +174,35 @@ def _readable(restored: Restored, *, before: int | None) -> tuple[list[Entry], d
 
 
 def _sequences(newest: dict[str, tuple[int, str]]) -> dict[str, str | int]:
+    """Return the fields `seq:{writer}` of meta for each writer's newest number and hash."""
     return {f"seq:{writer}": f"{number} {entry_hash}" for writer, (number, entry_hash) in newest.items()}
 
 
 def _note(newest: dict[str, tuple[int, str]], event: event_pb2.Event, entry_hash: str) -> None:
+    """Set in `newest` the number and hash of an event's writer, if the event is its newest.
+
+    Ignore a number out of reach.
+    """
     known, _ = newest.get(event.writer, (0, ""))
-    if known < event.writer_sequence <= max(MAX_SEQUENCE // 2, known + 1):  # nobody has counted further
+    # A number above that is foreign: no writer has made so many events. It might leave its writer no next number.
+    if known < event.writer_sequence <= max(MAX_SEQUENCE // 2, known + 1):
         newest[event.writer] = event.writer_sequence, entry_hash
 
 
 def _entry(event: event_pb2.Event) -> Entry:
+    """Return an entry with this event's bytes and their hash, without id and trace context."""
     data = event.SerializeToString(deterministic=True)
     return Entry(id="", v=FORMAT_MAJOR, h=hashlib.sha256(data).hexdigest(), d=data, tp="")
 
 
 def _roles(store: ObjectStore, names: Names) -> list[str]:
-    """Return every role that ever had an epoch, except the log itself."""
+    """Return every role that ever had an epoch in the store, except the log itself ("log")."""
     found = (prefix.removeprefix(names.all_epochs).rstrip("/") for prefix in store.list_prefixes(names.all_epochs))
     return [role for role in found if role != GENERATION_ROLE]
 
 
 def _first_batch(store: ObjectStore, names: Names, origin: RunOrigin, policies: Sequence[tuple[int, int]]) -> int:
-    """Return the step of the first batch that Redis has to hold: the one after those that the newest policy is made of.
+    """Return the first batch that Redis has to hold: that after those of which the newest published policy is made.
 
     `policies` are version and lineage of each that was begun, ascending. A trainer that begins earlier reads the
     batches before it from the store.
@@ -206,6 +223,7 @@ def _first_policy(store: ObjectStore, names: Names, origin: RunOrigin, policies:
         if version >= origin.base_step:
             lineages.setdefault(version, []).append(lineage)
     held: list[int] = []
+    # From the newest down to the first hole, because Redis takes versions without a gap.
     for version in sorted(lineages, reverse=True):
         if any(_is_there(store, names, version, lineage) for lineage in lineages[version]):
             if held and version != held[-1] - 1:
@@ -214,12 +232,13 @@ def _first_policy(store: ObjectStore, names: Names, origin: RunOrigin, policies:
             if len(held) == KEPT_POLICIES:
                 break
         elif held:
-            break  # a hole: what is below was collected
+            # A hole: retention has removed what is below.
+            break
     return held[-1] if held else origin.base_step
 
 
 def _is_there(store: ObjectStore, names: Names, version: int, lineage: int) -> bool:
-    """Return whether a policy is published: its manifest is in the store."""
+    """Return whether a policy of this lineage and version is published: whether the store has its manifest."""
     return store.head(names.policy_manifest(lineage, version)) is not None
 
 
@@ -257,10 +276,12 @@ class _Stale:
 async def open_or_rebuild(
     redis: redis_asyncio.Redis, store: ObjectStore, *, prefix: str, uid: str, owner: str
 ) -> RunLog:
-    """Return the log of an existing run, rebuilt if need be; `owner` is named in the new generation.
+    """Return the log of an existing run, opened.
 
+    Where Redis does not hold it, or a stale copy, rebuild it from the store. `owner` is named in the new generation.
     Only orchestrators call it, for runs of the index. `NotFoundError` if the store has no such run, or is about to
-    delete it. The winner of a rebuild leaves a warning event LOG_REBUILT that says what was restored.
+    delete it; `UnavailableError` if the log is lost again and again. The winner of a rebuild leaves a warning event
+    LOG_REBUILT that says what was restored.
     """
     names = Names(prefix, uid)
     for _ in range(_MAX_ATTEMPTS):
@@ -269,11 +290,12 @@ async def open_or_rebuild(
         if await _is_proven(log):
             return log
         what = f"the log of run {uid} to be compared with the store, and rebuilt if need be"
-        if damage := proof_of(log).damage:  # of a try before: it still says why nothing goes on
+        # Damage that an earlier try found still says why the run does not go on.
+        if damage := proof_of(log).damage:
             what += f" ({damage})"
         with waits.waiting(what, waits_on="object store"):
             async with proof_of(log).lock:
-                if await _mend(log, owner):
+                if await _make_current(log, owner):
                     return log
     raise UnavailableError(
         f"the log of run {uid} was lost again {_MAX_ATTEMPTS} times while it was rebuilt",
@@ -284,7 +306,9 @@ async def open_or_rebuild(
 
 
 async def _is_proven(log: RunLog) -> bool:
-    """Return whether Redis holds the log as an instance that was found to be current before."""
+    """Open the log, and return whether Redis holds it as an instance that this process has found to be current
+    before.
+    """
     try:
         await log.reopen(is_checked=False)
         instance = await log.read_instance()
@@ -293,10 +317,11 @@ async def _is_proven(log: RunLog) -> bool:
     return is_nameable(instance) and proof_of(log).instance == instance
 
 
-async def _mend(log: RunLog, owner: str) -> bool:
-    """Return True if the log is current, with the log opened; else try once to rebuild it and return False.
+async def _make_current(log: RunLog, owner: str) -> bool:
+    """Open the log and return True if it is current; else try once to rebuild it, and return False.
 
-    `LogGoneError` if a damaged log was rebuilt so often that the next try has to wait.
+    `owner` is named in the new generation. `LogGoneError` if a damaged log was rebuilt so often that the next try has
+    to wait.
     """
     stale = await _find_stale(log)
     proof_of(log).damage = stale.why if stale is not None and stale.is_damaged else ""
@@ -311,7 +336,7 @@ async def _mend(log: RunLog, owner: str) -> bool:
 async def open_reopened(redis: redis_asyncio.Redis, store: ObjectStore, *, prefix: str, uid: str, owner: str) -> RunLog:
     """Open the log of a run that was reopened, rebuilt without the closing header that does not end the run any more.
 
-    Redis' copy is compared with the store anew; else as `open_or_rebuild`.
+    Redis' copy is compared with the store anew; else as `open_or_rebuild`. The log does not expire any more.
     """
     proof_of(RunLog(redis, store, names=Names(prefix, uid), generation=0, run_hash="")).instance = ""
     log = await open_or_rebuild(redis, store, prefix=prefix, uid=uid, owner=owner)
@@ -320,12 +345,13 @@ async def open_reopened(redis: redis_asyncio.Redis, store: ObjectStore, *, prefi
 
 
 async def _find_stale(log: RunLog) -> _Stale | None:
-    """Return the copy that a rebuild has to replace; None if the log exists and is current."""
+    """Open the log, and return what a rebuild has to replace; None if Redis holds the log and it is current."""
     proof = proof_of(log)
     try:
         await log.reopen(is_checked=False)
         instance = await log.read_instance()
         if proof.instance != instance or not is_nameable(instance):
+            # Not proven while it is compared: an error in between must not leave it so.
             proof.instance = ""
             await log.require_true()
             if why := await _why_stale(log):
@@ -343,10 +369,14 @@ async def _find_stale(log: RunLog) -> _Stale | None:
 
 
 def _pace(log: RunLog, damage: str) -> None:
-    """Note a rebuild because of damage; `LogGoneError` if there were so many lately that it has to wait."""
+    """Note a rebuild of the log because of `damage` (in words).
+
+    `LogGoneError` if there were so many that it has to wait.
+    """
     proof, now = proof_of(log), time.monotonic()
     proof.rebuilt = [at for at in proof.rebuilt if now - at < _DAMAGE_WINDOW_S]
     extra = len(proof.rebuilt) - MAX_PROMPT
+    # The first `MAX_PROMPT` rebuilds of the window do not wait.
     if extra >= 0:
         left_s = proof.rebuilt[-1] + BACKOFF.after(1 + extra) - now
         if left_s > 0:
@@ -367,6 +397,7 @@ async def _why_stale(log: RunLog) -> str:
     """
     installed = await asyncio.to_thread(_newest_installed, log.store, log.names)
     where = {"uid": log.uid, "held": log.generation, "installed": installed}
+    # Redis came back from a file that is older than the last rebuild.
     if log.generation < installed:
         logger.warning("Redis holds an older generation of the log than was installed", extra=where)
         return LOST
@@ -375,28 +406,37 @@ async def _why_stale(log: RunLog) -> str:
     if newest is not None:
         held = await log.read_range(Stream.EVENTS, newest.id, newest.id)
         await log.check()
+        # An absent event may also mean that the stream was wiped between two commands, which `check` has ruled out.
         if [entry.h for entry in held] != [newest.h]:
             logger.warning("Redis lost events that the store has", extra={**where, "event": newest.id})
             return LOST
     for record in await asyncio.to_thread(load_reopenings, log.store, log.names):
         id_ = f"{record.step}-1"
         held = await log.read_range(Stream.BATCHES, id_, id_)
+        # An entry cannot be removed again, and a reader of this one would believe that the run has ended.
         if [entry.h for entry in held] == [record.closing_sha256]:
             return f"the run was reopened at step {record.step + 1}, and Redis had the closing header of its end"
-    if log.generation > max(installed, 1):  # its rebuilder died before it could
+    # The rebuilder died between its install and this mark.
+    if log.generation > max(installed, 1):
         await asyncio.to_thread(log.store.create, log.names.generation(log.generation), b"")
     return ""
 
 
 def _newest_installed(store: ObjectStore, names: Names) -> int:
+    """Return the newest generation of which the store has a mark that it was put in place; 1 without any."""
     marks = [info.key.removeprefix(names.generations) for info in store.list(names.generations)]
     numbers = [int(mark) for mark in marks if mark.isdecimal()]
     taken = latest_epoch(store, names, GENERATION_ROLE) if numbers else 0
-    return max((number for number in numbers if number <= taken), default=1)  # what nobody took is foreign
+    # A mark of a generation that nobody took is foreign.
+    return max((number for number in numbers if number <= taken), default=1)
 
 
 async def _rebuild(log: RunLog, stale: _Stale, owner: str) -> None:
-    """Try once to put a new generation in place; no error if another was faster, or Redis was wiped again."""
+    """Try once to put a new generation of the log in place of `stale`.
+
+    It is no error if another process was faster, or Redis was wiped again: the caller looks again. A sealed run gets
+    the log as it ended.
+    """
     await asyncio.to_thread(require_exists, log.store, log.names)
     if await asyncio.to_thread(is_sealed, log.store, log.names) and await _put_back(log, stale):
         return
@@ -417,14 +457,17 @@ async def _rebuild(log: RunLog, stale: _Stale, owner: str) -> None:
         await log.command("dropping a rebuild", "DEL", log.names.rebuilt_events(epoch.number))
         logger.info("log not installed", extra={"uid": log.uid, "generation": epoch.number, "answer": answer})
         return
+    # After the install: a mark of a generation that was never put in place would make the copy that Redis holds stale.
+    # If this process dies before it, the next opener writes the mark (`_why_stale`).
     await asyncio.to_thread(log.store.create, log.names.generation(epoch.number), b"")
     logger.warning("log of the run rebuilt", extra={"uid": log.uid, "summary": restored.summary})
 
 
 async def _put_back(log: RunLog, stale: _Stale) -> bool:
-    """Install the log of a sealed run as it ended, from the store, which is not written; False if that has no event.
+    """Install in Redis the log of a sealed run as it ended; return False if the store has no event of it.
 
-    Nobody appends to it any more, so that of two who do so both install the same.
+    The store is only read. Nobody appends to the log any more, so that of two who do so both install the same. It
+    expires after `ENDED_S`.
     """
     generation = await asyncio.to_thread(_newest_installed, log.store, log.names)
     restored = as_sealed(await asyncio.to_thread(load_restored, log.store, log.names))
@@ -445,9 +488,13 @@ async def _fill(rebuild: _Rebuild, restored: Restored) -> None:
         page = restored.events[first : first + PAGE_ENTRIES]
 
         async def write(page=page, first=first) -> None:
+            """Add a page of events to the temporary key; a page that is there already is no error."""
+            # One transaction, so that a page is there as a whole or not at all: a repeated first entry then means a
+            # repeated page.
             pipeline = log.redis.pipeline(transaction=True)
             if first == 0:
-                pipeline.delete(key)  # of a try whose answer was lost
+                # What an earlier try has written, whose answer was lost.
+                pipeline.delete(key)
             for entry in page:
                 pipeline.execute_command(
                     "XADD", key, entry.id, "v", entry.v, "h", entry.h, "d", entry.d, "tp", entry.tp
@@ -456,16 +503,18 @@ async def _fill(rebuild: _Rebuild, restored: Restored) -> None:
             try:
                 await pipeline.execute()
             except ResponseError as error:
-                if "equal or smaller" not in str(error):  # else this page is there: the answer to it was lost
+                # Otherwise this page is there: the answer to it was lost.
+                if "equal or smaller" not in str(error):
                     raise
 
         await log.call("restoring events", write)
 
 
 async def _install(rebuild: _Rebuild, restored: Restored, *, expires_s: float) -> str:
-    """Put a rebuilt log in place of the stale one, or of none; it expires after `expires_s` seconds, 0 for never.
+    """Put a rebuilt log in place of the stale one, or of none, in one step; it expires after `expires_s` seconds, 0 for
+    never.
 
-    Return "OK", or what the script answers if it may not.
+    Return "OK", or the script's answer if Redis holds something else by now ("HELD") or not all events ("INCOMPLETE").
     """
     log, names = rebuild.log, rebuild.log.names
     keys = [
@@ -482,4 +531,5 @@ async def _install(rebuild: _Rebuild, restored: Restored, *, expires_s: float) -
         args += [field, value]
     reply = await log.call("installing a rebuilt log", lambda: script.INSTALL_LOG.run(log.redis, keys, args))
     answer, held = (as_text(part) for part in reply)
-    return "OK" if answer == "HELD" and held == str(rebuild.generation) else answer  # ours, whose answer was lost
+    # The answer to an earlier attempt of this very install may have been lost.
+    return "OK" if answer == "HELD" and held == str(rebuild.generation) else answer

@@ -52,19 +52,22 @@ class RetentionRule:
 
     @classmethod
     def of(cls, config: RLConfig | EvalRunConfig, asked: Mapping[str, Any] = MappingProxyType({})) -> "RetentionRule":
-        """Return the rule of a run's config.
+        """Return the rule of a run's config: nothing is retired of an evaluation.
 
-        `asked` has the values that a `run resume` has set instead of the config's.
+        `asked` has the values ("batches", "policies") that a `run resume` has set instead of the config's.
         """
         if not isinstance(config, RLConfig):
-            return cls()  # an evaluation is read as a whole
+            # An evaluation is read as a whole.
+            return cls()
         settings = config.orchestrator
         named = {"batches": settings.retain_batches, "policies": settings.retain_policies, **asked}
         return cls(batches=_number(named["batches"]), policies=_number(named["policies"]))
 
     @property
     def stride(self) -> int:
-        """Return after how many steps the next pass is due: an eighth of what is kept, at least one."""
+        """Return after how many steps the next pass is due: an eighth of the smaller number that is kept, at least
+        one.
+        """
         return max(1, min(number for number in (self.batches, self.policies, 1 << 16) if number is not None) // 8)
 
     def __bool__(self) -> bool:
@@ -89,22 +92,23 @@ class RunNeeds:
 
 
 def plan(rule: RetentionRule, view: RunNeeds, anchor_of: Callable[[int, int], int]) -> dict[KeptAs, Retired]:
-    """Return what the rule retires of each class.
+    """Return what the rule retires of each class for a run in the state `view`; nothing is removed here.
 
     `anchor_of` returns, for the newest lineage (at most the first argument) of a version (the second), the oldest
     version whose objects it is made of. Nothing is retired before there is a checkpoint: until then the trainer begins
     anew with the first batch.
 
     A run stays resumable at its newest two checkpoints, since one may turn out to be damaged: what comes after the
-    older one is never retired. The start model is the second one of a run that has written one checkpoint only.
-    Version 0 stays: it is the start model, which adapters and replays are based on.
+    older one is never retired. The start model is the second one of a run that has written one checkpoint only. Version
+    0 stays: it is the start model, which adapters and replays are based on.
     """
     resumable = list(view.checkpoints[-2:])
     found: dict[KeptAs, Retired] = {}
     if not resumable:
         return found
     if len(resumable) == 1 and not view.is_pruned:
-        resumable = [0, *resumable]  # the start model is the other point
+        # A run that kept its start has the start model as the other point to resume at.
+        resumable = [0, *resumable]
     if rule.batches is not None:
         promised = view.next_step - rule.batches
         # Who replays or forks the oldest promised step begins at the checkpoint before it, and reads all batches since.
@@ -136,10 +140,10 @@ class Retention:
     def __init__(
         self, store: ObjectStore, names: Names, *, first: int, by: str, may_write: Callable[[], bool] = lambda: True
     ) -> None:
-        """Create it. `first` is the first step that the run may have, and `by` names the writer in its records.
+        """Create the retention of one run; nothing is read yet.
 
-        `may_write` returns whether the writer still drives the run; it is asked before each record and while objects
-        are removed.
+        `first` is the first step that the run may have, and `by` names the writer in its records. `may_write` returns
+        whether the writer still drives the run; it is asked before each record and while objects are removed.
         """
         self._store, self._names, self._by, self._may_write = store, names, by, may_write
         self._first = first
@@ -152,16 +156,32 @@ class Retention:
         """The newest record whose objects are gone as far as this writer knows; None before the first look."""
 
     def run(self, rule: RetentionRule, view: RunNeeds) -> list[Leftover]:
-        """Do one pass: finish the one before, write a record of what the rule retires besides, and remove it.
+        """Do one pass: finish the one before, write a record of what the rule retires besides, and remove it
+        (blocking).
 
-        Returns what cannot be removed now; the next pass tries it again before it retires more.
+        Returns what cannot be removed now; the next pass tries it again before it retires more. Nothing more is done
+        once `stopping` is set, or the writer does not drive the run any more.
         """
         try:
             return self._run(rule, view)
         except _StoppedError:
             return []
 
+    def finish(self) -> list[Leftover]:
+        """Remove what the newest record retires and an interrupted pass has left; return what cannot be removed now.
+
+        Nothing more is retired, so it may be done for a run that has ended.
+        """
+        newest = newest_retirement(self._store, self._names)
+        if newest is None:
+            return []
+        try:
+            return self._remove(newest, _previous(self._store, self._names, newest))
+        except _StoppedError:
+            return []
+
     def _run(self, rule: RetentionRule, view: RunNeeds) -> list[Leftover]:
+        """Do one pass as `run` says; raise _StoppedError where it has to stop."""
         newest = newest_retirement(self._store, self._names) if self._removed is None else self._removed
         if newest is not None and self._removed is None:
             # Nobody knows how far the writer of the last record came.
@@ -170,7 +190,8 @@ class Retention:
                 return left
         self._removed = newest or _nothing(self._names)
         known = self._removed.number
-        stored = newest_retirement(self._store, self._names, known=known)  # the trainer's records are there, too
+        # Asked for anew, because the trainer writes records of checkpoints among ours.
+        stored = newest_retirement(self._store, self._names, known=known)
         is_pruned = stored is not None and stored.of(KeptAs.CHECKPOINTS).below > 0
         view = replace(view, is_pruned=view.is_pruned or is_pruned)
         wanted = _bounded(plan(rule, view, self._anchor_of), self._removed, first=self._first)
@@ -188,13 +209,21 @@ class Retention:
         return []
 
     def _anchor_of(self, lineage: int, version: int) -> int:
-        """Return the oldest version whose objects a policy is made of; `version` itself if it is not in the store."""
+        """Return the oldest version whose objects a policy version is made of.
+
+        `version` itself if it is not in the store. Of the version's lineages up to `lineage` the newest counts.
+        """
         # Manifests never change, and passes ask for the same versions again and again.
         if (lineage, version) not in self._anchors:
             self._anchors[lineage, version] = self._read_anchor(lineage, version)
         return self._anchors[lineage, version]
 
     def _read_anchor(self, lineage: int, version: int) -> int:
+        """Return, from the version's manifest in the store, the oldest version whose objects a policy version is made
+        of.
+
+        Of the version's lineages up to `lineage` the newest counts. It is `version` itself if there is no manifest.
+        """
         for number in range(lineage, -1, -1):
             key = find_newest(self._store, self._names.policy_manifest(number, version))
             if key is not None:
@@ -203,7 +232,7 @@ class Retention:
         return version
 
     def _remove(self, record: Retirement, before: Retirement) -> list[Leftover]:
-        """Remove what a record retires in addition to `before`; return what could not be removed.
+        """Remove the objects that `record` retires in addition to `before`; return what could not be removed.
 
         After `_MAX_LEFT` failures the rest waits for the next pass. Raises `_StoppedError` as `_require_ours` does.
         """
@@ -225,6 +254,10 @@ class Retention:
             raise _StoppedError
 
     def _remove_number(self, kept: KeptAs, lineage: int, number: int) -> list[Leftover]:
+        """Remove the objects of a class of one step or version (`number`); return what could not be removed.
+
+        Of a version, those of every lineage up to `lineage`.
+        """
         if kept is not KeptAs.POLICIES:
             return remove_place(self._store, self._names, kept, step=number)
         left = list[Leftover]()
@@ -237,10 +270,10 @@ class Retention:
 def record_retirement(
     store: ObjectStore, names: Names, wanted: Mapping[KeptAs, Retired], *, by: str, known: int = 0
 ) -> Retirement | None:
-    """Write a record that retires `wanted` in addition to what is retired already, and return it.
+    """Write a record that retires `wanted` in addition to what is retired already, and return it (blocking).
 
-    None if nothing is added. What others have retired meanwhile stays retired. `known` is the number of a record that
-    exists, 0 if none is known.
+    None, and no record, if nothing is added. What others have retired meanwhile stays retired. `by` names the writer;
+    `known` is the number of a record that exists, 0 if none is known.
     """
     while True:
         newest = newest_retirement(store, names, known=known) or _nothing(names)
@@ -255,9 +288,9 @@ def record_retirement(
 
 
 def added(retired: Retired, before: Retired) -> Iterator[int]:
-    """Yield the steps or versions that `retired` covers and `before` does not.
+    """Yield the steps or versions that `retired` covers and `before` does not, ascending.
 
-    Those that were kept before come first.
+    Those below the earlier bound, which were kept until now, come first.
     """
     # Checkpoints that were kept below the bound, and go now together with what they needed.
     given_up = (number for number in sorted(before.keeps - retired.keeps) if number < before.below)
@@ -267,12 +300,13 @@ def added(retired: Retired, before: Retired) -> Iterator[int]:
 
 
 def remove_place(store: ObjectStore, names: Names, kept: KeptAs, **place: int) -> list[Leftover]:
-    """Remove the objects of a class that one step or version has, also what dead writers left there.
+    """Remove the objects of a class that one step or version has, also what dead writers left there (blocking).
 
-    Commit points go first. If one of them stays, so does what it names, so that a checkpoint is never incomplete.
-    Returns what could not be removed.
+    `place` is `step=…`, or `lineage=…` and `version=…`. Commit points go first. If one of them stays, so does what it
+    names, so that a checkpoint is never incomplete. Returns what could not be removed.
     """
     keys = keys_at(store, names, kept, **place)
+    # The commit points are among the kinds with revisions.
     for group in (
         [key for kind, key in keys if kind.has_revisions],
         [key for kind, key in keys if not kind.has_revisions],
@@ -283,7 +317,10 @@ def remove_place(store: ObjectStore, names: Names, kept: KeptAs, **place: int) -
 
 
 def keys_at(store: ObjectStore, names: Names, kept: KeptAs, **place: int) -> list[tuple[ObjectKind, str]]:
-    """Return the kind and the whole key of each object of a class that exists for one step or version."""
+    """Return kind and whole key of each stored object of a class that belongs to one step or version (blocking).
+
+    `place` is `step=…`, or `lineage=…` and `version=…`.
+    """
     kinds = [kind for kind in catalogue.KINDS if kind.kept is kept]
     found: dict[str, ObjectKind] = {}
     for prefix in dict.fromkeys(kind.prefix(**place) for kind in kinds):
@@ -295,14 +332,15 @@ def keys_at(store: ObjectStore, names: Names, kept: KeptAs, **place: int) -> lis
 
 
 def _nothing(names: Names) -> Retirement:
+    """Return the record, numbered 0, of a run of which nothing is retired; it is stored nowhere."""
     return Retirement(number=0, run_uid=names.uid)
 
 
 def _previous(store: ObjectStore, names: Names, newest: Retirement) -> Retirement:
-    """Return the record before the last pass of an orchestrator: the trainer writes records in between.
+    """Return the newest record that differs from `newest` in batches or policies: what it retires was removed before.
 
-    It is found by bisection, as nothing that is retired comes back. Where it cannot be read, nothing is known to be
-    gone.
+    The trainer writes records in between, so it is found by bisection, as nothing that is retired comes back. Where it
+    cannot be read, return one of which nothing is retired: nothing is known to be gone.
     """
 
     def read(number: int) -> Retirement:
@@ -323,7 +361,7 @@ def _previous(store: ObjectStore, names: Names, newest: Retirement) -> Retiremen
 
 
 def _joined(wanted: Retired, before: Retired) -> Retired:
-    """Return the union of what is wanted and what was retired before: what was retired stays retired."""
+    """Return what is retired in all by `wanted` and by `before`: what was retired before stays retired."""
     below = max(wanted.below, before.below)
     # Below the earlier bound, only what was kept then still exists.
     keeps = {number for number in wanted.keeps if number >= before.below or number in before.keeps}
@@ -334,7 +372,9 @@ def _joined(wanted: Retired, before: Retired) -> Retired:
 
 
 def _bounded(wanted: Mapping[KeptAs, Retired], before: Retirement, *, first: int) -> dict[KeptAs, Retired]:
-    """Limit what is wanted to `MOST_PER_PASS` further steps or versions per class."""
+    """Return `wanted` limited to `MOST_PER_PASS` further steps or versions per class beyond `before`, counted from
+    `first`.
+    """
     bounds = {kept: max(before.of(kept).below, first) + MOST_PER_PASS for kept in wanted}
     return {
         kept: replace(
@@ -347,9 +387,10 @@ def _bounded(wanted: Mapping[KeptAs, Retired], before: Retirement, *, first: int
 
 
 def _in_numbers(record: Retirement) -> dict[str, Any]:
+    """Return for the log below which number each class is retired."""
     return {f"{kept.name.lower()}_below": each.below for kept, each in record.retired.items()}
 
 
 def _number(value: object) -> int | None:
-    """Return the value of a config key as a number; None if it is not positive, which keeps everything."""
+    """Return the value of a config key if it is a positive whole number; else None, which keeps everything."""
     return value if type(value) is int and value >= 1 else None

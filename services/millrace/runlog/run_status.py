@@ -21,12 +21,12 @@ _SHOWN_VERSIONS = 10
 
 
 def is_terminal(state: run_pb2.RunState) -> bool:
-    """Return whether a run in this state has ended for good."""
+    """Return whether a run in this state has ended; only one that FAILED can be reopened."""
     return state in TERMINAL
 
 
 def resumed_words(body: event_pb2.TrainingResumed) -> str:
-    """Describe how training began again: after which step, which steps are trained again, and why."""
+    """Describe for people how training began again: after which step, which steps are trained again, and why."""
     begins = f"after step {body.step} ({body.start})" if body.step else f"from {body.start}"
     again = ""
     if body.published == body.step + 1:
@@ -38,18 +38,20 @@ def resumed_words(body: event_pb2.TrainingResumed) -> str:
 
 
 def version_names(steps: Sequence[int]) -> str:
-    """Return the names of the first few versions, and how many there are."""
+    """Return the first ten of these versions as text, such as `v1, v2`, and how many there are if there are more."""
     shown = ", ".join(f"v{step}" for step in steps[:_SHOWN_VERSIONS])
     return f"{shown}, … ({len(steps)} in all)" if len(steps) > _SHOWN_VERSIONS else shown
 
 
 def state_name(state: run_pb2.RunState) -> str:
-    """Return RUNNING for RUN_STATE_RUNNING."""
+    """Return the short name of a state, such as RUNNING for RUN_STATE_RUNNING."""
     return run_pb2.RunState.Name(state).removeprefix("RUN_STATE_")
 
 
 def ended_words(name: str, status: "RunStatus") -> str:
-    """Return a sentence about how a run has ended: its state, and of one that failed the error and its remedy."""
+    """Return a sentence that says in which state the run `name` has ended, and of one that failed the error and its
+    remedy.
+    """
     words = f"run {name} has ended as {state_name(status.state)}"
     if (error := status.error) is not None:
         words += f": {error.message} [{error.reason}]" + (f"; {error.remedy}" if error.remedy else "")
@@ -69,9 +71,9 @@ class BatchAge:
         self._is_due = True
 
     def state_changed(self, state: run_pb2.RunState, at: float) -> None:
-        """Note that the run entered a state at `at`.
+        """Note that the run entered a state at `at` (seconds, on the clock of all calls).
 
-        RUNNING begins the time if a batch is due, STARTING changes nothing, and any other state ends the time.
+        RUNNING begins the wait for a batch if one is due, STARTING changes nothing, and any other state ends it.
         """
         if state == run_pb2.RUN_STATE_RUNNING:
             if self.moved is None and self._is_due:
@@ -80,7 +82,7 @@ class BatchAge:
             self.moved = None  # paused, queued or at its end
 
     def committed(self, at: float, *, is_last: bool = False) -> None:
-        """Begin the time anew because a batch is in the log; after the last one (`is_last`) no batch is due."""
+        """Begin the wait anew at `at` because a batch is in the log; after the last one (`is_last`) no batch is due."""
         self._is_due = not is_last
         self.moved = None if is_last else at
 
@@ -109,12 +111,13 @@ class Staleness:
 
     @property
     def is_much(self) -> bool:
-        """Return whether people are informed."""
+        """Return whether so many of the last groups were dropped as stale (`MUCH`) that people are informed."""
         return self.share is not None and self.share >= MUCH
 
     @property
     def lost(self) -> str:
-        """Describe the groups dropped as stale, as in `12 groups dropped as stale (31% of its last ones, …)`.
+        """Return in words how many groups were dropped as stale, such as `12 groups dropped as stale (31% of its last
+        ones, …)`.
 
         Empty without any.
         """
@@ -127,14 +130,20 @@ class Staleness:
 
     @property
     def words(self) -> str:
-        """Describe the staleness, as in `0.8 steps, at most 2; 12 groups dropped …`; empty if nothing is known."""
+        """Return the staleness in words, such as `0.8 steps, at most 2; 12 groups dropped …`.
+
+        Empty if nothing is known.
+        """
         age = "" if self.mean is None else f"{self.mean:.1f} steps"
         age += f", at most {self.largest:.0f}" if age and self.largest is not None else ""
         return "; ".join(part for part in (age, self.lost) if part)
 
 
 def note_batch(known: dict[str, Staleness], metrics: Mapping[str, float]) -> None:
-    """Add a batch's stale groups to `known`, by environment, and set the shares of stale groups."""
+    """Add a batch's stale groups to `known`, by environment, and set the shares of stale groups.
+
+    `metrics` are those of its event, such as `batch/dropped/stale/ENV`; others are ignored.
+    """
     for name, value in metrics.items():
         if env := _between(name, "batch/dropped/stale/"):
             _of(known, env).num_stale += round(value)
@@ -145,7 +154,10 @@ def note_batch(known: dict[str, Staleness], metrics: Mapping[str, float]) -> Non
 
 
 def note_step(known: dict[str, Staleness], metrics: Mapping[str, float]) -> None:
-    """Set in `known`, by environment, how old the tokens of a step were: the mean, and the largest so far."""
+    """Set in `known`, by environment, how old the tokens of a step were: the mean, and the largest so far.
+
+    `metrics` are those of its event, such as `staleness/ENV/mean`; others are ignored.
+    """
     for name, value in metrics.items():
         if env := _between(name, "staleness/", "/mean"):
             _of(known, env).mean = value
@@ -155,12 +167,15 @@ def note_step(known: dict[str, Staleness], metrics: Mapping[str, float]) -> None
 
 
 def _of(known: dict[str, Staleness], env: str) -> Staleness:
-    """Return the status of an environment; those beyond the most that are kept are forgotten."""
+    """Return the status of an environment in `known`, added if it is new; beyond `_MOST` one that nobody keeps."""
     return known.setdefault(env, Staleness()) if env in known or len(known) < _MOST else Staleness()
 
 
 def _between(name: str, begin: str, end: str = "") -> str:
-    """Return the environment in a metric's name; empty if that is another metric's."""
+    """Return what is between `begin` and `end` in a metric's name, an environment.
+
+    Empty if the name is another metric's.
+    """
     is_it = name.startswith(begin) and name.endswith(end) and len(name) > len(begin) + len(end)
     return name[len(begin) : len(name) - len(end)] if is_it else ""
 
@@ -215,17 +230,17 @@ class RunStatus:
 
     @classmethod
     def begin(cls, run: run_pb2.Run) -> Self:
-        """Return the status before the first event: a fork has taken its parent's steps."""
+        """Return the status of a run before its first event: a fork has taken the steps of its parent."""
         progress = run.progress
         return cls(max_steps=progress.max_steps, num_steps=progress.step, policy_version=progress.policy_version)
 
     @property
     def inference_version(self) -> int | None:
-        """Return oldest version that a replica serves."""
+        """Return the oldest version that a replica serves; None if none has reported one."""
         return min(self.served.values()) if self.served else None
 
     def fill(self, run: run_pb2.Run) -> None:
-        """Write the status into the resource of the run."""
+        """Write the status into the public message of the run: state, times, error and progress."""
         run.state = self.state
         for name in ("start_time", "end_time", "error"):
             value = getattr(self, name)
@@ -250,12 +265,15 @@ class RunStatus:
         self.is_reopened = True
         self._leave_end(run_pb2.RUN_STATE_QUEUED)
 
-    def take_end_back(self) -> None:
-        """Return to the state before an end that no closing header confirms."""
+    def retract_end(self) -> None:
+        """Set the state that the run had before its end, because no closing header confirms that end."""
         self._leave_end(self._state_before_end)
 
     def apply(self, event: event_pb2.Event) -> None:
-        """Apply one event; events come in the order of their cursors, and those of an unknown kind change nothing."""
+        """Update the status by one event; events come in the order of their cursors.
+
+        Those of an unknown kind change no more than the times.
+        """
         self.last_time = self.spoke_at[event.writer] = event.time.ToNanoseconds() / 1e9
         match event.WhichOneof("body"):
             case "state_changed":
@@ -293,6 +311,7 @@ class RunStatus:
                 self.served = {name: at for name, at in self.served.items() if at >= newest - GONE_BEHIND}
 
     def _add_step(self, step: event_pb2.StepCompleted) -> None:
+        """Add the numbers of a completed step, unless it was reported before."""
         # Only the first report of a step counts: a resumed trainer reports steps again.
         if self.num_steps < step.step + 1 <= MAX_INTEGER:
             self.num_steps = step.step + 1
@@ -302,6 +321,7 @@ class RunStatus:
             note_step(self.staleness, step.metrics)
 
     def _change_state(self, event: event_pb2.Event) -> None:
+        """Set state, start and end time, error and age by an event `state_changed`."""
         change = event.state_changed
         self.is_reopened = False
         if self.state not in TERMINAL:
@@ -325,10 +345,10 @@ class RunStatus:
 
 
 def _copy(time: Timestamp) -> Timestamp:
-    """Return a copy, which does not keep the whole event in memory."""
+    """Return a copy of a message's time, which does not keep the whole event in memory."""
     return Timestamp(seconds=time.seconds, nanos=time.nanos)
 
 
 def _counted(number: int) -> int:
-    """Return a number of an event, bounded: a foreign event may name a number that was never counted."""
+    """Return a number of an event, at most `MAX_INTEGER`: a foreign event may name one that was never counted."""
     return min(number, MAX_INTEGER)

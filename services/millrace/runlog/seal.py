@@ -2,7 +2,8 @@
 
 The chain covers what headers name. What comes after the closing header (the last event archives, the last versions and
 checkpoints) is named by the seal, so that it cannot be taken away or changed unseen either. It is written when the
-terminal state is archived; a process that dies between the two leaves that to the next orchestrator that looks.
+terminal state is archived; a process that dies between the two leaves that to the next orchestrator that looks, and
+with it the pass of retention that it was in.
 A run that was reopened after a failure is sealed again, under the next number.
 """
 
@@ -18,12 +19,13 @@ from millrace.runlog import catalogue
 from millrace.runlog.catalogue import BATCH_HEADER, SCORES
 from millrace.runlog.event_archive import EventArchive
 from millrace.runlog.names import Names
-from millrace.runlog.records.chain_points import NamedObjects
+from millrace.runlog.records.frontier import NamedObjects
 from millrace.runlog.records.known import KnownObjects
-from millrace.runlog.records.run_record import list_objects
+from millrace.runlog.records.run_record import list_objects, load_origin
 from millrace.runlog.records.sealed import Seal, seal_key
 from millrace.runlog.recover import load_history, load_named
 from millrace.runlog.redis.log import RunLog
+from millrace.runlog.retention import Retention
 from millrace.storage import ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -35,15 +37,18 @@ _MAX_OTHERS = 1 << 18
 def write_seal(
     store: ObjectStore, names: Names, key: str, known: KnownObjects, *, chain: bytes, state: str, by: str
 ) -> bool:
-    """Seal a run whose terminal state is archived (blocking); return False if it is sealed already.
+    """Write the seal of a run whose terminal state is archived (blocking); return False if it is sealed already.
 
-    `key` is that of the end that is sealed: the run may have been reopened since. `known` are the objects that its
-    headers name, `chain` is the chain hash after the closing one, `by` names the writer.
+    `key` is that of the seal of the end that is meant: the run may have been reopened since. `known` are the objects
+    that the run's headers name, `chain` is the chain hash after the closing one, `state` the terminal state, `by` names
+    the writer.
     """
     if store.head(key) is not None:
         return False
     named = load_named(store, names, known)
+    # Of what headers name, the kinds that a seal names as well; the chain covers all the others.
     objects = {own: named.objects[own].hex() for own in named.objects if catalogue.SEALED in _namers(own)}
+    # Listed in the store: what came after the closing header is in no header.
     kinds = [kind for kind in catalogue.KINDS if {catalogue.HEADER, catalogue.SEALED} & {*kind.named_by}]
     for own in [own for kind in kinds for own in list_objects(store, names, kind) if own not in named.objects]:
         try:
@@ -70,16 +75,21 @@ def write_seal(
 
 
 async def seal_late(log: RunLog, *, state: str, by: str) -> bool:
-    """Archive and seal a run whose end in `state` left that undone; return False if it is sealed already, or goes on.
+    """Archive the events of a run that ended in `state`, and seal it, if its last driver did not.
 
-    `by` names the writer in the seal.
+    Return False if it is sealed already, or goes on. `by` names the writer in the seal.
     """
     if await asyncio.to_thread(log.store.head, await asyncio.to_thread(seal_key, log.store, log.names)) is not None:
         return False
+    # Events first, because the seal names their archives.
     await EventArchive(log).archive()
     committed = await load_history(log)
     if committed.is_reopened or committed.last is None or not closes_run(committed.last):
         return False  # it goes on
+    # A pass of retention that died with the driver: before the seal, which lists what is there.
+    first = (await asyncio.to_thread(load_origin, log.store, log.names)).base_step
+    for left in await asyncio.to_thread(Retention(log.store, log.names, first=first, by=by).finish):
+        logger.warning("what was retired cannot be removed", extra={"uid": log.uid, "error": str(left)})
     key, known = log.names.seal(committed.num_reopened), committed.known
     return await asyncio.to_thread(
         write_seal, log.store, log.names, key, known, chain=committed.chain, state=state, by=by
@@ -87,6 +97,10 @@ async def seal_late(log: RunLog, *, state: str, by: str) -> bool:
 
 
 def _namers(key: str) -> tuple[str, ...]:
+    """Return who names the object under a key without the run's prefix (`ObjectKind.named_by`).
+
+    Empty if it is of no kind.
+    """
     kind = catalogue.kind_at(key)
     return () if kind is None else kind.named_by
 
@@ -94,9 +108,10 @@ def _namers(key: str) -> tuple[str, ...]:
 def _others_by_size(
     store: ObjectStore, names: Names, page: NamedObjects, objects: dict[str, str]
 ) -> dict[str, int] | None:
-    """Return the size of everything in the store that neither the headers nor `objects` name; None if it is too much.
+    """Return the size of everything in the store that neither the headers nor `objects` name, by key.
 
-    Attestations and scores are left out.
+    None if it is too much. `page` has what the headers name. Headers, attestations and scores are left out. Keys are
+    without the run's prefix.
     """
     others: dict[str, int] = {}
     named = objects.keys() | page.objects.keys()

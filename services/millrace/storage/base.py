@@ -36,7 +36,7 @@ class ObjectStore(Protocol):
     """Bytes by key. Every method retries a bounded time, visibly, then raises `UnavailableError`."""
 
     def put(self, key: str, data: bytes) -> None:
-        """Write an object atomically, replacing an existing one. Only for names that have no other writer."""
+        """Write an object atomically, replacing an existing one. It is for keys that no other process writes."""
         ...
 
     def create(self, key: str, data: bytes) -> bool:
@@ -51,24 +51,33 @@ class ObjectStore(Protocol):
     def get(self, key: str, *, max_bytes: int = MAX_GET_BYTES) -> bytes:
         """Return the whole object; `NotFoundError` if there is none.
 
-        `CorruptObjectError`, before anything is read, if it has more than `max_bytes`.
+        `CorruptObjectError`, before its bytes are read, if it has more than `max_bytes`.
         """
         ...
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Return exactly `length` bytes from `start`; `CorruptObjectError` if the object is shorter than that."""
+        """Return exactly `length` bytes from offset `start`; `CorruptObjectError` if the object ends before.
+
+        `NotFoundError` if there is none.
+        """
         ...
 
     def head(self, key: str) -> ObjectInfo | None:
-        """Return size and time of an object, or None."""
+        """Return key, size and time of an object; None if there is none."""
         ...
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
-        """Return objects whose key starts with `prefix` and sorts after `start_after`, in order of UTF-8 bytes."""
+        """Yield the objects whose key starts with `prefix` and sorts after `start_after`, in order of UTF-8 bytes.
+
+        `start_after` need not exist; empty begins with the first.
+        """
         ...
 
     def list_prefixes(self, prefix: str) -> Iterator[str]:
-        """Return the distinct `prefix + name + "/"` directly under `prefix` ("" or ending in "/"), sorted."""
+        """Yield the distinct `prefix + name + "/"` directly under `prefix` ("" or ending in "/"), sorted.
+
+        These are the directories below it that hold objects at any depth.
+        """
         ...
 
     def delete(self, key: str) -> None:
@@ -84,19 +93,22 @@ class ObjectStore(Protocol):
         ...
 
     def put_file(self, key: str, path: Path) -> None:
-        """Put as `put` does, streaming from a file."""
+        """Write an object from the file at `path`, replacing an existing object, without holding the file in memory."""
         ...
 
     def get_file(self, key: str, path: Path) -> None:
-        """Get as `get` does, streaming into a file that appears whole or not at all."""
+        """Copy an object into a file at `path`, which appears whole or not at all; `NotFoundError` without an object.
+
+        The file's directory is created; an existing file is replaced.
+        """
         ...
 
     def uri(self, key: str) -> str:
-        """Return the object's URI, for people and logs."""
+        """Return the object's URI, for people and logs; whether there is such an object is not asked."""
         ...
 
     def describe(self) -> str:
-        """Return the store itself, for messages (endpoint and bucket, or directory)."""
+        """Return a text that names the store, for messages: endpoint and bucket, or directory."""
         ...
 
 
@@ -115,7 +127,10 @@ def check_key(key: str) -> str:
 
 
 def require_size(size_bytes: int, max_bytes: int, *, key: str, uri: str) -> None:
-    """Raise CorruptObjectError if an object of `size_bytes` is larger than its reader takes (`max_bytes`)."""
+    """Raise CorruptObjectError if an object has more bytes (`size_bytes`) than its reader takes (`max_bytes`).
+
+    `key` and `uri` name the object in the error.
+    """
     if size_bytes > max_bytes:
         raise CorruptObjectError(
             f"object {uri} has {size_bytes} bytes, and at most {max_bytes} are read of what has its name",
@@ -126,7 +141,10 @@ def require_size(size_bytes: int, max_bytes: int, *, key: str, uri: str) -> None
 
 
 def require_range(data: bytes, start: int, length: int, *, key: str, uri: str) -> bytes:
-    """Return `data`, which was read from `start`; CorruptObjectError if it is not `length` bytes long."""
+    """Return `data`, which was read from offset `start`; CorruptObjectError unless it is `length` bytes long.
+
+    `key` and `uri` name the object in the error.
+    """
     if len(data) != length:
         raise CorruptObjectError(
             f"object {uri} ends before byte {start + length}",
@@ -138,7 +156,10 @@ def require_range(data: bytes, start: int, length: int, *, key: str, uri: str) -
 
 
 def cannot_carry_runs(where: str, problem: str) -> InvalidStateError:
-    """Return the error for a store that breaks what runs rest on; `where` is `ObjectStore.describe`."""
+    """Make (not raise) the error for a store that breaks what runs rest on; `where` is `ObjectStore.describe`.
+
+    `problem` says in words what the store did wrong.
+    """
     return InvalidStateError(
         f"the object store {where} cannot carry runs: {problem}",
         reason="STORE_SEMANTICS",
@@ -167,7 +188,10 @@ _NAME = re.compile(r"(?P<stem>[^/]*?)(?:\.r(?P<number>[1-9][0-9]{0,3}))?(?P<endi
 
 
 def revision_key(key: str, number: int) -> str:
-    """Return the key of a commit point's successor `number`; 0 is the commit point itself. `key` may be any of them."""
+    """Return the key of revision `number` of a commit point, such as `…/manifest.r2.json`.
+
+    0 is the commit point itself. `key` may be that of any of its revisions. ValueError if it has no file ending.
+    """
     directory, slash, name = key.rpartition("/")
     match = _match(name, key)
     middle = f".r{number}" if number else ""
@@ -175,7 +199,10 @@ def revision_key(key: str, number: int) -> str:
 
 
 def revision_of(key: str) -> int:
-    """Return the revision in a key; 0 for a commit point itself."""
+    """Return the number of the revision that a key names; 0 for a commit point itself.
+
+    ValueError without a file ending.
+    """
     return int(_match(key.rpartition("/")[2], key)["number"] or 0)
 
 
@@ -188,7 +215,10 @@ def newest_revision(store: ObjectStore, key: str) -> str:
 
 
 def find_newest(store: ObjectStore, key: str) -> str | None:
-    """Return the key of the newest stored revision of a commit point, in one request; None if none is stored."""
+    """Return the key of a commit point's newest revision in the store, by one listing; None if none is stored.
+
+    `key` may be that of any revision. It blocks.
+    """
     first = revision_key(key, 0)
     directory, slash, name = first.rpartition("/")
     stem = f"{directory}{slash}{_match(name, key)['stem']}."
@@ -196,13 +226,17 @@ def find_newest(store: ObjectStore, key: str) -> str | None:
     numbers = [
         revision_of(other)
         for other in found
+        # The listing also has names that only begin in the same way.
         if _NAME.fullmatch(other.rpartition("/")[2]) and revision_key(other, 0) == first
     ]
     return revision_key(first, max(numbers)) if numbers else None
 
 
 def next_revision(store: ObjectStore, key: str) -> str:
-    """Return the key of the successor that comes next (blocking); `CorruptObjectError` if there have been too many."""
+    """Return the key for a new revision of a commit point: one after the newest in the store (blocking).
+
+    Nothing is written. `CorruptObjectError` if there have been `MAX_REVISIONS` already.
+    """
     newest = newest_revision(store, key)
     if (number := revision_of(newest)) == MAX_REVISIONS:
         raise CorruptObjectError(
@@ -220,17 +254,22 @@ def with_checksum(raw: Mapping[str, Any]) -> bytes:
 
 
 def require_checksum(raw: Mapping[str, Any]) -> None:
-    """Raise `ValueError` unless a decoded object has the checksum that `with_checksum` gave it."""
+    """Raise `ValueError` unless a decoded JSON object has the checksum that `with_checksum` gave it."""
     rest = {name: value for name, value in raw.items() if name != _CHECKSUM}
     if raw.get(_CHECKSUM) != hashlib.sha256(_canonical(rest)).hexdigest():
         raise ValueError("its checksum is not that of its content")
 
 
 def _canonical(raw: Mapping[str, Any]) -> bytes:
+    """Return JSON with sorted keys, without spaces; ValueError for a number that is not finite."""
     return json.dumps(raw, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def _match(name: str, key: str) -> re.Match[str]:
+    """Return the parts of a commit point's file name (stem, revision's number, ending).
+
+    ValueError, naming `key`, if it has none.
+    """
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(f"{key!r} is no name of a commit point: it has no ending")

@@ -29,11 +29,11 @@ TEMPORARY = "temporary files"
 
 
 def remove(path: Path, *, what: str) -> Leftover | None:
-    """Remove a file, or a directory with all that is in it; return None, or a record of it if it stays.
+    """Remove a file, or a directory with all that is in it; return None, or a record of it if something stays.
 
-    It never raises an OSError: a failure is logged and counted, as one of a `what` (a kind of things), and nothing
-    is tried again before a pause is over. What does not exist counts as removed. Of a directory all is removed that
-    can be.
+    It never raises an OSError: a failure is logged and counted under the kind `what` ("temporary files"), and nothing
+    is tried again before a pause is over: a call within it returns the record of the last failure. What does not exist
+    counts as removed. Of a directory all is removed that can be.
     """
     name = str(path)
     if (paused := LEFTOVERS.is_paused(name)) is not None:
@@ -49,8 +49,8 @@ def remove(path: Path, *, what: str) -> Leftover | None:
 def delete(store: ObjectStore, key: str, *, what: str) -> Leftover | None:
     """Delete an object; return None, or a record of it if it stays.
 
-    It never raises for the store: a failure is logged and counted, as one of a `what` (a kind of things), and
-    nothing is tried again before a pause is over.
+    It raises no error of the store: a failure is logged and counted under the kind `what`, and nothing is tried again
+    before a pause is over: a call within it returns the record of the last failure.
     """
     name = store.uri(key)
     if (paused := LEFTOVERS.is_paused(name)) is not None:
@@ -64,9 +64,11 @@ def delete(store: ObjectStore, key: str, *, what: str) -> Leftover | None:
 
 
 def delete_all(store: ObjectStore, keys: Sequence[str], *, what: str, most: int) -> list[Leftover]:
-    """Delete objects, many in one request; return those that could not be deleted.
+    """Delete objects, many in one request; return the records of those that were tried and could not be deleted.
 
-    `what` is a kind of things. After `most` failures the rest is not tried.
+    A failure is logged and counted under the kind `what`. An object that failed lately is not tried before its pause is
+    over, and counts as a failure. No further request is made once `most` have failed, so objects that are not in the
+    result may still exist. Raises no error of the store: a request that fails as a whole is one failure.
     """
     left, due = list[Leftover](), list[str]()
     for key in keys:
@@ -81,7 +83,8 @@ def delete_all(store: ObjectStore, keys: Sequence[str], *, what: str, most: int)
         try:
             stays = store.delete_many(some)
         except MillraceError as error:
-            stays = dict.fromkeys(some[:1], error.message)  # one leftover is enough: nothing is known of the others
+            # One leftover is enough: nothing is known of the others.
+            stays = dict.fromkeys(some[:1], error.message)
         left += [LEFTOVERS.failed(what, store.uri(key), why) for key, why in islice(stays.items(), most)]
         for key in some if not stays else ():
             LEFTOVERS.removed(store.uri(key))
@@ -95,12 +98,15 @@ class TemporaryDirectory:
     """
 
     def __init__(self, *, prefix: str, directory: Path | None = None) -> None:
-        """Make one in `directory`, by default where temporary files go."""
+        """Make a directory whose name begins with `prefix`, in `directory` (None: where temporary files go).
+
+        `name` is its path.
+        """
         self.name = tempfile.mkdtemp(prefix=prefix, dir=directory)
         self._end = weakref.finalize(self, remove, Path(self.name), what=TEMPORARY)
 
     def cleanup(self) -> None:
-        """Remove the directory with all that is in it, once."""
+        """Remove the directory with all that is in it, once; what cannot be removed is logged, and raises nothing."""
         self._end()
 
     def __enter__(self) -> str:
@@ -111,6 +117,7 @@ class TemporaryDirectory:
 
 
 def _remove(path: Path) -> None:
+    """Remove a file or a whole directory; OSError if something stays. What does not exist is no error."""
     try:
         os.unlink(path)
     except FileNotFoundError:
@@ -120,16 +127,21 @@ def _remove(path: Path) -> None:
 
 
 def _remove_tree(path: Path) -> None:
+    """Remove a directory with all that can be removed of it.
+
+    Raise the first OSError if the directory is still there.
+    """
     try:
         shutil.rmtree(path)
     except OSError as error:
-        shutil.rmtree(path, ignore_errors=True)  # the rest of it, also where somebody else removes it, too
+        # Once more, without errors: the rest is removed, also where another process removes the same tree.
+        shutil.rmtree(path, ignore_errors=True)
         if os.path.lexists(path):
             raise error
 
 
 def _why(error: OSError, path: Path) -> str:
-    """Return the system's words for an error; of a directory also the first file in it that stays."""
+    """Return in words why `path` could not be removed; of a directory also the first file in it that stays."""
     first = next((Path(at, files[0]) for at, _, files in os.walk(path) if files), None)
     return f"{error.strerror or error}" + (f" ({first} stays)" if first is not None else "")
 
@@ -151,9 +163,9 @@ class TransientError(Exception):
     """An attempt failed in a way that another one may fix: 5xx, throttling, time-out, lost connection, no room."""
 
     def __init__(self, message: str, *, final: MillraceError | None = None, is_answer: bool = False) -> None:
-        """Make one; `final` is what to raise when no attempt is left, instead of UnavailableError.
+        """Make one; `final` is the error to raise when no attempt is left (None: UnavailableError).
 
-        `is_answer` says that the server itself runs, and fails.
+        `is_answer` says that the server itself runs and answered with a failure.
         """
         super().__init__(message)
         self.final = final
@@ -173,8 +185,9 @@ class RetryPolicy:
     def run(self, what: str, where: str, attempt: Callable[[int], T]) -> T:
         """Call `attempt(number)`, from 0, until it raises no TransientError, and return its result.
 
-        When the policy is exhausted, raise the last error's `final`, else UnavailableError naming the operation
-        `what` and the store `where`. The whole time is one wait, whose reason has the last error.
+        Pause between attempts. When the policy is exhausted, raise the last error's `final`, else UnavailableError
+        naming the operation `what` and the store `where`, both in words. The whole time is registered as one wait,
+        whose reason has the last error. It blocks.
         """
         began = time.monotonic()
         number, failing_since = 0, math.inf

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from millrace.errors import MillraceError, UnavailableError
-from millrace.storage.opening import open_store
+from millrace.storage import open_store
 from millrace.storage.s3 import S3Store
 from millrace.storage.self_test import self_test
 from millrace.telemetry.settings import Settings
@@ -21,7 +21,11 @@ _RETRY_S = 2.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Run the command: create the bucket if requested, then test the store; return an exit code.
+
+    Before the bucket is created, the store is waited for; without `--create-bucket` it has to answer at once. `argv` is
+    by default that of the process.
+    """
     parser = argparse.ArgumentParser(prog="python -m millrace.storage.prepare", description="Prepare the object store.")
     parser.add_argument("--create-bucket", action="store_true", help="create the bucket if it is missing")
     parser.add_argument("--timeout", type=float, default=_DEADLINE_S, metavar="SECONDS", help="default 120")
@@ -40,9 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _until_it_answers(store: S3Store, *, timeout_s: float) -> None:
-    """Create the bucket if it is missing, trying again while the server is not up.
+    """Create the bucket if it is missing, trying again while the server does not answer.
 
-    Raise its error after the deadline.
+    Raise its error after `timeout_s`.
     """
     ends = time.monotonic() + timeout_s
     # unregistered wait: a command of its own, which prints what it waits for

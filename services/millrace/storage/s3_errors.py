@@ -83,7 +83,7 @@ _EXPECTED_REGION = re.compile(r"(?:expecting|expected|region should be)\W+([\w-]
 
 
 def is_unconditional(error: ClientError) -> bool:
-    """Return whether a server says that it has no conditional writes, rather than that this one failed."""
+    """Return whether a server's error says that it has no conditional writes at all, not just that this one failed."""
     code, status = error_code(error), http_status(error)
     if status == 501 or code in ("NotImplemented", "501"):
         return True
@@ -93,9 +93,11 @@ def is_unconditional(error: ClientError) -> bool:
 def translate(
     error: BaseException, what: str, *, where: str, bucket: str, uri: str = ""
 ) -> MillraceError | TransientError:
-    """Return the error to raise for a failed attempt at `what`: TransientError where another attempt may help.
+    """Return the error to raise for a failed attempt: TransientError where another attempt may help, else a Millrace
+    error.
 
-    `uri` names the object of a read; where it is empty, a missing object means that the bucket is missing.
+    `what` is the operation in words ("GET key"), `where` the store; both, and `bucket`, are for the message. `uri`
+    names the object of a read; where it is empty, a missing object means that the bucket is missing.
     """
     if isinstance(error, ClientError):
         return _answered(error, what, where=where, bucket=bucket, uri=uri)
@@ -127,13 +129,20 @@ def error_code(error: ClientError) -> str:
 
 
 def http_status(error: ClientError) -> int:
-    """Return the HTTP status of an answer that is an error."""
+    """Return the HTTP status of an error answer; 0 if it has none."""
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
 def _answered(error: ClientError, what: str, *, where: str, bucket: str, uri: str) -> MillraceError | TransientError:
+    """Return what to raise for an answer of the server that is an error, by its S3 code, then its HTTP status.
+
+    It is a TransientError where another attempt may help. `what` is the operation in words, `where` the store; both,
+    and `bucket`, are for the message. `uri` names the object of a read; where it is empty, a missing object means that
+    the bucket is missing.
+    """
     code, status = error_code(error), http_status(error)
-    answer = f"HTTP {status}" if code == str(status) else f"HTTP {status} {code}"  # HEAD has no body that says more
+    # The answer to a HEAD has no body, so its code is the status.
+    answer = f"HTTP {status}" if code == str(status) else f"HTTP {status} {code}"
     metadata = {"store": where, "operation": what}
     if code == "NoSuchBucket" or (code in ABSENT and not uri):
         return UnavailableError(
@@ -160,7 +169,8 @@ def _answered(error: ClientError, what: str, *, where: str, bucket: str, uri: st
             remedy="add addressing=virtual to MILLRACE_STORE_URL, and see that the host BUCKET.ENDPOINT resolves",
             metadata=metadata,
         )
-    if status == 507 or code in _FULL:  # before the denials: some servers answer 403 for a quota
+    # Before the denials: some servers answer 403 for a quota.
+    if status == 507 or code in _FULL:
         full = CapacityError(
             f"{where} has no room for {what}: {answer}",
             reason="STORE_FULL",
@@ -189,6 +199,7 @@ def _answered(error: ClientError, what: str, *, where: str, bucket: str, uri: st
 
 
 def _denied(message: str, metadata: dict[str, str]) -> PermissionDeniedError:
+    """Make the error for a server that does not accept our credentials or their rights."""
     return PermissionDeniedError(
         message,
         reason="STORE_DENIED",
@@ -198,7 +209,7 @@ def _denied(message: str, metadata: dict[str, str]) -> PermissionDeniedError:
 
 
 def _skewed(error: ClientError, what: str, *, where: str, metadata: dict[str, str]) -> UnavailableError:
-    """Return the error for clocks that differ by more than a signature may be old, with both times."""
+    """Make the error for clocks that differ by more than a signature may be old, with both times in its message."""
     own = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
     headers = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
     other = error.response.get("Error", {}).get("ServerTime") or headers.get("date") or "not given"

@@ -30,9 +30,9 @@ _FRESH_S = 60.0  # a directory is locked and has its name microseconds after it 
 
 @contextlib.contextmanager
 def scratch_errors(path: Path) -> Iterator[None]:
-    """Turn what the operating system refuses in the block, in a scratch directory, into our errors.
+    """Turn errors of the operating system in the block, about a scratch directory, into ours.
 
-    CapacityError if it is full, PermissionDeniedError if it may not be written, else UnavailableError.
+    CapacityError if the disk is full, PermissionDeniedError if `path` may not be written, else UnavailableError.
     """
     try:
         with io_errors(path, "write", setting=SCRATCH_VARIABLE):
@@ -48,7 +48,7 @@ def scratch_errors(path: Path) -> Iterator[None]:
 
 
 def scratch_parent() -> Path:
-    """Return MILLRACE_SCRATCH_DIR, or where temporary files go; it exists."""
+    """Return the directory for large temporary files, created if missing: MILLRACE_SCRATCH_DIR, or the system's."""
     parent = Path(os.environ.get(SCRATCH_VARIABLE) or tempfile.gettempdir())
     with scratch_errors(parent):
         parent.mkdir(parents=True, exist_ok=True)
@@ -57,13 +57,12 @@ def scratch_parent() -> Path:
 
 @contextlib.contextmanager
 def owned_directory(purpose: str, *, parent: Path | None = None) -> Iterator[Path]:
-    """Provide a new directory `millrace-{purpose}-…` in `parent`, by default `scratch_parent`; it is removed at the
-    end.
+    """Provide a new directory `millrace-{purpose}-…` in `parent` (None: `scratch_parent`), and remove it after the
+    block.
 
-    Files in it may have any name but `owner.lock`.
-
-    Those of dead owners, whatever they were for, are removed first: they may be as large as a checkpoint. Raises
-    CapacityError if the disk is full, UnavailableError if nothing can be written there.
+    Files in it may have any name but `owner.lock`. Directories of dead owners, whatever they were for, are removed
+    first: they may be as large as a checkpoint. Raises CapacityError if the disk is full, PermissionDeniedError if
+    `parent` may not be written, UnavailableError for another error of the system.
     """
     parent = parent or scratch_parent()
     with scratch_errors(parent):
@@ -84,9 +83,13 @@ def owned_directory(purpose: str, *, parent: Path | None = None) -> Iterator[Pat
 
 
 def sweep(parent: Path) -> None:
-    """Remove the directories in `parent` whose owners are dead; those without a lock file are not ours, and stay."""
+    """Remove the scratch directories in `parent` whose owners are dead.
+
+    Those without a lock file are not ours, and stay.
+    """
     for path in [*parent.glob(f"{_PREFIX}*/{_LOCK}"), *_forsaken(parent)]:
-        with contextlib.suppress(OSError):  # somebody owns it, or removes it
+        # Its owner lives, or another process removes it at this moment.
+        with contextlib.suppress(OSError):
             lock = _open_own(path)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -98,7 +101,9 @@ def sweep(parent: Path) -> None:
 
 
 def _forsaken(parent: Path) -> Iterator[Path]:
-    """Yield the locks of directories that their makers, which died, have not named yet."""
+    """Yield the lock files of directories whose makers died before they gave them their names: older than
+    `_FRESH_S`.
+    """
     for path in parent.glob(f"{_FRESH}*/{_LOCK}"):
         with contextlib.suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > _FRESH_S:
@@ -106,7 +111,7 @@ def _forsaken(parent: Path) -> Iterator[Path]:
 
 
 def _open_own(path: Path) -> IO[str]:
-    """Open and return a lock file if it belongs to this user, else raise OSError.
+    """Open and return a lock file if it is a regular file of this user, else raise OSError.
 
     Where everybody may write, it might be a link to something else.
     """
@@ -119,9 +124,9 @@ def _open_own(path: Path) -> IO[str]:
 
 
 def _remove(directory: Path, lock: IO[str]) -> bool:
-    """Remove a directory whose lock is held, and return whether it is gone.
+    """Remove a directory whose lock file is open as `lock` and held, and return whether it is gone.
 
-    The lock is removed last, and closed before, as network file systems need it.
+    The lock's file is removed last, and closed before, as network file systems need it.
     """
     with lock:
         try:
@@ -146,12 +151,13 @@ _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 def io_errors(
     path: Path, action: str, *, needed_bytes: int | None = None, setting: str | None = STORE
 ) -> Iterator[None]:
-    """Turn what the operating system refuses in the block, while `action` is done to `path`, into our errors.
+    """Turn errors of the operating system in the block, while `action` (such as "write") is done to `path`, into ours.
 
     A full disk or quota is CapacityError with the free space and, where it is known, the space that was needed, or
     InvalidStateError for a disk that is too small; what is not allowed, or read-only, is PermissionDeniedError; a
     directory in place of a file is ConflictError; everything else may be an outage, and is UnavailableError.
-    FileExistsError passes: it is how a lost race shows. `setting` says where `path` is; None if its user named it.
+    FileExistsError passes: it is how a lost race shows. `setting` is the variable or key that says where `path` is;
+    None if its user named it.
     """
     try:
         yield
@@ -180,7 +186,11 @@ def io_errors(
 
 
 def make_parent(path: Path, *, setting: str | None = STORE) -> None:
-    """Create the directory that a local file goes to; raise as `io_errors` does, with the same `setting`."""
+    """Create the directory that the file `path` goes to, with its parents; nothing is done where it exists.
+
+    `setting` is the variable or key that says where `path` is, for messages; None if its user named it. Raises
+    CapacityError if the disk is full, PermissionDeniedError if that is not allowed, UnavailableError for anything else.
+    """
     with io_errors(path, "write", setting=setting):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -189,7 +199,7 @@ def make_parent(path: Path, *, setting: str | None = STORE) -> None:
 
 
 def key_is_directory(path: Path) -> ConflictError:
-    """Return the error for a key that other objects' keys use as a directory."""
+    """Make (not raise) the error for a key whose file is a directory, because other objects' keys go on from it."""
     return ConflictError(
         f"{path} is the directory of other objects",
         reason="KEY_IS_PREFIX",
@@ -201,7 +211,12 @@ def key_is_directory(path: Path) -> ConflictError:
 def _full(
     path: Path, action: str, error: OSError, needed_bytes: int | None, setting: str | None
 ) -> CapacityError | InvalidStateError:
-    """Return the error for a full disk: CapacityError, or InvalidStateError if the disk can never be large enough."""
+    """Make the error for a full disk: CapacityError, or InvalidStateError if the disk can never be large enough.
+
+    `action` (such as "write") was done to `path`, and `error` is the system's. `needed_bytes` is the room that it
+    takes, None if that is unknown. `setting` is the variable or key that says where `path` is; None if its user named
+    it.
+    """
     free_bytes, free_files, all_bytes = _room(path)
     needed = "" if needed_bytes is None else f"{needed_bytes} bytes are needed, "
     files = ", and no file more fits" if free_files == 0 else ""
@@ -226,13 +241,14 @@ def _full(
 
 
 def _room(path: Path) -> tuple[int, int | None, int | None]:
-    """Return free bytes and files for unprivileged users on the disk of `path`, and all bytes of that disk.
+    """Return free bytes, free files and all bytes of the disk of `path`, as an unprivileged user may use them.
 
-    None for files that are not counted, and for a disk that nobody can look at.
+    Files are None where the disk does not count them. (0, None, None) for a disk that cannot be looked at.
     """
     for place in (path, *path.parents):
         with contextlib.suppress(OSError):
             found = os.statvfs(place)
+            # File systems without a fixed number of inodes report 0 of 0.
             free_files = found.f_favail if found.f_files else None
             return found.f_bavail * found.f_frsize, free_files, found.f_blocks * found.f_frsize
     return 0, None, None

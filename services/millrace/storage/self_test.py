@@ -31,10 +31,12 @@ _Races = dict[str, dict[bytes, Future[bool]]]
 
 
 def require_tested(store: ObjectStore, *, prefix: str) -> Future[None]:
-    """Try the store out (`self_test`), unless a mark in it shows that it has passed before under this address.
+    """Check that the store does what runs rest on, unless a mark in it shows that it has passed under this address.
 
-    Raises InvalidStateError as `self_test` does, and returns a future that ends when the last answer was judged;
-    then the mark is written under `prefix`. Two that come at once both test it, which does no harm.
+    The test writes, reads and deletes a few objects under `prefix`; InvalidStateError names what the store gets wrong.
+    Return a future that ends when the last writer's answer was judged, with the error if it is wrong; then the mark is
+    written under `prefix`. A store that has passed before gives a future that is done. It blocks. Two callers at once
+    both test, which does no harm.
     """
     address = hashlib.sha256(store.describe().encode()).hexdigest()[:16]
     key = f"{prefix}/self-test/passed-{FORMAT}-{address}.json"
@@ -53,10 +55,10 @@ def require_tested(store: ObjectStore, *, prefix: str) -> Future[None]:
 def self_test(store: ObjectStore, *, prefix: str, passed: Callable[[], None] | None = None) -> Future[None]:
     """Write, read and delete a few small objects under `prefix`; InvalidStateError names what the store gets wrong.
 
-    About 40 requests. Errors of the store itself (no such bucket, wrong credentials) pass through.
-    It does not wait for writers whose answers take far longer than the winners': SeaweedFS lets losers that wait for
-    its lock sleep for whole seconds. The future ends after the last of them, with the error if one has won, too. Then
-    what was written is deleted, and `passed` is called.
+    About 40 requests, while which it blocks. Errors of the store itself (no such bucket, wrong credentials) pass
+    through. It does not wait for writers whose answers take far longer than the winners': SeaweedFS lets losers that
+    wait for its lock sleep for whole seconds. The returned future ends after the last of them, with the error if one
+    has won, too. Then what was written is deleted, and `passed` is called if all was right.
     """
     base = f"{prefix}/self-test/{secrets.token_hex(8)}/"
     single = f"{base}{len(_RACES)}"
@@ -74,6 +76,7 @@ def self_test(store: ObjectStore, *, prefix: str, passed: Callable[[], None] | N
         _list_back(store, base, [*races, single])
         return pool.submit(_conclude, store, open_ones, [*races, single], passed)
     except BaseException:  # cleans up, and raises it again
+        # Writers first: one that is still under way would create its object after the deletion.
         wait(writer for race in races.values() for writer in race.values())
         _clean_up(store, [*races, single])
         raise
@@ -83,7 +86,7 @@ def self_test(store: ObjectStore, *, prefix: str, passed: Callable[[], None] | N
 
 
 def _begin_race(store: ObjectStore, pool: ThreadPoolExecutor, key: str, writers: int) -> dict[bytes, Future[bool]]:
-    """Have several writers create one new object; return by what each wrote whether it won."""
+    """Have several writers at once create one new object; return, by the bytes that each writes, whether it won."""
     bodies = [f"writer {number}".encode() for number in range(writers)]
     return {body: pool.submit(store.create, key, body) for body in bodies}
 
@@ -104,11 +107,12 @@ def _await_most(races: _Races) -> None:
 
 
 def _judge(store: ObjectStore, key: str, race: dict[bytes, Future[bool]]) -> bool:
-    """Raise unless exactly one of the answers so far is a win, and its bytes are the object's.
+    """Raise InvalidStateError unless exactly one of the answers so far is a win, and its bytes are the object's.
 
     `race` has each writer's outcome by the bytes that it wrote; no win among the answers raises, too. Return whether
     every writer had answered when this function began; an answer that comes later is not judged.
     """
+    # Bodies differ by writer: only so the stored bytes say who has won.
     answers = {body: outcome.result() for body, outcome in race.items() if outcome.done()}
     won = [body for body, has_won in answers.items() if has_won]
     create_only = "create-only PUTs (If-None-Match: *) of one new object"
@@ -121,7 +125,9 @@ def _judge(store: ObjectStore, key: str, race: dict[bytes, Future[bool]]) -> boo
 
 
 def _write_alone(store: ObjectStore, key: str) -> None:
-    """Raise InvalidStateError unless a create of a free name wins, a second one does not, and a part can be read."""
+    """Raise InvalidStateError unless a create of the free `key` wins, a second one does not, and a range can be
+    read.
+    """
     whole = b"alone"
     if not store.create(key, whole):
         raise cannot_carry_runs(store.describe(), "a create-only PUT (If-None-Match: *) of a free name was refused")
@@ -134,6 +140,7 @@ def _write_alone(store: ObjectStore, key: str) -> None:
 
 
 def _list_back(store: ObjectStore, base: str, written: list[str]) -> None:
+    """Raise InvalidStateError unless a listing of `base` shows exactly the keys in `written`, sorted."""
     listed = [item.key for item in store.list(base)]
     if listed != sorted(written):
         raise cannot_carry_runs(
@@ -144,7 +151,8 @@ def _list_back(store: ObjectStore, base: str, written: list[str]) -> None:
 def _conclude(store: ObjectStore, races: _Races, written: list[str], passed: Callable[[], None] | None) -> None:
     """Wait for the writers that had not answered, judge their races, delete what was written, and call `passed`.
 
-    Raises InvalidStateError if a race has another outcome than one winner.
+    `races` are those with such writers, `written` all keys. Raises InvalidStateError if a race has another outcome than
+    one winner; `passed` is not called then.
     """
     try:
         for key, race in races.items():
@@ -163,7 +171,7 @@ def _conclude(store: ObjectStore, races: _Races, written: list[str], passed: Cal
 
 
 def _clean_up(store: ObjectStore, written: list[str]) -> None:
-    """Delete what was written, until a deletion fails: that is no reason to refuse a store, and must not hide one."""
+    """Delete these objects until a deletion fails: that is no reason to refuse a store, and must not hide one."""
     for key in written:
         if delete(store, key, what="object of the self-test") is not None:
             return

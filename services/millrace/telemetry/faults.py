@@ -42,12 +42,24 @@ class Point(StrEnum):
     """A resume of a failed run is stored as an intent, and nowhere else (`step`: of its closing header)."""
     ORCHESTRATOR_REOPENED = "orchestrator.reopened"
     """A failed run is reopened, neither claimed nor reported by an event (`step`: of its closing header)."""
-    ORCHESTRATOR_REOPEN_TOLD = "orchestrator.reopen_told"
+    ORCHESTRATOR_REOPEN_QUEUED = "orchestrator.reopen_queued"
     """The event that the reopened run is queued again is in the log (`step`: of its closing header)."""
     ORCHESTRATOR_RETIRED = "orchestrator.retired"
     """The record of a pass of retention exists, and nothing of it is removed (`step`: next step to cut)."""
     ORCHESTRATOR_MID_RETIRE = "orchestrator.mid_retire"
     """Some of what a pass of retention gives up is removed (`step`: the last step or version of it)."""
+    ORCHESTRATOR_CHAIN_POINT = "orchestrator.chain_point"
+    """A chain point exists, and no header names it (`step`: the last that it covers)."""
+    ORCHESTRATOR_EVENTS_ARCHIVED = "orchestrator.events_archived"
+    """Events are archived, and Redis has not removed older ones."""
+    ORCHESTRATOR_EVENTS_TRIMMED = "orchestrator.events_trimmed"
+    """Redis has removed archived events."""
+    ORCHESTRATOR_BATCHES_TRIMMED = "orchestrator.batches_trimmed"
+    """Redis has removed batches that the newest policy was trained on (`step`: the oldest that stays)."""
+    ORCHESTRATOR_MID_EXPIRE = "orchestrator.mid_expire"
+    """The log of an ended run expires in Redis, and the run is still marked as open."""
+    ORCHESTRATOR_MID_UNLIST = "orchestrator.mid_unlist"
+    """The marks of an ended run as open are gone from the store, and Redis still has them."""
     TRAINER_MID_BACKWARD = "trainer.mid_backward"
     """After the first micro-batch's backward pass (`step`)."""
     TRAINER_AFTER_STEP = "trainer.after_step"
@@ -124,27 +136,36 @@ def arm(directory: Path, fault: Fault) -> Path:
 
 
 def reach(point: Point, **where: int) -> None:
-    """Mark a fault point in the code: an armed fault strikes here if `where` meets its conditions.
+    """Mark a fault point in the code: if a fault is armed for it and `where` meets the fault's conditions, do its
+    action.
 
-    Else nothing happens.
+    `where` are numbers such as `step=3`. Without such a fault nothing happens.
     """
     if DIRECTORY is not None:
         _strike(Path(DIRECTORY), Point(point), where)
 
 
 def _strike(directory: Path, point: Point, where: dict[str, int]) -> None:
+    """Do the action of the fault that is armed in `directory` for a point, if there is one and `where` meets its
+    conditions.
+
+    Each fault strikes once, in one process, and leaves a record.
+    """
     path = directory / f"{point.value}.json"
     try:
         fault = json.loads(path.read_text())
     except FileNotFoundError:
         return
+    # A number that the point does not give meets no condition.
     if any(where.get(name, -1) < least for name, least in fault["when"].items()):
         return
     if fault["skip"] > 0:
+        # Written anew with one `skip` less, so that the count holds over processes.
         arm(directory, Fault(**{**fault, "point": point, "action": Action(fault["action"]), "skip": fault["skip"] - 1}))
         return
     fired = path.with_suffix(".fired")
     try:
+        # The rename decides which one process strikes, if several reach the point at once.
         path.rename(fired)
     except FileNotFoundError:
         return  # another process was faster
@@ -162,7 +183,7 @@ def _strike(directory: Path, point: Point, where: dict[str, int]) -> None:
 
 
 def disarm(directory: Path) -> None:
-    """Remove every fault that has not fired, and every record."""
+    """Remove every armed fault and every record of this directory."""
     for path in directory.glob("*.*"):
         with contextlib.suppress(FileNotFoundError):
             path.unlink()

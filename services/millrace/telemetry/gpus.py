@@ -60,13 +60,18 @@ class Nvml:
     """The driver's library. Each of its functions returns 0, or a code if it cannot answer."""
 
     def __init__(self, library: Any, environ: Mapping[str, str]) -> None:
-        """Take `library`, which is initialised, and `environ`, whose CUDA_VISIBLE_DEVICES chooses GPUs."""
+        """Take the driver's library, which is initialised, and choose the GPUs that CUDA_VISIBLE_DEVICES in
+        `environ` allows.
+        """
         self._library = library
         self._handles = self._allowed(environ.get("CUDA_VISIBLE_DEVICES"))
 
     @classmethod
     def open(cls, environ: Mapping[str, str]) -> "Nvml | None":
-        """Load and initialise the library of this machine's driver; return None without a driver, or if that fails."""
+        """Load and initialise the library of this machine's GPU driver.
+
+        Return None without a driver, or if that fails.
+        """
         try:
             library = ctypes.CDLL(_LIBRARY)
         except OSError:
@@ -78,13 +83,13 @@ class Nvml:
         return cls(library, environ)
 
     def read(self) -> list[GpuUse]:
-        """Return the use of the GPUs that `CUDA_VISIBLE_DEVICES` lets this process use."""
+        """Return the present use of the GPUs that CUDA_VISIBLE_DEVICES lets this process use."""
         return [self._use(index, handle) for index, handle in self._handles]
 
     def _allowed(self, visible: str | None) -> list[tuple[int, ctypes.c_void_p]]:
-        """Return the number and handle of each visible GPU, in order; as for CUDA, a name that is no GPU ends the list.
+        """Return the number and handle of each visible GPU, in order.
 
-        `visible` is the variable's value; None is all.
+        `visible` is the value of CUDA_VISIBLE_DEVICES; None is all. As for CUDA, a name that is no GPU ends the list.
         """
         count = ctypes.c_uint()
         if self._library.nvmlDeviceGetCount_v2(ctypes.pointer(count)) != _OK:
@@ -99,18 +104,20 @@ class Nvml:
         found: list[tuple[int, ctypes.c_void_p]] = []
         for name in (part.strip() for part in visible.split(",")):
             match = next((each for each in every if self._is(each, name)), None)
+            # As CUDA does: names after one that does not exist are not looked at.
             if match is None:
                 break
             found.append(match)
         return found
 
     def _is(self, device: tuple[int, ctypes.c_void_p], name: str) -> bool:
-        """Return whether a name in the variable is this device's: its number, or the beginning of its id."""
+        """Return whether a name in CUDA_VISIBLE_DEVICES is this device's: its number, or the beginning of its UUID."""
         if name.isdecimal():
             return device[0] == int(name)
         return name.startswith("GPU-") and self._text("nvmlDeviceGetUUID", device[1]).startswith(name)
 
     def _use(self, index: int, handle: ctypes.c_void_p) -> GpuUse:
+        """Return the present use of the GPU with this number and handle; what the driver does not report is None."""
         memory, busy, power = _Memory(), _Utilization(), ctypes.c_uint()
         has_memory = self._library.nvmlDeviceGetMemoryInfo(handle, ctypes.pointer(memory)) == _OK
         is_busy_known = self._library.nvmlDeviceGetUtilizationRates(handle, ctypes.pointer(busy)) == _OK
@@ -126,6 +133,7 @@ class Nvml:
         )
 
     def _text(self, function: str, handle: ctypes.c_void_p) -> str:
+        """Return the text that a function of the library gives for a GPU; "" if it does not answer."""
         buffer = ctypes.create_string_buffer(_TEXT_BYTES)
         code = getattr(self._library, function)(handle, buffer, ctypes.c_uint(_TEXT_BYTES))
         return buffer.value.decode(errors="replace") if code == _OK else ""
@@ -135,6 +143,7 @@ class GpuWatch:
     """Has the newest reading. A thread reads, because a driver may block for as long as a GPU is lost."""
 
     def __init__(self, reader: GpuReader | None = None, *, period_s: float = PERIOD_S) -> None:
+        """Make a watch that reads every `period_s` seconds once it is started; without a reader it reads the driver."""
         self._reader = reader
         self._period_s = period_s
         self._latest: tuple[float, tuple[GpuUse, ...]] = (0.0, ())
@@ -142,7 +151,7 @@ class GpuWatch:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread; a second call does nothing."""
+        """Start the thread that reads; a second call does nothing."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="gpu-watch", daemon=True)
             self._thread.start()
@@ -152,14 +161,17 @@ class GpuWatch:
         self._stopping.set()
 
     def latest(self) -> tuple[GpuUse, ...]:
-        """Return the newest reading, or nothing if there is none or it is older than `OLD_S`. Never blocks."""
+        """Return the newest reading of each GPU; empty if there is none or it is older than `OLD_S`. Never blocks."""
         read_at, found = self._latest
         return found if time.monotonic() - read_at <= OLD_S else ()
 
     def _watch(self) -> None:
+        """Read the GPUs again and again until stopped; end without a driver, and with a warning if it misbehaves."""
         try:
             reader = self._reader or Nvml.open(os.environ)
             while reader is not None and not self._stopping.is_set():
+                # One tuple is assigned, so that a reader in another thread gets a time and the values that belong to
+                # it.
                 self._latest = (time.monotonic(), tuple(reader.read()))
                 self._stopping.wait(self._period_s)
         except Exception:  # the edge of a thread: a driver that misbehaves costs a column of the dashboard, no work

@@ -41,10 +41,8 @@ class Leftover:
         return f"{self.what} {self.name} cannot be removed and is left for later: {self.why}{count}"
 
     @property
-    def is_to_be_told(self) -> bool:
-        """Return whether to log a warning: at the first try alone, and if its number within its kind is a power of
-        two.
-        """
+    def is_reportable(self) -> bool:
+        """Return whether to log a warning: at the first try alone, if its number within its kind is a power of two."""
         return self.num_tries == 1 and self.number & (self.number - 1) == 0
 
 
@@ -52,6 +50,7 @@ class Leftovers:
     """The leftovers of one process. Thread-safe."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Make an empty record; `clock` gives monotonic seconds."""
         self._clock = clock
         self._known: OrderedDict[str, Leftover] = OrderedDict()
         self._failed: Counter[str] = Counter()
@@ -59,13 +58,20 @@ class Leftovers:
         self._lock = threading.Lock()
 
     def is_paused(self, name: str) -> Leftover | None:
-        """Return the leftover of this name if its next try is not due yet; None if it may be tried."""
+        """Return what is known of the object `name` that could not be removed, if it must not be tried yet.
+
+        Else None.
+        """
         with self._lock:
             known = self._known.get(name)
             return known if known is not None and self._clock() < known.retry_at else None
 
     def failed(self, what: str, name: str, why: str) -> Leftover:
-        """Record a failed try of an object, log it, and return its leftover. `what` is the kind, `why` the error."""
+        """Record that an object could not be removed, and return the record, which has the time of the next try.
+
+        `what` is its kind, `name` its path or URI, `why` the error. A warning is logged at the first failure of an
+        object, and of many of one kind only at each power of two; other failures are logged as information.
+        """
         with self._lock:
             before = self._known.pop(name, None)
             num_tries = 1 if before is None else before.num_tries + 1
@@ -81,19 +87,19 @@ class Leftovers:
             )
             if len(self._known) > _MAX_KNOWN:
                 self._known.popitem(last=False)
-        if known.is_to_be_told:
+        if known.is_reportable:
             logger.warning(str(known))
         else:
             logger.info("still not removed", extra={"object": name, "error": why, "tries": num_tries})
         return known
 
     def removed(self, name: str) -> None:
-        """Forget a leftover, because it was removed."""
+        """Forget that the object `name` could not be removed, because now it was."""
         with self._lock:
             self._known.pop(name, None)
 
     def failures(self) -> Mapping[str, int]:
-        """Return the number of failed tries, by kind."""
+        """Return the number of tries to remove an object that failed, by kind."""
         with self._lock:
             return dict(self._failed)
 

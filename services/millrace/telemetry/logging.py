@@ -48,7 +48,10 @@ _BOOLEANS = frozenset({"1", "true", "yes", "on"})
 
 @contextlib.contextmanager
 def bind(**fields: Any) -> Iterator[None]:
-    """Add fields to every line that this task logs inside the block; nested blocks add to each other."""
+    """Add fields to every line that this task, and those that it starts, logs inside the block.
+
+    Nested blocks add up.
+    """
     token = _FIELDS.set({**_FIELDS.get(), **fields})
     try:
         yield
@@ -59,7 +62,7 @@ def bind(**fields: Any) -> Iterator[None]:
 
 
 def bound(name: str) -> Any:
-    """Return the bound field of that name, or None."""
+    """Return the value of a field that `bind` added to the lines of this task; None if there is none of that name."""
     return _FIELDS.get().get(name)
 
 
@@ -71,10 +74,11 @@ def setup(
     stream: TextIO | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> None:
-    """Configure the root logger of this process; a second call replaces the first.
+    """Configure the root logger of this process, whose lines name `service`; a second call replaces the first.
 
-    Raises InvalidSpecError for a wrong level. Level and format come from `MILLRACE_LOG_LEVEL` and `MILLRACE_LOG_JSON`
-    unless given; lines go to stderr, and to the file that `MILLRACE_LOG_FILE` names.
+    Level and format (`json_lines`) come from `MILLRACE_LOG_LEVEL` and `MILLRACE_LOG_JSON` of `environ` if they are
+    None. Lines go to `stream` (None: stderr), and to the file that `MILLRACE_LOG_FILE` names. Raises InvalidSpecError
+    for a wrong level.
     """
     environ = os.environ if environ is None else environ
     level = (level or environ.get("MILLRACE_LOG_LEVEL") or "INFO").upper()
@@ -91,10 +95,12 @@ def setup(
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)
+        # The streams of the others are not ours to close: they are stderr, or the caller's.
         if isinstance(old, RotatingFileHandler):
             old.close()
     for handler in handlers:
         handler.setFormatter(JsonFormatter(service, secrets) if json_lines else PlainFormatter(service, secrets))
+        # A filter for each handler: it counts, and a shared one would count a line once per handler.
         handler.addFilter(RateLimit())
         root.addHandler(handler)
     root.setLevel(level)
@@ -111,13 +117,18 @@ class RateLimit(logging.Filter):
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Make a filter that has seen no line; `clock` gives monotonic seconds."""
         super().__init__()
         self._clock = clock
         self._seen: dict[tuple[str, int, str], _Seen] = {}
         self._lock = threading.Lock()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the line is written; lines below WARNING always are."""
+        """Return whether the line is written: always below WARNING, else unless its message has come often this minute.
+
+        After the first lines of a minute only those are written whose count is a power of two. A line that follows
+        others that were left out gets their number as the field `left_out`.
+        """
         if record.levelno < logging.WARNING:
             return True
         key = record.name, record.levelno, _NUMBER.sub("#", str(record.msg)[:_KEY_CHARS])
@@ -129,9 +140,11 @@ class RateLimit(logging.Filter):
             if len(self._seen) > _MAX_MESSAGES:
                 del self._seen[next(iter(self._seen))]
             seen.count += 1
+        # A power of two has one bit: it and the number before it have none in common.
         if seen.count > _LINES_PER_WINDOW and seen.count & (seen.count - 1):
             seen.left_out += 1
             return False
+        # Attributes of a record that are not standard become fields of its line.
         if seen.left_out:
             record.left_out, seen.left_out = seen.left_out, 0
         return True
@@ -150,12 +163,13 @@ class _Formatter(logging.Formatter):
     """Base of the formatters: collects the fields of a record, and masks secrets in the finished line."""
 
     def __init__(self, service: str, secrets: tuple[str, ...]) -> None:
+        """Take the name of the service in each line, and the values to mask."""
         super().__init__()
         self.service = service
         self._secrets = secrets
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record's line, without secrets."""
+        """Return the record's line, with secrets masked."""
         return self.mask(self.line(record))
 
     def line(self, record: logging.LogRecord) -> str:
@@ -167,7 +181,7 @@ class _Formatter(logging.Formatter):
         return redact(text, secrets=self._secrets)
 
     def time(self, record: logging.LogRecord) -> str:
-        """Return UTC with milliseconds, RFC 3339."""
+        """Return the record's time: UTC with milliseconds, RFC 3339."""
         return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z"
 
     def fields(self, record: logging.LogRecord) -> dict[str, Any]:
@@ -189,7 +203,7 @@ class PlainFormatter(_Formatter):
     """Lines as `time level service message key=value …`, for people."""
 
     def line(self, record: logging.LogRecord) -> str:
-        """Return one line, then the traceback on lines of its own."""
+        """Return `time level service message key=value …` on one line, then the traceback on lines of its own."""
         message = record.getMessage().replace("\n", "\\n")  # one event stays one line
         pairs = "".join(f" {key}={_plain(value)}" for key, value in self.fields(record).items())
         text = f"{self.time(record)} {record.levelname} {self.service} {message}{pairs}"
@@ -223,6 +237,10 @@ class JsonFormatter(_Formatter):
         return self.line(record)
 
     def _masked(self, value: Any) -> Any:
+        """Return a value of a field as plain data for JSON, with secrets masked in its texts and keys.
+
+        Numbers that are not finite become texts, tuples lists, and values of other types `str(value)`.
+        """
         match value:
             case float() if not math.isfinite(value):
                 return str(value)  # JSON has no such number, and collectors drop the line
@@ -237,6 +255,7 @@ class JsonFormatter(_Formatter):
 
 
 def _plain(value: Any) -> str:
+    """Return a value of a field as text, quoted where it has blanks or quotes, or is empty."""
     if isinstance(value, float):
         return f"{value:.6g}"
     text = str(value)
@@ -272,7 +291,7 @@ known_secrets: tuple[str, ...] = ()
 
 
 def keep_secret(value: str) -> None:
-    """Have `redact` mask this value from now on: the password of a URL, or all of another text."""
+    """Have `redact` mask a value from now on: the password in it if it is a URL, else all of it."""
     global known_secrets
     name = "URL" if "://" in value else "SECRET"
     # One tuple for another: log lines of other threads are being masked meanwhile.
@@ -282,13 +301,14 @@ def keep_secret(value: str) -> None:
 def secrets_of(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the values to mask, longest first: those of variables with secret names, and passwords in URLs.
 
-    Each value is also there as it is inside a JSON string and a Python repr, which is how logs quote it. Short values
-    are left out.
+    Each value is also there as it is inside a JSON string and a Python repr, which is how logs quote it. Values shorter
+    than 8 characters are left out.
     """
     found: set[str] = set()
     for name, value in environ.items():
         if is_secret_name(name):
             found.add(value)
+        # Passwords in URLs are percent-encoded, and programs show them decoded, too.
         for match in _URL_PASSWORD.finditer(value):
             found.update((match["secret"], unquote(match["secret"])))
     secret = {value for value in found if len(value) >= _MIN_SECRET_CHARS}
@@ -308,6 +328,7 @@ def redact(text: str, *, secrets: tuple[str, ...] | None = None) -> str:
     `secrets` are known values, by default those of this process's environment; those of `keep_secret` are masked, too.
     """
     given = secrets_of(os.environ) if secrets is None else secrets
+    # A secret that is part of a longer one would leave the rest of that one to be read.
     for secret in _longest_first({*given, *known_secrets}) if known_secrets else given:
         text = text.replace(secret, MASK)
     # A pattern costs ten times as much as the look whether it can match at all; most texts are names and states.
@@ -325,7 +346,8 @@ def redact(text: str, *, secrets: tuple[str, ...] | None = None) -> str:
 def redacted_beginning(text: str, limit: int, *, secrets: tuple[str, ...] | None = None) -> str:
     """Return at most `limit` characters of the redacted text, with an ellipsis if there are more.
 
-    The text is redacted before it is cut, because the beginning of a secret would not be recognised.
+    `secrets` are known values to mask, by default those of this process's environment. The text is redacted before it
+    is cut, because the beginning of a secret would not be recognised.
     """
     if len(text) <= limit:
         return redact(text, secrets=secrets)
@@ -333,12 +355,18 @@ def redacted_beginning(text: str, limit: int, *, secrets: tuple[str, ...] | None
 
 
 def redacted_end(text: str, limit: int, *, secrets: tuple[str, ...] | None = None) -> str:
-    """Return at most the last `limit` characters of the redacted text; see `redacted_beginning`."""
+    """Return at most the last `limit` characters of the text, redacted before it is cut.
+
+    `secrets` are known values to mask, by default those of this process's environment.
+    """
     return redact(text[-(limit + MAX_SECRET_CHARS) :], secrets=secrets)[-limit:]
 
 
 def secret_spans(text: str, *, secrets: tuple[str, ...]) -> list[tuple[int, int]]:
-    """Return the ranges (begin, end) that `redact` would mask, in no order; they may overlap."""
+    """Return the ranges (begin, end) of a text that `redact` would mask with these known secrets, in no order.
+
+    They may overlap.
+    """
     found = []
     for secret in {*secrets, *known_secrets}:
         at = text.find(secret)
@@ -372,6 +400,7 @@ def masked(value: Any, secrets: tuple[str, ...]) -> Any:
 
 
 def _field(name: str, value: Any, secrets: tuple[str, ...]) -> Any:
+    """Return the value of a field called `name` with secrets masked: all texts in it, if the name is a secret one."""
     if value and isinstance(value, str | list | dict) and is_secret_name(name):
         match value:
             case str():
@@ -384,4 +413,5 @@ def _field(name: str, value: Any, secrets: tuple[str, ...]) -> Any:
 
 
 def _longest_first(values: set[str]) -> tuple[str, ...]:
+    """Return the values sorted by length, the longest first, so that no part of a longer one is masked before."""
     return tuple(sorted(values, key=lambda value: (-len(value), value)))

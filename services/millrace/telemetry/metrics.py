@@ -47,12 +47,13 @@ class BoundedLabel:
     """Returns the first `limit` distinct values as they are, and `other` for later ones."""
 
     def __init__(self, limit: int = MAX_LABEL_VALUES) -> None:
+        """Make a label that has no value yet, and at most `limit`."""
         self._limit = limit
         self._known: set[str] = set()
         self._lock = threading.Lock()
 
     def __call__(self, value: str) -> str:
-        """Return the value if it is known or there is room for another one, else `other`."""
+        """Return the value if it is known or there is room for another one, else `other`; remember it."""
         with self._lock:
             if value not in self._known and len(self._known) >= self._limit:
                 return OTHER
@@ -69,7 +70,7 @@ class Family:
     labels: tuple[str, ...] = ()
 
     def empty(self) -> Metric:
-        """Return the metric without a sample."""
+        """Return the Prometheus metric of this name, without a sample."""
         if self.name.endswith("_total"):
             return CounterMetricFamily(self.name, self.text, labels=self.labels)
         return GaugeMetricFamily(self.name, self.text, labels=self.labels)
@@ -79,16 +80,17 @@ class MetricSheet:
     """Collects the numbers of one reading."""
 
     def __init__(self, families: Sequence[Family]) -> None:
+        """Make a sheet of these metrics, without samples."""
         self._metrics = {family: family.empty() for family in families}
 
     def put(self, family: Family, value: float, *labels: str) -> None:
-        """Set one sample; each combination of labels may be set once."""
+        """Set the sample of a metric for these values of its labels, which may be set once."""
         metric = self._metrics[family]
         assert isinstance(metric, GaugeMetricFamily | CounterMetricFamily)
         metric.add_metric(labels, value)
 
     def metrics(self) -> list[Metric]:
-        """Return every metric, also those without a sample."""
+        """Return every metric with its samples, also those without any."""
         return list(self._metrics.values())
 
 
@@ -96,15 +98,16 @@ class StateCollector(Collector):
     """Calls `read` for the present numbers whenever the metrics are asked for."""
 
     def __init__(self, families: Sequence[Family], read: Callable[[MetricSheet], None]) -> None:
+        """Make a collector of these metrics; `read` puts their present samples into a sheet."""
         self._families = families
         self._read = read
 
     def describe(self) -> Iterable[Metric]:
-        """Return the names of the metrics, without measuring."""
+        """Return every metric without samples, so that nothing is measured."""
         return [family.empty() for family in self._families]
 
     def collect(self) -> Iterable[Metric]:
-        """Return the current values."""
+        """Measure, and return every metric with its present samples; Prometheus's client calls this."""
         sheet = MetricSheet(self._families)
         self._read(sheet)
         return sheet.metrics()
@@ -130,9 +133,10 @@ COMMON = (BUILD, WAITS_OVERDUE, WAIT_OLDEST, REMOVALS_FAILED)
 
 
 def make_registry(service: str, collectors: Iterable[Collector], *, has_process: bool = True) -> CollectorRegistry:
-    """Return the registry of one server: the collectors, waits, release and failed removals of the service.
+    """Return the registry of metrics of a service: `collectors`, and what all services export.
 
-    `has_process` adds the process's memory, processor time and files.
+    That is waits, release and failed removals, under the label `service`. With `has_process` the process's memory,
+    processor time and files are added.
     """
     registry = CollectorRegistry()
     for collector in (common(service), *collectors):
@@ -143,10 +147,12 @@ def make_registry(service: str, collectors: Iterable[Collector], *, has_process:
 
 
 def common(service: str) -> StateCollector:
-    """Return the collector of every service's waits, release and failed removals; `service` is its label."""
+    """Return the collector of the metrics that all services export; `service` is their label."""
 
     def read(sheet: MetricSheet) -> None:
+        """Put the release, the waits by component and the failed removals of this process into the sheet."""
         sheet.put(BUILD, 1, service, __version__)
+        # Components without a wait are 0: a series that vanishes would keep an alert at its last value.
         overdue = dict.fromkeys((*_COMPONENTS, OTHER), 0)
         oldest = dict.fromkeys((*_COMPONENTS, OTHER), 0.0)
         for wait in waits.snapshot(service):
@@ -163,7 +169,10 @@ def common(service: str) -> StateCollector:
 
 
 def component_of(waits_on: str) -> str:
-    """Return the kind of component that a wait names; worker ids and addresses of engines are too many for a label."""
+    """Return the kind of component that a wait's `waits_on` names; `other` if it is none.
+
+    Worker ids and addresses of engines are too many for a label.
+    """
     if waits_on == "store":
         return "object store"
     if waits_on.startswith(("http://", "https://")):

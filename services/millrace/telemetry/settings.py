@@ -16,6 +16,7 @@ from millrace.errors import InvalidSpecError, Violation
 from millrace.telemetry.logging import LEVELS, keep_secret, redact
 
 # Kubernetes adds MILLRACE_ORCHESTRATOR_SERVICE_HOST, MILLRACE_REDIS_PORT_6379_TCP, ... for services named millrace-*.
+# Variables that Kubernetes sets in pods for each Service, such as one whose name begins with `millrace`.
 _SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)$")
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
 _PREFIX = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
@@ -42,12 +43,16 @@ def join_address(host: str, port: int) -> str:
 
 
 def _address(text: str) -> str:
+    """Return the text if it is `host:port`, else raise ValueError."""
     parse_address(text)
     return text
 
 
 def _url(*schemes: str) -> Callable[[str], str]:
+    """Return a function that returns a text if it is a URL of one of these schemes, else raises ValueError."""
+
     def check(text: str) -> str:
+        """Return the text if it is a URL of one of the schemes, else raise ValueError."""
         try:
             parts = urlsplit(text)
         except ValueError:  # its text repeats parts of the URL, passwords included
@@ -60,24 +65,28 @@ def _url(*schemes: str) -> Callable[[str], str]:
 
 
 def _prefix(text: str) -> str:
+    """Return the text if it may begin keys and objects, else raise ValueError."""
     if not _PREFIX.fullmatch(text):
         raise ValueError("must be 1 to 63 of a-z, 0-9, '.', '_', '-', and start with a letter or digit")
     return text
 
 
 def _level(text: str) -> str:
+    """Return the level of logs in upper case; ValueError if it is none."""
     if text.upper() not in LEVELS:
         raise ValueError(f"must be one of {', '.join(LEVELS)}")
     return text.upper()
 
 
 def _boolean(text: str) -> bool:
+    """Return the boolean that a text such as `1` or `false` means; ValueError if it is none."""
     if text.lower() not in _BOOLEANS:
         raise ValueError("must be 1 or 0")
     return _BOOLEANS[text.lower()]
 
 
 def _seconds(text: str) -> float:
+    """Return the seconds that a text gives, 0 to 3600, else raise ValueError."""
     try:
         seconds = float(text)
     except ValueError:
@@ -88,16 +97,24 @@ def _seconds(text: str) -> float:
 
 
 def _text(text: str) -> str:
+    """Return the text as it is: any is valid."""
     return text
 
 
 def _token(text: str) -> str:
+    """Return the text if it can be a bearer token, else raise ValueError."""
     if len(text) < 32 or not text.isascii() or not text.isprintable() or " " in text:
         raise ValueError("must be a token of at least 32 characters, such as `millrace token new` makes")
     return text
 
 
 def _variable(parse: Callable[[str], Any], default: Any = None, *, is_secret: bool = False) -> Any:
+    """Return a dataclass field of `Settings` whose variable is read by `parse`.
+
+    `default` is its value without the variable.
+
+    The value of a secret one is not in the repr of the settings.
+    """
     return field(default=default, repr=not is_secret, metadata={"parse": parse})
 
 
@@ -172,9 +189,9 @@ class Settings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str], *, required: Iterable[str] = ()) -> Self:
-        """Read the settings from variables.
+        """Read the settings from environment variables and return them.
 
-        Raise one InvalidSpecError with all that are malformed, missing or misspelled. `required` has fields
+        Raises one InvalidSpecError with all variables that are malformed, missing or misspelled. `required` has fields
         (`redis_url`) or variables (`MILLRACE_REDIS_URL`). An empty variable counts as missing. The URL of Redis is read
         from its file, if one is named.
         """
@@ -194,6 +211,7 @@ class Settings:
             try:
                 values[part.name] = part.metadata["parse"](text)
             except ValueError as error:
+                # The violation would show a token or the URL of a secret file.
                 is_hidden = name == "MILLRACE_TOKEN" or (name == "MILLRACE_REDIS_URL" and values.get("redis_url_file"))
                 shown = None if is_hidden else redact(text)
                 violations.append(Violation(field=name, value=shown, message=str(error), source="environment"))
@@ -204,9 +222,9 @@ class Settings:
         return cls(**values)
 
     def require(self, name: str) -> str:
-        """Return the value of an optional field as text.
+        """Return the value of the field `name` as text.
 
-        Raise InvalidSpecError that names its variable if it is None.
+        Raise InvalidSpecError, which names its variable, if it is None.
         """
         value = getattr(self, name)
         if value is None:
@@ -215,10 +233,11 @@ class Settings:
         return str(value)
 
     def of_stack(self) -> Self:
-        """Return only the settings of access that the processes and clients of a stack on this machine share.
+        """Return a copy with only the settings of access, which a stack's processes share: certificates, tokens,
+        `insecure`.
 
-        Without a certificate of its own the stack uses plain text, and trusted certificates are left out. Raises
-        InvalidSpecError for a certificate without a CA.
+        All other fields have their defaults. Without a certificate of its own the stack uses plain text, and the CA and
+        the server's name are left out. Raises InvalidSpecError for a certificate without a CA.
         """
         names = [*ACCESS_FIELDS, "insecure", "token_file", "token"]
         if self.tls_cert is None:
@@ -230,14 +249,18 @@ class Settings:
         return type(self)(**{name: getattr(self, name) for name in names})
 
     def access_environ(self) -> dict[str, str]:
-        """Return the variables of access, for a child process that inherits no other variable of Millrace's."""
+        """Return the set variables of certificates and files of tokens for a child process that inherits no other
+        `MILLRACE_*` variable.
+
+        MILLRACE_INSECURE is among them if it is on.
+        """
         names = {variable_name(name) for name in (*ACCESS_FIELDS, "insecure")}
         return {name: text for name, text in self.to_environ().items() if name in names and text != "0"}
 
     def to_environ(self) -> dict[str, str]:
-        """Return the variables that pass these settings to a child process.
+        """Return the environment variables that pass these settings to a child process.
 
-        A file of Redis' URL in place of the URL.
+        A file with the URL of Redis is passed in place of the URL.
         """
         environ: dict[str, str] = {}
         for part in fields(self):
@@ -263,14 +286,15 @@ ACCESS_FIELDS = (
 
 
 def variable_name(field_name: str) -> str:
-    """Return the environment variable of a field of Settings."""
+    """Return the name of the environment variable of a field of Settings: `redis_url` gives `MILLRACE_REDIS_URL`."""
     return f"MILLRACE_{field_name.upper()}"
 
 
 def _with_redis_url(environ: Mapping[str, str], violations: list[Violation]) -> Mapping[str, str]:
-    """Return the variables with the URL of Redis from the file that one of them names; add problems to `violations`.
+    """Return `environ`, with MILLRACE_REDIS_URL read from the file that MILLRACE_REDIS_URL_FILE names, if that is set.
 
-    The URL's password is masked in logs from then on.
+    A violation is added to `violations`, and `environ` returned as it is, if the URL itself is set as well or the file
+    cannot be read. The URL's password is masked in logs from then on.
     """
     name, url_name = variable_name("redis_url_file"), variable_name("redis_url")
     path = environ.get(name, "")
@@ -291,6 +315,7 @@ def _with_redis_url(environ: Mapping[str, str], violations: list[Violation]) -> 
 
 
 def _misspelled(environ: Mapping[str, str], known: Iterable[str]) -> Iterable[Violation]:
+    """Yield a violation for each `MILLRACE_*` variable that is unknown but nearly the name of a `known` one."""
     # Only near misses are errors: other MILLRACE_* names belong to tests, tools, or Kubernetes.
     names = sorted(known)
     for name in sorted(environ):

@@ -16,7 +16,9 @@ _depth = 0
 
 @contextlib.contextmanager
 def without_gc() -> Iterator[None]:
-    """Switch garbage collection off in this block, for imports, and exclude all objects that exist after it for good.
+    """Switch the cyclic garbage collector off in this block, for imports.
+
+    Afterwards it ignores all objects there are, for good.
 
     Blocks may overlap in threads. Not for code that makes much garbage in cycles.
     """
@@ -29,6 +31,8 @@ def without_gc() -> Iterator[None]:
     finally:
         with _LOCK:
             _depth -= 1
+            # Only the last block may switch it on: others still import.
             if _depth == 0:
+                # What is frozen is never walked again, also not by the collections of later garbage.
                 gc.freeze()
                 gc.enable()

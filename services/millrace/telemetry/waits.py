@@ -21,7 +21,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
@@ -83,7 +83,7 @@ class Registered(Protocol):
     """A wait in a registry."""
 
     def describe(self, owner: str, age_of: "AgeOf") -> Wait | None:
-        """Return the wait's present state for a snapshot; None while it is too young to be shown.
+        """Return the wait as it is now, for a snapshot of `owner`'s waits; None while it is too young to be shown.
 
         `age_of` returns the seconds since a moment on the registry's clock.
         """
@@ -93,7 +93,18 @@ class Registered(Protocol):
 class Waiting:
     """A wait, in progress while its `with` block runs. Not reentrant: one object is one wait."""
 
-    __slots__ = ("_began", "_deadline_s", "_key", "_quiet_s", "_reason", "_refusal", "_registry", "_run", "_waits_on")
+    __slots__ = (
+        "_ahead",
+        "_began",
+        "_deadline_s",
+        "_key",
+        "_quiet_s",
+        "_reason",
+        "_refusal",
+        "_registry",
+        "_run",
+        "_waits_on",
+    )
 
     def __init__(
         self,
@@ -104,6 +115,13 @@ class Waiting:
         quiet_s: float = 0.0,
         refusal: Refusal | None = None,
     ) -> None:
+        """Make a wait that begins with its `with` block.
+
+        `reason` says what is waited for, `waits_on` which component must act.
+
+        It is overdue once it is older than `deadline_s` (0: never), and is not shown while it is younger than
+        `quiet_s`. `refusal` is that of something that answers and refuses.
+        """
         self._registry = registry
         self._reason = reason
         self._waits_on = waits_on
@@ -111,6 +129,7 @@ class Waiting:
         self._quiet_s = quiet_s
         self._refusal = refusal
         self._run = ""
+        self._ahead: Ahead | None = None
         self._began = 0.0
         self._key = 0
 
@@ -122,9 +141,9 @@ class Waiting:
         deadline_s: float | None = None,
         refusal: Refusal | None = None,
     ) -> None:
-        """Change the wait's description; its age goes on.
+        """Change the wait's reason, component or deadline (None: as they are); its age goes on.
 
-        An omitted `refusal` clears the last one, other arguments keep theirs.
+        `refusal` None clears the last refusal.
         """
         with self._registry.lock:
             self._refusal = refusal
@@ -133,19 +152,31 @@ class Waiting:
             self._deadline_s = self._deadline_s if deadline_s is None else deadline_s
 
     def __enter__(self) -> Self:
+        """Register the wait, which begins now and is of the run that `of_run` names, and of the work done `ahead`."""
         self._began = self._registry.clock()
         self._run = _RUN.get()
+        self._ahead = _AHEAD.get()
         self._key = self._registry.add(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        """Forget the wait, however the block ended."""
         self._registry.remove(self._key)
 
     def describe(self, owner: str, age_of: AgeOf) -> Wait | None:
-        """See `Registered`."""
-        age_s = age_of(self._began)
+        """Return the wait as it is now, for a snapshot of `owner`'s waits; None while it is too young to be shown.
+
+        None also for a wait of work done ahead whose result nobody needs yet. `age_of` returns the seconds since a
+        moment on the registry's clock.
+        """
+        began = self._began
+        if self._ahead is not None:
+            if self._ahead.needed_since is None:
+                return None
+            began = max(began, self._ahead.needed_since)
+        age_s = age_of(began)
         if age_s < self._quiet_s:
             return None
         return Wait(
@@ -174,13 +205,21 @@ class SharedWait:
     """When each of the waits began, oldest first."""
 
     def show(self, reason: str = "", refusal: Refusal | None = None) -> None:
-        """Show the wait from now on, however young, with this reason and refusal, because it is known to be unusual."""
+        """Show the wait from now on, however young, because it is known to be unusual.
+
+        An empty `reason`, or no `refusal`, leaves what the wait has.
+        """
         self.quiet_s = 0.0
         self.refusal = refusal or self.refusal
         self.reason = reason or self.reason
 
     def describe(self, owner: str, age_of: AgeOf) -> Wait | None:
-        """See `Registered`; called under the registry's lock."""
+        """Return the waits as one, as old as the oldest, for a snapshot of `owner`'s.
+
+        None while they are too young to be shown.
+
+        `age_of` returns the seconds since a moment on the registry's clock. The caller has the registry's lock.
+        """
         count = len(self.began)
         if count == 0 or (age_s := age_of(next(iter(self.began.values())))) < self.quiet_s:
             return None
@@ -228,16 +267,26 @@ class WaitRegistry:
         quiet_s: float = 0.0,
         refusal: Refusal | None = None,
     ) -> Waiting:
-        """Return a context manager that registers a wait while its block runs."""
+        """Return a context manager that registers a wait while its block runs.
+
+        `reason` says what is waited for, `waits_on` which component has to act. `deadline_s` is the age from which it
+        counts as overdue, 0 for never; it is shown once it is `quiet_s` old. `refusal` is that of something that
+        answers and refuses.
+        """
         return Waiting(self, reason, waits_on, deadline_s, quiet_s, refusal)
 
     @contextlib.contextmanager
     def shared(
         self, reason: str, *, waits_on: str = "", deadline_s: float = 0.0, quiet_s: float = 0.0
     ) -> Iterator[SharedWait]:
-        """Join the equal waits of this run while the block runs: they are one wait, with their number in place of
-        {n}.
+        """Register one of many equal waits while the block runs: those of one reason, component and run are shown as
+        one.
+
+        "{n}" in the reason becomes their number; the age is that of the oldest. `waits_on` is the component that has to
+        act. `deadline_s` is the age from which the wait counts as overdue, 0 for never; it is shown once it is
+        `quiet_s` old. The first of the equal waits sets both.
         """
+        # The run is part of the name: `run why` shows only the waits of one run.
         name = (reason, waits_on, _RUN.get())
         with self.lock:
             crowd = self._crowds.get(name)
@@ -258,24 +307,25 @@ class WaitRegistry:
                     del self._crowds[name], self._waits[crowd.key]
 
     def add(self, wait: Registered) -> int:
-        """Register a wait and return its key."""
+        """Register a wait and return the key by which `remove` knows it."""
         with self.lock:
             key = next(self._keys)
             self._waits[key] = wait
             return key
 
     def remove(self, key: int) -> None:
-        """Forget a wait."""
+        """Forget the wait with this key."""
         with self.lock:
             self._waits.pop(key, None)
 
     def snapshot(self, owner: str, *, min_age_s: float = 0.0) -> list[Wait]:
-        """Return the waits that are at least `min_age_s` old, longest first."""
+        """Return the present waits that are at least `min_age_s` old, longest first; `owner` is who waits in each."""
         now = self.clock()
 
         def age_of(began: float) -> float:
             return max(0.0, now - began - self._stood_still(began, now))
 
+        # Under the lock: a wait is not read in the middle of an `update`.
         with self.lock:
             found = [wait.describe(owner, age_of) for wait in self._waits.values()]
         shown = (wait for wait in found if wait is not None and wait.age_s >= min_age_s)
@@ -293,6 +343,7 @@ class LastingWait:
     """
 
     def __init__(self, registry: WaitRegistry | None = None) -> None:
+        """Make a wait that has not begun, in a registry; None is that of this process."""
         self._registry = registry or REGISTRY
         self._key = ""
         self._waiting: Waiting | None = None
@@ -308,7 +359,10 @@ class LastingWait:
     ) -> None:
         """Wait, or go on waiting, for the thing that `key` names.
 
-        Another key ends the present wait and begins a new one. `refusal` is that of the last try.
+        Another key ends the present wait and begins a new one.
+
+        `reason` says what it is, in words that may change, `waits_on` which component must act. It is overdue once it
+        is older than `deadline_s` (0: never). `refusal` is that of the last try.
         """
         if self._waiting is not None and self._key == key:
             self._waiting.update(reason=reason, waits_on=waits_on, deadline_s=deadline_s, refusal=refusal)
@@ -323,6 +377,38 @@ class LastingWait:
         if self._waiting is not None:
             self._waiting.__exit__(None, None, None)
             self._waiting = None
+
+
+class Ahead:
+    """Work that is done before anyone needs its result, such as a read of the next batch during a step.
+
+    Its waits hold nobody up: they are hidden until `need` is called, and their ages count from that call. Used as a
+    context manager around the work, in the task that does it.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Make it of work whose result nobody needs yet; `clock` is that of the registry of its waits."""
+        self._clock = clock
+        self._token: Token[Ahead | None] | None = None
+        self.needed_since: float | None = None
+        """Moment on the clock at which `need` was first called; None if it was not."""
+
+    def need(self) -> None:
+        """Show the waits of the work from now on. Later calls change nothing."""
+        if self.needed_since is None:
+            self.needed_since = self._clock()
+
+    def __enter__(self) -> Self:
+        """Make the waits that this task and the tasks that it starts register those of this work."""
+        self._token = _AHEAD.set(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Let later waits of this task be shown as usual."""
+        assert self._token is not None
+        _AHEAD.reset(self._token)
 
 
 # When this process itself did not run: stopped by a signal, its event loop blocked, or its machine overloaded.
@@ -357,6 +443,7 @@ class Meter:
     """Finds gaps between the ticks of an event loop, which ticks as long as the process runs."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Make a meter that knows of no time yet; `clock` gives monotonic seconds."""
         self._clock = clock
         self._ticked: float | None = None
         self._due_s = TICK_S
@@ -365,26 +452,28 @@ class Meter:
         """The newest standstills, oldest first."""
 
     def begin(self, *, is_ticking: Callable[[], bool] = lambda: True) -> None:
-        """Expect ticks from now on, while `is_ticking` returns true; earlier times are unknown."""
+        """Expect ticks from now on, while `is_ticking` returns true; nothing is known of earlier times."""
         self._is_ticking = is_ticking
         self._ticked = self._clock()
 
     def tick(self, *, due_s: float = TICK_S) -> None:
-        """Record a tick, and a standstill if it came late; the next one is due in `due_s`."""
+        """Record a tick, and a standstill if it came late; the next one is due in `due_s` seconds."""
         gap = self._gap(self._clock())
         if gap is not None:
             self.found.append(gap)
         self._ticked, self._due_s = self._clock(), due_s
 
     def within(self, began: float, ended: float) -> float:
-        """Return the seconds between two moments in which this process did not run, a present gap without a tick
-        included.
+        """Return for how many of the seconds between two monotonic moments this process did not run.
+
+        A gap counts that is not over yet, because no tick has come since.
         """
         gap = self._gap(self._clock()) if self._is_ticking() else None
         gaps = [*self.found, gap] if gap is not None else self.found
         return sum(max(0.0, min(ended, each.ended) - max(began, each.began)) for each in gaps)
 
     def _gap(self, now: float) -> Standstill | None:
+        """Return the standstill since the last due tick, up to `now`; None if there is none worth the name."""
         if self._ticked is None or now - self._ticked - self._due_s <= LEAST_S:
             return None
         return Standstill(began=self._ticked + self._due_s, ended=now)
@@ -401,12 +490,16 @@ def watch() -> None:
     loop = asyncio.get_running_loop()
     if _watched is not None and _watched() is loop:
         return
+    # Weak: a loop that is closed and dropped must not be kept alive by its last tick.
     _watched = weakref.ref(loop)
     METER.begin(is_ticking=loop.is_running)
     _tick(_watched)
 
 
 def _tick(watched: "weakref.ref[asyncio.AbstractEventLoop]") -> None:
+    """Tick for `METER`, and again every `TICK_S` on the same event loop, until the loop is gone or another one is
+    watched.
+    """
     loop = watched()
     if loop is None or watched is not _watched:  # another loop of this process has begun to tick
         return
@@ -416,11 +509,12 @@ def _tick(watched: "weakref.ref[asyncio.AbstractEventLoop]") -> None:
 
 REGISTRY = WaitRegistry(stood_still=METER.within)
 _RUN: ContextVar[str] = ContextVar("millrace_waits_run", default="")
+_AHEAD: ContextVar[Ahead | None] = ContextVar("millrace_waits_ahead", default=None)
 
 
 @contextlib.contextmanager
 def of_run(uid: str) -> Iterator[None]:
-    """Assign waits and log lines of this block to a run, and those of tasks that the block starts."""
+    """Assign the waits and log lines of this block, and of tasks that it starts, to the run with this uid."""
     token = _RUN.set(uid)
     try:
         with bind(run=uid):
@@ -439,8 +533,9 @@ def waiting(
 ) -> Waiting:
     """Return a context manager that registers a wait of this process while its block runs.
 
-    `deadline_s` is the age from which it counts as overdue, 0 for never; it is shown once it is `quiet_s` old.
-    `refusal` is for something that answers and refuses.
+    `reason` says what is waited for, `waits_on` which component has to act. `deadline_s` is the age from which it
+    counts as overdue, 0 for never; it is shown once it is `quiet_s` old. `refusal` is that of something that answers
+    and refuses.
     """
     return REGISTRY.waiting(reason, waits_on=waits_on, deadline_s=deadline_s, quiet_s=quiet_s, refusal=refusal)
 
@@ -448,14 +543,18 @@ def waiting(
 def shared(
     reason: str, *, waits_on: str = "", deadline_s: float = 0.0, quiet_s: float = 0.0
 ) -> contextlib.AbstractContextManager[SharedWait]:
-    """Return a context manager that registers one of many equal waits: those with the same reason, component and run
-    are one.
+    """Return a context manager that registers one of many equal waits of this process, which are shown as one.
 
-    "{n}" in the reason becomes their number; the age is that of the longest wait.
+    Equal are those of one reason, component (`waits_on`) and run. "{n}" in the reason becomes their number; the age is
+    that of the oldest. `deadline_s` is the age from which the wait counts as overdue, 0 for never; it is shown once it
+    is `quiet_s` old.
     """
     return REGISTRY.shared(reason, waits_on=waits_on, deadline_s=deadline_s, quiet_s=quiet_s)
 
 
 def snapshot(owner: str, *, min_age_s: float = 0.0) -> list[Wait]:
-    """Return the waits of this process that are at least `min_age_s` old, longest first."""
+    """Return the waits of this process that are at least `min_age_s` seconds old, longest first.
+
+    `owner` is who waits in each.
+    """
     return REGISTRY.snapshot(owner, min_age_s=min_age_s)

@@ -35,13 +35,14 @@ class BackgroundWork:
     def begin(self, what: str, work: Callable[[], None]) -> None:
         """Start `work` on a daemon thread, with the caller's context variables, and return at once.
 
-        `what` describes what a wait for it waits for ("policy 3 to be published"). Call `finish` first: work that is
-        still under way would be forgotten.
+        `what` names the work in the registered wait for it ("policy 3 to be published"). Call `finish` first: work that
+        is still under way would be forgotten.
         """
         future: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._under_way, self._what = future, what
 
         def run() -> None:
+            """Do the work, and put its end or its error into the future."""
             try:
                 work()
             except BaseException as error:  # noqa: BLE001 - a thread's edge: raised by `finish`
@@ -51,22 +52,33 @@ class BackgroundWork:
             else:
                 future.set_result(None)
 
+        # The run that waits and log lines are of is a context variable, which a new thread does not inherit.
         context = contextvars.copy_context()
         # A daemon: where another rank died, a collective here may hang, and the process has to end all the same.
         threading.Thread(target=context.run, args=(run,), name=what, daemon=True).start()
 
     def raise_failure(self) -> None:
-        """Raise what the work raised, if it has ended, without waiting. In a gang only some ranks may raise."""
+        """Raise what the background work raised, if it has ended, without waiting.
+
+        In a gang only some ranks may raise.
+        """
         if self._under_way is not None and self._under_way.done():
             self.finish()
 
     def finish_if_done(self) -> None:
-        """Call `finish` if the work has ended at every rank. Collective in a gang while work is under way."""
+        """Raise what the background work raised if it has ended at every rank; otherwise do nothing.
+
+        Collective in a gang while work is under way.
+        """
         if self._under_way is not None and self._gang.sum([self._under_way.done()])[0] == self._gang.world_size:
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the work has ended, and raise what it raised; return at once if nothing is under way."""
+        """Wait until the background work has ended, and raise what it raised.
+
+        Return at once if nothing is under way.
+        """
+        # Forgotten before the wait, so that an error is raised once.
         future, self._under_way = self._under_way, None
         if future is None:
             return
@@ -74,10 +86,10 @@ class BackgroundWork:
             future.result()  # bounded by the store's deadlines, and by what the log waits for until asked to stop
 
     def give_up(self, error: BaseException) -> None:
-        """Give up the work because the training failed with `error`; raise nothing.
+        """Give up the background work because the training failed with `error`; raise nothing.
 
-        The work has some seconds to end by itself, unless `error` says that another trainer has the run or that the
-        log is gone. Then `is_abandoned` is set, and the thread is given up if it does not stop.
+        The work has some seconds to end by itself (30, 5 in a gang), unless `error` says that another trainer has the
+        run or that the log is gone. Then `is_abandoned` is set, and the thread is given up if it does not stop.
         """
         self._is_given_up = True
         if self._under_way is None:
@@ -94,7 +106,7 @@ class BackgroundWriter:
     _work: BackgroundWork
 
     def finish(self) -> None:
-        """Return when nothing is under way; raise what the work raised. Collective in a gang."""
+        """Wait until nothing is under way in the background, and raise what the work raised. Collective in a gang."""
         self._work.finish()
 
     def __enter__(self) -> Self:

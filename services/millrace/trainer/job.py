@@ -53,8 +53,8 @@ from millrace.trainer.publish.plan import (
 from millrace.trainer.publish.publisher import AdapterBase, Publisher
 from millrace.trainer.reporter import Reporter
 from millrace.trainer.sft.data import open_dataset
-from millrace.trainer.training import Desk, DeviceTurn, Position, Training
-from millrace.trainer.worker import SilenceTeller
+from millrace.trainer.training import DeviceLender, DeviceTurn, Position, Training
+from millrace.trainer.worker import SilenceReporter
 from millrace.v1 import event_pb2
 
 _PEER_OPENS_WITHIN_S = 120.0
@@ -77,9 +77,9 @@ class JobContext:
     why_stopped: Callable[[], str] = lambda: "it was asked to"
     """Why `should_stop` returned True, in words."""
     damage: Callable[[], DamageReport | None] = lambda: None
-    desk: Desk | None = None
+    lender: DeviceLender | None = None
     """Grants devices that the trainer shares with replicas; None: the devices are the trainer's alone."""
-    silence: SilenceTeller = field(default_factory=SilenceTeller)
+    silence: SilenceReporter = field(default_factory=SilenceReporter)
     custom_code: CustomCode = field(default_factory=CustomCode)
     store_url: str = ""
     """URL of the store, for child processes that open it as well; empty: none does."""
@@ -90,7 +90,11 @@ class JobContext:
 
 
 def run_job(context: JobContext, uid: str) -> None:
-    """Train a run to its end, and release it in any case. Raises StopRequested when asked to stop, and all errors."""
+    """Train the run `uid` to its end, and release its lease in any case.
+
+    Raises StopRequested when asked to stop, and every error of the training. Why it ended is recorded for the trainer
+    that goes on with the run.
+    """
     names = Names(context.prefix, uid)
     record = context.store.get(names.run_json, max_bytes=MAX_JSON_BYTES)
     client = LogClient(
@@ -103,11 +107,14 @@ def run_job(context: JobContext, uid: str) -> None:
         gang=context.gang,
         should_stop=context.should_stop,
     )
+    # Stays so for what is no Exception, such as an interrupt.
     why = "its training was broken off"
     try:
+        # The log is opened and the lease taken in the background, while the model is loaded.
         client.begin()
         with context.silence.reporting_to(client.write), shortage_named("train the run"):
             (context.train or train)(prepare(context, names, client, record))
+            # Without a limit, unlike `close`, which drops events that Redis does not take within seconds.
             client.flush()
         why = "it had trained the run to its end"
     except StopRequested:
@@ -123,13 +130,15 @@ def run_job(context: JobContext, uid: str) -> None:
 def hold_run(context: JobContext, client: LogClient) -> None:
     """Wait, with the whole gang, until rank 0 holds the run's lease and every rank has opened its log.
 
-    Raises StopRequested at every rank if rank 0 is asked to stop, and UnavailableError if a rank cannot open the log.
+    Reports the epoch at rank 0. Raises StopRequested at every rank if rank 0 is asked to stop, and UnavailableError if
+    a rank cannot open the log within 120 s. Collective in a gang.
     """
     gang = context.gang
 
     def look() -> str:
         return "hold" if client.poll_ready(timeout_s=POLL_S) else "stop" if context.should_stop() else "wait"
 
+    # One short collective for each poll: no rank waits in one for as long as the lease takes.
     while (order := gang.from_leader(look)) != "hold":
         if order == "stop":
             raise StopRequested
@@ -147,7 +156,8 @@ def hold_run(context: JobContext, client: LogClient) -> None:
 def prepare(context: JobContext, names: Names, client: LogClient, record: bytes) -> Training:
     """Load the model, wait for the run's lease, resume the newest checkpoint, and make the parts of the training.
 
-    `record` is `run.json`. Reports a resumed run. Checkpoints are read only once the run is held. Collective in a gang.
+    `record` is the content of `run.json`. Reports a resumed run and damaged checkpoints. Checkpoints are read only once
+    the run's lease is held. Collective in a gang.
     """
     gang, config = context.gang, parse_config(record, uid=names.uid)
     with agreed(gang):  # one machine may lack the model: all ranks fail then, and none waits for the others
@@ -161,6 +171,7 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
     learner = Learner.of_start_model(
         config, gang=gang, directory=directory, start_directory=directory, code=context.custom_code, dataset=dataset
     )
+    # Only with the lease are checkpoints read: a predecessor could still write one before.
     hold_run(context, client)
     checkpoints = CheckpointStore(context.store, names, gang=gang)
     found = resume(
@@ -173,6 +184,7 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
     reporter = Reporter(client if gang.is_leader else None, world_size=gang.world_size, utilization=learner.utilization)
     position, lineage = begin(context, names, record, found, reporter)
     skips_from = gang.from_leader(lambda: last_reopened(context.store, names))
+    # Steps that were skipped before the run was reopened do not count towards the limit again.
     position.num_skipped = min(position.num_skipped, max(position.version - skips_from, 0))
     plan = plan_versions(context, names, learner, found, position, lineage=lineage, reporter=reporter)
     report_resumed(context, names, client, found, reporter)
@@ -199,15 +211,17 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
         position=position,
         skips_from=skips_from,
         on_progress=context.on_progress,
-        turn=DeviceTurn(gang, context.desk if config.inference.sleep_while_training else None, republisher=republisher),
+        turn=DeviceTurn(
+            gang, context.lender if config.inference.sleep_while_training else None, republisher=republisher
+        ),
     )
 
 
 def begin(context: JobContext, names: Names, record: bytes, found: Resumed, reporter: Reporter) -> tuple[Position, int]:
     """Return the position and the lineage at which training begins, and report damaged checkpoints.
 
-    Raises CorruptObjectError if a fork has no checkpoint, or batches up to damaged ones are missing. Collective in a
-    gang.
+    `record` is the content of `run.json`, and `found` what `resume` returned. Raises CorruptObjectError if a fork has
+    no checkpoint, or batches up to damaged checkpoints are missing. Collective in a gang.
     """
     for each in found.damaged:
         reporter.warning(
@@ -226,9 +240,9 @@ def begin(context: JobContext, names: Names, record: bytes, found: Resumed, repo
 
 
 def report_resumed(context: JobContext, names: Names, client: LogClient, found: Resumed, reporter: Reporter) -> None:
-    """Report at rank 0 from which step a run goes on and why it was interrupted; nothing for a new run.
+    """Report at rank 0 from which step a run goes on, and why it was interrupted; do nothing for a new run.
 
-    Collective in a gang.
+    `found` is what `resume` returned. Collective in a gang.
     """
     with agreed(context.gang):
         if not context.gang.is_leader or not client.before:
@@ -242,7 +256,10 @@ def report_resumed(context: JobContext, names: Names, client: LogClient, found: 
 
 
 def require_whole_history(names: Names, origin: RunOrigin, found: Resumed) -> None:
-    """Raise CorruptObjectError if the run is a fork; call it if no checkpoint can be used, which a fork needs."""
+    """Raise CorruptObjectError if the run is a fork, which needs a checkpoint; call it if no checkpoint can be used.
+
+    `found` has the damaged ones, for the message.
+    """
     if origin.base_step:
         damage = f": {describe(found)}" if found.damaged else ""
         raise CorruptObjectError(
@@ -262,7 +279,10 @@ def make_batches(
     republisher: Republisher,
     chain_hash: bytes,
 ) -> Batches:
-    """Make the reader of the batches after `chain_hash`; `republisher` replaces damaged versions between batches."""
+    """Make the reader of the run's batches after the one whose chain hash is `chain_hash`.
+
+    `republisher` publishes damaged policy versions again between batches.
+    """
     return Batches(
         client,
         gang=context.gang,
@@ -276,7 +296,7 @@ def make_batches(
 
 
 def make_author(client: LogClient, learner: Learner) -> Author:
-    """Make what checkpoints record of their writer; `epoch` is 0 at ranks other than 0."""
+    """Make the record of who writes a checkpoint: run, epoch (0 at other ranks than 0), determinism, digests."""
     return Author(
         run_hash=client.run_hash,
         epoch=client.epoch if learner.gang.is_leader else 0,
@@ -290,7 +310,7 @@ def make_author(client: LogClient, learner: Learner) -> Author:
 def make_checkpointer(
     checkpoints: CheckpointStore, client: LogClient, learner: Learner, reporter: Reporter
 ) -> Checkpointer:
-    """Make the checkpointer of this trainer."""
+    """Make the object that saves this trainer's checkpoints, and reports saved and undeleted ones."""
     return Checkpointer(
         checkpoints,
         learner.config.ckpt,
@@ -304,7 +324,7 @@ def make_checkpointer(
 def make_token_logs(
     context: JobContext, names: Names, learner: Learner, *, plan: PublishPlan, reporter: Reporter
 ) -> TokenLogWriter:
-    """Make the writer of the steps' log-probs, stored beside the versions of the same lineage."""
+    """Make the writer of the steps' token logs; their keys have the lineage of the policies that `plan` publishes."""
     return TokenLogWriter(
         context.store,
         names,
@@ -325,9 +345,10 @@ def make_publisher(
     directory: Path,
     plan: PublishPlan,
 ) -> Publisher:
-    """Make the publisher; rank 0 uploads the files that all versions share (config, tokenizer, adapter config).
+    """Make the publisher of policies.
 
-    Collective in a gang.
+    Rank 0 uploads the files that all versions share (config, tokenizer, adapter config). `directory` has the start
+    model. Collective in a gang.
     """
     with agreed(context.gang):
         shared, source = policy_files(learner.model, directory, dtype=learner.publish_dtype), directory
@@ -340,6 +361,7 @@ def make_publisher(
         shared[ADAPTER_CONFIG] = learner.adapter.to_config(base_model=base_model)
 
     def upload() -> tuple[FileEntry, ...]:
+        """Upload the shared files, and return their entries for manifests."""
         return upload_files(context.store, prefix=names.prefix, uid=names.uid, epoch=client.epoch, files=shared)
 
     files: tuple[FileEntry, ...] = ()
@@ -377,7 +399,10 @@ def make_publisher(
 
 
 def parse_config(run_json: bytes, *, uid: str) -> RLConfig:
-    """Return the resolved config in a run's record; raise CorruptObjectError if it does not have one."""
+    """Return the resolved config in the content of a `run.json`.
+
+    Raises CorruptObjectError if the record is damaged or its config is not readable by this version.
+    """
     what, reason = f"run.json of run {uid}", "RUN_CONFIG_INVALID"
     remedy = "run trainer and orchestrator of the same release"
     record = RunRecord.parse(run_json, where=what)
@@ -399,9 +424,10 @@ def plan_versions(
     lineage: int,
     reporter: Reporter,
 ) -> PublishPlan:
-    """Return the plan of what to publish from a position on, and report if it begins a new lineage.
+    """Return what to publish from `position` on, and report if that begins a new lineage.
 
-    A strict run with another number of ranks than saved its checkpoint begins one. Collective in a gang.
+    `found` is what `resume` returned, and `lineage` that of the checkpoint. A strict run with another number of ranks
+    than saved its checkpoint begins a lineage. Collective in a gang.
     """
     gang, is_strict = context.gang, learner.is_strict
     num_ranks = gang.world_size if found.manifest is None else found.manifest.world_size
@@ -420,7 +446,10 @@ def plan_versions(
 
 
 def warn_of_new_lineage(plan: PublishPlan, position: Position, *, lineage: int, reporter: Reporter) -> None:
-    """Warn that the plan trains published versions again, if it begins a lineage after `lineage` for that."""
+    """Warn that published versions are trained again and begin a new lineage.
+
+    Do nothing if the plan has no such versions. `lineage` is that of the state that the run resumed.
+    """
     if plan.lineage > lineage and plan.first_version > position.version:
         reporter.warning(
             "NEW_LINEAGE",
@@ -432,12 +461,14 @@ def warn_of_new_lineage(plan: PublishPlan, position: Position, *, lineage: int, 
 def agree_on_plan(
     context: JobContext, names: Names, *, start_step: int, lineage: int, strict: bool, is_relaid: bool
 ) -> PublishPlan:
-    """Return the plan that rank 0 makes from what is published, at every rank. Collective in a gang.
+    """Return at every rank the plan that rank 0 makes from what is published. Collective in a gang.
 
-    `lineage` is that of the state to start from; `is_relaid` says that the number of ranks has changed.
+    The state to start from has made `start_step` steps in `lineage`. `strict` says whether equal steps give equal bits,
+    `is_relaid` whether the number of ranks has changed.
     """
 
     def plan() -> dict[str, Any]:
+        """Return the fields of the plan, made from the policies in the store."""
         published = newest_published(context.store, names)
         return asdict(
             plan_publishing(

@@ -11,7 +11,7 @@ samples are the final evaluation's rollouts, and scoring them shows how far trai
 
 import logging
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -25,7 +25,7 @@ from millrace.trainer.learning.optimizer import OptimizerReport
 from millrace.trainer.log.background import StopRequested
 from millrace.trainer.log.batches import Batch
 from millrace.trainer.log.token_log import TokenRows
-from millrace.trainer.losses import LossFunction, divisor, total_loss
+from millrace.trainer.losses import LossFunction, Objective, divisor
 from millrace.trainer.model.compiled import is_compiled, take_failures
 from millrace.trainer.reporter import Phases
 from millrace.trainer.training import Position, Training
@@ -35,17 +35,20 @@ logger = logging.getLogger(__name__)
 
 
 def train(run: Training) -> None:
-    """Publish the run's position, then train every batch up to the closing header.
+    """Publish the policy of the run's position, then train every batch up to the closing header.
 
     When asked to release the run before that, raises StopRequested, after saving a checkpoint if the run has them and
-    steps were made.
+    steps were made. Raises InvalidStateError if too many steps in a row were skipped. Collective in a gang.
     """
     stopped: StopRequested | None = None
     with run.checkpointer, run.publisher, run.token_logs:
         start = run.position.version
+        # The start model of a new run. After a resume it is the checkpoint's version, which is published again and
+        # compared, or skipped, as the plan says.
         run.publisher.publish(start)
         run.turn.begin()
         run.reporter.start()
+        # The state that was resumed may already have the skipped steps that end the run.
         require_learning(run)
         try:
             for batch in run.batches.follow(start):
@@ -55,6 +58,7 @@ def train(run: Training) -> None:
                     step(run, batch)
         except StopRequested as request:
             stopped = request
+            # Without a step this is the state that was resumed, which is saved, or the start model.
             if run.position.version > start:
                 run.save_last_checkpoint()
     if stopped is not None:  # the last version is published
@@ -75,10 +79,12 @@ class Learned:
 
 
 def step(run: Training, batch: Batch) -> None:
-    """Learn from a batch, publish the next policy version, save a due checkpoint, and report.
+    """Learn from a batch, publish the next policy version, save a due checkpoint, and report. Collective in a gang.
 
-    Raises InvalidStateError if too many steps in a row were skipped.
+    Advances the run's position by one version, also if the step was skipped. Raises InvalidStateError if too many steps
+    in a row were skipped.
     """
+    # Only once the batch is there: until then the engines need shared devices to sample it.
     with run.turn(batch.step):
         began = time.monotonic()
         rows = run.token_logs.collect(batch)
@@ -89,6 +95,7 @@ def step(run: Training, batch: Batch) -> None:
         # Steps before `skips_from` were skipped before a resume, and are in the position's count already.
         counts = learned.report.was_skipped and batch.step >= run.skips_from
         run.position = Position(batch.step + 1, batch.chain_hash, run.position.num_skipped + 1 if counts else 0)
+        # Snapshot and probe compute on the devices, so that they are part of the turn; the upload goes on after it.
         publish_s = run.publisher.publish(run.position.version, step=batch.step)
     checkpoint_s = run.save_due_checkpoint()
     phases = Phases(
@@ -101,18 +108,20 @@ def step(run: Training, batch: Batch) -> None:
     _warn(run, batch, learned)
     _warn_of_compiler(run)
     run.on_progress(run.position.version)
+    # After the warnings, so that the run's events say what was wrong before the run ends.
     require_learning(run, learned)
 
 
 def learn(run: Learner, batch: Batch, *, rows: TokenRows | None = None) -> Learned:
-    """Take one optimizer step per minibatch of the batch; one that is not finite leaves the weights as they are.
+    """Take one optimizer step per minibatch of the batch; return metrics and report of all as one.
 
-    `rows` collects values of the samples that are logged, from each sample's own minibatch.
+    Collective in a gang. A step that is not finite leaves the weights as they are. `rows` collects values of the
+    samples that the token log has; None: none.
     """
     first, *others = batch.minibatches
     # The ratio of later minibatches needs the log-probs under the policy before the batch, which the first step
     # changes.
-    minibatches = [first, *run.with_proximal(others)]  # before the first one changes the policy
+    minibatches = [first, *run.with_proximal(others)]
     learned = [_learn(run, batch, each, rows) for each in minibatches]
     bad = next((each for each in learned if each.not_finite), learned[0])
     return Learned(
@@ -124,7 +133,11 @@ def learn(run: Learner, batch: Batch, *, rows: TokenRows | None = None) -> Learn
 
 
 def _learn(run: Learner, batch: Batch, minibatch: Minibatch, rows: TokenRows | None) -> Learned:
-    """Take one optimizer step on a minibatch; skip it if loss, entropy or gradient is not finite."""
+    """Take one optimizer step on a minibatch, and return what it did.
+
+    Skip it if loss, entropy or gradient is not finite. `rows` collects values for the token log; None: none. Collective
+    in a gang.
+    """
     metrics, found = forward_backward(run, batch, minibatch, rows=rows)
     report = run.optimizer.step(batch.step, skips=bool(found))
     if found:
@@ -144,9 +157,10 @@ def forward_backward(
     loss_of: LossFunction | None = None,
     rows: TokenRows | None = None,
 ) -> tuple[StepMetrics, list[NotFinite]]:
-    """Accumulate the gradient of a minibatch's loss; return its metrics, and the samples that are not finite.
+    """Accumulate the gradient of a minibatch's loss; return its metrics, and the first not finite token of each sample.
 
-    Both are over all ranks. `loss_of` replaces the run's own loss; `rows` collects values of logged samples.
+    Both are over all ranks; the list is empty if loss and entropy are finite. `loss_of` replaces the run's own loss
+    unless None; `rows` collects values for the token log. Collective in a gang.
     """
     counts = [0.0, 0.0, 0.0]
     for micro_batch in minibatch.micro_batches:
@@ -159,18 +173,21 @@ def forward_backward(
     groups = _tokens_of_groups(run, batch, minibatch)
     num_groups = None if groups is None else sum(count > 0 for count in groups.values())
     counted = {"num_tokens": num_rl_tokens, "num_samples": num_rl_samples, "num_groups": num_groups}
-    rl_divisor = divisor(run.config.loss, **counted)
+    objective = Objective(
+        loss_of=loss_of or run.loss_of,
+        config=run.config.loss,
+        rl_divisor=divisor(run.config.loss, **counted),
+        num_ce_tokens=num_ce_tokens,
+    )
     # Only the first minibatch is computed by a published version; later ones have no number.
     version = batch.step if minibatch is batch.minibatches[0] else None
     metrics, not_finite = StepMetrics(batch.header.envs, version=version), list[NotFinite]()
+    run.num_one_pass_tokens = 0
     with run.learning():
         for micro_batch, samples in run.micro_batches(minibatch):
-            inputs, logprobs_BT, entropy_BT = run.loss_inputs(micro_batch)
-            if groups is not None:
-                counts = [groups.get(ordinal, 1) for ordinal in micro_batch.ordinal_B] or [1]
-                inputs = replace(inputs, group_tokens=torch.tensor(counts, device=logprobs_BT.device)[:, None])
-            losses = (loss_of or run.loss_of)(inputs, run.config.loss)
-            loss = total_loss(losses, rl_divisor=rl_divisor, num_ce_tokens=num_ce_tokens)
+            inputs, logprobs_BT, entropy_BT = run.loss_inputs(micro_batch.with_group_tokens(groups), objective)
+            losses, loss = objective(inputs)
+            # Where the head has computed its gradient with the log-probs, it only compares the slopes and hands it on.
             loss.backward()
             faults.reach(Point.TRAINER_MID_BACKWARD, step=batch.step)
             metrics.add_reference(micro_batch, inputs)
@@ -183,7 +200,9 @@ def forward_backward(
                     micro_batch, samples, losses=losses, trainer_logprobs_BT=logprobs_BT, entropy_BT=entropy_BT
                 )
     metrics.add_expert_load(run.expert_load)
+    metrics.add_one_pass(run.num_one_pass_tokens, minibatch)
     reduced = metrics.reduce(run.gang)
+    # Decided on the sums over all ranks, so that all ranks decide alike.
     if reduced.is_finite:
         return reduced, []
     # Every rank must skip the same step, and the event names the first sample of all ranks.
@@ -192,7 +211,10 @@ def forward_backward(
 
 
 def _tokens_of_groups(run: Learner, batch: Batch, minibatch: Minibatch) -> dict[int, int] | None:
-    """Return each group's number of rl tokens in the minibatch over all ranks, by ordinal; None if no loss needs it."""
+    """Return the number of policy-loss tokens of each group in the minibatch over all ranks, by ordinal.
+
+    None if the loss does not weigh tokens by group.
+    """
     if run.config.loss.aggregation != "prompt":
         return None
     # Keys from the header, which all ranks have, so that the ranks' sums line up.
@@ -205,9 +227,9 @@ def _tokens_of_groups(run: Learner, batch: Batch, minibatch: Minibatch) -> dict[
 
 
 def require_learning(run: Training, learned: Learned | None = None) -> None:
-    """Raise InvalidStateError if `max_skipped_steps` steps in a row were skipped, after finishing the publishing.
+    """Raise InvalidStateError if `max_skipped_steps` steps in a row were skipped, after the last version is published.
 
-    `learned` is the last step, whose cause is in the message.
+    `learned` is the last step, whose cause is in the message; None: the steps were skipped before a resume.
     """
     last, num_skipped = run.position.version, run.position.num_skipped
     if num_skipped < run.config.max_skipped_steps:
@@ -224,7 +246,10 @@ def require_learning(run: Training, learned: Learned | None = None) -> None:
 
 
 def close(run: Training, batch: Batch) -> None:
-    """Score the closing header's samples with the final weights, report the result, and save the final checkpoint."""
+    """Score the closing header's samples with the final weights, report the result, and save the final checkpoint.
+
+    Collective in a gang.
+    """
     # The position stays: a closing header is no step, and the checkpoint of version n names H(n - 1).
     version = run.position.version
     if batch.header.samples:
@@ -254,7 +279,10 @@ def close(run: Training, batch: Batch) -> None:
 
 
 def _warn_of_compiler(run: Training) -> None:
-    """Warn of blocks that did not compile at any rank since the last call. Collective in a gang."""
+    """Write a warning event for each class of blocks that did not compile at any rank since the last call.
+
+    Collective in a gang.
+    """
     if not is_compiled(run.model):
         return
     failures = run.gang.agree(lambda: take_failures(run.model))
@@ -263,7 +291,7 @@ def _warn_of_compiler(run: Training) -> None:
 
 
 def _warn(run: Training, batch: Batch, learned: Learned) -> None:
-    """Warn of skipped minibatches, and of trainer and engine that drift apart."""
+    """Write warning events about a step: skipped minibatches, and log-probs of trainer and engine that drift apart."""
     report, name = learned.report, f"{learned.not_finite.upper()}_NOT_FINITE"
     if learned.not_finite and not report.was_skipped:
         run.reporter.warning(
@@ -284,6 +312,8 @@ def _warn(run: Training, batch: Batch, learned: Learned) -> None:
     if problem := run.disagreement.add(batch.step + 1, values):
         run.reporter.warning("ENGINE_DISAGREES", problem)
     trend = run.kl_trend.add(batch.step + 1, values.get("mismatch_kl/mean", 0.0))
+    # A mismatch on the trained version's own tokens has another cause, which has been reported: learning more slowly
+    # would not help.
     if trend and not run.disagreement.is_large:
         run.reporter.warning(
             "KL_EXPLODING",

@@ -24,7 +24,11 @@ shared by CUDA IPC, which is not needed: snapshots for the publishing process ar
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run the subcommand, or the worker without one; exit with 0, an error's code, or 130 for Ctrl-C."""
+    """Run the trainer's subcommand, or the worker without one; exit with 0, an error's code, or 130 for Ctrl-C.
+
+    `argv` are the arguments after the program's name; None takes those of the process. Sets the allocator's variable
+    before torch is imported.
+    """
     arguments = _parser().parse_args(argv)
     prefer_expandable_segments(os.environ)
     jobs = {"sft": lambda: _sft(arguments.config, is_evaluated=arguments.evaluated)}
@@ -33,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def prefer_expandable_segments(environ: MutableMapping[str, str]) -> None:
-    """Set PYTORCH_ALLOC_CONF to expandable segments, unless a variable of the allocator is set.
+    """Set PYTORCH_ALLOC_CONF in `environ` to expandable segments, unless a variable of the allocator is set.
 
     Call it before torch is imported.
     """
@@ -42,6 +46,7 @@ def prefer_expandable_segments(environ: MutableMapping[str, str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Make the parser of the trainer's arguments."""
     parser = argparse.ArgumentParser(prog="millrace-trainer", description="Train runs, or fine-tune one model.")
     commands = parser.add_subparsers(dest="command")
     sft = commands.add_parser("sft", help="supervised fine-tuning from a resolved config")
@@ -53,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _worker() -> int:
+    """Train the runs that the orchestrator assigns, as the environment's settings say; return the exit code."""
     settings = Settings.from_env(os.environ, required=["redis_url", "store_url", "orchestrator"])
     setup("trainer", level=settings.log_level, json_lines=settings.log_json)
     from millrace.trainer.serve import run  # torch is imported here, after the settings are known to be good
@@ -61,13 +67,18 @@ def _worker() -> int:
 
 
 def _sft(path: Path, *, is_evaluated: bool) -> int:
-    from millrace.trainer.sft.main import run
+    """Fine-tune as the resolved config in the file `path` says; return the exit code.
+
+    With `is_evaluated` the parent process, `millrace sft`, plays the config's evaluations.
+    """
+    from millrace.trainer.sft.fine_tune import run
 
     return run(path, is_evaluated=is_evaluated)
 
 
 def _bench(path: Path) -> int:
-    from millrace.trainer.bench.main import run
+    """Measure training steps as the file `path` says; return the exit code."""
+    from millrace.trainer.bench import run
 
     return run(path)
 

@@ -39,7 +39,10 @@ FAMILIES = (WORKING,)
 
 
 def step_completed(seconds: dict[str, float], *, num_tokens: int) -> None:
-    """Record a completed step; `seconds` are by phase, and "step" has the total."""
+    """Record a completed optimizer step in the metrics.
+
+    `seconds` are by phase, with the total under "step"; `num_tokens` are those of its batch.
+    """
     for phase, value in seconds.items():
         PHASE_SECONDS.labels(phase).observe(value)
     STEPS.inc()
@@ -48,19 +51,25 @@ def step_completed(seconds: dict[str, float], *, num_tokens: int) -> None:
 
 
 def policy_published(version: int, *, size_bytes: int, seconds: float) -> None:
-    """Record an announced version."""
+    """Record in the metrics that `version` was announced: `size_bytes` were uploaded, and it took `seconds`."""
     VERSION.set(version)
     PUBLISH_BYTES.inc(size_bytes)
     PUBLISH_SECONDS.observe(seconds)
 
 
 def run_failed() -> None:
-    """Count a run that was given up. It is a counter because a scrape would miss a state that lasts for seconds."""
+    """Count a run that was given up with an error that its owner has to see.
+
+    It is a counter because a scrape would miss a state that lasts for seconds.
+    """
     FAILED.inc()
 
 
 def registry_of(is_working: Callable[[], bool]) -> CollectorRegistry:
-    """Make the registry of the trainer's metrics; `is_working` is called at every scrape."""
+    """Make the registry of the trainer's metrics.
+
+    `is_working` is called at every scrape, for whether there is a run.
+    """
 
     def read(sheet: MetricSheet) -> None:
         sheet.put(WORKING, is_working())

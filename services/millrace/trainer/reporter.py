@@ -41,7 +41,10 @@ class Phases:
 
 
 def staleness(header: batch_pb2.BatchHeader) -> tuple[float, int]:
-    """Return mean and maximum, over rollouts, of the step minus the oldest policy version; 0 and 0 without samples."""
+    """Return mean and maximum of the staleness of a batch's rollouts; both are 0 without samples.
+
+    A rollout's staleness is the step minus the oldest policy version that sampled its tokens.
+    """
     oldest: dict[tuple[int, int, int], int] = defaultdict(lambda: header.step)
     for entry in header.samples:
         rollout = (entry.ordinal, entry.member, entry.attempt)
@@ -51,9 +54,10 @@ def staleness(header: batch_pb2.BatchHeader) -> tuple[float, int]:
 
 
 def token_staleness(header: batch_pb2.BatchHeader) -> dict[str, float]:
-    """Return `staleness/mean` and `staleness/max`, and the same by environment (`staleness/ENV/mean`).
+    """Return the metrics `staleness/mean` and `staleness/max` of a batch, and the same by environment.
 
-    A token's staleness is the step minus the policy version that sampled it. Samples without versions are left out.
+    Those of an environment are `staleness/ENV/mean` and `…/max`. A token's staleness is the step minus the policy
+    version that sampled it. Samples without versions are left out.
     """
     known = [entry for entry in header.samples if entry.num_sampled_tokens and entry.HasField("mean_policy_version")]
     found = {}
@@ -73,21 +77,25 @@ class Reporter:
     def __init__(
         self, log_client: PolicyLog | None, *, world_size: int, utilization: Utilization | None = None
     ) -> None:
+        """Report to the run's log through `log_client`; None, as at ranks other than 0: only log warnings and a resume.
+
+        `utilization` computes the MFU; None: it is unknown. `world_size` is the number of ranks.
+        """
         self._log_client = log_client
         self._utilization = utilization
         self._world_size = world_size
         self._last = time.monotonic()
 
     def start(self) -> None:
-        """Start the clock of the first step."""
+        """Start the clock of the first step: `step_completed` measures from here."""
         self._last = time.monotonic()
 
     def step_completed(
         self, batch: Batch, *, metrics: dict[str, float], optimizer: OptimizerReport, phases: Phases
     ) -> None:
-        """Write event, metrics and log line of a finished step at rank 0; the step took the time since the last call.
+        """Write event, metrics and log line of a finished step at rank 0; it took the time since the last call.
 
-        Adds to `metrics`, in place, staleness, optimizer, throughput, times and memory.
+        Adds to `metrics`, in place, staleness, optimizer, throughput, times and memory. `phases` are seconds.
         """
         now = time.monotonic()
         step_s, self._last = now - self._last, now
@@ -132,7 +140,7 @@ class Reporter:
         )
 
     def resumed(self, body: event_pb2.TrainingResumed) -> None:
-        """Log and write the event that a run goes on from a step."""
+        """Log, and write the event, that a run continues from an earlier step; `body` says which and why."""
         logger.info("training goes on", extra={"step": body.step, "start": body.start, "why": body.reason})
         self._write(event_pb2.Event(training_resumed=body))
 
@@ -151,21 +159,22 @@ class Reporter:
         self._write(event_pb2.Event(token_log_stored=body))
 
     def score_completed(self, body: event_pb2.ScoreCompleted) -> None:
-        """Write the event of how far trainer and engine agree on the final evaluation."""
+        """Write the event of how far the log-probs of trainer and engine agree on the final evaluation."""
         self._write(event_pb2.Event(score_completed=body))
 
     def warning(self, reason: str, message: str) -> None:
-        """Log a warning, and write its event."""
+        """Log the warning `message`, and write its event, whose machine-readable code is `reason`."""
         logger.warning(message, extra={"reason": reason})
         self._write(event_pb2.Event(warning=event_pb2.Warning(reason=reason, message=message)))
 
     def _write(self, event: event_pb2.Event) -> None:
+        """Write an event into the run's log; do nothing without a log."""
         if self._log_client is not None:
             self._log_client.write_event(event)
 
 
 def _completed(batch: Batch, metrics: dict[str, float], *, step_s: float, wait_s: float) -> event_pb2.Event:
-    """Make the event of a finished step."""
+    """Make the event of a finished step; `wait_s` is how long the step waited for its batch and devices."""
     header = batch.header
     mean, largest = staleness(header)
     body = event_pb2.StepCompleted(

@@ -29,7 +29,7 @@ from millrace.telemetry.startup import without_gc
 from millrace.trainer import meters
 from millrace.trainer.log.background import BackgroundLoop
 from millrace.trainer.publish.executor import Executor
-from millrace.trainer.worker import SilenceTeller, TrainerWorker
+from millrace.trainer.worker import SilenceReporter, TrainerWorker
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ _QUIET_S = 5.0
 
 
 def run(settings: Settings, *, train: Callable[[Any], None] | None = None) -> int:
-    """Register and train assigned runs until a signal; return the exit code, 0 or 130 for SIGINT.
+    """Register as a worker and train assigned runs until a signal; return the exit code, 0 or 130 for SIGINT.
 
     `train` replaces the training loop; it gets the `Training`. If registration, health or metrics server ends by
     itself, the worker stops: their MillraceError is raised (a port in use, a refused registration), else the code is 1.
@@ -48,7 +48,7 @@ def run(settings: Settings, *, train: Callable[[Any], None] | None = None) -> in
     board = HealthBoard()
     worker = TrainerWorker(board=board)
     signals = _Signals(worker)
-    slot, silence = worker_slot(settings.advertise or settings.listen or ""), SilenceTeller()
+    slot, silence = worker_slot(settings.advertise or settings.listen or ""), SilenceReporter()
     worker_id = new_worker_id("trainer") if is_leader else f"rank-{os.environ['RANK']}-{uuid.uuid4().hex[:8]}"
     description = Worker(
         worker_id=worker_id,
@@ -59,7 +59,12 @@ def run(settings: Settings, *, train: Callable[[Any], None] | None = None) -> in
     )
     with BackgroundLoop() as background:
         registered = RegisteredWorker(
-            settings, description, worker.report, on_assignments=worker.hear, on_silence=silence.hear, is_held=True
+            settings,
+            description,
+            worker.report,
+            on_assignments=worker.on_answer,
+            on_silence=silence.on_silence,
+            is_held=True,
         )
         worker.heartbeat_soon = lambda: background.soon(registered.heartbeat_soon)
         companions = _Companions(settings, background, worker, registered)
@@ -91,17 +96,20 @@ def _work(
     *,
     owner: str,
     slot: str,
-    silence: SilenceTeller,
+    silence: SilenceReporter,
     executor: Executor,
     train: Callable[[Any], None] | None,
 ) -> None:
-    """Import torch, join the gang, and train assigned runs until the worker is stopped."""
+    """Import torch, join the gang, and train assigned runs until the worker is stopped.
+
+    `owner` is the worker's id in leases, `slot` the address that one process at a time can have, and `train` replaces
+    the training loop unless None.
+    """
     # The imports take seconds, in which this trainer already registers and is assigned a run.
     # Unless their objects are frozen, the interpreter's end walks through all of them: 2 s of CPU, which is longer than
     # a supervisor waits when everything stops at once.
     with waits.waiting("torch and transformers to be loaded", quiet_s=_QUIET_S), without_gc():
-        from millrace.trainer.gang.devices import release_after_failure
-        from millrace.trainer.gang.distributed import Gang
+        from millrace.trainer.gang.distributed import Gang, release_after_failure
         from millrace.trainer.job import JobContext, run_job
         from millrace.trainer.model.pretrained import load_code
 
@@ -125,7 +133,7 @@ def _work(
             on_epoch=worker.on_epoch,
             on_progress=worker.on_progress,
             damage=worker.damage,
-            desk=worker,
+            lender=worker,
             custom_code=CustomCode.parse(settings.custom_code),
             train=train,
         )
@@ -138,6 +146,7 @@ class _Signals:
     """SIGTERM and SIGINT let the current step end; a second one exits at once."""
 
     def __init__(self, worker: TrainerWorker) -> None:
+        """Install handlers of SIGTERM and SIGINT that stop `worker`, if this is the main thread."""
         self._worker = worker
         self._count = 0
         self.was_interrupted = False
@@ -146,6 +155,7 @@ class _Signals:
                 signal.signal(signum, self._handle)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
+        """Stop the worker at the first signal, and end the process at once at the second."""
         self._count += 1
         if self._count > 1:
             os._exit(128 + signum)
@@ -159,6 +169,7 @@ class _Companions:
     def __init__(
         self, settings: Settings, background: BackgroundLoop, worker: TrainerWorker, registered: RegisteredWorker
     ) -> None:
+        """Keep what the background tasks need; start nothing."""
         self._settings = settings
         self._background = background
         self._worker = worker
@@ -167,27 +178,31 @@ class _Companions:
 
     @property
     def have_failed(self) -> bool:
-        """Return whether the tasks ended with an error or were cancelled."""
+        """Return whether the background tasks ended with an error or were cancelled."""
         future = self._future
         return future is not None and future.done() and bool(future.cancelled() or future.exception())
 
     def start(self, board: HealthBoard) -> None:
-        """Start the tasks; if one ends, the error is logged and the worker stopped."""
+        """Start registration and the servers of health and metrics on the background loop.
+
+        `board` is what health reports. If one ends, all end, the error is logged and the worker stopped.
+        """
         self._future = self._background.submit(self._run(board))
         self._future.add_done_callback(self._ended)
 
     def stop(self) -> None:
-        """End the tasks, which deregisters this trainer, and wait for their end.
+        """End the background tasks, which deregisters this trainer, and wait for their end for a bounded time.
 
-        Do nothing if they were not started.
+        Does nothing if they were not started.
         """
         if self._future is None:
             return
+        # On the loop, because an asyncio.Event is not safe to set from another thread.
         self._background.call(self._ask_to_stop(), what="stopping", timeout_s=_END_S)
         concurrent.futures.wait([self._future], self._settings.drain_s + self._settings.grace_s + _END_S)
 
     def raise_failure(self) -> None:
-        """Raise the error that ended the tasks, if it is a MillraceError."""
+        """Raise the error that ended the background tasks, if it is a MillraceError; otherwise do nothing."""
         future = self._future
         if future is not None and future.done() and not future.cancelled():
             error = future.exception()
@@ -195,7 +210,10 @@ class _Companions:
                 raise error
 
     def _ended(self, future: concurrent.futures.Future[None]) -> None:
-        """Log the error that ended the tasks, if any, and stop the worker; called on the background thread."""
+        """Log the error that ended the background tasks, if any, and stop the worker.
+
+        Called on the background thread.
+        """
         if future.cancelled():
             logger.error("a companion of the trainer was cancelled")
         elif (error := future.exception()) is not None:
@@ -206,9 +224,11 @@ class _Companions:
         self._worker.stop()
 
     async def _run(self, board: HealthBoard) -> None:
+        """Serve registration, health and metrics until the registration ends."""
         exported = meters.registry_of(lambda: self._worker.is_working)
         async with metrics_server(self._settings.metrics_listen, exported):
             await self._registered.serve(None, health_board=board, handle_signals=False)
 
     async def _ask_to_stop(self) -> None:
+        """Ask the registration to deregister and end, which ends the background tasks."""
         self._registered.stopping.set()

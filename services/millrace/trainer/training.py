@@ -8,8 +8,7 @@ from typing import Protocol
 
 from millrace.telemetry.waits import LastingWait
 from millrace.trainer.checkpoint.resume import Checkpointer
-from millrace.trainer.gang.devices import release_unused
-from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.gang.distributed import Gang, release_unused
 from millrace.trainer.learning.learner import Learner, state_tensors
 from millrace.trainer.learning.metrics import Disagreement, KlTrend
 from millrace.trainer.log.background import StopRequested
@@ -37,22 +36,27 @@ class Position:
 # releases the allocator's unused memory, and the replicas wake. It keeps weights, optimizer state and buffers.
 
 _POLL_S = 0.5  # how soon a stop is noticed
+_REPUBLISH = b"republish "
+"""Begins the order to all ranks to publish a policy again."""
 _SLOW_S = 600.0  # age from which the wait is overdue: an evaluation may have to end
 
 
-class Desk(Protocol):
+class DeviceLender(Protocol):
     """Grants rank 0 the devices; `TrainerWorker` is one."""
 
-    def want_devices(self) -> None:
-        """Ask for a turn."""
+    def request_devices(self) -> None:
+        """Ask for a turn on the devices."""
         ...
 
     def has_devices(self, *, timeout_s: float) -> bool:
-        """Return whether this trainer has the devices' turn; wait for that up to the timeout."""
+        """Return whether this trainer has the turn that it asked for.
+
+        If not, wait up to `timeout_s` for a change first.
+        """
         ...
 
     def return_devices(self) -> None:
-        """Return the devices to the engines: the turn is over."""
+        """End the turn: the engines may use the devices again."""
         ...
 
     def should_stop(self) -> bool:
@@ -61,64 +65,85 @@ class Desk(Protocol):
 
 
 class DeviceTurn:
-    """`with turn(version):` runs its block while the replicas sleep; without a desk, at once.
+    """`with turn(version):` runs its block while the replicas sleep; without a lender, at once.
 
     During the wait `republisher` publishes the live version again if replicas find it damaged, because a replica that
     cannot load it may be the one that does not sleep yet.
     """
 
-    def __init__(self, gang: Gang, desk: Desk | None, *, republisher: PolicyRepublisher | None = None) -> None:
+    def __init__(
+        self, gang: Gang, lender: DeviceLender | None, *, republisher: PolicyRepublisher | None = None
+    ) -> None:
+        """Take turns by asking `lender`; None: the devices are the trainer's alone.
+
+        During a wait for a turn `republisher` publishes the live policy again if replicas find it damaged.
+        """
         self._gang = gang
-        self._desk = desk
+        self._lender = lender
         self._republisher = republisher
         self._wait = LastingWait()
         self.waited_s = 0.0
         """Seconds of the wait for the last turn."""
 
     def begin(self) -> None:
-        """Release the memory that loading has left unused in the allocator; do nothing without a desk."""
-        if self._desk is not None:
+        """Release the allocator's unused memory, which loading has left, before the first turn.
+
+        Does nothing if the devices are the trainer's alone.
+        """
+        if self._lender is not None:
             release_unused(self._gang.device)
 
     def __call__(self, version: int) -> AbstractContextManager[None]:
-        """Return a context that waits for the devices, and returns them at its end. Collective in a gang.
+        """Return a context that waits for the devices at its start, and returns them at its end. Collective in a gang.
 
-        `version` is the one that engines serve during the wait. Raises StopRequested if asked to stop meanwhile. After
-        an error in the block the devices are not returned; the worker does that once the error's frames are freed.
+        `version` is the policy version that engines serve during the wait. Raises StopRequested if asked to stop
+        meanwhile. After an error in the block the devices are not returned; the worker does that once the error's
+        frames are freed. Without a lender the context does nothing.
         """
-        return nullcontext() if self._desk is None else self._taken(self._desk, version)
+        return nullcontext() if self._lender is None else self._taken(self._lender, version)
 
     @contextmanager
-    def _taken(self, desk: Desk, version: int) -> Iterator[None]:
+    def _taken(self, lender: DeviceLender, version: int) -> Iterator[None]:
+        """Wait for the devices, run the block, release unused memory at all ranks, and return the devices.
+
+        `version` is published again if replicas find it damaged during the wait. After an error in the block the
+        devices are not returned.
+        """
         began = time.monotonic()
-        self._take(desk, version)
+        self._take(lender, version)
         self.waited_s = time.monotonic() - began
         yield
         release_unused(self._gang.device)
         self._gang.barrier()  # the replicas wake on the devices of all ranks
         if self._gang.is_leader:
-            desk.return_devices()
+            # A request that is not withdrawn would put the replicas to sleep for a trainer that has left.
+            lender.return_devices()
 
-    def _take(self, desk: Desk, version: int) -> None:
+    def _take(self, lender: DeviceLender, version: int) -> None:
+        """Wait until the lender grants the devices; raise StopRequested if asked to stop. Collective in a gang.
+
+        Meanwhile `version` is published again whenever replicas find it damaged.
+        """
         if self._gang.is_leader:
-            desk.want_devices()
+            lender.request_devices()
 
         def look() -> bytes:
-            """Return `go`, `stop`, `mend` with the policy to publish again or, after a short wait, `wait`."""
-            if desk.should_stop():
-                desk.return_devices()
+            """Return what all ranks do next: `go`, `stop`, `_REPUBLISH` and a policy, or `wait` after a short wait."""
+            if lender.should_stop():
+                # A request that stays would put the replicas to sleep for a trainer that leaves.
+                lender.return_devices()
                 return b"stop"
             if self._republisher is not None and (policy := self._republisher.policy_to_republish(version)) is not None:
-                return b"mend" + policy
+                return _REPUBLISH + policy
             self._wait.on("replicas to sleep", waits_on="orchestrator", key="turn", deadline_s=_SLOW_S)
-            return b"go" if desk.has_devices(timeout_s=_POLL_S) else b"wait"
+            return b"go" if lender.has_devices(timeout_s=_POLL_S) else b"wait"
 
         try:
             while (order := self._gang.from_leader(look)) != b"go":
                 if order == b"stop":
                     raise StopRequested
-                if self._republisher is not None and order.startswith(b"mend"):
-                    self._republisher.republish(order[4:])
+                if self._republisher is not None and order.startswith(_REPUBLISH):
+                    self._republisher.republish(order.removeprefix(_REPUBLISH))
         finally:
             self._wait.over()
 
@@ -146,7 +171,7 @@ class Training(Learner):
     disagreement: Disagreement = field(default_factory=Disagreement)
 
     def save_due_checkpoint(self) -> float:
-        """Save a checkpoint if the interval asks for one; return the seconds that this call took.
+        """Save a checkpoint if the configured interval asks for one now; return the seconds that this call took.
 
         Raises what saving the previous checkpoint raised. Collective in a gang.
         """
@@ -157,7 +182,11 @@ class Training(Learner):
         return time.monotonic() - began
 
     def save_checkpoint(self) -> None:
-        """Wait until the policy is published, then start to save the live state as the checkpoint of the position."""
+        """Wait until the policy is published, then start to save the live state as the checkpoint of the position.
+
+        Saving goes on in the background. Collective in a gang.
+        """
+        # A checkpoint never precedes its version: who resumes from it finds the version in the store.
         self.publisher.finish()
         state = state_tensors(self.model, self.optimizer, gang=self.gang)
         self.checkpointer.save(
@@ -170,6 +199,6 @@ class Training(Learner):
         self.saved_version = self.position.version
 
     def save_last_checkpoint(self) -> None:
-        """Save a checkpoint, if the run has checkpoints and this position has not been saved."""
+        """Start to save a checkpoint of the position, if the run has checkpoints and this position is not saved yet."""
         if self.checkpointer.is_enabled and self.saved_version != self.position.version:
             self.save_checkpoint()

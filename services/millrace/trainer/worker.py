@@ -20,7 +20,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
-from millrace.errors import CapacityError, FencedError, InternalError, MillraceError, UnavailableError
+from millrace.backoff import Backoff
+from millrace.errors import FencedError, InternalError, MillraceError, is_of_storage
 from millrace.internal.v1.policy_pb2 import PolicyEntry
 from millrace.internal.v1.worker_service_pb2 import Assignment, HeartbeatRequest, HeartbeatResponse, TrainerStatus
 from millrace.rpc.health import PROCESS, HealthBoard
@@ -35,7 +36,7 @@ from millrace.v1 import event_pb2
 Write = Callable[[event_pb2.Event], Awaitable[None]]
 
 
-class SilenceTeller:
+class SilenceReporter:
     """Writes an event into the trainer's current run, if any, when the orchestrator is silent or answers again."""
 
     def __init__(self) -> None:
@@ -44,17 +45,17 @@ class SilenceTeller:
 
     @contextlib.contextmanager
     def reporting_to(self, write: Write) -> Iterator[None]:
-        """Let `hear` write events with `write` during the block; `write` is awaited on the background loop."""
+        """Let `on_silence` write events with `write` during the block; `write` is awaited on the background loop."""
         self._write = write
         try:
             yield
         finally:
             self._write = None
 
-    def hear(self, silence: Silence) -> None:
-        """Start to write an event about a silence, and return at once; do nothing without a run.
+    def on_silence(self, silence: Silence) -> None:
+        """Start to write an event that the orchestrator is silent or answers again, and return at once.
 
-        The worker agent calls it as `on_silence`, on the background loop.
+        Does nothing without a current run. The worker agent calls it on the background loop.
         """
         if self._write is None:
             return
@@ -66,6 +67,7 @@ class SilenceTeller:
 
 
 async def _report(write: Write, event: event_pb2.Event) -> None:
+    """Write an event with `write`; log an error of the run's log instead of raising it."""
     try:
         await write(event)
     except MillraceError as error:  # the run's log is gone or closed: the process log has it
@@ -81,19 +83,23 @@ RunJob = Callable[[str], None]
 IDLE_LOOK_S = 0.2
 """How often an idle trainer checks whether a paused run goes on, which no new assignment says."""
 _POLL_S = 0.2
-_RETRY_S = 1.0
+_RETRY = Backoff(1.0, 60.0)
+_SHOWN_S = 60.0
+"""How long a gang that is refused what it needs shows that before it ends: longer than commands wait for its run."""
 # An orchestrator that restarted knows no assignments until it has claimed its runs again; the run is kept meanwhile.
 _UNASSIGNED_GRACE_S = 30.0
 # The other ranks outwait rank 0, whose end torchrun turns into a SIGTERM for them: if one of them ended first, torchrun
 # would end rank 0 before it has reported.
 _PEER_GRACE_S = _UNASSIGNED_GRACE_S + 15.0
+# Seconds within which health expects the next step. The first one comes after the model is loaded and perhaps compiled;
+# later ones are judged by the slowest so far.
 _FIRST_STEP_WITHIN_S = 1800.0
 _LATER_STEPS_WITHIN_S = 300.0
 _SLOWEST_STEP_FACTOR = 10.0
 
 
 def is_over(status: TrainerStatus) -> bool:
-    """Return whether the status says that the run needs no more work from this trainer."""
+    """Return whether the status says that the trainer has finished the run or given it up with an error."""
     return status.is_finished or bool(status.error_reason)
 
 
@@ -102,7 +108,7 @@ class PeerFailure(Protocol):
 
     @property
     def rank(self) -> int:
-        """Return the failed rank."""
+        """Return the rank that failed."""
         ...
 
     @property
@@ -130,22 +136,23 @@ class Peers(Protocol):
         ...
 
     def from_leader(self, work: Callable[[], T]) -> T:
-        """Run `work` at rank 0 only and return the result at every rank."""
+        """Run `work` at rank 0 only, and return its result at every rank. Collective."""
         ...
 
     def show_failure(self, *, reason: str, message: str) -> None:
-        """Report to rank 0, which may be in a collective, why this rank gives up the run."""
+        """Send rank 0, which may be in a collective, the error with which this rank gives up the run."""
         ...
 
     def watch_failures(self, on_failure: Callable[[PeerFailure], None]) -> None:
-        """Set the function that rank 0 calls, in another thread, with failures of other ranks."""
+        """Set the function that rank 0 calls, in another thread, with the failures of other ranks."""
         ...
 
 
 class TrainerWorker:
-    """The state machine. The worker agent calls `report` and `hear` on its thread; the main thread is in `run`."""
+    """The state machine. The worker agent calls `report` and `on_answer` on its thread; the main thread is in `run`."""
 
     def __init__(self, *, board: HealthBoard, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin idle. `board` gets the process's progress for health checks; `clock` returns seconds."""
         self._board = board
         self._clock = clock
         self.stopping = threading.Event()
@@ -162,6 +169,7 @@ class TrainerWorker:
         self._tries = waits.LastingWait()
         self._tried = ""  # the run that was worked on last
         self._furthest = -1  # its newest version
+        self._num_refused = 0  # tries in a row that were refused what they need
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # its `put` may interrupt itself in a signal handler
         self._num_turns = self._own_turn = 0
         self._turn_heard = threading.Event()
@@ -172,26 +180,31 @@ class TrainerWorker:
 
     @property
     def is_working(self) -> bool:
-        """Return whether the trainer works on a run that needs it."""
+        """Return whether the trainer has a run that it has neither finished nor given up."""
         status = self._status
         return bool(status.run_uid) and not is_over(status)
 
     # Called by the agent.
 
     def report(self) -> HeartbeatRequest:
-        """Make the next heartbeat from the current status."""
+        """Make the next heartbeat: the status of the current run, and whether this process leaves."""
         return HeartbeatRequest(
             is_leaving=self.stopping.is_set(),
             trainer=self._status,
         )
 
-    def hear(self, response: HeartbeatResponse) -> None:
-        """Store the orchestrator's answer: the assigned run, if any, runs to release, damage and the devices' turn."""
+    def on_answer(self, response: HeartbeatResponse) -> None:
+        """Store the orchestrator's answer to a heartbeat, and wake the main thread if another run is assigned.
+
+        The answer has the assigned run, if any, runs to release, damaged policies, and the number of the granted device
+        turn.
+        """
         self._unwanted = frozenset(response.let_go)
         assignment = response.assignments[0] if response.assignments else Assignment()
         is_new, self._assigned = assignment.run_uid != self._assigned, assignment.run_uid
         self._damage = (assignment.damaged_policy, assignment.num_damage_reports)
         self._own_turn = assignment.device_turn
+        # After the values that the waiting thread reads.
         self._turn_heard.set()
         if self._assigned:
             self._assigned_at = self._clock()
@@ -201,7 +214,7 @@ class TrainerWorker:
     # From signal handlers and from the job.
 
     def stop(self) -> None:
-        """Make the job release the run, and `run` return."""
+        """Make the job release its run, and `run` return; may be called from a signal handler."""
         self.stopping.set()
         self._news.put(None)
 
@@ -215,6 +228,7 @@ class TrainerWorker:
         if self.stopping.is_set():
             return True
         working_on = self._status.run_uid
+        # An orchestrator that does not know of the pause yet may still assign the run: the release counts.
         if working_on in self._unwanted:
             return True
         if self._assigned:
@@ -222,7 +236,7 @@ class TrainerWorker:
         return self._clock() - self._assigned_at > _UNASSIGNED_GRACE_S
 
     def why_stopped(self) -> str:
-        """Return why `should_stop` is True, as text."""
+        """Return in words why `should_stop` returns True; call it only then."""
         if self.stopping.is_set():
             return "its process was asked to end"
         if self._status.run_uid in self._unwanted:
@@ -232,21 +246,25 @@ class TrainerWorker:
         return f"the orchestrator had no work for it for {_UNASSIGNED_GRACE_S:.0f} s"
 
     def damage(self) -> tuple[PolicyEntry, int] | None:
-        """Return the policy of this run that replicas last reported damaged, and the number of reports.
+        """Return the policy of the current run that replicas last reported damaged, and the number of such reports.
 
-        None without any.
+        None if there is no report, or if it is about another run.
         """
         damage = self._damage
         return damage if damage is not None and damage[1] and self._assigned == self._status.run_uid else None
 
     def on_epoch(self, epoch: int) -> None:
-        """Note the epoch with which the job holds the run, for heartbeats."""
+        """Put the epoch with which the job holds the run's lease into the heartbeats."""
         self._change(epoch=epoch)
 
     def on_progress(self, version: int) -> None:
-        """Note that the job has made `version`; health then allows the next step ten times the slowest so far."""
+        """Record that the job has made policy version `version`, for heartbeats and health.
+
+        Health then allows the next step ten times the duration of the slowest one so far, at least 300 s.
+        """
         if version > self._furthest:  # an attempt that replays earlier steps makes no progress
             self._furthest = version
+            self._num_refused = 0
             self._tries.over()
         now = self._clock()
         self._slowest_step_s = max(self._slowest_step_s, now - self._last_progress)
@@ -258,25 +276,32 @@ class TrainerWorker:
 
     # Devices that replicas share (`inference.sleep_while_training`).
 
-    def want_devices(self) -> None:
-        """Ask the orchestrator for a turn, under a new number, with a heartbeat at once."""
+    def request_devices(self) -> None:
+        """Ask the orchestrator for a turn on the shared devices, under a new number, with a heartbeat at once."""
         self._num_turns += 1
         self._change(device_turn=self._num_turns)
         self.heartbeat_soon()
 
     def has_devices(self, *, timeout_s: float) -> bool:
-        """Return whether this trainer has the turn it asked for; if not, wait up to the timeout for the next answer."""
+        """Return whether the orchestrator has granted the turn that was asked for.
+
+        If not, wait up to `timeout_s` for the next answer to a heartbeat first.
+        """
         if self._own_turn != self._num_turns and self._turn_heard.wait(timeout_s):
+            # Before the comparison: an answer that comes after it sets the event again.
             self._turn_heard.clear()
         return self._own_turn == self._num_turns
 
     def return_devices(self) -> None:
-        """End the turn, with a heartbeat at once, so that the orchestrator wakes the engines."""
+        """End the turn on the shared devices, with a heartbeat at once, so that the orchestrator wakes the engines."""
         self._change(device_turn=0)
         self.heartbeat_soon()
 
     def _change(self, **changes: Any) -> None:
-        """Replace fields of the status; called by the main thread and by the one that reads other ranks' failures."""
+        """Replace fields of the status by `changes`, all at once.
+
+        The main thread and the one that reads failures call it.
+        """
         with self._changing:
             status = TrainerStatus()
             status.CopyFrom(self._status)
@@ -285,7 +310,7 @@ class TrainerWorker:
             self._status = status
 
     def _begin_status(self, run_uid: str = "") -> None:
-        """Reset the status to one with only a run, or none."""
+        """Reset the status to one that has only a run, or, for the empty uid, nothing."""
         with self._changing:
             self._status = TrainerStatus(run_uid=run_uid)
 
@@ -294,7 +319,8 @@ class TrainerWorker:
     def run(self, run_job: RunJob, *, gang: Peers) -> None:
         """Train assigned runs with `run_job`, one after the other, until `stop`.
 
-        In a gang rank 0 decides for all ranks.
+        Collective in a gang, where rank 0 decides. `run_job` trains the run with the uid that it gets, and raises
+        StopRequested if it was asked to stop.
         """
         self._gang = gang
         gang.watch_failures(self._note_peer_failure)
@@ -308,7 +334,7 @@ class TrainerWorker:
                     continue
 
     def _next_order(self) -> str:
-        """Return the next order: `exit`, `work <uid>` or, after a short wait, `idle`."""
+        """Return what all ranks do next: `exit`, `work UID` or, after a short wait for an assignment, `idle`."""
         if self.stopping.is_set():
             self._idle.over()
             self._tries.over()
@@ -328,10 +354,11 @@ class TrainerWorker:
         return "idle"
 
     def _work(self, uid: str, run_job: RunJob) -> None:
-        """Run the job of a run, free its resources, and put its end into the status."""
+        """Run the job of a run, free what it held, and put its end into the status."""
         if uid != self._tried:
             self._tries.over()
             self._furthest = -1
+            self._num_refused = 0
         self._tried = uid
         self._begin_status(uid)
         self._slowest_step_s, self._last_progress = 0.0, self._clock()
@@ -348,7 +375,7 @@ class TrainerWorker:
             end()
 
     def _end_of(self, uid: str, run_job: RunJob) -> Callable[[], None]:
-        """Run the job; return a function that reports its end, to be called once its resources are free.
+        """Run the job; return a function that reports how it ended, to be called once its resources are free.
 
         In a gang raises errors that may be caused by a dead peer, and all others once they are reported.
         """
@@ -358,12 +385,19 @@ class TrainerWorker:
             return self._finish
         except StopRequested:
             return lambda: self._release("asked to release the run")
-        except (FencedError, UnavailableError, CapacityError) as error:
-            if not self._gang.is_alone:
-                raise
-            why, retry_s, refusal = str(error), error.retry_after_s or _RETRY_S, waits.Refusal.of(error)
-            return lambda: self._try_again(uid, why, retry_s=retry_s, refusal=refusal)
         except MillraceError as error:
+            # Nothing is wrong with the run: another trainer has it, or what it needs is missing or closed for a while.
+            if isinstance(error, FencedError) or is_of_storage(error):
+                if not self._gang.is_alone:
+                    self._show_refusal(uid, error)
+                    raise
+                # Plain values: the error would keep the frames of the job alive, and with them the model that has to be
+                # freed first.
+                why, refusal = str(error), waits.Refusal.of(error)
+                # A refusal is answered at once, and each try loads the model and takes an epoch.
+                self._num_refused = self._num_refused + 1 if refusal is not None else 0
+                retry_s = error.retry_after_s or _RETRY.after(self._num_refused)
+                return lambda: self._try_again(uid, why, retry_s=retry_s, refusal=refusal)
             if not self._gang.is_alone:
                 self._fail_gang(error)
             reason, message, remedy = error.reason, error.message, error.remedy or ""
@@ -378,14 +412,15 @@ class TrainerWorker:
             return lambda: self._fail("INTERNAL", message, "see the trainer's log")
 
     def _finish(self) -> None:
+        """Put into the status that the run is finished."""
         self._tries.over()
         self._change(is_finished=True)
         logger.info("run finished", extra={"step": self._status.step})
 
     def _try_again(self, uid: str, why: str, *, retry_s: float, refusal: waits.Refusal | None) -> None:
-        """Release the run, and wait before the next attempt.
+        """Release the run, and wait `retry_s` seconds before the next attempt; `why` is the error that ended this one.
 
-        Attempts that make no new step are registered as one wait.
+        Attempts that make no new step are registered as one wait. `refusal` is the server's refusal, if it was one.
         """
         self._release(why)
         with waits.of_run(uid):
@@ -394,30 +429,42 @@ class TrainerWorker:
         self.stopping.wait(retry_s)
 
     def _release(self, why: str) -> None:
+        """Log that the run is released and why, and reset the status to one without a run."""
         logger.info("run released", extra={"why": why, "step": self._status.step})
         self._begin_status()
 
     def _fail(self, reason: str, message: str, remedy: str = "") -> None:
-        """Put the error into the status, so that heartbeats have it until the assignment ends.
+        """Put an error into the status, so that heartbeats have it until the assignment ends; log and count it.
 
-        Keep an earlier error.
+        An earlier error of the same run is kept.
         """
         self._tries.over()
+        # The first error is the cause: later ones come from ranks that were waiting for the failed one.
         if self._status.error_reason:
             return
         logger.error("run given up", extra={"reason": reason, "error": message})
         meters.run_failed()
         self._change(error_reason=reason, error_message=message, error_remedy=remedy)
 
+    def _show_refusal(self, uid: str, error: MillraceError) -> None:
+        """Register what refuses the run for `_SHOWN_S`, or until asked to stop; do nothing for what may pass by itself.
+
+        A gang ends after it and is started again: without the pause nobody would learn why, and its restarts would be
+        used up within minutes.
+        """
+        if (refusal := waits.Refusal.of(error)) is not None:
+            with waits.of_run(uid), waits.waiting(f"a try of run {uid}: {error}", refusal=refusal):
+                self.stopping.wait(_SHOWN_S)
+
     def _note_peer_failure(self, failure: PeerFailure) -> None:
-        """Fail the run with another rank's error, if this trainer works on one."""
+        """Fail the current run with another rank's error; do nothing without a current run."""
         if self.is_working:
             self._fail(failure.reason, f"rank {failure.rank}: {failure.message}")
 
     def _fail_gang(self, error: MillraceError) -> None:
-        """Report the error, at rank 0 until the orchestrator has noted it, then raise it, at every rank.
+        """Report the error until the orchestrator has noted it, then raise it, at every rank.
 
-        Other ranks show it to rank 0, and wait longer than rank 0 does.
+        Rank 0 reports it in heartbeats. Other ranks send it to rank 0, and wait longer than rank 0 does, at most 45 s.
         """
         is_leader = self._gang.is_leader
         if is_leader:

@@ -211,6 +211,36 @@ class AuditRunResponse(_message.Message):
     report: _audit_pb2.AuditReport
     def __init__(self, report: _Optional[_Union[_audit_pb2.AuditReport, _Mapping]] = ...) -> None: ...
 
+class DeleteRunRequest(_message.Message):
+    __slots__ = ("name", "validate_only", "even_needed")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
+    EVEN_NEEDED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    validate_only: bool
+    even_needed: bool
+    def __init__(self, name: _Optional[str] = ..., validate_only: bool = ..., even_needed: bool = ...) -> None: ...
+
+class DeleteRunResponse(_message.Message):
+    __slots__ = ("uid", "objects", "needed_by")
+    UID_FIELD_NUMBER: _ClassVar[int]
+    OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    NEEDED_BY_FIELD_NUMBER: _ClassVar[int]
+    uid: str
+    objects: _containers.RepeatedCompositeFieldContainer[DeletedObjects]
+    needed_by: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, uid: _Optional[str] = ..., objects: _Optional[_Iterable[_Union[DeletedObjects, _Mapping]]] = ..., needed_by: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class DeletedObjects(_message.Message):
+    __slots__ = ("kind", "count", "size_bytes")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    count: int
+    size_bytes: int
+    def __init__(self, kind: _Optional[str] = ..., count: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
 class ListMetricsRequest(_message.Message):
     __slots__ = ("parent", "page_size", "page_token", "names")
     PARENT_FIELD_NUMBER: _ClassVar[int]

@@ -75,6 +75,11 @@ class RunServiceStub(object):
                 request_serializer=millrace_dot_v1_dot_run__service__pb2.AuditRunRequest.SerializeToString,
                 response_deserializer=millrace_dot_v1_dot_run__service__pb2.AuditRunResponse.FromString,
                 _registered_method=True)
+        self.DeleteRun = channel.unary_unary(
+                '/millrace.v1.RunService/DeleteRun',
+                request_serializer=millrace_dot_v1_dot_run__service__pb2.DeleteRunRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_run__service__pb2.DeleteRunResponse.FromString,
+                _registered_method=True)
         self.WatchRun = channel.unary_stream(
                 '/millrace.v1.RunService/WatchRun',
                 request_serializer=millrace_dot_v1_dot_run__service__pb2.WatchRunRequest.SerializeToString,
@@ -167,6 +172,13 @@ class RunServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeleteRun(self, request, context):
+        """Deletes every object of an ended run, for good. A deletion that died goes on when it is asked for again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchRun(self, request, context):
         """Replays a run's events behind a cursor, then follows; ends after the terminal state.
         """
@@ -252,6 +264,11 @@ def add_RunServiceServicer_to_server(servicer, server):
                     servicer.AuditRun,
                     request_deserializer=millrace_dot_v1_dot_run__service__pb2.AuditRunRequest.FromString,
                     response_serializer=millrace_dot_v1_dot_run__service__pb2.AuditRunResponse.SerializeToString,
+            ),
+            'DeleteRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteRun,
+                    request_deserializer=millrace_dot_v1_dot_run__service__pb2.DeleteRunRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_run__service__pb2.DeleteRunResponse.SerializeToString,
             ),
             'WatchRun': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchRun,
@@ -501,6 +518,33 @@ class RunService(object):
             '/millrace.v1.RunService/AuditRun',
             millrace_dot_v1_dot_run__service__pb2.AuditRunRequest.SerializeToString,
             millrace_dot_v1_dot_run__service__pb2.AuditRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.RunService/DeleteRun',
+            millrace_dot_v1_dot_run__service__pb2.DeleteRunRequest.SerializeToString,
+            millrace_dot_v1_dot_run__service__pb2.DeleteRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -24,7 +24,7 @@ from millrace.orchestrator.play.env_servers import PLAY_TIMEOUT_S
 from millrace.rollouts.types import RolloutStatus, Taught
 from millrace.rpc.channel import call
 from millrace.runlog.names import Names
-from millrace.runlog.records.scores import load_scores
+from millrace.runlog.records.token_logs import load_scores
 from millrace.runlog.redis.log import RunLog
 from millrace_testing.inference import tiny
 from millrace_testing.inference.logprobs import prompt_logprobs

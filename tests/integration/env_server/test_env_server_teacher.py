@@ -27,7 +27,7 @@ from millrace.local.directory import free_ports
 from millrace.orchestrator.play.env_servers import PLAY_TIMEOUT_S
 from millrace.rollouts.types import RolloutStatus
 from millrace.rpc.channel import call
-from millrace.runlog.records.scores import load_scores
+from millrace.runlog.records.token_logs import load_scores
 from millrace.runlog.redis.log import RunLog
 from millrace.telemetry import waits
 from millrace_testing.inference import tiny

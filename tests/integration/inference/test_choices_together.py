@@ -97,7 +97,12 @@ async def test_what_differs_is_asked_apart_and_a_seed_keeps_its_tokens(client):
         client.ask("d", **seeded),
         client.ask("e", **seeded),
     )
-    assert len(client.sent) == 5 and not any("n" in body for body in client.sent)
+    assert [body.get("n", 1) for body in client.sent] == [1] * 5
+    # What is sampled with a seed is a request of its own; all others get log-probs as a column, without names.
+    assert [body.get("seed") for body in client.sent if parameters.FIELD not in body] == [5, 5]
+    assert [set(answer["choices"][0]["logprobs"]) for answer in answers] == [{parameters.LOGPROBS}] * 3 + [
+        {"content"}
+    ] * 2
     *_, one, same = (answer["choices"][0]["token_ids"] for answer in answers)
     assert one == same
 

@@ -9,8 +9,7 @@ import verifiers as vf
 from datasets import Dataset
 
 from millrace.env_server.adapters.v0 import V0Adapter
-from millrace.inference.http.parsers import ChatParsers, ParsedCompletion
-from millrace.inference.http.parsers.calls import ToolCall
+from millrace.inference.http.parsers import ChatParsers, ParsedCompletion, ToolCall
 from millrace.internal.v1 import rollout_pb2
 from millrace.internal.v1.play_pb2 import EnvSpec, PlayGroupRequest, Sampling
 from millrace.rollouts.types import RolloutStatus

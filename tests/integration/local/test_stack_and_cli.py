@@ -93,9 +93,11 @@ def test_interrupt_at_any_time_of_the_start(project, delay_s):
     process = start(project, "rl", "@", "rl.toml", FAKE_DEAF="trainer")
     time.sleep(delay_s)
     process.send_signal(signal.SIGINT)
-    code, out, _ = finish(process, timeout=30)
-    # Python itself ends with the signal when that comes during the very first imports; a shell shows 130 for both.
-    assert code in (130, -signal.SIGINT) and out == ""
+    code, out, err = finish(process, timeout=30)
+    # Python itself ends with the signal when that comes during the very first imports; a shell shows 130 for both. On a
+    # busy machine the signal may even come before Python has set itself up, which is none of our doing.
+    is_set_up = "Failed to import the site module" not in err
+    assert (code in (130, -signal.SIGINT) or not is_set_up) and out == ""
     assert leftovers(project) == []
 
 

@@ -10,7 +10,7 @@ from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import unpack_batch
 from millrace.rpc.channel import call
 from millrace.v1 import run_pb2, run_service_pb2
-from millrace_testing.orchestrator.runs import CONFIG, bodies, create, log_of, restart_orchestrator, watch
+from millrace_testing.orchestrator.runs import CONFIG, bodies, create, get, log_of, restart_orchestrator, watch
 from millrace_testing.polling import until
 from millrace_testing.runlog.committed import load_headers
 
@@ -22,6 +22,13 @@ def raises_later(rewards, lengths):
     calls.append(1)
     if len(calls) > 2:
         raise ValueError("third call")
+    return rewards
+waiting = []
+def waits(rewards, lengths, run):
+    import time
+    waiting.append(run)
+    if waiting.count(run) > 2:
+        time.sleep(20)
     return rewards
 def every_third(ordinal, tasks, *, step, seed, first=0):
     [(env, indices)] = tasks.items()
@@ -132,3 +139,17 @@ async def test_a_sampler_is_refused_where_its_module_is_not_allowed(stack) -> No
     with pytest.raises(InvalidSpecError, match="MILLRACE_CUSTOM_CODE is not set") as raised:
         await create(stack, run_id="refused", buffer=buffer("every_third"))
     assert raised.value.violations[0].field == "orchestrator.buffer.sampler"
+
+
+@pytest.mark.parametrize("filters", ["shrink", "refill"])
+async def test_a_function_that_waits_for_something_ends_the_run_in_time_and_not_the_orchestrator(
+    allowing, filters: str
+) -> None:
+    _ = await allowing.env_server(), await allowing.inference(), await allowing.trainer()
+    limits = {"advantage_timeout_s": 0.5, "filter_zero_advantages": filters}
+    run = await create(allowing, run_id="waits", algo=algo("waits", run=float(filters == "refill")), **limits)
+    events = await watch(allowing, run)
+    assert bodies(events, "state_changed")[-1].new_state == run_pb2.RUN_STATE_FAILED
+    error = (await get(allowing, run)).error
+    assert error.reason == "ADVANTAGES_SLOW" and "advantage_timeout_s" in error.remedy
+    assert "were not computed within 0.5 s" in error.message

@@ -55,7 +55,7 @@ def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rebuild, "MAX_PROMPT", 1000)
     monkeypatch.setattr(manager, "MAX_GONE", 1000)
     monkeypatch.setattr(housekeeping, "ARCHIVE_S", 0.5)
-    monkeypatch.setattr(housekeeping, "TELL_DAMAGE", Backoff(0.1, 0.1))
+    monkeypatch.setattr(housekeeping, "REPORT_DAMAGE", Backoff(0.1, 0.1))
 
 
 class Attacked:

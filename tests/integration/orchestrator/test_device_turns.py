@@ -12,6 +12,7 @@ from millrace.backoff import Backoff
 from millrace.errors import InvalidStateError, MillraceError, UnavailableError
 from millrace.internal.v1 import policy_service_pb2 as pb
 from millrace.internal.v1 import policy_service_pb2_grpc, worker_service_pb2
+from millrace.orchestrator import workers
 from millrace.orchestrator.drive import trainer_watch
 from millrace.orchestrator.drive.trainer_watch import DeviceTurns
 from millrace.orchestrator.workers import WorkerKind, WorkerRegistry
@@ -72,10 +73,11 @@ class Place:
         self.registry.claim(WorkerKind.INFERENCE, RUN)
         self.registry.claim(WorkerKind.TRAINER, RUN)
 
-    def hear(self, turn: int, name: str = "t", **status: Any) -> None:
-        """The trainer's heartbeat."""
+    def hear(self, turn: int, name: str = "t", *, is_last: bool = False, **status: Any) -> None:
+        """The trainer's heartbeat; its lease runs out soon after its last one."""
         status = worker_service_pb2.TrainerStatus(run_uid=RUN, device_turn=turn, **status)
-        self.registry.heartbeat(worker_service_pb2.HeartbeatRequest(worker_id=name, trainer=status))
+        report = worker_service_pb2.HeartbeatRequest(worker_id=name, trainer=status, is_leaving=is_last)
+        self.registry.heartbeat(report)
 
     def lent(self, name: str = "t") -> int:
         """Return the turn that the trainer is told to have."""
@@ -90,6 +92,7 @@ class Place:
 @pytest.fixture
 async def place(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
     monkeypatch.setattr(trainer_watch, "RETRIES", Backoff(0.02, 0.1))
+    monkeypatch.setattr(workers, "LEAVING_LEASE_S", 0.1)
     servers, replicas = [], []
     for _ in range(2):
         replica, server = Replica(), grpc.aio.server()
@@ -147,8 +150,7 @@ async def test_an_evaluation_ends_before_a_turn_and_the_wait_is_visible(place, r
 async def test_a_trainer_that_dies_leaves_no_replica_asleep_and_its_successor_asks_anew(place, running) -> None:
     place.hear(1)
     await until(lambda: place.lent() == 1, timeout_s=10)
-    place.registry.forget("t")
-    place.registry.notify()
+    place.hear(1, is_last=True)
     await until(lambda: place.asleep == [False, False], timeout_s=10)
     place.register("t2", worker_service_pb2.WORKER_KIND_TRAINER, "")
     place.hear(1, "t2")
@@ -157,8 +159,8 @@ async def test_a_trainer_that_dies_leaves_no_replica_asleep_and_its_successor_as
 
 
 async def test_a_replica_that_joins_during_a_turn_sleeps_and_one_that_its_predecessor_put_to_sleep_wakes(place) -> None:
-    late = place.registry.by_id["inf1"]
-    place.registry.forget("inf1")
+    late = place.replicas[1]
+    place = Place(place.replicas[:1])
     asleep = pb.PolicyStatus(is_asleep=True)
     place.registry.heartbeat(worker_service_pb2.HeartbeatRequest(worker_id="inf0", policy=asleep))
     place.hear(0)
@@ -166,7 +168,8 @@ async def test_a_replica_that_joins_during_a_turn_sleeps_and_one_that_its_predec
     await until(lambda: place.replicas[0].asked == ["wake"], timeout_s=10)
     place.hear(1)
     await until(lambda: place.lent() == 1, timeout_s=10)
-    place.register("inf1", worker_service_pb2.WORKER_KIND_INFERENCE, late.worker.address)
+    place.replicas.append(late)
+    place.register("inf1", worker_service_pb2.WORKER_KIND_INFERENCE, late.address)
     await until(lambda: place.asleep == [True, True], timeout_s=10)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -231,8 +234,7 @@ async def test_a_gang_that_failed_in_its_turn_has_the_devices_until_it_ends(plac
     place.hear(1, error_reason="OUT_OF_MEMORY")
     await asyncio.sleep(0.2)
     assert place.asleep == [True, True]
-    place.registry.forget("t")
-    place.registry.notify()
+    place.hear(1, is_last=True, error_reason="OUT_OF_MEMORY")
     await until(lambda: place.asleep == [False, False], timeout_s=10)
 
 

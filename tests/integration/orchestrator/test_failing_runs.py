@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from millrace.config.load import validate_document
-from millrace.errors import InvalidStateError
+from millrace.errors import InvalidStateError, PermissionDeniedError
 from millrace.internal.v1 import batch_pb2, rollout_pb2
 from millrace.orchestrator.drive.housekeeping import Housekeeper
 from millrace.readers.audit import audit_run
@@ -26,6 +26,7 @@ from millrace_testing.orchestrator.runs import (
     get,
     headers_of,
     log_of,
+    require_clean,
     resolutions,
     restart_orchestrator,
     watch,
@@ -414,3 +415,25 @@ async def test_a_replica_that_can_never_sleep_fails_the_run_that_needs_it_to(sta
     assert end.new_state == run_pb2.RUN_STATE_FAILED
     assert (end.error.reason, end.error.component) == ("SLEEP_NOT_ENABLED", "orchestrator")
     assert end.error.message == "it cannot sleep" and end.error.remedy == remedy
+
+
+async def test_a_store_that_denies_one_object_ends_no_run(stack, monkeypatch):
+    """Credentials that are renewed too late do that: the run's next driver goes on."""
+    store, denied = type(stack.deps["store"]), []
+    create_object = store.create
+
+    def create_or_deny(self, key, data, **options):
+        if "/batches/" in key and not denied:
+            denied.append(key)
+            raise PermissionDeniedError("the store answers 403 (ExpiredToken)", reason="STORE_DENIED")
+        return create_object(self, key, data, **options)
+
+    monkeypatch.setattr(store, "create", create_or_deny)
+    await asyncio.gather(stack.env_server(), stack.inference(), stack.trainer())
+    run = await create(stack)
+    events = await watch(stack, run)
+    assert denied and bodies(events, "state_changed")[-1].new_state == run_pb2.RUN_STATE_SUCCEEDED
+    headers = await headers_of(stack, run)
+    assert [header.step for header in headers] == list(range(len(headers))) and len(headers) > 1
+    assert resolutions(headers), "each once, and none is left out"
+    await require_clean(stack, run)

@@ -9,17 +9,28 @@ import redis.asyncio as redis_asyncio
 from millrace.orchestrator import manager
 from millrace.orchestrator.catalog import RunCatalog
 from millrace.orchestrator.drive import housekeeping
-from millrace.runlog import Names, RunLog, Stream, new_uid, open_redis
+from millrace.runlog import Names, RunLog, Stream, event_archive, new_uid, open_redis, rebuild
 from millrace.runlog.index import create_run, note_ended, read_open
 from millrace.runlog.names import Deployment
 from millrace.runlog.rebuild import ENDED_S
 from millrace.runlog.redis import log as redis_log
 from millrace.storage import open_store
 from millrace.v1 import run_pb2
-from millrace_testing.orchestrator.runs import create, get, headers_of, require_clean, resolutions, states, watch, wipe
+from millrace_testing.orchestrator.runs import (
+    bodies,
+    create,
+    get,
+    headers_of,
+    require_clean,
+    resolutions,
+    states,
+    watch,
+    wipe,
+)
 from millrace_testing.polling import until
 
 STEPS = 12
+KEPT_EVENTS = 4
 
 
 class CountedStore:
@@ -41,10 +52,13 @@ async def num_commands(redis: redis_asyncio.Redis) -> int:
 
 
 @pytest.mark.parametrize("is_wiped", [False, True])
-async def test_batches_and_policies_in_redis_are_those_of_a_window(stack, monkeypatch, is_wiped) -> None:
+async def test_batches_policies_and_events_in_redis_are_those_of_a_window(stack, monkeypatch, is_wiped) -> None:
     """The run writes no checkpoint. With `is_wiped` Redis loses everything before the last step."""
     monkeypatch.setattr(housekeeping, "TRIM_S", 0.05)
     monkeypatch.setattr(redis_log, "KEPT_POLICIES", 3)
+    monkeypatch.setattr(housekeeping, "ARCHIVE_S", 0.05)
+    for module in (event_archive, rebuild):
+        monkeypatch.setattr(module, "KEPT_EVENTS", KEPT_EVENTS)
     await stack.env_server()
     await stack.inference()
     trainer = await stack.trainer()
@@ -68,7 +82,17 @@ async def test_batches_and_policies_in_redis_are_those_of_a_window(stack, monkey
             await until(is_trimmed, timeout_s=20.0)
             assert len(await held(Stream.POLICIES)) <= 3
         trainer.hold.set()
-        assert states(await watch(stack, run, timeout_s=60.0))[-1] == "SUCCEEDED"
+        events = await watch(stack, run, timeout_s=60.0)
+        assert states(events)[-1] == "SUCCEEDED" and len(events) > 6 * KEPT_EVENTS
+        if not is_wiped:  # else those of the last moment are lost
+            assert [each.step for each in bodies(events, "batch_committed")] == list(range(STEPS))
+        # The last events are removed after the one that was waited for.
+        events_key = Names(stack.prefix, run.uid).stream(Stream.EVENTS)
+
+        async def is_events_trimmed() -> bool:
+            return await redis.xlen(events_key) <= 2 * KEPT_EVENTS
+
+        await until(is_events_trimmed, timeout_s=20.0)
         headers = await headers_of(stack, run)
         assert [header.step for header in headers] == list(range(STEPS + 1))
         resolutions(headers)

@@ -14,12 +14,17 @@ from millrace.errors import UnavailableError
 from millrace.local.directory import free_port
 from millrace.local.redis import die_with_parent
 from millrace.rpc.channel import call, open_channel, stream
+from millrace.runlog import Names, Stream
 from millrace.runlog.event_archive import EventReader
+from millrace.runlog.names import Deployment
+from millrace.runlog.rebuild import ENDED_S
+from millrace.runlog.records import frontier
 from millrace.runlog.redis.log import RunLog
 from millrace.telemetry import faults
 from millrace.v1 import run_service_pb2, run_service_pb2_grpc
+from millrace_testing.lanes import by_default
 from millrace_testing.leases import lease_holder
-from millrace_testing.orchestrator.runs import bodies, create, resolutions, states, watch
+from millrace_testing.orchestrator.runs import bodies, create, numbers, require_clean, resolutions, states, watch
 from millrace_testing.polling import until
 
 RECOVERY_S = 15.0
@@ -34,6 +39,7 @@ class Process:
         self.log_path = tmp_path / "orchestrator.log"
         stack.address = f"127.0.0.1:{free_port()}"
         self.process: subprocess.Popen | None = None
+        self.command = ["-m", "millrace.orchestrator.main"]
 
     async def start(self) -> None:
         environ = {
@@ -48,7 +54,7 @@ class Process:
         }
         with self.log_path.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "millrace.orchestrator"],
+                [sys.executable, *self.command],
                 env=environ,
                 stdout=output,
                 stderr=output,
@@ -200,3 +206,86 @@ async def test_a_term_gives_runs_back_before_the_drain_and_tells_watchers_where_
     assert states(events)[-1] == "SUCCEEDED"
     assert "failed" not in states(events) and bodies(events, "batch_committed")
     resolutions(trainer.steps)
+
+
+SMALL_WINDOWS = """
+from millrace.orchestrator import main, manager
+from millrace.orchestrator.drive import housekeeping
+from millrace.runlog import event_archive, rebuild
+from millrace.runlog.records import frontier
+
+housekeeping.ARCHIVE_S, housekeeping.TRIM_S, frontier.POINT_STEPS = 0.1, 0.1, 2
+event_archive.KEPT_EVENTS = rebuild.KEPT_EVENTS = 4
+manager.RETIRED_S, manager.RETRY_S = 0.0, 0.5
+main.main()
+"""
+"""A script that is an orchestrator whose windows are so small that a short run fills them."""
+
+
+@pytest.fixture
+def small_windows(process, monkeypatch):
+    monkeypatch.setattr(frontier, "POINT_STEPS", 2)  # for the audit, which is of this process
+    process.command = ["-c", SMALL_WINDOWS]
+    return process
+
+
+TRIMS = {
+    "chain point": (faults.Point.ORCHESTRATOR_CHAIN_POINT, 3),
+    "events archived, not trimmed": (faults.Point.ORCHESTRATOR_EVENTS_ARCHIVED, 0),
+    "events trimmed": (faults.Point.ORCHESTRATOR_EVENTS_TRIMMED, 0),
+    "batches trimmed": (faults.Point.ORCHESTRATOR_BATCHES_TRIMMED, 3),
+}
+
+
+RETIREMENTS = [faults.Point.ORCHESTRATOR_MID_EXPIRE, faults.Point.ORCHESTRATOR_MID_UNLIST]
+
+
+@pytest.mark.parametrize("row", by_default(TRIMS, ("events trimmed",)))
+async def test_a_kill_around_a_trim_or_a_chain_point_loses_nothing(stack, small_windows, row) -> None:
+    """The successor reads every event of the run, which Redis keeps a window of, and the audit is clean."""
+    process, (point, step) = small_windows, TRIMS[row]
+    await restart(process)
+    _, trainer = await workers(stack)
+    fired = faults.arm(process.faults_dir, faults.Fault(point=point, when={"step": step} if step else {}))
+    await process.listens()
+    run = await create(stack, max_steps=8)
+    assert await process.ended(timeout_s=60) == -signal.SIGKILL and fired.exists()
+    await process.start()
+    await process.listens()
+    events = await watch(stack, run, timeout_s=60.0)
+    assert events[0].cursor == "1-0" and states(events)[-1] == "SUCCEEDED"
+    assert [header.step for header in trainer.steps] == list(range(9))
+    assert all(found == list(range(1, len(found) + 1)) for found in numbers(events).values())
+    resolutions(trainer.steps)
+    assert await stack.deps["redis"].xlen(Names(stack.prefix, run.uid).stream(Stream.EVENTS)) < len(events) // 2
+    await require_clean(stack, run)
+
+
+@pytest.mark.parametrize("point", by_default(RETIREMENTS, RETIREMENTS[-1:]))
+async def test_a_kill_while_an_ended_run_is_retired_is_made_good_by_the_next(stack, small_windows, point) -> None:
+    process = small_windows
+    await restart(process)
+    await workers(stack)
+    fired = faults.arm(process.faults_dir, faults.Fault(point=point))
+    await process.listens()
+    run = await create(stack, max_steps=2)
+    assert await process.ended(timeout_s=60) == -signal.SIGKILL and fired.exists()
+    await process.start()
+    await process.listens()
+    redis, deployment, names = stack.deps["redis"], Deployment(stack.prefix), Names(stack.prefix, run.uid)
+
+    async def is_retired() -> bool:
+        return not [mark for mark in await redis.hkeys(deployment.open_key) if mark != b"*"]
+
+    await until(is_retired, timeout_s=30.0)
+    assert not list(stack.deps["store"].list(deployment.open_prefix))
+    assert all([0 < await redis.ttl(key) <= ENDED_S for key in names.all_keys if await redis.exists(key)])
+    assert states(await watch(stack, run, timeout_s=60.0))[-1] == "SUCCEEDED"
+    await require_clean(stack, run)
+
+
+async def restart(process: Process) -> None:
+    """Kill the process, and start what its command says now."""
+    process.send(signal.SIGKILL)
+    await process.ended(timeout_s=10)
+    await process.start()

@@ -114,7 +114,11 @@ def test_a_port_in_use_exits_5_with_the_remedy(stack_urls, tmp_path: Path) -> No
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         environ = {"MILLRACE_REDIS_URL": redis_url, "MILLRACE_STORE_URL": store_url, "MILLRACE_LISTEN": address}
         ended = subprocess.run(
-            [sys.executable, "-m", "millrace.orchestrator"], env=environ, capture_output=True, text=True, timeout=60
+            [sys.executable, "-m", "millrace.orchestrator.main"],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
     assert ended.returncode == 5
     assert address in ended.stderr and "choose ano" in ended.stderr and "Traceback" not in ended.stderr

@@ -68,7 +68,7 @@ async def test_a_queued_run_tells_what_keeps_it(stack, own_redis, admin, tmp_pat
                 await stack.inference()
                 await stack.trainer()
                 heard: list[str] = []
-                async with client.runs.telling_queued(run.name, heard.append, is_queued=lambda: True):
+                async with client.runs.reporting_queued(run.name, heard.append, is_queued=lambda: True):
 
                     async def is_told() -> bool:
                         return any(all(word in text for word in said) for text in heard)

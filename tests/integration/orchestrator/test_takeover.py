@@ -3,23 +3,31 @@
 import asyncio
 import json
 import logging
+from collections import Counter
+from typing import Any, cast
 
 from millrace.backoff import Backoff
-from millrace.internal.v1 import batch_pb2, rollout_pb2
+from millrace.internal.v1 import batch_pb2, rollout_pb2, worker_service_pb2
 from millrace.orchestrator import manager
+from millrace.orchestrator.beside import LogPlace
+from millrace.orchestrator.catalog import RunCatalog
+from millrace.orchestrator.manager import RunManager
 from millrace.orchestrator.play import env_servers, play
+from millrace.orchestrator.workers import WorkerRegistry
 from millrace.rollouts.types import Purpose, RolloutStatus
 from millrace.rollouts.wire import decode_archive, encode_rollout
 from millrace.runlog import Lease
 from millrace.runlog.names import Names
 from millrace.v1 import run_pb2
-from millrace_testing.orchestrator.fakes import FakeEnvServer, make_rollout
+from millrace_testing.leases import lease_holder
+from millrace_testing.orchestrator.fakes import FakeEnvServer, FakeTrainer, make_rollout
 from millrace_testing.orchestrator.runs import (
     bodies,
     create,
     get,
     has_state,
     log_of,
+    require_clean,
     resolutions,
     restart_orchestrator,
     states,
@@ -255,3 +263,89 @@ async def test_an_env_server_that_does_not_answer_holds_up_groups_for_the_others
     run = await create(stack)
     await until(lambda: has_state(stack, run, run_pb2.RUN_STATE_RUNNING))
     await until(lambda: other.requests, timeout_s=patient(5.0), what="it is asked soon after the one that hangs")
+
+
+async def test_who_has_not_heard_of_the_end_of_a_run_adds_nothing_to_it(stack, monkeypatch) -> None:
+    """Another orchestrator, which looks twice a second, gets a trainer between the seal and its next look."""
+    await stack.env_server()
+    await stack.inference()
+    trainer = await stack.trainer()
+    trainer.hold.clear()
+    run = await create(stack, max_steps=2)
+    await until(lambda: trainer.headers, timeout_s=30.0)
+    catalog = RunCatalog(**stack.deps, owner="another")
+    views = await catalog.refresh()
+    trainer.hold.set()
+    assert states(await watch(stack, run))[-1] == "SUCCEEDED"
+    store, names = stack.deps["store"], Names(stack.prefix, run.uid)
+    await until(lambda: store.head(names.seal(0)) is not None, timeout_s=30.0)
+    log = await log_of(stack, run)
+
+    async def is_free() -> bool:
+        return await lease_holder(log, "orchestrator") is None
+
+    await until(is_free, timeout_s=30.0)
+
+    async def stale() -> list:
+        return views
+
+    monkeypatch.setattr(catalog, "refresh", stale)
+    registry, looked = WorkerRegistry(), 0
+
+    def count() -> None:
+        nonlocal looked
+        looked += 1
+        told.update(each.run_uid for record in registry.records() for each in registry.assignments(record))
+
+    told = set[str]()
+    registry.register(worker_service_pb2.Worker(worker_id="t2", kind=worker_service_pb2.WORKER_KIND_TRAINER))
+    place = LogPlace(**stack.deps, store_url=stack.store_url, redis_url=stack.redis_url)
+    other = RunManager(
+        owner="another", place=place, catalog=catalog, registry=registry, readers=cast("Any", None), on_scan=count
+    )
+    running = asyncio.create_task(other.run())
+    await until(lambda: looked >= 3, timeout_s=30.0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert not told, "its trainer would take an epoch, too"
+    assert [info.key for info in store.list(names.all_epochs) if info.key.endswith("2")] == []
+    await require_clean(stack, run)
+
+
+async def test_a_trainer_hears_only_of_a_run_that_its_orchestrator_holds(stack, monkeypatch) -> None:
+    """Two orchestrators: the trainer of the one is free while the other drives the only run."""
+    looked, asked, told = Counter[int](), Counter[str](), list[str]()
+    read, look, take = manager.is_sealed, RunCatalog.refresh, FakeTrainer.on_assignments
+
+    def hear(trainer: FakeTrainer, reply: worker_service_pb2.HeartbeatResponse) -> None:
+        if trainer.worker_id == "second":
+            told.extend(each.run_uid for each in reply.assignments)
+        take(trainer, reply)
+
+    def count(store, names: Names) -> bool:
+        asked[names.uid] += 1
+        return read(store, names)
+
+    async def refresh(catalog: RunCatalog) -> list:
+        looked[id(catalog)] += 1
+        return await look(catalog)
+
+    monkeypatch.setattr(FakeTrainer, "on_assignments", hear)
+    trainer = await stack.trainer()
+    run = await create(stack)
+    await until(lambda: trainer.status.run_uid == run.uid)
+    second = type(stack)(stack.redis_url, stack.store_url, stack.prefix)
+    await second.start()
+    try:
+        monkeypatch.setattr(manager, "is_sealed", count)
+        monkeypatch.setattr(RunCatalog, "refresh", refresh)
+        free = await second.trainer(worker_id="second")
+        await until(lambda: len(looked) == 2 and min(looked.values()) >= 6, timeout_s=30.0)
+        assert not told, "it would keep the run's own trainer out"
+        assert not asked, "a run that somebody holds costs the store nothing"
+        another = await create(stack)
+        await until(lambda: free.status.run_uid == another.uid, timeout_s=30.0, what="the next run is its own")
+        assert set(told) == {another.uid} and trainer.status.run_uid == run.uid
+        assert await (await log_of(stack, run)).current_epoch("trainer") == 1
+    finally:
+        await second.stop()

@@ -313,3 +313,31 @@ async def test_a_second_signal_exits_at_once(start_process, signum: int, code: i
         assert time.monotonic() - began < 5
         pending.cancel()
         await asyncio.gather(pending, return_exceptions=True)
+
+
+async def test_calls_that_wait_for_a_late_event_loop_are_answered_all(running_server) -> None:
+    """By itself gRPC ends some of them with CANCELLED, from the 1,001st on: heartbeats of a fleet would be lost."""
+    number, asleep_s = 2500, 1.5
+
+    class Late(RunServiceServicer):
+        is_late = False
+
+        async def GetRun(self, request, context):
+            if not self.is_late:
+                self.is_late = True
+                time.sleep(asleep_s)  # the event loop stands still, as under a long computation
+            return pb.GetRunResponse()
+
+    def serves(server, draining):
+        add_RunServiceServicer_to_server(Late(), server)
+        return [NAME]
+
+    def ask(address: str) -> list[grpc.StatusCode]:
+        with grpc.insecure_channel(address) as channel:
+            stub = RunServiceStub(channel)
+            calls = [stub.GetRun.future(pb.GetRunRequest(), timeout=60) for _ in range(number)]
+            return [each.code() for each in calls]
+
+    async with running_server(serves) as running:
+        codes = await asyncio.to_thread(ask, running.address)
+    assert codes == [grpc.StatusCode.OK] * number

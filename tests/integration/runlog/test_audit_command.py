@@ -22,7 +22,7 @@ async def run(log, redis, local_store):
     return run
 
 
-TRAINED = "  ordinals   6 trained, 4 dropped (run_ended 1, zero_advantage 3), 0 open\n"
+TRAINED = "  tasks         6 trained on, 4 dropped (run_ended 1, zero_advantage 3), 0 open\n"
 
 
 def test_a_clean_run_with_and_without_redis(run, run_command, redis_url, tmp_path):
@@ -55,6 +55,14 @@ def test_a_damaged_run_exits_1(run, run_command, redis_url):
     assert code == 1 and "VIOLATION CHUNK_CORRUPT: chunk 0 of batch 2" in out and "EPOCH_AHEAD" not in out
     code, out, _ = run_command("audit", run, "--redis", redis_url)
     assert code == 1 and "VIOLATION EPOCH_AHEAD" in out and out.endswith("audit found 2 violations\n")
+
+
+def test_several_processes_and_a_file_to_resume_from(run, run_command, tmp_path):
+    code, out, err = run_command("audit", run, "--jobs", "2", "--resume", str(tmp_path / "audit.jsonl"))
+    assert (code, err) == (0, "") and TRAINED in out and out.endswith("audit clean\n")
+    assert list(tmp_path.glob("*.jsonl")) == [], "a complete audit leaves nothing"
+    code, _, err = run_command("audit", run, "--resume", str(tmp_path / "nowhere" / "audit.jsonl"))
+    assert code != 0 and "which is to keep what the audit has read, cannot be opened" in err
 
 
 def test_a_run_that_is_not_there_exits_3(run, run_command):

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from millrace.errors import CorruptObjectError
-from millrace.readers.audit import audit_run, mirror, named
+from millrace.readers.audit import audit as audit_module
+from millrace.readers.audit import audit_run, named
 from millrace.readers.audit.events import EventClaims
 from millrace.runlog import EventWriter, RunLog, Stream
 from millrace.runlog.event_archive import load_archived_events
@@ -286,7 +287,7 @@ async def test_a_key_of_another_type_is_a_violation(run, redis, stream):
 
 @pytest.mark.parametrize("stream", list(Stream))
 async def test_an_entry_with_the_last_id_ends_the_reading(run, redis, stream, monkeypatch):
-    monkeypatch.setitem(mirror.PAGE, stream, 1)
+    monkeypatch.setitem(audit_module.PAGE, stream, 1)
     await redis.xadd(run.names.stream(stream), {"x": "y"}, id="18446744073709551615-18446744073709551615")
     assert "ENTRY_CORRUPT" in await violations(run)
 

@@ -4,7 +4,14 @@ import json
 
 import pytest
 
-from millrace.errors import AlreadyExistsError, ConflictError, CorruptObjectError, InvalidStateError, UnavailableError
+from millrace.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    CorruptObjectError,
+    InvalidStateError,
+    NotFoundError,
+    UnavailableError,
+)
 from millrace.internal.v1 import batch_pb2
 from millrace.readers.audit import audit_run
 from millrace.runlog import RunLog, Stream, chain_hash, commit_batch, new_uid, reappend_committed
@@ -13,8 +20,8 @@ from millrace.runlog.index import create_run, find_request, read_index
 from millrace.runlog.rebuild import open_reopened
 from millrace.runlog.records.frontier import genesis_hash
 from millrace.runlog.records.revisions import find_closing, load_reopenings, reopen
-from millrace.runlog.redis.batch_reader import read_batch
 from millrace.storage.base import with_checksum
+from millrace.trainer.log.client import read_batch
 from millrace_testing.runlog.committed import load_headers
 from millrace_testing.runlog.recorded_log import STEPS, checkpoint, record
 
@@ -236,6 +243,18 @@ async def test_a_parent_that_has_dropped_it_meanwhile(parent):
     with pytest.raises(InvalidStateError, match="does not keep any more") as raised:
         await fork(parent, 2, copy=dropped)
     assert raised.value.reason == "PARENT_GONE"
+
+
+async def test_a_parent_whose_deletion_begins_before_or_during_the_copy(parent):
+    def deleted(store, prefix, uid, run_json):
+        store.create(parent.names.tombstone, b"{}")
+        copy_fork(store, prefix, uid, run_json)
+
+    with pytest.raises(InvalidStateError, match="is being deleted") as raised:
+        await fork(parent, 2, copy=deleted)
+    assert raised.value.reason == "PARENT_GONE"
+    with pytest.raises(NotFoundError, match="is being deleted: nothing opens, resumes or forks it"):
+        plan_fork(parent.store, parent.names, name="demo", step=2)
 
 
 @pytest.mark.parametrize("field", ["uid", "name", "step", "base_step"])

@@ -14,8 +14,8 @@ from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.batch_wire import decode_header, iter_chunks, pack_batch, unpack_batch
 from millrace.runlog import RunLog, chain_hash, commit_batch
 from millrace.runlog.catalogue import CHAIN_POINT
-from millrace.runlog.records import chain_points
-from millrace.runlog.records.chain_points import ChainPoint
+from millrace.runlog.records import frontier
+from millrace.runlog.records.frontier import ChainPoint
 from millrace.runlog.records.known import KnownObjects
 from millrace.runlog.records.run_record import load_origin
 from millrace.runlog.recover import Committed, load_history, load_named
@@ -57,7 +57,7 @@ def looked_at(monkeypatch) -> list[int]:
         return scandir(directory)
 
     monkeypatch.setattr(os, "scandir", count)
-    monkeypatch.setattr(chain_points, "POINT_STEPS", POINT_STEPS)
+    monkeypatch.setattr(frontier, "POINT_STEPS", POINT_STEPS)
     return seen
 
 
@@ -150,9 +150,9 @@ async def test_a_successor_goes_on_as_its_predecessor_would_have(writer, log):
 
 
 async def test_a_run_that_began_without_chain_points_gets_them(writer, log, monkeypatch):
-    monkeypatch.setattr(chain_points, "POINT_STEPS", 1 << 20)
+    monkeypatch.setattr(frontier, "POINT_STEPS", 1 << 20)
     await writer.commit(2 * POINT_STEPS + 1)
-    monkeypatch.setattr(chain_points, "POINT_STEPS", POINT_STEPS)
+    monkeypatch.setattr(frontier, "POINT_STEPS", POINT_STEPS)
     writer.begin(await load_history(log))
     await writer.commit(1)
     points = [

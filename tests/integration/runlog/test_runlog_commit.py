@@ -11,9 +11,9 @@ from millrace.rollouts.batch_wire import decode_header, unpack_batch
 from millrace.runlog import Frontier, RunLog, Stream, chain_hash, commit_batch, new_uid, reappend_committed, recover
 from millrace.runlog.records.frontier import genesis_hash
 from millrace.runlog.records.run_record import RunOrigin, load_origin
-from millrace.runlog.redis.batch_reader import read_batch
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Action, Fault, Point
+from millrace.trainer.log.client import read_batch
 from millrace_testing.patience import patient
 from millrace_testing.runlog.committed import load_committed, load_headers
 

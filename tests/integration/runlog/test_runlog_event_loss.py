@@ -11,7 +11,8 @@ from millrace.runlog import EventReader, EventWriter, RunLog, Stream
 from millrace.runlog import event_writer as event_writer
 from millrace.runlog.event_archive import EventArchive, load_archived_events
 from millrace.runlog.rebuild import open_or_rebuild
-from millrace.runlog.redis.entry import FORMAT_MAJOR
+from millrace.runlog.redis.damage import mark_damaged
+from millrace.runlog.redis.entry import FORMAT_MAJOR, AppendResult
 from millrace.v1 import event_pb2
 
 
@@ -75,6 +76,30 @@ async def test_a_wipe_loses_no_event_of_a_living_writer(durable, durable_log, re
     assert set(before) < set(_contents(after)), "the same numbers and the same bytes"
     assert [event.cursor for event in after[:10]] == [f"1-{number}" for number in range(10)]
     assert all(event.cursor.startswith("2-") for event in after[10:])
+
+
+async def test_an_event_whose_answer_is_lost_with_the_log_is_there_once(durable, durable_log, rebuild, monkeypatch):
+    writer, append, is_lost = EventWriter(durable_log, "a"), durable_log.append_event, asyncio.Event()
+    await _write(writer, 1, 3)
+    await writer.flush()
+
+    async def append_and_lose(*args, **options):
+        """Append the event, then lose the answer and the log."""
+        answer = await append(*args, **options)
+        if is_lost.is_set():
+            return answer
+        await mark_damaged(durable_log, "meta", "for a test")
+        is_lost.set()
+        return AppendResult.LOGGONE
+
+    monkeypatch.setattr(durable_log, "append_event", append_and_lose)
+    await _write(writer, 4, 5)
+    await is_lost.wait()
+    log = await rebuild()
+    await writer.close()
+    after = await _read(log)
+    assert [event.warning.message for event in after] == ["1", "2", "3", "4", "5"]
+    assert _is_gapless(after)
 
 
 async def test_a_writer_that_is_idle_appends_again_by_itself(durable, durable_log):

@@ -6,7 +6,8 @@ import pytest
 
 from millrace.errors import FencedError, LogGoneError
 from millrace.runlog import Lease, RunLog
-from millrace.runlog.redis.lease import last_end
+from millrace.runlog.names import Names
+from millrace.runlog.redis.lease import last_end, read_held
 from millrace_testing.leases import lease_holder
 
 
@@ -208,6 +209,17 @@ async def test_a_damaged_lease_without_a_holder_keeps_nobody_out_for_longer_than
         while (lease := await Lease.acquire(log, "trainer", "b", 0.3, slot="host/1")) is None:
             await asyncio.sleep(0.05)
     assert await lease.renew()
+
+
+@pytest.mark.parametrize("what", [*DAMAGED, "list"])
+async def test_a_damaged_lease_does_not_count_as_held_and_hides_no_other(log, redis, prefix, what):
+    damaged, free = Names(prefix, "damaged"), Names(prefix, "free")
+    await damage(redis, damaged.lease("orchestrator"), what)
+    assert await Lease.acquire(log, "orchestrator", "a", 30, slot="host/1") is not None
+    names = [damaged, log.names, free]
+    assert await read_held(redis, names, "orchestrator") == {log.uid}
+    assert await read_held(redis, names, "orchestrator", slot="host/2") == {log.uid}
+    assert await read_held(redis, names, "orchestrator", slot="host/1") == frozenset(), "a dead predecessor's"
 
 
 async def test_a_lease_of_another_holder_is_no_damage(log, redis, caplog):

@@ -25,8 +25,8 @@ from millrace.runlog import (
 )
 from millrace.runlog.event_archive import EventArchive
 from millrace.runlog.rebuild import open_or_rebuild
-from millrace.runlog.redis.batch_reader import read_batch
 from millrace.telemetry import waits
+from millrace.trainer.log.client import read_batch
 from millrace.v1 import event_pb2
 from millrace_testing.runlog.committed import load_committed, load_headers
 

@@ -26,7 +26,7 @@ from millrace.runlog import (
 from millrace.runlog import rebuild as rebuild_module
 from millrace.runlog.event_archive import EventArchive
 from millrace.runlog.rebuild import open_or_rebuild
-from millrace.runlog.redis.batch_reader import read_batch
+from millrace.trainer.log.client import read_batch
 from millrace.v1 import event_pb2
 
 

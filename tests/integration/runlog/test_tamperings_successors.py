@@ -10,12 +10,14 @@ import pytest
 
 from millrace.internal.v1 import batch_pb2
 from millrace.readers.audit import audit_run
+from millrace.readers.repair import RepairState, repair_run
 from millrace.runlog import RunLog, chain_hash, commit_batch, new_uid
 from millrace.runlog.fork import copy_fork, plan_fork
 from millrace.runlog.index import create_run
 from millrace.runlog.rebuild import open_reopened
 from millrace.runlog.records.revisions import find_closing, reopen
 from millrace.storage.base import newest_revision, revision_key, with_checksum
+from millrace.storage.local import LocalStore
 from millrace_testing.runlog.recorded_log import STEPS, Recorded, audit, flip, publish_anew, record
 
 
@@ -93,6 +95,18 @@ async def test_a_tampered_successor_is_found(run, kind: str, way: str) -> None:
     report = await audit(run, offline=True)
     print(f"{kind}: {way}:", sorted({each.check for each in report.violations}))
     assert list(report.violations), [f"{note.check}: {note.message}" for note in report.notes]
+
+
+@pytest.mark.parametrize("held", ["whole", "damaged", "nothing"])
+async def test_the_record_of_a_reopening_is_that_of_the_backup_or_made_anew(run, tmp_path, held: str) -> None:
+    key, backup = run.names.reopened(1), LocalStore(tmp_path / "replica")
+    right = run.store.get(key)
+    if held != "nothing":
+        backup.create(key, right if held == "whole" else b"{")
+    run.store.delete(key)
+    found = {each.key: each for each in await repair_run(None, run.store, run.names, backup=backup, is_applied=True)}
+    assert found[key].state is RepairState.RESTORED
+    assert (run.store.get(key) == right) == (held == "whole") and b"closing_sha256" in run.store.get(key)
 
 
 PARENTS = {

@@ -76,13 +76,16 @@ def test_a_head_without_a_body_is_asked_for_its_reason(
     assert raised.value.reason == reason
 
 
-def test_a_server_that_ignores_ranges_is_named(server: tuple[type[Server], int]) -> None:
+@pytest.mark.parametrize(("start", "length", "wanted"), [(2, 3, "2-4"), (5, 10, "5-14")])
+def test_a_server_that_ignores_ranges_is_named(
+    server: tuple[type[Server], int], start: int, length: int, wanted: str
+) -> None:
     handler, port = server
     handler.has_ranges = False
     store = store_at(port)
     store.put("k", b"0123456789")
-    with pytest.raises(InvalidStateError, match="asked for bytes=2-4, it answers with all 10 bytes") as raised:
-        store.get_range("k", 2, 3)
+    with pytest.raises(InvalidStateError, match=f"asked for bytes={wanted}, it answers with all 10 bytes") as raised:
+        store.get_range("k", start, length)
     assert raised.value.reason == "STORE_SEMANTICS"
 
 

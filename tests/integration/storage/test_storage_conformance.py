@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from millrace.errors import CorruptObjectError, InvalidSpecError, NotFoundError
-from millrace.storage import ObjectStore
-from millrace.storage.opening import open_store
+from millrace.storage import ObjectStore, open_store
 from millrace.storage.s3 import S3Store
 
 ODD_KEYS = [

@@ -9,8 +9,8 @@ import pytest
 
 from millrace.errors import InvalidSpecError, PermissionDeniedError, UnavailableError
 from millrace.local.redis import free_port
+from millrace.storage import open_store
 from millrace.storage.clean_up import RetryPolicy
-from millrace.storage.opening import open_store
 from millrace.storage.s3 import S3Store
 from millrace.telemetry import waits
 

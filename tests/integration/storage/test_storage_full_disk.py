@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from millrace.errors import CapacityError, InvalidStateError
+from millrace.policies.host_copy import download_hf, pull_tensors, read_manifest
 from millrace.policies.manifest import PolicyPlace
 from millrace.policies.publish import PolicyContents, publish_policy
-from millrace.policies.pull import download_hf, pull_tensors, read_manifest
 from millrace.policies.tensors import TensorBytes
 from millrace.storage.clean_up import RetryPolicy
 from millrace.storage.local import LocalStore
 from millrace.storage.scratch import SCRATCH_VARIABLE, owned_directory
 from millrace.telemetry import waits
-from millrace.trainer.checkpoint.files import save_shards
+from millrace.trainer.checkpoint.store import save_shards
 from millrace.trainer.gang.distributed import Gang
 
 HURRIED = RetryPolicy(max_attempts=2)

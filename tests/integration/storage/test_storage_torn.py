@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from millrace.errors import CorruptObjectError, NotFoundError
+from millrace.policies.host_copy import download_hf, pull_tensors, read_manifest
 from millrace.policies.manifest import PolicyPlace
 from millrace.policies.publish import PolicyContents, PublishedPolicy, publish_policy
-from millrace.policies.pull import download_hf, pull_tensors, read_manifest
 from millrace.policies.tensors import TensorBytes
 from millrace.storage import ObjectStore
 from millrace.storage.s3 import S3Store

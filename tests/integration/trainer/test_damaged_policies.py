@@ -11,8 +11,7 @@ import pytest
 from millrace.config.sections.rl import RLConfig
 from millrace.errors import CorruptObjectError, InvalidStateError, NotFoundError
 from millrace.internal.v1.policy_pb2 import PolicyEntry
-from millrace.policies.host_copy import HostCopy
-from millrace.policies.pull import read_manifest
+from millrace.policies.host_copy import HostCopy, read_manifest
 from millrace_testing.lanes import one_by_default
 
 Recorder = Any  # conftest.Recorder; tests are not importable from one another

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from millrace.config.sections.rl import RLConfig
-from millrace.trainer.estimate.step import simulate
+from millrace.trainer.estimate_step import simulate
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SHAPE = {

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from millrace.config.sections.rl import TrainerBench
 from millrace.custom_code import CustomCode
-from millrace.trainer.bench.measure import fake_batch, fake_samples
+from millrace.trainer.bench import fake_batch, fake_samples
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import BatchLayout
 from millrace.trainer.learning.learner import Learner

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from millrace.cli.main import main
 from millrace.config.sections.rl import RLConfig
-from millrace.policies.pull import pull_tensors, read_manifest
+from millrace.policies.host_copy import pull_tensors, read_manifest
 from millrace.policies.tensors import as_float32, from_float32
 
 Recorder = Any  # conftest.Recorder; tests are not importable from one another

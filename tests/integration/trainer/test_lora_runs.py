@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from millrace.config.sections.rl import RLConfig
 from millrace.errors import InvalidStateError
 from millrace.policies.fetch import pull_files
+from millrace.policies.host_copy import download_hf, pull_tensors, read_manifest
 from millrace.policies.manifest import PolicyManifest
-from millrace.policies.pull import download_hf, pull_tensors, read_manifest
-from millrace.readers.replay.steps import replay
+from millrace.readers.replay import replay
 from millrace.runlog import Names
 from millrace_testing.model_files import write_tokenizer
 from millrace_testing.trainer.torchrun import train_gang

@@ -7,7 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace_testing.trainer.equality import SAVED, difference, facts_of, job_of, make_model, policy_of, run_jobs
+from millrace_testing.trainer.equality import (
+    LIMITS,
+    SAVED,
+    difference,
+    facts_of,
+    job_of,
+    make_model,
+    policy_of,
+    run_jobs,
+)
 
 _OPTIM = {"lr": 1e-3, "max_norm": 0.5}
 _EXACT: dict[str, dict[str, Any]] = {
@@ -99,5 +108,35 @@ def test_two_ranks_with_compiled_blocks_learn_what_they_learn_without(
     model, jobs = make_model("dense", tmp_path), tmp_path / "jobs"
     run_jobs(jobs, _jobs(model, {"plain": {}, "compiled": {"model": {"compile": {}}}}), world_size=2)
     assert not facts_of(jobs / "compiled")["uncompiled"]
+    assert sum(facts_of(path.with_suffix(""))["graphs"] for path in jobs.glob("compiled*.facts")), (
+        "by whoever came first"
+    )
     _require_equal(jobs / "compiled", jobs / "plain")
     _require_resumed(jobs / "compiled")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ac", ["", "full"])
+def test_two_ranks_that_share_rows_and_experts_learn_the_same_with_compiled_blocks(
+    ac: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one rank does without; a part of a block is compiled, its exchanges are not."""
+    if not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("needs a C++ compiler")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    model, jobs = make_model("moe", tmp_path), tmp_path / "jobs"
+    keys = {"compile": {}, **({"ac": {"mode": ac}} if ac else {})}
+    run_jobs(jobs, {"one": job_of(model, {})}, world_size=1)
+    layouts: dict[str, dict[str, int]] = {"cp-ep": {"cp": 2, "ep": 2}}
+    if not ac:
+        layouts |= {"cp": {"cp": 2}, "ep": {"ep": 2}}
+    work = {name: job_of(model, layout, model=keys) for name, layout in layouts.items()}
+    run_jobs(jobs, work, world_size=2)
+    for name in work:
+        facts, off = facts_of(jobs / name), difference(jobs / name, jobs / "one")
+        print(f"{name} {ac}: {off:.1e}, {facts['graphs']} graphs")
+        assert not facts["uncompiled"] and facts["graphs"]
+        for each in ("loss", "grad_norm"):
+            assert facts[each] == pytest.approx(facts_of(jobs / "one")[each], rel=1e-5, abs=1e-6)
+        assert off <= LIMITS["adamw"]

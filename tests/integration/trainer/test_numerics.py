@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from millrace.config.sections.rl import RLConfig
-from millrace.readers.replay.steps import replay
+from millrace.readers.replay import replay
 from millrace.runlog import Names
 from millrace_testing.trainer.equality import make_model
 from millrace_testing.trainer.forked_ranks import run_ranks

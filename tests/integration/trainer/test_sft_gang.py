@@ -102,3 +102,32 @@ def test_torchrun_does_the_same(example: Path, tmp_path: Path) -> None:
         assert (tmp_path / name / "sft" / "model" / "model.safetensors").is_file()
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
     assert (tmp_path / "lora" / "sft" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+def test_two_ranks_learn_preference_pairs_as_one_does(
+    example: Path, tmp_path: Path, lora: dict[str, int] | None
+) -> None:
+    words = ["toma", "vo", "povi", "lan", "es", "nar", "kelu"]
+    rows = [{"prompt": a + b, "chosen": (a + b)[::-1], "rejected": b} for a in words for b in words if a != b]
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {
+        "model": {"name": str(example / "base")} | ({} if lora is None else {"lora": lora}),
+        "data": {"name": str(pairs), "batch_size": 7, "seq_len": 64},
+        "dpo": {"label_smoothing": 0.1},
+    }
+    run_sft(make_config(example, tmp_path / "one", **changes), gang=Gang(), on_step=lambda _: None)
+    process = start(make_config(example, tmp_path / "two", **changes), *FLAG)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    lines = [
+        [json.loads(line) for line in (tmp_path / name / "sft" / "metrics.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    ]
+    assert len(lines[0]) == 6
+    for one, two in zip(*lines, strict=True):
+        for name in ("loss/mean", "optim/grad_norm", "rewards/chosen", "rewards/rejected", "rewards/accuracies"):
+            assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name

@@ -157,8 +157,8 @@ def test_an_entropy_that_is_not_finite_skips_the_step(
 
     real, calls = Learner.logprobs, [0]
 
-    def logprobs(self: Any, micro_batch: Any) -> Any:
-        found, entropy = real(self, micro_batch)
+    def logprobs(self: Any, micro_batch: Any, **rest: Any) -> Any:
+        found, entropy = real(self, micro_batch, **rest)
         calls[0] += 1
         if calls[0] == 1:
             entropy = entropy.clone()

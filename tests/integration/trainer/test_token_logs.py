@@ -11,7 +11,7 @@ import torch
 
 from millrace.config.sections.rl import RLConfig
 from millrace.errors import UnavailableError
-from millrace.policies.pull import download_hf, read_manifest
+from millrace.policies.host_copy import download_hf, read_manifest
 from millrace.rollouts.batch_wire import decode_header
 from millrace.rollouts.token_log import TokenLog, chosen_rollouts
 from millrace.runlog.records.token_logs import find_token_log, load_token_log

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.policies.pull import pull_tensors, read_manifest
+from millrace.policies.host_copy import pull_tensors, read_manifest
 from millrace_testing.trainer.torchrun import train_gang
 
 Recorder = Any  # conftest.Recorder; tests are not importable from one another

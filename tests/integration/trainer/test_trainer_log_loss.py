@@ -188,6 +188,19 @@ def test_what_a_restarted_redis_lost_of_the_policies_is_appended_again(
     assert run.call(run.log.current_epoch("trainer")) == 1
 
 
+def test_a_right_that_redis_takes_away_and_gives_back_ends_no_training(
+    run: Recorder, train: Callable[[], Training], caplog: pytest.LogCaptureFixture
+) -> None:
+    training = train()
+    _until_announced(run)
+    run.call(run.log.redis.execute_command("ACL", "SETUSER", "default", "-@scripting"))
+    _until(lambda: "lease not renewed" in caplog.text or training.result.done(), "refusal", timeout_s=60.0)
+    assert not training.result.done(), "somebody gives the right back, and the run goes on"
+    run.call(run.log.redis.execute_command("ACL", "SETUSER", "default", "+@scripting"))
+    _finish(run, training)
+    assert run.call(run.log.current_epoch("trainer")) == 1
+
+
 def test_a_trainer_that_was_replaced_while_the_log_was_away_lets_go(
     run: Recorder, train: Callable[[], Training]
 ) -> None:
@@ -233,3 +246,18 @@ def test_stop_is_heard_while_redis_is_away(run: Recorder, train: Callable[[], Tr
     training.stop()
     assert training.result.result(0) == 2 and time.monotonic() - began < 12
     assert run.checkpoints() == [2]
+
+
+def test_a_run_that_is_sealed_is_taken_by_no_trainer(run: Recorder) -> None:
+    names = run.log.names
+    run.store.create(names.seal(0), b"{}")
+
+    def take() -> Hold:
+        return run.call(asyncio.wait_for(Hold.take(run.log, owner="late", slot="late/trainer"), 60))
+
+    with pytest.raises(FencedError) as refused:
+        take()
+    assert refused.value.reason == "RUN_SEALED"
+    assert run.call(run.log.current_epoch("trainer")) == 0 and not list(run.store.list(f"{names.root}epochs/trainer/"))
+    run.store.create(f"{names.reopenings}00000001.json", b"{}")
+    assert take().epoch.number == 1, "its seal is that of the end before it was reopened"

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from millrace.config.sections.rl import RLConfig
-from millrace.policies.pull import read_manifest
+from millrace.policies.host_copy import read_manifest
 from millrace.processes.table import is_running
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Fault, Point

@@ -17,9 +17,9 @@ from millrace.cli.main import main
 from millrace.cli.offline.audit import AuditRequest, audit_here
 from millrace.config.sections.rl import RLConfig
 from millrace.internal.v1 import batch_pb2
+from millrace.policies.host_copy import pull_tensors, read_manifest
 from millrace.policies.manifest import PolicyPlace
 from millrace.policies.publish import PolicyContents, publish_policy
-from millrace.policies.pull import pull_tensors, read_manifest
 from millrace.policies.tensors import TensorBytes
 from millrace.rollouts.batch_wire import decode_header
 from millrace.rollouts.token_log import encode_token_log
@@ -284,6 +284,8 @@ def test_a_changed_batch_with_every_hash_redone_is_found_by_a_replay_only(
                     num_replays=num_replays,
                     attestations=(),
                     key=None,
+                    jobs=None,
+                    resume=None,
                 ),
                 say=lambda text: None,
             )

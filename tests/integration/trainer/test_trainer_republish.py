@@ -14,7 +14,7 @@ import torch
 from millrace.config.sections.rl import RLConfig
 from millrace.errors import ConflictError, InvalidStateError
 from millrace.internal.v1 import policy_pb2
-from millrace.policies.pull import read_manifest
+from millrace.policies.host_copy import read_manifest
 from millrace.runlog import Stream
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Fault, Point

@@ -21,7 +21,7 @@ from millrace.errors import (
     NotFoundError,
 )
 from millrace.internal.v1 import policy_pb2
-from millrace.policies.pull import download_hf, read_manifest
+from millrace.policies.host_copy import download_hf, read_manifest
 from millrace.runlog import Lease, Stream
 from millrace.storage.base import with_checksum
 from millrace.storage.local import LocalStore
@@ -378,7 +378,7 @@ def test_a_step_without_room_ends_the_run_with_the_keys_that_take_less(
 ) -> None:
     recorder.create(make_config())
     recorder.commit(0, recorder.make_samples(0))
-    monkeypatch.setattr("millrace.trainer.loop.total_loss", lambda *_, **__: torch.empty(1 << 50))
+    monkeypatch.setattr("millrace.trainer.losses.total_loss", lambda *_, **__: torch.empty(1 << 50))
     with pytest.raises(InvalidStateError, match=r"not enough memory to train the run: .*`millrace estimate`") as raised:
         recorder.train()
     assert raised.value.reason == "OUT_OF_MEMORY"

@@ -8,10 +8,9 @@ import numpy as np
 
 from millrace.config.sections.trainer import PolicyConfig
 from millrace.errors import UnavailableError
-from millrace.policies.host_copy import HostCopy
+from millrace.policies.host_copy import HostCopy, read_manifest
 from millrace.policies.manifest import PolicyManifest
 from millrace.policies.publish import TensorPart
-from millrace.policies.pull import read_manifest
 from millrace.policies.share import ShareWriter
 from millrace.processes.shared_memory import SharedMemory, SharedPlace
 from millrace.runlog import Names

@@ -14,7 +14,7 @@ from millrace.errors import CorruptObjectError, InternalError, InvalidSpecError,
 from millrace.rollouts.token_log import encode_scores, with_scores
 from millrace.rollouts.types import PolicySpan, Purpose, Rollout, RolloutStatus, Sample, Taught
 from millrace.runlog.names import Names
-from millrace.runlog.records.scores import load_scores, name_scores, store_scores
+from millrace.runlog.records.token_logs import load_scores, name_scores, store_scores
 from millrace.storage.local import LocalStore
 
 TEACHER = {"name": "big", "base_url": "http://localhost:8001/v1/", "api_key_var": "TEACHER_KEY"}

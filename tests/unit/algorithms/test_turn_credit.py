@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from millrace.algorithms import Algorithm, Grpo, ReinforcePlusPlus, Rloo
-from millrace.algorithms.base import Credited, OverlongPenalty
-from millrace.algorithms.filters import Filtered
+from millrace.algorithms.base import Credited, Filtered, OverlongPenalty
 from millrace.config.sections.buffer import FilterConfig
 from millrace.rollouts.types import PolicySpan, Purpose, Rollout, RolloutStatus, Sample, TurnReward
 

@@ -1,10 +1,12 @@
 """`millrace doctor` says of each part whether it is fit, and what to do if not."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from millrace.cli.main import main
+from millrace.cli.session.plan import FIGURES, figures_table
 from millrace.local.directory import free_ports
 from millrace_testing.local.stack_files import write_stack
 from millrace_testing.nvidia import fake_gpus
@@ -143,3 +145,76 @@ def test_a_machine_without_gpus_is_fit(kernel, monkeypatch, capsys, tmp_path) ->
     fake_gpus(monkeypatch, tmp_path, 0)
     [line] = gpu_lines(capsys)
     assert line.startswith("ok      GPUs") and "the trainer computes on the CPU" in line
+
+
+# What a run will take.
+
+CONFIG = """
+seq_len = 32000
+[model]
+name = "m"
+[orchestrator]
+batch_size = 8192
+rollouts_per_example = 16
+async_level = 1
+[[orchestrator.env]]
+id = "reverse-text"
+"""
+LOAD = ("--step-seconds", "600", "--replicas", "120", "--parameters", "1000")
+
+
+@pytest.fixture
+def planned(tmp_path, capsys):
+    """Return a function that plans the config with options: exit code and what is printed."""
+    (tmp_path / "rl.toml").write_text(CONFIG)
+
+    def plan(*options: str) -> tuple[int, str]:
+        code = main(["doctor", "--plan", "@", str(tmp_path / "rl.toml"), *options])
+        printed = capsys.readouterr()
+        return code, printed.out + printed.err
+
+    return plan
+
+
+def test_a_plan_says_what_a_run_takes_and_what_breaks_first(planned) -> None:
+    code, said = planned(*LOAD)
+    assert code == 0 and said.startswith("8,192 rollouts of 32,000 tokens in a step of 600 s: 13.7 rollouts")
+    assert "1.44 TB to 3.84 TB a step out of the store, 6.4 GB a second" in said
+    assert "breaks first: policy fan-out, at 64.0% of one" in said
+    code, said = planned(*LOAD, "--network-gbs", "5")
+    assert code == 1 and "breaks first: policy fan-out, at 128.0% of one, it does not go" in said
+
+
+def test_a_plan_as_data_follows_the_keys_of_the_config(planned) -> None:
+    def ask(*options: str) -> dict[str, dict[str, float]]:
+        code, said = planned(*LOAD, "--json", *options)
+        assert code == 0
+        return json.loads(said)["resources"]
+
+    found = ask()
+    tokens = 8192 * 32000
+    assert found["store"]["bytes_per_step"] == FIGURES["store_token"].value * tokens
+    assert found["store"]["bytes_per_day"] == FIGURES["store_token"].value * tokens * 144
+    assert found["Redis memory"]["window_steps"] == 4
+    assert ask("--orchestrator.async-level", "3")["Redis memory"]["window_steps"] == 6
+    assert ask("--orchestrator.retain-batches", "8")["store"]["bytes_per_day"] < 1e6, "headers and records stay"
+    slow = ask("--env-seconds", "30", "--cores", "16")["env-servers"]
+    assert slow["count"] == 26 and slow["cpu_per_second"] == pytest.approx(8192 / 600 * 30.0023)
+
+
+def test_what_a_plan_does_not_take_is_named(planned, capsys) -> None:
+    code, said = planned("--step-seconds", "0")
+    assert code != 0 and "--step-seconds must be a number above 0" in said
+    code, said = planned("--orchestrator.no-such-key", "1")
+    assert code != 0 and "no_such_key" in said
+    assert main(["doctor", "--no-such-option"]) != 0
+    assert "a config belongs to --plan" in capsys.readouterr().err
+    assert main(["doctor", "--plan"]) != 0
+    assert "name a config file" in capsys.readouterr().err
+
+
+def test_the_docs_print_the_figures_of_plans() -> None:
+    page = Path(__file__).parents[3] / "docs" / "scale.md"
+    assert figures_table() in page.read_text(), (
+        "write `figures_table()` of millrace.cli.session.plan into docs/scale.md"
+    )

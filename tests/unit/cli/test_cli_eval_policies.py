@@ -169,6 +169,26 @@ def test_an_interrupted_comparison_says_how_it_goes_on(
     assert capsys.readouterr().err.splitlines()[-1].endswith("give the same command with --name x --resume")
 
 
+def test_an_evaluation_goes_on_after_a_kill_while_its_beginning_is_written(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = ["--environment-ids", "a", "--model.name", str(base), "--output-dir", str(tmp_path / "out")]
+    prepared = prepare_eval([*common, "--name", "x", "--resume"], environ={})
+    write_text = Path.write_text
+
+    def killed(path: Path, text: str) -> int:
+        write_text(path, text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", killed)
+        with pytest.raises(KeyboardInterrupt):
+            begin(prepared, tmp_path / "out" / "x")
+    assert finished(prepared) is None
+    port = begin(prepared, claim(prepared))
+    assert begin(prepared, claim(prepared)) == port, "the port of the first whole attempt"
+
+
 def test_an_evaluation_does_not_go_on_with_other_files(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

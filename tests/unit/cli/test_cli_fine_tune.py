@@ -115,7 +115,9 @@ def test_a_dry_run_encodes_the_first_rows_for_a_local_model(tmp_path, capsys, mo
     assert main([*flags, "--val.data.name", str(other)]) == 2 and f"{other}:1" in capsys.readouterr().err
 
 
-def test_a_dry_run_of_rl_encodes_the_first_rows_of_its_dataset(tmp_path, capsys, model):
+def test_a_dry_run_of_rl_encodes_the_first_rows_of_its_dataset(tmp_path, capsys, monkeypatch, model):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.py").touch()
     data = tmp_path / "rows.jsonl"
     flags = ["rl", "--orchestrator.env", '[{"id": "a"}]', "--model.name", str(model), "--dry-run", "--seq-len", "16"]
     flags += ["--orchestrator.sampling.max-tokens", "8", "--group-size", "2", "--trainer.dataset.name", str(data)]

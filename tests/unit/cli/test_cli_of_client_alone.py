@@ -18,8 +18,8 @@ import millrace.cli.commands.rl, millrace.cli.commands.run.group
 import millrace.cli.connection, millrace.cli.session.follow, millrace.cli.session.prepare
 import millrace.cli.session.results, millrace.cli.session.run_session
 import millrace.cli.view.records, millrace.cli.view.view, millrace.cli.view.records, millrace.cli.view.output
-from millrace.cli.offline.run_store import looks_here, looks_there
-assert looks_here(["nobody"], store=None, prefix=None, note=print) == {}
+from millrace.cli.offline.run_store import snapshots_here, snapshots_of_server
+assert snapshots_here(["nobody"], store=None, prefix=None, note=print) == {}
 print("imported")
 """
 

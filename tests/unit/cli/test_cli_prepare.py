@@ -2,14 +2,13 @@
 
 import json
 import re
-import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from millrace.cli.commands.up import restart_command
 from millrace.cli.errors import CliError
 from millrace.cli.main import main
 from millrace.cli.session.prepare import choose_run_id, is_path, prepare
@@ -285,18 +284,6 @@ def test_of_a_stack_that_was_started_here_only_what_differs_is_named(rl, tmp_pat
     assert note.endswith('inference.max_num_seqs (asked 3, there 256), log.level (asked "debug", there "info")')
 
 
-@pytest.mark.parametrize(
-    ("directory", "listen", "line"),
-    [
-        ("outputs/local", "127.0.0.1:50051", "millrace up"),
-        ("my runs", "127.0.0.1:50051", "millrace up --dir 'my runs'"),
-        ("outputs/local", "127.0.0.1:7000", "millrace up --listen 127.0.0.1:7000"),
-    ],
-)
-def test_the_command_that_starts_a_stack_again_can_be_pasted(directory, listen, line):
-    assert shlex.join(restart_command(Path(directory), listen)) == line
-
-
 def test_a_dry_run_prints_what_is_set_and_nothing_else(rl, capsys):
     flags = ["--trainer.optim.lr", "1e-4", "--dry-run", "--set-only"]
     shown = prepare(["@", str(rl), *flags], environ={}).shown
@@ -313,3 +300,98 @@ def test_labels(rl):
     for wrong in (["--label"], ["--label", "team"], ["--label", "=x"]):
         with pytest.raises(CliError, match="is no label"):
             prepare(["@", str(rl), *wrong], environ={})
+
+
+ONE_ENV = {
+    "rl": ("--orchestrator.env", ("--group-size", "2", "--orchestrator.eval.env", '[{"id": "own"}]')),
+    "eval": ("--env", ()),
+    "sft": ("--eval.env", ("--data.name", "owner/rows", "--max-steps", "3")),
+}
+
+
+@pytest.mark.parametrize("command", ONE_ENV)
+def test_a_dry_run_refuses_an_environment_that_is_not_installed_here(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").touch()
+    (tmp_path / "empty").mkdir()
+    key, more = ONE_ENV[command]
+
+    def dry_run(*ids: str, **keys: str) -> tuple[int, str]:
+        envs = json.dumps([{"id": each, **keys} for each in ids])
+        code = main([command, "--model.name", "gpt2", "--dry-run", key, envs, *more])
+        return code, capsys.readouterr().err
+
+    assert dry_run("own")[0] == dry_run("someone/reverse-text@0.1.0")[0] == dry_run("nobody", image="an/image")[0] == 0
+    code, said = dry_run("own", "revers-text")
+    assert code == 2 and f"{key[2:]}[1].id: no Python module 'revers_text' in {tmp_path} or the venv " in said
+    assert "did you mean reverse-text?" in said and "name its --server" in said
+    code, said = dry_run("empty")
+    assert code == 2 and "install it there, or put empty.py here" in said
+
+
+def test_a_dry_run_for_a_server_looks_for_no_environment_here(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--group-size", "2", "--orchestrator.env", '[{"id": "nobody"}]', "--server", "127.0.0.1:1"]
+    assert main(["rl", "--model.name", "gpt2", "--dry-run", *flags]) == 0
+    assert "nobody" not in capsys.readouterr().err
+
+
+def test_a_dry_run_looks_into_the_interpreter_that_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    packages = tmp_path / "venv/lib/python3.11/site-packages"
+    (packages / "verifiers-0.4.0.dist-info").mkdir(parents=True)
+    (packages / "verifiers-0.4.0.dist-info/METADATA").write_text(
+        "Metadata-Version: 2.1\nName: verifiers\nVersion: 0.4.0\n"
+    )
+    (packages / "there.py").touch()
+    python = f"{tmp_path}/venv/bin/python"
+    (tmp_path / "venv/bin").mkdir()
+    Path(python).symlink_to(sys.executable)
+    envs = [{"id": "there", "python": python}, {"id": "reverse-text", "python": python}]
+    flags = ["--group-size", "2", "--orchestrator.env", json.dumps(envs)]
+    assert main(["rl", "--model.name", "gpt2", "--dry-run", *flags]) == 2
+    said = capsys.readouterr().err
+    assert f"orchestrator.env[1].id: no Python module 'reverse_text' in {tmp_path} or {python}" in said
+
+
+def test_a_dry_run_refuses_an_interpreter_that_a_stack_here_could_not_use(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    def dry_run(python: str) -> str:
+        envs = json.dumps([{"id": "reverse-text", "python": python}])
+        flags = ["--group-size", "2", "--orchestrator.env", envs]
+        assert main(["rl", "--model.name", "gpt2", "--dry-run", *flags]) == 2
+        return capsys.readouterr().err
+
+    assert "orchestrator.env[0].python: must be an absolute path" in dry_run("python3")
+    assert "orchestrator.env[0].python: is not there" in dry_run(f"{tmp_path}/venv/bin/python")
+    monkeypatch.setenv("MILLRACE_ENV_PYTHONS", "")
+    assert "MILLRACE_ENV_PYTHONS of the env-server is not set, which allows none" in dry_run(sys.executable)
+    monkeypatch.setenv("MILLRACE_ENV_PYTHONS", str(tmp_path))
+    assert f"allows what lies below {tmp_path}" in dry_run(sys.executable)
+
+
+def test_a_dry_run_looks_where_the_env_server_may_play(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    packages = tmp_path / "pythons/one/lib/python3.11/site-packages"
+    (packages / "verifiers-0.4.0.dist-info").mkdir(parents=True)
+    (packages / "verifiers-0.4.0.dist-info/METADATA").write_text(
+        "Metadata-Version: 2.1\nName: verifiers\nVersion: 0.4.0\n"
+    )
+    (packages / "elsewhere.py").touch()
+    (tmp_path / "pythons/one/bin").mkdir()
+    (tmp_path / "pythons/one/bin/python").symlink_to(sys.executable)
+    flags = ["--group-size", "2", "--orchestrator.env", '[{"id": "elsewhere"}]']
+    monkeypatch.setenv("MILLRACE_ENV_PYTHONS", str(tmp_path / "pythons"))
+    assert main(["rl", "--model.name", "gpt2", "--dry-run", *flags]) == 0
+    monkeypatch.delenv("MILLRACE_ENV_PYTHONS")
+    assert main(["rl", "--model.name", "gpt2", "--dry-run", *flags]) == 2
+    assert "no Python module 'elsewhere'" in capsys.readouterr().err
+
+
+def test_a_relative_directory_of_interpreters_is_refused_by_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MILLRACE_ENV_PYTHONS", "venvs")
+    flags = ["--group-size", "2", "--orchestrator.env", '[{"id": "reverse-text"}]']
+    assert main(["rl", "--model.name", "gpt2", "--dry-run", *flags]) == 2
+    assert "MILLRACE_ENV_PYTHONS" in capsys.readouterr().err

@@ -75,6 +75,16 @@ def test_steps_that_a_resumed_trainer_repeats_replace_the_old_ones():
     assert [(point.number, point.reward) for point in progress.steps] == [(1, 0.1), (2, 0.1), (3, 0.5), (4, 0.6)]
 
 
+def test_an_evaluation_of_one_model_has_no_versions():
+    done = evaluation(0, 0, reward=0.45)
+    progress = Progress(name="runs/x", has_versions=False)
+    progress.apply(done)
+    assert progress_line(done, progress) == "eval reverse-text  reward 0.450  (64 rollouts, 2.0s)"
+    assert "0.450" in picture(progress) and "(v0)" not in picture(progress)
+    assert not Progress.of(run_pb2.Run(name="runs/x", kind=run_pb2.RUN_KIND_EVAL)).has_versions
+    assert Progress.of(run_pb2.Run(name="runs/x", kind=run_pb2.RUN_KIND_RL)).has_versions
+
+
 def test_plain_lines_of_a_run():
     lines = plain_lines(recorded())
     assert lines == [

@@ -88,16 +88,16 @@ def test_a_clean_audit_exits_0_and_says_what_there_is(server, capsys):
     assert (code, err) == (0, "")
     assert out.splitlines() == [
         "runs/alpha (uid-alpha)",
-        "  log        12 steps, closed",
-        "  ordinals   24 trained, 3 dropped (run_ended 1, zero_advantage 2), 0 open",
-        "  rollouts   96 archived, 2 late duplicates discarded",
-        "  policies   13 versions in 1 lineage",
-        "  events     240 of 5 writers",
-        "  recovery   1 takeover of the orchestrator, 2 takeovers of the trainer, 1 rebuild of Redis",
-        "  gaps       0",
-        "  twice      0",
-        "  hashes     0 differ; chain abababababababab…",
-        "  note       12 chunks have the sha256 [CHUNKS_VERIFIED]",
+        "  log           12 steps, closed",
+        "  tasks         24 trained on, 3 dropped (run_ended 1, zero_advantage 2), 0 open",
+        "  rollouts      96 kept, 2 late duplicates discarded",
+        "  policies      13 versions in 1 lineage",
+        "  events        240 of 5 writers",
+        "  recovery      1 takeover of the orchestrator, 2 takeovers of the trainer, 1 rebuild of Redis",
+        "  lost          0",
+        "  counted twice 0",
+        "  changed       0; chain hash abababababababab…",
+        "  note          12 chunks have the sha256 [CHUNKS_VERIFIED]",
         "audit clean",
     ]
 
@@ -107,7 +107,7 @@ def test_a_violation_exits_1_and_is_printed(server, capsys):
     server.report.violations.add(check="CHUNK_CORRUPT", message="chunk 0 of step 4 (file:///c) is damaged")
     code, out, _ = run(capsys, "audit", "alpha")
     assert code == 1
-    assert "  gaps       1\n" in out and "  hashes     1 differ" in out
+    assert "  lost          1\n" in out and "  changed       1;" in out
     assert out.endswith(
         "VIOLATION HEADER_MISSING: header 3 does not exist\n"
         "VIOLATION CHUNK_CORRUPT: chunk 0 of step 4 (file:///c) is damaged\n"
@@ -127,7 +127,7 @@ def test_json_holds_everything(server, capsys):
 def test_a_run_that_needed_nothing(server):
     report = audit_pb2.AuditReport(run="runs/a", num_steps=1, first_step=5, epochs={"orchestrator": 1, "log": 1})
     lines = report_lines(report)
-    assert "  recovery   none was needed" in lines and "  log        1 step from step 5 on, still open" in lines
+    assert "  recovery      none was needed" in lines and "  log           1 step from step 5 on, still open" in lines
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,13 +54,28 @@ def test_list_shows_no_reward_of_a_run_without_a_batch_of_its_own(server, capsys
     assert run(capsys, "list")[1].splitlines()[1].split()[:4] == ["fork", "QUEUED", "2/3", "–"]
 
 
+def test_the_run_that_was_shown_is_deleted(server, capsys):
+    server.add("alpha")
+    address = os.environ["MILLRACE_SERVER"]
+    code, out, _ = run(capsys, "delete", "runs/alpha", "--yes", "--server", address)
+    assert code == 0 and "uid uid-alpha" in out and out.splitlines()[-1].endswith("is deleted: 2 objects")
+    shown, done = server.deletions
+    assert (shown.name, shown.validate_only) == ("runs/alpha", True)
+    assert (done.name, done.validate_only) == ("uid-alpha", False), "the name may be another run's by now"
+
+
 def test_an_empty_loss_is_refused(server, capsys):
     code, _, err = run(capsys, "replay", "alpha", "--step", "1", "--loss", "")
     assert code == 2 and "--loss" in err and "is empty" in err
 
 
 def test_empty_list_and_unknown_state(server, capsys):
-    assert run(capsys, "list") == (0, "", "no runs\n")
+    code, out, err = run(capsys, "list")
+    assert (code, out) == (0, "") and err.startswith("no runs: the orchestrator at 127.0.0.1:")
+    assert err.endswith(" (MILLRACE_SERVER) has none; `millrace run submit @ FILE` begins one there\n")
+    code, out, err = run(capsys, "list", "--state", "running")
+    assert (code, out) == (0, "") and err.startswith("no runs that are running: ") and err.endswith(" has none\n")
+    assert run(capsys, "list", "-o", "json") == (0, "[]\n", "")
     code, _, err = run(capsys, "list", "--state", "walking")
     assert code == 2 and "'walking' is no state; there are queued, starting, running" in err
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from millrace.cli.main import main
-from millrace.cli.offline.samples import SampleRecord
-from millrace.cli.offline.training_rows import TrainingRows
+from millrace.cli.offline.samples import SampleRecord, TrainingRows
 from millrace.internal.v1 import batch_pb2
 from millrace.rollouts.types import PolicySpan, Purpose, Rollout, RolloutError, RolloutStatus, Sample
 from millrace.rollouts.wire import encode_archive
 from millrace.runlog.names import Deployment, Names
+from millrace.runlog.records.run_record import EVAL, RunRecord
 from millrace.storage.local import LocalStore
 
 UID = "01a205f04e00c6b2d345401dca64"
@@ -78,6 +78,19 @@ def commit(store: LocalStore, step: int, rollouts: list[Rollout]) -> None:
     store.create(header.rollouts_key, archive)
     header.rollouts_sha256 = hashlib.sha256(archive).digest()
     store.create(names.batch_header(step), header.SerializeToString())
+
+
+def sampled(*versions: int) -> Sample:
+    """One token of each version behind one of the prompt."""
+    count = 1 + len(versions)
+    return Sample(
+        token_ids=np.arange(count, dtype=np.int32),
+        loss_mask=np.array([0, *(1 for _ in versions)], np.uint8),
+        inference_logprobs=np.zeros(count, np.float32),
+        policy_spans=tuple(
+            PolicySpan(lineage=0, version=version, start=at, end=at + 1) for at, version in enumerate(versions, start=1)
+        ),
+    )
 
 
 def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -172,16 +185,7 @@ def test_a_record_has_what_a_program_wants(run_directory: Path, capsys: pytest.C
 
 
 def test_what_evaluated_a_policy_says_of_which_version(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sampled = Sample(
-        token_ids=np.arange(3, dtype=np.int32),
-        loss_mask=np.array([0, 1, 1], np.uint8),
-        inference_logprobs=np.zeros(3, np.float32),
-        policy_spans=(
-            PolicySpan(lineage=0, version=4, start=1, end=2),
-            PolicySpan(lineage=0, version=5, start=2, end=3),
-        ),
-    )
-    played = rollout(0, 0, 0.5, "aha", purpose=Purpose.EVAL, eval_id="letters@4-e1", samples=(sampled,))
+    played = rollout(0, 0, 0.5, "aha", purpose=Purpose.EVAL, eval_id="letters@4-e1", samples=(sampled(4, 5),))
     commit(LocalStore(run_directory / "store"), 2, [played])
     (record,) = records(capsys, "--purpose", "eval")
     assert (record["purpose"], record["eval_id"], record["versions"]) == ("eval", "letters@4-e1", [4, 5])
@@ -197,8 +201,22 @@ def test_what_a_model_wrote_cannot_steer_the_terminal(run_directory: Path, capsy
 
 
 def test_an_evaluation_is_shown_by_its_directory(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    commit(LocalStore(run_directory / "store"), 2, [rollout(0, 0, 0.5, "Ärger", purpose=Purpose.EVAL, eval_id="e1")])
     text = shown(capsys, "eval", "show", "outputs/letters-1", "--full", "--text", "Ärger")
     assert "assistant:\n  Ärger\n" in text and text.endswith("1 of 1 samples\n")
+
+
+def test_eval_show_leaves_training_rollouts_out(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "eval", "show", "letters-1")
+    assert text.endswith("0 of 0 samples of an evaluation; --purpose train shows those of training\n")
+    assert "4 of 4 samples" in shown(capsys, "eval", "show", "letters-1", "--purpose", "train")
+    evaluation = RunRecord(uid=UID, name="letters-1", kind=EVAL, config={})
+    LocalStore(run_directory / "store").create(Names("millrace", UID).run_json, evaluation.encode())
+    played = rollout(0, 0, 0.5, "aha", purpose=Purpose.EVAL, eval_id="e1", samples=(sampled(4, 5),))
+    commit(LocalStore(run_directory / "store"), 2, [played])
+    for more in ([], ["--full"]):  # one fixed model has no versions
+        text = shown(capsys, "eval", "show", "letters-1", *more)
+        assert "letters " in text and "v4" not in text and "1 of 1 samples" in text
 
 
 def test_a_conversation_that_cannot_be_read_is_said(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,8 @@ import resource
 import subprocess
 import sys
 
+import pytest
+
 HEAVY = ("torch", "grpc", "pydantic", "rich", "google.protobuf", "numpy", "transformers", "redis")
 PROBE = """
 import sys
@@ -65,6 +67,7 @@ def test_version():
     assert done.returncode == 0 and done.stdout.startswith("millrace 0.")
 
 
+@pytest.mark.computes
 def test_nobody_at_the_server_names_address_origin_and_remedy():
     done = run("run", "list", "--server", "127.0.0.1:1")
     assert done.returncode == 5
@@ -73,12 +76,14 @@ def test_nobody_at_the_server_names_address_origin_and_remedy():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.computes
 def test_debug_shows_the_traceback():
     done = run("run", "list", "--server", "127.0.0.1:1", "--debug")
     assert done.returncode == 5
     assert "Traceback" in done.stderr and "reason: " in done.stderr
 
 
+@pytest.mark.computes
 def test_malformed_server_is_a_usage_error():
     done = run("run", "list", "--server", "nowhere")
     assert done.returncode == 2

@@ -4,162 +4,32 @@ Each row has its verdict of before (W worked, P in part, N silently not, R refus
 must happen now. Behaviour that needs a stack names the tests that prove it. `-s` prints the counts.
 """
 
-import ast
-import functools
-import json
 import shlex
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from millrace.cli.main import main
-
-ROOT = Path(__file__).parents[3]
-FILES = {
-    "rl.toml": '[orchestrator]\nbatch_size = 32\nrollouts_per_example = 4\n[[orchestrator.env]]\nid = "a"\n',
-    "more.toml": "max_steps = 7\n[trainer.optim]\nlr = 1e-4\n",
-    "trainer.toml": "max_steps = 5\n[optim]\nlr = 1e-5\n",
-    "orchestrator.toml": 'max_steps = 5\nbatch_size = 32\nrollouts_per_example = 4\n[[env]]\nid = "a"\n',
-    "inference.toml": '[model]\nname = "m"\n[parallel]\ntp = 2\n',
-    "optim.toml": "lr = 2e-5\n",
-    "sft.toml": 'max_steps = 5\n[model]\nname = "m"\n[data]\nname = "rows.jsonl"\n',
-    "eval.toml": 'num_examples = 3\n[model]\nname = "m"\n[[env]]\nid = "a"\n',
-    "two_lengths.toml": 'seq_len = 4096\n[[orchestrator.env]]\nid = "a"\n[orchestrator]\nrollouts_per_example = 2\n',
-}
-RL, SFT, EVAL = "rl @ rl.toml", "sft @ sft.toml", "eval @ eval.toml"
-REPLICA, TRAINER, ORCHESTRATOR = (
-    "inference @ inference.toml",
-    "trainer @ trainer.toml",
-    "orchestrator @ orchestrator.toml",
+from millrace_testing.statements import (
+    EVAL,
+    FILES,
+    ORCHESTRATOR,
+    REPLICA,
+    RL,
+    SFT,
+    TRAINER,
+    ParsedCompletion,
+    Row,
+    absent,
+    effect,
+    helps,
+    key,
+    later,
+    refused,
+    shown,
 )
-UNBUILT = ("without effect yet", "is not there yet")
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedCompletion:
-    """What one command said."""
-
-    code: int
-    out: str
-    err: str
-
-
-Check = Callable[[Callable[[str], ParsedCompletion]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One statement: its verdict of before, its name, what becomes of it now, and how that is checked."""
-
-    before: str
-    name: str
-    now: str
-    check: Check
-
-
-def effect(before: str, command: str, path: str = "", value: object = None, *, note: str = "") -> Row:
-    """Return accepted: `path` of the resolved config has the value.
-
-    Nothing is unbuilt, and a note says what it should.
-    """
-
-    def check(run: Callable[[str], ParsedCompletion]) -> None:
-        said = run(f"{command} --dry-run")
-        assert said.code == 0, said.err
-        assert not any(text in said.err for text in UNBUILT), said.err
-        assert note in said.err
-        if path:
-            assert functools.reduce(_into, path.split("."), json.loads(said.out)) == value
-
-    return Row(before, command, "works", check)
-
-
-def _into(tree: object, part: str) -> object:
-    return tree[int(part)] if isinstance(tree, list) else tree[part]  # type: ignore[index]
-
-
-def later(before: str, command: str, key: str, note: str = "") -> Row:
-    """Return accepted with one warning that names the key, because a later issue builds it."""
-
-    def check(run: Callable[[str], ParsedCompletion]) -> None:
-        said = run(f"{command} --dry-run")
-        assert said.code == 0, said.err
-        assert any(text in said.err for text in UNBUILT), "it is there by now: make this row an `effect`"
-        assert said.err.count("warning:") == 1 and key.partition(".")[0] in said.err and note in said.err, said.err
-
-    return Row(before, command, "warned of", check)
-
-
-def refused(before: str, command: str, sentence: str, *, code: int = 2) -> Row:
-    """Return refused, with a sentence that says what to write here."""
-
-    def check(run: Callable[[str], ParsedCompletion]) -> None:
-        said = run(command)
-        assert said.code == code and sentence in said.err, said.err or said.out
-
-    return Row(before, command, "refused with a sentence", check)
-
-
-def helps(before: str, command: str, *texts: str) -> Row:
-    """`--help` says it."""
-
-    def check(run: Callable[[str], ParsedCompletion]) -> None:
-        said = run(f"{command} --help")
-        assert said.code == 0 and not [text for text in texts if text not in said.out]
-
-    return Row(before, f"{command} --help", "works", check)
-
-
-def shown(before: str, name: str, *tests: str, now: str = "works") -> Row:
-    """Return behaviour that these tests prove, which some lane runs; a path alone is a file of the repository."""
-
-    def check(run: Callable[[str], ParsedCompletion]) -> None:
-        for test in tests:
-            path, _, function = test.partition("::")
-            assert (ROOT / path).exists(), path
-            assert not function or function in _tests(ROOT / path), test
-
-    return Row(before, name, now, check)
-
-
-def absent(before: str, name: str, reason: str) -> Row:
-    """Not here, and why."""
-
-    def check(run: Callable[[str], ParsedCompletion]) -> None:
-        assert reason
-
-    return Row(before, name, "absent", check)
-
-
-@functools.cache
-def _tests(path: Path) -> frozenset[str]:
-    """Return the tests of a file that assert something, themselves or in a function of the file, and are not
-    skipped.
-    """
-    functions = {
-        node.name: node
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-    asserting = {
-        name for name, node in functions.items() if any(isinstance(each, ast.Assert) for each in ast.walk(node))
-    }
-    return frozenset(
-        name
-        for name, node in functions.items()
-        if name.startswith("test_")
-        and not any("skip" in ast.unparse(decorator) for decorator in node.decorator_list)
-        and (name in asserting or asserting & {each.id for each in ast.walk(node) if isinstance(each, ast.Name)})
-    )
-
-
-def key(before: str, name: str, text: str, value: object, path: str = "") -> Row:
-    """Return a key of `millrace rl` with its effect, under its own path or another one."""
-    return effect(before, f"{RL} --{name} {shlex.quote(text)}", path or name.replace("-", "_"), value)
-
 
 E2E, UNIT, WITH = "tests/e2e", "tests/unit", "tests/integration"
 ENTRYPOINTS = [

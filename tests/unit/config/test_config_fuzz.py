@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,6 +43,7 @@ def _check(error: InvalidSpecError) -> None:
         assert violation.source or violation.value is None, violation
 
 
+@pytest.mark.computes
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(PATHS | KNOWN, VALUES), max_size=12).map(_document))
 def test_any_document(document: dict):
@@ -65,6 +67,7 @@ ARGUMENTS = st.one_of(
 )
 
 
+@pytest.mark.computes
 @settings(max_examples=300, deadline=None)
 @given(st.lists(ARGUMENTS, max_size=8))
 def test_any_command_line(argv: list[str]):
@@ -79,6 +82,7 @@ VARIABLES = st.dictionaries(
 )
 
 
+@pytest.mark.computes
 @settings(max_examples=300, deadline=None)
 @given(VARIABLES)
 def test_any_environment(env: dict[str, str]):

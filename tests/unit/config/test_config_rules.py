@@ -1,6 +1,7 @@
 import pytest
 
 from millrace.config import SFTConfig, load, validate_document
+from millrace.config.sections.rl import TrainerPart
 from millrace.errors import InvalidSpecError
 
 
@@ -179,6 +180,25 @@ def test_sft_rules():
     with pytest.raises(InvalidSpecError) as caught:
         load(SFTConfig, ["--scheduler.type", "linear", "--micro-batch-tokens", "10"], {})
     assert [violation.field for violation in caught.value.violations] == ["scheduler.type", "micro_batch_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "field"),
+    [
+        (["--trainer.model.tp", "2", "--trainer.model.lora"], "trainer.model.tp"),
+        (["--trainer.model.compile", "--trainer.determinism", "strict"], "trainer.determinism"),
+        (
+            ["--trainer.model.optimization-dtype", "bfloat16", "--trainer.model.dtype", "float32"],
+            "trainer.model.optimization_dtype",
+        ),
+    ],
+)
+def test_a_trainer_file_alone_is_checked_as_in_a_run(violations, argv, field):
+    with pytest.raises(InvalidSpecError) as caught:
+        load(TrainerPart, argv, {})
+    alone = [(violation.field, violation.message) for violation in caught.value.violations]
+    assert [name for name, _ in alone] == [field]
+    assert alone == [(violation.field, violation.message) for violation in violations(*argv)]
 
 
 def test_server_reports_the_same_violations(violations):

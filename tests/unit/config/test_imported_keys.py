@@ -519,6 +519,7 @@ def test_every_leaf_of_a_file_counts(text, keys):
     assert _vanishing(tomllib.loads(text), keys) == []
 
 
+@pytest.mark.computes
 @pytest.mark.parametrize("keys", [RL_KEYS, SFT_KEYS, EVAL_KEYS], ids=["rl", "sft", "eval"])
 @pytest.mark.parametrize("value", [{"inner": 1}, 1, "x"], ids=str)
 def test_every_key_of_the_tables_counts(keys, value):
@@ -590,10 +591,17 @@ def test_an_endpoint_is_read_where_the_file_lists_it(tmp_path):
 
 
 def test_what_a_layout_or_adapters_leave_no_room_for_is_left_out_with_a_note(tmp_path):
+    (tmp_path / "sft.toml").write_text('[model]\nname = "m"\ncp = 2\ncompile = { fullgraph = true }\n')
+    loaded = load(SFTConfig, ["@", str(tmp_path / "sft.toml")], {})
+    assert loaded.config.model.compile is not None and not loaded.config.model.compile.fullgraph
+    assert [(note.path[-1], note.effect) for note in loaded.notes] == [("fullgraph", Effect.LATER)]
+    (tmp_path / "sft.toml").write_text('[model]\nname = "m"\ntp = 2\ncompile = {}\n')
+    loaded = load(SFTConfig, ["@", str(tmp_path / "sft.toml")], {})
+    assert loaded.config.model.compile is None and [note.path[-1] for note in loaded.notes] == ["compile"]
     (tmp_path / "sft.toml").write_text(
         '[model]\nname = "m"\ncp = 2\ncompile = {}\noptimization_dtype = "bfloat16"\nlora = { rank = 4 }\n'
     )
     loaded = load(SFTConfig, ["@", str(tmp_path / "sft.toml")], {})
-    assert loaded.config.model.compile is None and loaded.config.model.optimization_dtype == "float32"
-    assert [note.path[-1] for note in loaded.notes] == ["compile", "optimization_dtype"]
+    assert loaded.config.model.compile is not None and loaded.config.model.optimization_dtype == "float32"
+    assert [note.path[-1] for note in loaded.notes] == ["optimization_dtype"]
     assert all(note.effect is Effect.LATER for note in loaded.notes)

@@ -372,6 +372,14 @@ def test_validation_is_an_evaluation_of_the_training_environments(tmp_path, eval
     assert (evaluated.interval, evaluated.num_examples) == ((5, 16) if not ids else (100, -1))
 
 
+@pytest.mark.parametrize("evaluation", [True, 3, "often", [1]])
+def test_an_evaluation_that_is_no_table_is_refused_beside_a_validation(evaluation):
+    tree = {"eval": evaluation, "orchestrator": {"env": [{"id": "a"}], "val": {"interval": 5}}}
+    with pytest.raises(InvalidSpecError) as refused:
+        validate_document(tree)
+    assert any(each.field.endswith("eval") for each in refused.value.violations)
+
+
 def test_an_imported_file_means_the_same(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, text in {"head.toml": HEAD, "guide.toml": GUIDE}.items():
@@ -416,6 +424,7 @@ def test_the_tables_fit_our_schema(keys, model):
         assert not meaning.is_native or schema.find(path) or schema.find(path[:-1]), f"{key} is no key of ours"
 
 
+@pytest.mark.computes
 @pytest.mark.parametrize(("keys", "model"), [(RL_KEYS, RLConfig), (SFT_KEYS, SFTConfig)])
 @pytest.mark.parametrize("value", [False, 3, "x", [3], [None], {"x": 1}])
 def test_a_value_of_any_type_is_taken_or_refused(keys, model, value):

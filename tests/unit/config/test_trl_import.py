@@ -29,6 +29,19 @@ def refused(tmp_path: Path, keys: dict[str, Any], capsys: pytest.CaptureFixture[
     return shown.err
 
 
+def test_a_file_that_does_not_exist_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "grpo.yaml").touch()
+    assert main(["config", "import", "gpro.yaml"]) == 2
+    assert capsys.readouterr().err == f"Error: gpro.yaml: no such file in {tmp_path}; did you mean grpo.yaml?\n"
+    assert main(["config", "import", "grpo.yaml", "other.toml", "third.json"]) == 2
+    said = capsys.readouterr().err
+    assert f"2 things are wrong:\n  - other.toml: no such file in {tmp_path}; check the path\n" in said
+    assert "@" not in said
+
+
 def test_what_grpo_takes_by_default_is_written_out(tmp_path: Path) -> None:
     found = translated(tmp_path, GRPO)
     assert (found["async_level"], found["max_steps"], found["seed"]) == (0, 100, 42)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from millrace.config.sections.environments import AgentConfig, EnvConfig
-from millrace.env_server.agents.branches import Made, trained_calls
+from millrace.env_server.agents.branches import AgentCall, trained_calls
 from millrace.env_server.agents.programs import cause_first, cause_of
 from millrace.env_server.agents.sessions import AgentLimits, AgentRules
 from millrace.errors import InvalidSpecError
@@ -24,7 +24,7 @@ def call(name, arguments):
 
 
 def made(*prompt, reply, tokens=1):
-    return Made(prompt=prompt, reply=reply if isinstance(reply, dict) else said(reply), num_tokens=tokens)
+    return AgentCall(prompt=prompt, reply=reply if isinstance(reply, dict) else said(reply), num_tokens=tokens)
 
 
 SUMMARY = "so far the agent has found the door"

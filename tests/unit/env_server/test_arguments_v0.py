@@ -10,8 +10,8 @@ from datasets import Dataset
 
 from millrace.env_server.adapters.client_v0 import LeanClient
 from millrace.env_server.adapters.failures import describe_error
-from millrace.env_server.adapters.scoring.rubrics_v0 import refuse_unknown_arguments
-from millrace.env_server.library.overhead_v0 import note_columns
+from millrace.env_server.adapters.rubrics_v0 import refuse_unknown_arguments
+from millrace.env_server.library.v0 import note_columns
 from millrace.errors import InvalidSpecError
 
 ROW = {"question": "a", "answer": "b", "level": 1}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import verifiers.v1 as vf
 
-from millrace.env_server.adapters.scoring.watched_v1 import refuse_unknown_arguments
+from millrace.env_server.adapters.watched_v1 import refuse_unknown_arguments
 from millrace.errors import InvalidSpecError
 
 

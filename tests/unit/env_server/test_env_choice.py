@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.env_server.interpreters import choice
-from millrace.env_server.interpreters.allowed import ANY, default_place, own_pythons
-from millrace.env_server.interpreters.choice import Choice, choose, known_interpreters
+from millrace.env_server import interpreters
+from millrace.env_server.interpreters import ANY, Choice, choose, default_place, known_interpreters, own_pythons
 from millrace.errors import InvalidSpecError
 
 OURS = "0.3.1"
@@ -153,7 +152,9 @@ def test_only_interpreters_below_allowed_directories_are_known(venvs: Venvs, tmp
     (outside / "a").symlink_to(venvs.place / "a")
     assert venvs.choose("there-env", allowed=[str(outside)]) == Choice(), "a link leads out of what is allowed"
     assert venvs.choose("there-env", allowed=[str(venvs.place / "a")]).python == venvs.python("a")
-    assert own_pythons() == (default_place(), ANY)
+    assert own_pythons({}) == (default_place(), ANY)
+    assert own_pythons({"MILLRACE_ENV_PYTHONS": ""}) == (), "as the env-server understands it"
+    assert own_pythons({"MILLRACE_ENV_PYTHONS": "/a:/b"}) == ("/a", "/b")
 
 
 def test_a_package_that_is_installed_later_is_found(venvs: Venvs) -> None:
@@ -168,5 +169,5 @@ def test_no_code_of_an_interpreter_is_run(venvs: Venvs, monkeypatch: pytest.Monk
     (site / "sitecustomize.py").write_text("raise SystemExit(1)\n")
     installed(site, "there-env", "1.0", files=["there_env/__init__.py"])
     monkeypatch.setattr(subprocess, "Popen", None)
-    assert choice.choose("there-env", [str(venvs.place)]).python == venvs.python("a")
+    assert interpreters.choose("there-env", [str(venvs.place)]).python == venvs.python("a")
     assert "there_env" not in sys.modules

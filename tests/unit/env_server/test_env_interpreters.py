@@ -9,8 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from millrace.env_server.interpreters.allowed import ANY, parse_pythons, problem_of, require_allowed
-from millrace.env_server.interpreters.examine import NEEDED, require_usable, shown_files
+from millrace.env_server.interpreters import (
+    ANY,
+    NEEDED,
+    parse_pythons,
+    problem_of,
+    require_allowed,
+    require_usable,
+    shown_files,
+)
 from millrace.env_server.library import releases, v1
 from millrace.env_server.workers.starter import preloaded
 from millrace.errors import InvalidSpecError

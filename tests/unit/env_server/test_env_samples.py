@@ -236,7 +236,7 @@ def test_a_v0_prompt_says_who_spoke_behind_the_last_reply(roles: list[str], want
     tokens = {"prompt_ids": [1], "completion_ids": [2], "completion_logprobs": [-1.0]}
     for kind in (dict, SimpleNamespace):
         step = {"tokens": tokens, "prompt": [kind(role=each) for each in roles]}
-        kept = turns_of([step], Spans([]), AskedSampling.by(EnvSpec(), Sampling(temperature=1.0)))
+        kept = turns_of([step], Spans([]), AskedSampling(EnvSpec(), Sampling(temperature=1.0)))
         assert [each.asked_by for each in kept.kept] == [wanted]
 
 

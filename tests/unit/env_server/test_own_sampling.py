@@ -126,7 +126,7 @@ def test_what_an_environment_was_made_with_counts_where_the_run_says_nothing() -
     assert (asked["temperature"], asked["max_tokens"], asked["top_p"]) == (0.3, 9, 1.0)
     assert asked["extra_body"]["top_k"] == 4 and asked["extra_body"]["stop"] == ["zz"]
     sent = sent_of(request_body([], "policy", asked, None))
-    asked_by_run = AskedSampling.by(EnvSpec(id="talk"), Sampling(temperature=1.0), model="policy")
+    asked_by_run = AskedSampling(EnvSpec(id="talk"), Sampling(temperature=1.0), model="policy")
     assert asked_by_run.own_way(sent) == (0.3, Truncation(top_k=4)), "which is what the trainer computes"
 
 
@@ -150,7 +150,7 @@ def test_an_environment_made_with_nothing_changes_nothing() -> None:
 @pytest.mark.parametrize("name", sorted(REFUSED.keys() - {"model", "model that nobody serves", "temperature"}))
 def test_what_an_environment_declares_is_refused_as_what_it_sends(name: str) -> None:
     says, why = REFUSED[name]
-    asked = AskedSampling.by(EnvSpec(name="talk", id="talk"), Sampling(temperature=0.7))
+    asked = AskedSampling(EnvSpec(name="talk", id="talk"), Sampling(temperature=0.7))
     with pytest.raises(OwnSamplingError) as caught:
         asked.require_declared({"`args.env.agent.sampling`": flat(says)})
     assert str(caught.value).startswith(f"environment 'talk' declares `{name}` = ")
@@ -159,8 +159,8 @@ def test_what_an_environment_declares_is_refused_as_what_it_sends(name: str) -> 
 
 def test_what_the_trainer_computes_may_be_declared() -> None:
     for says, _ in COMPUTED.values():
-        AskedSampling.by(EnvSpec(id="talk"), Sampling(temperature=0.7)).require_declared({"here": flat(says)})
-    plain = AskedSampling.by(EnvSpec(id="talk"), Sampling(temperature=1.0, is_plain=True))
+        AskedSampling(EnvSpec(id="talk"), Sampling(temperature=0.7)).require_declared({"here": flat(says)})
+    plain = AskedSampling(EnvSpec(id="talk"), Sampling(temperature=1.0, is_plain=True))
     with pytest.raises(OwnSamplingError, match="for opd and opsd: the teacher"):
         plain.require_declared({"here": {"temperature": 0.3}})
 

@@ -12,7 +12,7 @@ import pytest
 import verifiers as vf
 
 from millrace.env_server.adapters.outcome import number_of
-from millrace.env_server.adapters.scoring.rubrics_v0 import SCORED, Scored, watch_rubrics
+from millrace.env_server.adapters.rubrics_v0 import SCORED, Scored, watch_rubrics
 
 watch_rubrics(vf.Rubric)
 watch_rubrics(vf.Rubric)  # once is enough

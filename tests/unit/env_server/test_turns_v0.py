@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
+from millrace.env_server.adapters.client_v0 import LeanClient
 from millrace.env_server.adapters.samples import MissingTokensError, SpanLog, merge_turns
 from millrace.env_server.adapters.samples_v0 import turns_of
 from millrace.env_server.own_sampling import AskedSampling
 from millrace.internal.v1.play_pb2 import EnvSpec, Sampling
 from millrace.rollouts.types import PolicySpan
 
-ASKED = AskedSampling.by(EnvSpec(id="talk"), Sampling(temperature=1.0))
+ASKED = AskedSampling(EnvSpec(id="talk"), Sampling(temperature=1.0))
 LOG = SpanLog()
 
 
@@ -95,3 +96,25 @@ def test_an_answer_without_tokens_is_still_the_engines_fault() -> None:
         merge_turns(found.kept, requires_spans=True)
     with pytest.raises(MissingTokensError, match="the engine returned no token ids"):
         turns({"tokens": None})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampled", "logprobs"),
+    [
+        ([1, "2"], [3, 4], [-0.5, -0.5]),
+        ([1, 2], [3, True], [-0.5, -0.5]),
+        ([1, 2], [3, 4.0], [-0.5, -0.5]),
+        ([1, 2], [3, 4], [-0.5, None]),
+        (None, [3, 4], [-0.5, -0.5]),
+    ],
+)
+async def test_an_answer_with_an_item_of_another_type_has_no_tokens(prompt: Any, sampled: Any, logprobs: Any) -> None:
+    session: Any = None
+    choice = {"message": {"content": "a"}, "token_ids": sampled, "logprobs": {"token_logprobs": logprobs}}
+    answer = {"choices": [choice], "prompt_token_ids": prompt, "_session_id": "", "_sent": None}
+    client = LeanClient("http://127.0.0.1", session)
+    assert (await client.from_native_response(answer)).message.tokens is None
+    choice |= {"token_ids": [3, 4], "logprobs": {"token_logprobs": [-0.5, -1]}}
+    found = (await client.from_native_response(answer | {"prompt_token_ids": [1, 2]})).message.tokens
+    assert found is not None and (found.prompt_ids, found.completion_ids) == ([1, 2], [3, 4])
+    assert (found.prompt_mask, found.completion_mask, found.completion_logprobs) == ([0, 0], [1, 1], [-0.5, -1])

@@ -6,14 +6,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.inference.embedded.scheduler import Limits, penalised, sample, uniforms
+from millrace.inference.embedded.scheduler import penalised, sample, uniforms
 from millrace.inference.engine import SamplingParams
 
 VOCAB = 11
 
 
-def limits(top_p: list[float], top_k: list[int], min_p: list[float]) -> Limits:
-    return Limits(top_p=np.array(top_p, np.float32), top_k=np.array(top_k, np.int32), min_p=np.array(min_p, np.float32))
+def limits(top_p: list[float], top_k: list[int], min_p: list[float]) -> dict[str, np.ndarray]:
+    columns = {"top_p_B": np.array(top_p, np.float32), "min_p_B": np.array(min_p, np.float32)}
+    return columns | {"top_k_B": np.array(top_k, np.int32)}
 
 
 def draw(logits: torch.Tensor, *, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, count=20_000):
@@ -22,7 +23,7 @@ def draw(logits: torch.Tensor, *, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0
     return sample(
         rows,
         temperatures_B=np.full(count, temperature, np.float32),
-        limits_B=limits([top_p] * count, [top_k] * count, [min_p] * count),
+        **limits([top_p] * count, [top_k] * count, [min_p] * count),
         uniforms_B=uniforms(np.arange(count).astype(np.uint64) * np.uint64(7919), np.zeros(count, np.int64)),
     )
 
@@ -76,7 +77,7 @@ def test_no_impossible_token_is_ever_drawn(logits, uniform, temperature, top_p, 
     tokens, logprobs = sample(
         torch.tensor([logits]),
         temperatures_B=np.array([temperature], np.float32),
-        limits_B=limits([top_p], [top_k], [min_p]),
+        **limits([top_p], [top_k], [min_p]),
         uniforms_B=np.array([uniform]),
     )
     assert logits[int(tokens)] > float("-inf")
@@ -95,7 +96,7 @@ def test_rows_do_not_influence_each_other():
         return sample(
             logits[rows],
             temperatures_B=np.array(settings_["temperature"], np.float32)[rows],
-            limits_B=limits(settings_["top_p"][rows], settings_["top_k"][rows], settings_["min_p"][rows]),
+            **limits(settings_["top_p"][rows], settings_["top_k"][rows], settings_["min_p"][rows]),
             uniforms_B=numbers[rows],
         )
 

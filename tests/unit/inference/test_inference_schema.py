@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from millrace.inference.embedded.rows import RowTable, Running
-from millrace.inference.engine import GenerateRequest
+from millrace.inference.engine import GenerateRequest, SamplingParams
 from millrace.inference.http.schema import ChatBody, CompletionBody, GenerateSampling, SamplingBody
 
 INT32, INT64 = 2**31, 2**63
@@ -68,3 +68,16 @@ def test_the_largest_numbers_that_pass_fit_the_columns(seed):
         [9],
     )
     assert (table.count, table.top_k[0]) == (1, INT32 - 1)
+
+
+def test_what_is_sent_is_what_the_engine_gets():
+    sent = {"temperature": 0.0, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 5, "ignore_eos": True}
+    sent |= {"repetition_penalty": 1.5, "presence_penalty": -1.0, "frequency_penalty": 0.5, "min_tokens": 2}
+    body = {**sent, "stop": "a", "stop_token_ids": [4], "skip_special_tokens": False, "max_tokens": 99}
+    expected = SamplingParams(
+        **{**sent, "seed": 7}, max_tokens=3, stop=("a",), stop_token_ids=(4,), skip_special_tokens=False
+    )
+    assert SamplingBody.model_validate(body).params(3, choice=2) == expected
+    nothing = dict.fromkeys([*sent, "stop", "stop_token_ids"]) | {"ignore_eos": False}
+    for neutral in ({}, nothing, {"top_k": -1}, {"stop": [], "stop_token_ids": []}):
+        assert SamplingBody.model_validate(neutral).params(3) == SamplingParams(max_tokens=3)

@@ -8,8 +8,7 @@ import pytest
 from millrace.config import RLConfig
 from millrace.config.load import load
 from millrace.errors import InvalidStateError
-from millrace.local.gpus import SHARED_UTILIZATION, memory_gib
-from millrace.local.shared_gpu import engine_share, flags_on_shared_gpu
+from millrace.local.gpus import SHARED_UTILIZATION, engine_share, flags_on_shared_gpu, memory_gib
 
 pytestmark = pytest.mark.computes
 

@@ -26,7 +26,7 @@ def look(directory: Path, *, needs_template: bool = True, needs_tokenizer: bool 
         place=place,
         needs_tokenizer=needs_tokenizer,
         needs_template=needs_template,
-        tell=lambda how_far: None,
+        report=lambda how_far: None,
     )
 
 

@@ -39,6 +39,11 @@ def test_functions_spread_and_ends_by_environment() -> None:
     assert batch_metrics(groups, seq_len=length - 1, stale={}, shares={})["seq_len/cut_tokens"] == 6.0
 
 
+def test_small_rewards_that_differ_are_no_zero_advantage() -> None:
+    found = batch_metrics([group(0, [0.0, 2e-7]), group(1, [2e-7, 2e-7])], seq_len=64, stale={}, shares={})
+    assert found["zero_advantage/all"] == 0.5
+
+
 def test_an_environment_of_a_thousand_functions_makes_a_bounded_number_of_metrics() -> None:
     found = batch_metrics(
         [group(0, [1.0, 0.0], metrics={f"f{at:04}": 1.0 for at in range(1000)})], seq_len=64, stale={}, shares={}

@@ -5,7 +5,8 @@ import pytest
 
 from millrace.algorithms import Grpo, ReinforcePlusPlus
 from millrace.internal.v1 import batch_pb2
-from millrace.orchestrator.drive.batch_writer import count_dropped, cut, resolutions, score_samples, teaches
+from millrace.orchestrator.drive.batch_writer import cut, score_samples, teaches
+from millrace.orchestrator.play.book import count_dropped, resolutions
 from millrace.orchestrator.play.play import Play
 from millrace.rollouts.types import OwnSampling, PolicySpan
 from millrace_testing.orchestrator.builders import make_play, make_rollout

@@ -1,5 +1,6 @@
 """A function of the user's own that says which task an ordinal draws."""
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -83,3 +84,20 @@ async def test_a_trial_finds_slow_and_changing_answers() -> None:
         with pytest.raises(InvalidSpecError) as raised:
             await sampler(function).try_out([A, B])
         assert says in raised.value.violations[0].message
+
+
+async def test_a_function_that_never_returns_keeps_no_thread_that_others_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.orchestrator.play.tasks._TRIED_WITHIN_S", 0.1)
+    before, is_over = set(threading.enumerate()), threading.Event()
+
+    def blocks(ordinal: int, tasks: Any, **_: Any) -> tuple[str, int]:
+        is_over.wait()
+        return "a", 0
+
+    try:
+        with pytest.raises(InvalidSpecError, match=r"took more than 0\.1 s"):
+            await sampler(blocks).try_out([A, B])
+        stuck = [thread for thread in threading.enumerate() if thread not in before]
+        assert stuck and all(thread.daemon for thread in stuck), "the end of the process would wait for the others"
+    finally:
+        is_over.set()

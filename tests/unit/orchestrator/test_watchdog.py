@@ -6,10 +6,12 @@ import pytest
 
 from millrace.internal.v1 import worker_service_pb2 as ws
 from millrace.orchestrator import watchdog as watchdog_module
+from millrace.orchestrator import workers
 from millrace.orchestrator.catalog import RunView
 from millrace.orchestrator.watchdog import Watchdog
 from millrace.orchestrator.why import explain, stood_still
 from millrace.orchestrator.workers import WorkerKind, WorkerRegistry
+from millrace.rpc.worker import from_proto
 from millrace.runlog.records.run_record import RunRecord
 from millrace.runlog.redis.connection import OUTAGES, Outage
 from millrace.telemetry import waits
@@ -125,8 +127,6 @@ async def test_a_replaced_worker_is_named_with_its_successor(world):
     await world.run(2)
     del world.reported["env-server-a"]
     world.add("env-server-b", ws.WORKER_KIND_ENV_SERVER, slot="host/1")
-    world.registry.lost.pop("env-server-a", None)
-    world.registry.forget("env-server-a")
     await world.run(2)
     assert world.events.reasons == ["WORKER_REPLACED"]
     assert "env-server env-server-a ended and env-server-b took its place" in world.events.warnings[0][1]
@@ -347,3 +347,23 @@ async def test_waits_of_one_owner_that_are_alike_are_one_line(world):
     answer = explain(view(run_pb2.RUN_STATE_RUNNING), world.registry, owner=OWNER)
     assert [wait.reason for wait in answer.waits] == ["the disk (×104, oldest 1.7 s)", "a tokenizer"]
     assert answer.waits[0].age_seconds == 1.7
+
+
+@pytest.mark.parametrize("number", [4, 64, 256])
+async def test_the_look_of_each_second_reads_only_reports_of_workers_in_trouble(world, monkeypatch, number):
+    """What it costs does not grow with the waits that a healthy fleet reports."""
+    num_read = 0
+
+    def read(messages):
+        nonlocal num_read
+        num_read += 1
+        return from_proto(messages)
+
+    monkeypatch.setattr(workers, "from_proto", read)
+    for index in range(number):
+        quiet = event_pb2.Wait(owner=f"e{index}", reason="a rollout", age_seconds=1.0, deadline_seconds=1e6)
+        world.add(f"e{index}", ws.WORKER_KIND_ENV_SERVER, waits_for=quiet)
+    stuck = event_pb2.Wait(owner="e-stuck", reason="a disk", age_seconds=30.0, deadline_seconds=5.0)
+    world.add("e-stuck", ws.WORKER_KIND_ENV_SERVER, waits_for=stuck)
+    await world.run(5, progress=True)
+    assert num_read == 5 and [wait.owner for wait in world.events.waits] == ["e-stuck"]

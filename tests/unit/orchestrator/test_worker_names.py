@@ -1,24 +1,25 @@
 """Workers are called shortly, and keep what they are called."""
 
 from millrace.internal.v1 import worker_service_pb2 as ws
-from millrace.orchestrator.workers import WorkerRegistry, host_of
+from millrace.orchestrator.dashboard_source import host_of
+from millrace.orchestrator.worker_names import Numbered, WorkerNames
+from millrace.orchestrator.workers import WorkerRegistry
 
-TRAINER, REPLICA = ws.WORKER_KIND_TRAINER, ws.WORKER_KIND_INFERENCE
+REPLICA = ws.WORKER_KIND_INFERENCE
 
 
-def register(registry: WorkerRegistry, worker_id: str, kind: int, slot: str = "") -> None:
+def register(registry: WorkerRegistry, worker_id: str, kind: ws.WorkerKind, slot: str = "") -> None:
     registry.register(ws.Worker(worker_id=worker_id, kind=kind, slot=slot))
 
 
 def test_workers_are_numbered_by_kind_in_the_order_in_which_they_came() -> None:
-    registry = WorkerRegistry()
-    for name, kind in (("b", TRAINER), ("x", REPLICA), ("a", TRAINER)):
-        register(registry, name, kind)
-    assert registry.names() == {"b": "trainer-1", "x": "inference-1", "a": "trainer-2"}
-    registry.forget("b")
-    assert registry.names() == {"x": "inference-1", "a": "trainer-2"}, "who stays keeps its name"
-    register(registry, "c", TRAINER)
-    assert registry.names()["c"] == "trainer-1", "and the next takes what is free"
+    names = WorkerNames()
+    b, x, a, c = (
+        Numbered(*each, "") for each in (("b", "trainer"), ("x", "inference"), ("a", "trainer"), ("c", "trainer"))
+    )
+    assert names.of([b, x, a]) == {"b": "trainer-1", "x": "inference-1", "a": "trainer-2"}
+    assert names.of([x, a]) == {"x": "inference-1", "a": "trainer-2"}, "who stays keeps its name"
+    assert names.of([x, a, c])["c"] == "trainer-1", "and the next takes what is free"
 
 
 def test_a_successor_has_the_name_of_its_place() -> None:

@@ -80,6 +80,52 @@ def test_the_run_of_a_trainer_that_leaves_goes_to_another() -> None:
     assert ids(registry.owned(kind, "run")) == ["a", "b"]
 
 
+def replicas_with(*runs: str) -> WorkerRegistry:
+    """A registry of replicas `i0`, `i1`, …, each of which serves a run, or none."""
+    registry = WorkerRegistry()
+    for number, uid in enumerate(runs):
+        registry.register(ws.Worker(worker_id=f"i{number}", kind=ws.WORKER_KIND_INFERENCE))
+        status = policy_service_pb2.PolicyStatus(run_uid=uid)
+        registry.heartbeat(ws.HeartbeatRequest(worker_id=f"i{number}", policy=status))
+    return registry
+
+
+def test_runs_share_the_replicas(clock: Clock) -> None:
+    """The first one to look does not take them all, as soon as others have a trainer."""
+    registry = replicas_with(*[""] * 7)
+    for uid in ("a", "b"):
+        registry.register(ws.Worker(worker_id=f"t{uid}", kind=ws.WORKER_KIND_TRAINER))
+        assert registry.claim(WorkerKind.TRAINER, uid, limit=1) == 1
+    assert [registry.claim(WorkerKind.INFERENCE, uid) for uid in ("a", "b", "a")] == [4, 3, 4]
+    alone = replicas_with(*[""] * 7)
+    assert alone.claim(WorkerKind.INFERENCE, "a") == 7
+
+
+@pytest.mark.parametrize(("replicas", "runs"), [(4, 3), (6, 4), (16, 10), (3, 3), (2, 3)])
+def test_no_run_is_without_a_replica_if_there_are_enough(clock: Clock, replicas: int, runs: int) -> None:
+    registry = replicas_with(*[""] * replicas)
+    uids = [f"run-{number}" for number in range(runs)]
+    for uid in uids:
+        registry.register(ws.Worker(worker_id=f"t-{uid}", kind=ws.WORKER_KIND_TRAINER))
+        registry.claim(WorkerKind.TRAINER, uid, limit=1)
+    had = [registry.claim(WorkerKind.INFERENCE, uid) for uid in reversed(uids)]
+    assert sum(had) == replicas and max(had) - min(had) <= 1
+
+
+def test_a_replica_waits_for_the_run_that_it_serves_while_a_successor_claims_it(clock: Clock) -> None:
+    registry, kind = replicas_with("theirs", "ended", ""), WorkerKind.INFERENCE
+    registry.going_on = frozenset({"mine", "theirs"})
+    registry.claim(kind, "mine")
+    assert ids(registry.owned(kind, "mine")) == ["i1", "i2"]
+    registry.claim(kind, "theirs")
+    assert ids(registry.owned(kind, "theirs")) == ["i0"]
+    late = replicas_with("theirs")
+    late.going_on = registry.going_on
+    clock.now += workers.HOME_S + 1
+    late.heartbeat(ws.HeartbeatRequest(worker_id="i0"))
+    assert late.claim(kind, "mine") == 1, "nobody came for it"
+
+
 def test_assignments_say_which_copy_of_the_log_redis_holds() -> None:
     registry = registry_with("a")
     registry.set_watermark("run", 4)
@@ -183,12 +229,24 @@ def test_many_workers_speak_less_often_and_their_silence_counts_from_when_they_s
     beat(registry, "0000")
     [first, *_] = registry.alive(WorkerKind.ENV_SERVER)
     assert trainer.interval_s == workers.HEARTBEAT_S, "others wait for what it reports"
-    assert first.interval_s == pytest.approx(4.0, rel=0.01)
-    assert first.lease_ends - clock.now == pytest.approx(workers.LEASE_S + 3.0, rel=0.01)
-    clock.now += 4.0 + workers.QUIET_S - workers.HEARTBEAT_S - 0.1
+    shortest, longest = (4.0 * factor for factor in workers.INTERVAL_SPREAD)
+    assert shortest * 0.99 < first.interval_s < longest * 1.01
+    assert first.lease_ends - clock.now == pytest.approx(workers.LEASE_S + first.interval_s - workers.HEARTBEAT_S)
+    clock.now += first.interval_s + workers.QUIET_S - workers.HEARTBEAT_S - 0.1
     assert first.takes_work
     clock.now += 0.2
     assert not first.takes_work
+
+
+def test_heartbeats_that_were_answered_together_do_not_come_together_again(clock: Clock) -> None:
+    number = 4 * workers.HEARTBEATS_PER_S
+    registry = registry_with(*(f"{each:04d}" for each in range(number)))
+    for each in range(number):
+        beat(registry, f"{each:04d}")
+    due = sorted(record.last_seen + record.interval_s for record in registry.alive(WorkerKind.ENV_SERVER))
+    assert sum(due) / number - clock.now == pytest.approx(4.0, rel=0.05)
+    tenths = [sum(at <= each < at + 0.1 for each in due) for at in due]
+    assert max(tenths) < 0.1 * number
 
 
 async def test_who_waits_for_workers_hears_that_one_fell_silent_and_that_it_is_back(
@@ -203,3 +261,25 @@ async def test_who_waits_for_workers_hears_that_one_fell_silent_and_that_it_is_b
         change()
         await asyncio.wait_for(changed.wait(), 10)
     looking.cancel()
+
+
+def test_a_worker_does_not_hear_of_a_reserved_run_until_it_is_announced_unless_it_reports_it() -> None:
+    registry = registry_with("new", kind=ws.WORKER_KIND_TRAINER)
+    registry.reserve("r")
+    assert registry.claim(WorkerKind.TRAINER, "r", limit=1) == 1
+    record = registry.by_id["new"]
+    record.news.clear()
+    assert not list(registry.assignments(record)) and registry.claim(WorkerKind.TRAINER, "other", limit=1) == 0
+    record.take(ws.HeartbeatRequest(trainer=ws.TrainerStatus(run_uid="r")))
+    assert [each.run_uid for each in registry.assignments(record)] == ["r"]
+    record.take(ws.HeartbeatRequest(trainer=ws.TrainerStatus()))
+    registry.announce("r")
+    assert record.news.is_set() and [each.run_uid for each in registry.assignments(record)] == ["r"]
+
+
+def test_a_run_that_is_given_up_is_reserved_no_more() -> None:
+    registry = registry_with("a", kind=ws.WORKER_KIND_TRAINER)
+    registry.reserve("r")
+    registry.release("r")
+    registry.claim(WorkerKind.TRAINER, "r", limit=1)
+    assert [each.run_uid for each in registry.assignments(registry.by_id["a"])] == ["r"]

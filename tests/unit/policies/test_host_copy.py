@@ -8,9 +8,8 @@ import pytest
 
 from millrace.errors import ConflictError, UnavailableError
 from millrace.policies.fetch import Manifests
-from millrace.policies.host_copy import FILE_NAME, HostCopy
+from millrace.policies.host_copy import FILE_NAME, HostCopy, download_hf, pull_tensors
 from millrace.policies.manifest import CODEC_DELTA, Encoding, PolicyManifest
-from millrace.policies.pull import download_hf, pull_tensors
 from millrace.policies.tensors import TensorBytes, read_places
 from millrace.storage.local import LocalStore
 from millrace_testing.committed_versions import NAMES, SHAPES, Trainer

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from millrace.errors import CorruptObjectError, InvalidStateError
 from millrace.inference.vllm.lora import parse_adapter_config
-from millrace.policies.host_copy import HostCopy
+from millrace.policies.host_copy import HostCopy, pull_files
 from millrace.policies.manifest import AdapterEntry, PolicyManifest, PolicyPlace, Probe
 from millrace.policies.peft.config import AdapterSpec
 from millrace.policies.publish import PolicyContents, publish_policy
-from millrace.policies.pull import pull_files
 from millrace.policies.tensors import TensorBytes, pack_safetensors, read_places
 from millrace.storage.local import LocalStore
 from millrace_testing.mutations import mutated_bytes, mutated_json
@@ -55,6 +54,7 @@ def _publish(store: LocalStore) -> bytes:
     return store.get(published.manifest_key)
 
 
+@pytest.mark.computes
 @settings(max_examples=600, deadline=None)
 @given(st.data())
 def test_a_mutated_manifest_is_whole_or_refused(manifest: bytes, data: st.DataObject) -> None:
@@ -90,6 +90,7 @@ def test_what_is_wrong_with_a_manifest_is_said(manifest: bytes, change: dict[str
         PolicyManifest.from_bytes(json.dumps({**json.loads(manifest), **change}).encode(), source="here")
 
 
+@pytest.mark.computes
 @settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_a_mutated_safetensors_header_is_whole_or_refused(data: st.DataObject) -> None:
@@ -105,6 +106,7 @@ def test_a_mutated_safetensors_header_is_whole_or_refused(data: st.DataObject) -
     assert all(place.length_bytes >= 0 and place.offset >= 8 for place in found)
 
 
+@pytest.mark.computes
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_a_mutated_adapter_config_is_whole_or_refused(data: st.DataObject) -> None:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from millrace.errors import ConflictError, CorruptObjectError, NotFoundError
+from millrace.policies.host_copy import download_hf, pull_files, pull_tensors, read_manifest, write_hf
 from millrace.policies.manifest import PolicyManifest, PolicyPlace, Probe
 from millrace.policies.publish import PolicyContents, PublishedPolicy, publish_policy, upload_files
-from millrace.policies.pull import download_hf, pull_files, pull_tensors, read_manifest, write_hf
 from millrace.policies.tensors import TensorBytes, pack_safetensors, read_places
 from millrace.storage.local import LocalStore
 

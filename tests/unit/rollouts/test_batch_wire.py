@@ -65,6 +65,7 @@ def _with_default_weights(sample: TrainSample, found: TrainSample) -> TrainSampl
     return dataclasses.replace(sample, rl_weights=rl, ce_weights=ce)
 
 
+@pytest.mark.computes
 @given(st.lists(train_samples(), max_size=12), st.integers(1, 2000))
 def test_round_trip(samples, target):
     header, chunks = _pack(samples, target)
@@ -75,6 +76,7 @@ def test_round_trip(samples, target):
     assert [chunk.size_bytes for chunk in header.chunks] == [len(chunk) for chunk in chunks]
 
 
+@pytest.mark.computes
 @given(st.lists(train_samples(), min_size=1, max_size=12), st.data())
 def test_a_part_needs_only_its_chunks(samples, data):
     header, chunks = _pack(samples)
@@ -85,6 +87,7 @@ def test_a_part_needs_only_its_chunks(samples, data):
     assert found == [whole[index] for index in only]
 
 
+@pytest.mark.computes
 @given(st.lists(train_samples(), min_size=1, max_size=6), st.data())
 def test_every_damaged_chunk_is_found(samples, data):
     header, chunks = _pack(samples)
@@ -96,6 +99,7 @@ def test_every_damaged_chunk_is_found(samples, data):
         batch_wire.unpack_batch(header, dict(enumerate(chunks)))
 
 
+@pytest.mark.computes
 @given(st.lists(train_samples(), min_size=1, max_size=6), st.data())
 def test_a_damaged_header_is_refused_or_still_consistent(samples, data):
     header, chunks = _pack(samples)

@@ -95,6 +95,7 @@ def rollouts(draw: st.DrawFn) -> Rollout:
     )
 
 
+@pytest.mark.computes
 @given(rollouts())
 def test_round_trip(rollout):
     again = wire.decode_rollout(wire.encode_rollout(rollout))

@@ -70,7 +70,7 @@ def reader(tmp_path):
     return ServerAccess.of(Settings(tokens_file=str(path), worker_token_file=str(workers))), token, path
 
 
-WRITING = {"CreateRun", "CancelRun", "PauseRun", "ResumeRun", "ForkRun"}
+WRITING = {"CreateRun", "CancelRun", "PauseRun", "ResumeRun", "ForkRun", "DeleteRun"}
 
 
 def test_a_token_for_reading_calls_what_reads_and_nothing_else(reader):

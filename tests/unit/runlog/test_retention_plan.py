@@ -152,6 +152,23 @@ def test_a_writer_that_dies_anywhere_in_a_pass_has_a_successor_that_ends_it(tmp_
     assert [len(keys) for keys in left] == [0] * 4 + [3] * 4
 
 
+@pytest.mark.parametrize("lives", range(13))
+def test_what_a_pass_of_an_ended_run_has_left_is_removed_and_nothing_more(tmp_path, lives):
+    store = Dying(tmp_path)
+    committed(store, range(8))
+    rule, view = RetentionRule(batches=2), RunNeeds(next_step=8, checkpoints=[4, 5])
+    store.left = lives
+    with pytest.raises(KeyboardInterrupt) if lives < 12 else contextlib.nullcontext():
+        Retention(store, NAMES, first=0, by="me").run(rule, view)
+    store.left = 100
+    committed(store, range(8, 12))
+    assert Retention(store, NAMES, first=0, by="who seals the run").finish() == []
+    record = newest_retirement(store, NAMES)
+    assert record is not None and record.number == 1, "nothing more is retired"
+    left = [keys_at(store, NAMES, KeptAs.BATCHES, step=step) for step in range(12)]
+    assert [len(keys) for keys in left] == [0] * 4 + [3] * 8
+
+
 class Counting(LocalStore):
     """A store that counts what it is asked for."""
 

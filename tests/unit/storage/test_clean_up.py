@@ -50,11 +50,11 @@ def test_pauses_grow_and_only_doublings_of_their_number_are_told() -> None:
     for _ in range(8):
         left = leftovers.failed("file", "/a", "denied")
         pauses.append(left.retry_at - now[0])
-        assert leftovers.is_paused("/a") == left and left.is_to_be_told == (left.num_tries == 1)
+        assert leftovers.is_paused("/a") == left and left.is_reportable == (left.num_tries == 1)
         now[0] = left.retry_at
         assert leftovers.is_paused("/a") is None
     assert pauses[:3] == [60, 120, 240] and pauses[-1] == 3600
-    told = [n for n in range(2, 18) if leftovers.failed("file", f"/{n}", "denied").is_to_be_told]
+    told = [n for n in range(2, 18) if leftovers.failed("file", f"/{n}", "denied").is_reportable]
     assert told == [2, 4, 8, 16] and leftovers.failures() == {"file": 24}
     leftovers.removed("/a")
     assert leftovers.failed("file", "/a", "denied").num_tries == 1

@@ -6,7 +6,7 @@ import threading
 import pytest
 from rich.console import Console
 
-from millrace.cli.view.bars import bars, shown_work
+from millrace.cli.view.live import bars, shown_work
 from millrace.inference.vllm_server import stage_of
 from millrace.storage.local import LocalStore
 from millrace.telemetry import progress, waits

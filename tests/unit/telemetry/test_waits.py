@@ -1,5 +1,6 @@
 """The registry of waits: age, order, updates, threads."""
 
+import asyncio
 import threading
 
 import pytest
@@ -142,3 +143,33 @@ def test_a_lasting_wait_keeps_its_age_under_one_key() -> None:
     assert [(w.reason, w.age_s) for w in registry.snapshot("o")] == [("8 of 8 groups", 0)]
     wait.over()
     assert registry.snapshot("o") == []
+
+
+async def test_waits_of_work_done_ahead_are_shown_once_its_result_is_needed() -> None:
+    clock = Clock()
+    registry = WaitRegistry(clock=clock)
+    ahead, is_read = waits.Ahead(clock=clock), asyncio.Event()
+
+    async def read_chunk() -> None:
+        with registry.waiting("a chunk", waits_on="object store"):
+            await is_read.wait()
+
+    async def read() -> None:
+        with ahead, registry.waiting("batch 3", waits_on="orchestrator"):
+            await asyncio.create_task(read_chunk())
+
+    task = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    clock.now += 60
+    with registry.waiting("of the caller's own"):
+        assert [found.reason for found in registry.snapshot("trainer")] == ["of the caller's own"]
+    ahead.need()
+    clock.now += 2
+    ahead.need()
+    clock.now += 1
+    found = registry.snapshot("trainer")
+    assert sorted((wait.reason, wait.age_s) for wait in found) == [("a chunk", 3), ("batch 3", 3)]
+    is_read.set()
+    await task
+    assert registry.snapshot("trainer") == []

@@ -39,6 +39,7 @@ def test_what_the_user_has_set_counts(name: str) -> None:
     assert environ == {name: "max_split_size_mb:128"}
 
 
+@pytest.mark.computes
 def test_torch_reads_the_name_that_is_set() -> None:
     environ = {name: value for name, value in os.environ.items() if name not in NAMES}
     said = subprocess.run([sys.executable, "-c", ASK], env=environ, capture_output=True, text=True, check=True)

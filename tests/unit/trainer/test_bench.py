@@ -16,8 +16,7 @@ from millrace.cli.session.bench import flags, is_bench, trainer_bench
 from millrace.config.sections.rl import FakeDataConfig, TrainerBench
 from millrace.config.sections.trainer import TrainerConfig
 from millrace.errors import InvalidSpecError
-from millrace.trainer.bench.main import lines, summary
-from millrace.trainer.bench.measure import BenchStep, fake_samples, measure
+from millrace.trainer.bench import BenchStep, fake_samples, lines, measure, summary
 from millrace.trainer.gang.distributed import Gang
 
 

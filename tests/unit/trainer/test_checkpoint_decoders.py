@@ -44,6 +44,7 @@ _MANIFEST = CheckpointManifest(
 ).to_bytes()
 
 
+@pytest.mark.computes
 @settings(max_examples=600, deadline=None)
 @given(st.one_of(mutated_json(_INDEX), mutated_bytes(_INDEX)))
 def test_a_mutated_index_is_whole_or_refused(data: bytes) -> None:
@@ -57,6 +58,7 @@ def test_a_mutated_index_is_whole_or_refused(data: bytes) -> None:
         assert all(piece.offset + piece.count * tensor.element_bytes <= _SIZES[piece.file] for piece in tensor.pieces)
 
 
+@pytest.mark.computes
 @settings(max_examples=600, deadline=None)
 @given(st.data())
 def test_a_mutated_manifest_is_whole_or_refused(data: st.DataObject) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from millrace.config.load import validate_document
 from millrace.config.sections.sft import SFTConfig
 from millrace.config.sections.trainer import ActivationCheckpointConfig, CompileConfig
-from millrace.errors import InvalidSpecError
+from millrace.errors import InternalError, InvalidSpecError
 from millrace.telemetry import waits
 from millrace.trainer.learning.batch import MicroBatch, build_micro_batch, fake_sample
 from millrace.trainer.learning.forward import token_logprobs
@@ -209,17 +209,72 @@ def test_strict_is_refused_with_the_reason() -> None:
     assert validate_document(document | {"trainer": {"model": {"compile": {}}}}).trainer.model.compile is not None
 
 
-@pytest.mark.parametrize("shared", [{"tp": 2}, {"cp": 2}, {"ep": 2}, {"tp": 2, "cp": 2}], ids=" and ".join)
-def test_ranks_that_share_layers_rows_or_experts_are_refused_with_it(shared: dict[str, int]) -> None:
+def test_ranks_that_share_layers_are_refused_with_it_and_whole_graphs_with_exchanges() -> None:
     document = {"orchestrator": {"env": [{"id": "a"}], "rollouts_per_example": 2}}
-    keys = {"compile": {}, **shared}
-    with pytest.raises(InvalidSpecError, match=f"with {' and '.join(shared)} above 1, whose exchanges are not") as told:
-        validate_document({**document, "trainer": {"model": keys}})
-    assert told.value.violations[0].field == "trainer.model.compile"
-    with pytest.raises(InvalidSpecError, match="whose exchanges are not proved in compiled blocks"):
-        validate_document({"model": keys}, SFTConfig)
-    validate_document({**document, "trainer": {"model": {"compile": {}, "dp_replicate": 2}}})
-    validate_document({**document, "trainer": {"model": shared}})
+
+    def refusal(**model: Any) -> tuple[str, str]:
+        with pytest.raises(InvalidSpecError) as told:
+            validate_document({**document, "trainer": {"model": model}})
+        with pytest.raises(InvalidSpecError) as of_sft:
+            validate_document({"model": model}, SFTConfig)
+        first, second = told.value.violations[0], of_sft.value.violations[0]
+        assert (first.field, first.message) == (f"trainer.{second.field}", second.message)
+        return first.field, first.message
+
+    field, message = refusal(compile={}, tp=2)
+    assert field == "trainer.model.compile" and "with tp above 1, whose exchanges are not proved" in message
+    field, message = refusal(compile={"fullgraph": True}, cp=2, ep=2)
+    assert field == "trainer.model.compile.fullgraph" and "with cp and ep above 1" in message and "divide" in message
+    for allowed in ({"dp_replicate": 2}, {"cp": 2}, {"ep": 2}, {"cp": 2, "ep": 4}):
+        validate_document({**document, "trainer": {"model": {"compile": {}, **allowed}}})
+        validate_document({"model": {"compile": {}, **allowed}}, SFTConfig)
+    validate_document({**document, "trainer": {"model": {"tp": 2}}})
+
+
+def test_of_blocks_with_exchanges_a_part_that_does_not_compile_runs_eagerly_and_nothing_twice() -> None:
+    """A second call of a whole block would exchange a second time, with ranks that do not."""
+    exchanged: list[int] = []
+    failing: list[int] = []
+
+    @torch.compiler.disable
+    def exchange(hidden: torch.Tensor) -> torch.Tensor:
+        exchanged.append(1)
+        return hidden
+
+    def broken_once(graph: Any, inputs: Any) -> Callable[..., Any]:
+        if exchanged and not failing:
+            failing.append(1)
+            raise RuntimeError("no room for the kernel\nin any of these places")
+        return graph.forward
+
+    compiled, eager = model(), model()
+    for block in (*compiled.model.layers, *eager.model.layers):  # type: ignore[union-attr]
+        block.input_layernorm.register_forward_hook(lambda module, args, out: exchange(out))
+    compile_blocks(compiled, CompileConfig(), has_exchanges=True, backend=broken_once)
+    batch = micro_batch([37, 20])
+    assert_same(compiled, eager, batch)
+    assert failing and len(exchanged) == 4, "two layers of two models"
+    assert take_failures(compiled) == ["a part of the blocks does not compile and runs eagerly: no room for the kernel"]
+    assert_same(compiled, eager, batch)
+    assert not take_failures(compiled)
+
+
+def test_a_tracer_that_fails_beside_exchanges_ends_the_step_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.exc import InternalTorchDynamoError
+
+    compiled = model()
+
+    def failing(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            raise InternalTorchDynamoError("a bug of the tracer")
+
+        return forward
+
+    monkeypatch.setattr(torch, "compile", failing)
+    compile_blocks(compiled, CompileConfig(), has_exchanges=True, backend="eager")
+    with pytest.raises(InternalError, match=r"Qwen3DecoderLayer cannot be traced.*a bug of the tracer") as told:
+        learned(compiled, micro_batch([5]))
+    assert told.value.reason == "BLOCKS_UNTRACEABLE" and "trainer.model.compile" in told.value.remedy
 
 
 def test_a_graph_that_is_being_compiled_is_a_wait() -> None:

@@ -56,7 +56,7 @@ def work(worker: TrainerWorker) -> Iterator[Callable[[Callable[[], None]], Train
 
 
 def lend(worker: TrainerWorker, turn: int) -> None:
-    worker.hear(HeartbeatResponse(assignments=[Assignment(run_uid="a", device_turn=turn)]))
+    worker.on_answer(HeartbeatResponse(assignments=[Assignment(run_uid="a", device_turn=turn)]))
 
 
 def asked(worker: TrainerWorker) -> int:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from millrace.errors import InvalidSpecError, InvalidStateError
-from millrace.trainer.gang.devices import choose_device
+from millrace.trainer.gang.distributed import choose_device
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this is what a machine without a GPU says")
 

@@ -9,9 +9,9 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 
 from millrace.cli.main import main
 from millrace.config.sections.trainer import TrainerConfig
-from millrace.trainer.estimate.estimate import estimate, trials
-from millrace.trainer.estimate.report import KINDS
-from millrace.trainer.estimate.step import Simulated, simulate, simulate_whole
+from millrace.trainer.estimate import estimate, trials
+from millrace.trainer.estimate_report import KINDS
+from millrace.trainer.estimate_step import Simulated, simulate, simulate_whole
 
 pytestmark = pytest.mark.computes
 

@@ -29,8 +29,8 @@ from transformers import (
 
 from millrace.config.sections.trainer import TrainerConfig
 from millrace.errors import InvalidStateError, NotFoundError
-from millrace.trainer.estimate.estimate import load_config
-from millrace.trainer.estimate.step import simulate, simulate_whole
+from millrace.trainer.estimate import load_config
+from millrace.trainer.estimate_step import simulate, simulate_whole
 from millrace_testing.lanes import by_default
 
 pytestmark = pytest.mark.computes
@@ -156,3 +156,9 @@ def test_a_model_that_does_not_generate_text_is_refused(tmp_path: Path):
     with pytest.raises(NotFoundError, match="of type t5, of which transformers has no causal language model") as raised:
         load_config(str(tmp_path))
     assert raised.value.reason == "MODEL_NOT_FOUND" and "from left to right" in str(raised.value.remedy)
+
+
+def test_a_directory_without_a_config_is_refused_with_what_it_needs(tmp_path: Path):
+    with pytest.raises(NotFoundError, match=r"cannot be read: the directory holds no config\.json") as raised:
+        load_config(str(tmp_path))
+    assert raised.value.reason == "MODEL_NOT_FOUND" and "with a config.json" in str(raised.value.remedy)

@@ -1,12 +1,26 @@
-"""Groups of rows times the weights of their experts: one operation, as on a GPU, gives what a loop gives."""
+"""Experts that are cut compute what transformers' own modules compute, whatever form these have.
 
+Groups of rows times the weights of their experts: one operation, as on a GPU, gives what a loop gives.
+"""
+
+import importlib
+import json
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from millrace.config.sections.trainer import TrainerModelConfig
+from millrace.errors import InvalidSpecError, MillraceError
+from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.learning.learner import build_model
 from millrace.trainer.model import expert_parallel
 from millrace.trainer.model.expert_parallel import (
     cut_experts,
@@ -17,6 +31,7 @@ from millrace.trainer.model.expert_parallel import (
     grouped_by_loop,
     has_kernel,
 )
+from millrace_testing.lanes import by_default
 
 Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 LAYERS = 2
@@ -32,6 +47,7 @@ def tensors_of(counts: list[int], *, columns: int = 16, width: int = 8) -> tuple
 def test_one_operation_gives_what_the_loop_gives_forwards_and_backwards(counts: list[int]) -> None:
     rows, weight = tensors_of(counts)
     assert fits_kernel(rows, weight)
+    weight = weight.transpose(1, 2)
 
     def computed(way: Way) -> list[torch.Tensor]:
         own_rows, own_weight = rows.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -57,11 +73,26 @@ def test_what_the_operation_refuses_goes_through_the_loop(
     rows, weight = tensors_of(counts, columns=columns, width=width)
     assert not fits_kernel(rows, weight)
     with pytest.raises(RuntimeError, match="multiple of 16 bytes"):
-        out = grouped_by_kernel(rows, weight.clone().requires_grad_(), torch.tensor(counts))
+        out = grouped_by_kernel(rows, weight.clone().requires_grad_().transpose(1, 2), torch.tensor(counts))
         out.backward(torch.ones_like(out))
     monkeypatch.setattr(expert_parallel, "has_kernel", lambda device: True)
     found = grouped(rows, weight, torch.tensor(counts))
-    assert torch.equal(found, grouped_by_loop(rows, weight, torch.tensor(counts)))
+    assert torch.equal(found, grouped_by_loop(rows, weight.transpose(1, 2), torch.tensor(counts)))
+
+
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_a_weight_may_be_held_transposed(by_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_parallel, "has_kernel", lambda device: by_kernel)
+    counts = torch.tensor([3, 0, 5, 2])
+    rows, weight = tensors_of(counts.tolist())
+    held = weight.transpose(1, 2).contiguous().requires_grad_()
+    weight.requires_grad_()
+    found, wanted = grouped(rows, held, counts, is_transposed=True), grouped(rows, weight, counts)
+    torch.testing.assert_close(found, wanted)
+    for each in (found, wanted):
+        each.backward(torch.arange(each.numel(), dtype=each.dtype).view_as(each) / each.numel())
+    assert held.grad is not None and weight.grad is not None and held.grad.abs().max() > 0.5
+    torch.testing.assert_close(held.grad, weight.grad.transpose(1, 2))
 
 
 def test_no_rows_and_other_formats_do_not_fit() -> None:
@@ -129,3 +160,98 @@ def learned(monkeypatch: pytest.MonkeyPatch, *, has_kernel: bool) -> dict[str, t
         gradient = parameter.grad
         found[name] = gradient.to_local() if hasattr(gradient, "to_local") else gradient  # type: ignore[operator]
     return found
+
+
+def classes_of_experts() -> dict[str, str]:
+    """Return the module of every class of experts in transformers that follows its interface."""
+    import transformers.models
+
+    pattern = re.compile(r"^@use_experts_implementation.*\nclass (\w+)\(", re.MULTILINE)
+    return {
+        name: f"transformers.models.{path.parent.name}.{path.stem}"
+        for path in sorted(Path(str(transformers.models.__file__)).parent.glob("*/modeling_*.py"))
+        for name in pattern.findall(path.read_text())
+    }
+
+
+class AnyConfig(SimpleNamespace):
+    """A config of tiny sizes, whatever the class of experts asks for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if "act" in name:
+            return "silu"
+        if "alpha" in name or "limit" in name or "eps" in name:
+            return 0.7
+        if "expert" in name and "intermediate" not in name:
+            return 4
+        return None if "latent" in name else 16 if "intermediate" in name or "ffn" in name else 8
+
+
+SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 16, "num_attention_heads": 2}
+SHARING = {"MuseSparkExperts": "post_expert_norm.weight"}
+"""Classes whose experts share a weight, which is why they are refused."""
+CLASSES = classes_of_experts()
+CORNERS = ("GptOssExperts", "MuseSparkExperts", "NemotronHExperts", "OlmoeExperts")
+
+
+def layer_of(name: str) -> Any:
+    """Return a layer of experts of a class, in a model of its own, with numbers drawn."""
+    torch.manual_seed(0)
+    made = getattr(importlib.import_module(CLASSES[name]), name)(AnyConfig(_experts_implementation="eager"))
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return nn.Sequential(made)
+
+
+@pytest.mark.parametrize("name", by_default(CLASSES, CORNERS))
+def test_cut_experts_of_every_class_compute_what_the_class_computes(name: str, alone: None) -> None:
+    whole, cut = layer_of(name), layer_of(name)
+    if name in SHARING:
+        with pytest.raises(InvalidSpecError, match=f"share {SHARING[name]}, whose gradient") as told:
+            cut_experts(cut, init_device_mesh("cpu", (1,)))
+        assert told.value.reason == "LAYOUT_IMPOSSIBLE" and told.value.violations[0].field == "trainer.model.ep"
+        return
+    assert cut_experts(cut, init_device_mesh("cpu", (1,))) == [cut[0]]
+    hidden, (weights, index) = torch.randn(7, 8), torch.rand(7, 4).topk(2)
+    index[:, 0] = index[:, 0] % 2  # the last experts have few tokens, and may have none
+    found: list[list[torch.Tensor]] = []
+    for layer in (whole, cut):
+        given = [each.clone().requires_grad_() for each in (hidden, weights)]
+        out = layer[0](given[0], index, given[1])
+        (out * torch.arange(8.0)).sum().backward()
+        gradients = [each.grad for each in (*given, *layer.parameters()) if each.grad is not None]
+        found.append([out.detach(), *(getattr(each, "to_local", lambda each=each: each)() for each in gradients)])
+    assert len(found[0]) == len(found[1]) >= 5
+    for one, other in zip(*found, strict=True):
+        assert one.abs().max() > 0
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5 * float(one.abs().max()))
+
+
+def test_a_model_that_asks_for_a_balancing_loss_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    config = {"model_type": "mixtral", "router_aux_loss_coef": 0.02, "output_router_logits": True}
+
+    def refusal(**changes: Any) -> MillraceError:
+        (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+        model = TrainerModelConfig(name=str(tmp_path))
+        with pytest.raises(MillraceError) as told:
+            build_model(model, tmp_path, gang=Gang(), seed=0, prefix="trainer.model", context_length=8)
+        return told.value
+
+    told = refusal()
+    assert told.reason == "ROUTER_LOSS_UNSUPPORTED" and "router_aux_loss_coef 0.02" in told.message
+    for allowed in ({"output_router_logits": False}, {"router_aux_loss_coef": 0.0}):
+        assert refusal(**allowed, **SMALL).reason != "ROUTER_LOSS_UNSUPPORTED", "there are no weights"
+
+
+def test_experts_that_cannot_be_cut_are_refused_by_name() -> None:
+    class Mesh:
+        """Three ranks, of which none is asked."""
+
+        def size(self) -> int:
+            return 3
+
+    mesh: Any = Mesh()
+    with pytest.raises(InvalidSpecError, match="a layer of Sequential has 4 experts, which 3 ranks cannot share"):
+        cut_experts(layer_of("OlmoeExperts"), mesh)
+    with pytest.raises(InvalidSpecError, match="Linear has no module that holds all experts of a layer"):
+        cut_experts(nn.Linear(2, 2), mesh, prefix="model")

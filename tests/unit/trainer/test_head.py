@@ -1,8 +1,10 @@
 """Log-probs without the logits: equal to those of the logits, in the memory of a chunk."""
 
+import logging
 import math
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from millrace.rollouts.types import TrainSample
+from millrace.config.sections.loss import CorrectionConfig, KlConfig, LossConfig
+from millrace.rollouts.types import TrainSample, Truncation
 from millrace.trainer.learning import forward as head
 from millrace.trainer.learning.batch import build_micro_batch
-from millrace.trainer.learning.forward import Targets, linear_logprobs, select_logprobs, token_logprobs
+from millrace.trainer.learning.forward import OnePass, Targets, linear_logprobs, select_logprobs, token_logprobs
+from millrace.trainer.losses import LOSSES, Objective, token_losses
 
 ROWS, COLUMNS, VOCABULARY, HIDDEN = 3, 7, 37, 8
 
@@ -69,6 +73,8 @@ def evens(start: int, z_NV: torch.Tensor) -> torch.Tensor:
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(head.CHUNK, "cpu", request.param)
     monkeypatch.setattr(head, "SORTED_TOKENS", request.param[0])
+    monkeypatch.setitem(head.WHOLE_BYTES, "cpu", request.param[0] * VOCABULARY * 8)
+    monkeypatch.setitem(head.CACHED_COLUMNS, "cpu", request.param[1])
 
 
 @pytest.mark.usefixtures("chunks")
@@ -101,6 +107,74 @@ def test_values_and_gradients_are_those_of_the_logits(dtype: torch.dtype, kept: 
         torch.testing.assert_close(one.double(), other, **tolerance)
 
 
+def by_token(both_N2: torch.Tensor, *, entropy: bool) -> torch.Tensor:
+    """A loss that is curved in every log-prob (and entropy), so that a slope at another value would show."""
+    logprobs_N, entropy_N = torch.nan_to_num(both_N2, neginf=0.0).unbind(-1)
+    shares_N = torch.sin(logprobs_N) + (torch.cos(2 * entropy_N) if entropy else 0.0)
+    return (shares_N * torch.linspace(0.5, 1.5, len(both_N2), dtype=both_N2.dtype)).sum()
+
+
+def one_pass(asked: Targets, *, entropy: bool) -> Targets:
+    """The targets with the slopes of `by_token`."""
+
+    def slopes(tokens: slice, both_C2: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            own_C2 = both_C2.requires_grad_()
+            whole_N2 = own_C2.new_zeros((ROWS * COLUMNS, 2)).index_put((torch.arange(ROWS * COLUMNS)[tokens],), own_C2)
+            return torch.autograd.grad(by_token(whole_N2, entropy=entropy), own_C2)[0]
+
+    return replace(asked, slopes=slopes)
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("entropy", [False, True], ids=["entropy known", "entropy learned"])
+@pytest.mark.parametrize("kept", [None, evens], ids=["whole", "cut"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_one_pass_gives_the_gradient_of_two(
+    dtype: torch.dtype, kept: Any, entropy: bool, biased: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = targets(entropy=entropy, kept=kept)
+    exact = [each.detach().to(dtype).double().requires_grad_() for each in inputs(torch.float64)][: 2 + biased]
+    wanted = torch.autograd.grad(by_token(linear_logprobs(*exact, targets=asked), entropy=entropy), exact)
+    given = [each.detach().to(dtype).requires_grad_() for each in exact]
+    two = by_token(linear_logprobs(*given, targets=asked), entropy=entropy)
+    one = by_token(linear_logprobs(*given, targets=one_pass(asked, entropy=entropy)), entropy=entropy)
+    torch.testing.assert_close(one, two)
+    roundings = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+    for mine, old, theirs in zip(torch.autograd.grad(one, given), torch.autograd.grad(two, given), wanted, strict=True):
+        assert mine.dtype == dtype
+        errors = [float((each.double() - theirs).norm() / theirs.norm()) for each in (mine, old)]
+        assert errors[0] <= 1.2 * errors[1] + roundings[dtype]
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("chunks")
+def test_a_loss_over_several_tokens_gets_its_own_gradient_in_a_second_pass(caplog: pytest.LogCaptureFixture) -> None:
+    given = list(inputs(torch.float64))
+    slopes = one_pass(targets(entropy=False), entropy=False)
+    found, wanted = (
+        torch.autograd.grad(linear_logprobs(*given, targets=each)[:, 0].sum().square(), given)
+        for each in (slopes, targets(entropy=False))
+    )
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+@pytest.mark.usefixtures("chunks")
+def test_one_pass_of_a_frozen_head_and_of_frozen_hidden_states() -> None:
+    asked = targets(entropy=False)
+    hidden, weight, bias = inputs(torch.float64)
+    for given in ((hidden, weight.detach(), None), (hidden.detach(), weight, bias.detach())):
+        learned = [each for each in given if each is not None and each.requires_grad]
+        one, two = (
+            torch.autograd.grad(by_token(linear_logprobs(*given, targets=each), entropy=False), learned)
+            for each in (one_pass(asked, entropy=False), asked)
+        )
+        torch.testing.assert_close(one, two)
+
+
 @pytest.mark.usefixtures("chunks")
 def test_a_repetition_has_the_same_bits_and_a_frozen_head_no_gradient() -> None:
     asked = targets(entropy=True)
@@ -120,11 +194,15 @@ def test_what_is_not_finite_stays_so() -> None:
     assert torch.isnan(found[4]).all() and torch.isfinite(found[:4]).all() and torch.isfinite(found[5:]).all()
 
 
+@pytest.mark.computes
 @pytest.mark.parametrize("vocabulary", [20_000, 80_000])
 @pytest.mark.parametrize("tokens", [300, 1200])
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
-def test_no_tensor_is_as_large_as_the_logits(tokens: int, vocabulary: int, cut: bool) -> None:
+def test_no_tensor_is_as_large_as_the_logits(
+    tokens: int, vocabulary: int, cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The largest is a chunk, or the gradient of the weight, however many tokens and whatever the vocabulary."""
+    monkeypatch.setitem(head.WHOLE_BYTES, "cpu", 8 << 20)  # logits that fit into one chunk are a tensor
 
     def everything(start: int, z_NV: torch.Tensor) -> torch.Tensor:
         return torch.ones_like(z_NV, dtype=torch.bool)
@@ -271,3 +349,55 @@ def test_a_model_is_asked_for_no_logits_unless_it_changes_them(kind: str, monkey
         for mine, theirs in zip(ones, others, strict=True):
             assert float((mine - theirs).abs().max()) <= 1e-5 * max(float(theirs.abs().max()), 1.0)
     assert (largest.elements >= logits_BKV.numel()) == (kind == "scaled")
+
+
+CONFIGS = {
+    **{name: LossConfig(type=name) for name in LOSSES},
+    "entropy": LossConfig(type="ppo", entropy_coef=0.01),
+    "kl": LossConfig(type="ppo", kl=KlConfig(coef=0.1, place="loss")),
+    "kl in the reward": LossConfig(type="ppo", kl=KlConfig(coef=0.1, place="reward")),
+    "by sequence": LossConfig(type="ppo", aggregation="sequence"),
+    "token mask": LossConfig(type="ppo", correction=[CorrectionConfig(type="token_mask", low=0.5, high=2.0)]),
+    "sequence mask": LossConfig(type="ppo", correction=[CorrectionConfig(type="sequence_mask", low=0.5, high=2.0)]),
+}
+TWO_PASSES = ("gspo", "sequence mask")
+
+
+@pytest.mark.parametrize("truncated", [False, True], ids=["whole", "truncated"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_loss_has_the_same_gradient_in_one_pass(
+    name: str, truncated: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(head.WHOLE_BYTES, "cpu", 211 * 4 * 10)
+    model, config = model_of("tied"), CONFIGS[name]
+    samples = [sample(length) for length in (9, 30, 17)]
+    if truncated:
+        samples = [replace(each, truncation=Truncation(top_k=60)) for each in samples]
+    micro_batch = build_micro_batch(samples, seq_len=64, device=torch.device("cpu"))
+    objective = Objective(loss_of=token_losses, config=config, rl_divisor=53, num_ce_tokens=0)
+    reference_BT = torch.full(micro_batch.token_ids_BT.shape, -1.5) if config.kl is not None else None
+
+    def loss_at(logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor) -> torch.Tensor:
+        learned_BT = entropy_BT if config.entropy_coef else None
+        inputs = micro_batch.loss_inputs(logprobs_BT, entropy_BT=learned_BT, reference_logprobs_BT=reference_BT)
+        return objective(inputs)[1]
+
+    def gradient(tried: OnePass | None) -> list[torch.Tensor]:
+        found = token_logprobs(model, micro_batch, is_entropy_learned=config.entropy_coef > 0, one_pass=tried)
+        return list(torch.autograd.grad(loss_at(*found), list(model.parameters())))
+
+    tried = OnePass(loss_at)
+    for mine, theirs in zip(gradient(tried), gradient(None), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-7)
+    assert tried.num_tokens == 53
+    is_one_pass = objective.is_by_token(is_truncated=truncated)
+    assert is_one_pass == (name not in TWO_PASSES and not (truncated and name == "by sequence"))
+    if is_one_pass:
+        assert not caplog.records, "the slopes that were used are those of the loss"
+
+
+def test_a_loss_of_the_users_own_takes_two_passes() -> None:
+    objective = Objective(
+        loss_of=lambda inputs, config: token_losses(inputs, config), config=LossConfig(), rl_divisor=1, num_ce_tokens=0
+    )
+    assert not objective.is_by_token(is_truncated=False)

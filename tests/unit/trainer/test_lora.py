@@ -24,6 +24,7 @@ from millrace.trainer.model.lora import (
 )
 from millrace.trainer.model.pretrained import load_model
 from millrace.trainer.model.published import policy_tensors
+from millrace_testing.trainer.families import make_family
 
 TOKENS = torch.arange(24)[None] * 7 % 200
 
@@ -156,6 +157,15 @@ def test_the_base_has_the_published_values(example: Path, compute: torch.dtype, 
     assert torch.equal(rounded, rounded.bfloat16().float())
     add_adapters(model, LoraConfig(), seed=0)
     assert _logits(model).dtype == held
+
+
+def test_adapters_of_experts_are_refused_by_name(tmp_path: Path) -> None:
+    model = load_model(make_family("mixtral", tmp_path))
+    for pattern in ("gate_up_proj", r"model\.layers\.0\.mlp\.experts\.down_proj"):
+        with pytest.raises(InvalidStateError, match=r"MixtralForCausalLM .*names weights of experts") as told:
+            add_adapters(model, LoraConfig(target_modules=["q_proj", pattern]), seed=0)
+        assert told.value.reason == "LORA_TARGET_UNKNOWN"
+    assert "mlp.experts" not in str(add_adapters(model, LoraConfig(), seed=0).target_modules), "these stay frozen"
 
 
 @pytest.mark.parametrize(

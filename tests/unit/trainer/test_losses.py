@@ -14,8 +14,7 @@ from millrace.config.filling import PRESETS
 from millrace.config.load import validate_document
 from millrace.config.sections.loss import CorrectionConfig, LossConfig
 from millrace.errors import InvalidSpecError
-from millrace.trainer.losses import LOSSES, LossInputs, divisor, token_losses, total_loss
-from millrace.trainer.losses.base import Multiplier
+from millrace.trainer.losses import LOSSES, LossInputs, Multiplier, divisor, token_losses, total_loss
 
 Rows = list[list[tuple[float, float, float]]]
 """Per sample: trainer log-prob, inference log-prob and advantage of each of its tokens."""

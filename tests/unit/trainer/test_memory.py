@@ -18,7 +18,7 @@ from millrace.config.sections.trainer import ActivationCheckpointConfig, ModelMe
 from millrace.trainer.gang import distributed
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.packing import packing_of
-from millrace.trainer.model.memory import Sharding, blocks_of, checkpoint_activations, defer_sharing, hold_weights
+from millrace.trainer.model.memory import Sharding, blocks_of, cast_weights, checkpoint_activations, defer_resharding
 
 pytestmark = pytest.mark.computes
 
@@ -104,7 +104,7 @@ def group() -> Iterator[None]:
 def sharded(compute_dtype: torch.dtype = torch.float32, **keys: Any) -> nn.Module:
     config = ModelMemoryConfig.model_validate(keys)
     trained = model()
-    hold_weights(trained, config)
+    cast_weights(trained, config)
     checkpoint_activations(trained, config.ac)
     return Gang().shard(trained, Sharding.of(config, compute_dtype=compute_dtype))
 
@@ -160,7 +160,7 @@ def test_gradients_that_are_shared_out_once_are_those_that_are_shared_out_each_t
         optimizer = torch.optim.SGD(shares, lr=0.1)
         for _ in range(2):
             for at in range(20):
-                defer_sharing(trained, is_last=not is_deferred or at == 19)
+                defer_resharding(trained, is_last=not is_deferred or at == 19)
                 logits = trained(input_ids=torch.arange(at % 8, at % 8 + 8)[None], use_cache=False).logits
                 logits.float().square().mean().div(20).backward()
                 if is_deferred and at == 0:
@@ -182,7 +182,7 @@ def test_frozen_and_offloaded_weights_are_not_held_twice() -> None:
             parameter.requires_grad_(False)
         config = ModelMemoryConfig.model_validate(keys)
         trained = Gang().shard(base, Sharding.of(config, compute_dtype=torch.bfloat16))
-        defer_sharing(trained, is_last=False)
+        defer_resharding(trained, is_last=False)
         trained(input_ids=torch.arange(8)[None], use_cache=False).logits.float().square().mean().backward()
         assert not any(is_whole(trained))
 

@@ -16,9 +16,10 @@ from millrace.config.sections.sft import SFTConfig
 from millrace.config.sections.trainer import ModelLayoutConfig
 from millrace.errors import InvalidSpecError
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.model import context_parallel, expert_parallel, fit
+from millrace.trainer.model import context_parallel, fit
 from millrace.trainer.model.fit import fit_layout
 from millrace.trainer.model.mesh import RankLayout
+from millrace_testing.trainer import families
 
 
 def layout(world_size: int, **keys: int) -> RankLayout:
@@ -51,9 +52,11 @@ def test_ranks_that_share_layers_compute_on_the_same_samples() -> None:
     assert [found.is_first_part(rank) for rank in range(8)] == [True, False] * 4
     pieces = layout(8, cp=2, tp=2)
     assert [pieces.data_rank(rank) for rank in range(8)] == [0] * 4 + [1] * 4
-    assert [pieces.speaks_for_samples(rank) for rank in range(8)] == [True, False, False, False] * 2
+    assert [pieces.is_first_of_samples(rank) for rank in range(8)] == [True, False, False, False] * 2
     assert [pieces.is_first_part(rank) for rank in range(8)] == [True, False] * 4
-    assert [pieces.draw(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3], "a piece has dropout of its own"
+    assert [pieces.random_stream(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3], (
+        "each piece has its own dropout"
+    )
     gang = Gang(rank=5, world_size=8)
     assert gang.data_rank == 5
     gang.lay_out(found)
@@ -118,7 +121,8 @@ def test_what_ranks_cannot_share_is_refused_before_anything_loads(tmp_path: Path
     assert "num_key_value_heads is 4, which 6 ranks cannot share" in found["tp"] and "a divisor of 4" in found["tp"]
     assert "has no experts" in refused(tmp_path, 2, DENSE, ep=2)["ep"]
     assert "6 experts in a layer, which 4 ranks" in refused(tmp_path, 4, EXPERTS, ep=4)["ep"]
-    assert "only, not mixtral" in refused(tmp_path, 2, {**EXPERTS, "model_type": "mixtral"}, ep=2)["ep"]
+    text_part = {"model_type": "qwen3_5_moe", "text_config": EXPERTS}
+    assert "6 experts in a layer, which 4 ranks" in refused(tmp_path, 4, text_part, ep=4)["ep"]
     for key, other in (("tp", "apertus"), ("cp", "nemotron"), ("tp", "phi3"), ("cp", "gemma2")):
         told = refused(tmp_path, 2, {**DENSE, "model_type": other}, **{key: 2})
         assert told.keys() == {key} and "llama" in told[key] and f"only, not {other}: leave it out" in told[key]
@@ -135,8 +139,8 @@ def test_the_page_names_the_types_that_are_proved() -> None:
     for keys, types in re.findall(r"((?:`[tce]p`(?: and | only)?)+): ([a-z0-9_,\s]+)[.;]", page):
         for key in re.findall("`(..)`", keys):
             of_key[key] |= set(types.replace(",", " ").split())
-    modules = {"tp": fit, "cp": context_parallel, "ep": expert_parallel}
-    assert of_key == {key: set(module.PROVED) for key, module in modules.items()}
+    tried = set(families.EXPERTS.values())  # in tests/integration/trainer/test_families.py
+    assert of_key == {"tp": set(fit.PROVED), "cp": set(context_parallel.PROVED), "ep": tried}
 
 
 def test_all_contradictions_are_told_at_once(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from millrace.config.sections.loss import LossConfig
-from millrace.trainer.losses.base import LossInputs
-from millrace.trainer.losses.policy import dppo
+from millrace.trainer.losses import LossInputs, dppo
 
 VOCABULARY, CONTEXTS = 32, 2000
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from millrace.config.sections.trainer import TrainerConfig
-from millrace.trainer.estimate.estimate import estimate
-from millrace.trainer.estimate.report import KINDS, Estimate
+from millrace.trainer.estimate import estimate
+from millrace.trainer.estimate_report import KINDS, Estimate
 from millrace_testing.repository import REPOSITORY
 from millrace_testing.trainer.sizes import config_of
 

@@ -103,6 +103,25 @@ def test_the_config_names_no_code_and_no_files_of_the_start_model(models: Mappin
     assert not config.keys() & {"transformers_weights", "auto_map"}
 
 
+def test_the_config_says_how_a_router_with_a_bias_chooses(models: Mapping[str, Path], tmp_path: Path) -> None:
+    """The keys of DeepSeek-V3's own config: without them vLLM has no place for the bias (KeyError)."""
+    keys = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    start = shutil.copytree(models["deepseek_v3, experts"], tmp_path / "start")
+    said = json.loads((start / "config.json").read_text())
+    assert said | keys == said
+    written = {}
+    for name, known in (("without", {}), ("with", {**keys, "scoring_func": "softmax"})):
+        bare = {key: value for key, value in said.items() if key not in keys}
+        (start / "config.json").write_text(json.dumps({**bare, **known}))
+        written[name] = json.loads(policy_files(load_model(start), start, dtype=torch.bfloat16)["config.json"])
+    assert written["without"] | keys == written["without"]
+    assert written["with"]["scoring_func"] == "softmax", "what the config says is kept"
+    dense = load_model(models["qwen3_moe"])
+    assert "topk_method" not in json.loads(
+        policy_files(dense, models["qwen3_moe"], dtype=torch.bfloat16)["config.json"]
+    )
+
+
 def test_the_routers_bias_is_float32_in_policies_snapshots_and_digests(routed: Any) -> None:
     tensors = dict(policy_tensors(routed, dtype=torch.bfloat16))
     assert tensors[BIAS].numpy().tolist() == pytest.approx([7.001, 7.002, 7.003, 7.004], abs=1e-6)

@@ -14,8 +14,7 @@ from millrace.config.sections.sft import SFTConfig
 from millrace.errors import InvalidSpecError, InvalidStateError
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.sft import checkpoints
-from millrace.trainer.sft.fine_tune import run_sft
-from millrace.trainer.sft.main import run
+from millrace.trainer.sft.fine_tune import run, run_sft
 
 
 def make_config(example: Path, output: Path, *, steps: int = 4, **evaluation: Any) -> SFTConfig:

@@ -14,7 +14,7 @@ from millrace.processes.table import is_running
 from millrace.storage.local import LocalStore
 from millrace.telemetry import faults, waits
 from millrace.telemetry.faults import Action, Fault, Point
-from millrace.trainer.publish import share_main, share_process
+from millrace.trainer.publish import share_process
 from millrace.trainer.publish.executor import PROCESS_FROM_BYTES, VARIABLE, Executor
 from millrace.trainer.publish.share_process import ShareWriterProcess
 from millrace_testing.committed_versions import Trainer
@@ -201,10 +201,10 @@ def test_waiting_for_it_says_what_for(trainer: Trainer, tmp_path: Path, monkeypa
 
 def test_waiting_for_it_names_what_it_waits_for_itself() -> None:
     with waits.waiting("policy 3", waits_on="object store", deadline_s=60.0):
-        beat = share_main.beat()
+        beat = share_process.beat()
     told = share_process.waited_for("policy 3 to be uploaded", beat)
     assert told == {"reason": "policy 3 to be uploaded: policy 3", "waits_on": "object store", "deadline_s": 60.0}
-    told = share_process.waited_for("policy 3 to be encoded", share_main.beat())
+    told = share_process.waited_for("policy 3 to be encoded", share_process.beat())
     assert told == {"reason": "policy 3 to be encoded", "waits_on": "", "deadline_s": 0.0}  # it works
 
 

@@ -13,7 +13,7 @@ from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.learner import fill_opened
 from millrace.trainer.model.memory import Sharding
 from millrace.trainer.model.pretrained import load_model
-from millrace.trainer.sft import main as sft
+from millrace.trainer.sft import fine_tune as sft
 
 TOO_MUCH = 1 << 50
 GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nGPU 0 has a capacity of …")

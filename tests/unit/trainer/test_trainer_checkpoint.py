@@ -82,7 +82,7 @@ def test_a_checkpoint_that_cannot_be_deleted_stays_whole_and_no_other_stays_for_
     with undeletable(tmp_path / NAMES.checkpoint_manifest(1)):
         dropped, left = checkpoints.prune(KEEP_ONE)
         assert dropped == [2] and [each.name for each in left] == [checkpoints.uri(1)]
-        assert "Operation not permitted" in left[0].why and left[0].is_to_be_told
+        assert "Operation not permitted" in left[0].why and left[0].is_reportable
         state = {"model.a": torch.zeros(3)}
         checkpoints.load(checkpoints.read(1), state)
         assert state["model.a"].tolist() == [1, 1, 1], "its manifest is there, and so is what that names"

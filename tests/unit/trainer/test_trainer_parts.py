@@ -16,8 +16,8 @@ from millrace.errors import CorruptObjectError, InvalidSpecError, InvalidStateEr
 from millrace.internal.v1 import batch_pb2
 from millrace.models.files import MODEL_FILES, TOKENIZER_FILES, small_files
 from millrace.trainer import job
-from millrace.trainer.checkpoint.files import load_shards, needed_files, save_shards
 from millrace.trainer.checkpoint.index import ShardPiece, ShardTensor, decode_index
+from millrace.trainer.checkpoint.store import load_shards, needed_files, save_shards
 from millrace.trainer.gang.agreement import decode_result, encode_result
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning import learner

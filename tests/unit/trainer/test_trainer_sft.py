@@ -19,8 +19,7 @@ from millrace.policies.tensors import TensorBytes
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.sft.checkpoints import replace_directory, try_to_save, write_directory
 from millrace.trainer.sft.data import Order, RowEncoder
-from millrace.trainer.sft.fine_tune import SFTStep, run_sft
-from millrace.trainer.sft.main import load_config
+from millrace.trainer.sft.fine_tune import SFTStep, load_config, run_sft
 from millrace.trainer.sft.rows import load_rows
 
 
@@ -40,6 +39,7 @@ def test_the_example_model_is_the_documented_one(example: Path, tokenizer: Any) 
     assert len(tokenizer(text)["input_ids"]) == len(text.encode())
 
 
+@pytest.mark.computes
 def test_the_warm_up_never_sees_a_held_out_text(example: Path) -> None:
     import reverse_text
 
@@ -170,6 +170,7 @@ def test_the_saved_model_names_the_end_of_turns_that_was_trained(example: Path, 
     assert json.loads((saved / "generation_config.json").read_text())["eos_token_id"] == sorted([end, turn])
 
 
+@pytest.mark.computes
 def test_an_interrupted_fine_tuning_continues_bit_for_bit(example: Path, tmp_path: Path) -> None:
     config = _config(example, tmp_path / "broken", ckpt={"interval": 4})
     whole = run_sft(_config(example, tmp_path / "whole", ckpt={"interval": 4}), gang=Gang(), on_step=lambda _: None)

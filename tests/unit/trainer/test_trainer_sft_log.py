@@ -10,6 +10,7 @@ import pytest
 from millrace.config import SFTConfig
 
 
+@pytest.mark.computes
 @pytest.mark.parametrize(("level", "num_lines"), [pytest.param("info", 1, marks=pytest.mark.long), ("error", 0)])
 def test_level_and_json_come_from_the_config(tmp_path, level, num_lines):
     document = {

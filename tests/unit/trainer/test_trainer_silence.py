@@ -11,7 +11,7 @@ from millrace.rpc.health import HealthBoard
 from millrace.rpc.worker import Silence
 from millrace.telemetry import waits
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.worker import SilenceTeller, TrainerWorker
+from millrace.trainer.worker import SilenceReporter, TrainerWorker
 from millrace.v1 import event_pb2
 
 
@@ -20,13 +20,13 @@ def silence(*, is_over: bool) -> Silence:
 
 
 async def test_a_silence_and_its_end_are_events_of_the_run_that_is_trained() -> None:
-    teller, told = SilenceTeller(), asyncio.Queue[event_pb2.Event]()
-    teller.hear(silence(is_over=False))  # no run: nobody to tell
-    with teller.reporting_to(told.put):
-        teller.hear(silence(is_over=False))
-        teller.hear(silence(is_over=True))
+    reporter, told = SilenceReporter(), asyncio.Queue[event_pb2.Event]()
+    reporter.on_silence(silence(is_over=False))  # no run: nobody to tell
+    with reporter.reporting_to(told.put):
+        reporter.on_silence(silence(is_over=False))
+        reporter.on_silence(silence(is_over=True))
         events = [(await told.get()).warning, (await told.get()).warning]
-    teller.hear(silence(is_over=False))
+    reporter.on_silence(silence(is_over=False))
     assert [event.reason for event in events] == ["ORCHESTRATOR_SILENT", "ORCHESTRATOR_BACK"]
     assert "the orchestrator at 127.0.0.1:7 has not answered for 16 s (no answer within 5 s)" in events[0].message
     assert events[1].message == "the orchestrator at 127.0.0.1:7 answers again after 16 s of silence"
@@ -39,9 +39,9 @@ async def test_a_log_that_is_gone_does_not_matter() -> None:
         failed.set()
         raise LogGoneError("gone")
 
-    teller, failed = SilenceTeller(), asyncio.Event()
-    with teller.reporting_to(fail):
-        teller.hear(silence(is_over=False))
+    reporter, failed = SilenceReporter(), asyncio.Event()
+    with reporter.reporting_to(fail):
+        reporter.on_silence(silence(is_over=False))
         async with asyncio.timeout(5):
             await failed.wait()
 
@@ -68,7 +68,7 @@ def test_an_idle_trainer_says_so_and_waits_in_a_run_are_of_the_run() -> None:
         while not (Counter(shown()) - before) and time.monotonic() < ends:
             time.sleep(0.01)
         look()
-        worker.hear(HeartbeatResponse(assignments=[Assignment(run_uid="r-1")]))
+        worker.on_answer(HeartbeatResponse(assignments=[Assignment(run_uid="r-1")]))
 
     agent = threading.Thread(target=assign)
     agent.start()

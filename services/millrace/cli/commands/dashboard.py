@@ -128,6 +128,7 @@ def _code_path(base: str) -> str:
         path = decode_object(body, what=f"the answer of {base}", reason="ANSWER_UNREADABLE").get("path")
     except CorruptObjectError:
         path = None
+    # The path is opened in a browser, so it may lead to a login and nowhere else.
     if status != 200 or not isinstance(path, str) or not _LOGIN.fullmatch(path):
         raise CliError(f"what answers at {base} is no dashboard ({status})", hint="see --url, or MILLRACE_DASHBOARD")
     return path

@@ -63,6 +63,7 @@ def check(
 
 
 def _object(text: str) -> dict[str, Any]:
+    """Return the value of `--args`, a JSON object; raise CliError for anything else."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -73,6 +74,10 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _pair(text: str) -> tuple[str, Any]:
+    """Return key and value of one `--arg KEY=VALUE`: the value is JSON, or text if it is no JSON.
+
+    Raises CliError if there is no key or no `=`.
+    """
     key, separator, value = text.partition("=")
     if not separator or not key:
         raise CliError(f"--arg {text!r} is not KEY=VALUE")
@@ -83,6 +88,10 @@ def _pair(text: str) -> tuple[str, Any]:
 
 
 def _task_and_model(choices: dict[str, Any]) -> "tuple[TrialTask, TrialModel]":
+    """Return the task to play and the model that answers, as the command's options `choices` name them.
+
+    Raises CliError for an endpoint without a model's name.
+    """
     from millrace.env_server.trial import TrialModel, TrialTask
 
     if choices["base_url"] and not choices["model_name"]:
@@ -97,7 +106,7 @@ def _task_and_model(choices: dict[str, Any]) -> "tuple[TrialTask, TrialModel]":
 async def _run(spec: Any, what: "tuple[TrialTask, TrialModel] | None", signals: "Interrupts") -> dict[str, Any]:
     """Load the environment, play one task unless `what` is None, and return the result as plain data.
 
-    Each step is reported on standard error.
+    `what` is the task and the model that answers. Each step is reported on standard error.
     """
     from millrace.cli.session.environment_check import Steps, loaded_line
     from millrace.env_server.trial import opened
@@ -116,6 +125,7 @@ async def _run(spec: Any, what: "tuple[TrialTask, TrialModel] | None", signals: 
 
 
 def _describe_env(trial: "LoadedTrial") -> dict[str, Any]:
+    """Return what is known of a loaded environment, as plain data."""
     return {
         "env": trial.env.id,
         "api": trial.loaded.api,
@@ -128,6 +138,7 @@ def _describe_env(trial: "LoadedTrial") -> dict[str, Any]:
 
 
 def _describe_rollout(rollout: "Rollout") -> dict[str, Any]:
+    """Return a played rollout as plain data: messages, reward, metrics, times, and the error if there is one."""
     error = rollout.error
     return {
         "task": rollout.task_index,
@@ -164,6 +175,10 @@ def _lines(result: dict[str, Any]) -> list[str]:
 
 
 def _text(content: Any) -> str:
+    """Return the content of a message as text; what is no text as JSON.
+
+    A long one is cut, with the number of characters.
+    """
     text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}… ({len(text) - _SHOWN_CHARS} characters more)"
 

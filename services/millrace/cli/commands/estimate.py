@@ -14,7 +14,7 @@ from millrace.cli.options import RawCommand
 if TYPE_CHECKING:
     from millrace.config import RLConfig, SFTConfig
     from millrace.config.load import Loaded
-    from millrace.trainer.estimate.report import Estimate
+    from millrace.trainer.estimate_report import Estimate
 
 _INSTALL = "pip install 'millrace[trainer]'"
 _HELP = """\b
@@ -81,6 +81,10 @@ def _document(arguments: Sequence[str]) -> "type[RLConfig | SFTConfig]":
 
 
 def _estimate(loaded: "Loaded[Any]") -> "Estimate":
+    """Return the estimate for a loaded config, with GPUs, memory and speed from the command's flags.
+
+    GPUs are hidden from torch before it is imported.
+    """
     from millrace.config import SFTConfig
 
     flags, config = loaded.flags, loaded.config
@@ -103,12 +107,12 @@ def _estimate(loaded: "Loaded[Any]") -> "Estimate":
 
 
 def _code() -> Any:
-    """Return the module `millrace.trainer.estimate.estimate`.
+    """Return the module `millrace.trainer.estimate`.
 
     It is imported by name, because the command line has to work without torch. Raises CliError if a package is missing.
     """
     try:
-        return importlib.import_module("millrace.trainer.estimate.estimate")
+        return importlib.import_module("millrace.trainer.estimate")
     except ModuleNotFoundError as error:
         raise CliError(f"estimate computes with {error.name}, which is not installed here", hint=_INSTALL) from error
 
@@ -116,9 +120,9 @@ def _code() -> Any:
 def _number(
     flags: Mapping[str, str | bool], name: str, default: float, *, whole: bool = False, most: float = float("inf")
 ) -> float:
-    """Return the value of a flag as a number; `default` if it is not given.
+    """Return the value of the flag `name` as a number; `default` if the flag is not given.
 
-    Raises InvalidSpecError if it is not a number from 0 to `most`.
+    Raises InvalidSpecError if it is not a number from 0 to `most`, or with `whole` not a whole number.
     """
     text = str(flags.get(name, default))
     try:
@@ -132,6 +136,10 @@ def _number(
 
 
 def _choice(flags: Mapping[str, str | bool], name: str, choices: Sequence[str]) -> str:
+    """Return the value of the flag `name`, the first of `choices` if it is not given.
+
+    Raise InvalidSpecError for others.
+    """
     value = str(flags.get(name, choices[0]))
     if value not in choices:
         raise _bad(name, value, f"must be one of {', '.join(choices)}")
@@ -139,6 +147,7 @@ def _choice(flags: Mapping[str, str | bool], name: str, choices: Sequence[str]) 
 
 
 def _bad(name: str, value: str, message: str) -> Exception:
+    """Return the error of a flag with a wrong value."""
     from millrace.errors import InvalidSpecError, Violation
 
     return InvalidSpecError([Violation(field=f"--{name}", value=value, message=message, source="command line")])

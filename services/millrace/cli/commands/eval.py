@@ -43,17 +43,24 @@ def evaluate(arguments: tuple[str, ...]) -> int:
     With [client] the model is served by an OpenAI-compatible endpoint; the API key is read from the environment
     variable that client.api_key_var names. Without it model.name is a directory, which the local stack serves.
 
-    `millrace eval show RUN` shows its prompts, replies and rewards; `--help` behind it lists filters.
+    `millrace eval show RUN` shows the prompts, replies and rewards of evaluations alone, also of a run that trains;
+    `--help` behind it lists filters.
     """
     if arguments[:1] == ("show",):
         from millrace.cli.commands.run.samples import samples
 
-        return samples.main([*arguments[1:]], prog_name="millrace eval show", standalone_mode=False)
+        # An option that is given again wins: `--purpose train` shows training rollouts all the same.
+        return samples.main(
+            ["--purpose", "eval", *arguments[1:]], prog_name="millrace eval show", standalone_mode=False
+        )
     from millrace.cli.evals.prepare import prepare_eval
     from millrace.cli.session.prepare import print_config
 
     prepared = prepare_eval(arguments)
     if prepared.is_dry_run:
+        from millrace.cli.session.environment_check import require_installed
+
+        require_installed(prepared.config.env if prepared.server is None else (), "env")
         print_config(prepared.config)
         return 0
     from contextlib import nullcontext

@@ -35,6 +35,8 @@ def rl(arguments: tuple[str, ...]) -> int:
         interrupts.run(lambda signals: check_environments(prepared, server=prepared.server))
     if prepared.is_dry_run:
         validate_models(prepared.config)
+        if prepared.server is None:
+            _require_environments(prepared)
         print_config(prepared.config, only=prepared.shown)
         return 0
     from millrace.cli import interrupts
@@ -48,6 +50,15 @@ def rl(arguments: tuple[str, ...]) -> int:
         data, path = interrupts.run(lambda signals: flow(prepared, signals))
     click.echo("\n".join(["", *summary_lines(data), str(path)]))
     return 0
+
+
+def _require_environments(prepared: "Prepared") -> None:
+    """Raise InvalidSpecError if this machine lacks an environment of the run."""
+    from millrace.cli.session.environment_check import require_installed
+
+    loop = prepared.config.orchestrator
+    require_installed(loop.env, "orchestrator.env")
+    require_installed(loop.eval.env if loop.eval else (), "orchestrator.eval.env")
 
 
 def _bench(prepared: "Prepared") -> int:

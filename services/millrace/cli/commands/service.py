@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 def _command(name: str, about: str) -> click.Command:
+    """Return the command that runs the service `name` in the foreground; `about` is the text of its help."""
+
     def run(arguments: tuple[str, ...]) -> int:
+        """Run the service, or its bench, or with `--dry-run` print its config; return the exit code."""
         import os
 
         from millrace.cli.session.bench import is_bench

@@ -55,7 +55,10 @@ def sft(arguments: tuple[str, ...]) -> int:
     print_notes(loaded.notes)
     benches = is_bench(loaded.flags)
     if loaded.flags.get("dry-run"):
+        from millrace.cli.session.environment_check import require_installed
+
         validate_fine_tuning(config)
+        require_installed(config.eval.env if config.eval else (), "eval.env")
         print_config(config)
         return 0
     refuse_blocked(loaded.notes)
@@ -84,21 +87,28 @@ def sft(arguments: tuple[str, ...]) -> int:
     from millrace.cli.session.environment_check import check_evaluated, keep_logs_off_the_terminal
 
     engine, gpus = engine_beside(config)
+    # One for each GPU that the engine of the evaluations leaves.
     num_ranks = num_ranks if asked else max(1, len(gpus or ()))
     envs = config.eval.env
     keep_logs_off_the_terminal()
+    # Before the training: an environment that cannot be loaded would fail every evaluation.
     interrupts.run(lambda _: check_evaluated(envs))
     beside = partial(evaluating, engine=engine)
     return interrupts.run(lambda signals: fine_tune(config, signals, num_ranks=num_ranks, gpus=gpus, evaluating=beside))
 
 
 def _one_per_gpu() -> str:
+    """Return as text how many processes train if `--nproc-per-node` is not given: one per GPU, at least 1."""
     from millrace.local.gpus import training_gpus
 
     return str(max(1, len(training_gpus())))
 
 
 def _num_ranks(text: str | bool) -> int:
+    """Return the value of `--nproc-per-node` as a number.
+
+    Raise InvalidSpecError if it is not a positive whole number.
+    """
     from millrace.errors import InvalidSpecError, Violation
 
     if isinstance(text, str) and text.isascii() and text.isdigit() and int(text) > 0:

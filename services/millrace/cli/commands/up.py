@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from millrace.cli.errors import Interrupted
 from millrace.cli.options import DEFAULT_DIRECTORY, DEFAULT_LISTEN
@@ -58,7 +59,7 @@ def up(
     from millrace.cli import interrupts
     from millrace.cli.connection import check_address, environ
     from millrace.local import gpus
-    from millrace.local.shared_gpu import flags_on_shared_gpu
+    from millrace.local.gpus import flags_on_shared_gpu
     from millrace.local.stack import StackOptions
     from millrace.telemetry.settings import Settings
 
@@ -83,7 +84,7 @@ def up(
     try:
         interrupts.run(lambda signals: _serve(options, signals))
     except Interrupted:
-        again = shlex.join(restart_command(directory, listen))
+        again = shlex.join(restart_command(click.get_current_context()))
         click.echo(f"stopped. Its runs are in {directory} and go on with the next `{again}`", err=True)
         raise
 
@@ -112,8 +113,18 @@ async def _serve(options: "StackOptions", signals: "Interrupts") -> None:
             raise
 
 
-def restart_command(directory: Path, listen: str) -> list[str]:
-    """Return the command line that starts the same stack again."""
+def restart_command(context: click.Context) -> list[str]:
+    """Return the command line that starts the same stack again: `millrace up` with the options of this call's line.
+
+    What came from variables is left out, since the next call has them, too.
+    """
     words = ["millrace", "up"]
-    words += [] if directory == DEFAULT_DIRECTORY else ["--dir", str(directory)]
-    return words + ([] if listen == DEFAULT_LISTEN else ["--listen", listen])
+    for option in context.command.params:
+        if option.name is None or context.get_parameter_source(option.name) is not ParameterSource.COMMANDLINE:
+            continue
+        value = context.params[option.name]
+        if isinstance(value, bool):
+            words.append((option.opts if value else option.secondary_opts)[0])
+        else:
+            words += [option.opts[0], str(value)]
+    return words

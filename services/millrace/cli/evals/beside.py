@@ -88,6 +88,7 @@ class Evaluations:
         """Evaluate weights as they become due; return once `finish` was called and none is left."""
         # unregistered wait: it looks at a directory for as long as the training takes, which the command shows
         while True:
+            # Read before the look at the directory: what was put there before `finish` was called is then seen.
             is_over = self._is_over.is_set()
             due = self._due() if (self._root / BEGUN).exists() else []
             if due:
@@ -111,6 +112,7 @@ class Evaluations:
             click.echo(f"warning: {text}", err=True)
 
     def _due(self) -> list[Path]:
+        """Return the directories of weights that are to be evaluated, by step."""
         places = self._root / DUE
         found = [path for path in places.iterdir() if path.name[0] != "."] if places.is_dir() else []
         return sorted(found, key=_step_of)
@@ -144,6 +146,10 @@ class Evaluations:
         await asyncio.to_thread(remove, aside, what="weights that were evaluated")
 
     def _prepare(self, weights: Path) -> PreparedEval:
+        """Return the evaluation of one directory of weights, by the fine-tuning's settings.
+
+        It continues an interrupted one.
+        """
         step, settings = _step_of(weights), self._evaluation
         due = settings.due(step, is_last=weights.name.startswith("last-"))
         config = EvalRunConfig.model_validate(
@@ -172,7 +178,7 @@ class Evaluations:
         )
 
     def _write_line(self, step: int, data: Mapping[str, Any]) -> None:
-        """Append the figures to the run's metrics, unless the step has a line already.
+        """Append the figures of an evaluation to the run's metrics, unless the step has a line already.
 
         It is a single write, because the trainer appends to the same file.
         """
@@ -184,6 +190,7 @@ class Evaluations:
             file.write(json.dumps({"step": step, **figures(data)}).encode() + b"\n")
 
     def _say(self, step: int, data: Mapping[str, Any]) -> None:
+        """Print a line with reward, rollouts and time for each environment of a finished evaluation."""
         for env, found in data["envs"].items():
             failed = f", {found['num_failed']} failed" if found["num_failed"] else ""
             total = found["num_rollouts"] + found["num_failed"]
@@ -191,6 +198,10 @@ class Evaluations:
             click.echo(printable(f"{text}{found['seconds']:.1f}s)"), err=True)
 
     def _fail(self, step: int, why: str, reason: str, *, place: str | None = None) -> None:
+        """Print a warning that the evaluation of a step has failed, and keep it for the end of the command.
+
+        `place` is where the cause is; None: the evaluation's log.
+        """
         where = place or f"its log: {self._root / f'step-{step}.log'}"
         text = printable(f"the evaluation of step {step} {why} [{reason}]; {where}")
         self._failed.append(text)
@@ -219,7 +230,10 @@ class Evaluations:
 async def evaluating(
     config: SFTConfig, directory: Path, interrupts: Interrupts, *, engine: EvaluationEngine
 ) -> AsyncIterator["RunningEvaluations"]:
-    """Evaluate due weights in a task during the block; the task is cancelled at its end. `config.eval` must be set."""
+    """Evaluate due weights of the fine-tuning in `directory` in a task during the block, with `engine`.
+
+    The task is cancelled at the end of the block. `config.eval` must be set.
+    """
     assert config.eval is not None
     evaluations = Evaluations(config, config.eval, directory, engine)
     task = asyncio.create_task(evaluations.run(interrupts), name="evaluations")
@@ -243,6 +257,7 @@ class RunningEvaluations:
 
 
 def _step_of(path: Path) -> int:
+    """Return the step in the name of a directory: the number after its last dash."""
     return int(path.name.rpartition("-")[2])
 
 

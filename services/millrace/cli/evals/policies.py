@@ -57,7 +57,10 @@ class RunPolicies:
 
     @classmethod
     def open(cls, text: str, *, store_url: str | None, prefix: str) -> "RunPolicies":
-        """Find a run by name, uid or directory of results. Raises NotFoundError if there is none."""
+        """Find a run by name, uid or directory of results (`text`) in the store at `store_url`, below `prefix`.
+
+        Without a URL the store is looked for (`store_of`). Raises NotFoundError if there is no such run.
+        """
         from millrace.cli.offline.run_store import find_uid, store_of
         from millrace.runlog.names import Names
         from millrace.runlog.records.run_record import RunRecord
@@ -85,6 +88,7 @@ class RunPolicies:
         for version, key in published_policies(self.store, self.names):
             weights = f"{key.removeprefix(self.names.root).rpartition('/')[0]}/weights"
             if record is None or not record.covers(weights):
+                # The newest lineage comes first.
                 found.setdefault(version, key)
         return dict(sorted(found.items()))
 
@@ -103,7 +107,7 @@ class RunPolicies:
 
         Return the model's directory.
         """
-        from millrace.policies.pull import download_merged, read_manifest
+        from millrace.policies.host_copy import download_merged, read_manifest
 
         return download_merged(self.store, read_manifest(self.store, key), directory)
 
@@ -111,16 +115,18 @@ class RunPolicies:
 def of_run(run: RunPolicies, *, steps: Sequence[int] | None, has_base: bool, base: Path | None) -> list[EvalPolicy]:
     """Return the policies of a run to evaluate: the base model if `has_base`, and the given or all published steps.
 
-    The base is version 0 if it is still stored, otherwise the directory `base`. Raises CliError if a step is missing or
-    nothing is left to evaluate.
+    The base is version 0 if it is still stored, otherwise the directory `base`. `steps` is None for all. Raises
+    CliError if a step is missing or nothing is left to evaluate.
     """
     found = run.find()
     run.require_kept(set(steps or ()) - found.keys())
 
     def published(version: int) -> Callable[[Path], Path]:
+        """Return the function that downloads a version into a directory."""
         return lambda directory: run.download(found[version], directory)
 
     def named(version: int) -> Callable[[], str]:
+        """Return the function that returns a version's digest."""
         return lambda: hashlib.sha256(run.store.get(found[version])).hexdigest()  # a manifest names all of its bytes
 
     chosen = _choose(found.keys() - {0}, steps, where=f"run {run.record.name} has published")
@@ -156,6 +162,7 @@ def of_directory(weights: Path, *, steps: Sequence[int] | None, has_base: bool, 
 
 
 def _base(base: Path | None, *, hint: str) -> list[EvalPolicy]:
+    """Return the policy of the base model in the directory `base`; raise CliError with `hint` if no model is there."""
     if base is None or not (base / "config.json").is_file():
         raise CliError("the base model is to be evaluated, and it is no directory with a model here", hint=hint)
     require_no_adapter(base)
@@ -163,6 +170,7 @@ def _base(base: Path | None, *, hint: str) -> list[EvalPolicy]:
 
 
 def _some(policies: list[EvalPolicy]) -> list[EvalPolicy]:
+    """Return the policies; raise CliError if there is none."""
     if not policies:
         raise CliError(
             "there is nothing to evaluate: no step was found and --no-eval-base leaves the base model out",
@@ -174,7 +182,7 @@ def _some(policies: list[EvalPolicy]) -> list[EvalPolicy]:
 def _choose(found: Set[int], steps: Sequence[int] | None, *, where: str) -> list[int]:
     """Return the steps to evaluate in ascending order: `steps`, or all of `found` if that is None.
 
-    Raises CliError if one is missing.
+    Raises CliError if one is missing; `where` begins its message, such as `run x has published`.
     """
     missing = sorted(set(steps or ()) - found)
     if missing:
@@ -202,10 +210,10 @@ def _digest_stored(source: Path, base: Path | None) -> str:
 
 
 def _stored(source: Path, base: Path | None) -> Callable[[Path], Path]:
-    """Return the `fetch` function of the model in `source`.
+    """Return a function that provides the model in `source`: it gets a directory to write to, and returns the model's.
 
-    An adapter is checked against its base at once, and merged when the function is called. Raises CliError if the
-    adapter's base is missing.
+    A whole model is used where it is. An adapter is checked against `base` at once, and merged into the given directory
+    when the function is called. Raises CliError if the adapter's base is missing.
     """
     from millrace.policies.peft.directory import is_adapter, open_adapter
 
@@ -322,6 +330,7 @@ def _files(directory: Path) -> list[Path]:
     """
     found: list[Path] = []
     seen: set[str] = set()
+    # Links are followed, and `seen` ends the walk where they form a circle.
     for root, names, files in os.walk(directory, followlinks=True):
         seen.add(os.path.realpath(root))
         names[:] = [name for name in sorted(names) if os.path.realpath(os.path.join(root, name)) not in seen]
@@ -330,12 +339,15 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _is_skipped(path: Path) -> bool:
+    """Return whether the path is in a cache or a hidden directory, or is a hidden file."""
     return any(part == _CACHES or part.startswith(".") for part in path.parts)
 
 
 def _digest(files: Iterable[tuple[str, Path]]) -> str:
+    """Return the SHA-256 (hex) over the names and the bytes of files, in the given order."""
     whole = hashlib.sha256()
     for name, path in files:
         with path.open("rb") as file:
+            # A path has no NUL, so two different lists of files never give the same text.
             whole.update(f"{name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
     return whole.hexdigest()

@@ -165,8 +165,9 @@ def _base(model: str | None) -> Layer | None:
 def _with_endpoint(config: EvalRunConfig, path: str | None) -> EvalRunConfig:
     """Return the config with the endpoint that `model.name` is an alias of, in the file or directory `path`.
 
-    Without `path` the usual places are searched, and the config is unchanged if none has the alias. It also is if it
-    has an endpoint. Raises CliError if `path` lacks the alias, or the endpoint is not usable.
+    Without `path` the usual places are searched. The config is returned unchanged if it has an endpoint, or, without
+    `path`, if the name is a directory or no file has the alias. Raises CliError if `path` lacks the alias, or the
+    endpoint is not usable.
     """
     if config.client is not None or (path is None and is_path(config.model.name, output_dir=config.output_dir)):
         return config
@@ -209,8 +210,10 @@ def _check_resume(name: str, server: str | None) -> None:
 
 
 def _check_sweep(config: EvalRunConfig, server: str | None, *, has_both: bool) -> None:
-    """Raise CliError if policies are evaluated and the command line also names an endpoint, a server or a second source
-    of policies. Only a local stack serves policies.
+    """Raise CliError if an endpoint or `server` is to evaluate the policies of a run or of a directory of weights.
+
+    Only a local stack serves such policies. `server` is the named server as text, None for none. `has_both` says that
+    run and directory are both named, which is an error, too.
     """
     if has_both:
         raise CliError("--run and --weights-dir both name the policies", hint="keep one of them")
@@ -231,7 +234,8 @@ def _check_place(
 ) -> None:
     """Raise CliError unless there is a model directory or an endpoint to evaluate.
 
-    The endpoint's key must be set if this command starts the env-server.
+    On `server` (None: on this machine) only an endpoint is evaluated. `sources` says where each key of the config is
+    written. The variable with the endpoint's key must be set in `environ` if this command starts the env-server.
     """
     if config.client is None:
         if server is not None:
@@ -297,6 +301,10 @@ def find_endpoint(alias: str, path: str | None) -> Endpoint | None:
 
 
 def _file(path: str | None) -> Path | None:
+    """Return the file of endpoints at `path`, a file or its directory; None: that in the usual places, if there is one.
+
+    Raises CliError if `path` does not exist.
+    """
     if path is not None and not Path(path).is_dir():
         if not Path(path).is_file():
             raise CliError(f"--endpoints-path {path} does not exist", hint="name endpoints.toml or its directory")
@@ -306,6 +314,7 @@ def _file(path: str | None) -> Path | None:
 
 
 def _from_toml(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the endpoints in a TOML file, by alias; raise ValueError for one without an alias, a model or a URL."""
     entries = tomllib.loads(path.read_text()).get("endpoint", [])
     found: dict[str, list[dict[str, Any]]] = {}
     if not isinstance(entries, list):
@@ -336,6 +345,11 @@ def _from_python(path: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _checked(alias: str, entry: Any) -> dict[str, Any]:
+    """Return an endpoint's entry as a table with `model`, `url` and `key`: the variable with the API key, or None.
+
+    Raise ValueError if a model or URL is missing, or the entry has a type or headers that are not supported; `alias`
+    names the endpoint in the error.
+    """
     if not isinstance(entry, Mapping):
         raise ValueError(f"endpoint {alias!r} is no table")
     found = {

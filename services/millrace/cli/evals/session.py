@@ -57,6 +57,7 @@ class EvalView(PlainView):
     """Prints plain lines of a run, and keeps the report of each environment."""
 
     def __init__(self, progress: Progress, stream: TextIO) -> None:
+        """Print the lines of the run that `progress` describes to `stream`."""
         super().__init__(stream, progress)
         self.reports: dict[str, event_pb2.EvalCompleted] = {}
 
@@ -79,7 +80,7 @@ async def evaluate_here(
     directory = claim(prepared)
     if prepared.is_resumed and (data := finished(prepared)) is not None:
         return data, directory / RESULTS_NAME
-    progress = Progress(name=f"runs/{prepared.name}")
+    progress = Progress(name=f"runs/{prepared.name}", has_versions=False)
     view = EvalView(progress, stream or sys.stderr)
     options, modules, config = eval_stack(prepared, directory, http_port=begin(prepared, directory))
     try:
@@ -99,7 +100,7 @@ async def evaluate_here(
 
 
 def claim(prepared: PreparedEval) -> Path:
-    """Return the directory of the results.
+    """Return the directory of the results, which need not exist yet.
 
     Raises AlreadyExistsError if it has results and they are not resumed, CliError if there is nothing to resume.
     """
@@ -145,18 +146,19 @@ def begin(prepared: PreparedEval, directory: Path) -> int:
     (port,) = free_ports(1)
     directory.mkdir(parents=True, exist_ok=True)
     digests = digests_of(prepared.config, weights=prepared.weights)
-    begun = {"http_port": port, "settings": _settings(prepared.config), "digests": digests}
-    path.write_text(json.dumps(begun, indent=2) + "\n")
+    _replace_json(path, {"http_port": port, "settings": _settings(prepared.config), "digests": digests})
     return port
 
 
 def _require_same(prepared: PreparedEval, directory: Path) -> None:
+    """Raise OtherEvaluationError if the evaluation begun in `directory` had other settings, weights or environments."""
     path = directory / BEGUN_NAME
     if not path.is_file():
         return
     begun = _read(path)
     before, now = begun["settings"], _settings(prepared.config)
     if prepared.part_of:
+        # The weights of one policy of several are where they were put this time; their digest is compared below.
         before, now = {**before, "model": None}, {**now, "model": None}
     if differ := sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key)):
         raise OtherEvaluationError(
@@ -202,7 +204,7 @@ async def evaluate_there(prepared: PreparedEval, interrupts: Interrupts) -> tupl
     Ctrl-C detaches, and the run continues.
     """
     begun = time.monotonic()
-    progress = Progress(name=f"runs/{prepared.name}")
+    progress = Progress(name=f"runs/{prepared.name}", has_versions=False)
     view = EvalView(progress, sys.stderr)
     async with open_client(prepared.server or "") as client:
         try:
@@ -256,6 +258,10 @@ def eval_stack(
 async def _evaluate(
     client: Client, config: EvalRunConfig, run_id: str, progress: Progress, view: EvalView, *, prepared: PreparedEval
 ) -> run_pb2.Run:
+    """Create the run of the evaluation, or find the one that is resumed, and follow it to its end; return the run.
+
+    `run_id` is its name. `progress` and `view` get its events.
+    """
     run = await _find(client, run_id) if prepared.is_resumed and prepared.server is None else None
     is_new = run is None
     if run is None:
@@ -264,7 +270,7 @@ async def _evaluate(
         )
     progress.name, progress.uid = run.name, run.uid
     view.note(f"{'submitted' if is_new else 'going on with'} {run.name} (uid {run.uid})")
-    async with _telling(client, run.name, view, is_plain=prepared.is_plain):
+    async with _shown_progress(client, run.name, view, is_plain=prepared.is_plain):
         await follow(client, progress, view)
     return run
 
@@ -278,7 +284,7 @@ async def _find(client: Client, run_id: str) -> run_pb2.Run | None:
 
 
 @contextlib.asynccontextmanager
-async def _telling(client: Client, name: str, view: EvalView, *, is_plain: bool) -> AsyncIterator[None]:
+async def _shown_progress(client: Client, name: str, view: EvalView, *, is_plain: bool) -> AsyncIterator[None]:
     """Show the progress of the run during the block: a bar on a terminal, otherwise a line every few seconds."""
     tell = _draw if is_fancy(sys.stderr, plain=is_plain) else _say
     teller = asyncio.create_task(tell(client, name, view), name="progress of the evaluation")
@@ -290,25 +296,27 @@ async def _telling(client: Client, name: str, view: EvalView, *, is_plain: bool)
 
 
 async def _draw(client: Client, name: str, view: EvalView) -> None:
+    """Show a bar with rollouts and mean reward on the terminal, until cancelled."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
 
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("reward {task.fields[reward]}"), TimeRemainingColumn())
     with Bars(*columns, transient=True) as bars:
         bar = bars.add_task("", total=None, reward="–")
-        async for now in _looks(client, name, LOOK_S):
+        async for now in _progress_of(client, name, LOOK_S):
             bars.update(bar, total=now.max_steps, completed=now.step, reward=f"{now.reward:.3f}")
 
 
 async def _say(client: Client, name: str, view: EvalView) -> None:
+    """Print a line with rollouts and mean reward every few seconds if there is news, until cancelled."""
     last = -1
-    async for now in _looks(client, name, SAY_S):
+    async for now in _progress_of(client, name, SAY_S):
         if now.step != last:
             last = now.step
             view.note(f"played {now.step}/{now.max_steps} rollouts  reward {now.reward:.3f}")
 
 
-async def _looks(client: Client, name: str, period_s: float) -> AsyncIterator[run_pb2.RunProgress]:
+async def _progress_of(client: Client, name: str, period_s: float) -> AsyncIterator[run_pb2.RunProgress]:
     """Yield the progress of the run once per period.
 
     A failed query is skipped; the task that follows the events reports the error.
@@ -324,15 +332,24 @@ async def _looks(client: Client, name: str, period_s: float) -> AsyncIterator[ru
 def _write(
     prepared: PreparedEval, run: run_pb2.Run, view: EvalView, directory: Path, *, seconds: float
 ) -> tuple[dict[str, Any], Path]:
+    """Write the results into the directory; return them and the path.
+
+    `seconds` is how long the evaluation took.
+    """
     order = [env.name for env in prepared.config.env]
     reports = [view.reports[name] for name in order if name in view.reports]
     data = results(prepared, run, reports, seconds=seconds)
     path = directory / RESULTS_NAME
     path.parent.mkdir(parents=True, exist_ok=True)
+    _replace_json(path, data)
+    return data, path
+
+
+def _replace_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write `data` as JSON to `path`, in place of the file that may be there. A kill leaves the old file or the new."""
     fresh = path.with_name(f".{path.name}.new")
     fresh.write_text(json.dumps(data, indent=2) + "\n")
-    fresh.replace(path)  # at once: a kill must leave none, or a whole one
-    return data, path
+    fresh.replace(path)
 
 
 # Several policies evaluated one after the other: each in a run of its own, all in one table and one plot.
@@ -353,12 +370,13 @@ def evaluate_policies(prepared: PreparedEval) -> tuple[dict[str, Any], Path]:
     path = directory / RESULTS_NAME
     directory.mkdir(parents=True, exist_ok=True)
     data: dict[str, Any] = {"name": prepared.name, "policies": []}
-    path.write_text(json.dumps(data, indent=2) + "\n")  # what `--resume` goes on with, from the first policy on
+    # A directory with results in it is one that `--resume` goes on with, also before the first policy is evaluated.
+    _replace_json(path, data)
     try:
         for policy, part in zip(prepared.policies, parts, strict=True):
             found = _sweep_evaluate(part, policy, directory)
             data["policies"].append({"policy": policy.label, "step": policy.step, **found})
-            path.write_text(json.dumps(data, indent=2) + "\n")
+            _replace_json(path, data)
     except (Interrupted, KeyboardInterrupt):
         print(go_on(prepared), file=sys.stderr)
         raise
@@ -367,13 +385,17 @@ def evaluate_policies(prepared: PreparedEval) -> tuple[dict[str, Any], Path]:
 
 
 def _part(prepared: PreparedEval, policy: EvalPolicy) -> PreparedEval:
-    """Return the evaluation of one policy of several."""
+    """Return the evaluation of one policy of several, with a name made of the whole's and the policy's."""
     name = run_name.make(prepared.name, policy.label)
     return replace(prepared, name=name, policies=(), part_of=prepared.name)
 
 
 def _sweep_evaluate(one: PreparedEval, policy: EvalPolicy, directory: Path) -> dict[str, Any]:
-    """Evaluate one policy and return the results; those of an earlier attempt if it has finished."""
+    """Evaluate one policy of several on a local stack, and return the results.
+
+    An earlier attempt that has finished is not repeated: its results are returned. The policy's weights are downloaded
+    below `directory`, and removed afterwards.
+    """
     place = directory / _WEIGHTS / policy.label
     one = replace(one, weights=policy.digest())
     if one.is_resumed and (data := finished(one)) is not None:
@@ -395,7 +417,10 @@ _OWN = ("reward/sem", "truncated", "turns", "seconds", "endpoint_retries")
 def results(
     prepared: PreparedEval, run: run_pb2.Run, reports: Sequence[event_pb2.EvalCompleted], *, seconds: float
 ) -> dict[str, Any]:
-    """Return the results as plain data, with `envs` in the order of the config."""
+    """Return the results of one evaluation as plain data, with its environments in the order of `reports`.
+
+    `run` is the evaluation's run, `seconds` how long it took.
+    """
     config = prepared.config
     return {
         "name": run.name,
@@ -410,6 +435,7 @@ def results(
 
 
 def _env(report: event_pb2.EvalCompleted) -> dict[str, Any]:
+    """Return the results of one environment as plain data, from the report in its event."""
     metrics = dict(sorted(report.metrics.items()))
     chances = {name: value for name, value in metrics.items() if name.startswith(("pass@", "pass^"))}
     passes: dict[str, Any] = {name: value for name, value in chances.items() if "/" not in name}
@@ -435,7 +461,10 @@ def _env(report: event_pb2.EvalCompleted) -> dict[str, Any]:
 
 
 def figures(data: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of each environment under the metric names that evaluations during a run use."""
+    """Return the numbers of each environment under the metric names that evaluations during a run use.
+
+    `data` are the results of one evaluation; numbers that it does not have are left out.
+    """
     values: dict[str, Any] = {}
     for env, found in data["envs"].items():
         prefix = f"eval/{env}"
@@ -471,6 +500,7 @@ def table(data: dict[str, Any]) -> list[str]:
 
 
 def _chance(env: dict[str, Any], k: str) -> str:
+    """Return pass@k of an environment as text, with its confidence interval; a dash if it was not computed."""
     if k not in env:
         return "–"
     interval = env.get(f"{k}/ci95")

@@ -1,6 +1,7 @@
 """Audit a run in this process, from the object store. How deep depends on the request and on the installed packages."""
 
 import importlib
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +30,16 @@ class AuditRequest:
     num_replays: int | None
     attestations: tuple[Path, ...]
     key: Path | None
+    jobs: int | None
+    """Processes that read the contents of steps; None for as many as this machine has processors."""
+    resume: Path | None
+    """File from which a killed audit goes on."""
 
     @property
     def is_here(self) -> bool:
         """Return whether this process does the audit; otherwise the run's server does."""
-        return self.store is not None or self.is_deep or bool(self.attestations)
+        asked = (self.store, self.jobs, self.resume)
+        return any(each is not None for each in asked) or self.is_deep or bool(self.attestations)
 
 
 def audit_here(request: AuditRequest, say: Say) -> "audit_pb2.AuditReport":
@@ -42,19 +48,27 @@ def audit_here(request: AuditRequest, say: Say) -> "audit_pb2.AuditReport":
     `say` is called with the progress.
     """
     from millrace.cli import interrupts
-    from millrace.cli.offline.run_store import naming, open_run, redis_url
-    from millrace.readers.audit import audit_run
+    from millrace.cli.offline.run_store import naming, open_run, redis_url, store_url_of
+    from millrace.readers.audit import AuditRanges, audit_run
     from millrace.runlog import open_redis
     from millrace.runlog.names import Names
 
     objects, deployment, uid = open_run(request.name, request.store, request.prefix)
     depth = _depth(request)
+    ranges = AuditRanges(
+        store_url=store_url_of(request.name, request.store)[0],
+        jobs=request.jobs or os.cpu_count() or 1,
+        resume=request.resume,
+    )
 
     async def work(_: interrupts.Interrupts) -> "audit_pb2.AuditReport":
+        """Audit the run, with Redis if it is named."""
         with naming("--redis"):
             client = open_redis(redis_url(request.redis)) if request.redis is not None else None
         try:
-            return await audit_run(client, objects, prefix=deployment, uid=uid, depth=depth, on_progress=say)
+            return await audit_run(
+                client, objects, prefix=deployment, uid=uid, depth=depth, on_progress=say, ranges=ranges
+            )
         finally:
             if client is not None:
                 await client.aclose()
@@ -66,6 +80,7 @@ def audit_here(request: AuditRequest, say: Say) -> "audit_pb2.AuditReport":
 
 
 def _depth(request: AuditRequest) -> "Depth":
+    """Return how deep the audit looks, by the options of the request: which bytes are read, which attestations hold."""
     from millrace.readers.audit import Depth
     from millrace.runlog.attest import Attestation, load_key
 
@@ -83,13 +98,13 @@ def _depth(request: AuditRequest) -> "Depth":
 def _replay(report: "audit_pb2.AuditReport", store: "ObjectStore", names: "Names", *, count: int, say: Say) -> None:
     """Recompute `count` steps, spread over the run, and compare them with the published weights.
 
-    The outcome is added to `report`.
+    The outcome is added to `report`. `say` is called with the progress.
     """
     if not count:
         report.not_seen.add(check="NOT_REPLAYED", message="no step was computed again (--replay N)")
         return
     try:
-        replay: Any = importlib.import_module("millrace.readers.replay.steps").replay
+        replay: Any = importlib.import_module("millrace.readers.replay").replay
     except ModuleNotFoundError as error:
         message = f"no step was computed again: {error.name} is not installed here (pip install 'millrace[trainer]')"
         report.not_seen.add(check="NOT_REPLAYED", message=message)
@@ -147,37 +162,43 @@ def report_lines(report: audit_pb2.AuditReport) -> list[str]:
     """Return the report as text. The last line is `audit clean`, or the number of violations."""
     rows = [
         ("log", _log(report)),
-        ("ordinals", _ordinals(report)),
-        ("rollouts", f"{report.num_rollouts} archived, {_count(report.num_duplicates, 'late duplicate')} discarded"),
+        ("tasks", _tasks(report)),
+        ("rollouts", f"{report.num_rollouts} kept, {_count(report.num_duplicates, 'late duplicate')} discarded"),
         ("policies", f"{_count(report.num_policies, 'version')} in {_count(report.num_lineages, 'lineage')}"),
         ("events", f"{report.num_events} of {_count(report.num_writers, 'writer')}"),
         ("recovery", _recovery(report)),
-        ("gaps", str(_matching(report, _GAPS, "_MISSING", "_NOT_REPORTED"))),
-        ("twice", str(_matching(report, _TWICE))),
-        ("hashes", f"{_matching(report, _HASHES, '_CORRUPT', '_CHANGED', '_MISMATCH')} differ; {_hashes(report)}"),
+        ("lost", str(_matching(report, _GAPS, "_MISSING", "_NOT_REPORTED"))),
+        ("counted twice", str(_matching(report, _TWICE))),
+        ("changed", f"{_matching(report, _HASHES, '_CORRUPT', '_CHANGED', '_MISMATCH')}; {_hashes(report)}"),
     ]
-    lines = [f"{report.run} ({report.run_uid})", *(f"  {label:<10} {text}" for label, text in rows)]
-    lines += [f"  note       {note.message} [{note.check}]" for note in report.notes]
-    lines += [f"  not seen   {each.message} [{each.check}]" for each in report.not_seen]
+    lines = [f"{report.run} ({report.run_uid})", *(_labelled(*row) for row in rows)]
+    lines += [_labelled("note", f"{note.message} [{note.check}]") for note in report.notes]
+    lines += [_labelled("not checked", f"{each.message} [{each.check}]") for each in report.not_seen]
     lines += [f"VIOLATION {found.check}: {found.message}" for found in report.violations]
     lines.append(f"audit found {_count(len(report.violations), 'violation')}" if report.violations else "audit clean")
     return lines
 
 
+def _labelled(label: str, text: str) -> str:
+    return f"  {label:<13} {text}"
+
+
 def _log(report: audit_pb2.AuditReport) -> str:
+    """Return the number of steps, and whether the log is closed, as text."""
     begins = f" from step {report.first_step} on" if report.first_step else ""
     return f"{_count(report.num_steps, 'step')}{begins}, {'closed' if report.is_closed else 'still open'}"
 
 
-def _ordinals(report: audit_pb2.AuditReport) -> str:
+def _tasks(report: audit_pb2.AuditReport) -> str:
+    """Return how many tasks were trained on, dropped by reason, and are open, as text."""
     dropped = sum(report.dropped.values())
     reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(report.dropped.items()))
-    return (
-        f"{report.num_trained} trained, {dropped} dropped{f' ({reasons})' if reasons else ''}, {report.num_open} open"
-    )
+    why = f" ({reasons})" if reasons else ""
+    return f"{report.num_trained} trained on, {dropped} dropped{why}, {report.num_open} open"
 
 
 def _recovery(report: audit_pb2.AuditReport) -> str:
+    """Return how often services took over from others and Redis was rebuilt, as text."""
     takeovers = [
         f"{_count(newest - 1, 'takeover')} of the {role}"
         for role, newest in sorted(report.epochs.items())
@@ -189,7 +210,8 @@ def _recovery(report: audit_pb2.AuditReport) -> str:
 
 
 def _hashes(report: audit_pb2.AuditReport) -> str:
-    parts = [f"chain {report.chain_hash[:16]}…"]
+    """Return the chain hash, and what was read, recomputed and checked, as text."""
+    parts = [f"chain hash {report.chain_hash[:16]}…"]
     if report.is_deep:
         parts.append(f"{report.num_bytes_verified / 1e6:.1f} MB of weights and checkpoints read")
     if report.replayed_steps:
@@ -200,6 +222,7 @@ def _hashes(report: audit_pb2.AuditReport) -> str:
 
 
 def _matching(report: audit_pb2.AuditReport, checks: Iterable[str], *endings: str) -> int:
+    """Return the number of violations whose check is one of `checks` or has one of the endings."""
     return sum(found.check in checks or found.check.endswith(endings) for found in report.violations)
 
 

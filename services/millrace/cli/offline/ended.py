@@ -1,5 +1,6 @@
 """Runs whose own stack has ended. They are found by their directories, and described from the logs in them."""
 
+import json
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,14 +10,99 @@ from millrace.cli.connection import OUTPUTS, read_stack
 from millrace.cli.errors import EXIT_FAILED, CliError
 from millrace.cli.options import DEFAULT_DIRECTORY
 from millrace.decoding import decode_object
-from millrace.errors import CorruptObjectError, MillraceError, NotFoundError, UnavailableError
+from millrace.errors import (
+    AlreadyExistsError,
+    CorruptObjectError,
+    InvalidStateError,
+    MillraceError,
+    NotFoundError,
+    UnavailableError,
+)
+from millrace.orchestrator.new_run import check_config
 from millrace.runlog import names as run_name
+from millrace.runlog.fork import ForkPlan
+from millrace.runlog.records.frontier import ZERO_CHAIN_HASH, Frontier
+from millrace.runlog.records.run_record import RL, RunRecord
+from millrace.runlog.run_status import is_terminal
 
 if TYPE_CHECKING:
     from millrace.client import Client
+    from millrace.config import RLConfig
     from millrace.runlog.run_status import RunStatus
     from millrace.storage import ObjectStore
     from millrace.v1 import event_pb2, run_pb2
+
+# Check a fork before it is made, as far as a client can. The server cannot do a dry run of ForkRun.
+
+
+async def check_fork(client: "Client", parent: "run_pb2.Run", config: "RLConfig", *, step: int, name: str) -> str:
+    """Check step, settings and name of a fork as the server would; return a text about what only the server can check.
+
+    `parent` is the run that is forked, `config` that of the fork, `name` empty if none is chosen. Raises
+    InvalidStateError if the step is not available or its settings need another checkpoint, InvalidSpecError if a fork
+    cannot have these settings, AlreadyExistsError if the name is taken.
+    """
+    saved = [int(each.step) for each in await client.runs.checkpoints(parent.name)]
+    _require_kept(parent, saved, step)
+    base = max((each for each in saved if each <= step), default=0)
+    short = parent.name.removeprefix("runs/")
+    plan = ForkPlan(
+        uid=parent.uid,
+        name=short,
+        step=step,
+        base_step=base,
+        checkpoints=tuple(saved),
+        chain_hash=ZERO_CHAIN_HASH,
+        frontier=Frontier(),
+    )
+    check_config(config, _record(parent, short), plan)
+    if name:
+        await _require_free(client, name)
+    if step > parent.progress.step:
+        return (
+            f"step {step} is not trained yet (it is at {parent.progress.step}): the batches before it must be committed"
+        )
+    return f"that the batches from step {base} on are still kept" if base < step else "nothing more"
+
+
+def _require_kept(parent: "run_pb2.Run", saved: list[int], step: int) -> None:
+    """Raise InvalidStateError if the step is later than all that is committed, or earlier than all that is kept.
+
+    `saved` are the steps that have a checkpoint.
+    """
+    orchestrator = json.loads(parent.config_json).get("orchestrator", {})
+    # A run that goes on may have committed batches beyond its last step.
+    ahead = 0 if is_terminal(parent.state) else int(orchestrator.get("async_level") or 1)
+    oldest = min(saved, default=0)
+    is_whole = not parent.HasField("parent")  # only a run that is no fork begins with the start model
+    newest = int(parent.progress.step)
+    if step > newest + ahead:
+        why, remedy = f"it has {newest} steps", f"choose a step up to {newest}"
+    elif step < oldest and not is_whole:
+        why, remedy = f"its oldest checkpoint is that of step {oldest}", f"choose a step from {oldest} on"
+    else:
+        return
+    raise InvalidStateError(
+        f"run {parent.name.removeprefix('runs/')!r} cannot be forked at step {step}: {why}",
+        reason="STEP_NOT_KEPT",
+        remedy=remedy,
+    )
+
+
+async def _require_free(client: "Client", name: str) -> None:
+    """Raise AlreadyExistsError if the server has a run of this name."""
+    try:
+        await client.runs.get(f"runs/{name}")
+    except NotFoundError:
+        return
+    raise AlreadyExistsError(f"there is a run {name!r} already", reason="RUN_EXISTS", remedy="choose another --name")
+
+
+def _record(parent: "run_pb2.Run", name: str) -> RunRecord:
+    """Return the record of the parent run, as far as a client knows it."""
+    config = json.loads(parent.config_json)
+    return RunRecord(uid=parent.uid, name=name, kind=RL, config=config, run_hash=parent.run_hash)
+
 
 _PATTERNS = ("*/store", "*/*/store", "*/stack.json", "*/*/stack.json")
 
@@ -61,8 +147,9 @@ def ask_or_read(
 ) -> None:
     """Call `work` with a client of the run's server, or `read` with the run if its own stack has ended.
 
-    If an option or the environment names a server, only that server is asked. Raises UnavailableError or NotFoundError
-    if the run is in neither place, CliError if several directories have a run of that name.
+    `server` is the value of `--server`, `run` what the user called the run. If an option or the environment names a
+    server, only that server is asked. Raises UnavailableError or NotFoundError if the run is in neither place, CliError
+    if several directories have a run of that name.
     """
     from millrace.cli.connection import ask_server, is_listening, server_address
 
@@ -100,6 +187,7 @@ def refuse(ended: EndedRun) -> None:
 
 
 def _show(ended: EndedRun, read: Callable[[EndedRun], None]) -> None:
+    """Print a note that the run is read from its directory, and call `read` with the run."""
     import click
 
     click.echo(ended.note, err=True)
@@ -116,6 +204,11 @@ def find_ended(text: str, *, root: Path = OUTPUTS) -> EndedRun | None:
 
 
 def _directory_of(text: str, root: Path) -> Path | None:
+    """Return the directory of the ended run that `text` refers to; None if there is none.
+
+    `text` is a directory, or below `root` a run's name, the unique beginning of one, or `-` for the newest. Raises
+    CliError if several directories below `root` have that name.
+    """
     if text != "-" and _is_ended(Path(text)):
         return Path(text)
     found: dict[str, list[Path]] = {}
@@ -191,13 +284,14 @@ def _store_of(directory: Path) -> "tuple[ObjectStore, str]":
     from millrace.storage import open_store
 
     own = directory / "store"
-    url = own.resolve().as_uri() if own.is_dir() else _said(directory).get("store")
+    url = own.resolve().as_uri() if own.is_dir() else _stack_file(directory).get("store")
     if not isinstance(url, str):
         raise CliError(f"{directory}/stack.json names no store", hint="read it where it is: millrace run audit --store")
     return open_store(url), store_prefix(None)
 
 
-def _said(directory: Path) -> Mapping[str, Any]:
+def _stack_file(directory: Path) -> Mapping[str, Any]:
+    """Return the contents of `stack.json` in the directory; empty if there is no readable one."""
     path = directory / "stack.json"
     try:
         return decode_object(path.read_bytes(), what=str(path), reason="STACK_FILE_CORRUPT")

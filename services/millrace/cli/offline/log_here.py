@@ -27,7 +27,7 @@ class LogHere:
     note: Callable[[str], None]
 
     def ask(self, question: str, params: Mapping[str, str]) -> dict[str, Any]:
-        """Return the answer to a question of the dashboard's reader.
+        """Return the answer to a question of the dashboard's reader, such as "get-lineage", with its parameters.
 
         While the index is being built, wait and report the progress with `note`.
         """
@@ -43,7 +43,10 @@ class LogHere:
 
 @contextlib.contextmanager
 def open_log(store: ObjectStore, prefix: str, uid: str, *, note: Callable[[str], None]) -> Iterator[LogHere]:
-    """Open the log of a run, with an index in the scratch directory; the reader is closed at the end of the block."""
+    """Open the log of the run `uid` below `prefix` in a store, with an index in the scratch directory.
+
+    The reader is closed at the end of the block. `note` is called with the progress of the index.
+    """
     names = Names(prefix, uid)
     record = RunRecord.parse(store.get(names.run_json), where=store.uri(names.run_json), needs=["uid", "name"])
     reader = Reader(store, prefix, scratch_parent() / "dashboard" / "commands")

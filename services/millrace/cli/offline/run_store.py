@@ -37,6 +37,15 @@ def open_run_store(url: str | None, *, environ: Mapping[str, str] = os.environ) 
     """
     from millrace.storage import open_store
 
+    with naming("--store" if url else None):
+        return open_store(_run_store_url(url, environ))
+
+
+def _run_store_url(url: str | None, environ: Mapping[str, str]) -> str:
+    """Return the URL of the object store: `url`, MILLRACE_STORE_URL, or the directory of `millrace up`, in this order.
+
+    Raises CliError if none is given and none is here, or if its directory does not exist.
+    """
     chosen = url or Settings.from_env(environ).store_url
     if chosen is None:
         if not DEFAULT_STORE.is_dir():
@@ -49,8 +58,7 @@ def open_run_store(url: str | None, *, environ: Mapping[str, str] = os.environ) 
     path = Path(chosen.removeprefix("file://"))
     if chosen.startswith("file://") and not path.is_dir():
         raise CliError(f"the object store {chosen} is not there", hint="check the path; nothing was created")
-    with naming("--store" if url else None):
-        return open_store(chosen)
+    return chosen
 
 
 @contextlib.contextmanager
@@ -113,15 +121,28 @@ def find_uid(store: "ObjectStore", prefix: str, text: str) -> str:
 def store_of(name: str, url: str | None) -> "tuple[ObjectStore, str]":
     """Return the object store that has the run, and the run's name in it.
 
-    The first choice is the store in the run's own directory of results, then the store of a running stack, then
-    `open_run_store`. Raises NotFoundError if only other local runs are found.
+    `name` is what the user called the run; `url` is the value of `--store`. Without one, the first choice is the store
+    in the run's own directory of results, then the store of a running stack, then `open_run_store`. Raises
+    NotFoundError if only other local runs are found.
     """
     from millrace.storage import open_store
 
+    found, meant = store_url_of(name, url)
+    with naming("--store" if url else None):
+        return open_store(found), meant
+
+
+def store_url_of(name: str, url: str | None) -> tuple[str, str]:
+    """Return the URL of the object store that has the run `name`, and the run's name in it.
+
+    `url` is the value of `--store`. Without one, the first choice is the store in the run's own directory of results,
+    then that of a running stack, MILLRACE_STORE_URL, and that of `millrace up`. Raises NotFoundError if only other
+    local runs are found.
+    """
     if url is None and (directory := directory_of(name)) is not None:
-        return open_store((directory / "store").resolve().as_uri()), directory.resolve().name
+        return (directory / "store").resolve().as_uri(), directory.resolve().name
     if url is None and (running := _running_store()) is not None:
-        return open_store(running), name
+        return running, name
     local = sorted(path.parent.name for path in _OUTPUTS.glob("*/store") if path.parent.name != "local")
     if url is None and local and not DEFAULT_STORE.is_dir() and Settings.from_env(os.environ).store_url is None:
         more = ", …" if len(local) > _MOST_NAMED else ""
@@ -131,7 +152,7 @@ def store_of(name: str, url: str | None) -> "tuple[ObjectStore, str]":
             reason="RUN_NOT_FOUND",
             remedy="name one of them, a run's directory elsewhere, or the store that holds it: --store URL",
         )
-    return open_run_store(url), name
+    return _run_store_url(url, os.environ), name
 
 
 def open_run(
@@ -139,7 +160,8 @@ def open_run(
 ) -> "tuple[ObjectStore, str, str]":
     """Return the object store that has the run, the deployment's prefix, and the run's uid.
 
-    With `is_written`, the store is tested first: raises InvalidStateError if it cannot carry runs.
+    `name`, `url` and `prefix` are what the user wrote: RUN, `--store` and `--prefix`. With `is_written`, the store is
+    tested first: raises InvalidStateError if it cannot carry runs.
     """
     from millrace.storage.self_test import require_tested
 
@@ -189,7 +211,7 @@ def directory_of(name: str) -> Path | None:
 
 
 def _exists(store: "ObjectStore", prefix: str, uid: str) -> bool:
-
+    """Return whether the store has any object of the run."""
     return next(iter(store.list(Names(prefix, uid).root)), None) is not None
 
 
@@ -223,10 +245,13 @@ class RunSnapshot:
         return done[-1][0] + 1 if done else 0
 
 
-def looks_here(names: Sequence[str], *, store: str | None, prefix: str | None, note: Note) -> dict[str, RunSnapshot]:
+def snapshots_here(
+    names: Sequence[str], *, store: str | None, prefix: str | None, note: Note
+) -> dict[str, RunSnapshot]:
     """Return snapshots of the runs that can be read without a server, by the names given.
 
-    With `store` all are read from it; otherwise only those with a directory of results.
+    With `store`, a URL, all are read from it; otherwise only those with a directory of results, and the others are left
+    out. `prefix` is the value of `--prefix`. `note` is called with texts about the progress of indexes.
     """
 
     found: dict[str, RunSnapshot] = {}
@@ -239,12 +264,15 @@ def looks_here(names: Sequence[str], *, store: str | None, prefix: str | None, n
         from millrace.cli.offline.log_here import open_log
 
         with open_log(objects, deployment, find_uid(objects, deployment, meant), note=note) as log:
-            found[name] = _look(log)
+            found[name] = _snapshot(log)
     return found
 
 
-async def looks_there(client: "Client", names: Sequence[str], *, note: Note) -> dict[str, RunSnapshot]:
-    """Return snapshots of runs on a server, by the names given."""
+async def snapshots_of_server(client: "Client", names: Sequence[str], *, note: Note) -> dict[str, RunSnapshot]:
+    """Return snapshots of runs on a server, by the names given.
+
+    `note` is called with what the server says meanwhile.
+    """
     from millrace.cli.options import resolve
     from millrace.decoding import decode_object
     from millrace.runlog.run_status import state_name
@@ -264,7 +292,8 @@ async def looks_there(client: "Client", names: Sequence[str], *, note: Note) -> 
     return found
 
 
-def _look(log: "LogHere") -> RunSnapshot:
+def _snapshot(log: "LogHere") -> RunSnapshot:
+    """Return a snapshot of a run from its log: config, last state, and all metrics."""
     from millrace.client.runs import metric_columns
     from millrace.readers.dashboard.answers import metrics_page
 

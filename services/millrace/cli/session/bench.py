@@ -26,7 +26,7 @@ _WORKERS = {
 
 
 def flags(prefix: str = "") -> dict[str, bool]:
-    """Return the flags of a bench that are not keys of the config.
+    """Return the flags of a bench that are not keys of the config, each with whether it takes a value.
 
     `prefix` comes before the flags of the fake samples.
     """
@@ -34,7 +34,10 @@ def flags(prefix: str = "") -> dict[str, bool]:
 
 
 def is_bench(given: Mapping[str, str | bool], *, prefix: str = "") -> bool:
-    """Return whether `--bench` is given. Raises InvalidSpecError if it is not, and other flags of a bench are."""
+    """Return whether `--bench` is among the given flags; `prefix` comes before the flags of the fake samples.
+
+    Raises InvalidSpecError if it is not, and other flags of a bench are.
+    """
     if given.get("bench"):
         return True
     message = "is a flag of --bench: there are no fake samples in a run; add --bench, or leave it out"
@@ -53,9 +56,10 @@ def trainer_bench(
     is_sft: bool = False,
     prefix: str = "",
 ) -> TrainerBench:
-    """Return the trainer's bench for the config and the given flags.
+    """Return the trainer's bench for the config and the given flags; nothing is run.
 
-    Raises InvalidSpecError with everything that is wrong.
+    `batch_size` and `seed` hold where no flag says otherwise. `is_sft` measures the loss of a fine-tuning. `prefix`
+    comes before the flags of the fake samples. Raises InvalidSpecError with everything that is wrong.
     """
     wrong: list[Violation] = []
     fake = f"{prefix}data.fake."
@@ -92,7 +96,10 @@ def inference_bench(config: InferenceConfig, given: Mapping[str, str | bool]) ->
 
 
 def num_steps(given: Mapping[str, str | bool]) -> int:
-    """Return how many steps to measure. Raises InvalidSpecError if the flag is not a number."""
+    """Return how many steps to measure, by the given flags.
+
+    Raise InvalidSpecError if it is not a positive whole number.
+    """
     wrong: list[Violation] = []
     steps = _number(given, "bench.steps", DEFAULT_STEPS, 1, wrong)
     if wrong:
@@ -132,13 +139,19 @@ async def run_bench(
             code = await wait_for_ranks(ranks)
     if code == 0:
         click.echo(f"{directory / 'bench.json'}", err=True)
+    # As shells have it: 128 and the number of the signal.
     return code if code >= 0 else 128 - code
 
 
 def _number(given: Mapping[str, str | bool], name: str, default: int, least: int, wrong: list[Violation]) -> int:
+    """Return the value of a flag as a whole number, `default` if it is not given.
+
+    A value that is none, or is below `least`, is added to `wrong`, and `default` returned.
+    """
     text = given.get(name)
     if text is None:
         return default
+    # `isdigit` alone accepts superscripts, too, which `int` refuses.
     if isinstance(text, str) and text.isascii() and text.isdigit() and int(text) >= least:
         return int(text)
     wrong.append(_violation(name, text, f"must be a whole number from {least} on"))

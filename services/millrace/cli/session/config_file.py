@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from millrace.cli.errors import CliError
 from millrace.config.argv import RESERVED_FLAGS
-from millrace.config.files import UnreadableFileError
+from millrace.config.files import UnreadableFileError, near_file
 from millrace.config.load import ConfigT, Loaded, load, validate_document
 from millrace.config.messages import Effect, Note, close
 from millrace.config.prime_rl.translation import WHOLE, kind_of, merged, toml
@@ -26,6 +26,7 @@ from millrace.config.tree import dotted, schema_tree
 from millrace.config.trl import ENVIRONMENT, Arguments, read_arguments, translate
 from millrace.errors import InvalidSpecError, Violation
 
+_IMPORTED = (".toml", ".json", ".yaml", ".yml", ".py")
 _OF_RUNS = ("name", "server", "follow", "resume", "plain")
 
 
@@ -36,7 +37,10 @@ def missing_file(example: str) -> CliError:
 
 @contextlib.contextmanager
 def explained(arguments: Sequence[str], *, command: str, example: str) -> Iterator[None]:
-    """Add a remedy to the config errors of the block: to name a file, or the command that the file is for."""
+    """Add a remedy to the config errors of the block: to name a file, or the command that the file is for.
+
+    `command` is the one that runs, such as "rl"; `example` is a command line that works.
+    """
     try:
         yield
     except InvalidSpecError as error:
@@ -50,7 +54,7 @@ def explained(arguments: Sequence[str], *, command: str, example: str) -> Iterat
 def _meant(arguments: Sequence[str], violations: Sequence[Violation], *, command: str, example: str) -> str | None:
     """Return a remedy if the command line has no file, or if unknown keys show that a file belongs to another command.
 
-    None otherwise.
+    None otherwise. `command` is the one that runs; `example` is a command line that works.
     """
     files = _files(arguments)
     unknown = {wrong.field for wrong in violations if wrong.message.startswith("unknown key")}
@@ -67,6 +71,7 @@ def _meant(arguments: Sequence[str], violations: Sequence[Violation], *, command
 
 
 def _files(arguments: Sequence[str]) -> list[str]:
+    """Return the names of the files in a command line: those after `@`."""
     pairs = zip(arguments, [*arguments[1:], ""], strict=True)
     return [name for word, after in pairs if word.startswith("@") and (name := word[1:] or after)]
 
@@ -111,7 +116,7 @@ class Part:
     def named(self, arguments: Sequence[str], *, reserved: Mapping[str, bool]) -> list[str]:
         """Return the arguments with the section's name before each of its keys.
 
-        Files and flags of one service may leave the name out.
+        Files and flags of one service may leave the name out. `reserved` are the flags of the command itself.
         """
         words: list[str] = []
         rest = list(arguments)
@@ -130,6 +135,7 @@ class Part:
         """Return a flag with the section's name before the key: `--inference.parallel.tp=2` for `parallel.tp=2`,
         `--no-inference.…` for `no-…`.
         """
+        # The negation stays in front of the section's name.
         off = flag[:3] if flag.startswith(("no-", "no_")) else ""
         name, equals, value = flag.removeprefix(off).partition("=")
         first = name.partition(".")[0].replace("-", "_")
@@ -171,7 +177,10 @@ def read_raw(name: str) -> dict[str, Any] | None:
 
 
 def _is_vllm_flag(name: str, own: Any, reserved: Mapping[str, bool]) -> bool:
-    """Return whether an unknown flag is meant for `vllm serve`: it is similar to none of Millrace's own."""
+    """Return whether the unknown flag `name` is meant for `vllm serve`: it is similar to none of Millrace's own.
+
+    `own` is the section of the engine in the schema; `reserved` are the flags of the command itself.
+    """
     from millrace.config.prime_rl.keys import RL_KEYS
 
     spelled = name.replace("-", "_")
@@ -194,9 +203,10 @@ _WHOLE = {"rl": RLConfig, "sft": SFTConfig, "eval": EvalRunConfig}
 def import_config(files: Sequence[str], *, kind: str | None, out: Path | None) -> tuple[str, Sequence[Note], str]:
     """Translate files of prime-rl or TRL.
 
-    Return the text in Millrace's schema, notes about the keys, and the command for it. Raises InvalidSpecError if the
-    files are invalid.
+    `kind` is what the files are, None to find out; `out` is where the result will be written. Return the text in
+    Millrace's schema, notes about the keys, and the command for it. Raises InvalidSpecError if the files are invalid.
     """
+    _require_files(files)
     if (of_trl := _read_trl(files)) is not None:
         return _import_trl(of_trl, files[0], kind=kind, out=out)
     kinds = [kind or _kind(name) for name in files]
@@ -221,9 +231,29 @@ def import_config(files: Sequence[str], *, kind: str | None, out: Path | None) -
     return "\n".join([*head, "", text]), notes, how
 
 
+def _require_files(names: Sequence[str]) -> None:
+    """Raise InvalidSpecError with each file that does not exist, and the name that may be meant."""
+    missing = [
+        Violation(
+            field=name,
+            message=f"no such file in {Path.cwd()}; "
+            + (
+                f"did you mean {Path(name).parent / near}?"
+                if (near := near_file(Path(name), _IMPORTED))
+                else "check the path"
+            ),
+        )
+        for name in names
+        if not Path(name).exists()
+    ]
+    if missing:
+        raise InvalidSpecError(missing)
+
+
 def _unnamed_loss(tree: dict[str, Any], files: Sequence[str], parts: Sequence[str]) -> list[Note]:
-    """Return a note about the loss if files of a training do not set one. prime-rl has changed its default between
-    releases.
+    """Return a note about the loss if files of a training do not set one.
+
+    The default of prime-rl has changed between releases. `parts` are the documents that the files are.
     """
     trainer = tree.get("trainer", tree)
     if not {"rl", "trainer"} & set(parts) or "preset" in tree or "type" in trainer.get("loss", {}):
@@ -232,7 +262,11 @@ def _unnamed_loss(tree: dict[str, Any], files: Sequence[str], parts: Sequence[st
 
 
 def _read_trl(files: Sequence[str]) -> Arguments | None:
-    """Return TRL's arguments from the only file; None if it is not a file of TRL."""
+    """Return TRL's arguments from the only file; None if it is not a file of TRL.
+
+    Raises CliError for several files of which one is TRL's, and for a YAML or Python file without TRL's arguments,
+    InvalidSpecError if a file cannot be read.
+    """
     try:
         found = [read_arguments(name) for name in files]
     except UnreadableFileError as error:
@@ -250,7 +284,12 @@ def _read_trl(files: Sequence[str]) -> Arguments | None:
 def _import_trl(
     arguments: Arguments, name: str, *, kind: str | None, out: Path | None
 ) -> tuple[str, Sequence[Note], str]:
-    """Translate the arguments of TRL's GRPO or SFT trainer; the result is that of `import_config`."""
+    """Translate the arguments of TRL's GRPO or SFT trainer, which are of the file `name`.
+
+    `kind` is `rl` or `sft`, None to take what the arguments show; `out` is where the result will be written. Return the
+    text in Millrace's schema, notes about the keys, and the command for it. Raises CliError if nothing tells the
+    trainer, InvalidSpecError for what cannot be translated.
+    """
     command = kind or arguments.kind
     if command not in ("rl", "sft"):
         raise CliError(f"{name}: nothing in it tells which trainer of TRL it is for", hint="say it: --as rl, or sft")
@@ -265,10 +304,15 @@ def _import_trl(
 
 
 def _words(name: str, kind: str) -> list[str]:
+    """Return the words of a command line that read the file as a document of this kind."""
     return PARTS[kind].named([f"@{name}"], reserved=RESERVED_FLAGS) if kind in PARTS else ["@", name]
 
 
 def _kind(name: str) -> str:
+    """Return which document the file is; `rl` if it is unreadable, which the loader reports.
+
+    Raises CliError if nothing tells.
+    """
     tree = read_raw(name)
     found = "rl" if tree is None else kind_of(tree, name)  # what cannot be read is the loader's to report
     if found is None:
@@ -289,7 +333,11 @@ _UNBUILT = (Effect.LATER, Effect.BLOCKS)
 
 
 def print_notes(notes: Sequence[Note], *, stream: TextIO | None = None) -> None:
-    """Print how keys were understood: first those with another meaning here, then those without effect yet."""
+    """Print how keys were understood, to `stream` or standard error, as three lists.
+
+    First come keys with another meaning here, then those that say what is the default anyway, then a warning for those
+    without effect yet. Nothing is printed for an empty list.
+    """
     out = stream or sys.stderr
     same = [note for note in notes if note.effect is Effect.SAME]
     taken = [note for note in notes if note.effect not in (*_UNBUILT, Effect.SAME)]

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -37,6 +38,7 @@ async def check_environments(prepared: Prepared, *, server: str | None) -> None:
 
 
 async def _check_here(prepared: Prepared, steps: "Steps") -> None:
+    """Load the environments of a run in workers of this machine, and check that the variables with keys are set."""
     from millrace.env_server.isolation.inherited import teacher_key_problem
 
     keep_logs_off_the_terminal()
@@ -64,10 +66,11 @@ async def _load(
     *,
     demo_key: str = "",
 ) -> None:
-    """Load environments, each name once.
+    """Load environments, each name once, and report each to `steps`; raise the error of the first that fails.
 
-    `trained` has whether several traces are taken of an environment's rollouts; `selected` has the selection of tasks
-    as JSON. `demo_key` is a field that training tasks must have, if not empty.
+    `trained` has the training environments: whether several traces are taken of a rollout. `selected` has for every
+    environment the selection of tasks as JSON. `demo_key` is a field that some training task must have, if not empty.
+    Raises InvalidSpecError (JUDGE_KEY_MISSING) also if the variable with a judge's key is not set.
     """
     from millrace.env_server.isolation.inherited import api_key_problem
     from millrace.env_server.trial import opened
@@ -98,6 +101,36 @@ async def _load(
             raise InvalidSpecError([wrong], reason="JUDGE_KEY_MISSING")
         async with opened(spec, lambda name=env.name: steps.begin(f"loading environment {name}")) as trial:
             steps.done(loaded_line(trial))
+
+
+def require_installed(envs: Sequence[NamedEnv], key: str) -> None:
+    """Raise InvalidSpecError (ENV_NOT_FOUND) if this machine lacks environments that a stack started here would play.
+
+    So it is (ENV_PYTHON_REFUSED) if that stack could not use the interpreter that one of them names.
+
+    `key` is the config key of the list `envs`. Nothing is loaded. An environment in a container image is not looked
+    for, and none is if the env-server is not installed here.
+    """
+    try:
+        from millrace.env_server.interpreters import own_pythons, problem_of, why_missing
+    except ModuleNotFoundError:  # the client alone is installed
+        return
+    allowed = own_pythons(os.environ)
+    refused = [
+        Violation(field=f"{key}[{index}].python", value=env.python, message=problem)
+        for index, env in enumerate(envs)
+        if not env.image and (problem := problem_of(env.python or "", allowed))
+    ]
+    if refused:
+        raise InvalidSpecError(refused, reason="ENV_PYTHON_REFUSED")
+    missing = [
+        Violation(field=f"{key}[{index}].id", value=env.id, message=why)
+        for index, env in enumerate(envs)
+        if not env.image and (why := why_missing(env.id, env.python or "", allowed, directory=Path.cwd()))
+    ]
+    if missing:
+        remedy = "correct the id or install the environment; of a run for another machine name its --server"
+        raise InvalidSpecError(missing, reason="ENV_NOT_FOUND", remedy=remedy)
 
 
 def keep_logs_off_the_terminal() -> None:
@@ -145,6 +178,7 @@ class Steps:
         click.echo(text, err=True)
 
     def _stop(self) -> None:
+        """End the spinner, if there is one."""
         if self._status is not None:
             self._status.stop()
             self._status = None

@@ -77,11 +77,15 @@ async def fine_tune(
             async with exporting(config.model_dump(mode="json"), directory), beside as evaluations:
                 ranks = [await supervisor.start(spec) for spec in specs]
                 code = await _until_over(ranks, evaluations)
+    # As shells have it: 128 and the number of the signal.
     return code if code >= 0 else 128 - code
 
 
 async def _until_over(ranks: Sequence[Child], evaluations: "Evaluated | None") -> int:
-    """Wait for the training and return its exit code. If it succeeded, first wait for the evaluations that are left."""
+    """Wait for the training and return its exit code.
+
+    If it succeeded, first wait for the evaluations that are left. A defect of the evaluations ends both.
+    """
     if evaluations is None:
         return await wait_for_ranks(ranks)
     done, failure = await first_of(wait_for_ranks(ranks), evaluations.task)
@@ -96,19 +100,22 @@ async def _until_over(ranks: Sequence[Child], evaluations: "Evaluated | None") -
 
 @contextlib.asynccontextmanager
 async def exporting(config: Mapping[str, Any], directory: Path) -> AsyncIterator[None]:
-    """Copy the lines of `metrics.jsonl` to W&B during the block, if the config has W&B. A problem is reported once."""
+    """Copy the lines of `metrics.jsonl` in `directory` to W&B during the block, if the config has W&B.
+
+    A problem is reported once on standard error, and does not end the block.
+    """
     if config["wandb"] is None:
         yield
         return
     from millrace.readers.exports.of_run import WANDB, Exporter
 
-    async def tell(reason: str, text: str) -> None:
+    async def warn(reason: str, text: str) -> None:
         click.echo(f"warning: {text} [{reason}]", err=True)
 
     fine_tuning = replace(WANDB, module="millrace.readers.exports.fine_tuning", rest="metrics.jsonl has everything")
     logs = directory / "logs"
     logs.mkdir(exist_ok=True)
-    exporter = Exporter(directory.name, fine_tuning, tell=tell, log_path=logs / "wandb.log")
+    exporter = Exporter(directory.name, fine_tuning, warn=warn, log_path=logs / "wandb.log")
     exporter.start(
         config=config,
         uid=_wandb_id(directory),
@@ -133,9 +140,10 @@ def _wandb_id(directory: Path) -> str:
 def rank_spec(
     rank: int, *, argv: Sequence[str], gang: Mapping[str, str], logs: Path, gpus: Sequence[int] | None = None
 ) -> ProcessSpec:
-    """Return the process of one rank. All ranks but the first write their output into `logs`.
+    """Return the process of one rank, with the command line `argv`.
 
-    `gpus` are the GPUs of all ranks together, None for all of the machine.
+    All ranks but the first write their output into `logs`. `gang` are the variables of the whole gang, empty for one
+    rank. `gpus` are the GPUs of all ranks together, None for all of the machine.
     """
     return ProcessSpec(
         name=f"rank {rank}" if rank else "trainer",

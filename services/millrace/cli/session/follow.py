@@ -42,6 +42,7 @@ class MetricsFile:
         body = event.WhichOneof("body") or ""
         if body not in _METRIC_KINDS:
             return
+        # Zeros are figures, too, and JSON of protobuf leaves them out otherwise.
         numbers = MessageToDict(
             getattr(event, body), preserving_proto_field_name=True, always_print_fields_with_no_presence=True
         )
@@ -67,7 +68,10 @@ async def follow(
     *,
     metrics: MetricsFile | None = None,
 ) -> None:
-    """Follow the run `progress.name` until it has ended or is held up. Cancelling this does not affect the run."""
+    """Follow the run `progress.name` until it has ended or is held up. Cancelling this does not affect the run.
+
+    Each event is applied to `progress`, shown in `view`, and written to `metrics`.
+    """
 
     def reconnecting(error: UnavailableError, delay_s: float) -> None:
         view.note(f"reconnecting in {delay_s:.1f}s: {error.message}")
@@ -136,7 +140,10 @@ def require_success(progress: Progress, *, logs: Path | None = None) -> None:
 
 
 def _held_up(name: str, error: RefusedError, *, logs: Path | None) -> CliError:
-    """Return the error for a run that makes no progress. The run has not ended, and nothing of it is lost."""
+    """Return the error for a run that makes no progress. The run has not ended, and nothing of it is lost.
+
+    `logs` is the log directory of the run's own stack; None if a server has the run.
+    """
     component = error.metadata.get("component", "orchestrator")
     if logs is None:
         look, go_on = f"details: millrace run why {name}", f"the run goes on by itself (millrace run watch {name})"
@@ -164,6 +171,7 @@ async def ticking(view: ProgressView) -> AsyncIterator[None]:
 
 
 async def _tick(view: ProgressView) -> None:
+    """Redraw the view four times a second, until cancelled."""
     while True:
         await asyncio.sleep(REFRESH_S)
         view.refresh()

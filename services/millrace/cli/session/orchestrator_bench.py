@@ -73,7 +73,7 @@ class MeasuredBatch:
 
 
 def summary(batches: Sequence[MeasuredBatch], *, cpu_s: Mapping[str, float], peak: Mapping[str, int]) -> dict[str, Any]:
-    """Return the medians over the batches as plain data.
+    """Return plain data about the batches: medians, the number of failed rollouts, and CPU seconds per batch.
 
     `cpu_s` has each process's CPU seconds over all batches, `peak` its peak memory in bytes.
     """
@@ -94,7 +94,7 @@ def summary(batches: Sequence[MeasuredBatch], *, cpu_s: Mapping[str, float], pea
 
 
 def lines(config: RLConfig, found: Mapping[str, Any], *, engine: str) -> list[str]:
-    """Return the summary as a table for the terminal."""
+    """Return the summary `found` as a table for the terminal; `engine` is the name of the measured engine."""
     loop, rest = config.orchestrator, found["rollout_s"] - found["model_s"]
     cpu = ", ".join(f"{name} {seconds:.3f}" for name, seconds in found["cpu_s"].items())
     peaks = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in found["peak_bytes"].items())
@@ -132,8 +132,9 @@ _LOOK_S = 0.5
 
 
 def bench_config(config: RLConfig) -> RLConfig:
-    """Return the config to measure: batches are filled whatever their rewards are, and there are no evaluations,
-    checkpoints or exports.
+    """Return a copy of the config to measure, without a limit of steps: the caller has to end the run.
+
+    Batches are filled whatever their rewards are, and there are no evaluations, checkpoints or exports to W&B.
     """
     loop = config.orchestrator.model_copy(update={"filter_zero_advantages": False, "eval": None, "max_steps": None})
     trainer = config.trainer.model_copy(update={"ckpt": None, "max_steps": None})
@@ -160,13 +161,15 @@ async def bench_orchestrator(prepared: Prepared, interrupts: Interrupts) -> int:
     resolved, metrics = config.model_dump(mode="json"), directory / "metrics.jsonl"
 
     def on_batch(batch: MeasuredBatch) -> None:
+        """Print a line about a measured batch, and append its figures to `metrics.jsonl`."""
         _say(f"step {batch.step - first + 1}/{steps}  {batch.seconds:.3f} s  {batch.tokens_per_s:,.0f} tokens/s")
         with metrics.open("a") as file:
             file.write(json.dumps(batch.metrics()) + "\n")
 
+    # A stack of its own, whatever Redis and store the environment names.
     alone = replace(prepared, config=bench_config(config), settings=Settings())
     options = stack_options(alone, directory)
-    modules = {**SERVICES, "trainer": "millrace.trainer.bench.untrained"}
+    modules = {**SERVICES, "trainer": "millrace.trainer.untrained"}
     async with LocalStack(options, note=_say, modules=modules) as stack:
         interrupts.on_second(stack.supervisor.skip_grace.set)
         _say(f"starting a stack for the orchestrator's steps; process logs: {directory / 'logs'}")
@@ -187,15 +190,16 @@ async def bench_orchestrator(prepared: Prepared, interrupts: Interrupts) -> int:
 async def _measure(
     client: Client, config: RLConfig, steps: int, *, store: Path, usage: "ProcessUse", on_batch: OnBatch
 ) -> list[MeasuredBatch]:
-    """Play the run and return the batches after the warm-up; `on_batch` is called with each.
+    """Play the run until `steps` batches are measured, and return them; `on_batch` is called with each.
 
-    The run is cancelled after the last one.
+    Batches of the warm-up are left out. `usage` measures the processes of the stack, whose store is the directory
+    `store`. The run is cancelled after the last batch.
     """
     run = await client.runs.create(config.resolved_json(), run_id="bench")
     progress = Progress(name=run.name, uid=run.uid)
     view, batches, committed_s = PlainView(sys.stderr, progress), list[MeasuredBatch](), 0.0
     first = warm_up(config)
-    looking = asyncio.create_task(usage.look_on(), name="what the processes of the bench use")
+    looking = asyncio.create_task(usage.sample_memory(), name="what the processes of the bench use")
     try:
         async with contextlib.aclosing(client.runs.watch(run.name)) as events:
             async for event in events:
@@ -206,6 +210,7 @@ async def _measure(
                 seconds, committed_s = _time(event) - committed_s, _time(event)
                 if event.batch_committed.step < first:
                     _say(f"warm-up {event.batch_committed.step + 1}/{first}")
+                    # Again at each: CPU time is counted from the last batch of the warm-up.
                     usage.begin()
                     continue
                 usage.end()
@@ -222,7 +227,10 @@ async def _measure(
 
 
 def read_batch(directory: Path, uid: str, event: event_pb2.Event, *, seconds: float) -> MeasuredBatch:
-    """Return the measurements of a committed batch, from its archive in the store at `directory`."""
+    """Return the measurements of a committed batch, from its archive in the store at `directory`.
+
+    `event` is that of its commit; `seconds` is the time since the batch before it.
+    """
     from millrace.readers.exports.samples import read_samples
     from millrace.rollouts.types import RolloutStatus
     from millrace.runlog import Names
@@ -260,20 +268,23 @@ class ProcessUse:
 
     def begin(self) -> None:
         """Start the measurement of CPU time."""
-        self._began = self._look()
+        self._began = self._measure_processes()
 
     def end(self) -> None:
         """End the measurement of CPU time; may be called again later."""
-        self._ended = self._look()
+        self._ended = self._measure_processes()
 
-    async def look_on(self) -> None:
+    async def sample_memory(self) -> None:
         """Sample the memory periodically, until cancelled."""
         # unregistered wait: a periodic look
         while True:
-            self._look()
+            self._measure_processes()
             await asyncio.sleep(_LOOK_S)
 
-    def _look(self) -> dict[str, float]:
+    def _measure_processes(self) -> dict[str, float]:
+        """Return the CPU seconds of each process with its descendants so far, and raise the recorded peaks of
+        memory.
+        """
         import psutil
 
         cpu_s: dict[str, float] = {}
@@ -284,6 +295,7 @@ class ProcessUse:
                 for process in (top, *top.children(recursive=True)):
                     with contextlib.suppress(psutil.NoSuchProcess):
                         times = process.cpu_times()
+                        # `children_…` has the time of descendants that have ended.
                         cpu_s[name] += times.user + times.system + times.children_user + times.children_system
                         resident += process.memory_info().rss
             self.peak[name] = max(self.peak.get(name, 0), resident)
@@ -291,6 +303,7 @@ class ProcessUse:
 
 
 def _time(event: event_pb2.Event) -> float:
+    """Return the time of an event in seconds since 1970."""
     return event.time.seconds + event.time.nanos / 1e9
 
 

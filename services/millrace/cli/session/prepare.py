@@ -72,10 +72,11 @@ def prepare(
     default_server: str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Prepared:
-    """Load the config and check the whole command line.
+    """Load the config and check the whole command line; print notes about keys without effect.
 
-    Raises InvalidSpecError with all problems of the config, CliError if there is neither a file nor a model. `command`
-    begins the example in that error.
+    `default_server` is the orchestrator to submit to if none is named; None starts a local stack. `command` begins the
+    example in errors. Raises InvalidSpecError with all problems of the config, CliError if there is neither a file nor
+    a model.
     """
     settings = Settings.from_env(with_options(environ))
     arguments, labels = take_labels(arguments)
@@ -104,6 +105,7 @@ def prepare(
     if name:
         check_new_name(str(name), option="--name" if flags.get("name") else "run.name")
     config, resume_step = without_resume_step(loaded.config)
+    # `resume_step = -1` is the newest step of a run that need not exist yet.
     must_exist = bool(flags.get("resume")) or (resume_step or 0) > 0
     return Prepared(
         config=config,
@@ -145,7 +147,10 @@ def take_labels(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def _server_of(flags: Mapping[str, str | bool], settings: Settings, default: str | None) -> tuple[str | None, str]:
-    """Return the orchestrator's address, None if there is none, and a description of where it came from."""
+    """Return the orchestrator's address (`--server`, MILLRACE_SERVER or `default`), and where it came from, as text.
+
+    The address is None if a local stack is to be started.
+    """
     if "server" in flags:
         return check_address(str(flags["server"]), option="--server"), "--server"
     return settings.server or default, "MILLRACE_SERVER" if settings.server else "the default"
@@ -154,7 +159,8 @@ def _server_of(flags: Mapping[str, str | bool], settings: Settings, default: str
 def _say_what_a_running_stack_keeps(loaded: Loaded[RLConfig], stack: Mapping[str, Any] | None) -> None:
     """Print a note with the keys that have no effect, because the run is submitted to a stack that is already running.
 
-    Keys that have the same value there are left out, if the stack's settings are known.
+    `stack` is the content of its `stack.json`, None if that is not here. Keys that have the same value there are left
+    out.
     """
     kept = sorted(
         key
@@ -184,10 +190,12 @@ def _settings_of(stack: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _shown(key: str, value: Any) -> str:
+    """Return the value of a key as text for a note; "a secret" if it looks like one."""
     return shown(tuple(key.split(".")), value) or "a secret"
 
 
 def _flat(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return a tree of tables as one table with dotted keys, each after `prefix`."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         flat |= _flat(value, f"{prefix}.{name}") if isinstance(value, dict) and value else {f"{prefix}.{name}": value}
@@ -230,12 +238,16 @@ def _engine_of(environ: Mapping[str, str]) -> Layer | None:
 
 
 def without_resume_step(config: RLConfig) -> tuple[RLConfig, int | None]:
-    """Return the config without `resume_step`, which is not part of a run's config, and the step itself."""
+    """Return the config without `resume_step`, and that step: it is not part of a run's config.
+
+    The step is None if no `ckpt` table sets it; the one at the top goes before the trainer's.
+    """
     found = next((part.resume_step for part in (config.ckpt, config.trainer.ckpt) if part is not None), None)
     if found is None:
         return config, None
 
     def dropped(section: Any) -> Any:
+        """Return a copy of a section without the step in its `ckpt`."""
         return section.model_copy(
             update={"ckpt": section.ckpt and section.ckpt.model_copy(update={"resume_step": None})}
         )
@@ -244,7 +256,10 @@ def without_resume_step(config: RLConfig) -> tuple[RLConfig, int | None]:
 
 
 def choose_run_id(config: RLConfig, name: str | None, *, root: Path) -> str:
-    """Return the id of a run on a local stack: the given name, or one made of the environment and a random suffix."""
+    """Return the id of a run on a local stack: the given name, or one made of the environment and a random suffix.
+
+    A made name has no directory of results below `root`.
+    """
     if name is not None:
         return name
     return free_name(config.orchestrator.env[0].id, secrets.token_hex(2), root=root)
@@ -301,7 +316,7 @@ def _with_absolute_rows(loaded: Loaded[RLConfig]) -> Loaded[RLConfig]:
 def check_new_name(text: str, *, option: str = "--name") -> str:
     """Return `text` if it is a valid run name.
 
-    Otherwise raise InvalidSpecError with a similar valid name as the remedy.
+    Otherwise raise InvalidSpecError with a similar valid name as the remedy, and `option` as the field.
     """
     if run_name.is_legal(text):
         return text
@@ -340,7 +355,11 @@ def validate_fine_tuning(config: SFTConfig) -> None:
     except ModuleNotFoundError:
         return
     tables = look.tables(config)
-    found = [each for key, table in tables.items() if (each := look.first_rows(key, table)) is not None]
+    found = [
+        each
+        for key, table in tables.items()
+        if (each := look.first_rows(key, table, is_paired=config.dpo is not None)) is not None
+    ]
     for key in tables.keys() - {each.key for each in found}:
         if look.is_local(tables[key].name):
             name = tables[key].name
@@ -360,8 +379,9 @@ def validate_fine_tuning(config: SFTConfig) -> None:
 def validate_model(key: str, name: str, *, tokenizer: str | None, needs_template: bool, output_dir: str) -> bool:
     """Check a model directory on this machine, and return whether it was checked.
 
-    The errors are those the run would raise. Models of the Hub are skipped; a missing path only gets a note, because
-    the config may be for another machine.
+    `key` is the config key that names it. `tokenizer` is a directory with another tokenizer; `needs_template` says that
+    its chat template is used. The errors are those the run would raise. Models of the Hub are skipped; a missing path
+    only gets a note, because the config may be for another machine.
     """
     directory, other = Path(name).expanduser(), Path(tokenizer or name).expanduser()
     if not is_path(name, output_dir=output_dir):
@@ -416,7 +436,7 @@ def is_path(name: str, *, output_dir: str = "outputs") -> bool:
 def check_models(names: Mapping[str, str], *, sources: Mapping[str, str], output_dir: str, sft_hint: bool) -> None:
     """Raise InvalidSpecError with each path in `names` (by config key) that is not a model.
 
-    `sft_hint` adds to the remedy how to make a model with `millrace sft`.
+    `sources` says where keys are written. `sft_hint` adds to the remedy how to make a model with `millrace sft`.
     """
     violations = []
     for key, name in names.items():
@@ -432,6 +452,7 @@ def check_models(names: Mapping[str, str], *, sources: Mapping[str, str], output
 
 
 def _problem(name: str, output_dir: str) -> str | None:
+    """Return why a model's name is a path without a model, as a message; None if it has one or is an id of the Hub."""
     if not is_path(name, output_dir=output_dir):
         return None
     path = Path(name).expanduser()

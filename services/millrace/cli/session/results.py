@@ -60,7 +60,7 @@ def download_policy(progress: Progress, directory: Path, *, store_url: str | Non
     if store_url is None and local_path(progress.policy.uri) is None:
         return progress.policy.uri
     try:
-        from millrace.policies.pull import download_hf, read_manifest
+        from millrace.policies.host_copy import download_hf, read_manifest
         from millrace.storage import open_store
     except ImportError:
         return progress.policy.uri
@@ -79,7 +79,10 @@ def checkpoint_path(progress: Progress) -> str | None:
 
 
 def collect(progress: Progress, directory: Path, *, store_url: str | None) -> Artifacts:
-    """Download the policy and draw the plot; return where the results are."""
+    """Download the newest policy and draw the plot into `directory`; return where the results are.
+
+    `store_url` is the object store as this machine reaches it; None for one in a local directory.
+    """
     policy = download_policy(progress, directory / "policy", store_url=store_url)
     plot = directory / "reward.png"
     return Artifacts(
@@ -90,7 +93,11 @@ def collect(progress: Progress, directory: Path, *, store_url: str | None) -> Ar
 
 
 def summary(progress: Progress, artifacts: Artifacts, *, seconds: float, phases: dict[str, float]) -> dict[str, Any]:
-    """Return the summary as plain data. Programs may rely on the first nine keys."""
+    """Return the summary of a run as plain data: rewards, steps, times, where results are, and what happened.
+
+    Programs may rely on the first nine keys. `seconds` is the time that the command took, `phases` that of its parts,
+    in seconds by name. Paths are None where `artifacts` has none.
+    """
     last = {point.env: point for point in progress.evals}
     return {
         "reward_before": progress.reward_before,
@@ -135,6 +142,7 @@ def summary(progress: Progress, artifacts: Artifacts, *, seconds: float, phases:
 
 
 def _staleness(found: Staleness) -> dict[str, Any]:
+    """Return the staleness of one environment's rollouts as plain data, and in words."""
     return {**asdict(found), "words": found.words}
 
 
@@ -191,9 +199,9 @@ def _moved_line(weights: dict[str, Any]) -> str:
 
 
 def _skipped_line(evals: Sequence[dict[str, Any]]) -> str:
-    """Return a line such as `reverse-text: v20, v40.
+    """Return a line such as `letters: v20, v40; words: v20`: the versions whose evaluation was due and was skipped.
 
-    Letters: v20`, the versions whose evaluation was due and was skipped.
+    Environments without a skipped evaluation are left out; empty if there is none.
     """
     found: dict[str, list[int]] = {}
     for each in evals:

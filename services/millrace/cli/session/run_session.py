@@ -66,6 +66,7 @@ async def run_local(prepared: Prepared, interrupts: Interrupts) -> tuple[dict[st
                     stopping = time.monotonic()
             except asyncio.CancelledError:
                 name = progress.name.removeprefix("runs/")
+                # Without a uid the run was not created yet.
                 go_on = f"; to go on, give the same command with --name {name} --resume" if progress.uid else ""
                 view.note(f"interrupted: all processes are stopped; the results so far are in {directory}{go_on}")
                 raise
@@ -117,13 +118,16 @@ _STOPPED = (run_pb2.RUN_STATE_FAILED, run_pb2.RUN_STATE_PAUSED)
 
 
 def find_home(root: Path, name: str, *, prefix: str) -> Path | None:
-    """Return the directory of the local stack whose store has a run of this name; None if there is none."""
+    """Return the directory below `root` whose store has a run of this name; None if there is none.
+
+    `prefix` is the deployment's in that store.
+    """
     homes = [root / name, *(path for path in sorted(root.glob("*")) if path.name != name)]
     return next((home for home in homes if (home / "store" / prefix / "names" / name).is_file()), None)
 
 
 def exists_error(name: str, where: str) -> CliError:
-    """Return the error for a name that is taken, with the user's choices as the remedy."""
+    """Return the error for a name that is taken, with the user's choices as the remedy; `where` says by which run."""
     return CliError(
         f"a run called {name!r} exists ({where})",
         hint="go on with it: the same command with --resume; begin anew at one of its steps: with "
@@ -143,7 +147,9 @@ async def begin(
 ) -> run_pb2.Run:
     """Return the run to follow: a new run (`create`), an existing one that continues, or a fork of it.
 
-    Raises CliError if none of these is possible.
+    `resume_step` is None for a new run, NEWEST to continue, else the step to go on from; a step before the newest one
+    makes a fork. If the run `name` does not exist, a new run begins, unless it `must_exist`. Raises CliError if nothing
+    of this is possible.
     """
     if resume_step is None:
         try:
@@ -162,6 +168,7 @@ async def begin(
         note(f"there is no run {name} to go on with: it begins with step 0")
         return await create()
     differing = list(_differences(config, json.loads(run.config_json)))
+    # A run that has ended, or has another config, cannot go on: only a fork can.
     is_head = resume_step in (NEWEST, run.progress.step)
     if is_head and not differing and run.state not in _ENDED:
         return await _go_on(client, run, note)
@@ -183,12 +190,13 @@ async def begin(
 
 
 async def _go_on(client: Client, run: run_pb2.Run, note: Note) -> run_pb2.Run:
+    """Resume the run if it is stopped, and return it."""
     note(f"{run.name} goes on at step {run.progress.step} (it is {_state(run)})")
     return await client.runs.resume(run.name) if run.state in _STOPPED else run
 
 
 async def _fork(client: Client, run: run_pb2.Run, config: RLConfig, *, step: int, note: Note) -> run_pb2.Run:
-    """Fork the run at a step and return the fork.
+    """Fork the run at a step, with another config, and return the fork.
 
     The run itself is paused if it is still going on; it can be resumed later.
     """
@@ -207,6 +215,7 @@ async def _fork(client: Client, run: run_pb2.Run, config: RLConfig, *, step: int
         taken = str(error.metadata.get("run", name + ending))
         raise exists_error(taken, f"the fork of {run.name} at step {step}") from error
     note(f"the log of {run.name} is never rewritten: {fork.name} (uid {fork.uid}) is its fork from step {step} on")
+    # The fork first: where it cannot be made, the run goes on as it does.
     if run.state not in (*_ENDED, *_STOPPED):
         await client.runs.pause(run.name, reason=f"forked at step {step} as {fork.name}")
         note(f"{run.name} is paused; `millrace rl … --name {name} --resume` goes on with it")
@@ -214,6 +223,7 @@ async def _fork(client: Client, run: run_pb2.Run, config: RLConfig, *, step: int
 
 
 def _unnamed(config: RLConfig) -> str:
+    """Return the resolved config without the run's name, which only one run can have."""
     return config.model_copy(update={"run": config.run.model_copy(update={"name": None})}).resolved_json()
 
 
@@ -222,9 +232,13 @@ def _state(run: run_pb2.Run) -> str:
 
 
 def _differences(config: RLConfig, theirs: Any) -> Iterator[str]:
-    """Return a description of each key whose value differs from the existing run's config."""
+    """Yield a description of each key whose value differs from `theirs`, the existing run's resolved config.
+
+    Keys that say where results go are left out.
+    """
 
     def walk(mine: Any, other: Any, path: tuple[str, ...]) -> Iterator[str]:
+        """Yield the differences of two values at a path, key by key in tables."""
         if path in _OWN or mine == other:
             return
         if isinstance(mine, dict) and isinstance(other, dict):
@@ -250,7 +264,10 @@ async def begin_remote(client: Client, prepared: Prepared, *, note: Note) -> run
 
 
 async def submit(client: Client, prepared: Prepared, *, run_id: str, request_id: str | None = None) -> run_pb2.Run:
-    """Create the run. A caller that retries passes the same `request_id`, so that the retry creates no second run."""
+    """Create the run on the server and return it; `run_id` is its name, empty for one that the server makes.
+
+    A caller that retries passes the same `request_id`, so that the retry creates no second run.
+    """
     return await client.runs.create(
         prepared.config.resolved_json(),
         run_id=run_id,
@@ -264,6 +281,7 @@ async def submit_for_sure(client: Client, prepared: Prepared, view: ProgressView
 
     Raises UnavailableError after 60 s.
     """
+    # One id for all tries: a try whose answer was lost has created the run, and the next one is answered with it.
     request_id = str(uuid.uuid4())
     ends = time.monotonic() + SUBMIT_DEADLINE_S
     with waits.waiting("the orchestrator to take the run", waits_on="orchestrator", deadline_s=SUBMIT_DEADLINE_S):
@@ -280,10 +298,13 @@ async def submit_for_sure(client: Client, prepared: Prepared, view: ProgressView
 async def follow_or_detach(
     client: Client, progress: Progress, view: ProgressView, *, directory: Path | None = None
 ) -> None:
-    """Follow the run to its end. On Ctrl-C, print how to follow it again and how to cancel it."""
+    """Follow the run to its end. On Ctrl-C, print how to follow it again and how to cancel it.
+
+    Metrics are written into `directory`, if it is given.
+    """
     metrics = MetricsFile(directory / "metrics.jsonl") if directory else None
     try:
-        queued = client.runs.telling_queued(
+        queued = client.runs.reporting_queued(
             progress.name, view.note, is_queued=lambda: progress.state == run_pb2.RUN_STATE_QUEUED
         )
         async with ticking(view), queued:
@@ -307,6 +328,7 @@ def submitted_line(run: run_pb2.Run) -> str:
 async def _submit_and_follow(
     client: Client, prepared: Prepared, progress: Progress, view: ProgressView, run_id: str
 ) -> None:
+    """Create or continue the run on the local stack, and follow it until it has ended and its exports are written."""
     run = await begin(
         client,
         prepared.config,
@@ -357,6 +379,10 @@ def _home(prepared: Prepared, run_id: str, *, root: Path) -> Path:
 async def _finish(
     progress: Progress, directory: Path, *, begun: float, phases: Mapping[str, float], store_url: str | None
 ) -> tuple[dict[str, Any], Path]:
+    """Collect the results of an ended run into `directory`; return the summary and its path.
+
+    `begun` is when the command began, by `time.monotonic`; `phases` are seconds of its parts so far.
+    """
     collecting = time.monotonic()
     artifacts = await asyncio.to_thread(collect, progress, directory, store_url=store_url)
     now = time.monotonic()
@@ -372,6 +398,7 @@ async def _finish(
 
 
 def _progress(prepared: Prepared, name: str) -> Progress:
+    """Return the progress of the run `name` before its first event, with the limits of its config."""
     config = prepared.config
     bound = config.orchestrator.max_off_policy_steps
     return Progress(name=name, max_steps=config.max_steps or 0, staleness_bound=bound)
@@ -382,13 +409,13 @@ def _adopt(progress: Progress, run: run_pb2.Run) -> None:
 
 
 async def planned_stack(prepared: Prepared, directory: Path, *, note: Callable[[str], object]) -> "StackOptions":
-    """Return the options of the run's local stack.
+    """Return the options of the run's local stack, which works in `directory`.
 
     If vLLM and the trainer use the same GPU, vLLM's share is computed first; raises InvalidStateError if it is too
-    small.
+    small. `note` is called with what the user should know.
     """
     from millrace.local import gpus
-    from millrace.local.shared_gpu import engine_share
+    from millrace.local.gpus import engine_share
 
     inference, assigned = _engine_and_gpus(prepared)
     if inference.sleep_while_training and all(assigned.values()) and not gpus.are_shared(assigned):

@@ -114,11 +114,13 @@ def start_service(service: Service, loaded: Loaded[Any], environ: Mapping[str, s
             f"run's other parts: millrace run submit --{service.section} @ {loaded.files[0]} …",
             file=sys.stderr,
         )
+    # What Python has buffered would be lost with the process image.
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, "-m", service.module], {"PYTHONUNBUFFERED": "1", **environ, **given})
 
 
 def _is_of_config(word: str, reserved: Mapping[str, bool]) -> bool:
+    """Return whether a word of a command line names a config file or a config key."""
     name = word.lstrip("-").partition("=")[0]
     return word.startswith("@") or (word.startswith("--") and name not in reserved)
 
@@ -164,6 +166,7 @@ def start_replica(loaded: Loaded[ReplicaConfig], environ: Mapping[str, str] = os
         **engine_environ(config),
     }
     python = engine_python(config.engine, environ)
+    # As in `start_service`: what is buffered would be lost.
     sys.stdout.flush()
     child = {"PYTHONUNBUFFERED": "1", **environ, **given}
     if config.engine == "vllm":

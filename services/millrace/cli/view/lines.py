@@ -66,12 +66,17 @@ def is_of_level(event: event_pb2.Event, level: str | None) -> bool:
 def event_line(event: event_pb2.Event, progress: Progress) -> str:
     """Return any event as one line.
 
-    Control characters are replaced, because environment errors may quote what a model wrote.
+    `progress` is the run's and includes this event already. Control characters are replaced, because environment errors
+    may quote what a model wrote.
     """
     return printable(progress.short(_event_words(event, progress)).replace("\n", " ⏎ "))
 
 
 def _event_words(event: event_pb2.Event, progress: Progress) -> str:
+    """Return an event as text: what has happened, with its figures.
+
+    `progress` is the run's and includes this event already: the figures of a step are read from it.
+    """
     match event.WhichOneof("body"):
         case "state_changed":
             change = event.state_changed
@@ -86,8 +91,9 @@ def _event_words(event: event_pb2.Event, progress: Progress) -> str:
             mean = f"{done.reward_mean:.3f}" if done.num_rollouts else "–"
             failed = f", {done.num_failed} failed" if done.num_failed else ""
             spans = f"–v{done.policy_version_max}" if done.policy_version_max > done.policy_version else ""
+            policy = f"  policy v{done.policy_version}{spans}" if progress.has_versions else ""
             return (
-                f"eval {done.env}  policy v{done.policy_version}{spans}  reward {mean}"
+                f"eval {done.env}{policy}  reward {mean}"
                 f"  ({done.num_rollouts + done.num_failed} rollouts{failed}, {done.seconds:.1f}s)"
             )
         case "rollouts_failed":
@@ -123,6 +129,7 @@ def _event_words(event: event_pb2.Event, progress: Progress) -> str:
 
 
 def _states(change: event_pb2.StateChanged) -> str:
+    """Return a change of state as text, such as `QUEUED -> STARTING`."""
     return f"{state_name(change.old_state)} -> {state_name(change.new_state)}"
 
 

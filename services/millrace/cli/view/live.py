@@ -1,8 +1,11 @@
 """The live picture of a run. `render` depends on the progress alone; `LiveView` redraws it four times a second."""
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Self
 
+import click
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -13,7 +16,39 @@ from millrace.cli.view.lines import LONG_WAIT_S, progress_line, reward, wait_lin
 from millrace.cli.view.progress import Progress
 from millrace.cli.view.text import count, duration, printable, sparkline
 from millrace.runlog.run_status import state_name
+from millrace.telemetry import progress
 from millrace.v1 import event_pb2, run_pb2
+
+# Progress of long work: bars on a terminal, lines every few seconds elsewhere. Both go to standard error.
+
+_WIDTH = 30
+
+
+@contextlib.contextmanager
+def shown_work(console: Console | None = None) -> Iterator[None]:
+    """Show the progress of this process's long work during the block on `console` (None: standard error).
+
+    On a terminal there is a bar for each piece of work; elsewhere its lines are printed.
+    """
+    target = console or Console(stderr=True)
+    if not target.is_terminal:
+        with progress.send_lines_to(lambda line: click.echo(line, file=target.file)):
+            yield
+        return
+    live = Live(get_renderable=bars, console=target, transient=True, refresh_per_second=4)
+    with live, progress.send_lines_to(lambda line: None):
+        yield
+
+
+def bars() -> Table:
+    """Return a table with a row for each piece of work: title, bar, amount."""
+    rows = Table.grid(padding=(0, 1))
+    for work in progress.active():
+        share = work.share
+        bar = ProgressBar(total=1.0, completed=share or 0.0, width=_WIDTH, pulse=share is None)
+        rows.add_row(work.title, bar, work.amount)
+    return rows
+
 
 _STATE_STYLES = {
     run_pb2.RUN_STATE_RUNNING: "bold green",
@@ -24,7 +59,10 @@ _STATE_STYLES = {
 
 
 def render(progress: Progress, *, elapsed_s: float) -> RenderableType:
-    """Return the picture: header, bar, measures with sparklines, pipeline, long waits, last events."""
+    """Return the picture: header, bar, measures with sparklines, pipeline, long waits, last events.
+
+    `elapsed_s` is the time since the view began.
+    """
     parts: list[RenderableType] = [_header(progress, elapsed_s)]
     if progress.max_steps:
         bar = Table.grid()  # a bare bar ends without a newline
@@ -42,6 +80,7 @@ def render(progress: Progress, *, elapsed_s: float) -> RenderableType:
 
 
 def _header(progress: Progress, elapsed_s: float) -> Text:
+    """Return the first line: name, state, step, time since the view began, and time that is left."""
     header = Text(no_wrap=True, overflow="ellipsis")
     header.append(progress.name, style="bold")
     header.append(f"  {state_name(progress.state)}", style=_STATE_STYLES.get(progress.state, "bold cyan"))
@@ -53,6 +92,7 @@ def _header(progress: Progress, elapsed_s: float) -> Text:
 
 
 def _measures(progress: Progress) -> Table:
+    """Return rows with the last value and the curve of each measure, and with the rewards of evaluations."""
     table = Table.grid(padding=(0, 2))
     steps = progress.steps
     if steps:
@@ -66,8 +106,9 @@ def _measures(progress: Progress) -> Table:
         table.add_row("step time", waited, sparkline([point.step_s for point in steps]))
     for env in dict.fromkeys(point.env for point in progress.evals):
         points = [point for point in progress.evals if point.env == env]
+        # A single evaluation is shown once.
         ends = dict.fromkeys((points[0], points[-1]))
-        shown = " → ".join(f"{reward(point)} (v{point.version})" for point in ends)
+        shown = " → ".join(reward(p) + (f" (v{p.version})" if progress.has_versions else "") for p in ends)
         table.add_row(f"eval {env}", shown, "")
     return table
 

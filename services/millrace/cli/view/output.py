@@ -51,9 +51,9 @@ class Paint:
         return click.style(text, fg=colour, bold=bold or None, dim=dim or None)
 
     def run_cell(self, column: str, cell: str, padded: str) -> str:
-        """Return a cell of a table of runs with the colour of its column.
+        """Return a cell of a table of runs with the colour of its column, the header `column`.
 
-        `padded` is the cell in the column's width.
+        `padded` is the cell in the column's width, which is what is returned.
         """
         match column.upper():
             case "STATE":
@@ -64,9 +64,9 @@ class Paint:
                 return padded
 
     def sample_cell(self, column: str, cell: str, padded: str) -> str:
-        """Return a cell of a table of samples with the colour of its column.
+        """Return a cell of a table of samples with the colour of its column, the header `column`.
 
-        `padded` is the cell in the column's width.
+        `padded` is the cell in the column's width, which is what is returned.
         """
         match column:
             case "status":
@@ -144,6 +144,7 @@ def curve_lines(
     first, *rest = SHOWN_CURVES
     for name in (first, *evals, *rest):
         values = [value for value in metrics.get(name, ()) if value is not None]
+        # `min` and `max` need a value, and there may be none that is finite.
         finite = [value for value in values if math.isfinite(value)] or [0.0]
         if values:
             bars = curve(values, width=_CURVE_WIDTH, low=min(finite), high=max(finite))
@@ -160,7 +161,10 @@ def run_details(
     curves: Sequence[tuple[str, str]] = (),
     paint: Paint = PLAIN,
 ) -> str:
-    """Return everything about one run, one line per item. `curves` are lines to add."""
+    """Return everything about one run, one line per item. `curves` are lines to add, as label and text.
+
+    `now` gives the age.
+    """
     progress = run.progress
     lines = [
         ("name", run.name),
@@ -230,6 +234,7 @@ def explanation(answer: rs.ExplainRunResponse) -> str:
 
 
 def _row(run: run_pb2.Run, now: datetime.datetime) -> tuple[str, ...]:
+    """Return the cells of a run in the table of runs."""
     progress = run.progress
     return (
         run.name.removeprefix("runs/"),
@@ -266,6 +271,7 @@ def _step(progress: run_pb2.RunProgress) -> str:
 
 
 def _age(run: run_pb2.Run, now: datetime.datetime) -> str:
+    """Return the time since the run was created, as text."""
     if not run.HasField("create_time"):
         return "–"
     return duration(max(0.0, (now - run.create_time.ToDatetime(datetime.UTC)).total_seconds()))

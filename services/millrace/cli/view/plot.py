@@ -15,6 +15,7 @@ def write_plot(progress: Progress, path: Path) -> bool:
         import matplotlib
     except ImportError:
         return False
+    # Agg draws into files, and needs no display.
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from matplotlib.ticker import MaxNLocator
@@ -48,6 +49,7 @@ def write_plot(progress: Progress, path: Path) -> bool:
         figure.tight_layout()
         figure.savefig(path, dpi=120)
     finally:
+        # pyplot keeps every figure until it is closed.
         pyplot.close(figure)
     return True
 
@@ -55,7 +57,7 @@ def write_plot(progress: Progress, path: Path) -> bool:
 def write_eval_plot(data: dict[str, Any], path: Path) -> bool:
     """Draw the mean reward of each environment over the steps with its standard error, as a PNG.
 
-    Return False without matplotlib.
+    `data` are the results of several policies. Return False without matplotlib.
     """
     try:
         import matplotlib

@@ -69,7 +69,7 @@ class TransferredBytes:
     full_bytes: int = 0
 
     def add(self, moved_bytes: int, full_bytes: int) -> None:
-        """Add one version. Events of older releases have 0 for the size of a full copy."""
+        """Add one version: the bytes that were moved, and the size of its full copy (0 in events of older releases)."""
         self.versions += 1
         self.moved_bytes += moved_bytes
         self.full_bytes += full_bytes
@@ -89,6 +89,8 @@ class Progress(RunStatus):
 
     name: str
     uid: str = ""
+    has_versions: bool = True
+    """Whether the run has policy versions; an evaluation plays one fixed model."""
     place: str = ""
     """The addresses of the run's orchestrator and dashboard; empty if unknown."""
     staleness_bound: int | None = None
@@ -120,7 +122,13 @@ class Progress(RunStatus):
         except ValueError:  # a newer server may send another form; the bounds are only decoration
             orchestrator = {}
         bound = orchestrator.get("max_off_policy_steps")
-        return cls(name=run.name, uid=run.uid, max_steps=run.progress.max_steps, staleness_bound=bound)
+        return cls(
+            name=run.name,
+            uid=run.uid,
+            has_versions=run.kind != run_pb2.RUN_KIND_EVAL,
+            max_steps=run.progress.max_steps,
+            staleness_bound=bound,
+        )
 
     def short(self, text: str) -> str:
         """Return the text with ids of processes replaced by short names, numbered per service in order of
@@ -129,6 +137,7 @@ class Progress(RunStatus):
         return _WORKER_ID.sub(self._name, text)
 
     def _name(self, found: re.Match[str]) -> str:
+        """Return the short name of the process whose id the match is; a new id gets the next number of its service."""
         worker_id, service = found.group(), found.group(1)
         if worker_id not in self.shown_as:
             number = 1 + sum(name.rpartition("-")[0] == service for name in self.shown_as.values())
@@ -199,6 +208,7 @@ class Progress(RunStatus):
         return self._eval_mean(max(steps)) if len(steps) > 1 else None
 
     def _add_point(self, done: event_pb2.StepCompleted) -> None:
+        """Add the measurements of a step; steps that a resumed trainer repeats are replaced."""
         point = StepPoint(
             number=done.step + 1,
             reward=done.reward_mean,
@@ -217,6 +227,7 @@ class Progress(RunStatus):
         self.waits.clear()
 
     def _add_eval(self, done: event_pb2.EvalCompleted) -> None:
+        """Add the result of an evaluation."""
         self.evals.append(
             EvalPoint(
                 env=done.env,
@@ -231,4 +242,6 @@ class Progress(RunStatus):
         )
 
     def _eval_mean(self, step: int) -> float:
+        """Return the held-out reward at a step, as the mean over environments."""
+        # A dict: an evaluation that a resumed run repeats replaces the earlier one.
         return statistics.fmean({p.env: p.reward for p in self.evals if p.step == step}.values())

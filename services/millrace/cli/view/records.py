@@ -28,8 +28,11 @@ PLAIN = Paint()
 _MAX_CELL = 60
 
 
-def sample_table(samples: Sequence[SampleRecord], *, paint: Paint = PLAIN) -> str:
-    """Return a table with one line per sample: id, task, reward, and the beginnings of prompt and reply."""
+def sample_table(samples: Sequence[SampleRecord], *, has_versions: bool = True, paint: Paint = PLAIN) -> str:
+    """Return a table with one line per sample: id, task, reward, and the beginnings of prompt and reply.
+
+    `has_versions` is false for an evaluation of one fixed model.
+    """
     rows = []
     for found in samples:
         rollout, messages = found.rollout, messages_of(found.rollout)
@@ -38,7 +41,7 @@ def sample_table(samples: Sequence[SampleRecord], *, paint: Paint = PLAIN) -> st
         rows.append(
             [
                 found.id,
-                f"{rollout.env}{_evaluated(rollout)}",
+                f"{rollout.env}{_evaluated(rollout) if has_versions else ''}",
                 f"{rollout.ordinal}.{rollout.member}",
                 str(rollout.status),
                 _reward(rollout),
@@ -54,14 +57,18 @@ def sample_table(samples: Sequence[SampleRecord], *, paint: Paint = PLAIN) -> st
     )
 
 
-def sample_lines(found: SampleRecord) -> Iterator[str]:
-    """Yield the lines of a whole sample: its figures, then every message."""
+def sample_lines(found: SampleRecord, *, has_versions: bool = True) -> Iterator[str]:
+    """Yield the lines of a whole sample: its figures, then every message.
+
+    `has_versions` is false for an evaluation of one fixed model.
+    """
     rollout = found.rollout
+    evaluated, versions = (_evaluated(rollout), f"policy {_versions(rollout)}  ") if has_versions else ("", "")
     yield (
-        f"── {found.id}  batch {found.step} (of step {found.step + 1})  {rollout.env}{_evaluated(rollout)}  "
+        f"── {found.id}  batch {found.step} (of step {found.step + 1})  {rollout.env}{evaluated}  "
         f"task {rollout.ordinal}.{rollout.member}  {rollout.status}  "
         f"reward {_reward(rollout)}  {rollout.num_tokens or '–'} tokens  {rollout.num_turns or '–'} turns  "
-        f"policy {_versions(rollout)}  {rollout.seconds:.1f} s"
+        f"{versions}{rollout.seconds:.1f} s"
     )
     metrics = "  ".join(f"{name} {value:.3g}" for name, value in sorted(rollout.metrics.items()))
     if metrics or rollout.stop_condition:
@@ -99,6 +106,7 @@ def _evaluated(rollout: "Rollout") -> str:
 
 
 def _cell(text: str) -> str:
+    """Return text for a cell of a table: on one line, without control characters, cut to 60 characters."""
     line = printable(text.replace("\n", "⏎"))
     return line if len(line) <= _MAX_CELL else line[: _MAX_CELL - 1] + "…"
 
@@ -116,6 +124,10 @@ def lineage_lines(found: rs.GetLineageResponse) -> list[str]:
 
 
 def _of_rollout(found: lineage_pb2.RolloutLineage) -> Iterator[str]:
+    """Yield the lines of a sample's lineage.
+
+    They name the policies that made it, its batch, and the version that it became part of.
+    """
     yield from _rollout(found.rollout)
     yield "made by"
     for each in found.made_by:
@@ -130,6 +142,7 @@ def _of_rollout(found: lineage_pb2.RolloutLineage) -> Iterator[str]:
 
 
 def _of_version(found: lineage_pb2.VersionLineage) -> Iterator[str]:
+    """Yield the lines of a version's lineage: its batch, what was sampled with it, the next version."""
     yield from _version(found.version)
     if found.version.HasField("batch"):
         yield "made from"
@@ -149,6 +162,7 @@ def _of_version(found: lineage_pb2.VersionLineage) -> Iterator[str]:
 
 
 def _version(each: lineage_pb2.TracedVersion, *, with_batch: bool = False) -> Iterator[str]:
+    """Yield the lines of one policy version: digest, manifest, replicas, checkpoint, and its batch if `with_batch`."""
     tokens = f"  {each.num_tokens} tokens" if each.num_tokens else ""
     yield f"  policy v{each.version}{tokens}{_published(each)}"
     if each.digest:
@@ -165,6 +179,7 @@ def _version(each: lineage_pb2.TracedVersion, *, with_batch: bool = False) -> It
 
 
 def _published(each: lineage_pb2.TracedVersion) -> str:
+    """Return when a version was published and how large it is, as text to append."""
     if each.HasField("publish_time"):
         when = each.publish_time.ToDatetime(datetime.UTC)
         return f"  published {when:%Y-%m-%d %H:%M:%S} UTC, {size(each.size_bytes)} ({each.codec or '?'})"
@@ -172,6 +187,7 @@ def _published(each: lineage_pb2.TracedVersion) -> str:
 
 
 def _batch(each: lineage_pb2.TracedBatch) -> Iterator[str]:
+    """Yield the lines of one batch: rollouts, what was dropped, its object, and a problem if it has one."""
     if not each.key:
         yield f"  step {each.step + 1}, whose batch {each.step} is not there"
         return
@@ -188,6 +204,7 @@ def _batch(each: lineage_pb2.TracedBatch) -> Iterator[str]:
 
 
 def _some(found: lineage_pb2.TracedRollouts) -> Iterator[str]:
+    """Yield a line with the number of rollouts and the ids of the first ones."""
     if not found.num_rollouts:
         yield "  no rollout that is resolved"
         return
@@ -197,6 +214,7 @@ def _some(found: lineage_pb2.TracedRollouts) -> Iterator[str]:
 
 
 def _rollout(each: rollout_pb2.Rollout) -> Iterator[str]:
+    """Yield the lines of one sample: its figures, and the beginnings of prompt and completion."""
     reward = f"{each.reward:.3f}" if each.HasField("reward") else "–"
     advantage = f"  advantage {each.advantage:+.3f}" if each.HasField("advantage") else ""
     yield (
@@ -209,6 +227,7 @@ def _rollout(each: rollout_pb2.Rollout) -> Iterator[str]:
 
 
 def _id(each: rollout_pb2.Rollout) -> str:
+    """Return the id of a sample, the last part of its name in the API."""
     return each.name.rpartition("/")[2]
 
 
@@ -233,9 +252,10 @@ def chosen_metrics(runs: Sequence[RunSnapshot], named: Sequence[str]) -> list[st
 
 
 def config_differences(runs: Sequence[RunSnapshot], secrets: tuple[str, ...]) -> dict[str, list[Any]]:
-    """Return the config keys that differ between the runs, with the value of each run.
+    """Return the config keys that differ between the runs, with the value of each run, None where it does not have the
+    key.
 
-    None where a run does not have the key. Secrets are masked.
+    `secrets` are texts that are masked in the values.
     """
     flat = [{each.key: each.value for each in differences(masked(run.config, secrets), _model(run))} for run in runs]
     keys = dict.fromkeys(key for config in flat for key in config)
@@ -244,7 +264,11 @@ def config_differences(runs: Sequence[RunSnapshot], secrets: tuple[str, ...]) ->
 
 
 def compare_lines(runs: Sequence[RunSnapshot], metrics: Sequence[str], differing: dict[str, list[Any]]) -> list[str]:
-    """Return the comparison as tables for the terminal."""
+    """Return the comparison as tables for the terminal.
+
+    `metrics` are the names of those to show. `differing` has the config keys that differ, each with the values in the
+    order of `runs`.
+    """
     names = [printable(run.name) for run in runs]
     heads = [[run.kind, run.state, str(run.num_steps)] for run in runs]
     rows = [[label, *(head[at] for head in heads)] for at, label in enumerate(("kind", "state", "steps"))]
@@ -260,7 +284,11 @@ def compare_lines(runs: Sequence[RunSnapshot], metrics: Sequence[str], differing
 
 
 def compare_json(runs: Sequence[RunSnapshot], metrics: Sequence[str], differing: dict[str, list[Any]]) -> str:
-    """Return the comparison as JSON; values that are not finite are null."""
+    """Return the comparison as JSON; metric values that are not finite are null.
+
+    `metrics` are the names of those to show. `differing` has the config keys that differ, each with the values in the
+    order of `runs`.
+    """
     found = [
         {
             "name": run.name,
@@ -291,9 +319,11 @@ def _cells(runs: Sequence[RunSnapshot], metric: str) -> Iterator[str]:
 
 
 def _value(value: Any) -> str:
+    """Return a value of a config as text for a cell, cut to 40 characters; a dash for None."""
     text = "–" if value is None else printable(value if isinstance(value, str) else json.dumps(value))
     return text if len(text) <= _MAX_VALUE else text[: _MAX_VALUE - 1] + "…"
 
 
 def _model(run: RunSnapshot) -> type[RLConfig] | type[EvalRunConfig]:
+    """Return the config class of a run of this kind."""
     return EvalRunConfig if run.kind == "EVAL" else RLConfig

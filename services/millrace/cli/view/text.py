@@ -51,6 +51,7 @@ def curve(values: Sequence[float], *, width: int, low: float, high: float) -> st
 
     If there are more values, each bar is the mean of several; `!` is a bar that is not finite.
     """
+    # `//` spreads the rest evenly: shares differ by one value at most.
     shares = [values[at * len(values) // width : (at + 1) * len(values) // width] for at in range(width)]
     means = [statistics.fmean(share) for share in (shares if len(values) > width else ([each] for each in values))]
     span = (high - low) or 1.0
@@ -90,10 +91,12 @@ def printable(text: str) -> str:
 
 
 def _is_control(char: str) -> bool:
+    """Return whether a character would control a terminal, or is not printable."""
     return unicodedata.category(char)[0] == "C" or char in "\u2028\u2029"
 
 
 def _sign(char: str) -> str:
+    """Return a visible sign for a control character: its picture, or its code."""
     code = ord(char)
     if code < 0x20:
         return chr(0x2400 + code)

@@ -6,7 +6,7 @@ from typing import Any
 from millrace.config.layers import Strength
 from millrace.config.messages import Effect
 from millrace.config.prime_rl.lab import finish_lab
-from millrace.config.prime_rl.meanings import Target, finish_learning
+from millrace.config.prime_rl.meanings import Target, explained, finish_learning
 from millrace.config.prime_rl.sources import EVAL_ENVS, TRAIN_ENVS, finish_sources
 from millrace.config.tree import Path, dotted
 
@@ -17,10 +17,11 @@ _VALIDATION = {"num_examples": 16, "rollouts_per_example": 1, "interval": 10}
 """prime-rl's defaults of `orchestrator.val`."""
 
 
+@explained("a table: true has its defaults, false leaves it out")
 def switched(target: Target, path: Path, value: Any) -> None:
-    """`true` is the table with its defaults, as prime-rl had it in 2025; `false` leaves it out.
+    """Translate a table that was a switch, written at `path`.
 
-    Puts a table without keys for true, None for false, and other values as they are.
+    Put {} there for true, None for false, another value as it is.
     """
     if isinstance(value, bool):
         target.note(path, Effect.MEANS, "is a table: write `{}` for its defaults, or leave it out")
@@ -28,19 +29,21 @@ def switched(target: Target, path: Path, value: Any) -> None:
     target.put(path, value, source=path)
 
 
+@explained("the only `[[orchestrator.env]]`")
 def environment(target: Target, path: Path, value: Any) -> None:
-    """`[environment]` of 2025 as the only `[[orchestrator.env]]`.
+    """Translate the one environment of a file of 2025, written at `path`.
 
-    Puts the table as the first of `[[orchestrator.env]]`.
+    Put it as the only entry of `orchestrator.env`.
     """
     target.note(path, Effect.MEANS, "is the first `[[orchestrator.env]]` here")
     target.put(TRAIN_ENVS, [value], source=path)
 
 
+@explained("`[[env]]` beside it, one for each")
 def evaluated_ids(target: Target, path: Path, value: Any) -> None:
-    """`eval.environment_ids`, whose neighbours may be lists with one entry each.
+    """Translate ids of evaluated environments, written at `path`: put an `env` table for each id beside that key.
 
-    Puts an `[[env]]` table beside the key for each id.
+    `value` is one id or a list; a value that is neither is put as it is, and is an error there.
     """
     to = (*path[:-1], "env")
     target.note(path, Effect.MEANS, f"is `[[{dotted(to)}]]` here, one for each")
@@ -49,10 +52,11 @@ def evaluated_ids(target: Target, path: Path, value: Any) -> None:
     target.put(to, envs, source=path)
 
 
+@explained("may be a list, one for each environment")
 def per_environment(target: Target, path: Path, value: Any) -> None:
-    """A count of evaluations, or a list with one for each environment.
+    """Translate a count of evaluations, written at `path`.
 
-    Puts a count, and keeps a list for `finish`.
+    Put a number, and defer a list of one per environment to `finish`.
     """
     if isinstance(value, list):
         target.deferred[str(path[-1])] = (path, value)
@@ -60,27 +64,25 @@ def per_environment(target: Target, path: Path, value: Any) -> None:
         target.put(path, value, source=path)
 
 
+@explained("`weight` of each environment")
 def ratios(target: Target, path: Path, value: Any) -> None:
-    """`env_ratios` as the `weight` of each environment.
-
-    Keeps the value for `finish`.
-    """
+    """Translate `env_ratios`, written at `path`: defer the list to `finish`, which makes each number a `weight`."""
     target.note(path, Effect.MEANS, "is `weight` of each `[[orchestrator.env]]` here")
     target.deferred["env_ratios"] = (path, value)
 
 
+@explained("`trainer.micro_batch_tokens` (SFT: `micro_batch_tokens`), which counts tokens")
 def micro_batch_size(target: Target, path: Path, value: Any) -> None:
-    """Samples that go through the model at once; here that is counted in tokens.
-
-    Keeps the value for `finish`.
-    """
+    """Translate a number of samples, written at `path`: defer it to `finish`, which makes it a number of tokens."""
     target.deferred["micro_batch_size"] = (path, value)
 
 
+@explained("`renderer` in the `args` of each environment")
 def renderer(target: Target, path: Path, value: Any) -> None:
-    """The renderer of all environments, which is an argument of each here.
+    """Translate the table of the renderer, written at `path`.
 
-    Keeps its name for `finish`, and puts `enable_thinking` into the sampling of the run.
+    Its `name` is deferred to `finish`, its `enable_thinking` becomes an argument of the run's chat template, other keys
+    are noted as without effect. A value that is no table is refused.
     """
     if not isinstance(value, dict):
         target.refuse(path, value, "must be a table with the `name` of a renderer")
@@ -96,10 +98,11 @@ def renderer(target: Target, path: Path, value: Any) -> None:
         target.note((*path, key), Effect.LATER, "the renderer is chosen by its name alone: no effect", value=value[key])
 
 
+@explained("`[orchestrator.eval]` with held-out tasks of the training environments")
 def validation(target: Target, path: Path, value: Any) -> None:
-    """Validation plays held-out tasks of the training environments, as `[orchestrator.eval]` does.
+    """Translate the table `orchestrator.val`, written at `path`: defer it to `finish`.
 
-    Keeps the table for `finish`, or refuses another value.
+    Refuse a value that is no table.
     """
     if isinstance(value, dict):
         target.deferred["val"] = (path, value)
@@ -107,10 +110,11 @@ def validation(target: Target, path: Path, value: Any) -> None:
         target.refuse(path, value, "must be a table, as `[orchestrator.eval]`")
 
 
+@explained('`[[orchestrator.filters]] type = "truncated"`')
 def truncated_mask(target: Target, path: Path, value: Any) -> None:
-    """Rollouts that were cut at a token limit are not trained on: `[[orchestrator.filters]] type = "truncated"`.
+    """Translate the switch that masks rollouts cut at a token limit, written at `path`.
 
-    Keeps a filter with `action = "mask"` for `finish` if the key is on.
+    If it is on, `finish` gets a filter of type `truncated` with the action `mask`.
     """
     if _is_on(target, path, value):
         target.note(path, Effect.MEANS, 'is `[[orchestrator.filters]] type = "truncated"` here')
@@ -119,10 +123,11 @@ def truncated_mask(target: Target, path: Path, value: Any) -> None:
         target.note(path, Effect.SAME, "")
 
 
+@explained('`[[orchestrator.filters]] type = "truncated", action = "drop"`')
 def dropped_when_cut(target: Target, path: Path, value: Any) -> None:
-    """Rollouts that were cut are not compared either: `[[orchestrator.filters]] type = "truncated"`, dropped.
+    """Translate the switch that drops rollouts cut at a token limit, written at `path`.
 
-    Keeps a filter with `action = "drop"` for `finish` if the key is on.
+    If it is on, `finish` gets a filter of type `truncated` with the action `drop`.
     """
     if _is_on(target, path, value):
         target.note(path, Effect.MEANS, 'is `[[orchestrator.filters]] type = "truncated", action = "drop"` here')
@@ -131,11 +136,12 @@ def dropped_when_cut(target: Target, path: Path, value: Any) -> None:
         target.note(path, Effect.SAME, "")
 
 
+@explained("`[[orchestrator.filters]]`; `zero_advantage`: `orchestrator.filter_zero_advantages`")
 def batch_filters(target: Target, path: Path, value: Any) -> None:
-    """Filters before and after a batch is made; `zero_advantage` is `orchestrator.filter_zero_advantages`.
+    """Translate a list of filters, written at `path`.
 
-    Moves the other filters to `[[orchestrator.filters]]`, where those of before and after a batch only count by
-    default.
+    Put `filter_zero_advantages` for `zero_advantage`, move all others. The others become entries of
+    `orchestrator.filters`. Those of `pre_batch_filters` and `post_batch_filters` only count unless they say `enforce`.
     """
     to = ("orchestrator", "filters")
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
@@ -159,7 +165,11 @@ def batch_filters(target: Target, path: Path, value: Any) -> None:
 
 
 def _zero_advantage(target: Target, path: Path, value: dict[str, Any], *, is_before: bool) -> None:
-    """Leave out samples without advantage before a batch is cut, after it, or not at all."""
+    """Translate one `zero_advantage` filter, written at `path`, into `orchestrator.filter_zero_advantages`.
+
+    `is_before` says that it is applied before a batch is cut: it becomes "refill" if enforced, and nothing if not. A
+    later one becomes true or false. Keys beside `type` and `enforce` are refused.
+    """
     for key in value.keys() - {"type", "enforce"}:
         target.refuse((*path, key), value[key], "unknown key; zero_advantage has `enforce` alone")
     is_on = _is_on(target, (*path, "enforce"), value.get("enforce", not is_before))
@@ -172,10 +182,11 @@ def _zero_advantage(target: Target, path: Path, value: dict[str, Any], *, is_bef
     target.put(to, means, source=path)
 
 
+@explained("may be a list, one for each environment")
 def evaluated_counts(target: Target, path: Path, value: Any) -> None:
-    """A count of an evaluation, or a list with one for each environment.
+    """Translate a count of an evaluation, written at `path`.
 
-    Puts a count, and keeps a list for `finish`.
+    Put a number, and defer a list of one per environment to `finish`.
     """
     if isinstance(value, list):
         target.deferred[f"each {path[-1]}"] = (path, value)
@@ -183,30 +194,33 @@ def evaluated_counts(target: Target, path: Path, value: Any) -> None:
         target.put(path, value, source=path)
 
 
+@explained('`action = "mask"`, or "count" if false')
 def enforced(target: Target, path: Path, value: Any) -> None:
-    """`enforce = true` is `action = "mask"`, and false is `action = "count"`.
-
-    Puts `action` beside the key.
-    """
+    """Translate the switch of a filter, written at `path`: put `action` beside it, "mask" if it is on, else "count"."""
     target.put((*path[:-1], "action"), "mask" if _is_on(target, path, value) else "count", source=path)
 
 
+@explained("`logprob_threshold`, of a vocabulary of 151,936 tokens")
 def logprob_offset(target: Target, path: Path, value: Any) -> None:
-    """Nats below a uniform choice among 151,936 tokens; here that is one number, `logprob_threshold`.
+    """Translate an offset in nats, written at `path`.
 
-    Puts `logprob_threshold` beside the key, or refuses a value that is no number.
+    Put `logprob_threshold` beside it, or refuse a value that is no number. The offset is subtracted from the log-prob
+    of one of 151,936 equally likely tokens.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
+        # -ln(V) is the log-prob of a token in a uniform choice of V; prime-rl's threshold is `value` below it.
         target.put((*path[:-1], "logprob_threshold"), round(-math.log(151_936) - value, 3), source=path)
         target.note(path, Effect.MEANS, "is `logprob_threshold` here, for a vocabulary of 151,936 tokens")
     else:
         target.refuse(path, value, "must be a number")
 
 
+@explained("`output_dir`; a service by itself writes into the object store")
 def output_dir(target: Target, path: Path, value: Any) -> None:
-    """`output_dir` of a service is that of the whole run; a service by itself writes into the object store.
+    """Translate a service's output directory, written at `path`.
 
-    Moves the value to the top if the schema has the key there, else notes that it has no effect.
+    Move it to the top if the schema has `output_dir` there. Else it is noted as without effect: a service by itself
+    writes into the object store.
     """
     if target.schema.find(("output_dir",)) is not None:
         target.note(path, Effect.MEANS, "is `output_dir` here")
@@ -215,38 +229,39 @@ def output_dir(target: Target, path: Path, value: Any) -> None:
         target.note(path, Effect.NOTHING, "a service by itself writes into the object store alone")
 
 
+@explained("`skip_first_step` if false")
 def eval_base_model(target: Target, path: Path, value: Any) -> None:
-    """`eval_base_model = false` leaves out the evaluation before the first step.
+    """Translate whether the base model is evaluated, written at `path`.
 
-    Puts `skip_first_step` beside the key.
+    Put the opposite as `skip_first_step` beside it.
     """
     target.put((*path[:-1], "skip_first_step"), value is False, source=path)
 
 
+@explained("`trainer.token_log.share`, 1 or 0")
 def token_export(target: Target, path: Path, value: Any) -> None:
-    """The tokens of all samples are logged, those of none with false: `trainer.token_log.share` is 1 or 0.
+    """Translate the switch of the token log, written at `path`.
 
-    Puts `trainer.token_log.share`.
+    Put `trainer.token_log.share`, 1 if it is on, else 0.
     """
     is_on = _is_on(target, path, value)
     target.put(("trainer", "token_log", "share"), 1.0 if is_on else 0.0, source=path)
 
 
+@explained("`inference_gpu_ids`, `trainer_gpu_ids`, those of inference first")
 def gpus(target: Target, path: Path, value: Any) -> None:
-    """`deployment.num_infer_gpus` and `num_train_gpus` as the ids of the GPUs, those of inference first.
-
-    Keeps the number for `finish`, or refuses another value.
-    """
+    """Translate a number of GPUs, written at `path`: defer it to `finish`, which makes it ids; refuse other values."""
     if type(value) is int and 0 <= value <= MAX_GPUS:
         target.deferred[str(path[-1])] = (path, value)
     else:
         target.refuse(path, value, f"must be an integer from 0 to {MAX_GPUS}")
 
 
+@explained("`ckpt.resume_step`, -1 for the newest (SFT); a run goes on by `millrace run resume` or `fork`")
 def resume(target: Target, path: Path, value: Any) -> None:
-    """`[resume]` and `ckpt.resume_step`: the step to go on from, the newest where none is named.
+    """Translate where a run resumes, written at `path`: `value` is a step, a table with `step`, or None for the newest.
 
-    Puts `ckpt.resume_step` if the schema has it (-1: the newest), else notes how to resume or fork a run.
+    Put `ckpt.resume_step` if the schema has it, with -1 for the newest; else note how a run is resumed or forked.
     """
     step = value.get("step") if isinstance(value, dict) else value
     for key in value.keys() - {"step"} if isinstance(value, dict) else ():
@@ -263,8 +278,9 @@ def resume(target: Target, path: Path, value: Any) -> None:
 
 
 def finish(target: Target) -> None:
-    """Apply what needs the whole layer."""
+    """Translate the values in `target.deferred`, which need the whole layer: environments, evaluations, sizes, GPUs."""
     tree, deferred = target.layer.tree, target.deferred
+    # The environments first: what follows writes keys into their tables.
     finish_sources(target)
     finish_lab(target)
     finish_learning(target)
@@ -286,6 +302,7 @@ def finish(target: Target) -> None:
         target.note(path, Effect.MEANS, f"is `{path[-1]}` of each `[[env]]` here")
     if "env_ratios" in deferred and isinstance(deferred["env_ratios"][1], list):
         for env, each in zip(training, deferred["env_ratios"][1], strict=False):
+            # A weight of its own counts more.
             env.setdefault("weight", each)
     if "val" in deferred:
         _validation(target, *deferred["val"], training)
@@ -308,7 +325,9 @@ def finish(target: Target) -> None:
 
 
 def _length(target: Target) -> None:
-    """Let the trainer take what the orchestrator cuts where a file says that length alone."""
+    """Put `seq_len` at the top if a file of a whole run has that of the orchestrator alone, so that the trainer has
+    it, too.
+    """
     tree = target.layer.tree
     own = _at(tree, "orchestrator", "seq_len")
     is_whole = target.schema.child("trainer") is not None and target.schema.child("orchestrator") is not None
@@ -320,7 +339,16 @@ def _length(target: Target) -> None:
 
 
 def _validation(target: Target, path: Path, value: dict[str, Any], training: list[dict[str, Any]]) -> None:
-    evaluation = _at(target.layer.tree, "orchestrator", "eval") or {}
+    """Put `orchestrator.val` (`value`, written at `path`) into `orchestrator.eval`, which evaluates on held-out tasks.
+
+    If `orchestrator.eval` has no environments, the values become its settings. If it has some, all of `training` are
+    added to them; if one of these has the id of one of them, none is added, and the key is noted as without effect.
+    """
+    evaluation = _at(target.layer.tree, "orchestrator", "eval")
+    if evaluation is None:
+        evaluation = {}
+    elif not isinstance(evaluation, dict):
+        return  # the schema refuses it, and with it the file
     evaluated = _list(target.layer.tree, *EVAL_ENVS)
     settings = {**_VALIDATION, **value}
     if not evaluated:  # the training environments are evaluated
@@ -338,6 +366,10 @@ def _validation(target: Target, path: Path, value: dict[str, Any], training: lis
 
 
 def _micro_batch(target: Target, path: Path, value: Any) -> None:
+    """Put `micro_batch_tokens`: `value` samples, written at `path`, times the length of a sample.
+
+    If that length is unknown, the key is noted as without effect.
+    """
     tree = target.layer.tree
     is_sft = path[0] == "data"
     places = [("data", "seq_len")] if is_sft else [("orchestrator", "seq_len"), ("seq_len",)]
@@ -357,6 +389,10 @@ def _micro_batch(target: Target, path: Path, value: Any) -> None:
 
 
 def _gpu_ids(target: Target) -> None:
+    """Put the ids of GPUs for the deferred numbers of them: those of inference from 0 on, then those of the trainer.
+
+    A number is noted as without effect if the file has the ids, or the schema has no such key.
+    """
     first = 0
     for key, to in (("num_infer_gpus", "inference_gpu_ids"), ("num_train_gpus", "trainer_gpu_ids")):
         if key not in target.deferred:
@@ -367,22 +403,28 @@ def _gpu_ids(target: Target) -> None:
             target.note(path, Effect.MEANS, f"is `{to}` here")
         else:
             target.note(path, Effect.NOTHING, f"`{to}` says which" if to in target.layer.tree else ALL_GPUS)
+        # Also of GPUs that are not named: the trainer's ids come after those of inference.
         first += count
 
 
 def _is_on(target: Target, path: Path, value: Any) -> bool:
-    """Return the value of a switch; a flag without a value is on."""
+    """Return whether a switch, written at `path`, is on; an empty text is a flag without a value, which is on.
+
+    A value that is no switch's is refused in `target`, and False is returned.
+    """
     if value not in (True, False, "", "true", "false"):
         target.refuse(path, value, "must be true or false")
     return value in (True, "", "true")
 
 
 def _list(tree: dict[str, Any], *path: str | int) -> list[dict[str, Any]]:
+    """Return the tables in the list at `path` of a tree; empty if there is no list."""
     found = _at(tree, *path)
     return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
 
 
 def _at(tree: Any, *path: str | int) -> Any:
+    """Return the value at `path` of nested tables; None if there is none."""
     for part in path:
         tree = tree.get(part) if isinstance(tree, dict) else None
     return tree

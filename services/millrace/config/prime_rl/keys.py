@@ -46,7 +46,10 @@ VISION = "models with images are not trained yet"
 
 
 def model_keys(prefix: str) -> dict[str, Meaning]:
-    """Return keys of the trained model, in RL and in SFT."""
+    """Return the meanings of keys of the trained model.
+
+    `prefix` is the table that holds them, such as `trainer.model.`.
+    """
     return {
         **same(later(MEMORY, False), prefix, "ac_offloading full_offload"),
         **same(nothing("kernels are those of torch and transformers: this changes speed alone"), prefix, "moe fusions"),
@@ -80,7 +83,7 @@ def model_keys(prefix: str) -> dict[str, Meaning]:
 
 
 def checkpoint_keys(prefix: str) -> dict[str, Meaning]:
-    """Return keys of `[ckpt]`."""
+    """Return the meanings of checkpoint keys; `prefix` is the table that holds them, such as `ckpt.`."""
     return {
         **same(nothing("checkpoints are in the object store, with the run"), prefix, "output_dir path"),
         **same(
@@ -94,7 +97,10 @@ def checkpoint_keys(prefix: str) -> dict[str, Meaning]:
 
 
 def optimizer_keys(prefix: str) -> dict[str, Meaning]:
-    """Return keys of `[optim]`, `[loss]` and data that other optimizers, losses and fake data have."""
+    """Return the meanings of keys of the optimizer, its schedule and fake data.
+
+    `prefix` is the table that holds those tables: `trainer.`, or empty in SFT.
+    """
     return {
         f"{prefix}optim.type": only(
             "the optimizer {value} is not here: take adamw, muon or sgd", "adamw", "muon", "sgd"
@@ -109,7 +115,7 @@ def optimizer_keys(prefix: str) -> dict[str, Meaning]:
 
 
 def algo_keys(prefix: str) -> dict[str, Meaning]:
-    """Return keys of an algorithm, that of the run or that of an environment."""
+    """Return the meanings of keys of an algorithm; `prefix` is its table, of the run or of one environment."""
     return {
         f"{prefix}type": converted(meanings.algorithm, is_native=True),
         f"{prefix}length_weighted_baseline": converted(meanings.length_weighted),
@@ -139,7 +145,7 @@ def algo_keys(prefix: str) -> dict[str, Meaning]:
 
 
 def source_keys(prefix: str) -> dict[str, Meaning]:
-    """Return keys of an environment that is trained on or evaluated."""
+    """Return the meanings of keys of one environment, trained on or evaluated; `prefix` is its table."""
     return {
         **same(
             nothing("env-servers start workers as they need them, and register by themselves", "auto"),
@@ -164,7 +170,10 @@ def source_keys(prefix: str) -> dict[str, Meaning]:
 
 
 def process_keys(prefix: str) -> dict[str, Meaning]:
-    """Return keys that every process of prime-rl has: where it logs and writes, and how it is watched."""
+    """Return the meanings of keys that every process of prime-rl has: where it logs and writes, and how it is watched.
+
+    `prefix` is the table of the process, such as `trainer.`; empty for the top.
+    """
     return {
         f"{prefix}log": moved("log"),
         f"{prefix}monitor.wandb": moved("wandb"),

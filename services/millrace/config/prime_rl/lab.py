@@ -7,7 +7,7 @@ from typing import Any
 from millrace.config.files import UnreadableFileError, read_file
 from millrace.config.layers import MAX_SECTIONS, Layer, Strength
 from millrace.config.messages import Effect
-from millrace.config.prime_rl.meanings import Target
+from millrace.config.prime_rl.meanings import Target, explained
 from millrace.config.prime_rl.sources import TRAIN_ENVS
 from millrace.config.tree import Path, dotted
 
@@ -43,19 +43,21 @@ _DIALECTS = (None, "openai_chat_completions", "openai_chat_completions_token", "
 _ENDPOINT_KEYS = ("endpoint_id", "model", "url", "api_base_url", "key", "api_key_var", "type", "api_client_type")
 
 
+@explained("`model.name`")
 def model_name(target: Target, path: Path, value: Any) -> None:
-    """`model = "NAME"` is `model.name`.
+    """Translate the name of the model, written at `path`.
 
-    Puts `model.name`, and keeps the key for `finish_lab`.
+    Put it as `model.name`, and defer it as the mark of a flat file.
     """
     target.deferred["flat"] = (path, value)
     target.put(("model", "name"), value, source=path)
 
 
+@explained('`orchestrator.algo.type`, unless "rl"')
 def hosted_loss(target: Target, path: Path, value: Any) -> None:
-    """`loss = "rl"`, or learning from a teacher.
+    """Translate `loss`, written at `path`: "rl" is the default, "sft" and "opd" move to `orchestrator.algo.type`.
 
-    Moves an algorithm with a teacher to `orchestrator.algo.type`, and refuses unknown values.
+    Other values are refused.
     """
     if value == "rl":
         target.note(path, Effect.SAME, "")
@@ -65,10 +67,11 @@ def hosted_loss(target: Target, path: Path, value: Any) -> None:
         target.refuse(path, value, 'must be "rl", "sft" or "opd"')
 
 
+@explained('"lora": `[trainer.model.lora]`; "full": all weights')
 def adapters(target: Target, path: Path, value: Any) -> None:
-    """`type = "lora"` trains adapters, as `[trainer.model.lora]` does; `full` all weights.
+    """Translate what is trained, written at `path`: put `[trainer.model.lora]` for "lora", nothing for "full".
 
-    Puts an empty table of adapters for `lora`, and refuses unknown values.
+    Refuse others.
     """
     if value == "lora":
         target.note(path, Effect.MEANS, "is `[trainer.model.lora]` here, with its rank and alpha")
@@ -80,10 +83,11 @@ def adapters(target: Target, path: Path, value: Any) -> None:
         target.refuse(path, value, 'must be "lora" or "full"')
 
 
+@explained("`[[orchestrator.env]]`; `[[eval]]`: `[[env]]`")
 def environments(target: Target, path: Path, value: Any) -> None:
-    """`[[env]]`, or `[env]` alone, as `[[orchestrator.env]]`; `[[eval]]` as `[[env]]`.
+    """Translate a table or list of environments, written at `path`, key by key.
 
-    Puts a table for each environment, and translates the keys of each.
+    `[[env]]` becomes `[[orchestrator.env]]`; `[[eval]]` becomes `[[env]]` of an evaluation.
     """
     to = TRAIN_ENVS if path == ("env",) else ("env",)
     items = [value] if isinstance(value, dict) else value
@@ -101,6 +105,10 @@ def environments(target: Target, path: Path, value: Any) -> None:
 
 
 def _environment(target: Target, path: Path, item: dict[str, Any], to: Path, *, is_alone: bool) -> None:
+    """Move the keys of one environment from the table `item`, written at `path`, to `to`.
+
+    `is_alone` says that it is the file's only environment: then keys of a whole evaluation in it move to the top.
+    """
     for key, each in item.items():
         here = (*path, key)
         if key == "env" and to[0] == "env" and isinstance(each, dict):  # `[eval.env]` of 2025
@@ -114,7 +122,11 @@ def _environment(target: Target, path: Path, item: dict[str, Any], to: Path, *, 
 
 
 def _of_evaluation(target: Target, path: Path, value: Any, *, is_alone: bool) -> None:
-    """Put a key of one evaluation that all of ours share; of several only what changes no answer is left out."""
+    """Translate a key in one `[[eval]]`, written at `path`, that a whole evaluation has once here.
+
+    `is_alone` says that there is one `[[eval]]`: the key moves to the top. Of several, a key that changes no answer is
+    noted as without effect, and another one is refused.
+    """
     key = str(path[-1])
     if is_alone:
         target.move(path, value, (key,))
@@ -124,10 +136,11 @@ def _of_evaluation(target: Target, path: Path, value: Any, *, is_alone: bool) ->
         target.refuse(path, value, "is one for a whole evaluation: write a file of its own, or set it above [[eval]]")
 
 
+@explained("`run.name`, in lower case with dashes")
 def run_name(target: Target, path: Path, value: Any) -> None:
-    """The name of a run, in lower case with dashes.
+    """Translate the name of a run, written at `path`.
 
-    Puts `run.name`, with other characters replaced by dashes.
+    Put it as `run.name` in lower case, other characters as dashes.
     """
     name = re.sub(r"[^a-z0-9]+", "-", str(value).lower()).strip("-")[:63]
     if name != value:
@@ -135,10 +148,12 @@ def run_name(target: Target, path: Path, value: Any) -> None:
     target.put(("run", "name"), name, source=path)
 
 
+@explained("settings of verifiers' RLTrainer, below")
 def trainer_args(target: Target, path: Path, value: Any) -> None:
-    """Settings of verifiers' RLTrainer.
+    """Translate the table `trainer.args` of a file of vf-rl, written at `path`, key by key, and defer it to
+    `finish_lab`.
 
-    Moves each key under the same path, to be translated by `finish_lab`; refuses them outside of a file.
+    Its keys are refused outside of a file: vf-rl's defaults would overrule a file.
     """
     if not isinstance(value, dict):
         target.refuse(path, value, "must be a table")
@@ -152,21 +167,20 @@ def trainer_args(target: Target, path: Path, value: Any) -> None:
         target.move((*path, key), each, (*path, key))
 
 
+@explained("OpenAI's chat alone")
 def client_type(target: Target, path: Path, value: Any) -> None:
-    """The dialect of an endpoint, which is OpenAI's chat.
-
-    Notes a known dialect as having no effect, and refuses others.
-    """
+    """Translate the dialect of an endpoint, written at `path`: OpenAI's chat is what is asked anyway; refuse others."""
     if value in _DIALECTS:
         target.note(path, Effect.SAME, "")
     else:
         target.refuse(path, value, "only endpoints of OpenAI's chat are asked: leave it out, and name such a one")
 
 
+@explained("`[model.lora]` (RL: `[trainer.model.lora]`)")
 def low_rank(target: Target, path: Path, value: Any) -> None:
-    """`use_lora = true` trains adapters only, as `[model.lora]` does.
+    """Translate the switch `use_lora`, written at `path`: put an empty table of adapters for true.
 
-    Puts an empty table of adapters for true; false lets `finish_lab` remove their settings.
+    False is deferred to `finish_lab`, which removes settings of adapters. Other values are refused.
     """
     where: Path = ("trainer", "model", "lora") if path[0] == "trainer" else ("model", "lora")
     if value is True:
@@ -179,11 +193,9 @@ def low_rank(target: Target, path: Path, value: Any) -> None:
         target.refuse(path, value, "must be true or false")
 
 
+@explained('`target_modules`; "all-linear": its default')
 def lora_targets(target: Target, path: Path, value: Any) -> None:
-    """`all-linear`, or layers of adapters as a list; one name is a list of one.
-
-    Puts `target_modules`, or nothing for `all-linear`, which is the default.
-    """
+    """Translate the layers that get adapters, written at `path`: put `target_modules`; `all-linear` is its default."""
     where: Path = ("trainer", "model", "lora") if path[0] == "trainer" else ("model", "lora")
     if value == "all-linear":
         target.note(path, Effect.MEANS, "is the default of `target_modules` here: attention, MLP and experts")
@@ -192,10 +204,11 @@ def lora_targets(target: Target, path: Path, value: Any) -> None:
         target.put((*where, "target_modules"), names, source=path)
 
 
+@explained("`[model.ac]` (RL: `[trainer.model.ac]`)")
 def recomputed(target: Target, path: Path, value: Any) -> None:
-    """`gradient_checkpointing = true` is `[trainer.model.ac]`.
+    """Translate `gradient_checkpointing`, written at `path`.
 
-    Puts an empty table `ac` for true, and nothing for other values.
+    Put an empty table `ac` for true, and nothing otherwise.
     """
     where: Path = ("trainer", "model", "ac") if path[0] == "trainer" else ("model", "ac")
     if value is True:
@@ -205,20 +218,22 @@ def recomputed(target: Target, path: Path, value: Any) -> None:
         target.note(path, Effect.SAME, "")
 
 
+@explained("`orchestrator.algo.std_norm`")
 def scaled(target: Target, path: Path, value: Any) -> None:
-    """`scale_rewards` is `orchestrator.algo.std_norm`.
+    """Translate `scale_rewards`, written at `path`.
 
-    Puts `none` for false, `group` for true, and other values as they are.
+    Put `orchestrator.algo.std_norm`, "group" for true, "none" for false.
     """
     to = {False: "none", True: "group"}[value] if isinstance(value, bool) else value
     target.note(path, Effect.MEANS, "is `orchestrator.algo.std_norm` here")
     target.put(("orchestrator", "algo", "std_norm"), to, source=path)
 
 
+@explained("factors of `orchestrator.batch_size`, with the devices")
 def per_device(target: Target, path: Path, value: Any) -> None:
-    """Samples per device and accumulated steps, whose product with the devices is `orchestrator.batch_size`.
+    """Translate a factor of the batch size, written at `path`: defer it to `finish_lab`.
 
-    Keeps the number for `finish_lab`, or refuses another value.
+    Refuse all but positive integers.
     """
     if type(value) is int and value > 0:
         target.deferred[str(path[-1])] = (path, value)
@@ -226,10 +241,11 @@ def per_device(target: Target, path: Path, value: Any) -> None:
         target.refuse(path, value, "must be an integer of at least 1")
 
 
+@explained("`[client]` and `model.name`, of `endpoints.toml`")
 def endpoint(target: Target, path: Path, value: Any) -> None:
-    """An endpoint of `endpoints.toml`, as `[client]` and `model.name`.
+    """Translate a key of `endpoints.toml`, written at `path`: defer it to `finish_lab`.
 
-    Keeps the name for `finish_lab`, or refuses another value.
+    Refuse a value that is no text.
     """
     if isinstance(value, str):
         target.deferred[str(path[-1])] = (path, value)
@@ -238,9 +254,10 @@ def endpoint(target: Target, path: Path, value: Any) -> None:
 
 
 def spread_arguments(layer: Layer) -> dict[str, Any]:
-    """Return the tables of a file, where one of `vf-rl` has all settings of a process below `args`.
+    """Return the tables of a layer, with the settings of a vf-rl file's processes below `args`.
 
-    Its first files had them beside `gpus`.
+    The first files of vf-rl had them beside `gpus`: those are moved, and their places in `layer` are noted for the new
+    paths. Other layers are returned unchanged.
     """
     trainer = layer.tree.get("trainer")
     if not isinstance(trainer, dict) or "gpus" not in trainer or not isinstance(layer.tree.get("model"), str):
@@ -260,7 +277,10 @@ def spread_arguments(layer: Layer) -> dict[str, Any]:
 
 
 def finish_lab(target: Target) -> None:
-    """Apply what needs the whole layer."""
+    """Translate the deferred values that need the whole layer.
+
+    They are defaults of vf-rl or Hosted Training, adapters and endpoints.
+    """
     if "vf_rl" in target.deferred:
         _vf_rl(target)
     elif "hosted" in target.deferred and "flat" in target.deferred:
@@ -275,6 +295,7 @@ def finish_lab(target: Target) -> None:
 
 
 def _vf_rl(target: Target) -> None:
+    """Put the batch size of a vf-rl file, from its factors, and the defaults of vf-rl for what the file leaves out."""
     path, _ = target.deferred["vf_rl"]
     accumulated = target.deferred.get("gradient_accumulation_steps", (path, 1))[1]
     if "per_device_train_batch_size" in target.deferred:
@@ -297,7 +318,10 @@ def _vf_rl(target: Target) -> None:
 
 
 def _filled(target: Target, defaults: dict[Path, Any], path: Path, *, has_adapters: bool) -> list[str]:
-    """Write what a file is silent about as the system that it is for takes it; return what was written."""
+    """Put each of `defaults` that the layer has no value for; return them as texts `KEY = VALUE`.
+
+    `path` is the key that they are attributed to. Defaults of adapters are left out without `has_adapters`.
+    """
     filled = []
     for key, value in defaults.items():
         if "lora" in key and not has_adapters:
@@ -312,7 +336,11 @@ def _filled(target: Target, defaults: dict[Path, Any], path: Path, *, has_adapte
 
 
 def _hosted(target: Target) -> None:
-    """Take Hosted Training's defaults: adapters, its learning rate, and room for what is sampled."""
+    """Put the defaults of Hosted Training for what a config file leaves out; a layer that is no file is left as it is.
+
+    A missing `seq_len` becomes the smallest power of two that is at least twice `max_tokens` of the sampling, if that
+    is 2048 or more.
+    """
     path, _ = target.deferred["flat"]
     if target.layer.origin.strength is not Strength.FILE:
         return
@@ -320,6 +348,7 @@ def _hosted(target: Target) -> None:
     sampled = target.layer.tree.get("orchestrator", {}).get("sampling", {})
     most = sampled.get("max_tokens") if isinstance(sampled, dict) else None
     if "seq_len" not in target.layer.tree and isinstance(most, int) and most >= _SEQ_LEN:
+        # The smallest power of two that holds twice as much: the prompt, too.
         seq_len = 1 << (2 * most - 1).bit_length()
         target.put(("seq_len",), seq_len, source=path)
         filled.append(f"seq_len = {seq_len}, which the platform chooses")
@@ -328,7 +357,9 @@ def _hosted(target: Target) -> None:
 
 
 def _whole(target: Target) -> None:
-    """Leave out settings of adapters where `use_lora = false` trains all weights."""
+    """Remove the settings of adapters from the layer, where `use_lora = false` trains all weights, and note their
+    names.
+    """
     path, where = target.deferred["whole"]
     table: Any = target.layer.tree
     for part in where[:-1]:
@@ -338,6 +369,11 @@ def _whole(target: Target) -> None:
 
 
 def _endpoint(target: Target) -> None:
+    """Put `[client]` and `model.name` from the entry of `endpoints.toml` that `endpoint_id` names.
+
+    The file is looked for relative to the config file. A missing file or entry, and an entry with keys that cannot be
+    sent, are refused.
+    """
     path, name = target.deferred["endpoint_id"]
     source, listed = target.deferred.get("endpoints_path", (path, _ENDPOINTS))
     try:
@@ -362,11 +398,13 @@ def _endpoint(target: Target) -> None:
             target.refuse(path, name, f"{listed} has {', '.join(unknown)} for it, which is not sent: leave it out")
         elif not isinstance(each.get("url", each.get("api_base_url")), str):
             target.refuse(path, name, f"{listed} has no `url` for it")
+    # One of its entries was refused above.
     if any(wrong.field == dotted(path) for wrong in target.violations):
         return
     target.note(path, Effect.MEANS, f"is `[client]` and `model.name` here, as {listed} has them")
     if "model" not in target.layer.tree:
         target.put(("model", "name"), named[0].get("model"), source=path)
+    # Entries of one id are replicas of one endpoint: all of them are asked, with the first one's model and key.
     urls = [each.get("url", each.get("api_base_url")) for each in named]
     target.put(("client", "base_url"), urls, source=path)
     if key := named[0].get("key", named[0].get("api_key_var")):

@@ -80,7 +80,10 @@ _ARGS = "trainer.args."
 
 
 def _arguments(prefix: str) -> dict[str, Meaning]:
-    """Keys of transformers' trainers, which `vf-rl` and `vf-sft` inherit."""
+    """Return the meanings of keys of transformers' trainers, which vf-rl and vf-sft inherit.
+
+    `prefix` is their table.
+    """
     optimizers = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw")
     return {
         **same(nothing(SPEED), prefix, " ".join(NOTHING)),

@@ -20,19 +20,25 @@ class Target(Protocol):
     violations: list[Violation]
 
     def put(self, path: Path, value: Any, *, source: Path) -> None:
-        """Set a key of the target schema; `source` is where the value is written."""
+        """Set the key at `path` of the target schema to `value`.
+
+        `source` is the path at which the user wrote it, for messages.
+        """
         ...
 
     def move(self, path: Path, value: Any, to: Path) -> None:
-        """Translate a value as if it had been written at `to`."""
+        """Translate `value`, which is written at `path`, as if it had been written at `to`."""
         ...
 
     def note(self, path: Path, effect: Effect, text: str, *, value: Any = None) -> None:
-        """Say what became of a key; of a table `value` that is left out, with the keys in it."""
+        """Record for the user what became of the key at `path`.
+
+        The keys within a table `value` are named in the note.
+        """
         ...
 
     def refuse(self, path: Path, value: Any, text: str) -> None:
-        """Report a key as an error."""
+        """Record an error of `value` at `path`; `text` says what is wrong and what to write instead."""
         ...
 
 
@@ -41,7 +47,7 @@ Act = Callable[[Target, Path, Any], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meaning:
-    """What becomes of a key. Values in ``neutral`` say what is so anyway."""
+    """What becomes of a key. Values in ``neutral`` ask for what happens here anyway."""
 
     effect: Effect
     text: str = ""
@@ -54,37 +60,70 @@ class Meaning:
     """The type of the values that it holds for; any other value is our own key's."""
 
 
+_EXPLAINED: dict[Act, str] = {}
+"""The text for users of each function that translates a value."""
+
+
+def explained(text: str) -> Callable[[Act], Act]:
+    """Return a decorator that gives a translating function its text for users, who read it in the list of keys."""
+
+    def with_text(act: Act) -> Act:
+        _EXPLAINED[act] = text
+        return act
+
+    return with_text
+
+
 def moved(to: str, text: str = "", *, neutral: tuple[Any, ...] = (), is_native: bool = False) -> Meaning:
-    """Return the same key in another place."""
+    """Return the meaning of a key that has another path here, `to`.
+
+    `text` replaces the note about it. `neutral` are values that ask for what happens here anyway. `is_native`: it also
+    holds if our schema has the key.
+    """
     said = text or f"is `{to}` here"
     return Meaning(effect=Effect.MEANS, to=to, text=said, neutral=neutral, is_native=is_native)
 
 
 def nothing(text: str, *neutral: Any) -> Meaning:
-    """Mark a key whose choice does not exist here."""
+    """Return the meaning of a key whose choice does not exist here: a note with `text` that it has no effect.
+
+    `neutral` are values that ask for what happens here anyway: they get no such note.
+    """
     return Meaning(effect=Effect.NOTHING, text=text, neutral=neutral)
 
 
 def later(text: str, *neutral: Any) -> Meaning:
-    """Return a feature that is not there yet, and that changes nothing that is learned."""
+    """Return the meaning of a feature that is missing here and changes nothing that is learned: a warning with `text`.
+
+    `neutral` are values that ask for what happens here anyway: they get no warning.
+    """
     return Meaning(effect=Effect.LATER, text=text, neutral=neutral)
 
 
 def blocks(text: str, *neutral: Any) -> Meaning:
-    """Return a feature that is not there yet, and that changes what is learned."""
+    """Return the meaning of a feature that is missing here and changes what is learned: the run is not started.
+
+    `text` says so to the user. `neutral` are values that ask for what happens here anyway: they block nothing.
+    """
     return Meaning(effect=Effect.BLOCKS, text=text, neutral=neutral)
 
 
 def refused(text: str, *neutral: Any) -> Meaning:
-    """Return an error; the text says what to write instead."""
+    """Return the meaning of a key that is an error; `text` says what to write instead.
+
+    `neutral` are values that ask for what happens here anyway: they are no error.
+    """
     return Meaning(effect=Effect.REFUSED, text=text, neutral=neutral)
 
 
 def converted(act: Act, *, is_native: bool = False, form: type = object) -> Meaning:
-    """Return the meaning of a value that a function reads; the function's docstring states it for users."""
-    text = " ".join((act.__doc__ or "").partition("\n\n")[0].split())
+    """Return the meaning of a key whose value the function `act` translates; `explained` has its text for users.
+
+    `is_native`: it also holds if our schema has the key. `form` is the type of the values that it holds for, and
+    implies `is_native`; a value of another type is our own key's.
+    """
     is_native = is_native or form is not object
-    return Meaning(effect=Effect.MEANS, text=text, act=act, is_native=is_native, form=form)
+    return Meaning(effect=Effect.MEANS, text=_EXPLAINED[act], act=act, is_native=is_native, form=form)
 
 
 def only(text: str, *known: Any, other: Mapping[str, Act] | None = None) -> Meaning:
@@ -95,6 +134,7 @@ def only(text: str, *known: Any, other: Mapping[str, Act] | None = None) -> Mean
     """
 
     def act(target: Target, path: Path, value: Any) -> None:
+        """Put a known value, translate one of `other`, and block the run with a note for another text."""
         if isinstance(value, str) and other and value in other:
             other[value](target, path, value)
         elif value in known or not isinstance(value, str):
@@ -109,7 +149,7 @@ def only(text: str, *known: Any, other: Mapping[str, Act] | None = None) -> Mean
 
 
 def same(meaning: Meaning, prefix: str, names: str) -> dict[str, Meaning]:
-    """Return several keys of one table with the same meaning."""
+    """Return one meaning for several keys, by path: each of `names`, which spaces separate, after `prefix`."""
     return {f"{prefix}{name}": meaning for name in names.split()}
 
 
@@ -133,10 +173,11 @@ _RATIOS = {"icepop": (0.2, 5.0), "ppo": (0.8, 1.2), "cispo": (0.0, 5.0)}
 _AUTUMN_IPO_EPS = 0.3
 
 
+@explained("the same; one that is not built is refused when the run is submitted")
 def algorithm(target: Target, path: Path, value: Any) -> None:
-    """The algorithm stays what is asked for; a run with one that is not there yet is refused when it is submitted.
+    """Translate the type of an algorithm, written at `path`: put it.
 
-    Puts the value, and notes an algorithm that is not built as one that blocks the run.
+    Note that one which is not built blocks the run.
     """
     is_unbuilt = isinstance(value, str) and value in UNBUILT_ALGORITHMS
     if is_unbuilt:
@@ -145,10 +186,11 @@ def algorithm(target: Target, path: Path, value: Any) -> None:
         target.put(path, value, source=path)
 
 
+@explained("`orchestrator.algo.type`, unless `rl`")
 def training_mode(target: Target, path: Path, value: Any) -> None:
-    """`training_mode` of the spring of 2026: `rl`, or the algorithm that learns from the teacher.
+    """Translate `training_mode`, written at `path`: move "opd" and "sft" to `orchestrator.algo.type`.
 
-    Moves an algorithm to `orchestrator.algo.type`, and refuses unknown values.
+    "rl" is the default; other values are refused.
     """
     if value == "rl":
         target.note(path, Effect.SAME, "")
@@ -159,10 +201,11 @@ def training_mode(target: Target, path: Path, value: Any) -> None:
         target.refuse(path, value, 'must be "rl", "opd" or "sft"')
 
 
+@explained("`trainer.optim`")
 def own_optimizer(target: Target, path: Path, value: Any) -> None:
-    """The optimizer of a run whose trainer has several, which is the trainer's.
+    """Translate the table of an optimizer, written at `path`: move it to `trainer.optim`.
 
-    Moves the table to `trainer.optim` if the schema has that, else blocks the run with a note.
+    If the schema has no trainer, a note blocks the run.
     """
     if target.schema.find(("trainer", "optim")) is not None:
         target.note(path, Effect.MEANS, "is `trainer.optim` here")
@@ -171,11 +214,9 @@ def own_optimizer(target: Target, path: Path, value: Any) -> None:
         target.note(path, Effect.BLOCKS, "is the trainer's here: give it `[trainer.optim]`", value=value)
 
 
+@explained("its keys in the table above")
 def nested_type(target: Target, path: Path, value: Any) -> None:
-    """`[algo.advantage]` of the summer of 2026, whose keys are the algorithm's own.
-
-    Moves each key of the table to the table above it.
-    """
+    """Translate the table `advantage` of an algorithm, written at `path`: move each key into the table above it."""
     if not isinstance(value, dict):
         target.refuse(path, value, 'must be a table, such as { type = "grpo" }')
         return
@@ -185,10 +226,11 @@ def nested_type(target: Target, path: Path, value: Any) -> None:
         target.move((*path, key), "grpo" if is_default else each, (*path[:-1], key))
 
 
+@explained('0 in a linear schedule: `type = "constant"`')
 def no_decay(target: Target, path: Path, value: Any) -> None:
-    """`decay_steps = 0` of a linear schedule: its rate stays after the warm-up, as that of a constant one.
+    """Translate `decay_steps`, written at `path`.
 
-    Puts the value, and keeps one of a file for `finish_learning`.
+    Put it, and defer that of a file to `finish_learning`, where 0 is constant.
     """
     if target.layer.origin.strength is Strength.FILE:
         target.deferred[f"no decay {dotted(path[:-1])}"] = (path[:-1], value)
@@ -196,6 +238,7 @@ def no_decay(target: Target, path: Path, value: Any) -> None:
 
 
 def _undecayed(target: Target) -> None:
+    """Make each deferred linear schedule whose `decay_steps` is 0 a constant one with warm-up, with a note."""
     for path, value in [found for key, found in target.deferred.items() if key.startswith("no decay ")]:
         schedule = _table(target, *path)
         if value == 0 and type(value) is int and schedule.get("type") == "linear":
@@ -204,22 +247,24 @@ def _undecayed(target: Target) -> None:
                 schedule.pop("min_lr")
                 target.note((*path, "min_lr"), Effect.NOTHING, "the rate comes down to nothing: `decay_steps` is 0")
             target.put((*path, "type"), "constant", source=(*path, "type"))
+            # As long as a linear schedule warms up by default; a constant one does not.
             schedule.setdefault("warmup_steps", 10)
             text = f'is `type = "constant"` here, with {schedule["warmup_steps"]} steps of warm-up: nothing decays'
             target.note((*path, "decay_steps"), Effect.MEANS, text)
 
 
 def unbuilt_algorithm(name: str) -> str:
-    """Return what to do instead of an algorithm that is not there yet."""
+    """Return what to do instead of the algorithm `name`, which is not built here: text for a message."""
     there = f"{', '.join((*COMPARING, *PER_AGENT))}, {' and '.join(DISTILLING)} are"
     instead = {"sft": SAMPLED_BY_OTHERS, "dataset_sft": ROWS_ALONE}
     return instead.get(name, f"{name} is not there yet; {there}")
 
 
+@explained('`type = "opo"`')
 def length_weighted(target: Target, path: Path, value: Any) -> None:
-    """`length_weighted_baseline = true` is `type = "opo"`, whose baseline is that mean.
+    """Translate `length_weighted_baseline`, written at `path`: defer `type = "opo"` to `finish_learning`.
 
-    Keeps the algorithm's type for `finish_learning`, or refuses another value than true.
+    Values other than true are refused.
     """
     if value is True:
         target.deferred[dotted((*path[:-1], "type"))] = ((*path[:-1], "type"), "opo")
@@ -227,10 +272,11 @@ def length_weighted(target: Target, path: Path, value: Any) -> None:
         target.refuse(path, value, "must be true or false")
 
 
+@explained('"prompt": `trainer.loss.aggregation = "prompt"`')
 def loss_aggregation(target: Target, path: Path, value: Any) -> None:
-    """`loss_aggregation = "prompt"` is `trainer.loss.aggregation = "prompt"`: every task weighs the same.
+    """Translate `loss_aggregation` of an algorithm, written at `path`: put "prompt" as that of the trainer's loss.
 
-    Puts the key of the trainer if the schema has it, else blocks the run with a note.
+    "token" is the default; other values are refused. If the schema has no trainer, a note blocks the run.
     """
     to: Path = (*_LOSS, "aggregation")
     if value == "token":
@@ -244,18 +290,17 @@ def loss_aggregation(target: Target, path: Path, value: Any) -> None:
         target.note(path, Effect.BLOCKS, f'is the trainer\'s here: give it `{dotted(to)} = "prompt"`')
 
 
+@explained("one URL, or a list")
 def as_list(target: Target, path: Path, value: Any) -> None:
-    """One URL is a list of one.
-
-    Puts a list of the one text, and other values as they are.
-    """
+    """Translate one URL or a list of them, written at `path`: put it there as a list."""
     target.put(path, [value] if isinstance(value, str) else value, source=path)
 
 
+@explained("the bounds of the chosen loss")
 def loss_part(target: Target, path: Path, value: Any) -> None:
-    """`eps`, `ratio_low` and `ratio_high` as the bounds of the loss that is chosen.
+    """Translate a bound of the loss, written at `path`: defer it to `finish_learning`.
 
-    Keeps the number for `finish_learning`, or refuses another value.
+    Refuse all but numbers of at least 0.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0:
         target.deferred[f"loss.{path[-1]}"] = (path, value)
@@ -264,39 +309,33 @@ def loss_part(target: Target, path: Path, value: Any) -> None:
 
 
 def icepop(target: Target, path: Path, value: Any) -> None:
-    """The loss `icepop` is importance sampling that drops tokens whose ratio is out of bounds.
-
-    Keeps the value for `finish_learning`.
-    """
+    """Translate the loss type "icepop", written at `path`: defer it to `finish_learning`, which needs its bounds."""
     target.deferred["loss.icepop"] = (path, value)
 
 
+@explained('"auto": 0 in RL, 0.01 in SFT')
 def weight_decay(target: Target, path: Path, value: Any) -> None:
-    """`weight_decay = "auto"` is 0 in RL and 0.01 in SFT.
-
-    Puts the number.
-    """
+    """Translate `weight_decay`, written at `path`: put the number; "auto" is 0 in RL and 0.01 in SFT."""
     if value == "auto":
         value = 0.0 if path[0] == "trainer" else 0.01
         target.note(path, Effect.MEANS, f"is {value} here, as prime-rl resolves it")
     target.put(path, value, source=path)
 
 
+@explained('"auto": the default')
 def automatic(target: Target, path: Path, value: Any) -> None:
-    """`auto` leaves the choice to the trainer, whose default counts.
-
-    Puts another value as it is, and nothing for `auto`.
-    """
+    """Translate a value that may be "auto", written at `path`: put any other; "auto" is noted as without effect."""
     if value == "auto":
         target.note(path, Effect.NOTHING, "is not chosen by the model: the default counts")
     else:
         target.put(path, value, source=path)
 
 
+@explained('`orchestrator.filter_zero_advantages`, "refill" or "shrink"')
 def constant_batch(target: Target, path: Path, value: Any) -> None:
-    """Whether samples without an advantage are replaced before a batch is cut: `filter_zero_advantages`.
+    """Translate whether batches have a constant size, written at `path`: put `orchestrator.filter_zero_advantages`.
 
-    Puts "refill" for true and "shrink" for false, and refuses other values.
+    It is "refill" for true and "shrink" for false; other values are refused.
     """
     if isinstance(value, bool):
         to = "refill" if value else "shrink"
@@ -307,10 +346,11 @@ def constant_batch(target: Target, path: Path, value: Any) -> None:
 
 
 def finish_learning(target: Target) -> None:
-    """Apply what needs the whole layer: baselines, bounds of losses, and compilation beside a layout without it."""
+    """Translate the deferred values that need the whole layer: baselines, bounds of losses, schedules, compilation."""
     for path, value in [found for key, found in target.deferred.items() if key.endswith("algo.type")]:
         source = (*path[:-1], "length_weighted_baseline")
         other = _table(target, *path[:-1]).get("type")
+        # Of the other algorithms a baseline weighted by length would be another algorithm.
         if other in (None, "grpo"):
             instead = f", in the place of {other}" if other else ""
             target.note(source, Effect.MEANS, f'is `type = "{value}"` here{instead}')
@@ -331,14 +371,21 @@ def finish_learning(target: Target) -> None:
 
 
 def _layout(target: Target, where: Path) -> None:
-    """Leave out what does not go with a layout or with adapters, where the run learns the same without it."""
+    """Remove from the model's table `where` what does not go with its layout or adapters, and note it.
+
+    Only keys are removed without which the run learns the same.
+    """
     model = _table(target, *where)
     layouts = [key for key in ("tp", "cp", "ep") if isinstance(model.get(key), int) and model[key] > 1]
-    if layouts and model.get("compile") is not None:
+    compiled = model.get("compile")
+    if "tp" in layouts and compiled is not None:
         model.pop("compile")
-        shared = " and ".join(layouts)
-        text = f"is left out with {shared} above 1, whose exchanges are not proved in compiled blocks: slower, no more"
+        text = "is left out with tp above 1, whose exchanges are not proved in compiled blocks: slower, no more"
         target.note((*where, "compile"), Effect.LATER, text)
+    elif layouts and isinstance(compiled, dict) and compiled.get("fullgraph"):
+        model["compile"] = {**compiled, "fullgraph": False}
+        text = f"is false with {' and '.join(layouts)} above 1, whose exchanges divide the graphs: slower, no more"
+        target.note((*where, "compile", "fullgraph"), Effect.LATER, text)
     if model.get("lora") is not None and model.get("optimization_dtype") == "bfloat16":
         model.pop("optimization_dtype")
         text = "is left out: adapters, which are small, are optimised in float32"
@@ -346,6 +393,10 @@ def _layout(target: Target, where: Path) -> None:
 
 
 def _icepop(target: Target, loss: dict[str, Any], ratios: dict[str, Any]) -> None:
+    """Put importance sampling with the correction `token_mask` for the deferred loss "icepop".
+
+    `loss` is the table of the loss. `ratios` has (path, bound) by "low" and "high", None where the default counts.
+    """
     path, _ = target.deferred["loss.icepop"]
     default = dict(zip(("low", "high"), _RATIOS["icepop"], strict=True))
     bounds = {side: found[1] if (found := ratios[side]) else default[side] for side in default}
@@ -356,31 +407,42 @@ def _icepop(target: Target, loss: dict[str, Any], ratios: dict[str, Any]) -> Non
 
 
 def _clips(target: Target, loss: dict[str, Any], ratios: dict[str, Any]) -> None:
+    """Put `clip_low` and `clip_high`, distances from 1, for bounds of the ratio.
+
+    Refuse them with other losses than ppo, cispo. `loss` is the table of the loss. `ratios` has (path, bound) by "low"
+    and "high", None where none is written.
+    """
     for side, sign, found in (("low", -1, ratios["low"]), ("high", 1, ratios["high"])):
         if found is None:
             continue
         path, value = found
         if loss.get("type") in ("ppo", "cispo"):
             target.note(path, Effect.MEANS, f"is `clip_{side}` here, the distance from 1")
+            # Rounded, because 1.2 - 1 is 0.19999999999999996 in floating point.
             target.put((*_LOSS, f"clip_{side}"), round(sign * (value - 1), 12), source=path)
         else:
             target.refuse(path, value, "bounds the ratio of ppo, cispo or icepop: set `trainer.loss.type`")
 
 
 def _ipo(target: Target, loss: dict[str, Any]) -> None:
-    """Set what ipo has since the autumn of 2026: no penalty, and a bound of 0.3."""
+    """Put what ipo has in prime-rl since autumn 2026 into the table `loss`.
+
+    That is no penalty, and a bound, 0.3 if none is written. A bound beside another loss is refused.
+    """
     path, eps = target.deferred.get("loss.eps", ((*_LOSS, "type"), _AUTUMN_IPO_EPS))
     if loss.get("type", "ipo") != "ipo":
         target.refuse(path, eps, 'bounds ipo: set `trainer.loss.type = "ipo"`')
         return
     loss_type = "" if "type" in loss else ' and `type = "ipo"`'
     target.note(path, Effect.MEANS, f"is `ipo_threshold` here, which is {eps:g}, with `kl_tau = 0`{loss_type}")
+    # What the file itself says goes first.
     for key, value in (("type", "ipo"), ("ipo_threshold", eps), ("kl_tau", 0.0)):
         if key not in loss:
             target.put((*_LOSS, key), value, source=path)
 
 
 def _table(target: Target, *path: str | int) -> dict[str, Any]:
+    """Return the table at `path` of the translated layer, to be changed in place; an empty one if there is none."""
     found: Any = target.layer.tree
     for part in path:
         if isinstance(part, int):

@@ -8,7 +8,7 @@ from typing import Any
 
 from millrace.config.layers import MAX_SECTIONS
 from millrace.config.messages import Effect
-from millrace.config.prime_rl.meanings import UNBUILT_ALGORITHMS, Target, unbuilt_algorithm
+from millrace.config.prime_rl.meanings import UNBUILT_ALGORITHMS, Target, explained, unbuilt_algorithm
 from millrace.config.sections.algo import DISTILLING
 from millrace.config.tree import Path, dotted
 
@@ -20,16 +20,18 @@ _FOR_ALL = {"train": {"sampling": "sampling", "group_size": "rollouts_per_exampl
 _Sources = list[tuple[Path, dict[str, Any]]]
 
 
+@explained("`[[orchestrator.env]]`")
 def train_sources(target: Target, path: Path, value: Any) -> None:
-    """`[[orchestrator.train.source]]` as `[[orchestrator.env]]`."""
+    """Translate `[[orchestrator.train.source]]`, written at `path`.
+
+    Put each source as an entry of `orchestrator.env`.
+    """
     _sources(target, path, value, to=TRAIN_ENVS, later=("algo", *_FOR_ALL["train"]))
 
 
+@explained("`extra_body` of its sampling")
 def thinking(target: Target, path: Path, value: Any) -> None:
-    """How an environment's policy thinks, and from which seed, in `extra_body` of its sampling.
-
-    Puts the value into `extra_body`, under the request's name of the key.
-    """
+    """Translate a key of sampling that only requests have, written at `path`: put it into `extra_body` beside it."""
     to = {
         "seed": ("seed",),
         "reasoning_effort": ("reasoning_effort",),
@@ -39,15 +41,17 @@ def thinking(target: Target, path: Path, value: Any) -> None:
     target.put((*path[:-1], "extra_body", *to[str(path[-1])]), value, source=path)
 
 
+@explained("`[[env]]` beside it")
 def eval_sources(target: Target, path: Path, value: Any) -> None:
-    """`[[orchestrator.eval.source]]` as `[[orchestrator.eval.env]]`, and `[[source]]` as `[[env]]`."""
+    """Translate a list of evaluated sources, written at `path`: put each as an entry of `env` beside that key."""
     _sources(target, path, value, to=(*path[:-1], "env"), later=tuple(_FOR_ALL["eval"]))
 
 
+@explained("`id`, and `args` of the environment")
 def own_taskset(target: Target, path: Path, value: Any) -> None:
-    """A taskset in the environment's own table: its `id` is the environment's, its other keys are `args`.
+    """Translate `taskset` in an environment's table, written at `path`.
 
-    Puts `id` and `args` of the environment from the table.
+    Its `id` is the environment's, its other keys `args`.
     """
     if not isinstance(value, dict):
         target.refuse(path, value, 'must be a table, such as { id = "reverse-text" }')
@@ -57,11 +61,9 @@ def own_taskset(target: Target, path: Path, value: Any) -> None:
     put_environment(target, path[:-1], {"taskset": value}, path[:-1])
 
 
+@explained("`id`, and `args.env` of the environment")
 def own_env(target: Target, path: Path, value: Any) -> None:
-    """A verifiers environment in an environment's own table: `env.taskset`, `env.agent` and its other roles.
-
-    Puts `id` and `args` of the environment from the table.
-    """
+    """Translate `env` in an environment's table, written at `path`: put `id` and `args` of the environment from it."""
     if not isinstance(value, dict):
         target.refuse(path, value, 'must be a table, such as { taskset = { id = "reverse-text" } }')
         return
@@ -69,10 +71,11 @@ def own_env(target: Target, path: Path, value: Any) -> None:
     put_environment(target, path, value, path[:-1])
 
 
+@explained("`args.env.agent`, with its `runtime`")
 def own_harness(target: Target, path: Path, value: Any) -> None:
-    """The harness of an environment's only agent, with the runtime that may stand in it.
+    """Translate `harness` in an environment's table, written at `path`: put it into `args.env.agent`.
 
-    Puts them as settings of `args.env.agent`.
+    A `runtime` in it becomes a setting beside it.
     """
     target.deferred[f"v1 {dotted(path[:-1])}"] = (path, True)
     settings = {"harness": value}
@@ -83,28 +86,28 @@ def own_harness(target: Target, path: Path, value: Any) -> None:
     _role(target, path[:-1], settings, (*path[:-1], "args", "env", "agent"))
 
 
+@explained("`args.env.agent.runtime`")
 def own_runtime(target: Target, path: Path, value: Any) -> None:
-    """The runtime of an environment's only agent.
-
-    Puts it as a setting of `args.env.agent`.
-    """
+    """Translate `runtime` in an environment's table, written at `path`: put it into `args.env.agent`."""
     target.deferred[f"v1 {dotted(path[:-1])}"] = (path, True)
     target.note(path, Effect.MEANS, "is `args.env.agent` of the environment here")
     _role(target, path[:-1], {"runtime": value}, (*path[:-1], "args", "env", "agent"))
 
 
+@explained("`args.env.agent`, beside a taskset or a harness")
 def own_limit(target: Target, path: Path, value: Any) -> None:
-    """A limit of an environment's only agent, where it has a taskset or a harness.
+    """Translate a limit in an environment's table, written at `path`.
 
-    Keeps the value for `finish_sources`.
+    Defer it to `finish_sources`, which knows its kind.
     """
     target.deferred[f"limit {dotted(path)}"] = (path, value)
 
 
+@explained("the default alone: that of the run")
 def own_advantage(target: Target, path: Path, value: Any) -> None:
-    """How one environment's advantages are made; the default is that of the run.
+    """Translate `advantage` in an environment's table, written at `path`: the default is the run's.
 
-    Accepts the default alone; another value blocks the run with a note.
+    Others block the run.
     """
     if isinstance(value, dict) and value.get("type", "default") == "default" and not value.keys() - {"type"}:
         target.note(path, Effect.SAME, "", value=value)
@@ -114,7 +117,7 @@ def own_advantage(target: Target, path: Path, value: Any) -> None:
 
 
 def _versions(target: Target) -> None:
-    """Take the version from ids such as `owner/name@1.2`: the package that is installed counts."""
+    """Remove the version from ids of environments such as `owner/name@1.2`, and note that the installed one counts."""
     for envs in (TRAIN_ENVS, EVAL_ENVS, ("env",), ("eval", "env")):
         for index, env in enumerate(_envs(target, envs)):
             name, _, version = env["id"].partition("@") if isinstance(env.get("id"), str) else ("", "", "")
@@ -125,11 +128,15 @@ def _versions(target: Target) -> None:
 
 
 def _limits(target: Target) -> None:
-    """Put the limits of agents; an environment of v0, without taskset and harness, takes no such key."""
+    """Put the deferred limits into `args.env.agent` of environments that have a taskset or a harness.
+
+    In other environments (v0), -1 means no limit, and another value blocks the run with a note.
+    """
     for path, value in [found for key, found in target.deferred.items() if key.startswith("limit ")]:
         if f"v1 {dotted(path[:-1])}" in target.deferred:
             target.put((*path[:-1], "args", "env", "agent", path[-1]), value, source=path)
             target.note(path, Effect.MEANS, f"is `args.env.agent.{path[-1]}` of the environment here")
+        # As prime-rl writes "no limit".
         elif value == -1:
             target.note(path, Effect.SAME, "")
         else:
@@ -140,10 +147,11 @@ def _limits(target: Target) -> None:
             target.note(path, Effect.BLOCKS, text, value=value)
 
 
+@explained("inherited by every source; a list: `[[orchestrator.env]]`")
 def train_env(target: Target, path: Path, value: Any) -> None:
-    """`[orchestrator.train.env]`, which every source inherits; as a list the environments themselves.
+    """Translate `orchestrator.train.env`, written at `path`.
 
-    Keeps a table for `finish_sources`, and moves a list to `[[orchestrator.env]]`.
+    Defer a table, which every source inherits, to `finish_sources`. A list moves to `orchestrator.env`.
     """
     if isinstance(value, dict):
         target.deferred["train.env"] = (path, value)
@@ -152,28 +160,31 @@ def train_env(target: Target, path: Path, value: Any) -> None:
         target.move(path, value, TRAIN_ENVS)
 
 
+@explained("inherited by every source; without sources the only environment")
 def eval_defaults(target: Target, path: Path, value: Any) -> None:
-    """`env` as one table, which every source inherits; without sources it is the only environment.
+    """Translate a table of evaluated environments, written at `path`: defer it to `finish_sources`.
 
-    Keeps the value for `finish_sources`.
+    There every source inherits it; without sources it is the only environment.
     """
     target.deferred["eval.env"] = (path, value)
 
 
+@explained("the only `[[env]]`")
 def only_environment(target: Target, path: Path, value: Any) -> None:
-    """A key of the only environment, which stands at the top of a file of `vf-eval`.
+    """Translate a key of the only environment, written at the top of a file of vf-eval.
 
-    Moves the value into the first `[[env]]` table, which it makes if there is none.
+    Move it into the first `[[env]]`. That table is made if there is none.
     """
     if not _envs(target, ("env",)):
         target.put(("env",), [{}], source=path)
     target.move(path, value, ("env", 0, str(path[-1]).removeprefix("env_")))
 
 
+@explained("`select` of each environment; `{ limit = n }` alone: `num_examples = n`, where training selects nothing")
 def selected(target: Target, path: Path, value: Any) -> None:
-    """`select` of an evaluation; `{ limit = n }` alone is `num_examples = n`, where training selects nothing.
+    """Translate `select` of an evaluation, written at `path`: defer the table to `finish_sources`.
 
-    Keeps the table for `finish_sources`, or refuses another value.
+    Refuse other values.
     """
     if isinstance(value, dict):
         target.deferred[f"select of {dotted(path[:-1])}"] = (path, value)
@@ -181,18 +192,17 @@ def selected(target: Target, path: Path, value: Any) -> None:
         target.refuse(path, value, "must be a table, such as { limit = 16 }")
 
 
+@explained("`select` of each environment")
 def shuffled(target: Target, path: Path, value: Any) -> None:
-    """`shuffle` and its seed, which are `select` of each environment here.
-
-    Keeps the value for `finish_sources`.
-    """
+    """Translate `shuffle` or `shuffle_seed`, written at `path`: defer it to `finish_sources`."""
     target.deferred[str(path[-1])] = (path, value)
 
 
+@explained("`select` of each environment that has none")
 def train_select(target: Target, path: Path, value: Any) -> None:
-    """`orchestrator.train.select` as `select` of each environment that has none.
+    """Translate `orchestrator.train.select`, written at `path`: defer the table to `finish_sources`.
 
-    Keeps the table for `finish_sources`, or refuses another value.
+    Refuse other values.
     """
     if isinstance(value, dict):
         target.deferred["train.select"] = (path, value)
@@ -201,6 +211,10 @@ def train_select(target: Target, path: Path, value: Any) -> None:
 
 
 def _shuffle(target: Target) -> None:
+    """Put `select` with shuffle and seed into each `[[env]]`, if the deferred `shuffle` is true.
+
+    Note what became of both.
+    """
     path, value = target.deferred.get("shuffle", ((), False))
     seed_path, seed = target.deferred.get("shuffle_seed", ((), 0))
     if value is True:
@@ -216,13 +230,18 @@ def _shuffle(target: Target) -> None:
 
 
 def _select(target: Target) -> None:
-    """Give each environment its selection: its own, or else the one that stands for all."""
+    """Give each environment its deferred selection of tasks: its own, or else the one for all.
+
+    A selection that only limits the number of tasks becomes `num_examples`, unless the training environments select,
+    too.
+    """
     _shuffle(target)
     if "train.select" in target.deferred:
         path, value = target.deferred["train.select"]
         _select_all(target, path, value, TRAIN_ENVS)
     envs: Path = EVAL_ENVS if target.schema.child("orchestrator") else ("eval", "env")
-    if target.schema.child("eval") is None and envs != EVAL_ENVS:  # a file of `millrace eval`
+    # The schema of SFT has `[eval]`; a file of `millrace eval` has its environments at the top.
+    if target.schema.child("eval") is None and envs != EVAL_ENVS:
         envs = ("env",)
     is_split = any(env.get("select") for env in _envs(target, TRAIN_ENVS))
     if shared := target.deferred.get(f"select of {dotted(envs[:-1])}"):
@@ -233,11 +252,17 @@ def _select(target: Target) -> None:
     for index, env in enumerate(_envs(target, envs)):
         if own := target.deferred.get(f"select of {dotted((*envs, index))}"):
             if shared and _is_count(shared[1]) and not is_split and "num_examples" not in env:
+                # Its own selection has its own limit, which the number for all must not cut.
                 target.put((*envs, index, "num_examples"), -1, source=own[0])
             _selected(target, *own, (*envs, index), is_split=is_split)
 
 
 def _selected(target: Target, path: Path, value: dict[str, Any], to: Path, *, is_split: bool) -> None:
+    """Put one selection `value`, written at `path`, into the table `to`.
+
+    It becomes `num_examples` if it is only a limit and `is_split` is false; a selection of everything is left out.
+    `is_split` says that training selects tasks, too, so that a limit alone would not name the same tasks.
+    """
     chosen = _chosen(value)
     if not chosen.keys() - {"seed"}:
         target.note(path, Effect.SAME, "", value=value)
@@ -254,12 +279,17 @@ def _is_count(value: dict[str, Any]) -> bool:
 
 
 def _chosen(value: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a selection that choose something: those whose value is not the default."""
     neutral = {"skip": 0, "seed": 0, "shuffle": False, "limit": None, "include": {}, "exclude": {}}
     return {key: each for key, each in value.items() if key not in neutral or each != neutral[key]}
 
 
 def _select_all(target: Target, path: Path, value: dict[str, Any], envs: Path) -> None:
-    """Give each environment the shared selection, unless it has its own."""
+    """Put the shared selection `value`, written at `path`, into each environment of the list `envs` that has none of
+    its own.
+
+    An evaluation without environments gets copies of the training environments; no environments at all are refused.
+    """
     listed = _envs(target, envs)
     if not listed and envs == EVAL_ENVS:  # the training environments are evaluated
         kept = ("id", "name", "args", "judge", "python", "image")
@@ -276,6 +306,10 @@ def _select_all(target: Target, path: Path, value: dict[str, Any], envs: Path) -
 
 
 def _envs(target: Target, path: Path) -> list[dict[str, Any]]:
+    """Return the environments at `path` of the translated layer, to be changed in place.
+
+    Empty unless all are tables.
+    """
     found: Any = target.layer.tree
     for part in path:
         found = found.get(part) if isinstance(found, dict) else None
@@ -283,6 +317,11 @@ def _envs(target: Target, path: Path) -> list[dict[str, Any]]:
 
 
 def _sources(target: Target, path: Path, value: Any, *, to: Path, later: tuple[str, ...]) -> None:
+    """Put the sources in the list `value`, written at `path`, as environments at `to`, and defer them to
+    `finish_sources`.
+
+    `later` are keys that are not moved now: `finish_sources` decides whether they are the run's or the environment's.
+    """
     if not isinstance(value, list) or len(value) > MAX_SECTIONS:
         target.put(to, value, source=path)  # which is an error there
         return
@@ -301,7 +340,11 @@ def _sources(target: Target, path: Path, value: Any, *, to: Path, later: tuple[s
 
 
 def put_environment(target: Target, path: Path, env: dict[str, Any], to: Path) -> None:
-    """Put the id and the arguments of a verifiers environment; `legacy` has `id` and `args` as we do."""
+    """Put the id and the arguments of a verifiers environment `env`, written at `path`, into the environment's table
+    `to`.
+
+    A `legacy` table has `id` and `args` as they are here.
+    """
     if path[-1] == "legacy":
         for key, each in env.items():
             target.move((*path, key), each, (*to, key))
@@ -320,7 +363,10 @@ def put_environment(target: Target, path: Path, env: dict[str, Any], to: Path) -
 
 
 def _role(target: Target, path: Path, settings: Any, to: Path) -> None:
-    """Put the settings of a role, but for the harness and the runtime that env-servers use anyway."""
+    """Put the settings of one role of an environment, written at `path`, at `to`.
+
+    A harness and a runtime that env-servers use anyway are left out, with a note.
+    """
     defaults = {"harness": _HARNESS, "runtime": _RUNTIME}
     if not isinstance(settings, dict):
         target.put(to, settings, source=path)
@@ -337,7 +383,10 @@ def _role(target: Target, path: Path, settings: Any, to: Path) -> None:
 
 
 def finish_sources(target: Target) -> None:
-    """Apply what sources inherit, and what they say of the whole run."""
+    """Translate the deferred values of environments.
+
+    They are limits, versions, algorithms, what sources inherit and select, and names.
+    """
     _limits(target)
     _versions(target)
     for group in _FOR_ALL:
@@ -354,10 +403,11 @@ def finish_sources(target: Target) -> None:
 
 
 def _for_all(target: Target, sources: _Sources, key: str, envs: Path, name: str) -> None:
-    """Set for the run, or for its evaluations, what all sources have in common; differences stay with each source.
+    """Move `key` of the sources to the run, or to its evaluations, if all sources have the same value.
 
-    `envs` is where their environments are, `name` our word for `key`.
+    Else to each of them. `envs` is the path of their environments here, and `name` the name of the key here.
     """
+    # A source that does not have the key follows its default, so only if all have it is it the run's.
     said = [((*path, key), item[key]) for path, item in sources if key in item]
     is_one = len(said) == len(sources) and all(value == said[0][1] for _, value in said)
     to = (*envs[:-1], name)
@@ -368,7 +418,10 @@ def _for_all(target: Target, sources: _Sources, key: str, envs: Path, name: str)
 
 
 def _algorithms(target: Target, sources: _Sources) -> None:
-    """Put the algorithm that all sources share where the run has its own, and others with their environments."""
+    """Move `algo` of the sources to the run if all have the same one and the run has none, else to their environments.
+
+    An environment's algorithm that is not built, or that only a whole run can have, blocks the run with a note.
+    """
     orchestrator: dict[str, Any] = target.layer.tree["orchestrator"]
     said = [(path, item["algo"]) for path, item in sources if "algo" in item]
     is_shared = len(said) == len(sources) and all(value == said[0][1] for _, value in said)
@@ -390,7 +443,9 @@ def _algorithms(target: Target, sources: _Sources) -> None:
 
 
 def _unique_names(target: Target) -> None:
-    """Number evaluated environments that would be called alike: `vf-eval` plays one with other arguments, too."""
+    """Put numbered names for evaluated environments that would have equal names, as where one is played with other
+    arguments.
+    """
     seen: dict[str, int] = {}
     for index, env in enumerate(_envs(target, ("env",)) if target.schema.child("orchestrator") is None else ()):
         name = env.get("name", env.get("id"))
@@ -404,7 +459,10 @@ def _unique_names(target: Target) -> None:
 
 
 def _inherited(target: Target, path: Path, value: Any, to: Path) -> None:
-    """Give each environment the settings that it inherits and does not have."""
+    """Give each environment of the list at `to` the settings of the table `value`, written at `path`, that it lacks.
+
+    Without environments, the table is the only environment in a file of vf-eval, and refused in others.
+    """
     envs: Any = target.layer.tree
     for part in to:
         envs = envs.get(part, []) if isinstance(envs, dict) else []

@@ -22,19 +22,26 @@ _OFF = (None, "None", "none")
 
 
 def translate(layer: Layer, schema: SchemaKey) -> "Translation":
-    """Return the layer in our schema; `schema` is that of the whole document."""
+    """Return the translation of a layer from keys of prime-rl into our schema.
+
+    `schema` is the root of the whole document.
+    """
+    # A part of a run has only one of these sections; an evaluation has none.
     tables = (("data", SFT_KEYS), ("orchestrator", RL_KEYS), ("trainer", RL_KEYS), ("inference", RL_KEYS))
     keys = next((keys for part, keys in tables if schema.child(part)), EVAL_KEYS)
     return Translation(layer, schema, keys)
 
 
 def pattern(path: KeyPath) -> str:
-    """Return the path with `[]` for every index, as the tables name keys."""
+    """Return a path as the tables of meanings write it: dotted, with `[]` for every list index."""
     return "".join("[]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
 def _inner_keys(value: Any, path: KeyPath = ()) -> Iterator[str]:
-    """Return dotted names of the keys in a table or in a list of tables."""
+    """Yield dotted names of the innermost keys in a table or in a list of tables, without indices.
+
+    `path` comes before them.
+    """
     match value:
         case dict():
             for key, item in value.items():
@@ -51,6 +58,7 @@ class Translation:
     """The pass over one layer. ``layer`` is the result; ``notes`` and ``violations`` are in the order of the keys."""
 
     def __init__(self, layer: Layer, schema: SchemaKey, meanings: Mapping[str, Meaning]) -> None:
+        """Translate `layer`, which is not changed; `meanings` has what a key means here, by pattern."""
         self.layer = Layer(tree={}, origin=replace(layer.origin, places=dict(layer.origin.places)))
         self.schema = schema
         self.notes: list[Note] = []
@@ -58,12 +66,13 @@ class Translation:
         self.deferred: dict[str, tuple[KeyPath, Any]] = {}
         """Values that need the whole layer, by key: `finish` reads them."""
         self._meanings = meanings
+        # Every table on the way to a known key, such as `trainer.args`: unknown keys in it are errors.
         self._inner = {key[:end] for key in meanings for end in range(len(key)) if key[end] in ".["}
         self.walk(spread_arguments(layer), ())
         finish(self)
 
     def walk(self, table: Mapping[str, Any], path: KeyPath) -> None:
-        """Translate every key of the table at `path`."""
+        """Translate every key of `table`, which is written at `path`; dashes in names of keys become underscores."""
         node = self.schema.find(path)
         for written, value in table.items():
             is_free = node is not None and node.kind is Kind.FREE_TABLE
@@ -73,9 +82,14 @@ class Translation:
             self._key((*path, key), value)
 
     def _key(self, path: KeyPath, value: Any) -> None:
+        """Translate the value of one key.
+
+        That is done by its meaning, key by key in a table or list of tables; another value is put as it is.
+        """
         known, name = self.schema.find(path), pattern(path)
         meaning = self._meanings.get(name)
         is_section = known is not None and known.kind is Kind.SECTION
+        # A key that our schema has is ours, unless its meaning says that it reads the key differently.
         if meaning is not None and (known is None or meaning.is_native) and isinstance(value, meaning.form):
             self._apply(meaning, path, value)
         elif isinstance(value, dict) and value and (is_section or name in self._inner):
@@ -90,7 +104,9 @@ class Translation:
             self.put(path, value, source=path)
 
     def _unknown(self, path: KeyPath, value: Any) -> None:
-        """Refuse a key that nobody knows in a table that our schema does not have, at its own line."""
+        """Refuse the key at `path`, which no table of meanings has, with the name it is most like, or with the known
+        ones.
+        """
         above = f"{pattern(path[:-1])}."
         names = {
             name.removeprefix(above).split(".")[0].removesuffix("[]")
@@ -103,6 +119,10 @@ class Translation:
         self.refuse(path, value, f"unknown key; {text}")
 
     def _apply(self, meaning: Meaning, path: KeyPath, value: Any) -> None:
+        """Do what the meaning of the key at `path` says: translate, move or refuse the value, or only note it.
+
+        A value that asks for what happens here anyway (`neutral`) is only noted as the same.
+        """
         if value in _OFF or any(value is each or value == each for each in meaning.neutral):
             self.note(path, Effect.SAME, "", value=value)
             return
@@ -117,12 +137,15 @@ class Translation:
             self.note(path, meaning.effect, meaning.text, value=value)
 
     def move(self, path: KeyPath, value: Any, to: KeyPath) -> None:
-        """Translate a value as if it had been written at `to`."""
+        """Translate `value`, which is written at `path`, as if it had been written at `to`."""
         self._copy_places(path, to)
         self._key(to, value)
 
     def put(self, path: KeyPath, value: Any, *, source: KeyPath) -> None:
-        """Set a key of the target schema; `source` is where the value is written."""
+        """Set the key at `path` of the target schema to `value`.
+
+        `source` is the path at which the user wrote it, for messages.
+        """
         if path != source and isinstance(value, dict):
             self._copy_places(source, path)
         elif path != source:
@@ -130,17 +153,22 @@ class Translation:
         put(self.layer.tree, path, value)
 
     def refuse(self, path: KeyPath, value: Any, text: str) -> None:
-        """Report a key as an error."""
+        """Record an error of `value` at `path`; `text` says what is wrong and what to write instead."""
         where = self.layer.origin.locate(path)
         self.violations.append(Violation(field=dotted(path), value=shown(path, value), message=text, source=where))
 
     def note(self, path: KeyPath, effect: Effect, text: str, *, value: Any = None) -> None:
-        """Say what became of a key; of a table `value` that is left out, with the keys in it."""
+        """Record for the user what became of the key at `path`.
+
+        The keys within a table `value` are named in the note.
+        """
         source = self.layer.origin.locate(path)
         self.notes.append(Note(path=path, source=source, effect=effect, text=text, inner=tuple(_inner_keys(value))))
 
     def _copy_places(self, path: KeyPath, to: KeyPath) -> None:
+        """Note for `to`, and for the keys below it, the places in the file of `path` and of the keys below that."""
         places = self.layer.origin.places
+        # A list, because the dictionary grows meanwhile.
         for known in [known for known in places if known[: len(path)] == path]:
             places.setdefault((*to, *known[len(path) :]), places[known])
         places.setdefault(to, self.layer.origin.locate(path))
@@ -172,9 +200,10 @@ WHOLE = ("rl", "sft", "eval")
 
 
 def kind_of(tree: Mapping[str, Any], name: str) -> str | None:
-    """Return the document that a file is: `rl`, `sft`, `eval`, or one service's part of a run.
+    """Return which document the file `name` with the content `tree` is.
 
-    None if nothing tells.
+    It is `rl`, `sft` or `eval`, or the service that it is a part of: `orchestrator`, `trainer` or `inference`. None if
+    neither name nor keys tell.
     """
     stem = f"{Path(name).parent.name}/{Path(name).stem}" if Path(name).stem in ("config",) else Path(name).stem
     named = next((kind for part, kind in _NAMES if part in stem.lower()), None)
@@ -190,9 +219,9 @@ def kind_of(tree: Mapping[str, Any], name: str) -> str | None:
 
 
 def _flat_kind(tree: Mapping[str, Any]) -> str | None:
-    """Return the document of a flat file, as Hosted Training and the commands of verifiers have them.
+    """Return which document a flat file is, as Hosted Training and commands of verifiers have them.
 
-    None for another.
+    None for other files.
     """
     if isinstance(tree.get("eval"), list):
         return "eval"
@@ -205,11 +234,15 @@ def _flat_kind(tree: Mapping[str, Any]) -> str | None:
 
 
 def toml(tree: Mapping[str, Any]) -> str:
-    """Return a tree as TOML: values first, then tables; None, which TOML cannot say, is left out."""
+    """Return a tree as TOML text: values first, then tables.
+
+    Keys with None are left out, for TOML has no such value.
+    """
     return "\n".join(_table(tree, ())).strip() + "\n"
 
 
 def _table(table: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
+    """Return the TOML lines of a table's values and of the tables in it; `path` is the table's own, for the headers."""
     lines: list[str] = []
     inner = {key: value for key, value in table.items() if _is_table(value) or _is_tables(value)}
     lines += [
@@ -229,6 +262,7 @@ def _table(table: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
 
 
 def _inline(item: Mapping[str, Any]) -> list[str]:
+    """Return `KEY = VALUE` of each key of a table that is not None."""
     return [f"{_key(key)} = {_value(value)}" for key, value in item.items() if value is not None]
 
 
@@ -237,14 +271,17 @@ def _is_table(value: Any) -> bool:
 
 
 def _is_tables(value: Any) -> bool:
+    """Return whether the value is a list of tables, and not empty."""
     return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
 
 
 def _key(key: str) -> str:
+    """Return a key as TOML writes it, in quotes if need be."""
     return key if _BARE.fullmatch(key) else json.dumps(key)
 
 
 def _value(value: Any) -> str:
+    """Return a value as TOML writes it in one line."""
     match value:
         case bool():
             return "true" if value else "false"
@@ -259,7 +296,7 @@ def _value(value: Any) -> str:
 
 
 def merged(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return trees laid over each other, the last one winning."""
+    """Return one tree of all: tables are merged key by key, and of other values the last tree's counts."""
     result: dict[str, Any] = {}
     for tree in trees:
         for key, value in tree.items():

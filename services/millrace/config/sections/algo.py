@@ -47,9 +47,9 @@ HINT = "{demonstration}"
 """Stands for a task's demonstration in the template of opsd."""
 _OPSD_ONLY = Facts(only_for=OnlyFor(".type", ("opsd",)))
 _SHAPED = ("grpo", "rloo", "opo", "reinforce_pp", "custom", "echo")
+"""Those that may compare shaped rewards: max_rl divides by their mean, which has to stay a pass rate."""
 DEFAULT_ALPHA = 0.1
 """Weight of a token that a tool replied, in echo."""
-"""Those that may compare shaped rewards: max_rl divides by their mean, which has to stay a pass rate."""
 
 
 class OverlongConfig(ConfigSection):
@@ -135,14 +135,20 @@ class AdvantageConfig(ConfigSection):
 
     @property
     def role_weights(self) -> dict[str, float]:
-        """Return the weight of a token in the cross-entropy of echo, by the role of its message."""
+        """Return the weight in echo's cross-entropy of a token, by its message's role.
+
+        Roles that are not learned are missing.
+        """
         if self.roles is None:
             return {"tool": DEFAULT_ALPHA}
         found = {name: getattr(self.roles, name) for name in EchoRolesConfig.model_fields}
         return {name: each.alpha for name, each in found.items() if each is not None}
 
     def broken_rules(self, where: str) -> Iterator[BrokenRule]:
-        """Yield rules over several keys that do not hold; `where` is the path of this table."""
+        """Yield the rules over several keys of this table that do not hold.
+
+        `where` is the table's dotted path, for messages.
+        """
         if self.type == "echo" and not self.role_weights:
             yield broken("names no role; write `tool.alpha = 0.1`, or leave the table out", f"{where}.roles")
         if self.type == "custom" and self.import_path is None:
@@ -181,13 +187,12 @@ class AlgoConfig(AdvantageConfig):
         "grpo",
         "r is a reward, m the mean reward of the task's rollouts. grpo: r - m. rloo: r minus the mean of the others. "
         "opo: r minus the mean weighted by length. reinforce_pp: r - m, whitened over the batch's tokens. max_rl: (r - "
-        "m) / m, with rewards scaled to `reward_range`. custom: the result of `import_path`. opd: on-policy "
-        "distillation, the teacher's log-probability minus the policy's per token; rewards are only shown. rae: r "
-        "minus a moving average of the rewards of the same agent (role) in the same environment, for self-play. "
-        "hierarchical_grpo: r minus the mean over the same agent's traces. Only these two take environments with "
-        "several trained agents. opsd: opd with the policy itself as teacher, which also reads the task's "
-        "demonstration (`demo_key`). echo: grpo, plus the cross-entropy of what the environment adds after a reply "
-        "(`roles`). sft: not available yet, refused at submission.",
+        "m) / m, with rewards scaled to `reward_range`. custom: the result of `import_path`. opd: the teacher's "
+        "log-probability minus the policy's; rewards are only shown. opsd: opd, with the policy as teacher, which also "
+        "reads the task's demonstration (`demo_key`). rae: r minus a moving average of the agent's rewards, for "
+        "self-play. hierarchical_grpo: r minus the mean over the same agent's traces. Only these two take environments "
+        "with several trained agents. echo: grpo, plus the cross-entropy of what the environment adds after a reply "
+        "(`roles`). sft: refused at submission.",
     )
     demo_key: str = option(
         "demonstration",
@@ -214,7 +219,10 @@ class AlgoConfig(AdvantageConfig):
     )
 
     def broken_rules(self, where: str) -> Iterator[BrokenRule]:
-        """Yield rules over several keys that do not hold; `where` is the path of this table."""
+        """Yield the rules over several keys of this table that do not hold.
+
+        `where` is the table's dotted path, for messages.
+        """
         yield from super().broken_rules(where)
         if self.type == "opsd" and HINT not in self.template:
             message = f"must have `{HINT}` where the demonstration of a task is to stand"

@@ -83,11 +83,17 @@ class BufferConfig(ConfigSection):
 
     @property
     def changes_draws(self) -> bool:
-        """Return whether the log influences which tasks are drawn; otherwise the task order alone does."""
+        """Return whether rewards so far, or a schedule, influence which tasks are drawn.
+
+        Otherwise the task order alone does.
+        """
         return self.has_pools or bool(self.schedule) or self.sampler is not None
 
     def broken_rules(self, *, num_envs: int) -> Iterator[BrokenRule]:
-        """Yield rules over several keys that do not hold."""
+        """Yield the rules over several keys of this table that do not hold.
+
+        `num_envs` counts the training environments.
+        """
         easy, hard = self.easy_threshold, self.hard_threshold
         if easy is not None and hard is not None and easy <= hard:
             message = f"must be above `{_AT}hard_threshold`, which is {hard}: else a task would be easy and hard"
@@ -164,7 +170,7 @@ class FilterConfig(ConfigSection):
     )
 
     def misplaced(self) -> Iterator[tuple[str, str, str]]:
-        """Yield keys without effect, each with the key that disables it and the reason."""
+        """Yield (key, the key that disables it, message) for each key of the filter that is set and has no effect."""
         for key, (other, value) in _ONLY_FOR.items():
             if getattr(self, other) != value and getattr(self, key) != type(self).model_fields[key].default:
                 yield key, other, f"has no meaning for {getattr(self, other)}, only for {value}; leave it out"

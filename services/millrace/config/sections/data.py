@@ -59,7 +59,10 @@ class DataSourceConfig(ConfigSection):
     @field_validator("subsets", "splits")
     @classmethod
     def _some_names(cls, names: list[str] | None) -> list[str] | None:
-        """Refuse a list without names, or with an empty one."""
+        """Return the names; raise ValueError for a list that is empty or has an empty name.
+
+        None means the whole data set.
+        """
         if names is not None and not (names and all(names)):
             raise ValueError("must name at least one, and no name may be empty; leave it out for the whole data set")
         return names
@@ -67,18 +70,21 @@ class DataSourceConfig(ConfigSection):
     @field_validator("probabilities")
     @classmethod
     def _above_zero(cls, values: list[float] | None) -> list[float] | None:
-        """Refuse a share of nothing, whose rows a pass could never exhaust."""
+        """Return the shares; raise ValueError if one is not above 0: a pass could never exhaust its rows."""
         if values is not None and not (values and all(value > 0 for value in values)):
             raise ValueError("must be numbers above 0; leave a subset out that is not wanted")
         return values
 
     @property
     def num_sources(self) -> int:
-        """How many subsets or splits are mixed."""
+        """Return how many subsets or splits are mixed, at least 1."""
         return len(self.subsets or self.splits or [""])
 
     def broken_source_rules(self, prefix: str) -> Iterator[BrokenRule]:
-        """Yield violations if subsets, splits and probabilities differ in number; `prefix` is the section's table."""
+        """Yield violations if subsets, splits and probabilities differ in number.
+
+        `prefix` is the dotted path of this table.
+        """
         if self.subsets and self.splits and len(self.subsets) != len(self.splits):
             message = f"has {len(self.splits)} names, `{prefix}.subsets` has {len(self.subsets)}; give one per subset"
             yield broken(message, f"{prefix}.splits", f"{prefix}.subsets")
@@ -121,7 +127,10 @@ class DatasetConfig(DataSourceConfig):
     seed: int = option(0, "Seed of the order.", facts=Facts(follows="seed", default_text="`seed`"), ge=0)
 
     def broken_rules(self, where: str) -> Iterator[BrokenRule]:
-        """Rules over several keys that do not hold; `where` is the table of this section."""
+        """Yield the rules over several keys of this table that do not hold.
+
+        `where` is the table's dotted path, for messages.
+        """
         yield from self.broken_source_rules(where)
         if not any(self.loss_mask.model_dump().values()):
             yield broken("trains on no role; set one of its keys to true", f"{where}.loss_mask")

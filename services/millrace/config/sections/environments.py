@@ -58,7 +58,10 @@ class AgentConfig(ConfigSection):
     )
 
     def to_wire(self) -> str:
-        """Return the limits in the form that env-servers take; empty where all have their defaults."""
+        """Return `branches` and the limits of the agent as JSON text for env-servers.
+
+        Empty where all have their defaults.
+        """
         counts = {"max_requests": self.max_requests, "max_tokens": self.max_tokens}
         said = {**counts, "max_concurrent": self.max_concurrent, "deadline_s": self.timeout_s}
         limits = {name: value for name, value in said.items() if value is not None}
@@ -126,7 +129,7 @@ class NamedEnv(ConfigSection):
     @model_validator(mode="before")
     @classmethod
     def _name_is_id(cls, data: Any) -> Any:
-        """Name an environment by its id when it has no name of its own."""
+        """Return the raw table of an environment with its id as its name, if it has no name of its own."""
         if isinstance(data, dict) and data.get("name") is None:
             return {**data, "name": data.get("id", _UNNAMED)}
         return data
@@ -155,7 +158,11 @@ class TaskMatchConfig(ConfigSection):
     @field_validator("idx", mode="before")
     @classmethod
     def _positions(cls, value: Any) -> Any:
-        """Return positions as a list of texts: one value becomes a list, and texts are split at commas."""
+        """Return positions as a list of texts: one value becomes a list, and texts are split at commas.
+
+        Raise ValueError for a text that is no position. A value of another type is returned unchanged, for pydantic to
+        refuse.
+        """
         items = [value] if isinstance(value, int | str) else value
         if not isinstance(items, list) or any(not isinstance(item, int | str) for item in items):
             return items
@@ -167,7 +174,7 @@ class TaskMatchConfig(ConfigSection):
     @field_validator(*_LISTS)
     @classmethod
     def _once(cls, value: list[str]) -> list[str]:
-        """Refuse what is named twice."""
+        """Return the list; raise ValueError if it names something twice."""
         if twice := next((item for item in value if value.count(item) > 1), None):
             raise ValueError(f"names {twice!r} twice; name it once")
         return value
@@ -193,7 +200,10 @@ class SelectConfig(ConfigSection):
     limit: int | None = option(None, "Take at most so many of the rest; all if left out.", ge=1)
 
     def to_wire(self, *, most: int = -1) -> dict[str, Any]:
-        """Return the selection in the form that env-servers take; at most `most` tasks, all if it is below 1."""
+        """Return the selection in the form that env-servers take.
+
+        `most` limits the number of tasks beside `limit` of the selection; below 1 it does not.
+        """
         limits = [each for each in (self.limit, most if most > 0 else None) if each is not None]
         values = {"shuffle": self.shuffle, "seed": self.seed, "skip": self.skip}
         both = {"include": self.include.to_wire(), "exclude": self.exclude.to_wire()}
@@ -207,10 +217,11 @@ def selection_json(
     num_evaluated: int = -1,
     trained: Sequence[SelectConfig | None] = (),
 ) -> str:
-    """Return the selection of tasks of an environment in the form that env-servers take; empty where all are played.
+    """Return the selection of an environment's tasks as JSON that env-servers take; empty if nothing is selected.
 
-    `trained` are the selections of all training environments with the same id and args: none of their tasks may be
-    among those that `evaluated` chooses. `num_evaluated` is `num_examples`.
+    `train` is the selection of training, `evaluated` that of evaluation. `trained` are the selections of all training
+    environments with the same id and args: none of their tasks may be among those that `evaluated` chooses.
+    `num_evaluated` is `num_examples`, -1 for all tasks.
     """
     if train is None and evaluated is None:
         return ""
@@ -224,7 +235,10 @@ def selection_json(
 
 
 def _range_of(part: str) -> list[int | None]:
-    """Return a number or slice as [start, stop, step]. Raises ValueError."""
+    """Return a position such as `5`, or a slice such as `0:100`, as [start, stop, step]; stop is None for an open end.
+
+    Raises ValueError for anything else, and for an empty slice.
+    """
     if part.isdecimal() and part.isascii():
         return [int(part), int(part) + 1, 1]
     match = _SLICE.fullmatch(part)
@@ -319,7 +333,10 @@ class PeriodicEvalEnvConfig(EvalEnvConfig):
 
 
 def env_names(envs: Sequence[NamedEnv], path: Path, *, reserved: tuple[str, ...] = ()) -> Iterator[BrokenRule]:
-    """Yield names that metrics cannot tell apart."""
+    """Yield a violation for each environment that has the name of an earlier one, or one of the `reserved` names.
+
+    `path` is the path of the list of environments. Metrics could not tell such environments apart.
+    """
     first: dict[str, int] = {}
     for index, env in enumerate(envs):
         where, same = (*path, index, "name"), first.setdefault(env.name, index)
@@ -334,5 +351,8 @@ def env_names(envs: Sequence[NamedEnv], path: Path, *, reserved: tuple[str, ...]
 
 
 def have_conversations(envs: Iterable[NamedEnv]) -> bool:
-    """Return whether at least one environment plays conversations instead of completing texts."""
+    """Return whether at least one environment plays conversations.
+
+    One with `message_type = "completion"` completes texts.
+    """
     return any(env.args.get("message_type") != "completion" for env in envs)

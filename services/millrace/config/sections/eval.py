@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from millrace.config.section import BrokenRule, ConfigSection, Document, FreeTable, broken, option, required, table
 from millrace.config.sections.environments import EvalEnvConfig, env_names, selection_json
-from millrace.config.sections.sampling import extra_body_rules
+from millrace.config.sections.sampling import extra_body_rules, sampling_key
 from millrace.config.sections.shared import ClientConfig, LogConfig, RunConfig
 from millrace.config.tree import Facts
 
@@ -21,19 +21,16 @@ class FixedModelConfig(ConfigSection):
 class FixedSamplingConfig(ConfigSection):
     """How the model is sampled."""
 
-    temperature: float = option(1.0, "0 takes the likeliest token.", ge=0)
-    max_tokens: int | None = option(
-        None,
+    temperature: float = sampling_key("temperature", "0 takes the likeliest token.", ge=0)
+    max_tokens: int | None = sampling_key(
+        "max_tokens",
         "Most tokens sampled per turn; what the endpoint allows if left out.",
         facts=Facts(aliases=("max_completion_tokens",)),
-        ge=1,
     )
-    top_p: float = option(1.0, "Sample from the smallest set of tokens with this much probability.", gt=0, le=1)
-    top_k: int = option(0, "Sample from this many likeliest tokens; 0 or -1: all.", ge=-1, lt=2**31)
-    min_p: float = option(
-        0.0, "Sample from tokens with at least this share of the likeliest one's probability; 0: all.", ge=0, le=1
-    )
-    repetition_penalty: float = option(1.0, "Divides the logits of tokens that are there already.", gt=0, le=100)
+    top_p: float = sampling_key("top_p")
+    top_k: int = sampling_key("top_k")
+    min_p: float = sampling_key("min_p")
+    repetition_penalty: float = sampling_key("repetition_penalty")
     extra_body: FreeTable = table(dict, "More fields of the request to the endpoint, passed on unchanged.")
 
 
@@ -58,11 +55,11 @@ class EvalRunConfig(Document):
     log: LogConfig = table(LogConfig, "Logs.")
 
     def with_model(self, name: str) -> Self:
-        """Return the same evaluation of another model."""
+        """Return a copy of the evaluation's config with another `model.name`."""
         return self.model_copy(update={"model": FixedModelConfig(name=name)})
 
     def selections(self) -> dict[str, str]:
-        """Return the selection of tasks of each environment, in the form that env-servers take."""
+        """Return the selection of tasks as JSON that env-servers take, by the environment's name."""
         is_train = self.tasks == "train"
         return {
             env.name: selection_json(train=env.select if is_train else None, evaluated=None if is_train else env.select)

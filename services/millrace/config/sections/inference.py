@@ -132,7 +132,10 @@ class InferenceConfig(ConfigSection):
 
     @property
     def context_length(self) -> int | None:
-        """Return tokens of the longest sequence that the engine serves; None where the config leaves it open."""
+        """Return the longest sequence in tokens that the engine is told to serve.
+
+        None where the config does not say.
+        """
         named = {name.replace("-", "_"): value for name, value in self.vllm.items()}.get("max_model_len")
         return self.model.max_model_len or (named if isinstance(named, int) and named > 0 else None)
 
@@ -145,7 +148,10 @@ class InferenceConfig(ConfigSection):
         )
 
     def broken_rules(self) -> Iterator[BrokenRule]:
-        """Yield rules over several keys that do not hold."""
+        """Yield the rules over several keys that do not hold.
+
+        They forbid parsers that the engine lacks, and tool calls without a parser.
+        """
         if self.engine == "embedded":
             for key in self._foreign_parsers():
                 yield broken(
@@ -162,7 +168,7 @@ class InferenceConfig(ConfigSection):
             )
 
     def _foreign_parsers(self) -> list[str]:
-        """Return the keys that name a parser which the embedded engine has not."""
+        """Return the keys of the model's table that name a parser which the embedded engine does not have."""
         return [key for key, names in EMBEDDED_PARSERS.items() if getattr(self.model, key) not in (None, *names)]
 
 

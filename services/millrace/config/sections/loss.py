@@ -15,6 +15,7 @@ from millrace.config.section import (
 )
 from millrace.config.tree import Facts, OnlyFor, Path
 
+# gspo clips the geometric mean over a sample, which stays near 1: the bounds are those of its paper (arXiv:2507.18071).
 _CLIPS = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 _MASKS = {"token_mask": (0.5, 2.0), "sequence_mask": (0.5, 2.0), "geometric_mask": (0.99, 1.01)}
 _WEIGHTS = {"token_tis": (0.0, 2.0), "sequence_tis": (0.0, 5.0), "icepop": (0.5, 5.0)}
@@ -23,11 +24,15 @@ _BY_TOKEN = ("token_tis", "icepop", "token_mask")
 
 
 def _for(*types: str, **facts: Any) -> Facts:
+    """Return facts of a key that means something only for losses of these types; `facts` are further ones."""
     return Facts(only_for=OnlyFor(".type", types), **facts)
 
 
 def _by_type(values: Mapping[str, Any], otherwise: Any = None) -> Any:
-    """Make a default from the `type` of the table."""
+    """Return a function that makes a key's default from the raw table: the entry of `values` for the table's `type`.
+
+    `otherwise` is the default for other types.
+    """
     return lambda table: values.get(str(table.get("type")), otherwise)
 
 
@@ -177,7 +182,10 @@ class LossConfig(ConfigSection):
     )
 
     def broken_rules(self, where: str) -> Iterator[BrokenRule]:
-        """Yield rules over several keys that do not hold; `where` is the path of this table."""
+        """Yield the rules over several keys of this table that do not hold.
+
+        `where` is the table's dotted path, for messages.
+        """
         if self.aggregation == "constant" and self.constant_tokens is None:
             message = "is required for constant: set it to the longest sample, for instance `seq_len`"
             yield broken(message, f"{where}.constant_tokens", f"{where}.aggregation")
@@ -205,9 +213,9 @@ class LossConfig(ConfigSection):
                 yield BrokenRule(paths=((*path, "type"), (*where.split("."), "type")), message=message)
 
     def _misplaced(self, correction: str, weights: list[str]) -> str:
-        """Return why a correction does not go with the loss; empty if it does.
+        """Return why a correction of the type `correction` does not go with the loss, as a message; empty if it does.
 
-        `weights` are the types of those corrections of the loss that weigh by a ratio: only one may.
+        `weights` are the types of the loss's corrections that weigh by a ratio: only one may.
         """
         if self.type == "custom":
             return "is no part of a custom loss: correct in the function, or leave it out"

@@ -126,6 +126,12 @@ class OrchestratorConfig(ConfigSection):
     filters: list[FilterConfig] = table(
         list, "Rollouts that are not trained on as they are (`[[orchestrator.filters]]`); none if left out."
     )
+    advantage_timeout_s: float = option(
+        1800.0,
+        "Seconds until the run fails because the advantages of a batch, or of a group, are not computed: a function of "
+        "yours may wait for something.",
+        gt=0,
+    )
     retain_batches: int | None = option(
         None,
         "Keep the batches and rollouts of this many newest steps, and those since a kept checkpoint before them, from "
@@ -156,7 +162,7 @@ class OrchestratorConfig(ConfigSection):
     rollout_timeout_s: float = option(600.0, "Seconds until an unfinished rollout is given up as failed.", gt=0)
 
     def algo_of(self, env: EnvConfig) -> AdvantageConfig:
-        """Return how an environment's rewards become advantages."""
+        """Return how an environment's rewards become advantages: its own table, else the run's."""
         return env.algo or self.algo
 
     def takes_several_traces(self, env: EnvConfig) -> bool:
@@ -165,31 +171,42 @@ class OrchestratorConfig(ConfigSection):
 
     @property
     def baseline_decays(self) -> dict[str, float]:
-        """Return the decay of agents' moving averages by environment, for environments that rae trains."""
+        """Return the decay of agents' moving averages of rewards, by name of the environment.
+
+        Only of those that rae trains.
+        """
         return {env.name: self.algo_of(env).decay for env in self.env if self.algo_of(env).type == "rae"}
 
     @property
     def group_sizes(self) -> dict[str, int]:
-        """Return rollouts per task, by environment."""
+        """Return the number of rollouts of one task, by name of the environment."""
         return {env.name: env.rollouts_per_example or self.rollouts_per_example for env in self.env}
 
     @property
     def groups_per_step(self) -> int:
-        """Return groups that make a batch; where they differ in size, the fewest that do."""
+        """Return the number of groups in a batch.
+
+        The fewest possible where environments have groups of different sizes.
+        """
         sizes = set(self.group_sizes.values())
         return self.batch_size // max(sizes) if len(sizes) == 1 else -(-self.batch_size // max(sizes))
 
     def sampling_of(self, env: EnvConfig) -> SamplingConfig:
-        """Return how the policy is sampled in an environment's training rollouts."""
+        """Return the sampling of an environment's training rollouts.
+
+        It is the run's, overridden by the environment's own keys.
+        """
         return env.sampling.over(self.sampling)
 
     @property
     def demo_key(self) -> str:
-        """Return the field of a task with the demonstration for its teacher; empty if the teacher gets none."""
+        """Return the task's field whose text the teacher of opsd also reads; empty for other algorithms."""
         return self.algo.demo_key if self.algo.type == "opsd" else ""
 
     def selections(self) -> dict[str, str]:
-        """Return the selection of tasks of each environment, in the form that env-servers take."""
+        """Return the selection of tasks as JSON that env-servers take, by name of the training or evaluated
+        environment.
+        """
         evaluated = {} if self.eval is None else {env.name: env for env in self.eval.env}
         trained = {env.name: env for env in self.env}
         found: dict[str, str] = {}
@@ -206,7 +223,12 @@ class OrchestratorConfig(ConfigSection):
     @model_validator(mode="before")
     @classmethod
     def _name_evaluated(cls, data: Any) -> Any:
-        """Name an evaluated environment `ID-eval` if it has no name, but a training environment's id and other args."""
+        """Return the raw table of the section with the name `ID-eval` for evaluated environments that would have a
+        wrong one.
+
+        These have no name, and the id of a training environment with other args: by the id they would count as the
+        same.
+        """
         evaluation = data.get("eval") if isinstance(data, dict) else None
         envs = evaluation.get("env") if isinstance(evaluation, dict) else None
         trained = data.get("env") if isinstance(data, dict) else None
@@ -215,6 +237,7 @@ class OrchestratorConfig(ConfigSection):
         args = {env.get("name", env.get("id")): env.get("args", {}) for env in trained if isinstance(env, dict)}
 
         def named(env: Any) -> Any:
+            """Return one evaluated environment's table, with the name `ID-eval` if it needs it."""
             is_bare = isinstance(env, dict) and env.get("name") is None and isinstance(env.get("id"), str)
             is_other = is_bare and env["id"] in args and args[env["id"]] != env.get("args", {})
             return {**env, "name": f"{env['id']}-eval"} if is_other else env
@@ -235,6 +258,8 @@ class OrchestratorConfig(ConfigSection):
         yield from sampling_rules(self.sampling, "orchestrator.sampling", is_training=True)
         yield from self._sampling_rules(self.sampling)
         for index, env in enumerate(self.env):
+            # The run's keys with the environment's own over them are checked as a whole, and reported is only what
+            # concerns its own keys: the rest was reported above.
             own = env.sampling.written
             rules = [*sampling_rules(self.sampling_of(env), _SAMPLING, is_training=True)] if own else []
             for rule in (*rules, *(self._sampling_rules(self.sampling_of(env)) if own else ())):
@@ -268,10 +293,11 @@ class OrchestratorConfig(ConfigSection):
             yield BrokenRule(paths=paths, message=f"must be a multiple of {where}, which is {group}; use {near}")
 
     def _own_sizes(self) -> list[int]:
+        """Return the indices of the environments that have a group size of their own."""
         return [index for index, env in enumerate(self.env) if env.rollouts_per_example is not None]
 
     def _sampling_rules(self, sampling: SamplingConfig) -> Iterator[BrokenRule]:
-        """Yield violations: the trainer must be able to compute what is sampled, and a schedule of temperatures must
+        """Yield violations of sampling that the trainer cannot compute, and of a schedule of temperatures without an
         end.
         """
         yield from bias_rules(sampling, teacher_of=self.algo.type if self.distils else None)
@@ -333,7 +359,7 @@ class OrchestratorConfig(ConfigSection):
                 yield ("orchestrator", "env", index, "algo", "type"), env.algo.type
 
     def _group_rules(self) -> Iterator[BrokenRule]:
-        """Yield broken rules of algorithms that compare rewards, for groups of one."""
+        """Yield a violation for each algorithm that compares rewards of the same task and has groups of one."""
         told: set[Path] = set()
         for index, env in enumerate(self.env):
             there: Path = ("orchestrator", "env", index)
@@ -364,7 +390,9 @@ class OrchestratorConfig(ConfigSection):
     def _own_eval_sampling_rules(
         self, index: int, env: PeriodicEvalEnvConfig, evaluation: EvalConfig
     ) -> Iterator[BrokenRule]:
-        """Yield violations in one evaluated environment's sampling, combined with that of all."""
+        """Yield violations in the sampling of the evaluated environment `env`, the `index`-th, combined with that of
+        all.
+        """
         where: Path = ("orchestrator", "eval", "env", index, "sampling")
         yield from env.sampling.broken_rules(evaluation.sampling, where)
         if env.sampling.max_tokens is not None and env.sampling.max_tokens >= self.seq_len:

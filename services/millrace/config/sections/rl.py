@@ -37,7 +37,7 @@ class RLConfig(SharedKeys):
 
     @property
     def context_length(self) -> int:
-        """Return tokens of the longest sequence that the engine of the run's own stack serves."""
+        """Return the longest sequence in tokens that the engine of the run's own stack serves."""
         return self.inference.context_length or self.orchestrator.seq_len
 
     def remarks(self) -> list[BrokenRule]:
@@ -47,15 +47,9 @@ class RLConfig(SharedKeys):
 
     def broken_rules(self) -> list[BrokenRule]:
         """Return rules over several keys that do not hold."""
-        schedule = self.trainer.scheduler.broken_rules(self.trainer.optim, self.trainer.max_steps, prefix="trainer.")
         return [
             *self.orchestrator.broken_rules(),
-            *schedule,
-            *broken_layout_rules(self.trainer.model, self.trainer.optim, prefix="trainer."),
-            *broken_compile_rules(self.trainer),
-            *broken_format_rules(self.trainer.model, prefix="trainer."),
-            *self.trainer.loss.broken_rules("trainer.loss"),
-            *(self.trainer.dataset.broken_rules("trainer.dataset") if self.trainer.dataset else ()),
+            *_trainer_rules(self.trainer),
             *self.inference.broken_rules(),
             *self._constrained_calls(),
             *self._too_many_minibatches(),
@@ -105,6 +99,7 @@ class RLConfig(SharedKeys):
         """Return a copy of the config with another model name for all services."""
 
         def renamed(section: Any) -> Any:
+            """Return a copy of a section with the new name of the model."""
             return section.model_copy(update={"model": section.model.model_copy(update={"name": name})})
 
         services = {part: renamed(getattr(self, part)) for part in ("trainer", "orchestrator", "inference")}
@@ -122,6 +117,17 @@ def plays_conversations(config: RLConfig) -> bool:
     return have_conversations(config.orchestrator.env)
 
 
+def _trainer_rules(trainer: TrainerConfig) -> Iterator[BrokenRule]:
+    """Yield rules over several keys of `[trainer]` that do not hold."""
+    yield from trainer.scheduler.broken_rules(trainer.optim, trainer.max_steps, prefix="trainer.")
+    yield from broken_layout_rules(trainer.model, trainer.optim, prefix="trainer.")
+    yield from broken_compile_rules(trainer)
+    yield from broken_format_rules(trainer.model, prefix="trainer.")
+    yield from trainer.loss.broken_rules("trainer.loss")
+    if trainer.dataset is not None:
+        yield from trainer.dataset.broken_rules("trainer.dataset")
+
+
 # One service's part of a run's config as a document of its own, as the split form has it.
 
 
@@ -137,10 +143,7 @@ class TrainerPart(SharedKeys):
 
     def broken_rules(self) -> list[BrokenRule]:
         """Return rules over several keys that do not hold."""
-        schedule = self.trainer.scheduler.broken_rules(self.trainer.optim, self.trainer.max_steps, prefix="trainer.")
-        dataset = self.trainer.dataset
-        sources = () if dataset is None else dataset.broken_rules("trainer.dataset")
-        return [*schedule, *self.trainer.loss.broken_rules("trainer.loss"), *sources, *super().broken_rules()]
+        return [*_trainer_rules(self.trainer), *super().broken_rules()]
 
 
 class OrchestratorPart(SharedKeys):
@@ -179,7 +182,7 @@ class TrainerBench(ConfigSection):
 
     @property
     def context_length(self) -> int:
-        """Return tokens of the longest sequence."""
+        """Return the longest sequence in tokens."""
         return self.trainer.model.seq_len
 
 

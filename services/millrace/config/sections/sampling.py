@@ -1,6 +1,6 @@
 """`[orchestrator.sampling]` and `[orchestrator.eval.sampling]`: how the policy is sampled."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
 from millrace.config.section import BrokenRule, ConfigSection, FreeTable, broken, option, required, table
@@ -12,12 +12,52 @@ _ROOM = Limit(
 
 
 def _as_in_training(name: str, **facts: Any) -> Facts:
-    """Return a key of evaluations that is that of training where it is left out."""
+    """Return facts of a key of evaluations: left out, it has the value of `orchestrator.sampling.NAME`.
+
+    `facts` are more.
+    """
     return Facts(follows=f"orchestrator.sampling.{name}", default_text="as in `orchestrator.sampling`", **facts)
 
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 100.0
 """What engines take; logits divided by less leave float32."""
+BIASING = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0}
+"""Sampling keys that the trainer does not compute, and their values without effect."""
+NEUTRAL: Mapping[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, **BIASING}
+"""Our defaults of sampling parameters. Engines may have other defaults: vLLM those of the model."""
+BOUNDS: Mapping[str, Mapping[str, Any]] = {
+    "top_p": {"gt": 0, "le": 1},
+    "top_k": {"ge": -1, "lt": 2**31},  # the engine's column is int32
+    "min_p": {"ge": 0, "le": 1},
+    "repetition_penalty": {"gt": 0, "le": 100},
+    "presence_penalty": {"ge": -2, "le": 2},
+    "frequency_penalty": {"ge": -2, "le": 2},
+    "min_tokens": {"ge": 0, "lt": 2**31},
+    "max_tokens": {"ge": 1},
+}
+"""Bounds of sampling parameters as pydantic has them, in the config as in requests to our engine.
+
+Those of a temperature differ: what is trained on cannot be greedy.
+"""
+_TEXTS: Mapping[str, str] = {
+    "max_tokens": "Most tokens sampled per turn.",
+    "top_p": "Sample from the smallest set of tokens with this much probability.",
+    "top_k": "Sample from this many likeliest tokens; 0 or -1: all.",
+    "min_p": "Sample from tokens with at least this share of the likeliest one's probability; 0: all.",
+    "repetition_penalty": "Divides the logits of tokens that are in prompt or reply already.",
+    "presence_penalty": "Taken off the logits of tokens that are in the reply already.",
+    "frequency_penalty": "Subtracted from the logits of tokens of the reply, once per occurrence.",
+    "min_tokens": "No reply ends before this many tokens.",
+}
+"""Descriptions of sampling keys."""
+
+
+def sampling_key(name: str, text: str = "", *, facts: Facts | None = None, **bounds: Any) -> Any:
+    """Return the pydantic field of the sampling key `name`; its default is the neutral value, None without one.
+
+    `text` is the key's description, that of `_TEXTS` if empty. `bounds` are bounds beside those of `BOUNDS`.
+    """
+    return option(NEUTRAL.get(name), text or _TEXTS[name], facts=facts, **BOUNDS.get(name, {}), **bounds)
 
 
 class TemperatureSchedule(ConfigSection):
@@ -39,35 +79,24 @@ class TemperatureSchedule(ConfigSection):
 class SamplingConfig(ConfigSection):
     """How the policy is sampled in training rollouts."""
 
-    temperature: float = option(1.0, "The trainer divides its logits by the same value.", gt=0)
+    temperature: float = sampling_key("temperature", "The trainer divides its logits by the same value.", gt=0)
     temp_scheduler: TemperatureSchedule | None = option(
         None, "Change the temperature with the steps, in the place of `temperature`; constant if left out."
     )
-    max_tokens: int | None = option(
-        None,
+    max_tokens: int | None = sampling_key(
+        "max_tokens",
         "Most tokens sampled per turn; whatever fits if left out.",
         facts=Facts(aliases=("max_completion_tokens",), limit=_ROOM),
-        ge=1,
     )
-    top_p: float = option(
-        1.0,
-        "Sample from the smallest set of tokens with this much probability. Log-probabilities of engine and trainer "
-        "are renormalised over it.",
-        gt=0,
-        le=1,
+    top_p: float = sampling_key(
+        "top_p", f"{_TEXTS['top_p']} Log-probabilities of engine and trainer are renormalised over it."
     )
-    top_k: int = option(0, "Sample from this many likeliest tokens; 0 or -1: all.", ge=-1, lt=2**31)
-    min_p: float = option(
-        0.0, "Sample from tokens with at least this share of the likeliest one's probability; 0: all.", ge=0, le=1
-    )
-    repetition_penalty: float = option(
-        1.0, "Divides the logits of tokens that are in prompt or reply already.", gt=0, le=100
-    )
-    presence_penalty: float = option(0.0, "Taken off the logits of tokens that are in the reply already.", ge=-2, le=2)
-    frequency_penalty: float = option(
-        0.0, "Subtracted from the logits of tokens of the reply, once per occurrence.", ge=-2, le=2
-    )
-    min_tokens: int = option(0, "No reply ends before this many tokens.", ge=0, lt=2**31)
+    top_k: int = sampling_key("top_k")
+    min_p: float = sampling_key("min_p")
+    repetition_penalty: float = sampling_key("repetition_penalty")
+    presence_penalty: float = sampling_key("presence_penalty")
+    frequency_penalty: float = sampling_key("frequency_penalty")
+    min_tokens: int = sampling_key("min_tokens")
     stop: list[str] = table(list, "A reply ends after the token that completes one of these texts.")
     allow_biased_sampling: bool = option(
         False,
@@ -78,12 +107,15 @@ class SamplingConfig(ConfigSection):
 
 
 def _own(name: str, **bounds: Any) -> Any:
-    """Make the field of an environment's sampling key, which is the run's key if it is left out."""
+    """Return the field of a sampling key of one environment: None, the run's value, if it is left out.
+
+    `bounds` are bounds beside those of `BOUNDS`.
+    """
     aliases = ("max_completion_tokens",) if name == "max_tokens" else ()
     facts = Facts(
         default_text="as in `orchestrator.sampling`", aliases=aliases, limit=_ROOM if name == "max_tokens" else None
     )
-    return option(None, f"As `orchestrator.sampling.{name}`.", facts=facts, **bounds)
+    return option(None, f"As `orchestrator.sampling.{name}`.", facts=facts, **BOUNDS.get(name, {}), **bounds)
 
 
 class EnvSamplingConfig(ConfigSection):
@@ -91,14 +123,14 @@ class EnvSamplingConfig(ConfigSection):
 
     temperature: float | None = _own("temperature", gt=0)
     temp_scheduler: TemperatureSchedule | None = _own("temp_scheduler")
-    max_tokens: int | None = _own("max_tokens", ge=1)
-    top_p: float | None = _own("top_p", gt=0, le=1)
-    top_k: int | None = _own("top_k", ge=-1, lt=2**31)
-    min_p: float | None = _own("min_p", ge=0, le=1)
-    repetition_penalty: float | None = _own("repetition_penalty", gt=0, le=100)
-    presence_penalty: float | None = _own("presence_penalty", ge=-2, le=2)
-    frequency_penalty: float | None = _own("frequency_penalty", ge=-2, le=2)
-    min_tokens: int | None = _own("min_tokens", ge=0, lt=2**31)
+    max_tokens: int | None = _own("max_tokens")
+    top_p: float | None = _own("top_p")
+    top_k: int | None = _own("top_k")
+    min_p: float | None = _own("min_p")
+    repetition_penalty: float | None = _own("repetition_penalty")
+    presence_penalty: float | None = _own("presence_penalty")
+    frequency_penalty: float | None = _own("frequency_penalty")
+    min_tokens: int | None = _own("min_tokens")
     stop: list[str] = table(list, "As `orchestrator.sampling.stop`; that of the run if it is empty.")
     extra_body: FreeTable = table(
         dict, "More fields of the request to the engine, added to those of the run and overriding them."
@@ -106,7 +138,7 @@ class EnvSamplingConfig(ConfigSection):
 
     @property
     def written(self) -> set[tuple[str, ...]]:
-        """Return the keys that it has in the place of the run's, as paths of `orchestrator.sampling`."""
+        """Return the keys that the environment sets itself, as paths of `orchestrator.sampling`."""
         values = {name: getattr(self, name) for name in type(self).model_fields}
         return {("orchestrator", "sampling", name) for name, value in values.items() if value not in (None, [], {})}
 
@@ -128,42 +160,19 @@ class EnvSamplingConfig(ConfigSection):
 class EvalSamplingConfig(ConfigSection):
     """How the policy is sampled in evaluations. Defaults come from `orchestrator.sampling`."""
 
-    temperature: float = option(1.0, "0 takes the likeliest token.", facts=_as_in_training("temperature"), ge=0)
-    max_tokens: int | None = option(
-        None,
-        "Most tokens sampled per turn.",
-        facts=_as_in_training("max_tokens", aliases=("max_completion_tokens",), limit=_ROOM),
-        ge=1,
+    temperature: float = sampling_key(
+        "temperature", "0 takes the likeliest token.", facts=_as_in_training("temperature"), ge=0
     )
-    top_p: float = option(
-        1.0,
-        "Sample from the smallest set of tokens with this much probability.",
-        facts=_as_in_training("top_p"),
-        gt=0,
-        le=1,
+    max_tokens: int | None = sampling_key(
+        "max_tokens", facts=_as_in_training("max_tokens", aliases=("max_completion_tokens",), limit=_ROOM)
     )
-    top_k: int = option(
-        0,
-        "Sample from this many likeliest tokens; 0 or -1: all.",
-        facts=_as_in_training("top_k"),
-        ge=-1,
-        lt=2**31,
-    )
-    min_p: float = option(
-        0.0,
-        "Sample from tokens with at least this share of the likeliest one's probability.",
-        facts=_as_in_training("min_p"),
-        ge=0,
-        le=1,
-    )
-    repetition_penalty: float = option(
-        1.0, "Divides the logits of tokens that are in prompt or reply already.", gt=0, le=100
-    )
-    presence_penalty: float = option(0.0, "Taken off the logits of tokens that are in the reply already.", ge=-2, le=2)
-    frequency_penalty: float = option(
-        0.0, "Subtracted from the logits of tokens of the reply, once per occurrence.", ge=-2, le=2
-    )
-    min_tokens: int = option(0, "No reply ends before this many tokens.", ge=0, lt=2**31)
+    top_p: float = sampling_key("top_p", facts=_as_in_training("top_p"))
+    top_k: int = sampling_key("top_k", facts=_as_in_training("top_k"))
+    min_p: float = sampling_key("min_p", facts=_as_in_training("min_p"))
+    repetition_penalty: float = sampling_key("repetition_penalty")
+    presence_penalty: float = sampling_key("presence_penalty")
+    frequency_penalty: float = sampling_key("frequency_penalty")
+    min_tokens: int = sampling_key("min_tokens")
     stop: list[str] = table(
         list, "A reply ends after the token that completes one of these texts.", facts=_as_in_training("stop")
     )
@@ -173,10 +182,13 @@ class EvalSamplingConfig(ConfigSection):
 
 
 def _own_in_eval(name: str, **bounds: Any) -> Any:
-    """Return a key of one evaluated environment that is that of the evaluation where it is left out."""
+    """Return the field of a sampling key of one evaluated environment: None, the evaluation's value, if it is left out.
+
+    `bounds` are bounds beside those of `BOUNDS`, such as `ge=0`.
+    """
     aliases = ("max_completion_tokens",) if name == "max_tokens" else ()
     facts = Facts(default_text="as in the evaluation's `sampling`", aliases=aliases)
-    return option(None, f"As `{name}` of the evaluation's `sampling`.", facts=facts, **bounds)
+    return option(None, f"As `{name}` of the evaluation's `sampling`.", facts=facts, **BOUNDS.get(name, {}), **bounds)
 
 
 _Shared = TypeVar("_Shared", bound=ConfigSection)
@@ -186,21 +198,21 @@ class EvalEnvSamplingConfig(ConfigSection):
     """How the model is sampled in the evaluation of one environment."""
 
     temperature: float | None = _own_in_eval("temperature", ge=0)
-    max_tokens: int | None = _own_in_eval("max_tokens", ge=1)
-    top_p: float | None = _own_in_eval("top_p", gt=0, le=1)
-    top_k: int | None = _own_in_eval("top_k", ge=-1, lt=2**31)
-    min_p: float | None = _own_in_eval("min_p", ge=0, le=1)
-    repetition_penalty: float | None = _own_in_eval("repetition_penalty", gt=0, le=100)
-    presence_penalty: float | None = _own_in_eval("presence_penalty", ge=-2, le=2)
-    frequency_penalty: float | None = _own_in_eval("frequency_penalty", ge=-2, le=2)
-    min_tokens: int | None = _own_in_eval("min_tokens", ge=0, lt=2**31)
+    max_tokens: int | None = _own_in_eval("max_tokens")
+    top_p: float | None = _own_in_eval("top_p")
+    top_k: int | None = _own_in_eval("top_k")
+    min_p: float | None = _own_in_eval("min_p")
+    repetition_penalty: float | None = _own_in_eval("repetition_penalty")
+    presence_penalty: float | None = _own_in_eval("presence_penalty")
+    frequency_penalty: float | None = _own_in_eval("frequency_penalty")
+    min_tokens: int | None = _own_in_eval("min_tokens")
     stop: list[str] = table(list, "As `stop` of the evaluation's `sampling`, used if this is empty.")
     extra_body: FreeTable = table(
         dict, "More fields of the request to the engine, added to those of all environments and overriding them."
     )
 
     def over(self, shared: _Shared) -> _Shared:
-        """Return the evaluation's sampling overridden by this environment's keys.
+        """Return the evaluation's sampling `shared`, overridden by this environment's keys.
 
         Keys that the evaluation's section lacks are put into `extra_body`, as fields of the request.
         """
@@ -215,9 +227,9 @@ class EvalEnvSamplingConfig(ConfigSection):
         return shared.model_copy(update={**own, "extra_body": body})
 
     def broken_rules(self, shared: ConfigSection, where: Path) -> Iterator[BrokenRule]:
-        """Yield violations of the evaluation's sampling overridden by this environment's.
+        """Yield violations of the evaluation's sampling `shared` once this environment's keys override it.
 
-        `where` is this table's path.
+        `where` is the path of this table.
         """
         if self == type(self)():
             return
@@ -234,8 +246,6 @@ class EvalEnvSamplingConfig(ConfigSection):
 _OWN_KEYS = ("temperature", "top_p", "max_tokens", "max_completion_tokens", "repetition_penalty")
 TAKEN_OVER = ("top_k", "min_p")
 """Fields of `extra_body` that count as the keys of that name."""
-BIASING = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0}
-"""Sampling keys that the trainer does not compute, and their values without effect."""
 _ONE_EACH = ("n", "best_of", "use_beam_search", "stream", "logprobs", "top_logprobs", "return_token_ids")
 CHANGE_SAMPLING = (
     *("presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens"),
@@ -258,7 +268,10 @@ UNCUT_AS_TEACHER = "the teacher's log-probabilities are those of its full distri
 def sampling_rules(
     sampling: SamplingConfig | EvalSamplingConfig, where: str, *, is_training: bool = False
 ) -> Iterator[BrokenRule]:
-    """Yield rules over several keys of a sampling section that do not hold; `where` is its path."""
+    """Yield the rules over several keys of a sampling table that do not hold; `where` is the table's dotted path.
+
+    `is_training` says that the rollouts are trained on: then fields of requests that change sampling are refused, too.
+    """
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
         message = f"must be at most `{where}.max_tokens`, which is {sampling.max_tokens}"
         yield broken(message, f"{where}.min_tokens", f"{where}.max_tokens")
@@ -266,10 +279,10 @@ def sampling_rules(
 
 
 def bias_rules(sampling: SamplingConfig, *, teacher_of: str | None) -> Iterator[BrokenRule]:
-    """Yield violations: the trainer must compute what is sampled unless a difference is allowed, which never holds
-    for a teacher.
+    """Yield violations of keys that change sampling in a way that the trainer does not compute, such as penalties.
 
-    `teacher_of` is the algorithm that has a teacher, None if there is none.
+    `sampling.allow_biased_sampling` allows them, but not beside a teacher. `teacher_of` is the algorithm that has a
+    teacher, None if there is none.
     """
     for name in (name for name, neutral in BIASING.items() if getattr(sampling, name) != neutral):
         if teacher_of:
@@ -282,7 +295,10 @@ def bias_rules(sampling: SamplingConfig, *, teacher_of: str | None) -> Iterator[
 
 
 def teacher_sampling_rules(sampling: SamplingConfig, algorithm: str) -> Iterator[BrokenRule]:
-    """Yield violations if sampling is truncated or has another temperature than 1, which a teacher's log-probs lack."""
+    """Yield violations if sampling is truncated or has another temperature than 1.
+
+    The teacher's log-probs are without both. `algorithm` is the type of the distilling algorithm, for the message.
+    """
     algo, where = "orchestrator.algo.type", "orchestrator.sampling"
     taken = [value for name in TAKEN_OVER if isinstance(value := sampling.extra_body.get(name), int | float)]
     if sampling.top_p < 1 or max(sampling.top_k, sampling.min_p, *taken) > 0:
@@ -293,7 +309,12 @@ def teacher_sampling_rules(sampling: SamplingConfig, algorithm: str) -> Iterator
 
 
 def extra_body_rules(sampling: Any, where: str, *, is_training: bool = False) -> Iterator[BrokenRule]:
-    """Yield fields that `extra_body` must not have: those of other keys, and those that the trainer must know."""
+    """Yield a violation for each wrong field of `extra_body`.
+
+    Wrong is one that another key sets, that Millrace sets itself, or whose value is out of bounds. `where` is the
+    dotted path of the sampling table. `is_training` also refuses fields that change what is sampled, which the trainer
+    would not know.
+    """
     for name, value in sampling.extra_body.items():
         path = f"{where}.extra_body.{name}"
         key = "max_tokens" if name == "max_completion_tokens" else name
@@ -310,7 +331,7 @@ def extra_body_rules(sampling: Any, where: str, *, is_training: bool = False) ->
         elif name in TAKEN_OVER:
             known = getattr(sampling, name)
             is_number = isinstance(value, int if name == "top_k" else int | float) and not isinstance(value, bool)
-            low, high = (-1, 2**31 - 1) if name == "top_k" else (0, 1)
+            low, high = BOUNDS[name]["ge"], BOUNDS[name].get("le", 2**31 - 1)
             if not is_number or not low <= value <= high:
                 kind = "a whole number" if name == "top_k" else "a number"
                 yield broken(f"must be {kind} of {low} to {high}: write `{where}.{name}`", path)

@@ -97,7 +97,7 @@ class SFTValDataConfig(DataSourceConfig):
 
     @property
     def is_mixed(self) -> bool:
-        """Return whether its sources are mixed as those of training are; else each row counts once."""
+        """Return whether validation mixes its sources as training does; else each row counts once."""
         return self.probabilities is not None or self.stopping_strategy is not None
 
 
@@ -133,13 +133,16 @@ class SFTEvalConfig(ConfigSection):
     )
 
     def due(self, step: int, *, is_last: bool) -> list[PeriodicEvalEnvConfig]:
-        """Return the environments to evaluate after a step: all before the first and after the last one."""
+        """Return the environments to evaluate after `step` (0: before the first step) by their intervals.
+
+        After the last, all. Before the first step none are due with `skip_first_step`.
+        """
         if step == 0 and self.skip_first_step and not is_last:
             return []
         return [env for env in self.env if is_last or step % (env.interval or self.interval) == 0]
 
     def broken_eval_rules(self) -> Iterator[BrokenRule]:
-        """Return rules over several keys that do not hold."""
+        """Yield the rules over several keys of `[eval]` that do not hold."""
         if self.num_examples == 0 or self.num_examples < -1:
             yield broken("must be -1 for all held-out tasks, or at least 1", "eval.num_examples")
         for index, env in enumerate(self.env):
@@ -151,11 +154,27 @@ class SFTEvalConfig(ConfigSection):
         yield from env_names(self.env, ("eval", "env"))
 
 
+class DPOConfig(ConfigSection):
+    """Direct Preference Optimization: the data are pairs, of which the `chosen` response is preferred.
+
+    The reference is the start model, with `[model.lora]` the model without its adapters.
+    """
+
+    beta: float = option(0.1, "Factor of the log-ratios to the reference: a larger one stays closer to it.", gt=0)
+    label_smoothing: float = option(
+        0.0,
+        "Share of pairs that is taken to be labelled the wrong way round (conservative DPO).",
+        ge=0,
+        lt=0.5,
+    )
+
+
 class SFTConfig(Document):
-    """A supervised fine-tuning run. The loss is the mean cross-entropy of the tokens that `data.loss_mask` selects."""
+    """A fine-tuning run. The loss is the mean cross-entropy of the tokens that `data.loss_mask` selects, or `[dpo]`."""
 
     model: SFTModelConfig = table(SFTModelConfig, "The model.")
     data: SFTDataConfig = table(SFTDataConfig, "The data.")
+    dpo: DPOConfig | None = option(None, "Learn preference pairs (DPO); cross-entropy if left out.")
     val: SFTValConfig | None = option(None, "Validation; off if left out.")
     eval: SFTEvalConfig | None = option(None, "Evaluations; off if left out.")
     inference: InferenceConfig = table(InferenceConfig, "The engine of the evaluations.")
@@ -205,20 +224,41 @@ class SFTConfig(Document):
         ]
 
     def _broken_engine_rules(self) -> Iterator[BrokenRule]:
-        """Yield the engine is another one for each evaluation, and never shares a GPU with the training."""
+        """Yield a violation if the engine of evaluations is to sleep while the trainer trains.
+
+        It has GPUs of its own.
+        """
         if self.inference.sleep_while_training:
             yield broken("is for RL, whose trainer may share GPUs with vLLM", "inference.sleep_while_training")
 
     def _broken_data_rules(self) -> Iterator[BrokenRule]:
+        """Yield the rules over several keys of `[data]` and `[val.data]` that do not hold."""
         data = self.data
         yield from data.broken_source_rules("data")
         if self.val is not None:
             yield from self.val.data.broken_source_rules("val.data")
+        if self.dpo is not None:
+            yield from self._broken_pair_rules()
         for key, mask in self._loss_masks().items():
             if not any(mask.model_dump().values()):
                 yield broken("trains on no role; set one of its keys to true", key)
 
+    def _broken_pair_rules(self) -> Iterator[BrokenRule]:
+        """Yield violations of keys that have no meaning for preference pairs."""
+        if self.data.pack_function == "cat":
+            yield broken("counts tokens; a step of `[dpo]` takes `batch_size` pairs", "data.pack_function", "dpo")
+        for key, mask in self._loss_masks().items():
+            if mask != LossMaskConfig():
+                yield broken("chooses roles; `[dpo]` compares what the assistant says in the responses", key, "dpo")
+        tables = {"data": self.data.columns} | ({} if self.val is None else {"val.data": self.val.data.columns})
+        for key, columns in tables.items():
+            for name in ("messages", "completion"):
+                if getattr(columns, name) != name:
+                    message = "is not read of preference pairs, which have `prompt`, `chosen` and `rejected`"
+                    yield broken(message, f"{key}.columns.{name}", "dpo")
+
     def _loss_masks(self) -> dict[str, LossMaskConfig]:
+        """Return the tables that choose the trained roles, of training and of validation, by dotted path."""
         masks = {"data.loss_mask": self.data.loss_mask}
         if self.val is not None and self.val.data.loss_mask is not None:
             masks["val.data.loss_mask"] = self.val.data.loss_mask

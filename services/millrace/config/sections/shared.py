@@ -162,7 +162,7 @@ class ClientConfig(ConfigSection):
     @model_validator(mode="before")
     @classmethod
     def _one_is_a_list(cls, data: Any) -> Any:
-        """Return the data with `base_url` as a list of URLs without slashes at their ends."""
+        """Return the raw table with `base_url` as a list of URLs without slashes at their ends."""
         tree = as_tree(data)
         if isinstance(tree, dict) and isinstance(urls := tree.get("base_url"), str | list):
             found = [urls] if isinstance(urls, str) else urls
@@ -170,7 +170,10 @@ class ClientConfig(ConfigSection):
         return tree
 
     def broken_rules(self, path: str) -> list[BrokenRule]:
-        """Return the problems of the URLs; `path` is the place of this section in the config."""
+        """Return violations of URLs that are invalid, have credentials, or are named twice.
+
+        `path` is this table's dotted path.
+        """
         problems = [_problem(url, f"{path}.api_key_var") for url in self.base_url]
         problems += [
             f"must not name {url} twice" for index, url in enumerate(self.base_url) if url in self.base_url[:index]
@@ -179,7 +182,10 @@ class ClientConfig(ConfigSection):
 
 
 def _problem(url: str, variable: str) -> str | None:
-    """Return what is wrong with a URL; None if nothing is. `variable` is the key that names the key's variable."""
+    """Return what is wrong with the URL of an endpoint, as a message; None if nothing is.
+
+    `variable` is the config key that names the variable with the endpoint's API key.
+    """
     try:
         parts = urlsplit(url)
         is_http = parts.scheme in ("http", "https") and parts.hostname

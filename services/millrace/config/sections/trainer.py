@@ -39,7 +39,7 @@ class LoraConfig(ConfigSection):
     @field_validator("target_modules", "modules_to_save")
     @classmethod
     def _patterns(cls, patterns: list[str]) -> list[str]:
-        """Raise ValueError for a pattern that is empty or no regular expression."""
+        """Return the patterns; raise ValueError if one is empty or no regular expression."""
         for pattern in patterns:
             try:
                 re.compile(pattern)
@@ -52,7 +52,7 @@ class LoraConfig(ConfigSection):
     @field_validator("target_modules")
     @classmethod
     def _one_target(cls, patterns: list[str]) -> list[str]:
-        """Refuse an adapter of nothing."""
+        """Return the patterns of adapted layers; raise ValueError if there is none."""
         if not patterns:
             raise ValueError("must name at least one layer; leave `target_modules` out for the usual ones")
         return patterns
@@ -74,7 +74,8 @@ class CompileConfig(ConfigSection):
 
     fullgraph: bool = option(
         False,
-        "true: a block that is not one graph runs eagerly, with a warning; false: it is compiled in parts.",
+        "true: a block that is not one graph runs eagerly, with a warning; false: it is compiled in parts. Not "
+        "true with `cp` or `ep`, whose exchanges divide the graphs.",
     )
 
 
@@ -85,7 +86,7 @@ class ModelMemoryConfig(ConfigSection):
     compile: CompileConfig | None = option(
         None,
         "Compile the blocks: slow to start, faster to train. Needs a C++ compiler on a CPU, and Triton on a GPU; a "
-        "block that does not compile runs eagerly, with a warning. Off if left out.",
+        "block that does not compile runs eagerly, with a warning. Not with `tp`. Off if left out.",
     )
     reshard_after_forward: bool | None = option(
         None,
@@ -138,7 +139,7 @@ class ModelLayoutConfig(ModelMemoryConfig):
     ep: int = option(
         1,
         "Ranks that share each layer's experts and exchange tokens (expert parallel). Must divide the experts, and the "
-        "ranks left by `dp_replicate` and `tp`; for Qwen3-MoE.",
+        "ranks left by `dp_replicate` and `tp`. Model types: docs/planning.md.",
         ge=1,
     )
 
@@ -212,7 +213,7 @@ class PolicyConfig(ConfigSection):
     @field_validator("skip_deltas")
     @classmethod
     def _skips_are_distinct(cls, value: list[int]) -> list[int]:
-        """Refuse numbers that are no skips, or named twice."""
+        """Return the lengths of skip deltas; raise ValueError if one is not from 2 to 256, or occurs twice."""
         if len(set(value)) != len(value) or any(not 2 <= number <= 256 for number in value):
             raise ValueError(f"must be different numbers from 2 to 256, not {value}")
         return value
@@ -246,11 +247,18 @@ class OptimConfig(ConfigSection):
 
 
 def broken_layout_rules(model: ModelLayoutConfig, optim: OptimConfig, *, prefix: str = "") -> Iterator[BrokenRule]:
-    """Yield violations of layouts of ranks; `prefix` precedes the keys of the section."""
+    """Yield violations of what does not go with tensor, context or expert parallelism.
+
+    That is compiled blocks, adapters and dropout. `prefix` is the table that has `model`, with a dot, or empty.
+    """
     key = f"{prefix}model.tp"
-    if model.compile is not None and (shared := [name for name in ("tp", "cp", "ep") if getattr(model, name) > 1]):
-        why = f"must be left out with {' and '.join(shared)} above 1, whose exchanges are not proved in compiled blocks"
-        yield broken(why, f"{prefix}model.compile", *(f"{prefix}model.{name}" for name in shared))
+    if model.compile is not None and model.tp > 1:
+        why = "must be left out with tp above 1, whose exchanges are not proved in compiled blocks"
+        yield broken(why, f"{prefix}model.compile", key)
+    exchanging = [name for name in ("cp", "ep") if getattr(model, name) > 1]
+    if model.compile is not None and model.compile.fullgraph and exchanging:
+        why = f"must be false with {' and '.join(exchanging)} above 1: the exchanges of ranks divide a block's graph"
+        yield broken(why, f"{prefix}model.compile.fullgraph", *(f"{prefix}model.{name}" for name in exchanging))
     if model.tp > 1 and getattr(model, "lora", None) is not None:
         yield broken("must be 1 with adapters, which are not cut; leave it out", key, f"{prefix}model.lora")
     if model.tp > 1 and getattr(model, "dropout", False):
@@ -258,7 +266,10 @@ def broken_layout_rules(model: ModelLayoutConfig, optim: OptimConfig, *, prefix:
 
 
 def broken_format_rules(model: ModelMemoryConfig, *, prefix: str = "") -> Iterator[BrokenRule]:
-    """Yield violations if `optimization_dtype` bfloat16 goes with float32 or adapters; `prefix` precedes the keys."""
+    """Yield violations if `optimization_dtype` is bfloat16 beside float32 computation or adapters.
+
+    `prefix` is the table that has `model`, with a dot, or empty.
+    """
     key = f"{prefix}model.optimization_dtype"
     if model.optimization_dtype == "float32":
         return
@@ -280,7 +291,10 @@ def broken_compile_rules(trainer: "TrainerConfig") -> Iterator[BrokenRule]:
 
 
 def _ramp(*types: str) -> Callable[[Mapping[str, Any]], int]:
-    """Return the default length of a ramp that only schedules of some types have."""
+    """Return a function that makes the default length of a ramp, in steps, from a scheduler's table.
+
+    It returns 0 for schedules of all types but `types`.
+    """
     return lambda schedule: DEFAULT_RAMP_STEPS if schedule.get("type", "constant") in types else 0
 
 
@@ -316,7 +330,10 @@ class SchedulerConfig(ConfigSection):
     )
 
     def remarks(self, max_steps: int | None, *, prefix: str = "") -> Iterator[BrokenRule]:
-        """Yield a note about a schedule that never reaches its peak; `prefix` precedes the keys of its section."""
+        """Yield a note if all of `max_steps` are warm-up, so that the peak is never reached.
+
+        `prefix` is the table that has `scheduler`, with a dot, or empty.
+        """
         if max_steps and self.warmup_steps >= max_steps:
             yield broken(
                 f"all of the {max_steps} steps are warm-up, and none has the peak; `max_steps` is at most "
@@ -326,7 +343,11 @@ class SchedulerConfig(ConfigSection):
             )
 
     def broken_rules(self, optim: OptimConfig, max_steps: int | None, *, prefix: str = "") -> Iterator[BrokenRule]:
-        """Yield violations of a schedule that does not fit into the run; `prefix` precedes the keys of its section."""
+        """Yield violations of a schedule that does not fit into the run, or whose end is above its peak.
+
+        `max_steps` None means that the run has no end. `prefix` is the table that has `scheduler`, with a dot, or
+        empty.
+        """
         key = f"{prefix}scheduler"
         if self.type != "constant" and max_steps is None:
             yield broken(
@@ -353,7 +374,7 @@ class SchedulerConfig(ConfigSection):
 
 
 def peak_tflops() -> Any:
-    """Return the field `peak_tflops`."""
+    """Return the pydantic field of the key `peak_tflops`."""
     return option(
         None,
         "Dense TFLOP/s of one device in the format that is computed in, for `perf/mfu`. That of known GPUs in bfloat16 "
@@ -363,12 +384,13 @@ def peak_tflops() -> Any:
 
 
 def micro_batch_tokens(key: str, section: str) -> Any:
-    """Return the field `micro_batch_tokens`: `key` holds the longest sample, which is `seq_len` of the table
-    `section`.
+    """Return the pydantic field of the key `micro_batch_tokens`, which has to hold one whole sample.
+
+    `key` is the dotted key with the longest sample: `seq_len` of the table `section` beside this key.
     """
 
     def default(table: Mapping[str, Any]) -> int:
-        """Return the default, or the length of one whole sample if that is more."""
+        """Return the default, or the length of the longest sample in `table` if that is more."""
         inner = table.get(section)
         seq_len = inner.get("seq_len") if isinstance(inner, dict) else getattr(inner, "seq_len", None)
         return max(DEFAULT_MICRO_BATCH_TOKENS, seq_len) if isinstance(seq_len, int) else DEFAULT_MICRO_BATCH_TOKENS

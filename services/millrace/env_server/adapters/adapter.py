@@ -10,9 +10,9 @@ from types import ModuleType
 from typing import Protocol
 
 from millrace.custom_code import environment_module
-from millrace.env_server.adapters.env_args import parse_args
 from millrace.env_server.adapters.failures import remember_code
 from millrace.env_server.adapters.outcome import Outcome
+from millrace.env_server.adapters.selection import parse_args
 from millrace.env_server.library import releases
 from millrace.errors import NotFoundError
 from millrace.internal.v1.play_pb2 import EnvSpec, PlayGroupRequest
@@ -25,14 +25,16 @@ class EnvAdapter(Protocol):
     loaded: LoadedEnv
 
     async def play(self, request: PlayGroupRequest, *, tokenizer_dir: str) -> Sequence[Outcome]:
-        """Play the request's task once for each member and return their outcomes; limit no time.
+        """Play the request's task once for each of `request.members` and return the outcomes in that order.
 
-        `tokenizer_dir` has the policy's tokenizer.
+        `tokenizer_dir` has the policy's tokenizer. No time limit is set here: the caller has the deadline.
         """
         ...
 
     async def start(self) -> None:
-        """Start what rollouts share; called once, inside the event loop."""
+        """Start what all rollouts of this environment share, such as an HTTP session; called once, in the event
+        loop.
+        """
         ...
 
     async def close(self) -> None:
@@ -41,12 +43,14 @@ class EnvAdapter(Protocol):
 
 
 def found_modules(env_id: str) -> Iterator[ModuleType]:
-    """Import and yield, one after the other, the modules that may be the environment's.
+    """Import and yield, one after the other, the Python modules that may be the environment `env_id`.
 
     The last is the library's own taskset of that name: `textarena` is a package of games, and a taskset of `verifiers`.
-    Errors that a module raises while it is imported pass through, but for those that `_imported` translates.
+    Each found module is remembered as the environment's own code, for error messages. Errors that a module raises while
+    it is imported pass through, but for those that `_imported` translates.
     """
     name = environment_module(env_id)
+    # Each name once: an id that is lower-case already would be imported twice.
     for candidate in dict.fromkeys((name, name.lower(), f"verifiers.v1.tasksets.{name.lower()}")):
         try:
             found = importlib.util.find_spec(candidate)
@@ -58,9 +62,10 @@ def found_modules(env_id: str) -> Iterator[ModuleType]:
 
 
 def _imported(name: str, env_id: str) -> ModuleType:
-    """Import a module; raise InvalidSpecError for an import error that names `verifiers`, which is of another release.
+    """Import and return the module `name`; `env_id` is for messages.
 
-    All other errors of the import pass through.
+    Raises InvalidSpecError for an import error that names `verifiers`: the module is for another release of the
+    library. All other errors of the import pass through.
     """
     try:
         return importlib.import_module(name)
@@ -78,7 +83,8 @@ def exports_taskset(module: ModuleType) -> bool:
 
 
 def load_adapter(env: EnvSpec) -> EnvAdapter:
-    """Load an environment of either generation. Must run in the main thread: v0 installs signal handlers.
+    """Import and load the environment `env`, and return its adapter, of v0 or v1. Must run in the main thread: v0
+    installs signal handlers.
 
     Raises NotFoundError if no module of its name is found, or none that is an environment, and InvalidSpecError for
     args that are no JSON object or a release of `verifiers` without that generation.

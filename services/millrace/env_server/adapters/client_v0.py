@@ -8,7 +8,7 @@ few and only where the engine did no work, and the deadline belongs to the rollo
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +17,8 @@ import aiohttp
 import orjson
 import verifiers as vf
 
+from millrace.env_server.adapters import judges
 from millrace.env_server.adapters.samples import MAX_ROLLOUTS, SPANS, engine_spans
-from millrace.env_server.adapters.scoring import judges
 from millrace.env_server.engine_access import (
     ENGINE_LOST_MARK,
     EXTERNAL_MAX_ATTEMPTS,
@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 _SHOWN_CHARS = 300
 _BEYOND_ANY_CONTEXT = 2**31 - 1
 """`max_tokens` of a completion without a limit: the longest that a request may ask for, which our engines cut."""
+_INTEGERS, _NUMBERS = frozenset({int}), frozenset({int, float})
 _FINISH_REASONS = frozenset({"stop", "length", "tool_calls"})
 _TOO_LONG = ("context length", "maximum model length", "prompt_too_long", "exceeded model", "configured limit")
 
@@ -59,31 +60,32 @@ class EngineAuthError(vf.ModelError):
 
 
 class EngineLostError(vf.ModelError):
-    """The engine went away: nothing listens, the connection broke off, or it does not serve us (see `engine_loss`)."""
+    """The engine went away: nothing listens, the connection broke off, or it refuses to serve (`_status_error`)."""
 
     def __init__(self, message: str) -> None:
         super().__init__(f"{ENGINE_LOST_MARK} {message}")
 
 
 class RetryLog:
-    """Counts the tries of each rollout that had to be repeated, until the rollout's adapter takes the number."""
+    """Counts the failed tries of each rollout's requests, until the rollout's adapter takes the number."""
 
     def __init__(self) -> None:
         self._counts: OrderedDict[str, int] = OrderedDict()
 
     def note(self, rollout_id: str) -> None:
-        """Count a failed try of a rollout. Beyond MAX_ROLLOUTS rollouts the oldest count is forgotten."""
+        """Count one more failed try of a rollout. Beyond MAX_ROLLOUTS rollouts the oldest one's count is dropped."""
         self._counts[rollout_id] = self._counts.get(rollout_id, 0) + 1
         while len(self._counts) > MAX_ROLLOUTS:
             self._counts.popitem(last=False)
 
     def take(self, rollout_id: str) -> int:
-        """Return the number of failed tries of a rollout, and forget it."""
+        """Return the number of failed tries of a rollout and set it to 0."""
         return self._counts.pop(rollout_id, 0)
 
 
 # Equal requests that rollouts make at the same time, such as the first turns of a group, become one request with
-# several choices.
+# several choices. A request that no other equals is sent in the same way, with one choice: its answer has log-probs as
+# a column, without a name for each token.
 #
 # One request costs a fraction of what many cost, on both sides. The engine answers each choice as soon as it has
 # ended (`rollouts.choices_wire`), so no rollout waits for a longer one. Each rollout gets the status, tokens,
@@ -124,25 +126,27 @@ Post = Callable[[bytes, str], AbstractAsyncContextManager[aiohttp.ClientResponse
 
 
 class AskedTogether:
-    """Sends equal requests of one client as one; `alone` sends a single one and returns network errors as a Reply."""
+    """Sends equal requests of one client as one with several choices."""
 
-    def __init__(self, post: Post, alone: Callable[[bytes, str], Awaitable[Reply]]) -> None:
+    def __init__(self, post: Post) -> None:
+        """Take `post`, which opens the request of a body with a session id."""
         self._post = post
-        self._alone = alone
         self._open: dict[bytes, _Asking] = {}
         self._sending: set[asyncio.Task[None]] = set()
 
     async def ask(self, body: Mapping[str, Any], session_id: str) -> Reply | None:
-        """Send a request, together with equal ones that come within `WINDOW_S`, and return this one's reply.
+        """Send the request `body`, together with equal ones that come within `WINDOW_S`, and return its own reply.
 
-        Returns None if the server does not split choices, so that the caller has to send the request alone. Network
-        errors are in the reply. If all who wait are cancelled, the request is too.
+        A joined request is sent with the first one's `session_id`. Returns None if the server does not split choices:
+        the caller has to send the request alone. Network errors are in the reply. If all its callers are cancelled, so
+        is a request.
         """
         loop = asyncio.get_running_loop()
         key = orjson.dumps(body)
         asking = self._open.get(key)
         if asking is None:
             asking = self._open[key] = _Asking(session_id)
+            # The first of equal requests waits for the others; they join its entry in `_open` meanwhile.
             loop.call_later(WINDOW_S, self._send, key, asking)
         waiter: asyncio.Future[Reply | None] = loop.create_future()
         asking.waiting.append(waiter)
@@ -151,15 +155,13 @@ class AskedTogether:
         try:
             return await waiter
         except asyncio.CancelledError:
+            # Before the request is sent there is nothing to end: `_send` leaves cancelled callers out.
             if asking.sending is not None and asking.is_abandoned:
                 asking.sending.cancel()  # the engine ends what it generates when the connection closes
             raise
 
     def _send(self, key: bytes, asking: _Asking) -> None:
-        """Send the equal requests that came so far as one, without those that were cancelled.
-
-        A second call does nothing.
-        """
+        """Start the request for those callers of `asking` that are not cancelled, once; `key` is its JSON body."""
         if asking.sending is not None:
             return  # there were as many as one request takes before the time was over
         del self._open[key]
@@ -170,21 +172,23 @@ class AskedTogether:
             asking.sending.add_done_callback(self._sending.discard)
 
     async def _answer(self, key: bytes, asking: _Asking) -> None:
-        """Make the request and give every waiter its reply; any error becomes the reply of those that have none."""
+        """Make the request with the body `key`; each waiter of `asking` gets its reply, else the request's error."""
         error: Exception | None = None
         try:
-            if len(asking.waiting) == 1:
-                _give(asking.waiting[0], await self._alone(key, asking.session_id))
-            else:
-                await self._answer_many(key, asking)
+            await self._answer_choices(key, asking)
         except Exception as problem:  # noqa: BLE001 - crosses to the rollouts that wait, which raise it
             error = problem
+        # Also on cancellation, which is no Exception: no rollout may wait for ever.
         finally:
             lost = error or aiohttp.ClientPayloadError("the answer ended before every choice was there")
             for waiter in asking.waiting:
                 _give(waiter, Reply(error=lost))
 
-    async def _answer_many(self, key: bytes, asking: _Asking) -> None:
+    async def _answer_choices(self, key: bytes, asking: _Asking) -> None:
+        """Post the body `key` with `n` choices, one for each waiter, and give each its choice when its line arrives.
+
+        If the answer is no stream of choices, each gets all of it, or None for status 200: its choices cannot be split.
+        """
         waiting = asking.waiting
         more = orjson.dumps({"n": len(waiting), parameters.FIELD: True})
         combined = key[:-1] + b"," + more[1:]  # the bytes that all agreed on, a JSON object that is not empty
@@ -197,6 +201,7 @@ class AskedTogether:
                 return
             rest = bytearray()
             async for part in reply.content.iter_any():
+                # A part may end anywhere in a line, so the rest waits for the next part.
                 *lines, last = part.split(b"\n")
                 for line in lines:
                     _take(waiting, bytes(rest) + line)
@@ -205,7 +210,9 @@ class AskedTogether:
 
 
 def _take(waiting: list["asyncio.Future[Reply | None]"], line: bytes) -> None:
-    """Give a line's choice to the waiter with its index; raise aiohttp.ClientPayloadError for a malformed line."""
+    """Give the choice in a streamed answer's `line` to its waiter, by the index in it; raise aiohttp.ClientPayloadError
+    if it is malformed.
+    """
     try:
         choice = orjson.loads(line)
         index, status, body = choice["index"], choice["status"], choice["body"]
@@ -218,6 +225,7 @@ def _take(waiting: list["asyncio.Future[Reply | None]"], line: bytes) -> None:
 
 
 def _give(waiter: "asyncio.Future[Reply | None]", reply: Reply | None) -> None:
+    """Set `reply` as the waiter's result, unless the waiter has one or was cancelled."""
     if not waiter.done():
         waiter.set_result(reply)
 
@@ -231,14 +239,18 @@ class LeanClient(OpenAIChatCompletionsClient):
     def __init__(
         self, base_url: str, session: aiohttp.ClientSession, *, is_external: bool = False, api_key: str = ""
     ) -> None:
-        """Take `is_external`: whether the endpoint is not ours, so that requests use OpenAI's parameters only."""
+        """Make a client of the endpoint `base_url`; `session` stays the caller's to close.
+
+        `is_external` is whether the endpoint is not ours, so that requests use OpenAI's parameters only. `api_key` is
+        sent as a bearer token; "" sends none.
+        """
         self._base_url = base_url.rstrip("/")
         self._session = session
         self._is_external = is_external
         self._api_key = api_key
         self._url = f"{self._base_url}/{self.route}"
         self._streams_choices = False
-        self._together = AskedTogether(self._post, self._ask_alone)
+        self._together = AskedTogether(self._post)
         self.retries = RetryLog()
         super().__init__(ClientConfig(api_base_url=base_url))
 
@@ -254,8 +266,9 @@ class LeanClient(OpenAIChatCompletionsClient):
     ) -> dict[str, Any]:
         """Post the request and return the answer as parsed JSON; raise vf.Error types only.
 
-        What was sent of sampling parameters is added as `_sent`, the rollout's id as `_session_id`. A request that the
-        engine refuses is noted in SPANS, unless a reward function made it.
+        `prompt` and `tools` are in the API's own form. The answer gets two more keys: `_sent`, the sampling parameters
+        of the request (None for an external endpoint), and `_session_id`, the id of the rollout of `kwargs["state"]`. A
+        request that the engine refuses is noted in SPANS, unless a reward function made it.
         """
         body = self.native_body(prompt, model, sampling_args, tools)
         state = kwargs.get("state")
@@ -273,11 +286,12 @@ class LeanClient(OpenAIChatCompletionsClient):
     def native_body(
         self, prompt: Any, model: str, sampling_args: Mapping[str, Any], tools: list[Any] | None
     ) -> dict[str, Any]:
-        """Return the JSON object to post, in the form of `request_body`."""
+        """Return the JSON object to post, as `request_body` makes it; engines of ours are asked for exact tokens."""
         return request_body(prompt, model, sampling_args, tools, wants_tokens=not self._is_external)
 
     async def _answer(self, body: Mapping[str, Any], session_id: str) -> dict[str, Any]:
-        """Post until the answer is 200, as often as allowed, and return its object; raise a vf.Error otherwise.
+        """Post the body until the answer is 200, as often as allowed, and return its JSON object; raise a vf.Error
+        otherwise.
 
         An endpoint of ours is tried again only where it did no work: for some statuses and failed connections.
         """
@@ -307,7 +321,10 @@ class LeanClient(OpenAIChatCompletionsClient):
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def _ask(self, body: Mapping[str, Any], session_id: str) -> Reply:
-        """Post once: together with equal requests of other rollouts, if the engine sends choices one by one."""
+        """Post the body once and return the reply, which may be a network error.
+
+        If the engine can send choices one by one, the request is joined with equal requests of other rollouts.
+        """
         # With a seed, equal requests get equal answers, and choices of one request do not. A request of a reward
         # function has a deadline of its own.
         if self._streams_choices and not body.keys() & {"seed", "n", "stream"} and not judges.is_scoring():
@@ -318,6 +335,10 @@ class LeanClient(OpenAIChatCompletionsClient):
         return await self._ask_alone(orjson.dumps(body), session_id)
 
     async def _ask_alone(self, body: bytes, session_id: str) -> Reply:
+        """Post the encoded body alone and return the reply, which may be a network error.
+
+        Remembers whether an engine of ours declares that it can send choices one by one.
+        """
         try:
             async with self._post(body, session_id) as reply:
                 raw, asked = await reply.read(), reply.headers.get("Retry-After")
@@ -328,6 +349,7 @@ class LeanClient(OpenAIChatCompletionsClient):
             return Reply(error=error)
 
     def _post(self, body: bytes, session_id: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """Return the context manager of a POST of `body`; engines of ours get their token, others the API key."""
         headers = {"content-type": "application/json"}
         if session_id:
             headers["X-Session-ID"] = session_id
@@ -343,9 +365,8 @@ class LeanClient(OpenAIChatCompletionsClient):
         )
 
     def _parsed(self, body: Any) -> dict[str, Any]:
-        """Return the JSON object of a body, which may be parsed already.
-
-        Raise vf.InvalidModelResponseError if it is none.
+        """Return the JSON object of `body`, bytes or a parsed value; raise vf.InvalidModelResponseError if it is
+        none.
         """
         raw = body
         if isinstance(body, bytes):
@@ -360,9 +381,17 @@ class LeanClient(OpenAIChatCompletionsClient):
         return body
 
     def _is_retried(self, status: int) -> bool:
+        """Return whether a call answered with that HTTP status is tried again: of our engine 429 and 503 only.
+
+        Of an external endpoint more statuses are, such as 408, 500 and 502, since no other replica could answer.
+        """
         return status in (EXTERNAL_RETRIED_STATUSES if self._is_external else RETRIED_STATUSES)
 
     async def _pause(self, session_id: str, attempt: int, *, asked: str | None, problem: str) -> None:
+        """Count a failed try, the `attempt`-th (from 1), of the rollout `session_id`, and sleep before the next one.
+
+        For external endpoints alone, `asked` (a `Retry-After` header or None) sets the pause, and `problem` is logged.
+        """
         self.retries.note(session_id)
         if not self._is_external:
             await asyncio.sleep(retry_pause_s(attempt))
@@ -377,7 +406,8 @@ class LeanClient(OpenAIChatCompletionsClient):
 
         A choice of our engines without text passes if it has tokens: one whose only token ends the sequence is what the
         policy chose, and it is trained on with the reward that it earns. Other endpoints send no tokens: their empty
-        answer passes if it ended by itself, because it is the model's, and playing it again would flatter the model.
+        answer passes if it has a finish reason, because it is the model's, and playing it again would flatter the
+        model.
         """
         choices = response.get("choices")
         if not isinstance(choices, list) or len(choices) != 1:
@@ -392,9 +422,10 @@ class LeanClient(OpenAIChatCompletionsClient):
             raise vf.EmptyModelResponseError(f"{self._base_url} answered with no text, no tool calls and no tokens")
 
     async def from_native_response(self, response: Any) -> Response:
-        """Return the typed response; its `tokens` are None unless ids and log-probs are all there.
+        """Convert an answer's JSON to the library's Response; its `tokens` are None unless ids and log-probs are all
+        there.
 
-        Tokens are noted in SPANS with their policy spans, for the adapter.
+        Tokens are noted in SPANS with their policy spans and sampling parameters, for the adapter.
         """
         choice = response["choices"][0]
         message = choice["message"]
@@ -432,7 +463,10 @@ class LeanCompletionsClient(LeanClient):
     def native_body(
         self, prompt: Any, model: str, sampling_args: Mapping[str, Any], tools: list[Any] | None
     ) -> dict[str, Any]:
-        """Return the request body: the environment's parameters and the request for exact tokens."""
+        """Return the request body of a completion of the text `prompt`: the environment's parameters, and exact tokens.
+
+        Without `max_tokens` among the parameters there is no limit but the engine's. `tools` are ignored.
+        """
         args = {key: value for key, value in sampling_args.items() if value is not None}
         extra_body = args.pop("extra_body", None) or {}
         # Left out, or null, it would be 16 tokens. A chat gets whatever fits, and our engines cut this one to that.
@@ -443,7 +477,9 @@ class LeanCompletionsClient(LeanClient):
     async def get_native_response(  # type: ignore[override]
         self, prompt: Any, model: str, sampling_args: dict[str, Any], tools: list[Any] | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Post the request and return the answer in the shape of a chat completion; raise vf.Error types only."""
+        """Post the text to complete and return the answer in the shape of a chat completion; raise vf.Error types
+        only.
+        """
         answer = await super().get_native_response(prompt, model, sampling_args, tools, **kwargs)
         choices = answer.get("choices")
         for choice in choices if isinstance(choices, list) else ():
@@ -458,8 +494,8 @@ def request_body(
 ) -> dict[str, Any]:
     """Return the JSON object of a chat request with the environment's sampling parameters, without those that are None.
 
-    `wants_tokens` is for engines of ours: every parameter that is missing is then set (`completed`), and exact tokens
-    and log-probs are asked for. Other endpoints get the parameters and tools as they are.
+    `wants_tokens` is for engines of ours: missing parameters are set (`completed`), exact tokens and log-probs asked
+    for, and tools lose `strict`. Other endpoints get the parameters and tools as they are.
     """
     args = {key: value for key, value in sampling_args.items() if value is not None}
     extra_body = args.pop("extra_body", None) or {}
@@ -484,6 +520,12 @@ def _unconstrained(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _status_error(url: str, status: int, raw: bytes, *, attempts: int, is_external: bool) -> vf.Error:
+    """Return the error for an answer of a status other than 200, by its status and text.
+
+    It is EngineLostError for an engine that is gone or, if it is ours, refuses us; EngineAuthError for an external
+    endpoint that refuses the credentials; vf.OverlongPromptError for a prompt that is too long; else vf.ModelError with
+    the attribute `status_code`. `raw` is the answer's body; `attempts` is how often it was tried, for the message.
+    """
     text = raw.decode("utf-8", "replace").lower()
     tries = f" ({attempts} attempts)" if attempts > 1 else ""
     message = f"POST {url} answered {status}{tries}: {_shown(raw)}"
@@ -499,10 +541,14 @@ def _status_error(url: str, status: int, raw: bytes, *, attempts: int, is_extern
 
 
 def _shown(raw: bytes) -> str:
+    """Return the beginning of a body as text, for a message."""
     return raw[:_SHOWN_CHARS].decode("utf-8", "replace")
 
 
 def _tokens(response: Mapping[str, Any], choice: Mapping[str, Any]) -> ResponseTokens | None:
+    """Return the exact tokens of an answer's choice, with log-probs; None if ids or log-probs are missing or malformed.
+    Their counts are not compared.
+    """
     prompt_ids, completion_ids = response.get("prompt_token_ids"), choice.get("token_ids")
     reported = choice.get("logprobs") or {}
     logprobs: Any = reported.get(parameters.LOGPROBS)
@@ -511,10 +557,13 @@ def _tokens(response: Mapping[str, Any], choice: Mapping[str, Any]) -> ResponseT
         logprobs = [entry.get("logprob") for entry in content if isinstance(entry, Mapping)]
     if not (isinstance(prompt_ids, list) and isinstance(completion_ids, list) and isinstance(logprobs, list)):
         return None
-    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in logprobs):
+    if not (_NUMBERS.issuperset(map(type, logprobs)) and _INTEGERS.issuperset(map(type, prompt_ids))):
         return None
-    # A count that does not match is kept: samples.py says so by name.
-    return ResponseTokens(
+    if not _INTEGERS.issuperset(map(type, completion_ids)):
+        return None
+    # A count that does not match is kept: samples.py says so by name. Every item's type is checked above: the library's
+    # own check of five lists, one of them the whole prompt of each turn, would cost more than parsing the answer.
+    return ResponseTokens.model_construct(
         prompt_ids=prompt_ids,
         prompt_mask=[0] * len(prompt_ids),
         completion_ids=completion_ids,
@@ -524,6 +573,7 @@ def _tokens(response: Mapping[str, Any], choice: Mapping[str, Any]) -> ResponseT
 
 
 def _usage(usage: Any, tokens: ResponseTokens | None) -> Usage:
+    """Return the token counts of an answer's `usage`, or the numbers of `tokens` where it has none."""
     known = usage if isinstance(usage, Mapping) else {}
     num_prompt = int(known.get("prompt_tokens") or (len(tokens.prompt_ids) if tokens else 0))
     num_completion = int(known.get("completion_tokens") or (len(tokens.completion_ids) if tokens else 0))
@@ -536,6 +586,9 @@ def _usage(usage: Any, tokens: ResponseTokens | None) -> Usage:
 
 
 def _tool_calls(raw: Any) -> list[ToolCall] | None:
+    """Convert an answer's tool calls to the library's type; None if there are none. One without an id gets
+    `call_INDEX`.
+    """
     calls: list[ToolCall] = []
     for index, item in enumerate(raw or ()):
         function = item.get("function") or {}

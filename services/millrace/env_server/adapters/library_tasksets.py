@@ -22,8 +22,7 @@ from urllib.request import getproxies
 from pydantic import ValidationError
 
 from millrace.custom_code import environment_module
-from millrace.env_server.interpreters.allowed import default_place
-from millrace.env_server.interpreters.examine import LIBRARY, needed_with
+from millrace.env_server.interpreters import LIBRARY, default_place, needed_with
 from millrace.env_server.library.releases import FIELD, installed
 from millrace.errors import InvalidSpecError, Violation
 
@@ -40,9 +39,10 @@ _IN_DATA = (AttributeError, LookupError, TypeError, ValueError)
 
 @contextlib.contextmanager
 def options_checked(*, roles: str) -> Iterator[None]:
-    """Raise InvalidSpecError for what pydantic rejects in this block of an environment's options, each by its key.
+    """Translate pydantic's errors in the block, about an environment's options, to InvalidSpecError with the key of
+    each.
 
-    `roles` is the place of the config of the roles, such as `args.env`.
+    `roles` is the key of the roles' config, such as `args.env`.
     """
     try:
         yield
@@ -58,6 +58,11 @@ def options_checked(*, roles: str) -> Iterator[None]:
 
 
 def _wrong_option(found: Mapping[str, Any], *, roles: str, is_whole: bool) -> Violation:
+    """Return one of pydantic's errors as a violation with the user's key.
+
+    `roles` is the key of the roles' config. `is_whole` is whether the error's location begins at the environment's
+    config and not at the taskset's. The value is left out if it may be a secret.
+    """
     path, value = [str(part) for part in found["loc"]], found["input"]
     if not is_whole or path[:1] == ["taskset"]:
         field = ".".join(["args", *(path[1:] if is_whole else path)])
@@ -70,7 +75,8 @@ def _wrong_option(found: Mapping[str, Any], *, roles: str, is_whole: bool) -> Vi
 
 @contextlib.contextmanager
 def tasks_checked(env_id: str, taskset: Iterable[Any], args: Mapping[str, Any]) -> Iterator[None]:
-    """Raise InvalidSpecError (ENV_DATA_MISSING, ENV_DATA_INVALID) if the block fails to read the tasks' files.
+    """Raise InvalidSpecError (ENV_DATA_MISSING, ENV_DATA_INVALID) if the block, which reads the tasks, fails for their
+    files.
 
     A file named in `args` that is missing is refused for every taskset. Other errors are translated for tasksets of the
     library alone, and pass through for others: their author looks for the line that raised. `taskset` is read again to
@@ -79,6 +85,7 @@ def tasks_checked(env_id: str, taskset: Iterable[Any], args: Mapping[str, Any]) 
     try:
         yield
     except OSError as error:
+        # The file of the error is sought among the arguments, so that the message can name the key that the user wrote.
         key = next((key for key, value in _leaves(args, "args") if _is_file(value, error.filename)), "")
         is_file = error.filename or isinstance(error, FileNotFoundError)
         if not key and not (is_file and _is_of_library(env_id)):
@@ -98,6 +105,9 @@ def tasks_checked(env_id: str, taskset: Iterable[Any], args: Mapping[str, Any]) 
 
 
 def _in_words(error: Exception) -> str:
+    """Return the text of an error in a task's data; of pydantic's each location and message, of a KeyError which
+    key.
+    """
     if isinstance(error, ValidationError):
         found = error.errors(include_url=False)
         return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in found)
@@ -105,8 +115,9 @@ def _in_words(error: Exception) -> str:
 
 
 def _place_of_broken(taskset: Iterable[Any]) -> str:
-    """Return how many tasks can be read before the one that cannot, as in ", after 3 that can"; "" if it is the
-    first.
+    """Return how many tasks can be read before the first that cannot, as in ", after 3 that can"; "" for 0.
+
+    Reads the taskset again from its beginning, at most `_MOST_COUNTED` tasks.
     """
     count = 0
     with contextlib.suppress(*_IN_DATA):
@@ -116,6 +127,7 @@ def _place_of_broken(taskset: Iterable[Any]) -> str:
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of all values in nested mappings that are no mappings; `key` is the prefix."""
     if isinstance(value, Mapping):
         for name, each in value.items():
             yield from _leaves(each, f"{key}.{name}")
@@ -124,19 +136,23 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _is_file(value: Any, filename: Any) -> bool:
+    """Return whether two values are paths of the same file; False if either is no text."""
     if not isinstance(value, str) or not isinstance(filename, str):
         return False
     return Path(value).expanduser().resolve() == Path(filename).resolve()
 
 
 def _is_of_library(env_id: str) -> bool:
+    """Return whether this process has imported the library's own taskset of that name."""
     return f"{_TASKSETS}.{environment_module(env_id)}" in sys.modules
 
 
 def require_packages(env_id: str) -> None:
-    """Raise InvalidSpecError (ENV_PACKAGE_MISSING) if the taskset imports a package of a library extra that is missing.
+    """Raise InvalidSpecError (ENV_PACKAGE_MISSING) if the library's own taskset `env_id` imports a package that is
+    missing.
 
-    The taskset's modules must be imported already: their sources are searched for imports, in functions as well.
+    Only packages of the library's extras count; tasksets that are not the library's pass. The taskset's modules must be
+    imported already: their sources are searched for imports, in functions as well.
     """
     lacking = sorted(root for root in _imported(environment_module(env_id)) if find_spec(root) is None)
     extras = {_canonical(name): requirement for requirement in _extras() if (name := _name(requirement))}
@@ -149,8 +165,8 @@ def require_packages(env_id: str) -> None:
 def require_data(taskset: Any) -> None:
     """Raise InvalidSpecError if Harbor tasks are not on this machine and their hub does not accept a connection.
 
-    Nothing is tried for other tasksets, with a registry of the user's own (`registry_url`, `registry_path`, `repo`), or
-    where a proxy is set.
+    Blocks at most `_CONNECT_S`. Nothing is tried for other tasksets, with a registry of the user's own (`registry_url`,
+    `registry_path`, `repo`), or where a proxy is set.
     """
     harbor, config = sys.modules.get(f"{_TASKSETS}.harbor.taskset"), taskset.config
     if harbor is None or not isinstance(config, harbor.HarborConfig) or getproxies():
@@ -181,6 +197,7 @@ def _imported(module: str) -> set[str]:
     """Return the top-level packages that the loaded modules of a library taskset import anywhere in their sources."""
     package = f"{_TASKSETS}.{module}"
     found: set[str] = set()
+    # A copy, because another thread may import at the same time.
     for name, loaded in list(sys.modules.items()):
         file = getattr(loaded, "__file__", None)
         if file and (name == package or name.startswith(f"{package}.")):
@@ -189,6 +206,7 @@ def _imported(module: str) -> set[str]:
 
 
 def _roots(tree: ast.AST) -> Iterator[str]:
+    """Yield the top-level package of each absolute import in a syntax tree, in functions as well."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
@@ -208,6 +226,10 @@ def _extras() -> list[str]:
 
 
 def _lacks(root: str, requirement: str) -> str:
+    """Return the message that the package `root`, of the library's extra in `requirement`, is not installed.
+
+    If the package needs a later Python than this one, the message says so.
+    """
     extra = _EXTRA.search(requirement)
     asked = requirement.partition(";")[0].strip()
     message = f"plays with the package {asked} (the extra `{extra['name'] if extra else root}` of verifiers "
@@ -219,7 +241,10 @@ def _lacks(root: str, requirement: str) -> str:
 
 
 def _remedy(requirement: str, env_id: str) -> str:
-    """Return a text with the commands that make an interpreter with the extra, in which the taskset can be played."""
+    """Return the commands, as text, that make an interpreter in which the taskset `env_id` can be played.
+
+    `requirement` is that of the library's extra which is missing.
+    """
     extra, release = _EXTRA.search(requirement), installed()
     python = f"python{_dotted(max(_python_of(requirement), sys.version_info[:2]))}"
     place = f"{default_place()}/{_canonical(environment_module(env_id))}"
@@ -238,13 +263,16 @@ def _python_of(requirement: str) -> tuple[int, int]:
 
 
 def _name(requirement: str) -> str:
+    """Return the package's name at the beginning of a requirement; "" if it has none."""
     found = _NAME.match(requirement)
     return found[0] if found else ""
 
 
 def _canonical(name: str) -> str:
+    """Return a package's name in the form in which equal names compare equal: lower case, with single hyphens."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _dotted(version: tuple[int, ...]) -> str:
+    """Return a version's numbers as text, with dots."""
     return ".".join(map(str, version))

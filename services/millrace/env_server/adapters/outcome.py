@@ -39,7 +39,10 @@ _LOOKED_AT = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The result of one member's play. `samples` is empty unless the status is OK."""
+    """The result of one member's play.
+
+    `samples`, `traces` and `reward` are empty or 0 unless the status is OK.
+    """
 
     status: RolloutStatus
     error_type: str = ""
@@ -75,7 +78,11 @@ def failed(
     frames: str = "",
     is_infrastructure: bool = False,
 ) -> Outcome:
-    """Make the outcome of a failure; the conversation and counters come from the played outcome `of`."""
+    """Make the outcome of a failure with this status, error class and message.
+
+    The conversation, metrics and counters come from the played outcome `of`; without it they are empty. `frames` are
+    lines of the environment's own code. `is_infrastructure` is whether the failure is not the environment's fault.
+    """
     error = Outcome(
         status=status,
         error_type=error_type,
@@ -102,9 +109,9 @@ def failed_like(error: Outcome, *, of: Outcome) -> Outcome:
 
 
 def require_demonstrations(tasks: Iterable[Mapping[str, Any]], key: str) -> None:
-    """Raise InvalidSpecError if the first tasks (at most 256) exist and none of them has a value under `key`.
+    """Raise InvalidSpecError if `tasks` is not empty and none of its first 256 tasks has a value under `key`.
 
-    A single task without one fails only its own rollouts (`demonstrated`).
+    A single task without a value fails only its own rollouts (`demonstrated`).
     """
     looked_at = list(itertools.islice(tasks, _LOOKED_AT))
     if looked_at and all(_is_missing(task.get(key)) for task in looked_at):
@@ -120,14 +127,15 @@ def require_demonstrations(tasks: Iterable[Mapping[str, Any]], key: str) -> None
 
 
 def _is_missing(value: Any) -> bool:
+    """Return whether a field of a task has no value: None or "". 0 and False are values."""
     return value is None or value == ""
 
 
 def demonstrated(outcome: Outcome, key: str) -> Outcome:
-    """Return the outcome with the demonstration that its task has under `key`, which opsd's teacher sees.
+    """Return an OK outcome with `demonstration` set to the text that its task has under `key`, for opsd's teacher.
 
-    An OK outcome becomes an ENV_ERROR if the task has none, or one that is neither text nor a number, or is too large.
-    Other outcomes are returned as they are.
+    The outcome becomes an ENV_ERROR if the task has no such value, one that is neither text nor a number, or a text
+    that is too large. Outcomes that are not OK are returned as they are.
     """
     if outcome.status is not RolloutStatus.OK:
         return outcome
@@ -159,6 +167,7 @@ def number_of(value: Any) -> float:
     Texts are refused, also those of digits, and so are numpy's texts and complex numbers, which `float` would take.
     """
     kind = type(value)
+    # numpy's complex numbers, bytes and texts have `__float__`, too.
     is_other = isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "cSU"
     if is_other or isinstance(value, str | bytes) or not (hasattr(kind, "__float__") or hasattr(kind, "__index__")):
         raise NotANumberError(f"{value!r:.100}, which is no number")
@@ -169,10 +178,11 @@ def number_of(value: Any) -> float:
 
 
 def checked(outcome: Outcome) -> Outcome:
-    """Return an OK outcome as it is, or as an ENV_ERROR if a reward in it is not finite or above MAX_REWARD.
+    """Return an OK outcome as it is, or as an ENV_ERROR if a reward in it is not finite or its absolute value is above
+    MAX_REWARD.
 
-    Looks at the rewards of the rollout, of its agents and of its turns. Such a reward would poison every advantage of
-    its group.
+    The rewards of the rollout, of its agents and of its turns are looked at: one that is not finite or too large would
+    make every advantage of its group useless. Outcomes that are not OK are returned as they are.
     """
     if outcome.status is not RolloutStatus.OK:
         return outcome
@@ -183,6 +193,7 @@ def checked(outcome: Outcome) -> Outcome:
         *((f"the reward of turn {number}", reward) for number, reward in enumerate(turns, start=1)),
     ]
     for what, value in texts:
+        # Written this way round so that NaN, which compares as false, goes on.
         if abs(value) <= MAX_REWARD:
             continue
         parts = [f"{name} = {part}" for name, part in outcome.metrics.items() if _is_unusable(part)]
@@ -195,6 +206,7 @@ def checked(outcome: Outcome) -> Outcome:
 
 
 def _is_unusable(value: Any) -> bool:
+    """Return whether a metric is a number that is not finite or beyond MAX_REWARD; False for what is no number."""
     try:
         return not abs(number_of(value)) <= MAX_REWARD
     except NotANumberError:
@@ -202,10 +214,10 @@ def _is_unusable(value: Any) -> bool:
 
 
 def bounded_json(messages: Sequence[Mapping[str, Any]], *, limit_bytes: int = MAX_MESSAGES_JSON_BYTES) -> str:
-    """Encode the conversation as JSON of at most `limit_bytes`.
+    """Return the conversation as JSON of at most `limit_bytes`.
 
-    If it is too long, contents are cut, and of more than 32 messages the first 32 are kept; at last only a note is
-    left.
+    If it is too long, of more than 32 messages the first 32 are kept, and contents are cut ever shorter; at last only a
+    note is left, which has the number of messages.
     """
 
     def encode(items: Sequence[Mapping[str, Any]]) -> str:
@@ -223,6 +235,7 @@ def bounded_json(messages: Sequence[Mapping[str, Any]], *, limit_bytes: int = MA
         if len(messages) > 32:
             cut.append({"role": "note", "content": f"{len(messages) - 32} more messages were cut"})
         text = encode(cut)
+        # Characters of text may take several bytes each, so the length is tried and not computed.
         keep_chars //= 2
     return storable(text)
 
@@ -238,9 +251,10 @@ def finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _sampling_json(request: PlayGroupRequest, instead: Sequence[Mapping[str, Any]]) -> str:
-    """Encode the run's sampling with `instead`, what requests used in its place, under `environment`.
+    """Encode the sampling parameters that the run asks for as JSON.
 
-    `instead` is left out if the JSON would be too long.
+    `instead` has the parameters of requests that deviated; they are added under `environment`, unless the JSON would
+    then be too long.
     """
     asked = request_parameters(request.sampling, is_external=request.is_external)
     whole = json.dumps(asked | ({"environment": list(instead)} if instead else {}), sort_keys=True, default=str)
@@ -256,7 +270,12 @@ def make_rollout(
     seconds: float,
     env_server: str = "",
 ) -> Rollout:
-    """Make the rollout of `member` from the request and the outcome; texts are cut to what may be stored."""
+    """Make the rollout of the group's member `member` (a number from 0) from the request and the outcome.
+
+    `task_id` is the hash that identifies the task, `seconds` how long the member was played, and `env_server` this
+    env-server's id. Texts are cut to what may be stored; samples, reward and traces of an outcome that is not OK are
+    dropped.
+    """
     is_ok = outcome.status is RolloutStatus.OK
     error = None
     if not is_ok:
@@ -319,27 +338,32 @@ class _Budget:
     """Counts how many more characters of one value may be kept."""
 
     def __init__(self, chars: int) -> None:
+        """Make a budget of `chars` characters."""
         self.chars = chars
         self.is_cut = False
 
     def take(self, count: int) -> bool:
-        """Take `count` characters from the budget; return whether they fitted. After one refusal all are refused."""
+        """Take `count` characters from the budget; return whether they fitted.
+
+        After one refusal all are refused, and `is_cut` stays True.
+        """
         self.chars -= count
         self.is_cut = self.is_cut or self.chars < 0
         return not self.is_cut
 
 
 def bounded_object(given: Mapping[str, Any], *, limit_bytes: int = MAX_TASK_JSON_BYTES) -> str:
-    """Return a mapping as a JSON object of at most `limit_bytes`, `answer` first; "" for an empty one.
+    """Return the fields of `given` as a JSON object of at most `limit_bytes`, `answer` first; "" if it has none.
 
-    A value whose JSON is longer than an eighth of the limit is cut, and kept as text. Names that then do not fit are
-    left out, and their number is added. What JSON does not have (arrays, objects of classes, NaN) becomes a list or
-    text.
+    A value whose JSON is longer than an eighth of the limit is cut, and kept as text. Fields that then do not fit are
+    left out, and their number is added under `…`. What JSON does not have (arrays, objects of classes, NaN) becomes a
+    list or text.
     """
     kept: dict[str, Any] = {}
     used, left_out = 2, 0
     for name in itertools.islice(_names(given), _MAX_NAMES):
         shown = storable(shortened(str(name), _MAX_NAME_CHARS))
+        # An eighth of the room for one field, so that no field displaces all others.
         item = _bounded(given[name], limit_bytes // 8)
         size = len(json.dumps({shown: item}, ensure_ascii=False).encode())
         if used + size > limit_bytes - _ROOM_OF_LEFT_OUT:
@@ -354,13 +378,13 @@ def bounded_object(given: Mapping[str, Any], *, limit_bytes: int = MAX_TASK_JSON
 
 
 def _names(given: Mapping[str, Any]) -> list[str]:
-    """Return the names, `answer` first and the others sorted; of more than `_MAX_NAMES` only the first."""
+    """Return the mapping's keys, `answer` first and the others sorted; only the first `_MAX_NAMES` are looked at."""
     others = [name for name in itertools.islice(given, _MAX_NAMES) if name != "answer"]
     return [*(["answer"] if "answer" in given else []), *sorted(others, key=str)]
 
 
 def _bounded(value: Any, limit: int) -> Any:
-    """Return a value as plain data; as cut text if its JSON has more than about `limit` characters.
+    """Return a value as data that JSON has; as cut text if its JSON has more than about `limit` characters.
 
     An object whose methods raise becomes a text that names its class.
     """
@@ -377,16 +401,21 @@ def _bounded(value: Any, limit: int) -> Any:
 
 
 def _plain(value: Any, budget: _Budget, depth: int) -> Any:
-    """Return as much of a value as fits into the budget, as plain data; `depth` counts the containers around it."""
+    """Return as much of a value as fits into the budget, as data that JSON has, and take its size from the budget.
+
+    `depth` counts the containers around the value; one that is nested too deeply becomes `…`.
+    """
     if value is None or isinstance(value, bool | np.bool_):
         budget.take(5)
         return None if value is None else bool(value)
     if isinstance(value, Integral) and abs(int(value)) <= _MAX_INTEGER:
         budget.take(8)
         return int(value)
+    # Not a larger integer, which would lose digits: it becomes a text below.
     if isinstance(value, Real) and not isinstance(value, Integral) and math.isfinite(number := float(value)):
         budget.take(12)
         return number
+    # A list takes many times the memory of its array, so one that cannot fit is not made.
     if isinstance(value, np.ndarray) and value.ndim and value.size <= budget.chars:
         value = value.tolist()
     if depth < _MAX_DEPTH and isinstance(value, Mapping):
@@ -399,6 +428,7 @@ def _plain(value: Any, budget: _Budget, depth: int) -> Any:
 
 
 def _plain_mapping(value: Mapping[Any, Any], budget: _Budget, depth: int) -> dict[str, Any]:
+    """Return as much of a mapping as fits into the budget; `depth` counts the containers around it."""
     found: dict[str, Any] = {}
     for name, item in value.items():
         shown = storable(shortened(str(name), _MAX_NAME_CHARS))
@@ -409,6 +439,7 @@ def _plain_mapping(value: Mapping[Any, Any], budget: _Budget, depth: int) -> dic
 
 
 def _plain_list(value: Iterable[Any], budget: _Budget, depth: int) -> list[Any]:
+    """Return as many items as fit into the budget, as a list; `depth` counts the containers around it."""
     found: list[Any] = []
     for item in value:
         if not budget.take(2):
@@ -418,7 +449,7 @@ def _plain_list(value: Iterable[Any], budget: _Budget, depth: int) -> list[Any]:
 
 
 def _text(value: Any, limit: int) -> str:
-    """Return the value as text of at most about `limit` characters."""
+    """Return a value as text of at most about `limit` characters; of a container only `…`."""
     if isinstance(value, bytes | bytearray | memoryview):
         return shortened(str(bytes(value[:limit])), limit) + ("…" if len(value) > limit else "")
     if isinstance(value, Mapping | list | tuple | AbstractSet):

@@ -27,8 +27,8 @@ import renderers.client
 from openai import APIStatusError, BadRequestError, OpenAIError
 
 from millrace.decoding import decode_json
+from millrace.env_server.adapters import judges
 from millrace.env_server.adapters.samples import SPANS, engine_spans
-from millrace.env_server.adapters.scoring import judges
 from millrace.env_server.engine_access import (
     ENGINE_LOST_MARK,
     LOST_STATUSES,
@@ -72,6 +72,7 @@ class EngineLostReplyError(OpenAIError):
     """The engine went away; an OpenAIError so that `verifiers` takes it for a provider error."""
 
     def __init__(self, message: str) -> None:
+        """Make the error, whose text begins with ENGINE_LOST_MARK."""
         super().__init__(f"{ENGINE_LOST_MARK} {message}")
 
 
@@ -82,6 +83,7 @@ class GenerateClient:
     """
 
     def __init__(self, base_url: str) -> None:
+        """Make a client for one call of `generate` at the engine's base URL."""
         self.base_url = base_url
         self.content = b""
         """Body of the last answer to a `post`."""
@@ -89,7 +91,10 @@ class GenerateClient:
         """The last `post`'s request without its prompt."""
 
     async def get(self, path: str, **_: object) -> Any:
-        """Return the JSON value at a path below the base URL; raise OpenAIError and aiohttp's errors."""
+        """Return the JSON value that the engine answers at `path` below the base URL.
+
+        Raises OpenAIError for a status other than 2xx, CorruptObjectError for what is not JSON, and aiohttp's errors.
+        """
         url = self.base_url.rstrip("/") + path
         status, raw = await self._ask("GET", url)
         if not _is_good(status):
@@ -99,10 +104,11 @@ class GenerateClient:
     async def post(
         self, url: str, *, body: Mapping[str, Any], options: Mapping[str, Any] | None = None, **_: object
     ) -> Self:
-        """Post a body to the engine and return this client, with the answer in `content` and the parameters in `sent`.
+        """Post a body to the engine at `url`, a whole URL, and return this client.
 
-        Tries again, a bounded number of times, if the engine refuses the request before it begins to generate. Raises
-        OpenAIError; of `options` only `headers` are used.
+        The answer's body is then in `content`, and the request's parameters are in `sent`. Sampling parameters that are
+        missing in the body are set. Tries again, a bounded number of times, if the engine refuses the request before it
+        begins to generate. Raises OpenAIError; of `options` only `headers` are used.
         """
         body = {**body, "sampling_params": completed(body.get("sampling_params") or {})}
         self.sent = sent_of(body)
@@ -131,6 +137,7 @@ class GenerateClient:
     async def _ask(
         self, method: str, url: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> tuple[int, bytes]:
+        """Make one HTTP request with the engine's access token and return (status, body); an empty body is not sent."""
         access = engine_access()
         sent = {"content-type": "application/json", **(headers or {}), **access.headers(url)}
         trust = access.context()
@@ -146,11 +153,15 @@ def _is_good(status: int) -> bool:
 
 
 def _is_lost_at_once(status: int) -> bool:
+    """Return whether an answer of that HTTP status means that the engine is gone or refuses us, without another try."""
     return status in (LOST_STATUSES - RETRIED_STATUSES) | REFUSED_STATUSES
 
 
 def _status_error(method: str, url: str, status: int, raw: bytes) -> APIStatusError:
-    """Return the error that OpenAI's client raises for such an answer; `verifiers` reads its class, status and text."""
+    """Return the error that OpenAI's client raises for an answer of this status with the body `raw`.
+
+    `verifiers` reads its class, status and text.
+    """
     response: Any = httpx.Response(status, content=raw, request=httpx.Request(method, url))
     text: object = response.text
     with contextlib.suppress(CorruptObjectError):
@@ -166,10 +177,11 @@ _stock_generate = renderers.client.generate
 
 
 async def generate_with_spans(*, client: Any, **kwargs: Any) -> dict[str, Any]:
-    """Generate as `renderers.client.generate` does, with `GenerateClient` instead of `client`.
+    """Do what `renderers.client.generate` does, but post with our own `GenerateClient`; of `client` only the base URL
+    is used.
 
-    Notes the engine's policy spans in SPANS under the request's session id, and raises GenerateResponseError for a
-    reply without usable tokens or one that cannot be read. Requests that the engine refuses are noted, too.
+    Notes the engine's policy spans in SPANS under the request's session id; for a request that the engine refuses, an
+    entry without tokens. Raises GenerateResponseError for a reply without usable tokens or one that cannot be read.
     """
     lean: Any = GenerateClient(str(client.base_url))
     session_id = (kwargs.get("extra_headers") or {}).get(SESSION_HEADER)
@@ -205,10 +217,11 @@ def install_span_capture() -> None:
 
 @lru_cache(maxsize=64)  # every rollout asks, and building the type's schema costs milliseconds
 def renderer_config(name: str, tokenizer_dir: str) -> Any:
-    """Return the config of a renderer by name, cached; "" chooses one by the policy's files (`choose_renderer`).
+    """Return the config of the renderer `name`; "" chooses one by the policy's files in `tokenizer_dir`
+    (`choose_renderer`).
 
     The renderer `default` applies the tokenizer's chat template, parses no tool calls, and renders the whole
-    conversation anew in every turn.
+    conversation anew in every turn. Results are cached.
     """
     from pydantic import TypeAdapter
     from renderers import RendererConfig
@@ -219,10 +232,12 @@ def renderer_config(name: str, tokenizer_dir: str) -> Any:
 
 @lru_cache(maxsize=64)
 def choose_renderer(tokenizer_dir: Path) -> str:
-    """Choose the model family's own renderer if it writes the same as the policy's chat template, else `default`.
+    """Return the name of the model family's own renderer if it writes the same as the policy's chat template, else
+    `default`.
 
-    Such a renderer extends the tokens of earlier turns exactly, but it has its format built in: a policy whose template
-    was changed, or whose vocabulary lacks the family's symbols (a tiny byte-level model), must not be sampled with it.
+    `tokenizer_dir` has the policy's config and tokenizer. A family's renderer extends the tokens of earlier turns
+    exactly, but it has its format built in: a policy whose template was changed, or whose vocabulary lacks the family's
+    symbols (a tiny byte-level model), must not be sampled with it.
     """
     config, tokenizer = tokenizer_dir / "config.json", tokenizer_dir / "tokenizer.json"
     if not config.is_file() or not tokenizer.is_file():
@@ -235,8 +250,8 @@ def choose_renderer(tokenizer_dir: Path) -> str:
 
 
 def _writes_like_template(name: str, tokenizer_dir: Path) -> bool:
-    """Return whether a renderer and the chat template give equal token ids for a one-turn and a two-turn
-    conversation.
+    """Return whether the renderer `name` and the tokenizer's chat template give equal token ids for two short
+    conversations, of one turn and of two.
     """
     from renderers import create_renderer
     from transformers import AutoTokenizer

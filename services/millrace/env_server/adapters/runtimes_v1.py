@@ -5,23 +5,198 @@ machine. They apply only where neither the environment nor the user names one, a
 loaded; what does not fit is refused at load, while the library would fail in every rollout.
 """
 
+import contextlib
 import dis
 import inspect
+import json
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, get_args
 
+import httpx
 import verifiers.v1 as vf
+from mcp import ClientSession
+from mcp.client.streamable_http import streamable_http_client
 from verifiers.v1.configs.agent import AgentConfig
-from verifiers.v1.runtimes import runtime_is_local
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.runtimes import ProgramResult, runtime_is_local
 from verifiers.v1.utils.compile import resolve_runtime_config
 from verifiers.v1.utils.loaders import default_harness_id
 
-from millrace.env_server.adapters.env_args import table_of
+from millrace.decoding import decode_object
+from millrace.env_server import engine_access
+from millrace.env_server.adapters.failures import other_part, with_plain_text
+from millrace.env_server.adapters.selection import table_of
+from millrace.env_server.library import v1
+from millrace.env_server.library.endpoints import arguments_text
 from millrace.env_server.library.releases import installed
-from millrace.errors import InvalidSpecError, Violation
+from millrace.env_server.library.v1 import mcp_field
+from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
+
+# An in-process v1 harness: model calls through the interception endpoint, and calls of tools in between.
+#
+# The stock harnesses start a Python subprocess per segment (about 1.5 CPU-seconds per rollout). The interception is
+# the contract, not the process, so a coroutine does, which asks it without a connection (`library.interception`). The
+# tools are those of the taskset's MCP servers, which the library starts; the policy sees them under the names that the
+# library's own `null` harness gives them.
+
+# A plugin id is looked up as a top-level module; `register` makes this module answer to it.
+HARNESS_ID = "millrace_inprocess"
+_SHOWN_RESULT_CHARS = 500
+
+
+class Tools:
+    """What the MCP servers of a rollout offer."""
+
+    def __init__(self) -> None:
+        self.definitions: list[dict[str, Any]] = []
+        """As OpenAI's API has them."""
+        self._owners: dict[str, tuple[ClientSession, str]] = {}
+
+    async def add(self, server: str, session: ClientSession) -> None:
+        """Add the tools of an MCP server, over its open `session`, to those offered, under the names `SERVER_TOOL`.
+
+        With `server` "" a tool keeps its name. Raises ValueError if a name is taken.
+        """
+        await session.initialize()
+        for tool in (await session.list_tools()).tools:
+            name = f"{server}_{tool.name}" if server else tool.name
+            if name in self._owners:
+                raise ValueError(f"two tool servers have a tool {name!r}; give one of them another TOOL_PREFIX")
+            self._owners[name] = (session, tool.name)
+            function = {
+                "name": name,
+                "description": tool.description or "",
+                "parameters": mcp_field(tool, "inputSchema"),
+            }
+            self.definitions.append({"type": "function", "function": function})
+
+    async def answer(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        """Make a tool call that the policy asked for, in OpenAI's form, and return the message with its result.
+
+        For an unknown tool, or arguments that are no JSON object, the message has the error. Errors of the server are
+        raised.
+        """
+        function = call["function"]
+        return {
+            "role": "tool",
+            "tool_call_id": call["id"],
+            "content": await self._result(str(function.get("name")), arguments_text(function.get("arguments"))),
+        }
+
+    async def _result(self, name: str, arguments: str) -> str | list[dict[str, Any]]:
+        """Call the tool `name` with its arguments, a JSON text, and return the content of its result.
+
+        The content is one text if all parts are text, else the parts in OpenAI's form. An unknown tool and arguments
+        that are no JSON object give a text that begins with `error:`.
+        """
+        if name not in self._owners:
+            return f"error: there is no tool {name!r}"
+        try:
+            values = decode_object(arguments, what=f"arguments of {name}", reason="TOOL_ARGUMENTS_INVALID")
+        except CorruptObjectError as error:
+            return f"error: the arguments must be a JSON object: {error}"
+        session, tool = self._owners[name]
+        with engine_access.at(f"tool {name!r}"):
+            blocks = (await session.call_tool(tool, values)).content
+        parts: list[dict[str, Any]] = [_part(block) for block in blocks]
+        return "\n".join(part["text"] for part in parts) if not other_part([{"content": parts}]) else parts
+
+
+def _part(block: Any) -> dict[str, Any]:
+    """Convert a content block of MCP to OpenAI's form: an image as a data URL, anything else as text."""
+    if block.type == "image":
+        return {"type": "image_url", "image_url": {"url": f"data:{mcp_field(block, 'mimeType')};base64,{block.data}"}}
+    return {"type": "text", "text": block.text if block.type == "text" else str(block)}
+
+
+@contextlib.asynccontextmanager
+async def opened_tools(urls: Mapping[str, str], *, timeout_s: float) -> AsyncIterator[Tools]:
+    """Connect to MCP servers, `urls` by server name, and yield their tools; disconnect when the block ends.
+
+    Each HTTP request to a server may take `timeout_s`.
+    """
+    tools = Tools()
+    async with contextlib.AsyncExitStack() as stack:
+        for server, url in urls.items():
+            client = await stack.enter_async_context(httpx.AsyncClient(timeout=timeout_s, follow_redirects=True))
+            read, write, *_ = await stack.enter_async_context(streamable_http_client(url, http_client=client))
+            await tools.add(server, await stack.enter_async_context(ClientSession(read, write)))
+        yield tools
+
+
+class InprocessHarnessConfig(vf.HarnessConfig):
+    """Nothing to configure."""
+
+
+class InprocessHarness(vf.Harness[InprocessHarnessConfig]):
+    """Sends the conversation until the policy calls no tool; the rollout's user, if it has one, resumes it."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_MCP = True
+    SUPPORTS_RESUME = True
+    SUPPORTS_TOOL_INTERCEPTION = v1.GATES_CALLS
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(  # type: ignore[override]
+        self,
+        ctx: vf.ModelContext,
+        trace: Any,
+        runtime: Any,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: Any,
+        **kwargs: Any,
+    ) -> ProgramResult:
+        """Play one rollout: call the model, and the tools that it asks for, until a reply calls no tool.
+
+        `ctx` has the model's name, `secret` names the rollout at the interception, and `mcp_urls` has its tool servers
+        by name; `data` is the task with its prompt. `trace`, `runtime` and `endpoint` are not used. Returns exit code 1
+        if a model call is not answered with 200 or the library stops the rollout, with the reason in `stderr`; else 0.
+        """
+        system, prompt = self.resolve_prompt(data)
+        messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        if isinstance(prompt, str):
+            messages.append({"role": "user", "content": prompt})
+        else:
+            messages += [with_plain_text(message_to_wire(message)) for message in prompt or ()]
+        async with opened_tools(mcp_urls, timeout_s=self.config.tool_timeout) as tools:
+            body: dict[str, Any] = {"model": ctx.model, "messages": messages}
+            if tools.definitions:
+                body["tools"] = tools.definitions
+            while True:
+                reply = await v1.ask(secret, body)
+                if reply.status != 200:
+                    detail = f"{reply.status} {reply.text[:_SHOWN_RESULT_CHARS]}"
+                    return ProgramResult(exit_code=1, stdout="", stderr=detail)
+                message = json.loads(reply.body)["choices"][0]["message"]
+                calls = message.get("tool_calls") if tools.definitions else None
+                if not calls:
+                    return ProgramResult(exit_code=0, stdout="", stderr="")
+                messages.append(message)
+                for call in calls:
+                    try:
+                        denied = await v1.verdict(secret, call)
+                    except v1.StoppedError as error:
+                        return ProgramResult(exit_code=1, stdout="", stderr=str(error))
+                    messages.append(dict(denied) if denied else await tools.answer(call))
+
+
+def register() -> str:
+    """Make this module what the library loads for HARNESS_ID, and return that id."""
+    # Found under the first name the library does not look for it on the disk, which it would in every rollout.
+    for name in (f"verifiers.v1.harnesses.{HARNESS_ID}", HARNESS_ID):
+        sys.modules[name] = sys.modules[__name__]
+    return HARNESS_ID
+
+
+__all__ = ["InprocessHarness"]
+
 
 LOCAL = "subprocess"
 ENGINE_SOCKET = "/var/run/docker.sock"
@@ -41,14 +216,16 @@ _NOT_PLAYED = ("validate",)
 
 
 def with_roles(base: Mapping[str, Any], *, harness: str, where: str) -> dict[str, Any]:
-    """Return an environment's config (as data) with `harness` and the local runtime in every role that names none.
+    """Return the environment's config `base` with a harness and a runtime in every role that names none.
 
-    `where` is the config's place in messages. Raises InvalidSpecError for a runtime that the library does not have, or
-    a role that is no table.
+    `harness` is the id of ours, which is set where the library would take its shell or its chat loop; the runtime is
+    this machine. `where` is the config's key in messages. Raises InvalidSpecError for a runtime that the library does
+    not have, or a role that is no table.
     """
     config = dict(base)
     taskset_id = str(config["taskset"]["id"])
     named = {key: config[key] for key in ("id", "taskset") if key in config}
+    # Resolved without the user's keys, so that what the author declares can be seen apart from what the user sets.
     for name, author in _roles(vf.resolve_env_config(named)):
         configured = table_of(config.get(name), where=f"{where}.{name}")
         _require_known(configured, key=f"{where}.{name}.runtime")
@@ -65,25 +242,31 @@ def with_roles(base: Mapping[str, Any], *, harness: str, where: str) -> dict[str
 
 
 def _roles(config: Any) -> Iterator[tuple[str, AgentConfig]]:
-    """Yield every role as declared by the environment's author."""
+    """Yield (name, default config) of every role that the environment's config class declares."""
     for name, field in type(config).model_fields.items():
         if isinstance(field.default, AgentConfig):
             yield name, field.default
 
 
 def _require_known(configured: Mapping[str, Any], *, key: str) -> None:
+    """Raise InvalidSpecError if a role's table names a kind of runtime that the library does not have; `key` is its
+    runtime's key.
+    """
     kind = table_of(configured.get("runtime"), where=key).get("type")
     if isinstance(kind, str) and kind not in _kinds():
         raise InvalidSpecError([Violation(field=f"{key}.type", value=kind, message=problem_of(kind))])
 
 
 def _names_runtime(configured: Mapping[str, Any], author: AgentConfig) -> bool:
+    """Return whether the user's table of a role (`configured`) or the environment's author names the role's runtime."""
     return configured.get("runtime") is not None or "runtime" in author.model_fields_set
 
 
 def check_runtimes(env: Any, *, where: str) -> None:
     """Raise InvalidSpecError if a role or tool server of an environment has a runtime or harness that cannot be used
     here.
+
+    `where` is the key of the environment's config. Blocks for some seconds while runtimes are looked for.
     """
     task_class = env.taskset.task_type()
     roles = [(name, role) for name, role in env.config if isinstance(role, AgentConfig)]
@@ -99,6 +282,11 @@ def check_runtimes(env: Any, *, where: str) -> None:
 
 
 def _unfit_harnesses(env: Any, roles: Mapping[str, AgentConfig], *, where: str) -> Iterator[Violation]:
+    """Yield a violation for each role whose harness needs a container and has none, or takes no tool servers that there
+    are.
+
+    `roles` has the config of each role, and `where` is the key of the environment's config.
+    """
     for name, config in env.config.agent_harnesses().items():
         harness, kind = vf.load_harness(config), str(roles[name].runtime.type)
         if harness.NEEDS_CONTAINER and kind == LOCAL:
@@ -110,10 +298,10 @@ def _unfit_harnesses(env: Any, roles: Mapping[str, AgentConfig], *, where: str) 
 
 
 def check_default_runtime(env: Any, task: Any, configured: Mapping[str, Any], *, where: str) -> None:
-    """Raise InvalidSpecError if a task works on its rollout's machine and a role names no runtime.
+    """Raise InvalidSpecError if the task's own functions use its rollout's machine and a role names no runtime.
 
-    `configured` has the user's tables of roles. The default runtime is this machine, which rollouts share: a fixed path
-    would be the same for all of them.
+    `configured` has the user's tables of roles by name, and `where` is their key. The default runtime is this machine,
+    which rollouts share: a fixed path would be the same for all of them.
     """
     hook = _hook_on_machine(task)
     roles = [
@@ -131,11 +319,10 @@ def check_default_runtime(env: Any, task: Any, configured: Mapping[str, Any], *,
 
 
 def check_task_fits(env: Any, task: Any, *, where: str) -> None:
-    """Raise InvalidSpecError if the only role's runtime lacks what the first task needs, such as an image or a network
-    policy.
+    """Raise InvalidSpecError if the only role's runtime lacks what `task` needs, such as an image or a network policy.
 
-    A container of the image is started to try it. Environments of several roles are not checked. The library would fail
-    in every rollout.
+    `where` is the key of the environment's config. A container of the image is started to try it, which blocks.
+    Environments of several roles are not checked. Without this check the library would fail in every rollout.
     """
     roles = [(name, role) for name, role in env.config if isinstance(role, AgentConfig)]
     if len(roles) != 1:
@@ -154,7 +341,9 @@ def check_task_fits(env: Any, task: Any, *, where: str) -> None:
 
 
 def _hook_on_machine(task: Any) -> str:
-    """Return the name of a function of the task's own that uses its runtime; "" if there is none."""
+    """Return the name of the first function of the task's own class or plugins that uses `runtime`; "" if there is
+    none.
+    """
     kind = type(task)
     own = (getattr(kind, name) for name in dir(kind) if getattr(kind, name) is not getattr(vf.Task, name, None))
     plugged = (hook for attr in ("stop", "metric", "reward") for hook in task.hooks(attr))
@@ -171,6 +360,7 @@ def _uses_runtime(function: Callable[..., Any]) -> bool:
         return False
     if "runtime" not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
         return False
+    # The bytecode tells a parameter that is used from one that a signature of the library merely demands.
     read = (each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD"))
     return any("runtime" in (names if isinstance(names, tuple) else (names,)) for names in read)
 
@@ -183,7 +373,9 @@ def tool_servers(env: Any) -> list[Any]:
 
 
 def problem_of(kind: str) -> str:
-    """Return why no runtime of that kind can run here, or "" (blocking, a few seconds at most)."""
+    """Return why no runtime of that kind, such as `docker`, can run here; "" if one can. Blocks for some seconds at
+    most.
+    """
     known = _kinds()
     if kind == LOCAL:
         return ""
@@ -203,6 +395,7 @@ def problem_of(kind: str) -> str:
 
 
 def _problem_of_engine() -> str:
+    """Return why the Docker engine cannot be reached at its socket; "" if it can."""
     with socket.socket(socket.AF_UNIX) as engine:
         engine.settimeout(_ANSWER_S)
         try:
@@ -216,7 +409,7 @@ def _problem_of_engine() -> str:
 
 
 def _problem_of_command(command: str) -> str:
-    """Return why a program that makes containers without an engine cannot be used here, or "".
+    """Return why a program that makes containers without an engine, such as podman, cannot be used here; "" if it can.
 
     Blocks while it runs `COMMAND version`, at most `_ANSWER_S`.
     """
@@ -236,7 +429,7 @@ def _problem_of_command(command: str) -> str:
 
 
 def _kinds() -> dict[str, bool]:
-    """Return the kinds of runtimes that the installed library has, and whether each runs on this machine."""
+    """Return the kinds of runtimes that the installed library has: for each whether it runs on this machine."""
     known: dict[str, bool] = {}
     parts: list[Any] = [AgentConfig.model_fields["runtime"].annotation]
     while parts:
@@ -248,9 +441,10 @@ def _kinds() -> dict[str, bool]:
 
 
 def problem_of_image(command: str, image: str) -> str:
-    """Return why no container of that image starts here, or "". Blocks while it starts one, at most `_START_S`.
+    """Return why no container of `image` can be started here by `command` (docker or podman); "" if one can.
 
-    An image that is still being fetched when the time is up counts as one that starts.
+    Blocks while it starts one, at most `_START_S`. An image that is still being fetched when the time is up counts as
+    one that starts.
     """
     argv = [command, "run", "--rm", "--network", "none", "--entrypoint", "sleep", image, "0"]
     try:
@@ -261,6 +455,7 @@ def problem_of_image(command: str, image: str) -> str:
         return f"`{command}` cannot be run where workers run: {error.strerror or error}"
     if tried.returncode == 0:
         return ""
+    # The last line of such programs is often a hint; the error is the last line that has the word.
     lines = tried.stderr.decode(errors="replace").strip().splitlines()
     reported = next((line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "")
     message = (
@@ -278,5 +473,6 @@ def _containers() -> tuple[str, ...]:
 
 
 def _either(kinds: tuple[str, ...]) -> str:
+    """Return the kinds as text for a message: `'a', 'b' or 'c'`."""
     *most, last = map(repr, kinds)
     return f"{', '.join(most)} or {last}" if most else last

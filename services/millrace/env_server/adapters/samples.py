@@ -53,7 +53,8 @@ class Turn:
 
 
 def engine_spans(choice: Mapping[str, Any]) -> tuple[PolicySpan, ...]:
-    """Return the policy spans of a choice's tokens as the engine reports them; empty if none can be read.
+    """Return which policy version made which tokens of a choice, as the engine's answer reports it; () if it cannot be
+    read.
 
     Millrace's servers answer `policy_spans`; vLLM's own routes answer `weight_versions`, whose `version` is the text
     `<lineage>-<version>` that Millrace set. If both can be read, `policy_spans` are returned.
@@ -62,7 +63,7 @@ def engine_spans(choice: Mapping[str, Any]) -> tuple[PolicySpan, ...]:
 
 
 def parse_spans(raw: Any) -> tuple[PolicySpan, ...]:
-    """Parse spans of either form; return an empty tuple if there are none or one is malformed."""
+    """Return the policy spans of a JSON list of either form; () if it is no list or one of them is malformed."""
     if not isinstance(raw, Sequence) or isinstance(raw, str | bytes):
         return ()
     spans: list[PolicySpan] = []
@@ -75,7 +76,11 @@ def parse_spans(raw: Any) -> tuple[PolicySpan, ...]:
 
 
 def _parse_span(item: Mapping[str, Any]) -> PolicySpan:
-    """Parse one span; raise KeyError, TypeError or ValueError if it is malformed."""
+    """Return one policy span of a JSON object: with `lineage` and `version`, or with `version` as
+    `<lineage>-<version>`.
+
+    Raises KeyError, TypeError or ValueError if it is malformed.
+    """
     version = item["version"]  # a TypeError if the item is no table
     lineage = item.get("lineage")
     if lineage is None:
@@ -89,7 +94,12 @@ def _parse_span(item: Mapping[str, Any]) -> PolicySpan:
 
 
 def check_turn(turn: Turn, *, index: int, requires_spans: bool) -> None:
-    """Raise MissingTokensError (MissingSpansError) unless the turn has everything that training needs."""
+    """Raise MissingTokensError unless the turn has token ids of prompt and completion, and a finite log-prob for each
+    sampled token.
+
+    With `requires_spans` raise MissingSpansError unless policy spans cover all sampled tokens. `index` is the model
+    call's number, for messages.
+    """
     where = f"model call {index}"
     num_tokens = len(turn.completion_ids)
     if not turn.prompt_ids or not num_tokens:
@@ -106,6 +116,7 @@ def check_turn(turn: Turn, *, index: int, requires_spans: bool) -> None:
         return
     at = 0
     for span in turn.spans:
+        # Spans must follow each other without a gap: a token without a version cannot be trained on.
         if span.start != at or span.end <= span.start:
             break
         at = span.end
@@ -118,7 +129,8 @@ def check_turn(turn: Turn, *, index: int, requires_spans: bool) -> None:
 
 
 def merge_turns(turns: Sequence[Turn], *, requires_spans: bool, is_agent: bool = False) -> tuple[Sample, ...]:
-    """Merge the turns of one rollout, in order, into its samples: a turn whose prompt begins with a sample extends it.
+    """Merge the turns of one rollout, in order, into its samples: a turn whose prompt begins with all tokens of a
+    sample extends it, any other begins a new one.
 
     Without `is_agent` only the last sample can be extended; an agent may have several conversations at the same time,
     so its turn extends the newest sample that fits. With `requires_spans` every sampled token must have a policy
@@ -130,6 +142,7 @@ def merge_turns(turns: Sequence[Turn], *, requires_spans: bool, is_agent: bool =
     builders: list[_SampleBuilder] = []
     for index, turn in enumerate(turns):
         check_turn(turn, index=index, requires_spans=requires_spans)
+        # An agent may ask in several conversations by turns, so any of its samples may go on, the latest first.
         extended = reversed(builders if is_agent else builders[-1:])
         builder = next((each for each in extended if each.is_extended_by(turn.prompt_ids)), None)
         if builder is None:
@@ -153,7 +166,11 @@ class OwnRanges:
         self._last: Way | None = None
 
     def add(self, start: int, end: int, way: Way | None) -> None:
-        """Add a turn's tokens `[start, end)`; a `way` of None was sampled as the run asks, and gets no range."""
+        """Add a turn's sampled tokens `[start, end)` of the sample, which were sampled in the way `way`.
+
+        None is the way that the run asks for: such tokens get no range. A turn that follows one of the same way extends
+        its range.
+        """
         if way is not None and way == self._last:
             self._found[-1] = replace(self._found[-1], end=end)
         elif way is not None:
@@ -162,14 +179,15 @@ class OwnRanges:
 
     @property
     def ranges(self) -> tuple[OwnSampling, ...]:
-        """Return the collected ranges in order."""
+        """Return the collected ranges of tokens that were not sampled as the run asks, in order."""
         return tuple(self._found)
 
 
 def spans_of_roles(found: Sequence[str], *, start: int) -> list[RoleSpan]:
-    """Return ranges of neighbouring tokens with the same role, for one role a token from index `start` on.
+    """Return ranges of neighbouring tokens with the same role.
 
-    Tokens whose role is "" get no range.
+    `found` has one role for each token, the first of which has the index `start` in the sample. Tokens whose role is ""
+    get no range.
     """
     spans: list[RoleSpan] = []
     at = start
@@ -185,6 +203,7 @@ class _SampleBuilder:
     """A sample that grows turn by turn."""
 
     def __init__(self) -> None:
+        """Begin a sample without tokens."""
         self.token_ids: list[int] = []
         self.loss_mask: list[int] = []
         self.logprobs: list[float] = []
@@ -195,11 +214,17 @@ class _SampleBuilder:
 
     def is_extended_by(self, prompt_ids: Sequence[int]) -> bool:
         """Return whether the prompt begins with all tokens of this sample."""
+        # Tokens are compared, not texts: the same text may have been encoded otherwise the second time.
         return list(prompt_ids[: len(self.token_ids)]) == self.token_ids
 
     def add(self, turn: Turn) -> None:
-        """Append the tokens that the turn's prompt adds, which are not trained, then its sampled tokens, which are."""
+        """Append to the sample the tokens that the turn's prompt adds, which are not trained, then its sampled tokens,
+        which are.
+
+        The prompt must begin with the sample's tokens. Policy spans are shifted to the sample's indices.
+        """
         added = list(turn.prompt_ids[len(self.token_ids) :])
+        # The first prompt has messages of many roles, and which tokens are whose is not known.
         if self.token_ids and turn.asked_by in ROLES:
             self.roles += spans_of_roles([turn.asked_by] * len(added), start=len(self.token_ids))
         self._extend(added, [0] * len(added), [0.0] * len(added))
@@ -212,13 +237,15 @@ class _SampleBuilder:
         self.own.add(start, len(self.token_ids), turn.own_way)
 
     def _extend(self, token_ids: Sequence[int], mask: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Append tokens with their loss mask and log-probs, all of one length."""
         self.token_ids.extend(token_ids)
         self.loss_mask.extend(mask)
         self.logprobs.extend(logprobs)
 
     def build(self) -> Sample:
-        """Build the sample with its columns."""
+        """Return the sample of all turns added so far, its columns as arrays."""
         return Sample(
+            # Each of the three columns is [T], with an entry for every token of the sample.
             token_ids=np.asarray(self.token_ids, dtype=np.int32),
             loss_mask=np.asarray(self.loss_mask, dtype=np.uint8),
             inference_logprobs=np.asarray(self.logprobs, dtype=np.float32),
@@ -267,9 +294,10 @@ class SpanLog:
         spans: tuple[PolicySpan, ...],
         sent: Mapping[str, Any] | None = None,
     ) -> None:
-        """Remember one model call of a rollout. A call without tokens is a request that the engine refused.
+        """Add one model call to those of a rollout. A call without tokens is a request that the engine refused.
 
-        `sent` has the request's parameters. Beyond MAX_ROLLOUTS rollouts the oldest are forgotten.
+        `spans` are indices into `completion_ids`, and `sent` has the request's sampling parameters, None if they are
+        not known. Beyond MAX_ROLLOUTS rollouts the oldest one's calls are dropped.
         """
         self._notes.setdefault(rollout_id, []).append(
             Call(completion_ids=tuple(completion_ids), spans=spans, sent=sent)
@@ -278,14 +306,17 @@ class SpanLog:
             self._notes.popitem(last=False)
 
     def take(self, rollout_id: str) -> "Spans":
-        """Return the model calls of one rollout, and forget them."""
+        """Return the model calls that were noted for one rollout, and remove them from this log."""
         return Spans(self._notes.pop(rollout_id, []))
 
 
 class Spans:
-    """The model calls of one rollout, each found once."""
+    """The model calls of one rollout; `find` returns each at most once."""
 
     def __init__(self, notes: Sequence[Call]) -> None:
+        """Take the model calls of one rollout, in their order; those without tokens are requests that the engine
+        refused.
+        """
         self.calls = tuple(notes)
         """All of them, in order."""
         self._notes = [note for note in notes if note.completion_ids]
@@ -293,10 +324,11 @@ class Spans:
         """The requests that the engine refused."""
 
     def find(self, completion_ids: Sequence[int]) -> Call:
-        """Return the first call not returned yet with these ids, else the first whose ids begin with them.
+        """Return the first call not returned yet whose sampled ids are `completion_ids`, else the first whose ids begin
+        with them, else NO_CALL.
 
-        Else NO_CALL. Spans are cut to the length of `completion_ids`, because the environment may have cut the
-        completion. Calls may be recorded in another order than they ended in.
+        The call's spans are cut to the length of `completion_ids`, because the environment may have cut the completion.
+        Calls may be recorded in another order than they ended in.
         """
         sought = tuple(completion_ids)
         index = next((at for at, call in enumerate(self._notes) if call.completion_ids == sought), None)
@@ -310,7 +342,7 @@ class Spans:
 
 
 def clipped(spans: Sequence[PolicySpan], end: int) -> tuple[PolicySpan, ...]:
-    """Return the spans of the first `end` tokens, the last one cut there."""
+    """Return the spans of the tokens before index `end`; a span that goes beyond is cut there."""
     if not spans or spans[-1].end <= end:
         return tuple(spans)
     return tuple(replace(span, end=min(span.end, end)) for span in spans if span.start < end)

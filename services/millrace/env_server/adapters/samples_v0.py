@@ -39,16 +39,19 @@ class KeptTurns:
 
     @property
     def are_all_cut(self) -> bool:
-        """Return whether no turn is left because the sampled tokens of a turn were all cut."""
+        """Return whether no turn is left to train on, because the library cut off all the tokens that were sampled
+        in one.
+        """
         return not self.kept and bool(self.why_cut)
 
 
 def turns_of(steps: Sequence[Mapping[str, Any]], spans: Spans, asked: AskedSampling) -> KeptTurns:
-    """Return the turns of a rollout's steps, in order. Each step takes its model call out of `spans`.
+    """Return the turns of a rollout's steps that are trained on, in order, with counts of what is not.
 
-    Steps of a model that is not trained are left out. So is a turn whose sampled tokens were all cut; its reward is
-    added to the turn before it, or to the next one if there is none before. Raises MissingTokensError, NotANumberError
-    and OwnSamplingError.
+    Each step takes its model call out of `spans`; `asked` is the sampling that the run asks for. Steps of an agent in a
+    branch that is not trained on are left out. So is a turn whose sampled tokens were all cut; its reward is added to
+    the turn before it, or to the next one if there is none before. Raises MissingTokensError for a step without tokens,
+    NotANumberError for a reward that is no number, and OwnSamplingError for sampling that cannot be trained on.
     """
     kept: list[Turn] = []
     num_cut, num_left_out, why = 0, 0, ""
@@ -63,6 +66,7 @@ def turns_of(steps: Sequence[Mapping[str, Any]], spans: Spans, asked: AskedSampl
             )
         prompt, whole = _answered(step, tokens)
         completion_ids = tokens["completion_ids"]
+        # Taken for every step, trained or not, so that later steps find their own calls.
         call = spans.find(whole)
         extras = step.get("extras") or {}
         is_agent = is_agent or IS_TRAINED in extras
@@ -94,25 +98,31 @@ def turns_of(steps: Sequence[Mapping[str, Any]], spans: Spans, asked: AskedSampl
 
 
 def _asked_by(prompt: Any) -> str:
-    """Return the role of the messages after the last reply in a prompt; "" without a reply, or if the roles differ."""
+    """Return the role of the messages after the last reply in a prompt; "" without a reply, if no message follows,
+    or if the roles differ.
+    """
     if not isinstance(prompt, Sequence) or isinstance(prompt, str):
         return ""
-    roles = [str(each.get("role") if isinstance(each, Mapping) else getattr(each, "role", "")) for each in prompt]
-    last = max((at for at, role in enumerate(roles) if role == "assistant"), default=-1)
-    following = set(roles[last + 1 :]) if last >= 0 else set()
-    return following.pop() if len(following) == 1 else ""
+    following: set[str] = set()
+    for each in reversed(prompt):  # up to the last reply: a prompt has every turn before it
+        role = str(each.get("role") if isinstance(each, Mapping) else getattr(each, "role", ""))
+        if role == "assistant":
+            return following.pop() if len(following) == 1 else ""
+        following.add(role)
+    return ""
 
 
 def _both(first: float | None, second: float | None) -> float | None:
-    """Return the sum of what two turns earned; None where neither was given a reward."""
+    """Return the sum of two turns' rewards; None if neither turn has one."""
     given = [reward for reward in (first, second) if reward is not None]
     return sum(given) if given else None
 
 
 def _answered(step: Mapping[str, Any], tokens: Mapping[str, Any]) -> tuple[Sequence[int], Sequence[int]]:
-    """Return a model call's prompt ids and sampled ids as they were before the library cut them.
+    """Return (prompt ids, sampled ids) of a model call as they were before the library cut them.
 
-    They are those in `tokens` if the response has none, or others than the step begins with.
+    The ids in `tokens`, which the library has cut, are returned if the step's response has none, or if the cut sampled
+    ids are not the beginning of the response's.
     """
     message = getattr(step.get("response"), "message", None)
     whole = getattr(message, "tokens", None)
@@ -124,6 +134,10 @@ def _answered(step: Mapping[str, Any], tokens: Mapping[str, Any]) -> tuple[Seque
 
 
 def _nothing_left(index: int, tokens: Mapping[str, Any], *, num_prompt: int) -> str:
+    """Return the message why nothing is left of the tokens sampled in model call `index`.
+
+    `num_prompt` is the length of its prompt before the library cut it.
+    """
     if not tokens.get("is_truncated"):
         return f"the environment has taken out all that was sampled in model call {index}; leave a turn that is trained"
     return (
@@ -134,7 +148,10 @@ def _nothing_left(index: int, tokens: Mapping[str, Any], *, num_prompt: int) -> 
 
 
 def _step_reward(value: Any, *, number: int) -> float | None:
-    """Return the reward of a step; None if it has none. Raises NotANumberError that names turn `number`."""
+    """Return the reward of a step as a float; None if it has none. `number` is the turn's, for messages.
+
+    Raises NotANumberError.
+    """
     if value is None:
         return None
     try:

@@ -17,25 +17,30 @@ from millrace.env_server.adapters.samples import (
     check_turn,
     spans_of_roles,
 )
-from millrace.env_server.agents.branches import Made, trained_calls
+from millrace.env_server.agents.branches import AgentCall, trained_calls
 from millrace.env_server.own_sampling import AskedSampling
 from millrace.rollouts.types import ROLES, PolicySpan, RoleSpan, Sample
 
 
 def kept_nodes(trace: Any, mode: str) -> set[int]:
-    """Return the Python ids of the sampled nodes whose calls are trained on, by the mode of `agents.branches`."""
+    """Return the Python ids of the trace's sampled nodes that are trained on.
+
+    `mode` is the run's choice of branches (`agents.branches`): with "all", or in a trace of one branch, these are all
+    sampled nodes.
+    """
     nodes = list(trace.nodes)
     sampled = [index for index, node in enumerate(nodes) if node.sampled]
     if mode == "all" or len(trace.branches) < 2:
         return {id(nodes[index]) for index in sampled}
     made = [
-        Made(prompt=_before(nodes, index), reply=_plain(nodes[index]), num_tokens=sum(nodes[index].mask))
+        AgentCall(prompt=_before(nodes, index), reply=_plain(nodes[index]), num_tokens=sum(nodes[index].mask))
         for index in sampled
     ]
     return {id(nodes[sampled[at]]) for at in trained_calls(made, mode)}
 
 
 def _before(nodes: Sequence[Any], index: int) -> list[dict[str, Any]]:
+    """Return the messages on the path from the root to the node at `index`, without that node's, as JSON objects."""
     path: list[dict[str, Any]] = []
     at = nodes[index].parent
     while at is not None:
@@ -45,6 +50,7 @@ def _before(nodes: Sequence[Any], index: int) -> list[dict[str, Any]]:
 
 
 def _plain(node: Any) -> dict[str, Any]:
+    """Return a node's message as a JSON object, without fields that are None."""
     return dict(node.message.model_dump(mode="json", exclude_none=True))
 
 
@@ -56,14 +62,17 @@ def branch_samples(
     asked: AskedSampling | None = None,
     kept: Collection[int] | None = None,
 ) -> tuple[Sample, ...]:
-    """Return one sample per trainable branch; shared tokens are trained once, in the first branch.
+    """Return one sample for each trainable branch that has a trained token; tokens that branches share are trained
+    once, in the first.
 
-    Only the sampled nodes in `kept` (Python ids) are trained; None is all of them. Raises MissingTokensError, also if
-    no branch has a trained token, and OwnSamplingError if a call deviates from `asked` in a way that cannot be trained
-    on.
+    `spans` has the rollout's model calls; with `requires_spans` each token must have a policy version. Only the sampled
+    nodes in `kept` (Python ids) are trained; None is all of them. Raises MissingTokensError, also if no branch has a
+    trained token, and OwnSamplingError if a call deviates from `asked`, the run's sampling, in a way that cannot be
+    trained on; with None that is not checked.
     """
     if not branches:
         raise MissingTokensError("the rollout made no model call")
+    # Python ids identify nodes, because several branches have the same node object where they share a beginning.
     trained: set[int] = set()
     with_roles: set[int] = set()
     samples: list[Sample] = []
@@ -84,9 +93,11 @@ def branch_samples(
             if is_new:
                 turn = _turn(node, noted[id(node)], call=len(trained), requires_spans=requires_spans, asked=asked)
                 trained.add(id(node))
+                # The sampled tokens are a node's last; the ones before them are the template's.
                 start = len(token_ids) + len(node.mask) - num_sampled
                 policy_spans += [replace(span, start=start + span.start, end=start + span.end) for span in turn.spans]
                 own.add(start, start + num_sampled, turn.own_way)
+            # Only what follows a reply is the environment's answer; the first prompt is not.
             elif is_after_reply and not node.sampled and id(node) not in with_roles:
                 with_roles.add(id(node))
                 roles += spans_of_roles(_roles_of(node), start=len(token_ids))
@@ -97,6 +108,7 @@ def branch_samples(
             logprobs += [0.0] * num_prompt + (list(node.logprobs or ()) if is_new else [])
         if any(mask):
             samples.append(
+                # Each column has an entry for every token of the branch.
                 Sample(
                     token_ids=np.asarray(token_ids, dtype=np.int32),
                     loss_mask=np.asarray(mask, dtype=np.uint8),
@@ -125,7 +137,7 @@ def _roles_of(node: Any) -> list[str]:
 
 
 def _noted(branches: Sequence[Any], spans: Spans) -> dict[int, Call]:
-    """Return the model call of each sampled node, by the node's Python id.
+    """Return the model call of each sampled node, by the node's Python id, and take these calls out of `spans`.
 
     Nodes of untrained branches use up calls, too.
     """
@@ -137,9 +149,11 @@ def _noted(branches: Sequence[Any], spans: Spans) -> dict[int, Call]:
 
 
 def _turn(node: Any, found: Call, *, call: int, requires_spans: bool, asked: AskedSampling | None) -> Turn:
-    """Return the model call of a sampled node as a checked turn; the node's last tokens are the sampled ones.
+    """Return a sampled node as a checked turn with its model call `found`; the node's last tokens are the sampled ones.
 
-    `call` is the number for messages. Raises MissingTokensError and OwnSamplingError.
+    The prompt is not in the turn. `call` is the model call's number, for messages. `asked` is the run's sampling, with
+    which the call is compared; None is not compared. Raises MissingTokensError (with `requires_spans` also for missing
+    policy versions) and OwnSamplingError.
     """
     num_sampled = sum(node.mask)
     if not num_sampled or not all(node.mask[-num_sampled:]):
@@ -160,7 +174,11 @@ def _turn(node: Any, found: Call, *, call: int, requires_spans: bool, asked: Ask
 
 
 def merged(agents: Sequence[str], each: Sequence[Outcome]) -> Outcome:
-    """Merge the agents' outcomes into one: the mean reward, and each agent's numbers under its name."""
+    """Merge the outcomes of an episode's agents into one; `agents` has the name of each.
+
+    Its reward is the mean of theirs. Each agent's reward and metrics are metrics under `AGENT/NAME`, turns and seconds
+    are added up, conversations follow each other. Samples and traces are left empty.
+    """
     own: dict[str, list[float]] = {}
     for agent, played in zip(agents, each, strict=True):
         for name, value in {"reward": played.reward, **played.metrics}.items():
@@ -183,7 +201,10 @@ def _shown(agent: str, played: Outcome) -> list[Mapping[str, Any]]:
 
 
 def timeout_remedy(message: str, trace: Any) -> str:
-    """Return the remedy for a deadline that was missed: which of the environment's args sets it."""
+    """Return the remedy for a deadline that the environment's config sets and that was missed: which key to raise.
+
+    `message` is the error's, which names the stage; the role is that of `trace`, "agent" without one.
+    """
     role = str(getattr(getattr(trace, "agent", None), "name", None) or "agent")
     stages = [stage for stage in ("setup", "finalize", "scoring") if stage in message]
     key = role_key(f"{role}.timeout.{stages[0] if stages else 'rollout'}")

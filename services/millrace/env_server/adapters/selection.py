@@ -8,14 +8,74 @@ import hashlib
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from millrace.decoding import decode_object
-from millrace.env_server.adapters.env_args import MAX_ARGS_BYTES
-from millrace.errors import InvalidSpecError, Violation
+from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
+from millrace.internal.v1.play_pb2 import EnvSpec
 from millrace.rollouts.requests import TaskSet
+
+# The arguments of an environment, and those among them that are the env-server's own.
+
+# Keys of an environment's args that are the env-server's own and not passed to the environment.
+RENDERER = "renderer"  # name of a `renderers` renderer, such as "qwen3"; tokenizes on the client side
+NO_RENDERER = "off"  # its value where the engine shall tokenize (v0 only; v1 has no other way to exact tokens)
+V1_ENV = "env"  # v1: further keys of the environment's config, such as {"agent": {"timeout": {"setup": 30}}}
+V1_EVAL_ARGS = "eval_args"  # v1: taskset args of the held-out set, merged over the others
+MAX_ARGS_BYTES = 1 << 20
+"""Largest JSON document in a request."""
+V1_NUM_TASKS = "num_tasks"  # v1: how many tasks of an endless taskset
+OURS = "millrace"  # a table of the same keys, for environments that have an option of such a name themselves
+
+
+def parse_args(env: EnvSpec) -> dict[str, Any]:
+    """Return the environment's arguments, decoded from `env.args_json`; {} if that is empty.
+
+    Raises InvalidSpecError if they are no JSON object or larger than MAX_ARGS_BYTES.
+    """
+    what = f"what environment {env.id!r} shall be loaded with"
+    try:
+        return decode_object(env.args_json or "{}", what=what, reason="ENV_ARGS_INVALID", max_bytes=MAX_ARGS_BYTES)
+    except CorruptObjectError as error:
+        message = f"the args of environment {env.id!r} must be a JSON object ({error})"
+        wrong = Violation(field="env.args_json", value=env.args_json[:200], message=message, source="request")
+        raise InvalidSpecError([wrong]) from error
+
+
+def split_args(
+    args: Mapping[str, Any], *, keys: Collection[str], options: Collection[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split the arguments into (those that are passed to the environment, those that the env-server uses itself).
+
+    `keys` are the names of the env-server's arguments, and `options` those of the environment's. A key that is in both
+    goes to the environment. The env-server's own may always be in a table `millrace`, and must be for such a key.
+    Raises InvalidSpecError if that table is no table or has a key that is not in `keys`.
+    """
+    own = dict(args)
+    ours = table_of(own.pop(OURS, None), where=f"args.{OURS}") if OURS not in options else {}
+    if unknown := sorted(ours.keys() - set(keys)):
+        message = f"has no key {unknown[0]!r}; it has {', '.join(keys)}"
+        raise InvalidSpecError([Violation(field=f"args.{OURS}", value=unknown[0], message=message)])
+    for key in keys:
+        if key not in options and key in own:
+            # The table `millrace` has precedence, as the more explicit place.
+            ours.setdefault(key, own.pop(key))
+    return own, ours
+
+
+def table_of(value: Any, *, where: str) -> dict[str, Any]:
+    """Return a copy of the mapping `value`, or {} if `value` is None.
+
+    Raises InvalidSpecError that names the key `where` if `value` is anything else.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise InvalidSpecError([Violation(field=where, value=f"{value!r:.100}", message="must be a table")])
+    return dict(value)
+
 
 _SHOWN = 3
 _IDENTITIES = ("ids", "keys", "names")
@@ -31,9 +91,9 @@ TASK_ID_DIGITS = 16
 
 
 def canonical_json(value: Any) -> bytes:
-    """Return the canonical JSON: sorted keys, no spaces, UTF-8.
+    """Return a value as canonical JSON: sorted keys, no spaces, UTF-8.
 
-    A value that JSON cannot have is written as type and repr.
+    A value that JSON does not have is written as type and repr.
     """
     text = json.dumps(
         value,
@@ -53,8 +113,9 @@ class TaskTable(TaskSet):
 
 
 def build_task_table(num_tasks: int, *, row: Callable[[int], Any], content: Callable[[int], Any]) -> TaskTable:
-    """Return a table of `num_tasks` tasks, with an id and a digest of the set hashed from `content(i)`, task i as plain
-    data.
+    """Return a table of tasks 0 to `num_tasks` - 1, with the id of each and a digest of the whole set.
+
+    `row` gives task i in the environment's own form. Ids and digest are hashes of `content(i)`, task i as plain data.
     """
     whole = hashlib.sha256()
     ids: list[str] = []
@@ -66,7 +127,7 @@ def build_task_table(num_tasks: int, *, row: Callable[[int], Any], content: Call
 
 
 def no_tasks() -> TaskTable:
-    """Return the empty set, of an environment without held-out tasks."""
+    """Return a table without tasks."""
     return build_task_table(0, row=lambda index: index, content=lambda index: index)
 
 
@@ -84,7 +145,7 @@ class EveryTask:
     """Another order, in which the first tasks are of every environment of a group."""
 
     def table(self, positions: Sequence[int]) -> TaskTable:
-        """Return the table of the tasks at these positions, in this order."""
+        """Return the table of the tasks at these positions, in the order of `positions`."""
         return build_task_table(
             len(positions),
             row=lambda index: self.row(positions[index]),
@@ -92,9 +153,9 @@ class EveryTask:
         )
 
     def names_of(self, kind: str, ids: Sequence[str]) -> list[set[str]]:
-        """Return the names of each task by position, of the kind `ids`, `keys` or `names`.
+        """Return for each task, by position, the names by which a selection can choose it.
 
-        A task's id in `ids` is a key, too.
+        `kind` is `ids`, `keys` or `names`. Of the kind `keys` a task also has the hash in `ids`, its id by content.
         """
         own = [{str(name) for name in self.named(index, kind)} for index in range(self.size)]
         return [names | {ids[index]} for index, names in enumerate(own)] if kind == "keys" else own
@@ -107,11 +168,12 @@ NO_TASKS = EveryTask(size=0, row=lambda index: index, content=lambda index: inde
 def selected_tables(
     text: str, *, train: EveryTask, held_out: EveryTask | None, is_mixed: bool
 ) -> tuple[TaskTable, TaskTable]:
-    """Return the table of training tasks and that of evaluated ones, as `EnvSpec.select_json` (`text`) chooses them.
+    """Return the tables of (training tasks, evaluated tasks) that the JSON `text` of `EnvSpec.select_json` chooses.
 
-    Without a selection the tables have all tasks. `is_mixed`: evaluations play training tasks, which are then in the
-    order `mixed`. Raises InvalidSpecError for an empty selection, unknown names or positions, and evaluated tasks that
-    are trained on.
+    A set without a selection is whole. `held_out` is the set for evaluation; where it is None, evaluated tasks are
+    chosen from `train`, and there are none without such a selection. `is_mixed`: evaluations play training tasks, so
+    these are in the order `train.mixed`, as they are with any selection. Raises InvalidSpecError for an empty
+    selection, unknown names or positions, and evaluated tasks that are trained on.
     """
     tables = decode_object(text or "{}", what="select", reason="ENV_ARGS_INVALID", max_bytes=MAX_ARGS_BYTES)
     every = list(train.mixed if train.mixed is not None and (is_mixed or tables) else range(train.size))
@@ -132,7 +194,10 @@ def selected_tables(
 
 
 def stop_of(text: str) -> int:
-    """Return one past the last position that a selection names in a slice with an end; 0 if it names none."""
+    """Return how many tasks an environment must have for a selection: one past the last position that it names.
+
+    `text` is the JSON of `EnvSpec.select_json`. Slices without an end do not count; 0 if nothing is left.
+    """
     tables = decode_object(text or "{}", what="select", reason="ENV_ARGS_INVALID", max_bytes=MAX_ARGS_BYTES)
     selections = [tables[key] for key in ("train", "eval") if key in tables] + tables.get("apart_from", [])
     stops = [stop for each in selections for _, stop, _ in each["include"]["idx"] if stop is not None]
@@ -140,10 +205,11 @@ def stop_of(text: str) -> int:
 
 
 def tasks_of(taskset: Any, num_tasks: int) -> EveryTask:
-    """Return all tasks of a v1 taskset, or the first `num_tasks` of an endless one, with their names."""
+    """Return all tasks of a v1 taskset, or the first `num_tasks` of an endless one, with the names that they have."""
     tasks = list(itertools.islice(taskset, num_tasks) if taskset.INFINITE else taskset)
 
     def named(index: int, kind: str) -> Iterable[str]:
+        """Return the task's name of that kind (`ids`, `keys` or `names`); () if it has none."""
         task = tasks[index]
         found = {"ids": getattr(task.data, "id", None), "keys": getattr(task, "key", None), "names": task.data.name}
         return (str(found[kind]),) if found[kind] is not None else ()
@@ -157,20 +223,22 @@ def tasks_of(taskset: Any, num_tasks: int) -> EveryTask:
 
 
 def _order(whole: EveryTask) -> Sequence[int]:
+    """Return the positions of all tasks in the order in which they are played without a selection."""
     return range(whole.size) if whole.mixed is None else whole.mixed
 
 
 def _choose(
     whole: EveryTask, select: Mapping[str, Any], ids: Sequence[str], *, of: str, key: str = "orchestrator.env.select"
 ) -> list[int]:
-    """Return the positions that a selection chooses, in the order in which they are played.
+    """Return the positions of `whole` that the selection `select` chooses, in the order in which they are played.
 
-    `ids` are the tasks' ids by position; `of` and `key` are for messages. Raises InvalidSpecError, also for an empty
-    choice.
+    `ids` are the tasks' ids by position; `of` (the kind of tasks) and `key` (of the selection) are for messages. Raises
+    InvalidSpecError, also for an empty choice.
     """
     kept, dropped = (_matched(whole, select[side], ids, of=of, key=f"{key}.{side}") for side in ("include", "exclude"))
     left = [at for at in _order(whole) if (kept is None or at in kept) and not (dropped and at in dropped)]
     if select["shuffle"]:
+        # The order before a shuffle must not depend on how tasks were mixed, or a seed would not give the same choice.
         left.sort()
         random.Random(select["seed"]).shuffle(left)
     limit = select["limit"]
@@ -186,15 +254,17 @@ def _choose(
 
 
 def _matched(whole: EveryTask, match: Mapping[str, Any], ids: Sequence[str], *, of: str, key: str) -> set[int] | None:
-    """Return the positions that any list of `match` names; None if all lists are empty.
+    """Return the positions that any list of `match` (`idx`, `ids`, `keys`, `names`) names; None if all lists are empty.
 
-    Raises InvalidSpecError for positions and names that do not exist.
+    `ids` are the tasks' ids by position. `of` (the kind of tasks) and `key` (of `match`) are for messages. Raises
+    InvalidSpecError for positions and names that do not exist.
     """
     if not any(match.values()):
         return None
     found: set[int] = set()
     wrong: list[Violation] = []
     for start, stop, step in match["idx"]:
+        # A slice without an end names at least its first position.
         last = start if stop is None else range(start, stop, step)[-1]
         if last >= whole.size:
             shown = f"{last}" if stop is None or stop == start + 1 else f"{start} to {last}"
@@ -218,7 +288,7 @@ def _matched(whole: EveryTask, match: Mapping[str, Any], ids: Sequence[str], *, 
 
 
 def _require_apart(evaluated: TaskTable, trained: set[str]) -> None:
-    """Raise InvalidSpecError if an evaluated task is among the ids `trained`."""
+    """Raise InvalidSpecError if an evaluated task has one of the task ids `trained`."""
     if shared := list(dict.fromkeys(task for task in evaluated.ids if task in trained)):
         message = (
             f"chooses {len(shared)} of its {len(evaluated)} tasks that are trained on, too: the first are "
@@ -229,19 +299,23 @@ def _require_apart(evaluated: TaskTable, trained: set[str]) -> None:
 
 
 def _refused(wrong: Sequence[Violation]) -> InvalidSpecError:
+    """Make the error that refuses a selection for these violations."""
     return InvalidSpecError(
         wrong, reason="ENV_SELECT_INVALID", remedy="correct `select` of the environment, then submit the run again"
     )
 
 
 def _positions(size: int) -> str:
+    """Return the valid positions of `size` tasks as text."""
     return f"0 to {size - 1}" if size else "none"
 
 
 def _nameless(kind: str) -> str:
+    """Return the part of a message that no task has a name of that kind."""
     return f"the tasks of this environment have no {kind}: choose by `idx` or `keys`"
 
 
 def _shown(names: Sequence[str]) -> str:
+    """Return the first three names, quoted, as text."""
     more = ", …" if len(names) > _SHOWN else ""
     return ", ".join(map(repr, names[:_SHOWN])) + more

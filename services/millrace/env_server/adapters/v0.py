@@ -28,11 +28,18 @@ import aiohttp
 import verifiers as vf
 from pydantic import BaseModel
 
+from millrace.config.sections.sampling import NEUTRAL
 from millrace.decoding import decode_json
+from millrace.env_server.adapters import judges
 from millrace.env_server.adapters.client_v0 import LeanClient, LeanCompletionsClient
-from millrace.env_server.adapters.env_args import NO_RENDERER, RENDERER, split_args
-from millrace.env_server.adapters.failures import frames_of, is_engine_fault
-from millrace.env_server.adapters.groups_v0 import completes_text, member_of, members_of, tasks_of
+from millrace.env_server.adapters.failures import (
+    frames_of,
+    is_engine_fault,
+    not_text_error,
+    other_part,
+    refusal,
+    refuse_other_parts,
+)
 from millrace.env_server.adapters.outcome import (
     NotANumberError,
     Outcome,
@@ -42,12 +49,19 @@ from millrace.env_server.adapters.outcome import (
     number_of,
     require_demonstrations,
 )
+from millrace.env_server.adapters.rubrics_v0 import (
+    SCORED,
+    Scored,
+    completes_text,
+    member_of,
+    members_of,
+    refuse_unknown_arguments,
+    tasks_of,
+    watch_rubrics,
+)
 from millrace.env_server.adapters.samples import SPANS, MissingTokensError, merge_turns
 from millrace.env_server.adapters.samples_v0 import turns_of
-from millrace.env_server.adapters.scoring import judges
-from millrace.env_server.adapters.scoring.rubrics_v0 import SCORED, Scored, refuse_unknown_arguments, watch_rubrics
-from millrace.env_server.adapters.selection import NO_TASKS, selected_tables
-from millrace.env_server.adapters.text_only import not_text_error, other_part, refusal, refuse_other_parts
+from millrace.env_server.adapters.selection import NO_RENDERER, NO_TASKS, RENDERER, selected_tables, split_args
 from millrace.env_server.agents.server import agent_server
 from millrace.env_server.agents.sessions import AgentRules
 from millrace.env_server.agents.v0 import apply_rules
@@ -55,9 +69,16 @@ from millrace.env_server.engine_access import ENGINE_LOST_MARK, engine_access
 from millrace.env_server.library import releases
 from millrace.env_server.library.endpoints import TOO_LONG, explain
 from millrace.env_server.library.lookups import remember_lookups
-from millrace.env_server.library.overhead_v0 import EnvExecutor, note_columns
-from millrace.env_server.library.v0 import HAS_RENDERERS, Client, ClientConfig, ErrorChain, resolve_client
-from millrace.env_server.own_sampling import NEUTRAL, AskedSampling, OwnSamplingError, flat
+from millrace.env_server.library.v0 import (
+    HAS_RENDERERS,
+    Client,
+    ClientConfig,
+    EnvExecutor,
+    ErrorChain,
+    note_columns,
+    resolve_client,
+)
+from millrace.env_server.own_sampling import AskedSampling, OwnSamplingError, flat
 from millrace.errors import CorruptObjectError, InvalidSpecError, Violation
 from millrace.internal.v1.play_pb2 import EnvSpec, PlayGroupRequest, Sampling
 from millrace.rollouts.requests import LoadedEnv, has_train_task, request_parameters
@@ -81,6 +102,11 @@ class V0Adapter:
     """A loaded v0 environment."""
 
     def __init__(self, env: vf.Environment, *, renderer: str, select_json: str = "") -> None:
+        """Take a loaded environment, choose its tasks, and watch its rubrics.
+
+        `renderer` is the one that the user configured, "off" for none, or "" to choose by the policy. `select_json` is
+        `EnvSpec.select_json`. Replaces the library's scoring in this process; raises InvalidSpecError.
+        """
         self._env = env
         self._renderer = renderer
         self._completes_text = completes_text(env, renderer="" if renderer == NO_RENDERER else renderer)
@@ -103,10 +129,11 @@ class V0Adapter:
 
     @classmethod
     def load(cls, spec: EnvSpec, module: ModuleType, args: Mapping[str, Any]) -> Self:
-        """Call the module's `load_environment` with the args that are not the env-server's, and check the result.
+        """Call the module's `load_environment` and return an adapter of the environment that it makes.
 
-        Installs the gate of judges in this process. Exceptions of the environment's code pass through; InvalidSpecError
-        is raised if the environment cannot be played as the run config asks.
+        `args` are the user's; those that are the env-server's own are not passed on. Installs the gate of judges in
+        this process. Exceptions of the environment's code pass through; InvalidSpecError is raised if the environment
+        cannot be played as the run config asks.
         """
         judges.JudgeGate(max_concurrent=spec.judge_max_concurrent, timeout_s=spec.judge_timeout_s).install()
         options = inspect.signature(module.load_environment).parameters
@@ -143,8 +170,8 @@ class V0Adapter:
         await engine_access().close()
 
     async def play(self, request: PlayGroupRequest, *, tokenizer_dir: str) -> Sequence[Outcome]:
-        """Play a rollout for each member and return the outcomes, one after the other, or as a group if rewards compare
-        them.
+        """Play one rollout for each member of the request's group and return the outcomes: one after the other, or as a
+        group if rewards compare the members.
 
         Of a compared group all fail if one does. `tokenizer_dir` has the policy's tokenizer, for rendering here.
         """
@@ -175,6 +202,11 @@ class V0Adapter:
         return fail_together(outcomes) if compares else outcomes
 
     def _client(self, request: PlayGroupRequest, tokenizer_dir: str) -> Client:
+        """Return the client that plays the request's rollouts; clients are kept for later requests.
+
+        The client renders with the tokenizer in `tokenizer_dir` if a renderer is configured or chosen; else it posts
+        chats or texts, which the engine tokenizes.
+        """
         renderer = "" if request.is_external else self._choose_renderer(tokenizer_dir)
         key = (request.base_url, request.is_external, request.api_key_var, tokenizer_dir if renderer else "")
         if key not in self._clients:
@@ -211,9 +243,10 @@ class V0Adapter:
 
 
 def fail_together(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Return outcomes of a group-scored play in which all failed if one did, because the comparison is spoilt.
+    """Return the outcomes of a play whose rewards compare its members: as they are, or all failed if one has failed.
 
-    The members that were OK get an error that names the first failure.
+    The members that were OK get an error that names the first failure; their status is ENGINE_LOST if that of any
+    member is, else ENV_ERROR.
     """
     broken = next((outcome for outcome in outcomes if outcome.status is not RolloutStatus.OK), None)
     if broken is None:
@@ -222,6 +255,7 @@ def fail_together(outcomes: Sequence[Outcome]) -> list[Outcome]:
         f"rewards of this environment compare the members of a group, and one of them failed: "
         f"{broken.error_type}: {broken.error_message}"
     )
+    # A lost engine is played again without blame, so it must not be hidden by another member's failure.
     is_lost = any(outcome.status is RolloutStatus.ENGINE_LOST for outcome in outcomes)
     status = RolloutStatus.ENGINE_LOST if is_lost else RolloutStatus.ENV_ERROR
     error = Outcome(
@@ -235,13 +269,17 @@ def fail_together(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def _watched(client: Client, *, is_external: bool) -> Client:
-    """Return the client with its `get_response` replaced: it notes errors about prompts that are too long in TOO_LONG.
+    """Return the client with its `get_response` replaced: it notes the text of errors about prompts that are too long
+    in TOO_LONG.
 
     A client of an engine of ours then also refuses content parts that are not text.
     """
     stock = client.get_response
 
     async def get_response(prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        """Do what the client's own method does; note the text of a prompt that is too long, and refuse parts that
+        are not text.
+        """
         if not is_external and (kind := other_part(prompt if isinstance(prompt, list) else ())):
             raise _NotTextError(refusal(kind))
         try:
@@ -256,6 +294,11 @@ def _watched(client: Client, *, is_external: bool) -> Client:
 
 
 def _renderer_client(base_url: str, tokenizer_dir: str, renderer: str) -> Client:
+    """Return a client of the engine at `base_url` that tokenizes here, by the renderer's name and the policy's
+    tokenizer.
+
+    Raises ValueError without a `tokenizer_dir`.
+    """
     from millrace.env_server.adapters.renderer import install_span_capture, renderer_config
 
     if not tokenizer_dir:
@@ -284,6 +327,7 @@ def _no_client() -> LeanClient:
 
 
 def _no_renderers(renderer: str) -> InvalidSpecError:
+    """Return the error for a renderer that is configured where the installed library has none."""
     message = (
         f"verifiers {releases.installed()}, as it is installed with the environment, tokenizes no turns on this side; "
         f'leave the key out, set it to "{NO_RENDERER}", or install verifiers 0.3.1 with `renderers`'
@@ -292,10 +336,11 @@ def _no_renderers(renderer: str) -> InvalidSpecError:
 
 
 def _outcome(output: Mapping[str, Any], of_play: Scored, asked: AskedSampling) -> Outcome:
-    """Return how a rollout ended, with its samples if it can be trained on.
+    """Return how a rollout ended, by the library's `output`, with its samples if it can be trained on.
 
     A failure is an error, a timeout, a reward that raised, a missing token, or a turn sampled in a way that the trainer
-    cannot compute. Takes the rollout's model calls out of SPANS.
+    cannot compute. `of_play` has notes of scoring that belong to no rollout, and `asked` is the run's sampling. Takes
+    the rollout's model calls out of SPANS.
     """
     played = _judged(output, of_play)
     spans = SPANS.take(str(output.get("trajectory_id") or ""))
@@ -319,10 +364,10 @@ def _outcome(output: Mapping[str, Any], of_play: Scored, asked: AskedSampling) -
 
 
 def _external_outcome(output: Mapping[str, Any], of_play: Scored, client: Client) -> Outcome:
-    """Return how a rollout at a foreign endpoint ended, without samples, and with the number of repeated tries as a
-    metric.
+    """Return how a rollout at a foreign endpoint ended, by the library's `output`: without samples, and with the number
+    of repeated tries, which `client` has counted, as a metric.
 
-    A rollout without a model call is a failure.
+    `of_play` has notes of scoring that belong to no rollout. A rollout without a model call is a failure.
     """
     played = _judged(output, of_play)
     steps = output.get("trajectory") or []
@@ -335,9 +380,10 @@ def _external_outcome(output: Mapping[str, Any], of_play: Scored, client: Client
 
 
 def _judged(output: Mapping[str, Any], of_play: Scored) -> Outcome:
-    """Return how the rollout ended, without its tokens: its reward and metrics, or its failure.
+    """Return how the rollout ended, by the library's `output`, without its tokens: its reward and metrics, or its
+    failure.
 
-    Takes the rollout's notes out of SCORED and TOO_LONG; `of_play` has notes of states without an id.
+    Takes the rollout's notes out of SCORED and TOO_LONG; `of_play` has notes of scoring that belong to no rollout.
     """
     steps = output.get("trajectory") or []
     rollout_id = str(output.get("trajectory_id") or "")
@@ -371,14 +417,21 @@ def _judged(output: Mapping[str, Any], of_play: Scored) -> Outcome:
 
 
 def _given(output: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the task's answer, under `answer`, and the fields of its info."""
+    """Return the fields of a task's info, with its answer under `answer`; `output` is a row or a rollout of the
+    library.
+
+    An info that is no table is under `info`.
+    """
     answer, info = output.get("answer"), output.get("info")
     found = {} if _is_nothing(info) else dict(info) if isinstance(info, Mapping) else {"info": info}
     return found if _is_nothing(answer) else {**found, "answer": answer}
 
 
 def with_read_info(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a task with its `info` parsed if that is a text of JSON, as the library does when it plays the task."""
+    """Return a task's row with `info` parsed if that is a text of JSON, as the library does when it plays the task.
+
+    A row with any other info is returned as it is.
+    """
     info = row.get("info")
     if not isinstance(info, str):
         return row
@@ -394,6 +447,10 @@ def _is_nothing(value: Any) -> bool:
 
 
 def _error_outcome(error: BaseException, played: Outcome) -> Outcome:
+    """Return the failure of a rollout that ended with the exception `error`: its class and text decide the status.
+
+    The message has the texts of `error` and its causes. Conversation and metrics are those of `played`.
+    """
     kind, message = type(error).__name__, repr(ErrorChain(error))
     if isinstance(error, _NotTextError):
         message, status = str(error), RolloutStatus.ENV_ERROR
@@ -411,6 +468,9 @@ def _error_outcome(error: BaseException, played: Outcome) -> Outcome:
 
 
 def _messages(value: Any) -> list[Mapping[str, Any]]:
+    """Return a prompt or completion of the library, a text or a list of messages, as JSON objects; others are left
+    out.
+    """
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     shown: list[Mapping[str, Any]] = []
@@ -423,6 +483,7 @@ def _messages(value: Any) -> list[Mapping[str, Any]]:
 
 
 def _model_seconds(timing: Mapping[str, Any]) -> float:
+    """Return the seconds that a rollout's model calls took in all, by the library's record `timing`."""
     spans = (timing.get("model") or {}).get("spans") or ()
     return float(sum(max(0.0, span.get("end", 0.0) - span.get("start", 0.0)) for span in spans))
 
@@ -440,7 +501,9 @@ _ONE_ANSWER = ("n", 1)  # the library's own default
 
 
 def declared_by(env: Any) -> dict[str, Any]:
-    """Return the sampling of an environment's constructor as one flat table, without the library's default `n = 1`."""
+    """Return the sampling that an environment's constructor sets, as one flat table, without the library's default
+    `n = 1`.
+    """
     declared = flat(getattr(env, "sampling_args", None) or {})
     return {name: value for name, value in declared.items() if (name, value) != _ONE_ANSWER}
 
@@ -448,9 +511,10 @@ def declared_by(env: Any) -> dict[str, Any]:
 def sampling_args(
     sampling: Sampling, *, is_external: bool = False, declared: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the run's sampling as v0 sampling args.
+    """Return the sampling that a run asks for in the form of v0's `sampling_args`.
 
-    `declared`, the environment's own, applies where the run's value is neutral.
+    `declared`, the environment's own or None, applies where the run's value is the neutral one. Parameters that
+    OpenAI's API does not have are in `extra_body`; an external endpoint gets fewer.
     """
     parameters = request_parameters(sampling, is_external=is_external)
     if declared:
@@ -460,6 +524,12 @@ def sampling_args(
 
 
 def _filled(asked: Mapping[str, Any], declared: Mapping[str, Any], *, holds_temperature: bool) -> dict[str, Any]:
+    """Return the run's parameters `asked`, each with the environment's `declared` value where the run's is the neutral
+    one.
+
+    With `holds_temperature` the run's temperature counts as chosen even if neutral. A token limit of the run replaces
+    any token limit of the environment.
+    """
     chosen = {name: value for name, value in asked.items() if name not in NEUTRAL or value != NEUTRAL[name]}
     if holds_temperature:
         chosen["temperature"] = asked["temperature"]

@@ -1,8 +1,8 @@
 """Adapter of `verifiers` v1 environments: packages that export a Taskset.
 
-Runs a role that has no harness of its own in this process (`harness_v1`), with the train client, which tokenizes with
+Runs a role that has no harness of its own in this process (`runtimes_v1`), with the train client, which tokenizes with
 the policy's own tokenizer and asks the engine for exact tokens. Args of the environment go to its taskset, except
-`renderer`, `env`, `eval_args` and `num_tasks` where the taskset has no such option (see `env_args`).
+`renderer`, `env`, `eval_args` and `num_tasks` where the taskset has no such option (see `selection`).
 """
 
 import asyncio
@@ -22,17 +22,8 @@ from verifiers.v1.configs.agent import AgentConfig
 from verifiers.v1.utils.loaders import taskset_config_type
 from verifiers.v1.utils.retries import run_episode_with_retry
 
-from millrace.env_server.adapters import harness_v1
-from millrace.env_server.adapters.env_args import (
-    OURS,
-    RENDERER,
-    V1_ENV,
-    V1_EVAL_ARGS,
-    V1_NUM_TASKS,
-    split_args,
-    table_of,
-)
-from millrace.env_server.adapters.failures import frames_of, our_spelling, remember_roles
+from millrace.env_server.adapters import judges, runtimes_v1, watched_v1
+from millrace.env_server.adapters.failures import frames_of, our_spelling, refuse_other_parts, remember_roles
 from millrace.env_server.adapters.library_tasksets import (
     options_checked,
     require_data,
@@ -57,10 +48,20 @@ from millrace.env_server.adapters.runtimes_v1 import (
 )
 from millrace.env_server.adapters.samples import SPANS, MissingTokensError
 from millrace.env_server.adapters.samples_v1 import branch_samples, kept_nodes, merged, timeout_remedy
-from millrace.env_server.adapters.scoring import judges, watched_v1
-from millrace.env_server.adapters.scoring.watched_v1 import refuse_unknown_arguments
-from millrace.env_server.adapters.selection import TaskTable, selected_tables, stop_of, tasks_of
-from millrace.env_server.adapters.text_only import refuse_other_parts
+from millrace.env_server.adapters.selection import (
+    OURS,
+    RENDERER,
+    V1_ENV,
+    V1_EVAL_ARGS,
+    V1_NUM_TASKS,
+    TaskTable,
+    selected_tables,
+    split_args,
+    stop_of,
+    table_of,
+    tasks_of,
+)
+from millrace.env_server.adapters.watched_v1 import refuse_unknown_arguments
 from millrace.env_server.agents import v1 as agents
 from millrace.env_server.agents.branches import LEFT_OUT_METRIC
 from millrace.env_server.agents.programs import cause_first
@@ -102,6 +103,11 @@ class V1Adapter:
     def __init__(
         self, env: Any, *, tables: tuple[TaskTable, TaskTable], renderer: str, traces: "ExpectedTraces"
     ) -> None:
+        """Take a loaded environment with its tables of training and of evaluated tasks.
+
+        `renderer` is the one that the user configured, or "" to choose by the policy. `traces` is how many trained
+        traces its episodes may have.
+        """
         self._env = env
         self._traces = traces
         self._renderer = renderer
@@ -113,14 +119,16 @@ class V1Adapter:
 
     @classmethod
     def load(cls, spec: EnvSpec, args: Mapping[str, Any]) -> Self:
-        """Build and check the environment, with its tasks. Exceptions of the environment's code pass through.
+        """Build and check the environment that `spec` names, with its tasks, and return its adapter.
 
-        Replaces methods of the library in this process, for the gate of judges. Raises InvalidSpecError if the
-        environment cannot be played as the run config asks.
+        `args` are the user's. Exceptions of the environment's code pass through. Replaces methods of the library in
+        this process, for the gate of judges. Raises InvalidSpecError if the environment cannot be played as the run
+        config asks.
         """
         takes_several = spec.takes_several_traces
         judges.JudgeGate(max_concurrent=spec.judge_max_concurrent, timeout_s=spec.judge_timeout_s).install()
         watched_v1.mark_scoring()
+        # Sort the arguments: those of the taskset, and those that Millrace reads.
         options = taskset_config_type(spec.id).model_fields
         require_packages(spec.id)
         own, ours = split_args(args, keys=_OUR_ARGS, options=options)
@@ -130,6 +138,7 @@ class V1Adapter:
         extra = table_of(ours.get(V1_ENV), where=where)
         eval_args = ours.get(V1_EVAL_ARGS)
         num_tasks = int(ours.get(V1_NUM_TASKS, max(_DEFAULT_NUM_TASKS, stop_of(spec.select_json))))
+        # Make the environment, and check that a run can play and train it.
         env = vf.load_environment(_config(spec.id, own, extra, where=where))
         check_runtimes(env, where=where)
         require_data(env.taskset)
@@ -137,6 +146,7 @@ class V1Adapter:
         rules = AgentRules.decode(spec.agent_json)
         _require_own_loop(env, rules)
         traces = ExpectedTraces(takes_several=takes_several, has_several=trained.has_several, rules=rules)
+        # List its tasks, and check them as the run's config asks.
         held_out = None
         if eval_args is not None:
             taskset = vf.load_taskset(_config(spec.id, {**own, **eval_args}, extra, where=where).taskset)
@@ -161,8 +171,10 @@ class V1Adapter:
         return loaded
 
     async def start(self) -> None:
-        """Replace what Millrace replaces in the library, and start the interception server and shared tools, until
-        `close`.
+        """Replace functions of the library in this process by Millrace's, and start the interception server and shared
+        tools.
+
+        Server and tools run until `close`.
         """
         os.environ.setdefault(_API_KEY_VARIABLE, "EMPTY")
         install_span_capture()
@@ -180,11 +192,13 @@ class V1Adapter:
         await self._stack.enter_async_context(self._env.serving())
 
     async def close(self) -> None:
-        """Stop everything that the environment has opened."""
+        """Stop the interception server and shared tools that `start` has started, and close the connections to
+        engines.
+        """
         await self._stack.aclose()
 
     async def play(self, request: PlayGroupRequest, *, tokenizer_dir: str) -> Sequence[Outcome]:
-        """Play one episode for each member, one after the other, and return the outcomes.
+        """Play one episode of the request's task for each member, one after the other, and return the outcomes.
 
         `tokenizer_dir` has the policy's tokenizer. Raises ValueError if it is "" and the engine is ours. Fails all
         members if the environment has tools and the policy's tool calls cannot be parsed.
@@ -208,7 +222,10 @@ class V1Adapter:
         return outcomes
 
     def _no_tool_parser(self, tokenizer_dir: str) -> str:
-        """Return why the policy's tool calls cannot be parsed, or "" if they can or the environment has no tools."""
+        """Return why tool calls of the policy, whose tokenizer is in `tokenizer_dir`, cannot be parsed.
+
+        "" if they can be, or if the environment has no tools.
+        """
         name = self._renderer or choose_renderer(Path(tokenizer_dir))
         if name != DEFAULT or not self._has_tools:
             return ""
@@ -219,9 +236,9 @@ class V1Adapter:
         )
 
     def _client_config(self, request: PlayGroupRequest, tokenizer_dir: str) -> Any:
-        """Return the config of the train client, which gives exact tokens.
+        """Return the config of the library's client for the request: of its train client, which gives exact tokens.
 
-        For a foreign endpoint, of the relaying client.
+        For a foreign endpoint it is the config of the relaying client, which gives none.
         """
         if request.is_external:
             return vf.EvalClientConfig(base_url=request.base_url, api_key_var=request.api_key_var or _API_KEY_VARIABLE)
@@ -235,24 +252,27 @@ class V1Adapter:
 
 
 def _config(env_id: str, taskset_args: Mapping[str, Any], extra: Mapping[str, Any], *, where: str) -> Any:
-    """Make the environment's config from the taskset's args and `extra`, the other keys.
+    """Return the environment's config, made of its id, the taskset's args, and `extra`, the other keys.
 
-    `where` names their place in messages.
+    `where` is the key of `extra` in messages. Raises InvalidSpecError for options that are not valid.
     """
     base = {**extra, "taskset": {"id": env_id, **taskset_args}}
     with options_checked(roles=where):
-        return vf.resolve_env_config(with_roles(base, harness=harness_v1.register(), where=where))
+        return vf.resolve_env_config(with_roles(base, harness=runtimes_v1.register(), where=where))
 
 
 def _outcome(episode: Any, expected: ExpectedTraces, asked: AskedSampling | None) -> Outcome:
     """Return how an episode ended, with its samples if it can be trained on.
 
     A failure is an error or timeout, a missing reward or token, several traces where one is expected, or a turn sampled
-    in a way that the trainer cannot compute. `asked` is None for an endpoint that is not ours, which sends no tokens.
+    in a way that the trainer cannot compute. `asked` is the run's sampling; it is None for an endpoint that is not
+    ours, which sends no tokens. Takes the model calls of all traces out of SPANS.
     """
     traces = [trace for trace in episode.traces if trace.agent.trainable]
+    # Of all traces, so that those which are not trained leave nothing in SPANS, either.
     spans = {trace.id: SPANS.take(trace.id) for trace in episode.traces}
     each = [_played(trace) for trace in traces] or [Outcome(status=RolloutStatus.OK)]
+    # An algorithm that compares agents needs their names even where one of them did not play.
     names_agents = expected.takes_several and (expected.has_several or len(traces) > 1)
     played = merged([trace.agent.name for trace in traces], each) if traces and names_agents else each[0]
     if asked is not None:
@@ -260,6 +280,8 @@ def _outcome(episode: Any, expected: ExpectedTraces, asked: AskedSampling | None
         played = replace(played, sent_instead=asked.instead(call.sent for call in calls))
     for trace, own in zip(traces or [None], each, strict=True):
         if failure := _failure(episode, trace, own):
+            # A parameter of the environment's own that the engine refused is the cause, and is named in place of the
+            # error.
             try:
                 if asked is not None and trace is not None:
                     asked.require(spans[trace.id].refused)
@@ -317,6 +339,9 @@ def _replaced_replies(traces: Sequence[Any]) -> str:
 
 
 def _played(trace: Any) -> Outcome:
+    """Return a trace as an OK outcome, without samples: with its reward, metrics, and the messages of its last
+    branch.
+    """
     branches = trace.branches
     shown = branches[-1].messages if branches else ()
     rewards = {f"reward/{name}": reward.score for name, reward in trace.rewards.items() if reward is not None}
@@ -334,12 +359,14 @@ def _played(trace: Any) -> Outcome:
 
 
 def _given(trace: Any) -> dict[str, Any]:
-    """Return the fields that a task's data has beyond those of every task, and the trace's `info`."""
+    """Return what a trace's task has to be scored with: its data's own fields (`own_data`), and the trace's `info`."""
     return own_data(trace.task.data) | (trace.info or {})
 
 
 def own_data(data: Any) -> dict[str, Any]:
-    """Return the fields that a task's data has beyond those of every task, such as its answer, without None."""
+    """Return the fields of a task's data that the library's base class does not have, such as its answer, without
+    None.
+    """
     return {
         name: value
         for name, value in data.model_dump().items()
@@ -348,9 +375,10 @@ def own_data(data: Any) -> dict[str, Any]:
 
 
 def _failure(episode: Any, trace: Any, played: Outcome) -> Outcome | None:
-    """Return the typed failure of an episode with the conversation of `played`; None if it did not fail.
+    """Return an episode's failure as an outcome with the conversation of `played`; None if it did not fail.
 
-    The first of these is returned: deadline, context length, lost engine, error, missing reward.
+    `trace` is the trained trace that `played` was made of, None if there is none. The first of these is returned:
+    deadline, context length, lost engine, error, missing reward.
     """
     errors = _errors(episode)
     error = errors[0] if errors else None
@@ -408,6 +436,7 @@ def _errors(episode: Any) -> list[Any]:
 
 
 def _error_status(error: Any) -> RolloutStatus:
+    """Return the status of a rollout that failed with an error which the library recorded."""
     if MISSING_TOKENS_MARK in error.message:
         return RolloutStatus.MISSING_TOKENS
     if error.type == "OverlongPromptError":
@@ -438,6 +467,7 @@ class _Roles:
     """Replaces the agents of an episode: each is trainable until `Env.setup` says otherwise."""
 
     def __init__(self, configs: Mapping[str, AgentConfig]) -> None:
+        """Make a trainable role for each of the configs, by name."""
         self._roles = {
             name: SimpleNamespace(name=name, config=config, trainable=True) for name, config in configs.items()
         }
@@ -465,11 +495,11 @@ class Trained:
 
 
 def check_trainable(env: Any, *, takes_several: bool, where: str) -> Trained:
-    """Return what of an environment is trained.
+    """Return which traces of an environment's episodes are trained.
 
-    Raise InvalidSpecError if that is no trace, or several but one is allowed. Runs the environment's `setup`, outside
-    of an event loop. Environments whose code decides only in an episode pass. `where` is the config's place in the
-    args.
+    Raises InvalidSpecError if none is, or several are and `takes_several` is False. Runs the environment's `setup`,
+    outside of an event loop. Environments whose code decides only in an episode pass. `where` is the config's key in
+    messages.
     """
     attempts = list(_several_attempts(env.config, where=where))
     configs = {name: value for name, value in env.config if isinstance(value, AgentConfig)}
@@ -484,7 +514,10 @@ def check_trainable(env: Any, *, takes_several: bool, where: str) -> Trained:
 
 
 def declared_sampling(env: Any, trained: Trained, *, where: str) -> dict[str, dict[str, Any]]:
-    """Return the sampling that the environment's config or code sets for trained roles, by its place in the args."""
+    """Return the sampling that the environment's config or code sets for trained roles, by the key of each.
+
+    `where` is the key of the config that has the roles. Roles without sampling are left out.
+    """
     roles = {name: getattr(env.config, name) for name in trained.roles}
     declared = {
         name: flat(role.sampling.model_dump(exclude_unset=True)) for name, role in roles.items() if role.sampling
@@ -493,6 +526,10 @@ def declared_sampling(env: Any, trained: Trained, *, where: str) -> dict[str, di
 
 
 def _several_attempts(config: Any, *, where: str) -> Iterator[Violation]:
+    """Yield a violation for each key by which an episode makes several attempts, and so has several trained traces.
+
+    `config` is the environment's, and `where` its key.
+    """
     keys = ["attempts", *(["n"] if any(base.__name__ == _BEST_OF_N for base in type(config).__mro__) else [])]
     for key in keys:
         count = getattr(config, key, 1)
@@ -506,6 +543,9 @@ def _several_attempts(config: Any, *, where: str) -> Iterator[Violation]:
 
 
 def _not_one_role(env: Any, trained: Sequence[str], *, where: str) -> Violation:
+    """Return the violation of an environment that trains these roles where one is allowed; `where` is its config's
+    key.
+    """
     names = ", ".join(trained) or "none"
     kind = type(env).__name__
     if trained:
@@ -517,13 +557,15 @@ def _not_one_role(env: Any, trained: Sequence[str], *, where: str) -> Violation:
 
 
 def _trained_roles(env: Any, configs: Mapping[str, AgentConfig]) -> list[str] | None:
-    """Run `Env.setup` and return the roles that it leaves trainable.
+    """Run `Env.setup` on substitutes for the agents, by the config of each role, and return the roles that it leaves
+    trainable.
 
-    None if it raises without the agents of an episode.
+    None if it raises or takes too long, which is not known before an episode.
     """
     roles = _Roles(configs)
 
     async def set_up() -> None:
+        """Run the environment's `setup` on the roles, with a time limit."""
         async with asyncio.timeout(_SETUP_S):
             await env.setup(roles)
 
@@ -536,9 +578,11 @@ def _trained_roles(env: Any, configs: Mapping[str, AgentConfig]) -> list[str] | 
 
 
 def _require_own_loop(env: Any, rules: AgentRules) -> None:
-    """Raise InvalidSpecError if the run limits agents and all roles have our own harness, which no address serves."""
+    """Raise InvalidSpecError if the run limits agents and all roles have our own harness, which has no loop of its
+    own to limit.
+    """
     roles = [value for _, value in env.config if isinstance(value, AgentConfig)]
     harnesses = {role.harness.id for role in roles if role.harness is not None}
-    if rules.limits and harnesses == {harness_v1.HARNESS_ID}:
+    if rules.limits and harnesses == {runtimes_v1.HARNESS_ID}:
         message = "has limits of agents with a loop of their own, and no role of this environment has such a harness"
         raise InvalidSpecError([Violation(field="agent", value=json.dumps(rules.limits), message=message)])

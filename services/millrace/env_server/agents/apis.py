@@ -36,7 +36,10 @@ class Chats:
     name = "chats"
 
     def read(self, body: Mapping[str, Any], *, drops: Sequence[str]) -> AgentRequest:
-        """Read a request body, ignoring the parameters in `drops`. Raises InvalidSpecError."""
+        """Read the body of a request for a chat completion, ignoring the parameters in `drops`.
+
+        Raises InvalidSpecError if the body is malformed, or a parameter would have no effect.
+        """
         read = applied(body, AGENT_CHAT, drops=drops)
         fields = read.fields
         limits = [count_of(fields[name], name) for name in ("max_tokens", "max_completion_tokens") if name in fields]
@@ -52,7 +55,7 @@ class Chats:
         )
 
     def body(self, asked: AgentRequest, replies: Sequence[PolicyReply], model: str) -> dict[str, Any]:
-        """Return the replies as a `chat.completion` object; `asked` is not used."""
+        """Return the replies as a `chat.completion` object, which shows the name `model`; `asked` is not used."""
         choices = [
             {"index": index, "message": each.message, "finish_reason": each.finish, "logprobs": None}
             for index, each in enumerate(replies)
@@ -60,10 +63,15 @@ class Chats:
         return {**_head("chat.completion", model), "choices": choices, "usage": _usage(replies)}
 
     def events(self, asked: AgentRequest, replies: Sequence[PolicyReply], model: str) -> Events:
-        """Yield the replies as chunks of a stream, each whole reply in one."""
+        """Yield the replies as chunks of a chat completion's stream: each whole reply in one chunk, then its finish
+        reason.
+
+        The usage follows if the request asked for it. `model` is the name that the chunks show.
+        """
         head = _head("chat.completion.chunk", model)
         for index, each in enumerate(replies):
             delta = dict(each.message)
+            # In a stream each piece of a call has the index of the call that it continues.
             if calls := delta.pop("tool_calls", None):
                 delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
             ends = ((delta, None), ({}, each.finish))
@@ -75,7 +83,7 @@ class Chats:
         yield "", None
 
     def error(self, status: int, message: str, param: str | None) -> dict[str, Any]:
-        """Return an error as the API's JSON object; `param` is the parameter that is wrong."""
+        """Return an error as OpenAI's JSON object; `param` is the parameter that is wrong, if one is."""
         return {"error": {"message": message, "type": error_type(status), "param": param, "code": str(status)}}
 
 
@@ -93,6 +101,10 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
+    """Return one message of a chat request, checked, with its content as text and `developer` as `system`.
+
+    `where` is its place in the request. Raises InvalidSpecError, also for fields that would have no effect.
+    """
     if not isinstance(message, Mapping):
         raise wrong(where, "must be a table")
     role = message.get("role")
@@ -125,6 +137,9 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
+    """Return a tool call of a chat message without unused keys; raise InvalidSpecError, at `where`, if it is
+    malformed.
+    """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise wrong(where, 'must be {"id": …, "type": "function", "function": {"name": …, "arguments": …}}')
@@ -137,17 +152,21 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _not_strict(tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the places of `strict` in tools: calls are not forced into their schemas."""
+    """Yield the place in the request of each `strict` among the tools, which is ignored: calls are not forced into
+    schemas.
+    """
     for index, tool in enumerate(tools):
         if tool["function"].get("strict"):
             yield f"tools[{index}].function.strict"
 
 
 def _head(kind: str, model: str) -> dict[str, Any]:
+    """Return the fields with which a chat completion, or a chunk of one (`kind`), begins."""
     return {"id": new_id("chatcmpl"), "object": kind, "created": now(), "model": model}
 
 
 def _usage(replies: Sequence[PolicyReply]) -> dict[str, int]:
+    """Return the token counts of replies to one prompt, which counts once."""
     prompt, sampled = replies[0].num_prompt, sum(each.num_tokens for each in replies)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
@@ -163,7 +182,10 @@ class Responses:
     name = "responses"
 
     def read(self, body: Mapping[str, Any], *, drops: Sequence[str]) -> AgentRequest:
-        """Read a request body, ignoring the parameters in `drops`. Raises InvalidSpecError."""
+        """Read the body of a request for a response, ignoring the parameters in `drops`.
+
+        Raises InvalidSpecError if the body is malformed, or a parameter would have no effect.
+        """
         read = applied(body, RESPONSES, drops=drops)
         fields, tools = read.fields, read.tools
         messages = _messages(fields.get("input"))
@@ -182,7 +204,9 @@ class Responses:
         )
 
     def body(self, asked: AgentRequest, replies: Sequence[PolicyReply], model: str) -> dict[str, Any]:
-        """Return the only reply as a `response` object."""
+        """Return the only reply as OpenAI's `response` object, which shows the name `model` and the tools of
+        `asked`.
+        """
         [each] = replies
         is_cut = each.finish == "length"
         return {
@@ -200,7 +224,9 @@ class Responses:
         }
 
     def events(self, asked: AgentRequest, replies: Sequence[PolicyReply], model: str) -> Events:
-        """Yield the only reply as events of a stream, each item whole."""
+        """Yield the only reply as the events of a response's stream, each item's text in one piece; `model` is the name
+        shown.
+        """
         whole = self.body(asked, replies, model)
         begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
         bare: list[tuple[str, dict[str, Any]]] = [
@@ -214,11 +240,15 @@ class Responses:
             yield f"response.{kind}", {"type": f"response.{kind}", "sequence_number": number, **data}
 
     def error(self, status: int, message: str, param: str | None) -> dict[str, Any]:
-        """Return an error as the API's JSON object; `param` is the parameter that is wrong."""
+        """Return an error as OpenAI's JSON object; `param` is the parameter that is wrong, if one is."""
         return {"error": {"message": message, "type": error_type(status), "param": param, "code": str(status)}}
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
+    """Convert the `input` of a request for a response, a text or a list of items, to messages of a chat.
+
+    Reasoning becomes part of the reply that follows it. Raises InvalidSpecError.
+    """
     if isinstance(value, str) and value:
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
@@ -248,6 +278,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _responses_message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Convert an input item that is a message to a message of a chat; raise InvalidSpecError at its place `where`."""
     roles = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
     if item.get("role") not in list(roles):
         raise wrong(f"{where}.role", f"must be one of {', '.join(roles)}")
@@ -256,14 +287,15 @@ def _responses_message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _thought(item: Mapping[str, Any], where: str) -> str:
+    """Return the text of an input item with reasoning; raise InvalidSpecError at its place `where`."""
     content = item.get("content") or item.get("summary") or []
     return plain_text(content, f"{where}.content", kinds=("reasoning_text", "summary_text"))
 
 
 def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
-    """Add a function call to the last message if the policy wrote it, else to a new one of the policy's.
+    """Add the function call `item` to the last of `messages` if that is a reply, else to a new reply without text.
 
-    In this API a text of the policy and its calls are items of their own. Raises InvalidSpecError.
+    In this API a text of the policy and its calls are items of their own. Raises InvalidSpecError at its place `where`.
     """
     if not all(isinstance(item.get(name), str) for name in ("call_id", "name", "arguments")):
         raise wrong(where, "must have texts as `call_id`, `name` and `arguments`")
@@ -275,6 +307,10 @@ def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any], where: st
 
 
 def _tool(tool: Any, index: int) -> dict[str, Any]:
+    """Convert a tool of a request for a response to the form of a chat; raise InvalidSpecError if it is no function.
+
+    `index` is its place among the tools, for messages.
+    """
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
         kind = tool.get("type") if isinstance(tool, Mapping) else tool
         raise wrong(f"tools[{index}].type", f"is {kind!r}; the agent's functions alone are called")
@@ -283,6 +319,7 @@ def _tool(tool: Any, index: int) -> dict[str, Any]:
 
 
 def _responses_head(asked: AgentRequest, model: str) -> dict[str, Any]:
+    """Return the fields of a `response` object that do not depend on the reply."""
     tools = [{"type": "function", "strict": False, **tool["function"]} for tool in asked.tools]
     return {
         "id": new_id("resp"),
@@ -301,6 +338,7 @@ def _responses_head(asked: AgentRequest, model: str) -> dict[str, Any]:
 
 
 def _items(reply: PolicyReply) -> list[dict[str, Any]]:
+    """Return a reply as output items of a response: reasoning, message, function calls."""
     items: list[dict[str, Any]] = []
     if reply.reasoning:
         content = [{"type": "reasoning_text", "text": reply.reasoning}]
@@ -322,6 +360,9 @@ def _items(reply: PolicyReply) -> list[dict[str, Any]]:
 
 
 def _item_events(item: dict[str, Any], index: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the events (type without `response.`, data) that stream the output item at `index`, its text in one
+    piece.
+    """
     at = {"output_index": index, "item_id": item["id"]}
     match item["type"]:
         case "message":
@@ -356,7 +397,10 @@ class Messages:
     name = "messages"
 
     def read(self, body: Mapping[str, Any], *, drops: Sequence[str]) -> AgentRequest:
-        """Read a request body, ignoring the parameters in `drops`. Raises InvalidSpecError."""
+        """Read the body of a request of Anthropic's messages, ignoring the parameters in `drops`.
+
+        Raises InvalidSpecError if the body is malformed, or a parameter would have no effect.
+        """
         read = applied(body, MESSAGES, drops=drops)
         fields, tools = read.fields, read.tools
         value = fields.get("messages")
@@ -381,7 +425,7 @@ class Messages:
         )
 
     def body(self, asked: AgentRequest, replies: Sequence[PolicyReply], model: str) -> dict[str, Any]:
-        """Return the only reply as a `message` object; `asked` is not used."""
+        """Return the only reply as Anthropic's `message` object, which shows the name `model`; `asked` is not used."""
         [each] = replies
         return {
             "id": new_id("msg"),
@@ -395,7 +439,7 @@ class Messages:
         }
 
     def events(self, asked: AgentRequest, replies: Sequence[PolicyReply], model: str) -> Events:
-        """Yield the only reply as events of a stream, each content block whole."""
+        """Yield the only reply as the events of a stream of Anthropic's messages, each content block in one piece."""
         whole = self.body(asked, replies, model)
         begun = {**whole, "content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 0}}
         yield _event("message_start", message=begun)
@@ -409,19 +453,21 @@ class Messages:
         yield _event("message_stop")
 
     def error(self, status: int, message: str, param: str | None) -> dict[str, Any]:
-        """Return an error as the API's JSON object; `param` is the parameter that is wrong."""
+        """Return an error as Anthropic's JSON object; `param` is the parameter that is wrong, if one is."""
         kind = _ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": message, "param": param}}
 
 
 def _event(kind: str, **data: Any) -> tuple[str, dict[str, Any]]:
+    """Return an event (type, data) of Anthropic's stream, whose data has the type as well."""
     return kind, {"type": kind, **data}
 
 
 def _messages_messages(message: Any, where: str) -> Iterator[dict[str, Any]]:
-    """Yield a message of this API as messages of OpenAI's chats, in which each tool result is a message of its own.
+    """Convert one message of Anthropic's API and yield it as messages of a chat, in which each tool result is one of
+    its own.
 
-    Raises InvalidSpecError.
+    `where` is its place in the request. Raises InvalidSpecError.
     """
     role = message.get("role") if isinstance(message, Mapping) else None
     if role not in ("user", "assistant"):
@@ -454,7 +500,7 @@ def _messages_messages(message: Any, where: str) -> Iterator[dict[str, Any]]:
 
 
 def _failed(messages: list[Any]) -> Iterator[str]:
-    """Yield the places of tool results marked `is_error`: chats have no place for the mark."""
+    """Yield the place in the request of each tool result's mark `is_error`, which is ignored: chats do not have it."""
     for index, message in enumerate(messages):
         content = message.get("content")
         for at, block in enumerate(content if isinstance(content, list) else ()):
@@ -463,6 +509,11 @@ def _failed(messages: list[Any]) -> Iterator[str]:
 
 
 def _messages_tool(tool: Any, index: int) -> dict[str, Any]:
+    """Convert a tool of a request of Anthropic's messages to the form of a chat; raise InvalidSpecError if it is a
+    built-in one.
+
+    `index` is its place among the tools, for messages.
+    """
     if not isinstance(tool, Mapping) or tool.get("type") not in (None, "custom"):
         kind = tool.get("type") if isinstance(tool, Mapping) else tool
         raise wrong(f"tools[{index}].type", f"is {kind!r}; the agent's own tools alone are called")
@@ -476,6 +527,10 @@ def _messages_tool(tool: Any, index: int) -> dict[str, Any]:
 
 
 def _choice(choice: Any) -> Any:
+    """Convert Anthropic's `tool_choice` to that of a chat: "auto" or "none", and any other as the object that was sent.
+
+    None stays None. Raises InvalidSpecError if parallel calls are disabled.
+    """
     if not isinstance(choice, Mapping):
         return choice
     if choice.get("disable_parallel_tool_use"):
@@ -484,6 +539,7 @@ def _choice(choice: Any) -> Any:
 
 
 def _blocks(reply: PolicyReply) -> list[dict[str, Any]]:
+    """Return a reply as Anthropic's content blocks: thinking, text, tool uses."""
     blocks: list[dict[str, Any]] = []
     if reply.reasoning:
         blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
@@ -501,6 +557,9 @@ def _blocks(reply: PolicyReply) -> list[dict[str, Any]]:
 
 
 def _halves(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split a content block for a stream into (the empty block with which it begins, the delta with all that it
+    has).
+    """
     match block["type"]:
         case "text":
             return {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}

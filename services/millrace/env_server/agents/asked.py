@@ -57,9 +57,9 @@ class PolicyReply:
 
     @classmethod
     def of(cls, completion: Mapping[str, Any]) -> "PolicyReply":
-        """Read the reply from a chat completion with one choice.
+        """Read a reply from a chat completion with one choice.
 
-        A reply with tool calls that finished with `stop` has `tool_calls` as its finish.
+        A reply with tool calls whose finish reason is `stop` gets `tool_calls` instead.
         """
         choice = completion["choices"][0]
         message, usage = choice["message"], completion.get("usage") or {}
@@ -101,15 +101,23 @@ class Api(Protocol):
         ...
 
     def body(self, asked: AgentRequest, replies: Sequence[PolicyReply], model: str) -> dict[str, Any]:
-        """Return the answer's JSON object."""
+        """Return the replies to the request `asked` as the JSON object of an answer without a stream.
+
+        `model` is the name that the answer shows.
+        """
         ...
 
     def events(self, asked: AgentRequest, replies: Sequence[PolicyReply], model: str) -> Events:
-        """Yield the answer as events of a stream."""
+        """Yield the replies to the request `asked` as the events of a stream, as (type, data).
+
+        `model` is the name that the events show.
+        """
         ...
 
     def error(self, status: int, message: str, param: str | None) -> dict[str, Any]:
-        """Return an error as the API's JSON object; `param` is the parameter that is wrong."""
+        """Return an error as the API's JSON object; `status` is the answer's HTTP status, `param` the parameter
+        that is wrong, if one is.
+        """
         ...
 
 
@@ -127,11 +135,13 @@ class Applied:
 
 
 def applied(body: Mapping[str, Any], known: Mapping[str, Parameter], *, drops: Sequence[str]) -> Applied:
-    """Split a request's parameters into those with an effect and those ignored: in `drops`, or set by the run instead.
+    """Split a request's parameters into those that have an effect and those that are ignored.
 
-    `known` has the API's parameters; a null counts as absent. Raises InvalidSpecError for parameters that are unknown
-    or can be neither applied nor ignored.
+    Ignored are those named in `drops`, and those that the run sets instead. `known` has the API's parameters; one that
+    is null counts as absent. Raises InvalidSpecError for parameters that are unknown or can be neither applied nor
+    ignored.
     """
+    # Clients write null for parameters that they leave out.
     fields = {name: value for name, value in body.items() if value is not None}
     gone = [name for name in fields if name in drops]
     counts = {name: value for name, value in fields.items() if name not in gone}
@@ -149,9 +159,10 @@ def applied(body: Mapping[str, Any], known: Mapping[str, Parameter], *, drops: S
 
 
 def offered(tools: Any, choice: Any) -> list[dict[str, Any]]:
-    """Return the tools that the policy may call, with their schemas; none if `choice` is "none".
+    """Return the tools that the policy may call, in OpenAI's form without unused keys; [] if `choice` is "none".
 
-    Raises InvalidSpecError.
+    `tools` and `choice` are the request's `tools` and `tool_choice`. Raises InvalidSpecError for what is malformed or
+    cannot be applied.
     """
     check_tool_choice(choice)
     if not tools:
@@ -168,13 +179,17 @@ def offered(tools: Any, choice: Any) -> list[dict[str, Any]]:
 
 
 def known_keys(tool: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    """Raise InvalidSpecError if a tool has a key with a value that is not among `known`; `where` is for the message."""
+    """Raise InvalidSpecError if a tool has a key that is not among `known`, unless its value is None, false or [].
+
+    `where` is the tool's place in the request, for the message.
+    """
     for name, value in tool.items():
         if value not in (None, False, []) and name not in known:
             raise wrong(f"{where}.{name}", "is not known here, and what is not known is not ignored; leave it out")
 
 
 def _plain(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool with the name, description and parameters of its function alone; missing ones get empty values."""
     function = tool["function"]
     schema = function.get("parameters") or {"type": "object", "properties": {}}
     described = {"name": function["name"], "description": function.get("description") or "", "parameters": schema}
@@ -184,7 +199,8 @@ def _plain(tool: Mapping[str, Any]) -> dict[str, Any]:
 def plain_text(content: Any, where: str, *, kinds: Sequence[str] = ("text",)) -> str:
     """Return the text of a message's content, its parts joined by line ends; None is "".
 
-    Raises InvalidSpecError, at `where`, for a part whose type is not among `kinds`.
+    `where` is its place in the request, for messages. Raises InvalidSpecError for a part whose type is not among
+    `kinds`.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -201,9 +217,8 @@ def plain_text(content: Any, where: str, *, kinds: Sequence[str] = ("text",)) ->
 
 
 def count_of(value: Any, field: str, *, most: int = 2**31 - 1) -> int:
-    """Return the value if it is a whole number from 1 to `most`.
-
-    Raise InvalidSpecError that names `field` otherwise.
+    """Return the value if it is a whole number from 1 to `most`; raise InvalidSpecError that names `field`
+    otherwise.
     """
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         raise wrong(field, f"must be a whole number from 1 to {most}")
@@ -211,9 +226,9 @@ def count_of(value: Any, field: str, *, most: int = 2**31 - 1) -> int:
 
 
 def stops_of(value: Any, field: str) -> list[str]:
-    """Return a stop string, or several, as a list.
+    """Return one stop string, or a list of them, as a list.
 
-    Raise InvalidSpecError that names `field` if one is no text, or empty.
+    Raises InvalidSpecError that names `field` if one is no text, or empty.
     """
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
@@ -222,14 +237,14 @@ def stops_of(value: Any, field: str) -> list[str]:
 
 
 def flag(value: Any, field: str) -> bool:
-    """Return the value if it is true or false; raise InvalidSpecError that names `field` otherwise."""
+    """Return the value if it is a bool; raise InvalidSpecError that names `field` otherwise."""
     if not isinstance(value, bool):
         raise wrong(field, "must be true or false")
     return value
 
 
 def wrong(field: str, message: str) -> InvalidSpecError:
-    """Make the InvalidSpecError (REQUEST_INVALID) of one field."""
+    """Make the InvalidSpecError (REQUEST_INVALID) about the request's field `field`."""
     return InvalidSpecError([Violation(field=field, message=message)], reason="REQUEST_INVALID")
 
 
@@ -239,5 +254,5 @@ def new_id(kind: str) -> str:
 
 
 def now() -> int:
-    """Return the time in whole seconds, as answers have it."""
+    """Return the Unix time in whole seconds."""
     return int(time.time())

@@ -27,7 +27,7 @@ class AgentListen:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "AgentListen":
-        """Read the address and ports to listen at from a process's variables; by default loopback and any free port.
+        """Read from a process's variables where workers listen for agents; by default on loopback, at any free port.
 
         Raises InvalidSpecError, also for an address beyond loopback without MILLRACE_INSECURE, because requests are in
         plain text.

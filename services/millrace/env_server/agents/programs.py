@@ -23,13 +23,13 @@ class AgentFailedError(Exception):
     """The agent's program ended with another status than 0."""
 
     def __init__(self, message: str, *, output: str = "") -> None:
-        """Take `output`, what the program wrote."""
+        """Make the error; `output` is what the program wrote to its standard streams."""
         super().__init__(message)
         self.output = output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ran:
+class ProgramOutput:
     """What a program wrote."""
 
     stdout: str
@@ -43,12 +43,13 @@ async def run_program(
     stdin: str = "",
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
-) -> Ran:
+) -> ProgramOutput:
     """Run an agent's program to its end and return its output, at most the last MiB of each stream.
 
-    It gets this worker's variables without Millrace's own, those of the address, and `env`. Its process group is killed
-    when it ends, and when this is cancelled. Raises AgentFailedError, with the cause first, if its status is not 0, and
-    OSError if it cannot be started.
+    `argv` is the command line, `stdin` the text that the program reads, and `cwd` its directory, None for this
+    process's. The program gets this worker's variables without Millrace's own, those of `address`, by which it finds
+    the policy, and `env`. Its process group is killed when it ends, and when this is cancelled. Raises
+    AgentFailedError, with the cause first, if its exit status is not 0, and OSError if it cannot be started.
     """
     process = await start(
         argv,
@@ -63,8 +64,9 @@ async def run_program(
             _tail(process.stdout), _tail(process.stderr), _feed(process.stdin, stdin), process.wait()
         )
     finally:
+        # The program's children may outlive it, and would go on asking the policy.
         kill_group(process.pid)
-    ran = Ran(stdout=stdout.decode("utf-8", "replace"), stderr=stderr.decode("utf-8", "replace"))
+    ran = ProgramOutput(stdout=stdout.decode("utf-8", "replace"), stderr=stderr.decode("utf-8", "replace"))
     if process.returncode:
         output = (ran.stderr or ran.stdout).strip()
         shown = f": {cause_of(output)}\n{output[-_SHOWN_CHARS:]}" if output else ", and printed nothing"
@@ -74,7 +76,7 @@ async def run_program(
 
 
 async def _tail(stream: asyncio.StreamReader | None) -> bytes:
-    """Read to the end, and return the last `_MAX_OUTPUT_BYTES`."""
+    """Read a stream to its end, and return its last `_MAX_OUTPUT_BYTES`; b"" for None."""
     kept = b""
     while stream is not None and (part := await stream.read(1 << 16)):
         kept = (kept + part)[-_MAX_OUTPUT_BYTES:]
@@ -82,6 +84,7 @@ async def _tail(stream: asyncio.StreamReader | None) -> bytes:
 
 
 async def _feed(stream: asyncio.StreamWriter | None, text: str) -> None:
+    """Write the text to a program's standard input and close it; a program that has ended is no error."""
     if stream is None:
         return
     try:
@@ -94,9 +97,10 @@ async def _feed(stream: asyncio.StreamWriter | None, text: str) -> None:
 
 
 def cause_of(text: str) -> str:
-    """Return the line of a failed program's output that names the error, cut to `_CAUSE_CHARS`; "" without output.
+    """Return the line of a failed program's output that names the error, at most `_CAUSE_CHARS` of it; "" without
+    output.
 
-    It is the line after the last frame of a traceback, or without a traceback the last line with text.
+    That line is the one after the last frame of a traceback, or without a traceback the last line with text.
     """
     lines = [line.rstrip() for line in text.splitlines() if any(char.isalnum() for char in line)]
     frames = [at for at, line in enumerate(lines) if _FRAME.match(line)]

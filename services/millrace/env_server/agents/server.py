@@ -30,7 +30,9 @@ from millrace.errors import UnavailableError
 
 logger = logging.getLogger(__name__)
 
+# Tokens of ended rollouts that are remembered: a late request is answered with 410 rather than 401.
 _ENDED_KEPT = 4096
+# aiohttp's own limit is 1 MiB, which a long conversation exceeds.
 _MAX_BODY_BYTES = 64 << 20
 
 
@@ -38,7 +40,9 @@ class AgentServer:
     """The HTTP server of one worker, opened with the first address."""
 
     def __init__(self, listen: AgentListen | None = None) -> None:
-        """Take `listen`, by default from this process's variables."""
+        """Make a server that does not listen yet; `listen` is where it shall, by default as this process's
+        variables say.
+        """
         self._listen = AgentListen.from_environ(os.environ) if listen is None else listen
         self._sessions: dict[str, AgentSession] = {}
         self._ended: OrderedDict[bytes, None] = OrderedDict()
@@ -50,17 +54,21 @@ class AgentServer:
     async def opened(
         self, ask: Ask, *, model: str, limits: AgentLimits | None = None, drops: Sequence[str] = ()
     ) -> AsyncIterator[tuple[AgentAddress, AgentSession]]:
-        """Yield an address for an agent, and its session, whose model calls `ask` makes, until the block is left.
+        """Yield an address for the agent of one rollout, and its session, until the block is left.
 
-        Later requests with the address's token get 410. `drops` are parameters that are ignored rather than refused.
-        Raises UnavailableError if no port is free.
+        `ask` makes the model calls that the agent asks for, and `model` is the name that answers show. `limits` bound
+        the agent's calls, None by the defaults. `drops` are request parameters that are ignored rather than refused.
+        Once the block is left, requests with the address's token get 410. Starts to listen at the first call; raises
+        UnavailableError if no port is free.
         """
+        # Rollouts that begin at the same time must not open two servers.
         async with self._opening:
             if self._runner is None:
                 await self._start()
         session = AgentSession(ask, model=model, limits=limits, drops=drops)
         self._sessions[session.token] = session
         host = (
+            # IPv6 addresses are in brackets in a URL.
             f"[{self._listen.advertised_host}]" if ":" in self._listen.advertised_host else self._listen.advertised_host
         )
         try:
@@ -79,6 +87,7 @@ class AgentServer:
             self._runner = None
 
     async def _start(self) -> None:
+        """Start to listen at the first free of the configured ports; raise UnavailableError if none is free."""
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
         for path, api in ROUTES.items():
             app.router.add_post(path, self._handler(api))
@@ -94,6 +103,7 @@ class AgentServer:
             except OSError as error:
                 problem = error
                 continue
+            # Port 0 lets the system choose.
             self._port = runner.addresses[0][1]
             self._runner = runner
             return
@@ -106,7 +116,10 @@ class AgentServer:
         )
 
     def _handler(self, api: Api) -> "web.Handler":  # type: ignore[name-defined]
+        """Return the handler of HTTP requests of one API: it passes each to the session of its token, or refuses it."""
+
         async def handle(request: web.Request) -> web.StreamResponse:
+            """Answer one HTTP request by the session of its token, or refuse it."""
             found = self._session(api, request)
             if isinstance(found, AgentAnswer):
                 return web_response(found)
@@ -115,6 +128,7 @@ class AgentServer:
         return handle
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
+        """Answer `GET /v1/models` with the rollout's only model."""
         found = self._session(CHATS, request)
         if isinstance(found, AgentAnswer):
             return web_response(found)
@@ -122,6 +136,7 @@ class AgentServer:
         return web.json_response({"object": "list", "data": [card]})
 
     def _session(self, api: Api, request: web.Request) -> AgentSession | AgentAnswer:
+        """Return the session that a request's token names, or the answer that refuses it in the form of `api`."""
         token = shown_token(request.headers)
         if not token:
             return refusal(api, 401, "the token of a rollout is required, as a bearer token or `x-api-key`")
@@ -148,12 +163,14 @@ def web_response(answer: AgentAnswer) -> web.Response:
 
 
 async def _no_such_path(request: web.Request) -> web.StreamResponse:
+    """Answer a request of an unknown path with 404 and the paths that there are."""
     paths = ", ".join(f"POST {path}" for path in ROUTES)
     message = f"{request.method} {request.path[:200]} is not answered here; {paths} and GET /v1/models are"
     return web_response(refusal(CHATS, 404, message))
 
 
 def _digest(token: str) -> bytes:
+    """Return a hash of a token, by which ended rollouts are remembered."""
     return hashlib.blake2b(token.encode(), digest_size=16).digest()
 
 

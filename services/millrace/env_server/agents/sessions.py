@@ -16,7 +16,7 @@ from aiohttp import web
 from millrace.decoding import decode_object
 from millrace.env_server.agents.apis import Chats, Messages, Responses
 from millrace.env_server.agents.asked import AgentRequest, Api, PolicyReply
-from millrace.env_server.agents.branches import DEFAULT, MODES, Made
+from millrace.env_server.agents.branches import DEFAULT, MODES, AgentCall
 from millrace.errors import CorruptObjectError, InvalidSpecError, MillraceError, Violation
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,9 @@ class CallRefusedError(Exception):
     """The policy did not answer: an HTTP status of at least 400, and why."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None) -> None:
-        """Take `param`, the name of the wrong parameter."""
+        """Make the error with the HTTP `status` of the answer; `param` is the name of the request's wrong
+        parameter, if one is.
+        """
         super().__init__(message)
         self.status = status
         self.param = param
@@ -63,7 +65,7 @@ class AgentLimits:
     """Seconds from the opening of the address until it answers no more."""
 
     def __post_init__(self) -> None:
-        """Raise InvalidSpecError if a limit is no number from 0 on."""
+        """Raise InvalidSpecError if a limit is not a number of at least 0."""
         for name in ("max_requests", "max_tokens", "max_concurrent", "max_body_bytes", "deadline_s"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 2**40:
@@ -84,7 +86,10 @@ class AgentRules:
 
     @classmethod
     def decode(cls, text: str) -> "AgentRules":
-        """Decode the rules from JSON; raise CorruptObjectError or InvalidSpecError."""
+        """Decode the rules for agents from the JSON of `EnvSpec.agent_json`; "" gives the defaults.
+
+        Raises CorruptObjectError for what is no JSON object, and InvalidSpecError for wrong values.
+        """
         fields = decode_object(text or "{}", what="agent", reason="ENV_ARGS_INVALID")
         branches, limits = fields.get("branches", DEFAULT), fields.get("limits", {})
         if branches not in MODES:
@@ -98,7 +103,9 @@ class AgentRules:
         return cls(branches=branches, limits=limits, is_set=bool(fields))
 
     def over(self, own: AgentLimits | None) -> AgentLimits:
-        """Return the environment's own limits with those of the run config in their place."""
+        """Return the environment's own limits, None for the defaults, with the limits that the run config sets in
+        their place.
+        """
         changes: dict[str, Any] = dict(self.limits)
         return replace(own or AgentLimits(), **changes)
 
@@ -146,10 +153,15 @@ class AgentSession:
         limits: AgentLimits | None = None,
         drops: Sequence[str] = (),
     ) -> None:
-        """Take `drops`, parameters that are ignored rather than refused, and named in a header of the answer."""
+        """Make the session of one rollout, with a new token.
+
+        `ask` makes one model call, and `model` is the name that answers show. `limits` bound the agent's calls, None by
+        the defaults. `drops` are request parameters that are ignored rather than refused, and named in a header of the
+        answer.
+        """
         self.token = secrets.token_urlsafe(24)
         self.limits = limits or AgentLimits()
-        self.made: list[Made] = []
+        self.made: list[AgentCall] = []
         """The calls that were answered."""
         self.last_refusal = ""
         """Status and message of the last refused call."""
@@ -165,36 +177,39 @@ class AgentSession:
 
     @property
     def is_late(self) -> bool:
-        """Return whether the deadline of the address has passed."""
+        """Return whether more seconds than the limit `deadline_s` have passed since the session was made."""
         return bool(self.limits.deadline_s) and time.monotonic() - self._begun > self.limits.deadline_s
 
     def close(self) -> None:
-        """Refuse all further calls with 410, and cancel those in progress."""
+        """Refuse all further model calls with 410, and cancel those in progress."""
         self.is_closed = True
         for task in self._answers.values():
             task.cancel()
 
     async def read_and_answer(self, api: Api, request: web.Request) -> AgentAnswer:
-        """Read an HTTP request and answer it.
+        """Read an agent's HTTP request in the form of `api` and return the answer.
 
-        Refuse a body over the limit with 413, unread if its length is declared.
+        A body over the limit is refused with 413, unread if its length is declared.
         """
         size, limit = 0 if request.content_length is None else request.content_length, self.limits.max_body_bytes
+        # Before the body is read where its size is announced, and after that where it is not (chunked transfer).
         raw = b"" if limit and size > limit else await request.read()
         if limit and max(size, len(raw)) > limit:
             return self.refused(api, 413, f"the body has more than {limit} bytes")
         return await self.answer(api, raw, request.headers)
 
     async def answer(self, api: Api, raw: bytes, headers: Mapping[str, str]) -> AgentAnswer:
-        """Answer a request, or refuse it; errors become answers with a status.
+        """Return the answer to a request of the API `api` with the body `raw`; errors are answers with a status.
 
-        The same request again, marked as a retry, gets the answer of the first, unless that failed. A model call goes
-        on when its client hangs up.
+        The same body again, marked as a retry by its headers, gets the answer of the first, unless that failed. A model
+        call goes on when its client closes the connection.
         """
+        # A client's retry has the same body; its headers differ in the count of retries.
         key = hashlib.blake2b(api.name.encode() + raw, digest_size=16).digest()
         known = self._answers.get(key)
         if known is None or known.cancelled() or not _is_repeated(headers) or _has_failed(known):
             known = asyncio.create_task(self._answer(api, raw, headers), name="model call of an agent")
+            # Removed first, so that the new call is the last in the order in which answers are dropped.
             self._answers.pop(key, None)
             self._answers[key] = known
             while len(self._answers) > _KEPT_ANSWERS and (old := _done(self._answers)) is not None:
@@ -204,13 +219,18 @@ class AgentSession:
         return self._ended(api) if known.cancelled() else known.result()
 
     async def _answer(self, api: Api, raw: bytes, headers: Mapping[str, str]) -> AgentAnswer:
+        """Parse a request's body, make its model calls and return the answer; errors are answers with a status.
+
+        `raw` is the body in the form of `api`, in which the answer is, too; `headers` are the request's.
+        """
         try:
             self._require_open()
             body = decode_object(raw, what="the request", reason="REQUEST_INVALID", max_bytes=_MAX_JSON_BYTES)
             asked = replace(api.read(body, drops=self._drops), headers=headers)
             self._require_left(asked.n)
+            # Counted before the calls: requests at the same time must not pass the limit together.
             self._num_calls += asked.n
-            replies = await self._say(asked)
+            replies = await self._call_policy(asked)
             model = body.get("model")
             return _written(api, asked, replies, model if isinstance(model, str) and model else self.model)
         except InvalidSpecError as error:
@@ -220,25 +240,34 @@ class AgentSession:
         except CallRefusedError as error:
             return self.refused(api, error.status, str(error), param=error.param)
 
-    async def _say(self, asked: AgentRequest) -> list[PolicyReply]:
+    async def _call_policy(self, asked: AgentRequest) -> list[PolicyReply]:
+        """Make the request's `n` model calls, one after the other, note them in `made` and return the replies.
+
+        Raises CallRefusedError.
+        """
         # The choices are made one after the other, because each is a turn of the rollout.
         replies: list[PolicyReply] = []
         for _ in range(asked.n):
             async with self._free:
+                # Asked again, because the call may have waited long for its turn.
                 self._require_open()
                 one = PolicyReply.of(await self._ask(asked))
             self._num_tokens += one.num_tokens
-            self.made.append(Made(prompt=asked.messages, reply=one.message, num_tokens=one.num_tokens))
+            self.made.append(AgentCall(prompt=asked.messages, reply=one.message, num_tokens=one.num_tokens))
             replies.append(one)
         return replies
 
     def _require_open(self) -> None:
+        """Raise CallRefusedError (410) if the session is closed or its deadline has passed."""
         if self.is_closed:
             raise CallRefusedError(410, "the rollout of this token has ended")
         if self.is_late:
             raise CallRefusedError(410, f"the deadline of this address has passed ({self.limits.deadline_s:g} s)")
 
     def _require_left(self, count: int) -> None:
+        """Raise CallRefusedError (403) if `count` more model calls would exceed a limit, or the limit of tokens is
+        reached.
+        """
         limits = self.limits
         if limits.max_requests and self._num_calls + count > limits.max_requests:
             raise CallRefusedError(403, f"the rollout may make {limits.max_requests} model calls, and has made them")
@@ -246,26 +275,37 @@ class AgentSession:
             raise CallRefusedError(403, f"the rollout may sample {limits.max_tokens} tokens, and has sampled them")
 
     def _ended(self, api: Api) -> AgentAnswer:
+        """Return the answer for a call that was cancelled because the rollout has ended."""
         return self.refused(api, 410, "the rollout of this token has ended")
 
     def refused(self, api: Api, status: int, message: str, *, param: str | None = None) -> AgentAnswer:
-        """Return a refusal, and keep it as `last_refusal`, for the error of an agent that ends because of it."""
+        """Return the answer that refuses a call, and keep it as `last_refusal`, for the error of an agent that ends
+        because of it.
+
+        `param` is the request's wrong parameter, if one is.
+        """
         self.last_refusal = f"{status}: {message}"
         return refusal(api, status, message, param=param)
 
 
 def refusal(api: Api, status: int, message: str, *, param: str | None = None) -> AgentAnswer:
-    """Return an answer with an error in the form of an API."""
+    """Return the answer of an HTTP status with an error in the form of `api`; `param` is the wrong parameter, if
+    one is.
+    """
     return AgentAnswer(status=status, body=orjson.dumps(api.error(status, message, param)))
 
 
 def program_environ(address: AgentAddress) -> dict[str, str]:
-    """Return this process's variables without Millrace's own, and with those of an address, for an agent's program."""
+    """Return the variables for an agent's program: this process's without `MILLRACE_*`, and those of its address."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith("MILLRACE_")}
     return {**ours, **address.environ()}
 
 
 def _written(api: Api, asked: AgentRequest, replies: Sequence[PolicyReply], model: str) -> AgentAnswer:
+    """Return the answer with the replies in the form of `api`, as one body or as a stream, as the request asks.
+
+    A header names the parameters that had no effect.
+    """
     headers = {NOT_APPLIED_HEADER: ", ".join(asked.not_applied)} if asked.not_applied else {}
     if not asked.streams:
         return AgentAnswer(status=200, body=orjson.dumps(api.body(asked, replies, model)), headers=headers)
@@ -274,17 +314,21 @@ def _written(api: Api, asked: AgentRequest, replies: Sequence[PolicyReply], mode
 
 
 def _event(kind: str, data: Mapping[str, Any] | None) -> bytes:
+    """Return one server-sent event as bytes; without data it is the mark `[DONE]`."""
     name = f"event: {kind}\n".encode() if kind else b""
     return name + b"data: " + (b"[DONE]" if data is None else orjson.dumps(data)) + b"\n\n"
 
 
 def _is_repeated(headers: Mapping[str, str]) -> bool:
+    """Return whether a request's headers mark it as a retry of an SDK."""
     return any(headers.get(name, "0") not in ("", "0") for name in _RETRY_HEADERS)
 
 
 def _has_failed(task: "asyncio.Task[AgentAnswer]") -> bool:
+    """Return whether a call has ended with cancellation, an exception or an answer of status 400 or above."""
     return task.done() and (task.cancelled() or task.exception() is not None or task.result().status >= 400)
 
 
 def _done(answers: "Mapping[bytes, asyncio.Task[AgentAnswer]]") -> bytes | None:
+    """Return the key of the oldest answer whose call has ended; None if all are in progress."""
     return next((key for key, task in answers.items() if task.done()), None)

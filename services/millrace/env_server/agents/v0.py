@@ -39,13 +39,20 @@ class AgentEnv(vf.MultiTurnEnv):
     """Which calls are trained on (`agents.branches`); the run config sets it."""
 
     def __init__(self, *, limits: AgentLimits | None = None, drops: Sequence[str] = (), **kwargs: Any) -> None:
-        """Take `drops`, request parameters such as `tool_choice` to ignore rather than refuse."""
+        """Make the environment with limits for its agent, none by default.
+
+        `drops` are request parameters, such as `tool_choice`, that are ignored rather than refused; `kwargs` are the
+        library's.
+        """
         super().__init__(**kwargs)
         self.limits = limits or AgentLimits()
         self.drops = tuple(drops)
 
     async def run_agent(self, address: AgentAddress, state: vf.State) -> None:
-        """Run the agent to its end (to be overridden). The policy answers at `address` until this returns."""
+        """Run the agent of one rollout to its end (to be overridden).
+
+        The policy answers at `address` until this returns. What is written into `state` is for the rubric.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no run_agent(address, state)")
 
     async def env_response(self, messages: Any, state: vf.State, **kwargs: Any) -> Any:
@@ -57,7 +64,8 @@ class AgentEnv(vf.MultiTurnEnv):
     ) -> vf.State:
         """Play a task by running the agent at an address of its own, and return the state.
 
-        A vf.Error is put into `state["error"]` and a missed deadline marked as a timeout; other exceptions are raised.
+        `input` is the task's row, and the other arguments are those of the library's `rollout`. A vf.Error is put into
+        `state["error"]` and a missed deadline marked as a timeout; other exceptions are raised.
         """
         state = await self.init_state(input, client, model, sampling_args)
         state["timing"].generation.start = time.time()
@@ -80,6 +88,12 @@ class AgentEnv(vf.MultiTurnEnv):
         return state
 
     async def _run(self, address: AgentAddress, session: AgentSession, state: vf.State) -> None:
+        """Run the agent, then close its session, mark in each step whether it is trained on, and set the stop
+        condition.
+
+        Raises the vf.Error of the last model call if that has failed, except for a prompt that is too long, which is a
+        stop condition; else AgentError if the agent's program failed by itself.
+        """
         problem: Exception | None = None
         try:
             await self.run_agent(address, state)
@@ -105,6 +119,10 @@ class AgentEnv(vf.MultiTurnEnv):
             state["stop_condition"] = ENDED
 
     async def _ask(self, state: vf.State, asked: AgentRequest) -> Mapping[str, Any]:
+        """Make one model call for the agent, add it to the rollout's steps, and return a chat completion.
+
+        Raises CallRefusedError if it fails; the error is kept in `state` as the rollout's problem.
+        """
         prompt = normalize_messages(list(asked.messages), field_name="messages")
         tools = [Tool(**tool["function"]) for tool in asked.tools]
         begun = time.time()
@@ -115,6 +133,7 @@ class AgentEnv(vf.MultiTurnEnv):
         except vf.Error as error:
             state[_PROBLEM] = error
             raise _refused(error) from error
+        # The agent has tried again with success, so the earlier failure does not end the rollout.
         state[_PROBLEM] = None
         state["timing"].model.spans.append(TimeSpan(start=begun, end=time.time()))
         await self.add_model_response(state, prompt, response)
@@ -149,6 +168,7 @@ def _sampling(run: Mapping[str, Any], asked: AgentRequest) -> dict[str, Any]:
 
 
 def _refused(error: Exception) -> CallRefusedError:
+    """Return the HTTP refusal, for the agent, of a model call that failed with `error`."""
     if isinstance(error, vf.OverlongPromptError):
         return CallRefusedError(400, f"context_length_exceeded: {error}", param="messages")
     if ENGINE_LOST_MARK in str(error):
@@ -157,6 +177,7 @@ def _refused(error: Exception) -> CallRefusedError:
 
 
 def _completion(response: Any) -> dict[str, Any]:
+    """Convert the library's response to a chat completion with one choice."""
     message, usage = response.message, response.usage
     calls = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -32,6 +32,7 @@ from millrace.env_server.library import v1
 
 ENDS = "millrace_ends"
 """Field of a chat between this module and the train client: `max_tokens` and `stop` that the agent asks for."""
+# Tokens of ended rollouts that are remembered: a late request is answered with 410 rather than 401.
 _ENDED_KEPT = 4096
 # Headers of the connection, or of the client's retries, which are answered here.
 _OWN_HEADERS = frozenset(
@@ -46,18 +47,20 @@ _ended: OrderedDict[bytes, None] = OrderedDict()
 
 
 def apply_rules(secret: str, *, limits: AgentLimits | None = None, drops: Sequence[str] = ()) -> None:
-    """Set the limits of a rollout's agent, and the parameters that its requests may have in vain, before it is started.
+    """Set the limits of the agent of one rollout, before the agent is started.
 
-    `secret` is the argument of that name of `Harness.launch`.
+    `secret` is the argument of that name of `Harness.launch`. `limits` None are the defaults. `drops` are request
+    parameters that are ignored rather than refused. The limits of the run config replace these.
     """
     _rules[secret] = (limits, drops)
 
 
 def install(rules: AgentRules) -> None:
-    """Have every interception server of this process answer agents, with the limits in `rules`. Idempotent.
+    """Replace methods of the library's interception servers in this process so that they answer agents, with the limits
+    of `rules`.
 
-    Replaces methods of the library's server. Its own answers remain for in-process requests, other paths and clients
-    that relay.
+    The library's own answers remain for in-process requests, other paths and clients that relay. A second call does
+    nothing.
     """
     if getattr(InterceptionServer.handle_request, "_is_millraces", False):
         return
@@ -65,6 +68,7 @@ def install(rules: AgentRules) -> None:
     stock_unregister = InterceptionServer.unregister
 
     async def handle_request(self: Any, request: Any, dialect: Any) -> web.StreamResponse:
+        """Answer an HTTP request at the interception: by the session of its token, or as the library does."""
         if isinstance(request, v1.InProcessRequest):
             return await stock_handle(self, request, dialect)
         api = ROUTES.get(request.path)
@@ -86,6 +90,7 @@ def install(rules: AgentRules) -> None:
         return web_response(await agent.read_and_answer(api, request))
 
     def unregister(self: Any, model_secret: str, state_secret: str) -> None:
+        """End a rollout as the library does, close its agent's session, and remember its token as ended."""
         stock_unregister(self, model_secret, state_secret)
         _rules.pop(model_secret, None)
         if (agent := _sessions.pop(model_secret, None)) is not None:
@@ -99,7 +104,7 @@ def install(rules: AgentRules) -> None:
 
 
 def ends_of(body: dict[str, Any], sampling: Any) -> Any:
-    """Remove the agent's `max_tokens` and `stop` from the body, and return the run's sampling with them.
+    """Return the run's sampling with the agent's `max_tokens` and `stop`, which are removed from `body`.
 
     The lower `max_tokens` applies; the stop strings of both apply.
     """
@@ -114,6 +119,11 @@ def ends_of(body: dict[str, Any], sampling: Any) -> Any:
 
 
 async def _ask(secret: str, asked: AgentRequest) -> Mapping[str, Any]:
+    """Make one model call for the rollout of `secret` through the library's interception, and return the chat
+    completion.
+
+    Raises CallRefusedError unless the status is 200.
+    """
     body: dict[str, Any] = {"model": "policy", "messages": list(asked.messages)}
     if asked.tools:
         body["tools"] = list(asked.tools)
@@ -122,6 +132,7 @@ async def _ask(secret: str, asked: AgentRequest) -> Mapping[str, Any]:
     passed = {name: value for name, value in asked.headers.items() if name.lower() not in _OWN_HEADERS}
     reply = await v1.ask(secret, body, headers=passed)
     if reply.status != 200:
+        # The library answers 409 when the rollout was stopped; for agents both mean that the rollout has ended.
         status = {409: 410, 499: 410}.get(reply.status, reply.status)
         raise CallRefusedError(status, reply.text[:2000])
     answer: Mapping[str, Any] = orjson.loads(reply.body)
@@ -129,4 +140,5 @@ async def _ask(secret: str, asked: AgentRequest) -> Mapping[str, Any]:
 
 
 def _digest(secret: str) -> bytes:
+    """Return a hash of a secret, by which ended rollouts are remembered."""
     return hashlib.blake2b(secret.encode(), digest_size=16).digest()

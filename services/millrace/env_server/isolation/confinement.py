@@ -64,11 +64,11 @@ class Confinement:
 
     @property
     def is_container(self) -> bool:
-        """Return whether workers have namespaces of their own."""
+        """Return whether the isolation level is `container`, at which workers have namespaces of their own."""
         return self.isolation is Isolation.CONTAINER
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings as plain data, for the worker's process."""
+        """Return the confinement as plain data, which the worker's process reads with `from_json`."""
         return {
             "isolation": self.isolation.value,
             "limits": self.limits.to_json(),
@@ -79,7 +79,7 @@ class Confinement:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read the settings from what `to_json` returned."""
+        """Read a confinement from what `to_json` returned."""
         user = values["user"]
         return cls(
             isolation=Isolation(values["isolation"]),
@@ -92,9 +92,9 @@ class Confinement:
     def enter(self, directory: str, *, files: Sequence[int] = (), control: int | None = None) -> None:
         """Apply the confinement to this process, which must have one thread; raise OSError if the kernel refuses.
 
-        With `control`, at level `container`, this returns in a child inside new namespaces (`namespaces.enter`), while
-        two parents stay outside: `files` are the descriptors that only the child keeps, and `control` is the parents'
-        socket. `directory` is the working directory.
+        `directory` is the new working directory. With `control`, at level `container`, this returns in a child inside
+        new namespaces (`namespaces.enter`), while two parents stay outside: `files` are the descriptors that only the
+        child keeps, and `control` is the parents' socket.
         """
         if control is not None:
             namespaces.enter(self.visible, directory, control=control, keep=files)
@@ -104,26 +104,31 @@ class Confinement:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if self.isolation is not Isolation.NONE:
             self.limits.apply()
+        # The kernel counts processes by user, so the limit would count all of the env-server's own without one of
+        # these.
         if self.user is not None or self.is_container:
             self._limit_processes()
         if self.user is not None:
             self._become(*self.user)
         die_with_parent()  # even while its code blocks; after the change of user, which forgets it
         if self.isolation is not Isolation.NONE and sys.platform == "linux":
+            # After the change of user, which needs capabilities that the worker of a container gives up here.
             system.drop(keep=frozenset() if self.is_container else system.KEPT)
+            # Programs with a setuid bit gain nothing then. Landlock demands it of processes without CAP_SYS_ADMIN.
             prctl(_PR_SET_NO_NEW_PRIVS, 1)
             with _unless_needed(is_needed=bool(self.connect_ports)):
                 landlock.restrict(connect_ports=self.connect_ports or None)
 
     def _limit_processes(self) -> None:
-        """Limit the processes and threads, which the kernel counts by user or user namespace."""
+        """Limit the processes and threads of this process's user or user namespace, by which the kernel counts them."""
         most = self.limits.max_processes * _THREADS_PER_PROCESS
         if most:
             resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
 
     @staticmethod
     def _become(uid: int, gid: int) -> None:
-        """Change this process's user irrevocably."""
+        """Change the user and group of this process irrevocably; it has no further groups then."""
+        # Groups first: after the change of user the right to change them is gone.
         os.setgroups([])
         os.setresgid(gid, gid, gid)
         os.setresuid(uid, uid, uid)
@@ -132,7 +137,7 @@ class Confinement:
 
 @contextlib.contextmanager
 def _unless_needed(*, is_needed: bool) -> Any:
-    """Ignore an OSError of the block, unless the operator asked for the restriction."""
+    """Ignore an OSError of the block, unless `is_needed`: the operator asked for the restriction."""
     try:
         yield
     except OSError:
@@ -148,8 +153,11 @@ _TRY_S = 60.0
 _SHOWN_CHARS = 300
 
 
-def furnish(directory: Path, user: tuple[int, int] | None) -> None:
-    """Make the files in `directory` that `enter_root` needs; its `tmp` belongs to `user`, if one is given."""
+def make_root_files(directory: Path, user: tuple[int, int] | None) -> None:
+    """Make in `directory` what a worker's root directory is made of: `root`, `tmp` and `hosts`.
+
+    `tmp` belongs to the uid and gid `user`, if they are given.
+    """
     (directory / "root").mkdir()
     (directory / "tmp").mkdir(mode=0o700)
     if user is not None:
@@ -160,12 +168,12 @@ def furnish(directory: Path, user: tuple[int, int] | None) -> None:
 
 
 def why_no_container(confinement: Confinement) -> str:
-    """Return why this machine cannot confine by namespaces; "" if it can.
+    """Return why this machine cannot confine workers by namespaces; "" if it can.
 
-    Blocks while a process tries it, about a second.
+    Blocks while a process tries `confinement`, about a second.
     """
     with TemporaryDirectory(prefix="millrace-check-") as place:
-        furnish(Path(place), confinement.user)
+        make_root_files(Path(place), confinement.user)
         command = [sys.executable, "-m", __name__, json.dumps(confinement.to_json()), place]
         try:
             answer = subprocess.run(command, capture_output=True, timeout=_TRY_S, check=False)
@@ -178,7 +186,11 @@ def why_no_container(confinement: Confinement) -> str:
 
 
 def _try(confinement: Confinement, directory: str) -> None:
-    """Confine this process as a worker, and replace it by one that imports a worker's code."""
+    """Confine this process as a worker would be, with the files in `directory`, and replace it by one that imports a
+    worker's code.
+
+    Raises OSError, with the step that failed.
+    """
     ours, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.close()
     os.environ["HOME"] = os.environ["TMPDIR"] = "/tmp"

@@ -39,7 +39,11 @@ class Door:
     """The connections of one worker to its engines, in one event loop."""
 
     def __init__(self, control: socket.socket, hosts: Path) -> None:
-        """Take `control`, the socket to `init`, and `hosts`, the worker's /etc/hosts."""
+        """Prepare the connections of one worker to its engines.
+
+        `control` is the socket to the worker's `init`, from which listening sockets are got; `hosts` is the file that
+        the worker has as /etc/hosts.
+        """
         control.settimeout(_ASK_S)
         self._control = control
         self._hosts = hosts
@@ -49,12 +53,14 @@ class Door:
         self._passing: set[asyncio.Task[None]] = set()
 
     async def open(self, base_url: str) -> None:
-        """Let the worker connect to the host and port of this URL until `close`; do nothing if it can already.
+        """Let the confined worker connect to the host and port of `base_url` until `close`; do nothing if it can
+        already.
 
         Raises DoorError, and ConnectionError if the worker has ended.
         """
         parts = urlsplit(base_url)
         host, port = parts.hostname or "", parts.port or _PORTS.get(parts.scheme, 0)
+        # One at a time: messages on the control socket have no ids, so the next answer is that of the last request.
         async with self._opening:
             address = self._address(host)
             if (address, port) in self._servers:
@@ -63,6 +69,7 @@ class Door:
                 listener = await asyncio.to_thread(self._ask, address, port)
 
             def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                """Pass on a connection of the worker to the engine, in a task."""
                 passing = asyncio.create_task(_pass_on(reader, writer, host, port), name=f"pass on to {host}:{port}")
                 self._passing.add(passing)
                 passing.add_done_callback(self._passing.discard)
@@ -70,7 +77,7 @@ class Door:
             self._servers[address, port] = await asyncio.start_server(take, sock=listener)
 
     async def close(self) -> None:
-        """Close all of the worker's connections to the outside, and the socket to `init`."""
+        """Close all of the worker's connections to engines, and the socket to its `init`."""
         for server in self._servers.values():
             server.close()
         for passing in self._passing:
@@ -79,21 +86,26 @@ class Door:
         self._control.close()
 
     def _address(self, host: str) -> str:
-        """Return the address at which the worker finds the host; a name is written into the worker's /etc/hosts."""
+        """Return the IP address at which the worker finds `host`.
+
+        A name gets a loopback address of its own, which is written into the worker's /etc/hosts.
+        """
         if host == "localhost":
             return "127.0.0.1"
         with contextlib.suppress(ValueError):
             return str(ipaddress.ip_address(host))
         if host not in self._names:
+            # An address of 127/8 for each name, so that two engines with names can have the same port.
             self._names[host] = str(_NAMES[len(self._names) + 1])
             with self._hosts.open("a") as file:
                 file.write(f"{self._names[host]} {host}\n")
         return self._names[host]
 
     def _ask(self, address: str, port: int) -> socket.socket:
-        """Have `init` listen at the address, and return its listening socket (blocking).
+        """Have the worker's `init` listen at the address, inside its namespace, and return the listening socket
+        (blocking).
 
-        Raise DoorError or ConnectionError.
+        Raises DoorError, or ConnectionError if the worker has ended.
         """
         try:
             self._control.send(json.dumps({"host": address, "port": port}).encode())
@@ -109,7 +121,12 @@ class Door:
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, port: int) -> None:
-    """Connect to the engine and copy bytes both ways, until both sides have ended or one breaks off."""
+    """Connect to the engine at `host` and copy bytes between it and the worker's connection, until both sides have
+    ended.
+
+    `reader` and `writer` are the worker's connection. If the connection to the engine cannot be made or breaks off, the
+    worker's is reset, and nothing is raised.
+    """
     theirs: asyncio.StreamWriter | None = None
     try:
         answers, theirs = await _connect(host, port)
@@ -125,6 +142,7 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, h
     finally:
         for end in (writer, theirs):
             if end is not None and not end.is_closing():
+                # A reset, not an orderly end: the worker must not take half an answer for a whole one.
                 end.transport.abort()
 
 
@@ -143,6 +161,7 @@ async def _connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Copy bytes from one connection to another until the first ends, then end the other's sending side."""
     while data := await reader.read(_CHUNK_BYTES):
         writer.write(data)
         await writer.drain()

@@ -24,9 +24,9 @@ from millrace.telemetry.settings import Settings, variable_name
 PASS_VARIABLE = "MILLRACE_ENV_PASS"
 SPOOL_VARIABLE = "MILLRACE_SPOOL_DIR"
 _OURS = "MILLRACE_"
-_TOLD = {"MILLRACE_LOG_LEVEL", "MILLRACE_LOG_JSON", "MILLRACE_STACK_ID", "MILLRACE_STACK_PROCESS"}
-_TOLD |= {LISTEN_VARIABLE, HOST_VARIABLE}
-_PLACEMENT = {variable_name(part.name) for part in fields(Settings)} - _TOLD
+_PASSED_ON = {"MILLRACE_LOG_LEVEL", "MILLRACE_LOG_JSON", "MILLRACE_STACK_ID", "MILLRACE_STACK_PROCESS"}
+_PASSED_ON |= {LISTEN_VARIABLE, HOST_VARIABLE}
+_PLACEMENT = {variable_name(part.name) for part in fields(Settings)} - _PASSED_ON
 # Profiles and role files lead to the same keys; an environment that needs a store of its own gets it by its args.
 _STORE_CREDENTIALS = "AWS_"
 _URLS = (variable_name("redis_url"), variable_name("store_url"))
@@ -50,9 +50,13 @@ _BASE = [
 
 
 def worker_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of `environ` that a worker inherits, by name and value as described above."""
+    """Return the variables of `environ`, the env-server's, that its workers inherit.
+
+    With MILLRACE_ENV_PASS only those named there and what programs need; without it all. Variables that lead to our
+    data, by name (`is_withheld`) or value, are left out either way.
+    """
     allowed = environ.get(PASS_VARIABLE, "").replace(",", " ").split()
-    patterns = [*_BASE, *_TOLD, *allowed] if allowed else ["*"]
+    patterns = [*_BASE, *_PASSED_ON, *allowed] if allowed else ["*"]
     secrets = [text for name in _URLS if (text := environ.get(name, ""))]
     directories = [text.rstrip("/") for name in _PATHS if (text := environ.get(name, ""))]
     return {
@@ -66,24 +70,27 @@ def worker_environ(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_withheld(name: str) -> bool:
-    """Return whether workers never get a variable of this name, whatever its value."""
+    """Return whether workers never inherit a variable of this name, whatever its value."""
     if name.startswith(_OURS):
-        return name not in _TOLD
+        return name not in _PASSED_ON
     return _WITHHELD.fullmatch(name) is not None
 
 
 def is_ours(name: str) -> bool:
-    """Return whether the variable has the place of Redis, the store or token files, or the store's keys.
+    """Return whether the variable is one of the deployment: the place of Redis, store or token files, or the store's
+    keys.
 
     A run's config may not name such a variable as one that holds an API key.
     """
-    is_placement = name.startswith(_OURS) and not name.startswith(WITHHELD_KEY_PREFIX) and name not in _TOLD
+    is_placement = name.startswith(_OURS) and not name.startswith(WITHHELD_KEY_PREFIX) and name not in _PASSED_ON
     return is_placement or name in _PLACEMENT or name.startswith(_STORE_CREDENTIALS)
 
 
 def api_key_problem(variable: str) -> str:
-    """Return why a worker has no key in this variable: it is unset or withheld from workers. "" if it has, or none is
-    named.
+    """Return why workers of this env-server do not have the API key in the variable: it is unset, or withheld from
+    them.
+
+    "" if they have it, or if the name is "".
     """
     if not variable or worker_environ(os.environ).get(variable):
         return ""
@@ -93,7 +100,7 @@ def api_key_problem(variable: str) -> str:
 
 
 def teacher_key_problem(variable: str) -> str:
-    """Return why this process has no teacher's key in the variable; "" if it has, or none is named.
+    """Return why this process cannot use the variable for the teacher's API key; "" if it can, or if the name is "".
 
     Only this process asks the teacher, so workers need not have the key. A variable of the deployment is refused.
     """
@@ -103,10 +110,11 @@ def teacher_key_problem(variable: str) -> str:
 
 
 def _unset_problem(variable: str) -> str:
+    """Return the problem of a variable for an API key that is not set here."""
     return f"is not set in the env-server's environment; start it with {variable}=<the endpoint's API key>"
 
 
 def _is_below(value: str, directories: Sequence[str]) -> bool:
-    """Return whether a part of the value is one of the directories or a path below one."""
+    """Return whether a path in the value, in which `:` separates several, is one of the directories or below one."""
     parts = value.split(os.pathsep)
     return any(part == path or part.startswith(f"{path}/") for part in parts for path in directories)

@@ -54,15 +54,16 @@ class Census:
         self._table: Table | None = None
 
     def usage(self, leader: int, *, is_container: bool = False) -> Usage:
-        """Return the resources used by a session leader's processes, from a table up to a moment old.
+        """Return the resources used by the processes of the session whose leader has the pid `leader`.
 
-        Nothing without /proc. At level `container` the leader and its child are ours (`isolation.namespaces`), and not
-        counted.
+        The numbers are of a table of processes up to a moment old; without /proc all are 0. At level `container`
+        (`is_container`) the leader and its child are ours (`isolation.namespaces`), and not counted.
         """
         began = time.monotonic()
         if self._table is None or began >= self._until:
             self._table = Table()
             now = time.monotonic()
+            # A table that takes long to read is kept longer: a look may take a fiftieth of the time at most.
             self._until = now + max(_FRESH_S, _SHARE_OF_TIME * (now - began))
         pids = self._table.of(leader)
         if is_container:
@@ -79,7 +80,7 @@ class Census:
 
 
 def proportional_bytes(pids: tuple[int, ...]) -> int | None:
-    """Return the processes' memory with shared pages counted once, ended processes as none.
+    """Return the memory that the processes hold in all, with shared pages counted once; ended ones count as 0.
 
     None if the kernel does not report it for one of them.
     """
@@ -98,7 +99,7 @@ def proportional_bytes(pids: tuple[int, ...]) -> int | None:
 
 
 def peak_bytes(pid: int) -> int:
-    """Return the process's peak resident memory; 0 if it is unknown."""
+    """Return the peak resident memory of the process so far; 0 if it is unknown."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -124,7 +125,10 @@ class WorkerLimits:
     """Size of each file that is written."""
 
     def exceeded_by(self, usage: Usage) -> str:
-        """Return a sentence about the limit of processes or memory that the usage exceeds; "" if it exceeds none."""
+        """Return a sentence about the limit of processes or of memory that a worker exceeds; "" if it exceeds none.
+
+        Memory over the limit is counted once more, without counting shared pages twice.
+        """
         if self.max_processes and usage.num_processes > self.max_processes:
             return (
                 f"ended by its limit of processes: it had {usage.num_processes} and {PROCESSES_VARIABLE} "
@@ -142,12 +146,13 @@ class WorkerLimits:
         )
 
     def apply(self) -> None:
-        """Set the limits that the kernel enforces for each process, on this one and its children.
+        """Set the limits that the kernel enforces for each process (memory, files), on this process and its children.
 
-        Those of memory and processes of the whole worker are checked by `exceeded_by`.
+        Core dumps are turned off as well. Memory and processes of the whole worker are checked by `exceeded_by`.
         """
         _set(resource.RLIMIT_CORE, 0)
         if self.memory_bytes:
+            # RLIMIT_DATA bounds private writable mappings (Linux 4.7). RLIMIT_AS would also count mapped files.
             _set(resource.RLIMIT_DATA, self.memory_bytes + _UNUSED_BYTES)
         if self.max_files:
             _set(resource.RLIMIT_NOFILE, self.max_files)
@@ -155,17 +160,20 @@ class WorkerLimits:
             _set(resource.RLIMIT_FSIZE, self.max_file_bytes)
 
     def to_json(self) -> dict[str, int]:
-        """Return the limits as plain data, for the worker's process."""
+        """Return the limits as plain data, which the worker's process reads with `from_json`."""
         return {name: getattr(self, name) for name in self.__slots__}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "WorkerLimits":
-        """Read the limits from what `to_json` returned."""
+        """Read limits from what `to_json` returned."""
         return cls(**values)
 
 
 def _set(kind: int, value: int) -> None:
-    """Set the soft and hard limit `kind` to the value, or to this process's hard limit if that is lower."""
+    """Set the soft and hard resource limit `kind` (an RLIMIT constant) of this process to `value`.
+
+    If the present hard limit is lower, it is kept.
+    """
     _, hard = resource.getrlimit(kind)
     bounded = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(kind, (bounded, bounded))
@@ -206,12 +214,12 @@ class Death:
 
     @property
     def is_from_outside(self) -> bool:
-        """Return whether the death may have a cause outside the environment's code."""
+        """Return whether something outside the environment's code may have ended the worker."""
         return self.cause in (DeathCause.FROZEN, DeathCause.OUTSIDE, DeathCause.ASKED)
 
 
 def describe_death(returncode: int | None, *, killed: tuple[DeathCause, str] | None, peak_bytes: int) -> Death:
-    """Describe the end of a process with this return code.
+    """Return cause and description of the end of a worker process with this return code.
 
     `killed` has the cause and reason if this env-server killed it. `peak_bytes` is the most memory that it was seen to
     have; 0 if none was seen.
@@ -229,7 +237,7 @@ def describe_death(returncode: int | None, *, killed: tuple[DeathCause, str] | N
 
 
 def describe_exit(returncode: int | None) -> str:
-    """Describe a return code, as in `exit code 17` or `killed by SIGKILL`."""
+    """Return a process's return code as text, as in `exit code 17` or `killed by SIGKILL`."""
     return sessions.describe_exit(returncode).replace("signal SIG", "killed by SIG")
 
 
@@ -242,6 +250,7 @@ class WorkerDiedError(Exception):
     """The worker ended while it played."""
 
     def __init__(self, message: str, death: Death) -> None:
+        """Make the error with how the worker ended, `death`."""
         super().__init__(message)
         self.death = death
 
@@ -250,6 +259,9 @@ class EnvLoadError(Exception):
     """The environment could not be loaded; `is_from_outside` is true if its own code is not the cause."""
 
     def __init__(self, error_type: str, message: str, *, remedy: str = "", is_from_outside: bool = False) -> None:
+        """Make the error with its type for users; `is_from_outside` is whether the environment's own code is not
+        the cause.
+        """
         super().__init__(message)
         self.error_type = error_type
         self.remedy = remedy

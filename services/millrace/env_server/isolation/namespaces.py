@@ -27,7 +27,7 @@ from typing import Any, NoReturn, Self
 from urllib.parse import urlsplit
 
 from millrace.decoding import decode_object
-from millrace.env_server.interpreters.allowed import PYTHONS_VARIABLE
+from millrace.env_server.interpreters import PYTHONS_VARIABLE
 from millrace.errors import CorruptObjectError
 
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = (1 << bit for bit in (17, 26, 27, 28, 29, 30))
@@ -41,7 +41,9 @@ _SETUP_FAILED = 71
 
 
 def is_administrator() -> bool:
-    """Return whether this process may make namespaces without a user namespace, and change its user in them."""
+    """Return whether this process has the capabilities to make namespaces without a user namespace, and to change
+    its user there.
+    """
     return has({_SYS_ADMIN, _NET_ADMIN, _SETUID, _SETGID})
 
 
@@ -74,23 +76,25 @@ class VisibleFiles:
     """Paths that are covered, also where they are below a path that is shown."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the paths as plain data, for the worker's process."""
+        """Return the paths as plain data, which the worker's process reads with `from_json`."""
         return {"shown": list(self.shown), "hidden": list(self.hidden)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read the paths from what `to_json` returned."""
+        """Read the shown and hidden paths from what `to_json` returned."""
         return cls(shown=tuple(map(str, values["shown"])), hidden=tuple(map(str, values["hidden"])))
 
     def with_shown(self, paths: Iterable[str]) -> Self:
-        """Return the visible files with these paths added to those shown, and removed from those hidden."""
+        """Return these visible files with `paths` added to those shown, and removed from those hidden."""
         added = list(paths)
         hidden = tuple(path for path in self.hidden if path not in added)
         return type(self)(shown=tuple(dict.fromkeys([*self.shown, *added])), hidden=hidden)
 
 
 def covered(files: VisibleFiles) -> list[str]:
-    """Return the paths that exist and cannot be shown, because a worker has a directory of its own in that place."""
+    """Return the shown paths that exist but cannot be shown: they are below /tmp, /dev or /proc, which each worker
+    has of its own.
+    """
     found = [path for path in files.shown if os.path.exists(path)]
     return [
         path
@@ -100,10 +104,11 @@ def covered(files: VisibleFiles) -> list[str]:
 
 
 def visible_to_workers(environ: Mapping[str, str], visible: Sequence[str]) -> VisibleFiles:
-    """Return the files that workers of this env-server see; `visible` are paths that the operator adds.
+    """Return the files that workers of this env-server see at level `container`.
 
-    Modules are found where this process finds them, except in its working directory, which may be anything: an operator
-    who wants it shown names it in PYTHONPATH.
+    `environ` are the env-server's variables, and `visible` are paths that the operator adds. Modules are found where
+    this process finds them, except in its working directory, which may be anything: an operator who wants it shown
+    names it in PYTHONPATH.
     """
     search = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     modules = [path for path in sys.path if path and path != os.getcwd()]
@@ -114,10 +119,10 @@ def visible_to_workers(environ: Mapping[str, str], visible: Sequence[str]) -> Vi
 
 
 def _hidden(environ: Mapping[str, str], shown: Iterable[str]) -> list[str]:
-    """Return every path that our variables name: spool, scratch, store, files of Redis' URL, keys and tokens.
+    """Return every path that `MILLRACE_*` variables name: spool, scratch, store, files of Redis' URL, keys and tokens.
 
-    The directory of such a file is hidden, too, unless a shown path is in it: beside the URL of the one-machine stack's
-    Redis are its password and its data.
+    The directory of a named file is hidden, too, unless a path of `shown` is in it: beside the URL of the one-machine
+    stack's Redis are its password and its data.
     """
     found: list[str] = []
     for name, value in environ.items():
@@ -137,11 +142,12 @@ def _hidden(environ: Mapping[str, str], shown: Iterable[str]) -> list[str]:
 
 
 def enter(visible: VisibleFiles, directory: str, *, control: int, keep: Sequence[int]) -> None:
-    """Fork into namespaces of their own and return in the worker, which has `keep` and the standard files open.
+    """Fork into new namespaces and return in the worker process, which has only the files `keep` and the standard ones.
 
     This process and its child stay as `outer` and `init`, and never return. This process must have one thread.
-    `control` is a socket (SOCK_SEQPACKET) on which `init` takes requests; `directory` is for `enter_root`. Raises
-    OSError if the kernel refuses a namespace; a later failure ends the process, with its reason on standard error.
+    `visible` and `directory` are for the worker's root directory (`enter_root`); on the socket `control`
+    (SOCK_SEQPACKET) `init` takes requests. Raises OSError if the kernel refuses a namespace; a later failure ends the
+    process, with its reason on standard error.
     """
     uid, gid = os.geteuid(), os.getegid()
     is_admin = is_administrator()
@@ -151,10 +157,12 @@ def enter(visible: VisibleFiles, directory: str, *, control: int, keep: Sequence
     if not is_admin:
         _map_user(uid, gid)
     receive, send = os.pipe()
+    # A new pid namespace holds only children, so the first child is its pid 1.
     if (init := os.fork()) != 0:
         _be_outer(init, receive, close=[send, control, *keep])
     os.close(receive)
     try:
+        # However `outer` ends, `init` is killed with it, and the kernel then kills everything in its pid namespace.
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         enter_root(visible, directory)
         _start_network()
@@ -170,21 +178,29 @@ def enter(visible: VisibleFiles, directory: str, *, control: int, keep: Sequence
 
 
 def _map_user(uid: int, gid: int) -> None:
+    """Map this user and group to themselves in the new user namespace; no others exist there. Raises OSError."""
     with named("map the user of this process into a user namespace"):
+        # In this order: without privileges gid_map may be written only once setgroups is denied (user_namespaces(7)).
         for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
 
 
 def _be_outer(init: int, receive: int, *, close: Sequence[int]) -> NoReturn:
-    """Wait for `init` and end with the worker's exit code or signal, which `init` writes into the pipe `receive`."""
+    """Wait for the child `init`, then end this process as the worker ended: with its exit code or by its signal.
+
+    `receive` is the reading end of the pipe into which `init` writes the worker's code, negative for a signal. The
+    files `close` are closed first.
+    """
     for file in close:
         os.close(file)
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _guard()
     status = os.read(receive, 64)
     _, how = os.waitpid(init, 0)
+    # Without a code the worker was never started, or `init` was killed.
     code = int(status) if status else os.waitstatus_to_exitcode(how)
+    # A signal's default action first, so that this process dies by the same signal as the worker.
     if code < 0:
         with contextlib.suppress(OSError):  # SIGKILL has no handler
             signal.signal(-code, signal.SIG_DFL)
@@ -193,14 +209,16 @@ def _be_outer(init: int, receive: int, *, close: Sequence[int]) -> NoReturn:
 
 
 def _be_init(worker: int, report: int, control: int, *, close: Sequence[int]) -> NoReturn:
-    """Reap processes, and answer requests for listening sockets, until the worker has ended.
+    """Reap processes, and answer requests for listening sockets on `control`, until the process `worker` has ended.
 
-    The worker's exit code is then written into the pipe `report`, and the kernel ends the processes that are left.
+    The worker's exit code is then written into the pipe `report`, and the kernel ends the processes that are left. The
+    files `close` are closed first. Does not return.
     """
     for file in close:
         os.close(file)
     _guard()
     asked = socket.socket(fileno=control)
+    # A descriptor that becomes readable when the worker ends, so that one poll waits for both.
     pidfd = os.pidfd_open(worker)
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
@@ -223,15 +241,17 @@ def _be_init(worker: int, report: int, control: int, *, close: Sequence[int]) ->
 
 
 def _guard() -> None:
-    """Drop all capabilities and forbid inspection of this process, so that the worker's code cannot take it over."""
+    """Drop all capabilities of this process and forbid its inspection, so that the worker's code cannot take it
+    over.
+    """
     drop(keep=frozenset())
     prctl(_PR_SET_DUMPABLE, 0)
 
 
 def _answer(asked: socket.socket) -> bool:
-    """Read a request from `asked` and send a listening socket, or the problem.
+    """Read one request for a host and port from `asked`, and send a socket that listens there, or the problem as JSON.
 
-    Return False once nobody can ask any more.
+    Returns False once nobody can ask any more: the other end is closed.
     """
     try:
         data = asked.recv(_MAX_MESSAGE_BYTES)
@@ -246,11 +266,13 @@ def _answer(asked: socket.socket) -> bool:
         asked.send(json.dumps({"problem": str(error)}).encode())
         return True
     with listener:
+        # The receiver gets a descriptor of its own; the one here is closed.
         socket.send_fds(asked, [b"{}"], [listener.fileno()])
     return True
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    """Return a TCP socket that listens at the host's IP address and port; raise OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -264,7 +286,10 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _start_network() -> None:
-    """Bring up loopback and route every address to it, so that `init` can listen at the engines' addresses."""
+    """Bring up the loopback device of this network namespace and route every address to it.
+
+    `init` can then listen at the addresses of engines, also at ports below 1024. Raises OSError, which names the step.
+    """
     with named("start the loopback device"), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as device:
         _set_up(device)
     with named("route every address to the loopback device"):
@@ -278,12 +303,16 @@ def _start_network() -> None:
 
 
 def _set_up(device: socket.socket) -> None:
+    """Bring up the loopback device, by an ioctl on the socket `device`."""
     is_up, set_flags = 0x1 | 0x40, 0x8914
     fcntl.ioctl(device, set_flags, struct.pack("16sh14x", b"lo", is_up))
 
 
 def _route(family: int) -> None:
-    """Add the route of `ip route add local default dev lo table local`, by netlink."""
+    """Route every address of the family (AF_INET or AF_INET6) to loopback, by netlink; raise OSError.
+
+    This is `ip route add local default dev lo table local`.
+    """
     new_route, request_ack_create, table_local, by_boot, scope_host, kind_local, oif = 24, 0x405, 255, 3, 254, 2, 4
     attribute = struct.pack("=HHi", 8, oif, socket.if_nametoindex("lo"))
     route = struct.pack("=BBBBBBBBI", family, 0, 0, 0, table_local, by_boot, scope_host, kind_local, 0)
@@ -318,6 +347,7 @@ def enter_root(visible: VisibleFiles, directory: str) -> None:
     the right to mount in it. Raises OSError, which names the step.
     """
     root = f"{directory}/root"
+    # Private, or mounts would be passed on to the machine's own namespace.
     _mount("", "/", flags=_REC | _PRIVATE)
     _mount("tmpfs", root, kind="tmpfs", options="mode=755,size=4m")
     bound = _show(visible, root)
@@ -330,6 +360,7 @@ def enter_root(visible: VisibleFiles, directory: str) -> None:
         os.symlink(target, f"{root}/dev/{name}")
     _bind(f"{directory}/hosts", f"{root}/etc/hosts")
     _hide(visible, bound)
+    # Before the devices and the worker's own directories are mounted, which stay writable.
     _make_read_only(root)
     for name in _DEVICES:
         _bind(f"/dev/{name}", f"{root}/dev/{name}")
@@ -341,8 +372,12 @@ def enter_root(visible: VisibleFiles, directory: str) -> None:
 
 
 def _show(visible: VisibleFiles, root: str) -> list[tuple[str, str]]:
-    """Bind every shown path at its real place and at the place it was named by; return (real path, target) of each."""
+    """Mount every shown path by a bind mount below `root`, at its real place and at the place it was named by.
+
+    Returns (real path, mount point) of each. Paths that do not exist, and those in one that is mounted, are left out.
+    """
     bound: list[tuple[str, str]] = []
+    # The shortest first, so that a directory is mounted before what is in it.
     for path in sorted(visible.shown, key=len):
         real = os.path.realpath(path)
         if not os.path.exists(real):
@@ -361,7 +396,11 @@ def _show(visible: VisibleFiles, root: str) -> list[tuple[str, str]]:
 
 
 def _hide(visible: VisibleFiles, bound: list[tuple[str, str]]) -> None:
-    """Cover hidden paths wherever a bound path would show them: directories by empty ones, files by /dev/null."""
+    """Cover hidden paths wherever one of the bind mounts `bound` shows them: directories by empty ones, files by
+    /dev/null.
+
+    `bound` is what `_show` returned.
+    """
     for path in visible.hidden:
         real = os.path.realpath(path)
         for what, where in bound:
@@ -375,7 +414,8 @@ def _hide(visible: VisibleFiles, bound: list[tuple[str, str]]) -> None:
 
 
 def _make_read_only(root: str) -> None:
-    """Make a mount and all mounts below it read-only."""
+    """Make the mount at `root` and all mounts below it read-only. Raises OSError."""
+    # The fields of `struct mount_attr`: flags to set, flags to clear, propagation, and a user namespace.
     attributes = struct.pack("QQQQ", _RDONLY | _NOSUID, 0, 0, 0)
     with named("make the root directory read-only (Linux 5.12)"):
         libc(
@@ -396,16 +436,22 @@ def _change_root(root: str) -> None:
         if machine not in _PIVOT_ROOT:
             raise OSError(0, "the number of pivot_root is not known here")
         os.chdir(root)
+        # With the same directory twice the old root is mounted over the new one, and unmounted in the next line.
         libc("syscall", ctypes.c_long(_PIVOT_ROOT[machine]), b".", b".")
         libc("umount2", b".", _MNT_DETACH)
         os.chdir("/")
 
 
 def _bind(what: str, where: str) -> None:
+    """Mount the path `what` by a bind mount, with all mounts below it, at the path `where`."""
     _mount(what, where, flags=_BIND | _REC)
 
 
 def _mount(what: str, where: str, *, kind: str = "", flags: int = 0, options: str = "") -> None:
+    """Call mount(2), where `what` is the source, `where` the mount point, `kind` the type of file system ("" for none).
+
+    Raises OSError, which names the step.
+    """
     with named(f"mount {kind or what} at {where}"):
         libc("mount", what.encode(), where.encode(), kind.encode() or None, ctypes.c_ulong(flags), options.encode())
 
@@ -414,7 +460,7 @@ def _mount(what: str, where: str, *, kind: str = "", flags: int = 0, options: st
 
 
 def libc(function: str, *args: Any) -> int:
-    """Call a function of libc; raise OSError if it returns a negative number."""
+    """Call the C library's function of that name and return its result; raise OSError if that is negative."""
     result = getattr(ctypes.CDLL(None, use_errno=True), function)(*args)
     if result < 0:
         code = ctypes.get_errno()
@@ -423,13 +469,13 @@ def libc(function: str, *args: Any) -> int:
 
 
 def prctl(option: int, value: int) -> None:
-    """Set an attribute of this process. Raises OSError."""
+    """Set the attribute `option` of this process by prctl(2). Raises OSError."""
     libc("prctl", option, ctypes.c_ulong(value), 0, 0, 0)
 
 
 @contextlib.contextmanager
 def named(step: str) -> Iterator[None]:
-    """Raise an OSError of the block again with `step`, what was tried, in its message."""
+    """Raise an OSError of the block again with "cannot `step`" before its text."""
     try:
         yield
     except OSError as error:
@@ -459,13 +505,13 @@ class _Sets(ctypes.Structure):
 
 
 def has(capabilities: Collection[int]) -> bool:
-    """Return whether all of these capabilities are in effect in this process."""
+    """Return whether all of these capabilities, by number, are in effect in this process."""
     _, sets = _own()
     return all(sets[one // 32].effective & (1 << (one % 32)) for one in capabilities)
 
 
 def drop(*, keep: Collection[int] = KEPT) -> None:
-    """Give up all capabilities but `keep`, for this process and its children; raise OSError.
+    """Give up all capabilities but those numbered in `keep`, for this process and its children; raise OSError.
 
     Does nothing if the process has none.
     """
@@ -485,6 +531,7 @@ def drop(*, keep: Collection[int] = KEPT) -> None:
 
 
 def _own() -> tuple[_Header, "ctypes.Array[_Sets]"]:
+    """Return this process's capabilities as capget(2) gives them: the header, and the two halves of the sets."""
     header, sets = _Header(_VERSION_3, 0), (_Sets * 2)()
     libc("capget", ctypes.byref(header), sets)
     return header, sets
@@ -517,7 +564,7 @@ def version() -> int:
 
 
 def restrict(*, connect_ports: Iterable[int] | None) -> bool:
-    """Confine this thread, and what it starts, with Landlock; return False where the kernel has none.
+    """Confine this thread, and what it starts, with Landlock; return whether the kernel has it.
 
     Processes outside can then not be traced, read by /proc (environment, memory, open files), signalled, or reached by
     an abstract Unix socket, as far as the kernel's version has it. TCP connections are allowed to `connect_ports`

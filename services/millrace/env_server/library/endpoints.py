@@ -11,26 +11,28 @@ from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError
 
 _MAX_CHARS = 240
-_MAX_ROLLOUTS = 8192  # as many as `span_log` remembers, for the same reason
+_MAX_ROLLOUTS = 8192  # as many as `SpanLog` remembers, for the same reason
 
 
 class TooLongLog:
     """Messages of engines about prompts that are too long, by rollout, until the adapter takes them."""
 
     def __init__(self) -> None:
+        """Make a log without messages."""
         self._messages: OrderedDict[str, str] = OrderedDict()
 
     def note(self, rollout_id: str, message: str) -> None:
-        """Keep the message with which an engine refused a prompt of that rollout as too long.
+        """Keep the message with which an engine refused a prompt of that rollout as too long, in place of an earlier
+        one.
 
-        It replaces an earlier one.
+        Beyond 8192 rollouts the oldest message is dropped.
         """
         self._messages[rollout_id] = message
         while len(self._messages) > _MAX_ROLLOUTS:
             self._messages.popitem(last=False)
 
     def take(self, rollout_id: str) -> str:
-        """Return the message of one rollout and forget it; "" if there is none."""
+        """Return the message about a prompt of one rollout that was too long, and remove it; "" if there is none."""
         return self._messages.pop(rollout_id, "")
 
 
@@ -39,7 +41,10 @@ TOO_LONG = TooLongLog()
 
 
 def watch_v1() -> None:
-    """Wrap the v1 clients' methods so that refusals of prompts that are too long are noted in TOO_LONG. Idempotent."""
+    """Wrap methods of the library's v1 clients so that refusals of prompts that are too long are noted in TOO_LONG.
+
+    A second call does nothing.
+    """
     # Imported here: the v0 API, and releases that have it alone, do without.
     from verifiers.v1.clients.eval import EvalClient
     from verifiers.v1.clients.train import TrainClient
@@ -53,8 +58,13 @@ def watch_v1() -> None:
 
 
 def _noting(stock: Callable[..., Any], error_class: type[Exception]) -> Callable[..., Any]:
+    """Return a method that calls `stock` and notes an error of `error_class` about a prompt that is too long in
+    TOO_LONG.
+    """
+
     @functools.wraps(stock)
     async def call(*args: Any, **kwargs: Any) -> Any:
+        """Call the library's method, and note the text of a refusal of a prompt that is too long."""
         try:
             return await stock(*args, **kwargs)
         except error_class as error:
@@ -69,14 +79,17 @@ def _noting(stock: Callable[..., Any], error_class: type[Exception]) -> Callable
 def explain(message: str) -> str:
     """Return the first part of an engine's message about a prompt that is too long, shortened; a general text for "".
 
-    The remedy depends on whose rollout it is, and is added by the caller.
+    The remedy depends on whether the rollout is for training or evaluation, and is added by the caller.
     """
     numbers = message.partition(" Please ")[0].rstrip(" .")  # what follows is for the author of the request
     return numbers[:_MAX_CHARS] or "the prompt does not fit the model's context"
 
 
 def explain_trace(episode: Any, error: Any | None) -> str:
-    """Return the explanation of a refused prompt in a v1 episode, from TOO_LONG or else from the episode's error."""
+    """Return why the prompt of a v1 episode was refused as too long, by the notes in TOO_LONG, which are removed.
+
+    Without a note it is by `error`, the episode's, which may be None.
+    """
     message = next(filter(None, [TOO_LONG.take(trace.id) for trace in episode.traces]), "")
     return explain(message or (str(error.message) if error is not None else ""))
 
@@ -97,7 +110,9 @@ def sentence_of(body: bytes) -> str:
 
 
 def arguments_text(arguments: Any) -> str:
-    """Return the arguments of a tool call as JSON text; "{}" for none. A text is returned as it is."""
+    """Return the arguments of a tool call as JSON text: a text as it is, "{}" for None or "", else the JSON of the
+    object.
+    """
     if arguments is None or arguments == "":
         return "{}"
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -20,16 +20,21 @@ _DECORATORS, _DISCOVER = "verifiers.v1.utils.decorators", "discover_decorated"
 
 @functools.lru_cache(_NUM_KEPT)
 def _kept(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function, cached by the function."""
     return inspect.signature(function)
 
 
 @functools.lru_cache(_NUM_KEPT)
 def _kept_of_method(function: FunctionType) -> inspect.Signature:
+    """Return the signature of a function as a bound method, without `self`, cached by the function."""
     return inspect.signature(MethodType(function, _SELF))
 
 
 def signature(function: Callable[..., Any], **options: Any) -> inspect.Signature:
-    """Return `inspect.signature`, cached: without the cache `verifiers` spends a sixth of a short rollout on it."""
+    """Return what `inspect.signature` returns, from a cache unless there are options.
+
+    Without the cache `verifiers` spends a sixth of a short rollout on it.
+    """
     if options:
         return inspect.signature(function, **options)
     if isinstance(function, MethodType) and isinstance(function.__func__, FunctionType):
@@ -42,7 +47,7 @@ def signature(function: Callable[..., Any], **options: Any) -> inspect.Signature
 
 @functools.lru_cache(_NUM_KEPT)
 def _decorated_names(kind: type, attr: str) -> tuple[str, ...]:
-    """Return the names of the methods that a class or its bases have marked with the decorator."""
+    """Return the names of the methods of a class and its bases that have the attribute `attr`, set by a decorator."""
     marked = (
         name for base in kind.__mro__ for name, each in vars(base).items() if callable(each) and hasattr(each, attr)
     )
@@ -50,10 +55,10 @@ def _decorated_names(kind: type, attr: str) -> tuple[str, ...]:
 
 
 def discover_decorated(obj: object, attr: str) -> list[Callable[..., Any]]:
-    """Return an object's methods marked with `attr`, in order, as the library's function of that name does, but from a
-    cache.
+    """Return an object's methods that a decorator has marked with the attribute `attr`, by falling priority, then by
+    name.
 
-    The library's inspects every attribute of the object.
+    This is the library's function of that name with a cache; the library's inspects every attribute of the object.
     """
     names = _decorated_names(type(obj), attr)
     methods = [method for name in names if hasattr(method := getattr(obj, name), attr)]
@@ -71,8 +76,11 @@ class _Inspection:
 
 
 def remember_lookups() -> None:
-    """Replace these lookups by cached ones in the modules of `verifiers` and pydantic that are imported."""
+    """Replace lookups of signatures and decorated methods by cached ones, in the modules of `verifiers` and
+    pydantic that are imported.
+    """
     inspection = _Inspection()
+    # A copy, because another thread may import at the same time.
     for name, module in list(sys.modules.items()):
         known = vars(module)
         if name.startswith("verifiers.") and known.get("inspect") is inspect:

@@ -40,13 +40,15 @@ def installed() -> str:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Return the numbers of a release: `0.1.9.post3` is (0, 1, 9)."""
+    """Return the leading numbers of a release: (0, 1, 9) for `0.1.9.post3`; () if it begins with none."""
     found = re.match(r"\d+(?:\.\d+)*", text)
     return tuple(int(part) for part in found[0].split(".")) if found else ()
 
 
 def problem_of(generation: str, release: str) -> str:
-    """Return why an environment of that generation is not hosted with that release, or ""."""
+    """Return why an environment of that generation ("v0" or "v1") cannot be played with `release` of the library;
+    "" if it can.
+    """
     (first, end), supported = _TEXT[generation]
     if first <= numbers(release) < end:
         return ""
@@ -57,7 +59,11 @@ def problem_of(generation: str, release: str) -> str:
 
 
 def unfit(env_id: str, error: BaseException) -> InvalidSpecError:
-    """Make the InvalidSpecError for an environment whose import failed with `error` in this process's release."""
+    """Make the InvalidSpecError for an environment whose import failed with `error`, because its code is for other
+    releases.
+
+    The message names the installed release of `verifiers`, and the one that the environment's package requires.
+    """
     release, asks = installed(), _asked_by_its_package(env_id)
     message = (
         f"cannot be imported with verifiers {release or '(none)'}, which is installed with it: {error}. "
@@ -67,7 +73,10 @@ def unfit(env_id: str, error: BaseException) -> InvalidSpecError:
 
 
 def require(generation: str, env_id: str) -> None:
-    """Raise InvalidSpecError unless this process's release hosts environments of that generation (v0, v1)."""
+    """Raise InvalidSpecError unless this process's release of `verifiers` has the generation ("v0" or "v1").
+
+    `env_id` is for the message.
+    """
     if problem := problem_of(generation, installed()):
         message = f"{problem}. {_asked_by_its_package(env_id)}To play it, {_REMEDY}"
         wrong = Violation(field=FIELD, value=env_id, message=message)
@@ -79,6 +88,7 @@ def _asked_by_its_package(env_id: str) -> str:
     module = env_id.rpartition("/")[2].replace("-", "_").partition(".")[0]
     for package in packages_distributions().get(module, ()):
         for requirement in requires(package) or ():
+            # Not another package whose name begins so.
             if re.match(r"verifiers(?![\w-])", requirement):
                 return f"Its package {package} asks for {requirement.partition(';')[0].strip()}. "
     return ""

@@ -39,7 +39,7 @@ _TEXTS = (
 
 
 def is_too_long(stop_condition: str, error: Any | None) -> bool:
-    """Return whether an episode ended because its prompt does not fit the context.
+    """Return whether an episode ended because its prompt does not fit the context, by its stop condition or its error.
 
     Release 0.3.1 stops the episode with that condition, 0.4 records an error of the provider.
     """
@@ -51,13 +51,15 @@ def is_too_long(stop_condition: str, error: Any | None) -> bool:
 
 
 def _says_too_long(message: str) -> bool:
+    """Return whether an error's text says that a prompt is too long."""
     return any(text in message.lower() for text in _TEXTS)
 
 
 def stop_what_outgrows() -> None:
-    """Have a conversation that outgrows the context stop and be scored, in release 0.4. Idempotent.
+    """Replace a method of release 0.4 so that a conversation that outgrows the context stops and is scored.
 
     Release 0.3.1 does so by itself. Release 0.4 leaves it to the harness: a rollout whose harness fails is not scored.
+    A second call does nothing.
     """
     from verifiers.v1 import errors
     from verifiers.v1.rollout import Rollout
@@ -67,8 +69,14 @@ def stop_what_outgrows() -> None:
 
 
 def _stopping(stock: Callable[..., None], error_class: type[Exception]) -> Callable[..., None]:
+    """Return a method `fail` that stops the rollout if its own conversation is too long, and else calls `stock`.
+
+    `error_class` is that of the library's errors of model calls.
+    """
+
     @functools.wraps(stock)
     def fail(self: Any, error: Exception) -> None:
+        """Stop the rollout if its conversation is too long and has turns, else fail it as the library does."""
         # A judge's endpoint refuses, too; only what the interception noted is of the conversation itself.
         is_own = isinstance(error, error_class) and error is self._session.error
         if is_own and self.trace.num_turns and _says_too_long(str(error)):
@@ -81,7 +89,7 @@ def _stopping(stock: Callable[..., None], error_class: type[Exception]) -> Calla
 
 
 def mcp_field(thing: Any, name: str) -> Any:
-    """Return a field of an object of the MCP library by its name in release 1, such as `inputSchema`.
+    """Return the field of an object of the MCP library by its name in that library's release 1, such as `inputSchema`.
 
     In release 2, which 0.4 has, the same field is read as `input_schema`.
     """
@@ -113,6 +121,7 @@ class KeptPrompts:
     """The `render` of one renderer, with a cache of recent results. Called by one thread at a time."""
 
     def __init__(self, render: Callable[..., Any]) -> None:
+        """Make an empty cache over `render`, the renderer's own method."""
         self._render = render
         self._kept: OrderedDict[bytes, Any] = OrderedDict()
         self.num_tokens = 0
@@ -120,9 +129,9 @@ class KeptPrompts:
         """Whether the last prompt was in the cache."""
 
     def __call__(self, messages: Any, **options: Any) -> Any:
-        """Return what the renderer's own method returns, from the cache if it can be.
+        """Return the messages as the renderer's own `render` renders them, from a cache if they were rendered lately.
 
-        Lists in it are the caller's own.
+        `options` are those of `render`. Lists in the result are the caller's own.
         """
         try:
             # In their order, which templates may write. The text itself may be longer than what is rendered of it.
@@ -141,14 +150,17 @@ class KeptPrompts:
                 self.num_tokens -= len(self._kept.popitem(last=False)[1].token_ids) + _TOKENS_OF_AN_ENTRY
         else:
             self._kept.move_to_end(key)
+        # A caller may change the lists of its result, and the cache keeps its own.
         made = copy.copy(found)
         vars(made).update({name: list(value) for name, value in vars(found).items() if isinstance(value, list)})
         return made
 
 
 def _timed(slot: RendererSlot, render: Callable[[], T]) -> T:
+    """Call `render` and return its result; note in `slot` how much CPU time it took, unless the result was cached."""
     kept: Any = slot.renderer.render
     kept.was_known = False
+    # CPU time of this thread: the wait for a processor on a busy machine is not the renderer's.
     began = time.thread_time()
     try:
         return render()
@@ -158,17 +170,23 @@ def _timed(slot: RendererSlot, render: Callable[[], T]) -> T:
 
 
 def install_rendering() -> None:
-    """Replace how the library runs renderers: results are cached, and quick ones render in the event loop.
+    """Replace how the library runs renderers in this process: results are cached, and quick ones render in the event
+    loop.
 
-    Idempotent.
+    A second call changes nothing.
     """
+    # The library's own method, also where an earlier call has replaced it.
     stock: Any = getattr(RendererSlot.run, "__wrapped__", RendererSlot.run)
 
     @functools.wraps(stock)
     async def run(self: RendererSlot, fn: Callable[[], T]) -> T:
+        """Run `fn`, which renders, in the event loop if the renderer was quick lately and is free, else as the
+        library does.
+        """
         renderer: Any = self.renderer
         if not isinstance(renderer.render, KeptPrompts):
             renderer.render = KeptPrompts(renderer.render)
+        # Not waited for: where a thread renders with it, the event loop would stand still for as long.
         if getattr(self, _TOOK, 0.0) <= QUICK_S and self.lock.acquire(blocking=False):
             try:
                 return _timed(self, fn)
@@ -190,7 +208,9 @@ _DATA = re.compile(rb"(?m)^data:[ \t]*(\{.*\})[ \t]*\r?$")
 
 
 def install_relaying() -> None:
-    """Wrap the library's relaying client so that tool arguments in every answer are texts. Idempotent."""
+    """Wrap the library's relaying client so that tool arguments in every answer are texts. A second call does
+    nothing.
+    """
     if getattr(EvalClient.relay, "_is_millraces", False):
         return
     for kind in {type(dialect) for dialect in DIALECTS}:
@@ -198,6 +218,7 @@ def install_relaying() -> None:
     stock = EvalClient.relay
 
     async def relay(self: EvalClient, *args: Any, **kwargs: Any) -> Any:
+        """Return what the library's client relays, with tool arguments of streamed events made texts."""
         reply = await stock(self, *args, **kwargs)
         reply.chunks = _events(reply.chunks)
         return reply
@@ -207,9 +228,11 @@ def install_relaying() -> None:
 
 
 def _take_objects(kind: Any) -> None:
+    """Wrap the `validate_response` of an API's class so that tool arguments are made texts first."""
     stock = kind.validate_response
 
     def validate_response(self: Any, raw: Any) -> Any:
+        """Make tool arguments texts, then validate the answer as the library does."""
         make_texts(raw)
         return stock(self, raw)
 
@@ -217,11 +240,13 @@ def _take_objects(kind: Any) -> None:
 
 
 async def _events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the chunks of a stream of events with tool arguments made texts."""
     async for chunk in chunks:
         yield _DATA.sub(_data, chunk) if b'"arguments"' in chunk else chunk
 
 
 def _data(line: re.Match[bytes]) -> bytes:
+    """Return the matched `data:` line of an event with tool arguments made texts; unchanged if there are none."""
     try:
         value = decode_object(line[1], what="an event of an endpoint's stream", reason="ENGINE_ANSWER_INVALID")
     except CorruptObjectError:
@@ -230,9 +255,9 @@ def _data(line: re.Match[bytes]) -> bytes:
 
 
 def make_texts(answer: Any) -> bool:
-    """Replace tool arguments that are no text by their JSON, in place, in an answer or an event of a stream.
+    """Replace tool arguments that are no text by their JSON, in place, in an answer or in an event of a stream.
 
-    Return whether there were any.
+    Returns whether there were any.
     """
     found = [call for call in _calls(answer) if not isinstance(call.get("arguments", ""), str)]
     for call in found:
@@ -254,10 +279,12 @@ def _calls(answer: Any) -> Iterator[dict[str, Any]]:
 
 
 def _field(value: Any, name: str) -> Any:
+    """Return the dictionary's value under `name`; None if it has none, or `value` is no dictionary."""
     return value.get(name) if isinstance(value, dict) else None
 
 
 def _tables(value: Any, name: str) -> Iterator[dict[str, Any]]:
+    """Return an iterator of the dictionaries in the list `value[name]`; it is empty if there is no such list."""
     listed = _field(value, name)
     return (each for each in (listed if isinstance(listed, list) else ()) if isinstance(each, dict))
 
@@ -299,6 +326,9 @@ class InProcessRequest(dict[Any, Any]):
     """The parts of an aiohttp request that the handler uses; it also stores items in it, as in a mapping."""
 
     def __init__(self, secret: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
+        """Make a request of the rollout with this secret, with the chat `body`; `headers` are further ones of an
+        agent's own request.
+        """
         super().__init__()
         self.path = _PATH
         own = {"Authorization": f"Bearer {secret}", "Content-Type": "application/json"}
@@ -306,7 +336,7 @@ class InProcessRequest(dict[Any, Any]):
         self._read_bytes: bytes | None = json.dumps(body).encode()  # the handler forgets it once it has read it
 
     async def read(self) -> bytes:
-        """Return the body."""
+        """Return the body; b"" once the handler has set it to None."""
         return self._read_bytes or b""
 
 
@@ -317,11 +347,13 @@ def install_interception() -> None:
     stock_register, stock_unregister = InterceptionServer.register, InterceptionServer.unregister
 
     def register(self: InterceptionServer, session: Any) -> tuple[str, str]:
+        """Register a rollout's session as the library does, and note the server under the session's first secret."""
         secrets = stock_register(self, session)
         servers[secrets[0]] = self
         return secrets
 
     def unregister(self: InterceptionServer, model_secret: str, state_secret: str) -> None:
+        """Remove a rollout's session as the library does, and the note of its server."""
         servers.pop(model_secret, None)
         stock_unregister(self, model_secret, state_secret)
 
@@ -330,9 +362,11 @@ def install_interception() -> None:
 
 
 async def verdict(secret: str, call: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the message that the environment gives instead of a tool's answer; None if the call may be made.
+    """Ask the environment whether the tool call `call` may be made; return None if it may, else the message in its
+    result's place.
 
-    Only release 0.4 asks hooks of the environment before a call. Raises StoppedError if they end the rollout.
+    `secret` names the rollout. Only release 0.4 asks hooks of the environment before a call; with others it always may.
+    Raises StoppedError if the hooks end the rollout.
     """
     if not GATES_CALLS:
         return None
@@ -348,10 +382,10 @@ async def verdict(secret: str, call: Mapping[str, Any]) -> Mapping[str, Any] | N
 
 
 async def ask(secret: str, body: Mapping[str, Any], *, headers: Mapping[str, str] | None = None) -> CallAnswer:
-    """Make a model call for the rollout with this secret, and return the handler's answer.
+    """Make a model call for the rollout with this secret, with the chat request `body`, and return the answer.
 
-    The status is 499 if the rollout ends first, 500 for an unexpected error. `headers` are of the agent's request, if
-    any.
+    The status is 499 if the rollout ends first, 500 for an unexpected error. `headers` are of the agent's own request,
+    if there is one.
     """
     handler: Any = servers[secret].handle_request
     # A task of its own, as in a server: the library cancels what still answers when the rollout is over.

@@ -56,6 +56,7 @@ class TeacherRefusedError(Exception):
     """The teacher refused this request: a 4xx, or an answer without the log-probs that were asked for."""
 
     def __init__(self, message: str, *, status: int = 200) -> None:
+        """Make the error; `status` is the HTTP status of the teacher's answer, 200 for an answer without log-probs."""
         super().__init__(message)
         self.status = status
 
@@ -68,7 +69,10 @@ class TeacherClient:
     """Asks the teacher of one run, a model at its own endpoints."""
 
     def __init__(self, teacher: TeacherConfig, *, api_key: str) -> None:
-        """Open an HTTP session; `close` must be called in the same event loop."""
+        """Open an HTTP session for the teacher's endpoints; `close` must be called in the same event loop.
+
+        `api_key` is sent as a bearer token; "" sends none.
+        """
         self._name = teacher.name
         self._urls = teacher.base_url
         self._key_source = f"the key in {teacher.api_key_var}" if api_key else "no key, as the config names none"
@@ -90,7 +94,8 @@ class TeacherClient:
         await self._session.close()
 
     async def max_model_len(self) -> int | None:
-        """Return the context length that the teacher's first URL reports for it; None if it reports none.
+        """Return the context length in tokens that the teacher's first URL reports for its model; None if it reports
+        none.
 
         Tries once. Raises TeacherLostError and TeacherRefusedError.
         """
@@ -112,16 +117,19 @@ class TeacherClient:
     ) -> Float32Array:
         """Return the log-prob of each token but the first given those before it, float32 [T - 1], at temperature 1.
 
-        With `text` the text is sent in place of the tokens, and TokensDifferError raised if the teacher reads other
-        tokens than these in it. `first_url` is the index, modulo their number, of the URL tried first; each of the
-        `attempts` takes the next one. Raises TeacherLostError and TeacherRefusedError.
+        With `text`, whose tokens should be `token_ids`, the text is sent in their place, and TokensDifferError raised
+        if the teacher reads other tokens in it. `first_url` is the index, modulo their number, of the URL tried first;
+        each of the `attempts` (None: EXTERNAL_MAX_ATTEMPTS) takes the next one. Raises TeacherLostError and
+        TeacherRefusedError.
         """
         body = {
             "model": self._name,
             "prompt": list(token_ids) if text is None else text,
             "add_special_tokens": False,
+            # vLLM samples one token at least.
             "max_tokens": 1,
             "temperature": 0.0,
+            # The log-probs of the given tokens, and of no others beside them.
             "prompt_logprobs": 0,
         }
         reason = f"{self.describe()} to score {waits.COUNT} samples"
@@ -132,8 +140,14 @@ class TeacherClient:
         return parse_scores(reply, token_ids, of=self.describe())
 
     async def _try(self, body: bytes, first_url: int, attempts: int) -> Mapping[str, Any]:
+        """Post a request body until a URL answers, at most `attempts` times, and return the answer's object.
+
+        Each attempt takes the next URL from the index `first_url` on. Raises TeacherLostError after the last, and
+        TeacherRefusedError at once.
+        """
         # unregistered wait: `score` around it is the registered wait
         for attempt in range(1, attempts + 1):
+            # A retry goes to the next URL: the one that failed is the least likely to answer.
             url = self._urls[(first_url + attempt - 1) % len(self._urls)]
             try:
                 return await self._once("POST", url, "completions", body)
@@ -147,6 +161,11 @@ class TeacherClient:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def _once(self, method: str, base_url: str, path: str, body: bytes | None) -> Mapping[str, Any]:
+        """Make one HTTP request to `path` below `base_url`, and return the answer's JSON object; a body of None is not
+        sent.
+
+        Raises _PassingError if another try may succeed, else TeacherRefusedError.
+        """
         url = f"{base_url}/{path}"
         try:
             # A redirect would carry the key and the tokens to a server that the config does not name.
@@ -169,12 +188,15 @@ class _PassingError(TeacherLostError):
     """One try failed; the next one may succeed."""
 
     def __init__(self, message: str, *, retry_after: str | None = None) -> None:
+        """Make the error; `retry_after` is the text of the answer's header `Retry-After`, None without one."""
         super().__init__(message)
         self.retry_after = retry_after
 
 
 def answer_object(raw: bytes, *, of: str) -> Mapping[str, Any]:
-    """Return the JSON object in an answer's body; `of` names the request in the TeacherRefusedError if it is none."""
+    """Return the JSON object in an answer's body; raise TeacherRefusedError, which names the request `of`, if it is
+    none.
+    """
     shown = raw[:_SHOWN_CHARS].decode("utf-8", "replace")
     try:
         parsed = orjson.loads(raw)
@@ -186,10 +208,11 @@ def answer_object(raw: bytes, *, of: str) -> Mapping[str, Any]:
 
 
 def parse_scores(reply: Mapping[str, Any], token_ids: Sequence[int], *, of: str) -> Float32Array:
-    """Read the log-prob of each token but the first from vLLM's `prompt_logprobs`, float32 [T - 1].
+    """Return the log-prob of each token but the first from an answer's `prompt_logprobs`, float32 [T - 1].
 
-    That is a table per token from id to `{logprob, rank, decoded_token}`, null for the first. Raises TokensDifferError
-    if it is about other tokens, and TeacherRefusedError if it is missing or has a value that cannot be used.
+    `prompt_logprobs` is of vLLM's form: for each token a table from id to `{logprob, rank, decoded_token}`, null for
+    the first. `of` names the teacher in messages. Raises TokensDifferError if the answer is about other tokens than
+    `token_ids`, and TeacherRefusedError if log-probs are missing or one cannot be used.
     """
     choices = reply.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], Mapping) else {}
@@ -234,7 +257,7 @@ class HintTooLongError(TeacherRefusedError):
     """The tokens for the teacher are more than the context of the model."""
 
     def __init__(self, message: str, *, is_hopeless: bool) -> None:
-        """Take `is_hopeless`: whether even an empty reply would not fit."""
+        """Make the error; `is_hopeless` is whether even an empty reply would not fit."""
         super().__init__(message, status=400)
         self.is_hopeless = is_hopeless
 
@@ -249,8 +272,9 @@ class Hint:
     max_model_len: int
 
     def skipped(self, token_ids: Sequence[int]) -> int:
-        """Return how many tokens at the beginning of a sample the hint has already: 1 for a token that begins texts,
-        else 0.
+        """Return how many tokens at the beginning of a sample are left out after the hint: 1 or 0.
+
+        One token is left out if it is the one that begins every text, and the hint has begun with it already.
         """
         begins = self.begin_id is not None and self.token_ids[:1] == (self.begin_id,)
         return int(begins and token_ids[0] == self.begin_id)
@@ -263,17 +287,20 @@ class SelfTeacher:
     """
 
     def __init__(self, algo: AlgoConfig) -> None:
-        """Take the algorithm's hint template; `close` must be called in the same event loop."""
+        """Take the algorithm's hint template and open access to engines; `close` must be called in the same event
+        loop.
+        """
         self._template, self._demo_key = algo.template, algo.demo_key
         self._access = EngineAccess(ClientAccess.internal_from_environ(os.environ))
         self._begin_id: int | None = None
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the engines."""
         await self._access.close()
 
     async def check(self, part: PlayGroupRequest) -> None:
-        """Render a hint at the request's replica, and find out the token that begins texts.
+        """Render a hint at the replica of the request `part`, and find out with which token the tokenizer begins texts,
+        for later hints.
 
         Raises InvalidSpecError if the chat template takes no system message alone, TeacherLostError if the replica is
         away.
@@ -284,6 +311,7 @@ class SelfTeacher:
                 (await self._tokens(part, {"prompt": _PROBE, "add_special_tokens": adds}))["tokens"]
                 for adds in (False, True)
             ]
+            # A tokenizer may add a token at the end, too; only one at the beginning would be there twice.
             self._begin_id = whole[0] if len(whole) > len(bare) and whole[1 : len(bare) + 1] == bare else None
         except TeacherRefusedError as error:
             message = f"{_NOT_CHAT}: {error}"
@@ -292,7 +320,8 @@ class SelfTeacher:
             raise InvalidSpecError([violation], reason="HINT_NOT_RENDERED", remedy=remedy) from error
 
     async def hint(self, part: PlayGroupRequest, demonstration: str) -> Hint:
-        """Return the tokens of a hint with this demonstration, as the request's replica renders them.
+        """Return the tokens of a system message with this demonstration, as the replica of the request `part` renders
+        it.
 
         Raises TeacherLostError and TeacherRefusedError.
         """
@@ -305,14 +334,15 @@ class SelfTeacher:
     async def score(
         self, part: PlayGroupRequest, hint: Hint, token_ids: Sequence[int], *, num_prompt: int
     ) -> tuple[Float32Array, Taught]:
-        """Return the log-prob of each token but the first given the hint and earlier tokens, float32 [T - 1], and how
-        it was made.
+        """Return the log-prob of each token but the first given the hint and earlier tokens, float32 [T - 1], and by
+        which policy and hint it was made.
 
-        `num_prompt` is the number of tokens before the first sampled one. Raises HintTooLongError if the tokens do not
-        fit, TeacherLostError and TeacherRefusedError.
+        The replica of `part` computes it. `num_prompt` is the number of tokens before the first sampled one. Raises
+        HintTooLongError if the tokens do not fit, TeacherLostError and TeacherRefusedError.
         """
         skipped = hint.skipped(token_ids)
         asked = [*hint.token_ids, *token_ids[skipped:]]
+        # One place is left for the token that the request asks for.
         if len(asked) >= hint.max_model_len:
             raise HintTooLongError(
                 f"the demonstration ({len(hint.token_ids)} tokens) and what was sampled after its prompt "
@@ -333,9 +363,15 @@ class SelfTeacher:
         scores = parse_scores(reply, asked, of=f"the replica at {part.base_url}")
         lineage, version = _policy(reply, of=f"the replica at {part.base_url}")
         taught = Taught(lineage=lineage, version=version, hint_ids=hint.token_ids, skipped=skipped)
+        # The first of these scores is of the sample's second token, given the hint and the first.
         return scores[len(hint.token_ids) - skipped :], taught
 
     async def _tokens(self, part: PlayGroupRequest, asked: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the answer of the replica of the request `part` to a request to tokenize: `tokens` and
+        `max_model_len`.
+
+        `asked` has the prompt or messages. Raises TeacherLostError and TeacherRefusedError.
+        """
         reply = await self._ask(part, f"{part.base_url.removesuffix('/v1')}/tokenize", {"model": part.model, **asked})
         tokens, room = reply.get("tokens"), reply.get("max_model_len")
         if not isinstance(tokens, list) or not tokens or not isinstance(room, int):
@@ -343,9 +379,10 @@ class SelfTeacher:
         return reply
 
     async def _ask(self, part: PlayGroupRequest, url: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Post a request until it is answered with 200, and return the answer's object.
+        """Post a request until the replica at `url` answers with 200, and return the answer's JSON object.
 
-        It is repeated only while the engine is busy or updated. Raises TeacherLostError or TeacherRefusedError.
+        `part` names the replica for messages. The request is repeated only while the engine is busy or updated. Raises
+        TeacherLostError or TeacherRefusedError.
         """
         raw = orjson.dumps(body)
         reason = f"the replica at {part.base_url} to score {waits.COUNT} samples as their own teacher"
@@ -367,6 +404,7 @@ class SelfTeacher:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def _post(self, url: str, raw: bytes) -> tuple[int, bytes]:
+        """Post once to an engine of ours, with its token, and return (HTTP status, body)."""
         headers = {"content-type": "application/json", **self._access.headers(url)}
         trust = self._access.context()
         request = self._access.session().post(
@@ -377,10 +415,10 @@ class SelfTeacher:
 
 
 def _policy(reply: Mapping[str, Any], *, of: str) -> tuple[int, int]:
-    """Return the lineage and version of the policy that gave the scores.
+    """Return (lineage, version) of the policy that gave the scores, by the replica's answer.
 
-    Raise TeacherRefusedError if the reply has none. The embedded engine names it; vLLM names that of the token after
-    the prompt, which it computes in the same pass.
+    Raises TeacherRefusedError, which names the replica `of`, if the answer has none. The embedded engine names it; vLLM
+    names that of the token after the prompt, which it computes in the same pass.
     """
     choice = reply["choices"][0]  # `parse_scores` has found it there
     policy = choice.get("prompt_policy")

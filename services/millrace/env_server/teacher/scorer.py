@@ -50,7 +50,7 @@ from millrace.rollouts.types import (
 )
 from millrace.runlog.names import Names
 from millrace.runlog.records.run_record import RunRecord
-from millrace.runlog.records.scores import store_scores
+from millrace.runlog.records.token_logs import store_scores
 from millrace.storage.base import ObjectStore
 from millrace.telemetry import waits
 
@@ -70,12 +70,14 @@ _MAX_SPECIAL = 16
 async def check_teacher(client: TeacherClient, teacher: TeacherConfig, *, tokenizer_dir: str, seq_len: int) -> None:
     """Raise InvalidSpecError if the teacher cannot score this policy, TeacherLostError if it does not answer.
 
-    It must accept the key, give `prompt_logprobs`, have a context longer than `seq_len`, read a text as the policy's
-    tokens, and know the policy's highest token id. Without a `tokenizer.json` only the context is checked.
+    The teacher must accept the key, give `prompt_logprobs`, have a context longer than `seq_len` tokens, read a text as
+    the policy's tokens, and know the policy's highest token id. `tokenizer_dir` has the policy's tokenizer; without a
+    `tokenizer.json` in it only the context is checked.
     """
     try:
         # unregistered wait: one request while a run is opened, with the deadline of the client's session
         longest = await client.max_model_len()
+        # Longer, because each request also asks for one token after the prompt.
         if longest is not None and longest <= seq_len:
             problem = f"has a context of {longest} tokens; it must be longer than orchestrator.seq_len, {seq_len}"
             raise refusal(f"{TEACHER}.base_url", teacher, problem)
@@ -101,13 +103,19 @@ async def check_teacher(client: TeacherClient, teacher: TeacherConfig, *, tokeni
 
 
 def refusal(field: str, teacher: TeacherConfig, problem: str, *, reason: str = "TEACHER_REFUSED") -> InvalidSpecError:
-    """Make the InvalidSpecError of a run whose teacher cannot score; `field` is the config's key that is wrong."""
+    """Make the InvalidSpecError of a run whose teacher cannot score, with the text `problem` and the error's `reason`.
+
+    `field` is the config's key that is wrong.
+    """
     violation = Violation(field=field, value=teacher.name, message=problem, source="run config")
     return InvalidSpecError([violation], reason=reason, remedy="correct the teacher, then submit the run again")
 
 
 def _read_tokenizer(directory: Path) -> tuple[list[int], str, int]:
-    """Return a probe text's token ids, the text, which ends with special tokens, and the vocabulary's highest id."""
+    """Return (token ids, text, highest id) for a check of a teacher's tokenizer by the policy's, in `directory`.
+
+    The text ends with special tokens, and the ids are its tokens; the last is the vocabulary's highest id.
+    """
     from tokenizers import Tokenizer  # here: only runs with a teacher need it in this process
 
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
@@ -145,6 +153,7 @@ class _RunTeacher:
     """The state of one run's teacher: being checked (`opening`), then ready; checked again after it was lost."""
 
     def __init__(self) -> None:
+        """Make the state of a teacher that is not checked yet."""
         self.opening: asyncio.Task[None] | None = None
         self.is_ready = False
         self.was_ready = False
@@ -166,7 +175,11 @@ class Teachers:
         prefix: str,
         key_problem: Callable[[str], str],
     ) -> None:
-        """Take `key_problem`, which returns why this process has no key in a variable, or ""."""
+        """Make the teachers of runs, none at first.
+
+        Runs are read and scores are kept in `store` below `prefix`. `key_problem` returns why this process has no key
+        in a variable, or "".
+        """
         self._store = store
         self._tokenizers = tokenizers
         self._prefix = prefix
@@ -175,10 +188,12 @@ class Teachers:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def require_ready(self, request: PlayGroupRequest) -> None:
-        """Return if the run needs no teacher, or its teacher passed the check; else begin or go on to check it.
+        """Return if the run of the request needs no teacher, or its teacher has passed the check; else check the
+        teacher.
 
-        Raises CapacityError (TEACHER_UNREACHABLE) if the check takes longer than a moment, and InvalidSpecError if the
-        teacher cannot do its work.
+        Raises CapacityError (TEACHER_UNREACHABLE) if the check, which then goes on, takes longer than a moment,
+        UnavailableError if it was given up because the teacher did not answer, and InvalidSpecError if the teacher
+        cannot do its work.
         """
         if not is_training(request):
             return
@@ -203,10 +218,11 @@ class Teachers:
         opening.result()
 
     async def score(self, part: PlayGroupRequest, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
-        """Score the rollouts and store the scores.
+        """Have the run's teacher score the rollouts of `part`, store the scores, and return the rollouts with metrics
+        of them.
 
-        Return them with metrics of it, or as failures if they cannot be scored. Rollouts of runs without a teacher are
-        returned as they are.
+        A rollout that cannot be scored is returned as a failure. Rollouts of runs without a teacher are returned as
+        they are.
         """
         run = self._runs.get(part.run_uid)
         if not is_training(part) or run is None or run.scoring is None or run.client is None:
@@ -224,7 +240,7 @@ class Teachers:
         return results
 
     def forget(self, run_uid: str) -> None:
-        """Forget a run that is over and close its client, unless its teacher is still being checked."""
+        """Remove the teacher of a run that is over and close its client, unless the teacher is still being checked."""
         run = self._runs.get(run_uid)
         if run is None or (run.opening is not None and not run.opening.done()):
             return
@@ -235,7 +251,7 @@ class Teachers:
             closing.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
-        """Stop all checks and close all clients."""
+        """Stop all checks of teachers and close all clients."""
         await asyncio.gather(*self._closing)
         for run in self._runs.values():
             if run.opening is not None:
@@ -247,7 +263,10 @@ class Teachers:
                 await run.client.close()
 
     async def _open(self, request: PlayGroupRequest, run: _RunTeacher) -> None:
-        """Read which teacher the run has, and check it until it answers; mark the run as ready."""
+        """Read which teacher the run has, check the teacher until it answers, and mark the run as ready.
+
+        A run without a teacher is ready at once. Raises InvalidSpecError if the teacher cannot do its work.
+        """
         with waits.of_run(request.run_uid):
             if run.scoring is None:
                 run.scoring = await asyncio.to_thread(self._read_scoring, request.run_uid)
@@ -260,7 +279,8 @@ class Teachers:
     async def _check_policy(self, request: PlayGroupRequest, run: _RunTeacher, scoring: _Scoring) -> None:
         """Check the request's replica as the run's own teacher.
 
-        Raise CapacityError if it is away, as another may be asked next.
+        Raises CapacityError if the replica is away, as another may be asked next, and InvalidSpecError if it cannot
+        score.
         """
         client = run.client if isinstance(run.client, SelfTeacher) else SelfTeacher(scoring.algo)
         run.client = client
@@ -271,6 +291,11 @@ class Teachers:
             raise CapacityError(str(error), reason="TEACHER_UNREACHABLE", remedy="ask again") from error
 
     async def _await_teacher(self, request: PlayGroupRequest, run: _RunTeacher, scoring: _Scoring) -> None:
+        """Check the run's teacher again and again until it answers.
+
+        Raises InvalidSpecError if it cannot do its work or the variable for its key is wrong, and UnavailableError if
+        it does not answer and nobody has asked for it lately.
+        """
         teacher = scoring.algo.teacher
         assert teacher is not None, "the caller has looked"
         variable = teacher.api_key_var or ""
@@ -300,9 +325,9 @@ class Teachers:
                 await asyncio.sleep(_BACKOFF.after(num_failed))
 
     def _read_scoring(self, run_uid: str) -> _Scoring | None:
-        """Read a run's settings for its teacher from `run.json` (blocking).
+        """Read from `run.json` how the run is scored (blocking).
 
-        None if it has no teacher or was deleted.
+        None if it has no teacher, or was deleted.
         """
         try:
             data = self._store.get(Names(self._prefix, run_uid).run_json, max_bytes=MAX_JSON_BYTES)
@@ -320,6 +345,9 @@ class _Scorer(ABC):
     """Scores the rollouts of one play."""
 
     def __init__(self, store: ObjectStore, names: Names, *, seq_len: int) -> None:
+        """Take the run's names in `store`, where scores are kept, and `seq_len`, the most tokens of a sample in a
+        batch.
+        """
         self._store = store
         self._names = names
         self._seq_len = seq_len
@@ -328,20 +356,23 @@ class _Scorer(ABC):
 
     @abstractmethod
     async def _scored(self, rollout: Rollout) -> tuple[list[Float32Array], list[Taught | None]]:
-        """Return the scores of each sample, float32 [T], and for each how the policy made them.
+        """Return each sample's scores, the teacher's log-probs (float32 [T]), and for each how the policy made them.
 
-        None if another model did.
+        Tokens that are not scored have their `inference_logprobs`, which give no credit. How they were made is None if
+        another model made them, or no token is scored. Raises TeacherLostError and TeacherRefusedError.
         """
 
     @abstractmethod
     async def _failure(self, rollout: Rollout, error: TeacherLostError | TeacherRefusedError | TimeoutError) -> Rollout:
-        """Return the rollout as a failure, whose status depends on the error."""
+        """Return the rollout, which could not be scored because of `error`, as a failure; its status depends on the
+        error.
+        """
 
     async def score(self, rollout: Rollout, *, timeout_s: float) -> Rollout:
         """Score an OK rollout and store its scores; return it with metrics of them, or as a failure.
 
-        The time is what is left of `timeout_s` after the rollout, at least `_SCORE_S`. Other rollouts are returned as
-        they are.
+        The time is what is left of `timeout_s` after the rollout's own seconds, but at least `_SCORE_S`. Rollouts that
+        are not OK are returned as they are.
         """
         if rollout.status is not RolloutStatus.OK:
             return rollout
@@ -349,6 +380,7 @@ class _Scorer(ABC):
         try:
             async with asyncio.timeout(budget_s):
                 scores, taught = await self._scored(rollout)
+            # Stored before the rollout is appended: a reader of the log finds the scores of every rollout in it.
             await asyncio.to_thread(store_scores, self._store, self._names, rollout, scores, taught)
         except TimeoutError:
             return await self._failure(rollout, TimeoutError(f"did not score it within {budget_s:g} s"))
@@ -362,7 +394,8 @@ class _Scorer(ABC):
         return replace(rollout, metrics=metrics)
 
     def _places(self, sample: Sample) -> NDArray[np.intp]:
-        """Return the indices of the tokens to score: the sampled ones before seq_len, after which no batch has any.
+        """Return the indices of the sample's tokens to score: the sampled ones before seq_len, after which no batch has
+        any.
 
         Raises TeacherRefusedError if the first token is one, as nothing precedes it.
         """
@@ -376,14 +409,22 @@ class _TeacherScorer(_Scorer):
     """Scores with another model."""
 
     def __init__(self, store: ObjectStore, names: Names, client: TeacherClient, *, seq_len: int) -> None:
+        """Take the client of the run's teacher; scores are kept under the run's names in `store`.
+
+        `seq_len` is the most tokens of a sample in a batch; tokens after it are not scored.
+        """
         super().__init__(store, names, seq_len=seq_len)
         self._client = client
 
     async def _scored(self, rollout: Rollout) -> tuple[list[Float32Array], list[Taught | None]]:
+        """Return the scores of each sample by the teacher, float32 [T], and None for each."""
         scores = [await self._score_sample(sample, rollout) for sample in rollout.samples]
         return scores, [None] * len(scores)
 
     async def _failure(self, rollout: Rollout, error: TeacherLostError | TeacherRefusedError | TimeoutError) -> Rollout:
+        """Return the rollout as a failure: ENGINE_LOST if the teacher does not answer or refuses everything, else
+        MODEL_ERROR.
+        """
         if isinstance(error, TimeoutError):
             return self._lost(rollout, "TeacherLost", f"{self._client.describe()} {error}")
         if isinstance(error, TeacherLostError):
@@ -393,7 +434,8 @@ class _TeacherScorer(_Scorer):
         return _failed(rollout, RolloutStatus.MODEL_ERROR, "TeacherRefused", str(error))
 
     async def _refuses_all(self, error: TeacherRefusedError, rollout: Rollout) -> bool:
-        """Return whether the teacher refuses even a request of two tokens.
+        """Return whether the teacher, which has refused this rollout with `error`, refuses even a request of two
+        tokens.
 
         False at once for a status about the tokens.
         """
@@ -417,10 +459,12 @@ class _TeacherScorer(_Scorer):
             return scores
         end = int(places[-1]) + 1
         found = await self._client.score(sample.token_ids[:end].tolist(), first_url=rollout.ordinal)
+        # `found` begins with the score of the second token.
         scores[places] = found[places - 1]
         return scores
 
     def _lost(self, rollout: Rollout, error_type: str, problem: str) -> Rollout:
+        """Return the rollout as ENGINE_LOST, and note that the teacher has to be checked again."""
         self.is_lost = True
         return _failed(rollout, RolloutStatus.ENGINE_LOST, error_type, problem)
 
@@ -431,18 +475,30 @@ class _SelfScorer(_Scorer):
     def __init__(
         self, store: ObjectStore, names: Names, client: SelfTeacher, part: PlayGroupRequest, *, seq_len: int
     ) -> None:
+        """Take the client that asks the replica of `part`; scores are kept under the run's names in `store`.
+
+        `seq_len` is the most tokens of a sample in a batch; tokens after it are not scored.
+        """
         super().__init__(store, names, seq_len=seq_len)
         self._client, self._part = client, part
 
     async def _scored(self, rollout: Rollout) -> tuple[list[Float32Array], list[Taught | None]]:
+        """Return the scores of each sample by the policy after the task's demonstration, float32 [T], and how they were
+        made.
+
+        Tokens that are not scored have the log-probs with which they were sampled, which give no credit. How they were
+        made is None for a sample of which no token is scored.
+        """
         scores: list[Float32Array] = []
         taught: list[Taught | None] = []
         hint = await self._client.hint(self._part, rollout.demonstration)
         for sample in rollout.samples:
             column, places, source = sample.inference_logprobs.copy(), self._places(sample), None
             if len(places):
+                # What comes after the last of these tokens changes no score.
                 tokens = sample.token_ids[: int(places[-1]) + 1].tolist()
                 found, source = await self._client.score(self._part, hint, tokens, num_prompt=int(places[0]))
+                # The first token has no score, so that `found[i]` is of token `i + 1`.
                 column[places] = found[places - 1]
             scores.append(column)
             taught.append(source)
@@ -463,10 +519,14 @@ class _SelfScorer(_Scorer):
 
 
 def _reverse_kl(rollout: Rollout, scores: Sequence[Float32Array]) -> float:
+    """Return the mean over the rollout's sampled tokens of the policy's log-prob minus the teacher's; 0 without
+    samples.
+    """
     gaps = [(s.inference_logprobs - t)[s.loss_mask == 1] for s, t in zip(rollout.samples, scores, strict=True)]
     return float(np.concatenate(gaps).mean()) if gaps else 0.0
 
 
 def _failed(rollout: Rollout, status: RolloutStatus, error_type: str, problem: str) -> Rollout:
+    """Return the rollout as a failure of that status, without samples and reward."""
     error = RolloutError(type=error_type, message=problem[:MAX_ERROR_MESSAGE_CHARS])
     return replace(rollout, status=status, error=error, samples=(), reward=0.0)

@@ -26,20 +26,20 @@ from millrace.env_server import engine_access
 from millrace.env_server.adapters.adapter import EnvAdapter, load_adapter
 from millrace.env_server.adapters.failures import describe_error, frames_of, own_line, own_line_of
 from millrace.env_server.adapters.outcome import Outcome, demonstrated, failed, make_rollout
-from millrace.env_server.interpreters.examine import go_over, require_usable
+from millrace.env_server.interpreters import exec_worker, require_usable
 from millrace.env_server.isolation.confinement import Confinement
 from millrace.env_server.wire import loaded_to_wire
 from millrace.env_server.workers.frames import (
-    HEAD_BYTES,
+    MAX_FRAME_BYTES,
     decode_frame,
     encode_frame,
-    frame_length,
     read_frame,
     start_answering,
 )
 from millrace.errors import CorruptObjectError, InvalidSpecError
 from millrace.internal.v1 import env_worker_pb2, rollout_pb2
 from millrace.internal.v1.play_pb2 import PlayGroupRequest
+from millrace.processes.channel import receive_frame
 from millrace.rollouts.requests import is_training
 from millrace.rollouts.types import RolloutStatus
 from millrace.rollouts.wire import rollout_to_proto
@@ -62,6 +62,7 @@ class OwnTimeLoop(asyncio.SelectorEventLoop):
     """
 
     def __init__(self) -> None:
+        """Make the loop in the thread that will run it, with no time measured."""
         self.busy_s = 0.0
         """Seconds that all callbacks took, of whichever play."""
         self._own_s: defaultdict[int, float] = defaultdict(float)
@@ -75,7 +76,8 @@ class OwnTimeLoop(asyncio.SelectorEventLoop):
     def call_soon(
         self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
-        """Schedule a callback that is measured; steps of tasks, in which blocking code runs, are scheduled here.
+        """Schedule a callback whose time is measured; steps of tasks, in which blocking code runs, are scheduled here,
+        too.
 
         A SystemExit or KeyboardInterrupt in a callback does not end the loop, and with it all other plays: the task has
         it.
@@ -83,6 +85,7 @@ class OwnTimeLoop(asyncio.SelectorEventLoop):
         return super().call_soon(self._measured, callback, *args, context=context)
 
     def _measured(self, callback: Callable[..., Any], *args: Any) -> None:
+        """Call the callback, and add the time that it takes to the total and to the play in whose context it runs."""
         self._num_begun += 1
         self._is_running_one = True
         began = time.monotonic()
@@ -98,9 +101,9 @@ class OwnTimeLoop(asyncio.SelectorEventLoop):
                 self._own_s[play] += took
 
     def stuck_at(self) -> str | None:
-        """Return the line of environment code that the loop is in, if it runs the same callback as at the last call.
+        """Return the line of environment code in which the loop is, if it runs the same callback as at the last call.
 
-        Else None. Thread-safe.
+        The line is "" if it is in other code. None if the loop has gone on since. May be called by any thread.
         """
         with self._lock:
             before, self._looked_at = self._looked_at, self._num_begun
@@ -108,11 +111,11 @@ class OwnTimeLoop(asyncio.SelectorEventLoop):
         return own_line_of(self._thread) if is_stuck else None
 
     def own_s(self, play: int) -> float:
-        """Return the seconds spent in the play's own callbacks."""
+        """Return the seconds that callbacks of the play with this id took so far."""
         return self._own_s.get(play, 0.0)
 
     def forget(self, play: int) -> None:
-        """Delete the time of a play that is over."""
+        """Delete the time of the play with this id, which is over."""
         self._own_s.pop(play, None)
 
 
@@ -120,6 +123,7 @@ class OwnTime:
     """The time of one play: the wall time less the time in which other plays' code ran. Made in the play's own task."""
 
     def __init__(self, play: int) -> None:
+        """Begin to measure the play with this id; must be called in the play's own task."""
         loop = asyncio.get_running_loop()
         self._loop = loop if isinstance(loop, OwnTimeLoop) else None
         self._play = play
@@ -128,16 +132,17 @@ class OwnTime:
         _PLAY.set(play)
 
     def close(self) -> None:
-        """Delete the play's time from the loop."""
+        """Delete the play's time from the event loop."""
         if self._loop is not None:
             self._loop.forget(self._play)
 
     @property
     def seconds(self) -> float:
-        """Return the seconds since the play began, without the time of other plays' callbacks."""
+        """Return the wall seconds since the play began, without the time that other plays' callbacks took."""
         passed = time.monotonic() - self._began
         if self._loop is None:
             return passed
+        # Time in which no callback ran, such as a wait for the engine, is the play's own.
         others_s = self._loop.busy_s - self._busy_s - self._loop.own_s(self._play)
         return passed - max(0.0, others_s)
 
@@ -167,16 +172,19 @@ def main() -> None:
         confinement = Confinement.from_json(values)
         confinement.enter(args.directory, files=[channel_fd, echo_fd], control=rest[0] if rest else None)
     if args.python:
-        _go_over(args.python, channel_fd, echo_fd, args.directory)
+        _switch_interpreter(args.python, channel_fd, echo_fd, args.directory)
     else:
         run(channel_fd, echo_fd)
 
 
-def _go_over(python: str, channel_fd: int, echo_fd: int, directory: str) -> None:
-    """Replace this process by a worker in that interpreter; if that cannot be, report why instead of loading."""
+def _switch_interpreter(python: str, channel_fd: int, echo_fd: int, directory: str) -> None:
+    """Replace this process by a worker in the interpreter `python`, with the same sockets and working directory.
+
+    If that cannot be, wait for the command to load an environment, and answer why.
+    """
     try:
         require_usable(python)
-        go_over(python, [f"--fd={channel_fd}", f"--fd={echo_fd}", f"--directory={directory}"])
+        exec_worker(python, [f"--fd={channel_fd}", f"--fd={echo_fd}", f"--directory={directory}"])
     except (InvalidSpecError, OSError) as error:
         channel = socket.socket(fileno=channel_fd)
         if (command := _read_first(channel)) is not None:
@@ -185,14 +193,17 @@ def _go_over(python: str, channel_fd: int, echo_fd: int, directory: str) -> None
 
 
 def run(channel_fd: int, echo_fd: int) -> None:
-    """Load the environment that the first command names, report it, and play until the socket closes.
+    """Load the environment that the first command on the socket `channel_fd` names, report it, and play until the
+    socket closes.
 
-    Every byte on the echo socket is answered by a thread.
+    If it cannot be loaded, the error is reported, and this returns. A thread answers every byte on the socket
+    `echo_fd`.
     """
     for inherited in (channel_fd, echo_fd):
         os.set_inheritable(inherited, False)  # what the environment starts does not get them
     channel = socket.socket(fileno=channel_fd)
     running: list[OwnTimeLoop] = []  # made after the environment's loading, which must not see its sockets
+    # Before the environment is loaded, so that a long load does not look like a frozen process.
     start_answering(socket.socket(fileno=echo_fd), lambda: running[0].stuck_at() if running else None)
     # What environments print belongs to the log, not to a pipe that nobody reads.
     os.dup2(2, 1)
@@ -217,7 +228,7 @@ def run(channel_fd: int, echo_fd: int) -> None:
 
 
 def _failure(env_id: str, error: BaseException) -> env_worker_pb2.WorkerReport:
-    """Log why an environment could not be loaded, and return the report to the parent."""
+    """Log why an environment could not be loaded, and return the report of it for the env-server."""
     kind, message, remedy = describe_error(error)
     fields = {"env": env_id, "error": f"{kind}: {message}", "frames": frames_of(error)}
     logger.info("environment could not be loaded", extra=fields)  # the process that asked logs it as an error
@@ -227,24 +238,12 @@ def _failure(env_id: str, error: BaseException) -> env_worker_pb2.WorkerReport:
 
 
 def _read_first(channel: socket.socket) -> env_worker_pb2.WorkerCommand | None:
-    """Read the LoadEnv command without an event loop, because the environment is loaded outside of one.
+    """Read the first command, LoadEnv, without an event loop, because the environment is loaded outside of one.
 
-    None if it closed.
+    None if the socket was closed.
     """
-
-    def exactly(count: int) -> bytes:
-        data = bytearray()
-        while len(data) < count:
-            part = channel.recv(count - len(data))
-            if not part:
-                return b""
-            data += part
-        return bytes(data)
-
-    head = exactly(HEAD_BYTES)
-    if not head:
-        return None
-    return decode_frame(env_worker_pb2.WorkerCommand, exactly(frame_length(head)))
+    data = receive_frame(channel.recv, most=MAX_FRAME_BYTES)
+    return None if data is None else decode_frame(env_worker_pb2.WorkerCommand, data)
 
 
 class EnvironmentExitError(Exception):
@@ -257,6 +256,7 @@ class _Worker:
     """Plays what the parent sends over the socket."""
 
     def __init__(self, adapter: EnvAdapter, channel: socket.socket, *, env_id: str) -> None:
+        """Take the loaded environment and the socket to the env-server; `run` begins to answer there."""
         self._adapter = adapter
         self._env_id = env_id
         self._channel = channel
@@ -265,7 +265,10 @@ class _Worker:
         self._num_abandoned = 0
 
     async def run(self) -> None:
-        """Start the adapter, report that it is loaded, and carry out commands until the socket closes."""
+        """Start the adapter, report that the environment is loaded, and carry out commands until the socket closes.
+
+        If the adapter cannot start, that is reported, and this returns.
+        """
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_EXECUTOR_THREADS, "env"))
         self._channel.setblocking(False)
         reader, self._writer = await asyncio.open_connection(sock=self._channel)
@@ -295,6 +298,7 @@ class _Worker:
         await self._stop()
 
     async def _stop(self) -> None:
+        """Cancel all plays and close the adapter; after `_EXIT_S` the process exits in any case."""
         # Environment code may refuse to end; this thread is what ends the process then.
         deadline = threading.Timer(_EXIT_S, os._exit, args=(0,))
         deadline.daemon = True
@@ -306,10 +310,12 @@ class _Worker:
         await self._adapter.close()
 
     async def _send(self, report: env_worker_pb2.WorkerReport) -> None:
+        """Send a report to the env-server."""
         self._writer.write(encode_frame(report))
         await self._writer.drain()
 
     async def _play(self, play: env_worker_pb2.PlayMembers) -> None:
+        """Play the request's members and report one rollout for each."""
         request = play.request
         began, own = time.monotonic(), OwnTime(play.play_id)
         self._standings[play.play_id] = engine_access.begin()
@@ -327,7 +333,9 @@ class _Worker:
         await self._send(env_worker_pb2.WorkerReport(ended=ended))
 
     async def _played(self, request: PlayGroupRequest, tokenizer_dir: str) -> Sequence[Outcome]:
-        """Play the request; turn a SystemExit or KeyboardInterrupt of its code into an EnvironmentExitError."""
+        """Have the adapter play the request; a SystemExit or KeyboardInterrupt of its code is raised as
+        EnvironmentExitError.
+        """
         try:
             return await self._adapter.play(request, tokenizer_dir=tokenizer_dir)
         except (SystemExit, KeyboardInterrupt) as error:
@@ -337,20 +345,24 @@ class _Worker:
     async def _outcomes(
         self, request: PlayGroupRequest, play: env_worker_pb2.PlayMembers, own: OwnTime
     ) -> list[Outcome]:
-        """Play and return one outcome per member in any case, by the deadline plus the grace.
+        """Play the request and return one outcome per member in any case, by its deadline plus CANCEL_GRACE_S.
 
-        The deadline counts the play's own time, without that of other plays' code in the loop.
+        The deadline counts the play's own time (`own`), without that of other plays' code in the loop. What misses it,
+        or raises, is a failure.
         """
         playing = asyncio.ensure_future(self._played(request, play.tokenizer_dir))
         count = len(request.members)
         try:
+            # Again after each wait: time that other plays took meanwhile has moved the deadline.
             while not playing.done() and (left_s := request.rollout_timeout_seconds - own.seconds) > 0:
                 await asyncio.wait({playing}, timeout=left_s)
         except asyncio.CancelledError:
+            # The env-server has cancelled the play and waits for no answer.
             playing.cancel()
             await asyncio.wait({playing}, timeout=CANCEL_GRACE_S)
             raise
         if not playing.done():
+            # Read before the cancellation, which moves the play elsewhere.
             where = self._standings[play.play_id].describe(own_line(playing))
             playing.cancel()
             await asyncio.wait({playing}, timeout=CANCEL_GRACE_S)
@@ -374,7 +386,11 @@ class _Worker:
 def answer_of(
     request: PlayGroupRequest, member: int, task_id: str, outcome: Outcome, seconds: float
 ) -> rollout_pb2.Rollout:
-    """Return the wire message of a member's rollout; values that cannot be stored make it a failure."""
+    """Return the wire message of a member's rollout, made of the request and the outcome.
+
+    `seconds` is how long it was played. A training rollout gets its task's demonstration if the request has a
+    `demo_key`. Values that cannot be stored make it a failure.
+    """
     try:
         if request.demo_key and is_training(request):
             outcome = demonstrated(outcome, request.demo_key)

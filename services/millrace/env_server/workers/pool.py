@@ -11,7 +11,7 @@ Every rollout ends, whatever its environment does, and one bad task does not tak
   there is cleared, and its other rollouts go back to the shared workers. A task that kills a probe worker, alone, and
   has been in flight in two deaths, or blocks it, is quarantined, and its rollouts end as QUARANTINED from then on.
 * While an environment's tasks do so often, those that were not tried yet are probed from the start, and when most of
-  them do, the environment is given up: ENV_KILLS_WORKERS names tasks and exit codes (`trials`).
+  them do, the environment is given up: ENV_KILLS_WORKERS names tasks and exit codes (`TaskTrials`).
 * A worker that was asked to end (SIGTERM, SIGINT, SIGHUP), wherever it played, makes no suspects: the rollout is played
   again, twice at most; after that such an end counts like others.
 * While the env-server leaves, the death of a worker counts for nothing: its surroundings are being stopped. Workers are
@@ -87,10 +87,10 @@ class Loader:
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
     async def start(self, kind: str, note: Callable[[WorkerProcess], object]) -> WorkerProcess:
-        """Start a worker and return it once it has loaded; `note` is called with it before that.
+        """Start a worker and return it once it has loaded the environment.
 
-        `kind` is part of its name. Loading is repeated, a few times, if it was ended from outside. Raises EnvLoadError
-        and OSError.
+        `kind` is part of the worker's name; `note` is called with the worker as soon as its process runs. Loading is
+        repeated, a few times, if it was ended from outside. Raises EnvLoadError and OSError.
         """
         num_killed_loads = 0
         while not self.is_over():
@@ -106,6 +106,9 @@ class Loader:
         )
 
     async def _start(self, name: str, note: Callable[[WorkerProcess], object]) -> WorkerProcess:
+        """Start a worker of that name, give it to `note`, and return it once it has loaded. Raises EnvLoadError and
+        OSError.
+        """
         limits = self.limits
         worker = await WorkerProcess.spawn(
             self.env,
@@ -120,12 +123,17 @@ class Loader:
         return worker
 
     async def _wait_loaded(self, worker: WorkerProcess) -> None:
-        """Wait until the worker has loaded, the same tasks as the first one. Raises EnvLoadError."""
+        """Wait until the worker has loaded the environment, with the same tasks as the first worker.
+
+        The first one's description is kept as `info`. A worker that takes too long or has other tasks is killed. Raises
+        EnvLoadError, also if loading fails.
+        """
         timeout_s = self.limits.load_timeout_s
         what = f"environment {self.env.id}"
         with progress.work(Activity.LOAD, what, waits_on="env worker", deadline_s=timeout_s):
             try:
                 async with asyncio.timeout(timeout_s):
+                    # Shielded: the time-out ends this wait and not the worker's future, which its listener resolves.
                     info = await asyncio.shield(worker.loaded)
             except TimeoutError:
                 worker.kill("loading took too long")
@@ -133,6 +141,7 @@ class Loader:
                 raise EnvLoadError("LoadTimeout", message) from None
         if self.info is None:
             self.info = info
+            # The template is of the env-server's own interpreter.
             if not self.env.python:
                 self.starter.note_loaded(info.api)
         elif (info.train.digest, info.eval.digest) != (self.info.train.digest, self.info.eval.digest):
@@ -160,13 +169,14 @@ KILLS_WORKERS = "ENV_KILLS_WORKERS"
 
 
 class PlayAbandonedError(Exception):
-    """The rollout lost its worker while the env-server leaves: it has no end here, and its task is not blamed."""
+    """The rollout lost its worker while the env-server leaves: it does not end here, and its task is not blamed."""
 
 
 class EnvPool:
     """The shared workers and the probe workers of one environment."""
 
     def __init__(self, env: EnvSpec, limits: PoolLimits, starter: WorkerStarter) -> None:
+        """Make the pool of an environment, without workers: `start` begins to load them."""
         self.env = env
         self.failure: EnvLoadError | None = None
         self.failed_at = 0.0
@@ -194,9 +204,9 @@ class EnvPool:
         self.is_leaving = False
 
     def start(self) -> None:
-        """Begin to load the environment's workers in the background.
+        """Begin to start the environment's workers in the background, which load it.
 
-        Do nothing if they run, or the pool failed or leaves.
+        Does nothing if they run already, or the environment has failed, or the env-server leaves.
         """
         self._used_at = time.monotonic()
         if self._supervisors or self.is_leaving or self.failure is not None:
@@ -212,75 +222,85 @@ class EnvPool:
 
     @property
     def _is_over(self) -> bool:
-        """Return whether the pool starts no more workers."""
+        """Return whether the pool starts no more workers: the env-server leaves, or the environment has failed."""
         return self.is_leaving or self.failure is not None
 
     @property
     def idle_since(self) -> float | None:
-        """Return the monotonic time of the last use; None while a play is in progress or the environment loads."""
+        """Return the monotonic time of the pool's last use; None while a play is in progress or the environment
+        loads.
+        """
         is_loading = self.failure is None and self.info is None
         return None if self._num_plays or is_loading else self._used_at
 
     @property
     def is_resting(self) -> bool:
-        """Return whether the pool has no workers and starts none until it is used."""
+        """Return whether the pool has no workers, and starts none until its next use."""
         return not self._supervisors and not self.num_workers
 
     def rest(self) -> asyncio.Task[None]:
-        """End the workers of an idle environment in the background.
+        """End the workers of an idle environment in the background, and return the task that does so.
 
-        Its state stays, and the next play starts them again.
+        What is known of its tasks stays, and the next play starts workers again.
         """
+        # Taken out before the first await, so that a play which comes meanwhile starts workers anew.
         supervisors, self._supervisors = self._supervisors, []
         running = [worker for worker in self.slots if worker is not None]
         self.slots = [None] * self._limits.num_workers
         return self._in_background(self._end(supervisors, running))
 
     async def close(self) -> None:
-        """End every worker; rollouts in progress end as ENV_ERROR."""
+        """End every worker of the environment and wait for it; rollouts in progress end as ENV_ERROR."""
         if self.failure is None:
             message = "the env-server ended the environment's workers"
+            # As an end from outside: its rollouts count as failures of infrastructure, which are played again.
             await self._end_as(EnvLoadError("PoolClosed", message, is_from_outside=True))
         await self.rest()
         await asyncio.gather(*self._ending)
 
     async def _end(self, supervisors: Sequence[asyncio.Task[None]], workers: Sequence[WorkerProcess]) -> None:
+        """Cancel the supervisors, then close these workers and all probe workers."""
         for supervisor in supervisors:
             supervisor.cancel()
         await asyncio.gather(*supervisors, return_exceptions=True)
         await asyncio.gather(*(worker.close() for worker in workers), self.probes.close())
 
     def _in_background(self, ending: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run the coroutine, which ends workers, in a task for which `close` waits; return the task."""
         task = asyncio.create_task(ending, name=f"end workers of {self.env.id}")
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
         return task
 
     async def leave(self) -> None:
-        """Prepare for the env-server's end: rollouts may finish, and a worker's death makes no suspects."""
+        """Prepare for the env-server's end: rollouts may finish, no workers are started, and a worker's death makes
+        no suspects.
+        """
         self.is_leaving = True
         await self._notify()
 
     @property
     def quarantined_tasks(self) -> Sequence[str]:
-        """Return the ids of the quarantined tasks."""
+        """Return the ids of the environment's tasks that are not played any more."""
         return tuple(self.trials.quarantined)
 
     @property
     def workers(self) -> list[WorkerProcess]:
-        """Return the workers that have loaded the environment and live, probe workers included."""
+        """Return the environment's workers that have loaded it and live, probe workers included."""
         shared = [worker for worker in self.slots if worker is not None and worker.is_ready]
         return [*shared, *self.probes.workers]
 
     @property
     def num_workers(self) -> int:
-        """Return how many `workers` there are."""
+        """Return how many of the environment's workers have loaded it and live, probe workers included."""
         return len(self.workers)
 
     async def play(self, request: PlayGroupRequest, *, tokenizer_dir: str) -> list[Rollout]:
-        """Play the request's members together; return one rollout per member, failed ones in case of any problem.
+        """Play the request's members together in a worker and return one rollout for each, a failed one in case of any
+        problem.
 
-        Starts the workers if they rest. Raises PlayAbandonedError, only while the env-server leaves.
+        `tokenizer_dir` has the policy's tokenizer; "" if none is needed. Starts the workers if they have ended for lack
+        of use. Raises PlayAbandonedError, only while the env-server leaves.
         """
         self.runs.add(request.run_uid)
         self._num_plays += 1
@@ -292,7 +312,11 @@ class EnvPool:
             self._used_at = time.monotonic()
 
     async def _play(self, request: PlayGroupRequest, tokenizer_dir: str) -> list[Rollout]:
-        """Play the request, again after each lost worker, until it ends as described at the top of this module."""
+        """Play the request, again after each worker that it loses, until its members have rollouts.
+
+        A task that ended a worker is played alone in a probe worker, and quarantined if it ends that, too (see the top
+        of this module). Raises PlayAbandonedError while the env-server leaves.
+        """
         task_id = self.task_id(request)
         num_deaths = num_asked = 0
         while True:
@@ -324,27 +348,32 @@ class EnvPool:
                 elif is_probed and (
                     num_deaths or task_id in self.trials.suspects or error.death.cause is DeathCause.BLOCKED
                 ):
+                    # It was alone in the worker, so nothing else can be the cause.
                     return await self._condemn(request, task_id, error, seconds=time.monotonic() - began)
                 else:
                     num_deaths += 1
+                    # An end from outside counts from the second on: the kernel's out-of-memory killer acts from
+                    # outside, too.
                     if not error.death.is_from_outside or num_deaths > 1:
                         self.trials.suspect(task_id, was_blocked=error.death.cause is DeathCause.BLOCKED)
 
     def task_id(self, request: PlayGroupRequest) -> str:
-        """Return the id of the request's task; the pool must be READY and the index in range."""
+        """Return the id of the task that the request names by its index; raise RuntimeError before the environment
+        is loaded.
+        """
         if self.info is None:
             raise RuntimeError("the environment is not loaded")
         return self.info.task_id(request)
 
     @property
     def _is_abandoned(self) -> bool:
-        """Return whether the env-server is leaving and no worker is left to play."""
+        """Return whether the env-server is leaving and the environment has no worker left to play in."""
         return self.is_leaving and (self.failure is not None or not any(self.slots))
 
     async def _play_shared(self, request: PlayGroupRequest, tokenizer_dir: str) -> list[Rollout] | None:
-        """Play in a shared worker; None if the pool failed or was abandoned before one was free.
+        """Play in a shared worker, beside other rollouts, and return a rollout per member.
 
-        Raises WorkerDiedError.
+        None if the environment failed, or the env-server left, before a worker was free. Raises WorkerDiedError.
         """
         worker = await self._free_worker()
         if worker is None:
@@ -358,10 +387,11 @@ class EnvPool:
     async def _play_probed(
         self, request: PlayGroupRequest, task_id: str, tokenizer_dir: str, *, must_probe: bool
     ) -> list[Rollout] | None:
-        """Play alone in a probe worker.
+        """Play alone in a probe worker, once it is the task's turn, and return a rollout per member.
 
-        None if its task was cleared or quarantined, or the pool failed, before its turn came. A worker that cannot be
-        started makes it a failure. Raises WorkerDiedError, and PlayAbandonedError while the env-server leaves.
+        None if before its turn the task was cleared (unless `must_probe`) or quarantined, or the environment failed. A
+        worker that cannot be started makes the rollouts failures. Raises WorkerDiedError, and PlayAbandonedError while
+        the env-server leaves.
         """
         async with self.probes.turn(task_id) as give_place:
             is_settled = not must_probe and not self.trials.is_suspect(task_id)
@@ -387,6 +417,10 @@ class EnvPool:
     async def _condemn(
         self, request: PlayGroupRequest, task_id: str, error: WorkerDiedError, *, seconds: float
     ) -> list[Rollout]:
+        """Quarantine the task, which ended with `error` the worker that played it alone, and return failed rollouts.
+
+        The environment fails as well, if most of its tasks end their workers. `seconds` is how long it was played.
+        """
         play_meters.worker_died(label_of(self.env))
         reason = (
             f"task {task_id} of environment {self.env.id} ended a worker process that played it alone ({error}); "
@@ -405,7 +439,12 @@ class EnvPool:
         return self._failures(request, outcome, seconds=seconds)
 
     async def _judge(self, *, is_blocked: bool) -> None:
-        """Fail the environment and end its workers, if most of its tasks end their workers."""
+        """Fail the environment and end its workers, if most of its tasks end their workers.
+
+        `is_blocked` chooses the remedy: tasks block their workers, or end them otherwise.
+        """
+        # A quarter of the limit is enough in a line of code where other tasks were blocked until they ended. Otherwise
+        # each task of such an environment would be waited for in full.
         num_blocked = self.probes.num_blocked(at_least_s=self._limits.waits_s / 4, at=self.trials.ended_at)
         hopeless = self.trials.hopeless(num_probing=self.probes.num_probing, num_blocked=num_blocked)
         if hopeless and self.failure is None:
@@ -415,7 +454,7 @@ class EnvPool:
             self.rest()
 
     def _failures(self, request: PlayGroupRequest, outcome: Outcome, *, seconds: float = 0.0) -> list[Rollout]:
-        """Return a rollout with the same failed outcome for every member."""
+        """Return a rollout for every member of the request, all with the same failed outcome, and `seconds` long."""
         task_id = self.task_id(request)
         return [
             make_rollout(request, member=member, task_id=task_id, outcome=outcome, seconds=seconds)
@@ -424,7 +463,7 @@ class EnvPool:
 
     @contextmanager
     def _playing(self, request: PlayGroupRequest) -> Iterator[None]:
-        """Count the members as playing during the block, and register one shared wait for the engine."""
+        """Count the request's members as playing during the block, which is registered as a wait for their engine."""
         reason = (
             f"{waits.COUNT} rollouts of {label_of(request.env)} that are played with the engine at {request.base_url}"
         )
@@ -437,11 +476,15 @@ class EnvPool:
             self.num_playing -= len(request.members)
 
     async def _notify(self) -> None:
+        """Wake all that wait for a free worker; they look again."""
         async with self._changed:
             self._changed.notify_all()
 
     async def _free_worker(self) -> WorkerProcess | None:
-        """Wait for a ready worker with room and return the least busy one; None if the pool failed or was abandoned."""
+        """Wait for a shared worker that is loaded and has room, and return the one that plays least.
+
+        None if the environment failed, or the env-server leaves and no worker is left.
+        """
         reason = f"a worker of environment {self.env.id} for {waits.COUNT} rollouts"
         with waits.shared(reason, waits_on="env worker", deadline_s=self._limits.load_timeout_s):
             async with self._changed:
@@ -455,9 +498,9 @@ class EnvPool:
         return None
 
     async def _supervise(self, slot: int) -> None:
-        """Keep one shared worker alive, started again after each death with a growing pause.
+        """Keep a shared worker in the slot of that number, started again after each death with a growing pause.
 
-        Ends when the pool is over, or the environment cannot be loaded, which then fails it.
+        Ends when the pool starts no more workers. If the environment cannot be loaded, it counts as failed.
         """
         num_short_lives = 1
         while not self._is_over:
@@ -490,16 +533,20 @@ class EnvPool:
         await self._notify()
 
     async def _fail(self, error: EnvLoadError) -> None:
+        """Log the error and mark the environment as failed with it."""
         logger.error("environment failed", extra={"env": self.env.id, "error": f"{error.error_type}: {error}"})
         await self._end_as(error)
 
     async def _end_as(self, error: EnvLoadError) -> None:
+        """Mark the environment as failed with `error`, and wake all that wait for a worker."""
         self.failure = error
         self.failed_at = time.monotonic()
         await self._notify()
 
     async def _start_probe(self) -> WorkerProcess:
-        """Start a probe worker. Raises EnvLoadError, OSError."""
+        """Start a worker that plays suspect tasks alone, and return it once it has loaded. Raises EnvLoadError and
+        OSError.
+        """
         started: list[WorkerProcess] = []
         try:
             return await self._loader.start("probe", started.append)
@@ -510,4 +557,5 @@ class EnvPool:
 
 
 def _load_failure(error: EnvLoadError) -> Outcome:
+    """Return the outcome of a rollout whose worker could not load the environment."""
     return failed(RolloutStatus.ENV_ERROR, error.error_type, str(error), is_infrastructure=error.is_from_outside)

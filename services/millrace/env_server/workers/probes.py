@@ -47,10 +47,11 @@ class Probes:
         idle_s: float,
         on_blocked: Callable[[], object] = lambda: None,
     ) -> None:
-        """Take `start`, which returns a worker with the environment loaded or raises EnvLoadError or OSError.
+        """Prepare probe workers for an environment, none at first.
 
-        `limit` is how many probes may compute at once; idle ones end after `idle_s`; `on_blocked` is called about once
-        a second while a probe is blocked.
+        `start` returns a worker with the environment loaded, or raises EnvLoadError or OSError. `limit` is how many
+        probes may compute at once; idle workers end after `idle_s`; `on_blocked` is called about once a second while a
+        probe is blocked.
         """
         self._on_standing = on_blocked
         self.num_probing = 0
@@ -70,14 +71,15 @@ class Probes:
 
     @property
     def workers(self) -> list[WorkerProcess]:
-        """Return the probe workers that have loaded the environment and live."""
+        """Return the probe workers that have loaded the environment and live, idle and busy."""
         return [worker for worker in (*self._idle, *self._busy) if worker.is_ready]
 
     @contextlib.asynccontextmanager
     async def turn(self, task_id: str) -> AsyncIterator[Callable[[], None]]:
-        """Wait for a rollout's turn: one of its task at a time, and as many tasks as `limit`.
+        """Wait until it is a rollout's turn to be probed; the turn lasts as long as the block.
 
-        Yields a function that gives its place to another task before the turn is over; it may be called more than once.
+        At one time one rollout of a task has a turn, and at most `limit` (of the constructor) tasks have one. Yields a
+        function that lets another task begin its turn before this one is over; it may be called more than once.
         """
         turn = self._turns.setdefault(task_id, _Turn())
         turn.num_waiting += 1
@@ -87,6 +89,8 @@ class Probes:
         try:
             async with contextlib.AsyncExitStack() as stack:
                 with waits.shared(reason, waits_on="env worker"):
+                    # The task's lock before a place: a rollout that waits for another one of its task must not hold a
+                    # place.
                     await stack.enter_async_context(turn.lock)
                     await self._slots.acquire()
                 place = contextlib.ExitStack()
@@ -103,9 +107,9 @@ class Probes:
 
     @contextlib.asynccontextmanager
     async def worker(self, give_place: Callable[[], None] = lambda: None) -> AsyncIterator[WorkerProcess]:
-        """Provide a worker for one task alone during the block, idle, spare or new; raise EnvLoadError or OSError.
+        """Yield a probe worker that plays one task alone during the block: an idle one, the spare, or a new one.
 
-        `give_place` is called while the task is blocked.
+        `give_place` is called while the task is blocked. Raises EnvLoadError or OSError if none can be started.
         """
         if self._retirement is not None:
             self._retirement.cancel()
@@ -128,8 +132,9 @@ class Probes:
             self._retire_later()
 
     async def _attend(self, worker: WorkerProcess, give_place: Callable[[], None]) -> None:
-        """Call `give_place`, unless too many probes play, and `on_blocked` again and again while the worker's task is
-        blocked.
+        """Look once a second whether the worker's task is blocked, until cancelled.
+
+        While it is, call `on_blocked`, and `give_place` unless too many probes play.
         """
         # unregistered wait: a periodic look; the blocked worker is a wait of its own
         while True:
@@ -141,11 +146,14 @@ class Probes:
             self._on_standing()
 
     def num_blocked(self, *, at_least_s: float, at: Callable[[str], bool]) -> int:
-        """Return how many tasks have waited `at_least_s` in one call, at a place for which `at` is true."""
+        """Return how many probed tasks have waited in one call for `at_least_s` or longer.
+
+        Counted are those alone for whose line of the environment's code `at` returns True.
+        """
         return sum(worker.standing_s >= at_least_s and at(worker.echo.place) for worker in self._busy)
 
     async def close(self) -> None:
-        """End every probe worker; plays in progress there lose their worker."""
+        """End every probe worker and wait for it; plays in progress there lose their worker."""
         if self._retirement is not None:
             self._retirement.cancel()
         if self.spare is not None:
@@ -156,7 +164,7 @@ class Probes:
         await asyncio.gather(*self._ending)
 
     async def _take(self) -> WorkerProcess:
-        """Return an idle worker, the spare once it has started, or a new one."""
+        """Return an idle probe worker, the spare once it has started, or a new one. Raises EnvLoadError and OSError."""
         if not any(worker.is_ready for worker in self._idle) and self.spare is not None:
             await asyncio.wait({self.spare})
         while self._idle:
@@ -166,11 +174,13 @@ class Probes:
         return await self._start()
 
     def _start_spare(self) -> None:
+        """Start one more probe worker in the background, unless one is idle or starting."""
         if self._idle or (self.spare is not None and not self.spare.done()):
             return
         self.spare = asyncio.create_task(self._make_spare(), name=f"spare probe {self._env_id}")
 
     async def _make_spare(self) -> None:
+        """Start a probe worker and add it to the idle ones; a failure is only logged."""
         try:
             self._idle.append(await self._start())
             self._retire_later()  # the rollout that it was started for may be gone
@@ -179,16 +189,19 @@ class Probes:
             logger.warning("no spare probe worker", extra={"env": self._env_id, "error": str(error)})
 
     def _retire_later(self) -> None:
+        """Have idle probe workers end after `idle_s`, counted from now."""
         if self._retirement is not None:
             self._retirement.cancel()
         self._retirement = asyncio.get_running_loop().call_later(self._idle_s, self._retire)
 
     def _retire(self) -> None:
+        """End the idle probe workers, unless a task is probed or waits for it."""
         if not self.num_probing and not self.num_waiting:
             self._end(self._idle)
             self._idle = []
 
     def _end(self, workers: list[WorkerProcess]) -> None:
+        """Close these workers in the background."""
         for worker in workers:
             ending = asyncio.create_task(worker.close(), name=f"end {worker.name}")
             self._ending.add(ending)
@@ -222,6 +235,7 @@ class TaskTrials:
     """The trials of one environment's tasks."""
 
     def __init__(self) -> None:
+        """Begin without any task tried or suspected."""
         self._suspects: set[str] = set()
         self._blocked_at: dict[str, float] = {}  # when their worker was ended
         self._cleared: OrderedDict[str, None] = OrderedDict()
@@ -231,17 +245,21 @@ class TaskTrials:
 
     @property
     def suspects(self) -> frozenset[str]:
-        """Return the tasks that were in flight when a worker died, and were neither cleared nor quarantined since."""
+        """Return the ids of tasks that were in flight when a worker died, and were neither cleared nor quarantined
+        since.
+        """
         return frozenset(self._suspects)
 
     @property
     def quarantined(self) -> dict[str, str]:
-        """Return the quarantined tasks, each with the reason."""
+        """Return why each quarantined task is not played any more, by the task's id."""
         return dict(self._quarantined)
 
     @property
     def is_dangerous(self) -> bool:
-        """Return whether untried tasks are to be probed: several tasks are quarantined, or a worker was blocked
+        """Return whether even tasks that were not tried yet are to be played alone.
+
+        Untried tasks are played alone if several of the last tried ones were quarantined, or a worker was blocked
         lately.
         """
         now = time.monotonic()
@@ -252,22 +270,24 @@ class TaskTrials:
         return self._quarantined.get(task_id, "")
 
     def is_suspect(self, task_id: str) -> bool:
-        """Return whether the task is to be played alone: it is a suspect, or untried while the environment is
-        dangerous.
+        """Return whether the task is to be played alone.
+
+        Played alone are tasks that were in flight when a worker died, and untried ones while the environment is
+        dangerous (`is_dangerous`).
         """
         return task_id in self._suspects or (self.is_dangerous and task_id not in self._cleared)
 
     def suspect(self, task_id: str, *, was_blocked: bool = False) -> None:
-        """Make a task that was in flight when a worker died a suspect.
+        """Have a task played alone from now on, because it was in flight when its worker died.
 
-        `was_blocked` says that the worker was blocked.
+        `was_blocked` is whether the worker was killed because its event loop was blocked.
         """
         self._suspects.add(task_id)
         if was_blocked:
             self._blocked_at[task_id] = time.monotonic()
 
     def clear(self, task_id: str) -> None:
-        """Remove a task from the suspects, because its rollout ended and the worker lives; count it as tried."""
+        """Count a task as tried and well, because its rollout ended and the worker lives; it is no suspect any more."""
         self._suspects.discard(task_id)
         self._blocked_at.pop(task_id, None)
         if task_id not in self._cleared and task_id not in self._quarantined:
@@ -277,7 +297,10 @@ class TaskTrials:
                 self._cleared.popitem(last=False)
 
     def quarantine(self, task_id: str, reason: str, *, end: str) -> None:
-        """Quarantine a task that ended the worker that played it alone; `end` describes how the worker ended."""
+        """Have a task never played again for `reason`, because it ended the worker that played it alone.
+
+        `end` describes how the worker ended.
+        """
         self._suspects.discard(task_id)
         self._blocked_at.pop(task_id, None)
         self._cleared.pop(task_id, None)
@@ -287,17 +310,18 @@ class TaskTrials:
         self._ends[task_id] = end
 
     def ended_at(self, place: str) -> bool:
-        """Return whether a quarantined task was blocked at that place of the environment's code; False for ""."""
+        """Return whether a quarantined task was blocked at that line of the environment's code; False for ""."""
         return bool(place) and any(f"({place})" in end for end in self._ends.values())
 
     def hopeless(self, *, num_probing: int, num_blocked: int = 0) -> str:
-        """Return why the environment is to be given up, or "".
+        """Return why the environment is to be given up, because most tasks end their workers; "" if it is not.
 
-        `num_probing` tasks are being played alone. They count as good ones, because a good rollout takes its time, and
-        tasks that end their worker at once would be over-represented. `num_blocked` of them have waited for long where
-        others were ended: they count as bad once half of `HOPELESS` tasks were quarantined.
+        `num_probing` tasks are being played alone. These count as good ones, because a good rollout takes its time, and
+        tasks that end their worker at once would be over-represented. `num_blocked` of these tasks have waited for long
+        where others were ended, and count as bad once half of `HOPELESS` tasks were quarantined.
         """
         bad, tried = sum(self._trials), len(self._trials)
+        # One place that blocks may be a slow server; it counts only where enough tasks have been ended already.
         blocked = num_blocked if 2 * bad >= HOPELESS else 0
         if bad + blocked < HOPELESS or 2 * (bad + blocked) <= tried + num_probing:
             return ""

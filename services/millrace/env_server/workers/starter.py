@@ -17,8 +17,8 @@ from typing import Any
 
 from millrace.env_server import play_meters
 from millrace.env_server.engine_access import engine_token_for_workers
-from millrace.env_server.interpreters.examine import shown_files
-from millrace.env_server.isolation.confinement import Confinement, furnish
+from millrace.env_server.interpreters import shown_files
+from millrace.env_server.isolation.confinement import Confinement, make_root_files
 from millrace.env_server.isolation.inherited import worker_environ
 from millrace.env_server.isolation.namespaces import DIRECTORY
 from millrace.env_server.library import releases
@@ -53,9 +53,9 @@ _PAUSE_S = 300.0
 
 
 def preloaded(release: str) -> tuple[str, ...]:
-    """Return the modules that the template imports with that release of `verifiers`: those of every worker.
+    """Return the names of the modules that the template imports, where `release` of `verifiers` is installed.
 
-    Those of v0 are among them, because most workers need them, or those of v1 if the release has no v0.
+    Imported is what every worker needs, and what v0 needs, or v1 if the release has no v0.
     """
     own = _OF_V1 if releases.problem_of("v0", release) else _OF_V0
     return (WORKER_MODULE, *own, _RENDERER)
@@ -65,7 +65,10 @@ class WorkerTemplate:
     """Starts and replaces the template; one at a time, in one event loop."""
 
     def __init__(self, environ: Callable[[], Mapping[str, str]], cwd: Path) -> None:
-        """Take `environ`, which returns the template's variables, and `cwd`, its working directory."""
+        """Prepare a template, which is not started yet.
+
+        `environ` returns its variables whenever it is started, and `cwd` is its working directory.
+        """
         self._environ = environ
         self._cwd = cwd
         self.fork_server = ForkServerClient({WORKER_MODULE: preloaded(releases.installed())}, module=_TEMPLATE_MODULE)
@@ -75,9 +78,10 @@ class WorkerTemplate:
         self._not_before = 0.0
 
     async def fork(self, argv: Sequence[str], environ: Mapping[str, str], files: Mapping[int, int]) -> ForkedProcess:
-        """Fork the template with these arguments and open files (descriptor there: descriptor here).
+        """Fork a worker from the template and return its process; a template is started first if there is none.
 
-        Raise ForkServerError. A template is started first if there is none.
+        `argv` and `environ` are the worker's; `files` has, by the number of each file in the worker, the number here.
+        Raises ForkServerError.
         """
         await self._ready()
         with waits.waiting("a copy of the template of env workers", waits_on="env worker", deadline_s=_FORK_S):
@@ -86,7 +90,10 @@ class WorkerTemplate:
             )
 
     async def warm(self) -> None:
-        """Start the template if there is none, and wait until it has imported; errors are left to the next `fork`."""
+        """Start the template if there is none, and wait until it has imported its modules.
+
+        Errors are ignored; the next `fork` raises them.
+        """
         with contextlib.suppress(ForkServerError):
             await self._ready()
 
@@ -99,15 +106,16 @@ class WorkerTemplate:
             self._preload_v1()
 
     def _preload_v1(self) -> None:
+        """Have the running template import the modules that v1 needs."""
         for module in _OF_V1:
             self.fork_server.preload(WORKER_MODULE, module)
 
     def close(self) -> None:
-        """End the template, and with it every process forked from it."""
+        """End the template process, and with it every worker forked from it."""
         self.fork_server.stop()
 
     async def _ready(self) -> None:
-        """Start a template if none runs, and wait until it has imported everything; raise ForkServerError."""
+        """Start a template process if none runs, and wait until it has imported everything; raise ForkServerError."""
         if self.fork_server.pid is None:
             self._look_back()
             try:
@@ -121,7 +129,7 @@ class WorkerTemplate:
             await self.fork_server.wait_loaded(timeout_s=_READY_S)
 
     def _look_back(self) -> None:
-        """Count how often templates ended soon; raise ForkServerError during the pause after several."""
+        """Count how often templates have ended within a minute; raise ForkServerError during a pause after several."""
         now = time.monotonic()
         if self._began is not None and now >= self._not_before:
             logger.warning("template of env workers is replaced")
@@ -152,11 +160,11 @@ class Started:
 
     @property
     def hosts(self) -> Path:
-        """Return the path of the worker's /etc/hosts, which exists at level `container`."""
+        """Return the path of the file that the worker has as /etc/hosts; it exists at level `container`."""
         return self.directory / "hosts"
 
     async def forget(self) -> None:
-        """Delete the directory of a worker that has ended."""
+        """Delete the private directory of a worker that has ended."""
         await asyncio.to_thread(shutil.rmtree, self.directory, ignore_errors=True)
 
 
@@ -164,7 +172,11 @@ class WorkerStarter:
     """Starts the workers of one env-server."""
 
     def __init__(self, confinement: Confinement | None = None, *, forks: bool = True) -> None:
-        """Take `forks`: if False, every worker is started without a template. Makes the workers' directories."""
+        """Make the directories for workers; no process is started yet.
+
+        `confinement` is how workers are confined, by default at level `process`. With `forks` False every worker is
+        started as a program of its own, and not forked from a template.
+        """
         self.confinement = confinement or Confinement()
         self._owned = ExitStack()
         # Not below the scratch directory, whose path a worker may not learn.
@@ -176,31 +188,35 @@ class WorkerStarter:
         self.shared.mkdir()
         self.template = WorkerTemplate(self._environ, self.directory / "template") if forks else None
         if self.confinement.user is not None:
+            # Workers have another user: they can enter their own directories in it, but not list what is in it.
             self.directory.chmod(0o711)
             self.shared.chmod(0o755)
             self._owned_by_user(self.directory / "home")
             engine_token_for_workers().owner = self.confinement.user
 
     async def warm(self) -> None:
-        """Start the template, if there is to be one."""
+        """Start the template from which workers are forked, if there is to be one, and wait until it has imported
+        its modules.
+        """
         if self.template is not None:
             await self.template.warm()
 
     def note_loaded(self, api: str) -> None:
-        """Have the template import what further workers of this generation need."""
+        """Have the template import what further workers of an environment of that `api` ("v0" or "v1") need."""
         if self.template is not None:
             self.template.note_loaded(api)
 
     async def start(self, files: Sequence[int], *, python: str = "") -> Started:
-        """Start a worker with these sockets: for commands, echoes, and at level `container` its `Door`. Raises OSError.
+        """Start a worker and return its process and private directory. Raises OSError.
 
-        It is forked from the template if that works, else started as a program. A worker with `python`, which switches
-        to that interpreter, always is.
+        `files` are its sockets: for commands, for echoes, and at level `container` for its `Door`. The worker is forked
+        from the template if that works, else started as a program. A worker with `python`, which switches to that
+        interpreter, is always started as a program.
         """
         directory = Path(tempfile.mkdtemp(prefix="w", dir=self.directory))
         try:
             if self.confinement.is_container:
-                furnish(directory, self.confinement.user)
+                make_root_files(directory, self.confinement.user)
                 environ = {**self._environ(), "TMPDIR": DIRECTORY, "HOME": DIRECTORY}
             else:
                 self._give(directory)
@@ -214,13 +230,16 @@ class WorkerStarter:
             raise
 
     async def close(self) -> None:
-        """End the template and delete all private directories; the workers must have ended before."""
+        """End the template and delete all workers' directories; the workers must have ended before."""
         if self.template is not None:
             self.template.close()
         await asyncio.to_thread(self._owned.close)
 
     async def _fork(self, files: Sequence[int], environ: Mapping[str, str], directory: Path) -> Process | None:
-        """Fork the template; return None if there is none or it fails, which is logged."""
+        """Fork a worker from the template; return None if there is none or it fails, which is logged.
+
+        `files` are the worker's sockets, and `directory` is its private one.
+        """
         if self.template is None:
             return None
         numbers = range(_FIRST_FILE, _FIRST_FILE + len(files))  # theirs in the worker
@@ -234,13 +253,19 @@ class WorkerStarter:
         return process
 
     async def _spawn(self, files: Sequence[int], environ: Mapping[str, str], directory: Path, python: str) -> Process:
+        """Start a worker as a program of its own, which switches to the interpreter `python` unless that is "".
+        Raises OSError.
+        """
         argv, cwd = self._argv(files, directory, python), self.directory / "template"
         process = await sessions.start(argv, env=environ, cwd=cwd, pass_fds=list(files))
         play_meters.worker_started("spawn")
         return process
 
     def _argv(self, files: Sequence[int], directory: Path, python: str = "") -> list[str]:
-        """Return the command line of a worker whose sockets have the descriptors `files`."""
+        """Return the command line of a worker whose sockets have the descriptors `files`.
+
+        The worker switches to the interpreter `python` unless that is "".
+        """
         return [
             *(sys.executable, "-m", WORKER_MODULE),
             *(f"--fd={file}" for file in files),
@@ -250,7 +275,7 @@ class WorkerStarter:
         ]
 
     def _environ(self) -> dict[str, str]:
-        """Return the variables of a worker, except those of its private directory."""
+        """Return the variables of every worker, except those that name its private directory."""
         environ = {**worker_environ(os.environ), **engine_token_for_workers().environ()}
         search = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         if not self.confinement.is_container:
@@ -258,24 +283,29 @@ class WorkerStarter:
             with contextlib.suppress(FileNotFoundError):
                 search.insert(0, str(Path.cwd()))
         environ["PYTHONPATH"] = os.pathsep.join(search)
+        # Defaults: a value of the env-server's own environment wins.
         environ = {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false", **environ}
         if self.confinement.user is not None:
+            # They name directories of the env-server's user.
             environ = {name: value for name, value in environ.items() if not name.startswith("XDG_")}
             environ |= {"HOME": str(self.directory / "home"), "USER": "env", "LOGNAME": "env"}
         return environ
 
     def _confinement_json(self, python: str) -> dict[str, Any]:
-        """Return the confinement as plain data, with the files to show at level `container`: tokenizers, token,
-        certificates.
+        """Return the confinement of a worker as plain data.
+
+        To the visible files are added those of tokenizers, token, certificates, and of the interpreter `python`.
         """
         given = [*engine_token_for_workers().visible(), *shown_files(python)]
         visible = self.confinement.visible.with_shown([str(self.shared), *given])
         return replace(self.confinement, visible=visible).to_json()
 
     def _owned_by_user(self, directory: Path) -> None:
+        """Make a directory that only the workers' user may read."""
         directory.mkdir(mode=0o700)
         self._give(directory)
 
     def _give(self, directory: Path) -> None:
+        """Make the workers' user the owner of the directory, if workers have a user of their own."""
         if self.confinement.user is not None:
             os.chown(directory, *self.confinement.user)

@@ -70,10 +70,10 @@ class _Play:
     answer: asyncio.Future[list[Rollout]]
 
     def checked(self, ended: env_worker_pb2.PlayEnded) -> list[Rollout]:
-        """Decode a worker's rollouts, and require one of the request for each member.
+        """Decode the rollouts with which the worker has answered, and return them, one for each member of the request.
 
-        Raise CorruptObjectError otherwise. A worker runs foreign code, and its rollouts are not checked again before
-        the log.
+        Raises CorruptObjectError if they are others. A worker runs foreign code, and its rollouts are not checked again
+        before the log.
         """
         asked, rollouts = self.request, [rollout_from_proto(rollout) for rollout in ended.rollouts]
         same = (asked.run_uid, purpose_from_wire(asked.purpose), asked.eval_id, asked.ordinal, asked.attempt)
@@ -132,11 +132,14 @@ class WorkerProcess:
     ) -> Self:
         """Start a worker and send it the environment to load; return before that is loaded. Raises OSError.
 
-        It has a session of its own, so that its children die with it.
+        The worker is killed if it does not answer within `blocked_grace_s` after a rollout's deadline, if its process
+        does not run for `frozen_s`, or if one call blocks its event loop for `waits_s` without computing (0 is no
+        limit). It has a session of its own, so that its children die with it. `name` is for messages.
         """
         is_container = starter.confinement.is_container
         pairs = [socket.socketpair(), socket.socketpair()]
         if is_container:
+            # Messages with file descriptors need boundaries, which a stream does not keep.
             pairs.append(socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         try:
             started = await starter.start([theirs.fileno() for _, theirs in pairs], python=env.python)
@@ -145,6 +148,7 @@ class WorkerProcess:
                 end.close()
             raise
         finally:
+            # The worker has copies of its own. With ours left open, its end would not end the connection.
             for _, end in pairs:
                 end.close()
         ours, our_echo, *control = (end for end, _ in pairs)
@@ -180,7 +184,7 @@ class WorkerProcess:
 
     @property
     def is_ready(self) -> bool:
-        """Return whether the worker has loaded, lives, and is not being closed."""
+        """Return whether the worker has loaded its environment, lives, and is not being closed."""
         return (
             not self._ended.is_set() and not self._is_closing and self.loaded.done() and self.loaded.exception() is None
         )
@@ -195,10 +199,10 @@ class WorkerProcess:
         await self._ended.wait()
 
     async def play(self, request: PlayGroupRequest, *, tokenizer_dir: str) -> list[Rollout]:
-        """Play the request's members and return one rollout per member. Raises WorkerDiedError.
+        """Play the request's members in the worker and return one rollout for each. Raises WorkerDiedError.
 
-        A cancelled call cancels the play in the worker. A worker that does not answer in time after the deadline is
-        killed.
+        `tokenizer_dir` has the policy's tokenizer. A cancelled call cancels the play in the worker. A worker that does
+        not answer in time after the deadline is killed.
         """
         if self._ended.is_set():
             # Nothing of this play has begun, so it is as little its fault as if somebody had asked the worker to end.
@@ -225,10 +229,10 @@ class WorkerProcess:
             self._plays.pop(play_id, None)
 
     async def _answer(self, answer: asyncio.Future[list[Rollout]], timeout_s: float) -> list[Rollout]:
-        """Wait for the answer while the worker's loop makes progress.
+        """Wait for the worker's answer to a play and return its rollouts; raise WorkerDiedError.
 
-        After `timeout_s` kill the worker once it is blocked. The worker ends each rollout by the rollout's own time,
-        and the time of other plays in its loop may be much more.
+        After `timeout_s` the worker is killed as soon as its loop makes no progress. Before that it may take much
+        longer: the worker ends each rollout by the rollout's own time, without the time of other plays in its loop.
         """
         await asyncio.wait({answer}, timeout=timeout_s)
         while not answer.done():
@@ -241,9 +245,10 @@ class WorkerProcess:
         return await answer
 
     def kill(self, reason: str, cause: DeathCause = DeathCause.BLOCKED) -> None:
-        """Kill the worker's session with SIGKILL; its plays end with WorkerDiedError.
+        """Kill the worker and its children with SIGKILL; its plays end with WorkerDiedError. Do nothing if it has
+        ended.
 
-        The first cause and reason are reported.
+        Of several calls the first one's cause and reason are reported.
         """
         if not self._ended.is_set():
             logger.warning("env worker killed", extra={"worker": self.name, "reason": reason})
@@ -263,6 +268,7 @@ class WorkerProcess:
             await self._ended.wait()
 
     async def _send(self, command: env_worker_pb2.WorkerCommand) -> None:
+        """Send the worker a command; one that has died is no error here."""
         # A worker that died meanwhile is noticed by the listener, which ends the play.
         with contextlib.suppress(ConnectionError):
             self.writer.write(encode_frame(command))
@@ -271,7 +277,7 @@ class WorkerProcess:
     async def _watch_life(self) -> None:
         """Check the worker once a second until it ends: signs of life, memory and processes, blocked calls.
 
-        The lack of answers is a visible wait of this env-server.
+        A worker that exceeds a limit is killed. One that does not answer is a visible wait of this env-server.
         """
         wait = waits.LastingWait()
         looked = self._heard = time.monotonic()
@@ -293,7 +299,7 @@ class WorkerProcess:
             self.echo.close()
 
     def _weigh(self) -> census.Usage:
-        """Read the resources that the worker's processes use, and kill it if they exceed its limits."""
+        """Read and return the resources that the worker's processes use, and kill them if they exceed its limits."""
         usage = census.CENSUS.usage(self.process.pid, is_container=self.door is not None)
         self.memory_bytes = usage.rss_bytes
         self.peak_bytes = max(self.peak_bytes, usage.rss_bytes, census.peak_bytes(self.process.pid))
@@ -304,11 +310,14 @@ class WorkerProcess:
     def _bound_waits(self, usage: census.Usage, *, now: float, frozen_s: float) -> None:
         """Kill the worker if one call has blocked its loop for `waits_s` while neither it nor its children computed.
 
-        `cpu_s` is the CPU time that they have used; time in which the process is frozen does not count.
+        `usage` is what they use now, `now` the monotonic time, and `frozen_s` for how long the process has not run,
+        which does not count. Sets `standing_s`.
         """
+        # A process that is ready but gets no processor computes nothing either, and is not to blame for it.
         self._ready_s += _PING_S * usage.is_ready
         computed_s = usage.cpu_s + self._ready_s
         has_progress = self.echo.stuck_s < _PING_S
+        # The count begins anew whenever the loop made progress, and while it cannot: during loading, or frozen.
         if self._moved is None or has_progress or not self.loaded.done() or frozen_s >= _SILENT_S:
             self._moved = now, computed_s
         since, computed_before_s = self._moved
@@ -320,7 +329,10 @@ class WorkerProcess:
             self.kill(f"blocked: one call has waited for {waited_s:.0f} s in its event loop ({where})")
 
     def _judge(self, wait: waits.LastingWait, *, frozen_s: float, silent_s: float) -> None:
-        """Register a wait for a silent worker, or for where its plays are; kill the worker if its process is frozen."""
+        """Kill the worker if its process has not run for too long; else register what its rollouts wait for as `wait`.
+
+        `frozen_s` and `silent_s` are the seconds since its process, and its event loop, last answered.
+        """
         limit_s = self.frozen_s if self.loaded.done() else max(self.frozen_s, _FROZEN_LOADING_S)
         who = f"env worker {self.name} (pid {self.process.pid}), which has not answered for"
         waiting = f"{len(self._plays)} rollouts wait"
@@ -356,6 +368,9 @@ class WorkerProcess:
             self._end()
 
     async def _reap(self) -> None:
+        """Wait for the end of the process, killed if it takes too long, and end its children, connections and
+        directory.
+        """
         # A worker that closed its socket ends within its own exit time; one that does not is killed.
         try:
             async with asyncio.timeout(_CLOSE_S):
@@ -364,17 +379,24 @@ class WorkerProcess:
             self.kill("closed its socket and did not end")
             await self.process.wait()
         # Children of the environment outlive a worker that crashed.
+        # In a thread: it looks at the process table for up to 0.2 s.
         await asyncio.to_thread(kill_session, self.process.pid)
         if self.door is not None:
             await self.door.close()
         await self.started.forget()
 
     def _take(self, report: env_worker_pb2.WorkerReport) -> None:
+        """Process one report of the worker: where its plays are, that it has loaded or failed, or the rollouts of a
+        play.
+
+        Raises CorruptObjectError for one that cannot be used.
+        """
         self._heard = time.monotonic()
         match report.WhichOneof("report"):
             case "standing":  # the answer to a ping
                 self._places = Counter(report.standing.places)
             case "loaded":
+                # A worker runs foreign code, which may answer twice: only the first answer counts.
                 if not self.loaded.done():
                     self.loaded.set_result(loaded_from_wire(report.loaded))
             case "failed":
@@ -390,6 +412,7 @@ class WorkerProcess:
                 logger.error("unknown report of an env worker", extra={"worker": self.name, "report": other})
 
     def _end(self) -> None:
+        """Mark the worker as ended, and end all that wait for it with how it died."""
         if isinstance(self.process, ForkedProcess):
             self.peak_bytes = max(self.peak_bytes, self.process.peak_bytes)
         death = describe_death(self.process.returncode, killed=self._killed, peak_bytes=self.peak_bytes)

@@ -24,10 +24,10 @@ from millrace.processes.lifeline import run_service
 
 
 async def measure(bench: InferenceBench, *, on_step: Callable[[float, float], None]) -> dict[str, float]:
-    """Run the engine on random prompts and return medians over the steps, and the peak memory.
+    """Run the embedded engine on random prompts and return medians over the steps, and the peak memory in bytes.
 
-    They are seconds of the prompts alone and of a whole step, and tokens/s of both. `on_step` gets these seconds of
-    each step.
+    The medians are the seconds of the prompts alone and of a whole step, and tokens/s of both. `on_step` is called
+    after each step with these two numbers of seconds.
     """
     directory = Path(bench.model)
     vocabulary = (await asyncio.to_thread(load_config, directory)).get_text_config().vocab_size
@@ -36,6 +36,7 @@ async def measure(bench: InferenceBench, *, on_step: Callable[[float, float], No
     random = np.random.default_rng(0)
 
     async def play(num_tokens: int) -> float:
+        """Generate `num_tokens` for as many random prompts as run at once, and return the seconds that it took."""
         prompts = random.integers(0, vocabulary, (bench.max_num_seqs, bench.prompt_tokens)).tolist()
         sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
         began = time.perf_counter()
@@ -66,7 +67,7 @@ async def measure(bench: InferenceBench, *, on_step: Callable[[float, float], No
 
 
 def main() -> NoReturn:
-    """Measure with the settings in the `--config` file, write the results beside it, and print a table."""
+    """Run the bench that the `--config` file describes, write the results beside that file, and print a table; exit."""
     parser = argparse.ArgumentParser(description="Steps of the embedded engine on random prompts.")
     parser.add_argument("--config", type=Path, required=True, help="what `millrace inference --bench` writes")
     path = parser.parse_args().config
@@ -74,11 +75,15 @@ def main() -> NoReturn:
 
 
 def _run(path: Path) -> int:
+    """Run the bench that the file describes, write `metrics.jsonl` and `bench.json` beside it, print a table and
+    return 0.
+    """
     bench = InferenceBench.model_validate_json(path.read_bytes())
     sequences, steps = bench.max_num_seqs, itertools.count(1)
     with (path.parent / "metrics.jsonl").open("w") as metrics:
 
         def on_step(first_s: float, whole_s: float) -> None:
+            """Write the row of one step into `metrics.jsonl`."""
             row = {
                 "step": next(steps),
                 "perf/prompt_throughput": sequences * bench.prompt_tokens / first_s,

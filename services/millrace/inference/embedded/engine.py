@@ -70,7 +70,11 @@ class _Command:
 
 
 class EmbeddedEngine:
-    """Implements `Engine`. `num_threads` is for torch's operators; more than one rarely helps small models."""
+    """Implements `Engine` with a transformers model in this process.
+
+    `max_num_seqs` is how many requests generate at once, `max_model_len` bounds the context in tokens (None: the
+    model's), `kv_bytes` the KV cache. `num_threads` is for torch's operators; more than one rarely helps small models.
+    """
 
     def __init__(
         self,
@@ -80,6 +84,11 @@ class EmbeddedEngine:
         kv_bytes: int = DEFAULT_KV_BYTES,
         num_threads: int = 1,
     ) -> None:
+        """Start the engine's thread, without a model: `load` must follow.
+
+        At most `max_num_seqs` requests generate at once, `max_model_len` bounds the context in tokens (None: the
+        model's), and `kv_bytes` the KV cache. `num_threads` is the number of threads for torch's operators.
+        """
         self._max_num_seqs = max_num_seqs
         self._max_model_len_limit = max_model_len
         self._kv_bytes = kv_bytes
@@ -98,23 +107,27 @@ class EmbeddedEngine:
         self._progress = time.monotonic()
         self._seeds = random.Random(secrets.randbits(256))  # a call of the system once, not per request
         self._deliveries = Deliveries()
+        # A daemon, so that a process can end although a forward pass does not.
         self._thread = threading.Thread(target=self._run, name="millrace-engine", daemon=True)
         self._thread.start()
 
     @property
     def kind(self) -> str:
-        """Return "embedded"."""
+        """Return the engine's name in statuses, "embedded"."""
         return "embedded"
 
     async def load(self, model_dir: Path, staged: StagedPolicy | None, *, identity: PolicyIdentity) -> None:
-        """See `PolicyEngine.load`. The old model generates while the new one is built, so both are in memory.
+        """Build the model of `model_dir`, with the weights of `staged` or else of that directory, and put it in place
+        of the present one.
 
-        Its requests are then aborted.
+        Its tokens are attributed to `identity`. The present model generates while the new one is built, so both are in
+        memory; its requests are then aborted.
         """
         self._require_thread()  # before the work, not after it
         scheduler, model_len, vocab_size = await asyncio.to_thread(self._build, model_dir, staged, identity)
 
         def swap() -> None:
+            """Replace scheduler and weights by the new model's, and abort the old one's requests."""
             old, self._scheduler = self._scheduler, scheduler
             self._weights = HeldWeights(scheduler.model)
             self._state, self._error = EngineState.READY, ""
@@ -125,17 +138,26 @@ class EmbeddedEngine:
         await self._in_thread(swap)
 
     async def check(self, staged: StagedPolicy) -> None:
-        """See `PolicyEngine.check`."""
+        """Raise InvalidStateError if the staged policy does not fit the model; changes nothing, and generation goes
+        on.
+        """
         held = self._held_weights()
         await asyncio.to_thread(held.check, staged)  # beside the thread, which it does not disturb
 
     async def apply_policy(
         self, staged: StagedPolicy, *, identity: PolicyIdentity, inflight_mode: InflightMode
     ) -> None:
-        """See `PolicyEngine.apply_policy`."""
+        """Write the staged policy's weights into the model, between two steps; a failure leaves the engine FAILED and
+        is raised.
+
+        Tokens count as `identity`'s from then on. `inflight_mode` decides whether requests in flight keep their KV
+        cache.
+        """
 
         def apply() -> None:
+            """Check and write the weights, in the engine's thread; mark the engine as FAILED if the write fails."""
             scheduler, held = self._held(), self._held_weights()
+            # Once more, because another model may have been loaded since `check`.
             held.check(staged)
             try:
                 held.apply(staged)
@@ -148,16 +170,18 @@ class EmbeddedEngine:
         await self._in_thread(apply)
 
     async def prove(self, staged: StagedPolicy, *, opens: bool = True) -> HeldDigest:
-        """See `PolicyEngine.prove`: reads the weights back, and computes the probe if the manifest has one.
+        """Prove that the model has the staged policy's weights, and return their digest; raise InternalError otherwise.
 
-        `opens` is ignored: the server decides what is served, and names no model before the updater has one.
+        The weights are read back, and the probe is computed if the manifest has one. `opens` is ignored: the server
+        decides what is served, and names no model before the updater has one.
         """
         return await self._in_thread(lambda: self._held_weights().prove(staged))
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Generate as `Engine.generate` does; a cancelled call aborts the request.
+        """Generate one completion and return it; a cancelled call aborts the request.
 
-        Raises CapacityError if MAX_WAITING requests wait, and UnavailableError without a model.
+        Raises CapacityError if MAX_WAITING requests wait, UnavailableError without a model, and an error for a prompt
+        that does not fit.
         """
         scheduler = self._held()
         if scheduler.num_waiting >= MAX_WAITING:
@@ -168,6 +192,7 @@ class EmbeddedEngine:
         seed = request.sampling.seed
         entry = Running(
             request=request,
+            # The table has seeds as unsigned numbers of 64 bits, and callers may send negative ones.
             seed=self._seeds.getrandbits(64) if seed is None else seed & (1 << 64) - 1,
             limit=min(prompt_length + max(1, request.sampling.max_tokens), self._model_len),
             deliver=functools.partial(self._deliveries.add, done),
@@ -182,38 +207,44 @@ class EmbeddedEngine:
             raise
 
     async def score(self, token_ids: tuple[int, ...]) -> PromptScores:
-        """Score as `Engine.score` does; generation pauses meanwhile."""
+        """Return the log-prob of each given token but the first under the present policy; generation pauses meanwhile.
+
+        Raises UnavailableError without a model, and an error for tokens that do not fit.
+        """
         self._held()
         self._check_prompt(token_ids)
 
         def scored() -> PromptScores:
+            """Score the tokens in the engine's thread, and name the present policy in the result."""
             scores = self._held_weights().score(token_ids)
             return replace(scores, policy=self._held().identity)
 
         return await self._in_thread(scored)
 
     async def abort(self, request_id: str) -> None:
-        """See `Engine.abort`."""
+        """End the request with that id with ABORT; an unknown id is ignored."""
         await self._in_thread(lambda: self._abort(request_id))
 
     async def abort_all(self) -> None:
-        """See `Engine.abort_all`."""
+        """End every request with ABORT."""
         await self._in_thread(lambda: self._scheduler.abort_all() if self._scheduler else None)
 
     async def fail(self, error: str) -> None:
-        """See `Engine.fail`."""
+        """Drop the model: the engine is FAILED with this error, and requests in flight end with ABORT."""
         await self._in_thread(lambda: self._fail(error))
 
     async def pause(self, holder: str) -> None:
-        """See `Engine.pause`."""
+        """Stop generation between two tokens until each holder that has paused it resumes; the same holder counts
+        once.
+        """
         await self._in_thread(lambda: self._pauses.add(holder))
 
     async def resume(self, holder: str) -> None:
-        """See `Engine.resume`."""
+        """End this holder's pause; generation goes on if no other holder pauses it."""
         await self._in_thread(lambda: self._pauses.discard(holder))
 
     def status(self) -> EngineStatus:
-        """See `Engine.status`."""
+        """Return the engine's present status, without waiting for its thread; may be called by any thread."""
         scheduler = self._scheduler
         is_busy = scheduler is not None and not self._pauses and scheduler.num_running + scheduler.num_waiting > 0
         return EngineStatus(
@@ -232,7 +263,7 @@ class EmbeddedEngine:
         )
 
     async def close(self) -> None:
-        """See `Engine.close`."""
+        """End the engine's thread, which aborts all requests; wait for it at most `_CLOSE_TIMEOUT_S`."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -243,7 +274,12 @@ class EmbeddedEngine:
     def _build(
         self, model_dir: Path, staged: StagedPolicy | None, identity: PolicyIdentity
     ) -> tuple[Scheduler, int, int]:
-        """Build the model; return its scheduler, the longest context and the number of token ids."""
+        """Build the model (blocking) and return its scheduler, its longest context in tokens, and its number of token
+        ids.
+
+        Weights are those of `staged`, or of `model_dir` if that is None. Raises InvalidStateError for a model that
+        cannot run here.
+        """
         config = model_files.load_config(model_dir)
         tensors, probe = (None, None) if staged is None else (staged.tensors, staged.manifest.probe)
         model_len = loader.context_length(config, most=self._max_model_len_limit, probe=probe)
@@ -263,7 +299,7 @@ class EmbeddedEngine:
     def _held(self) -> Scheduler:
         """Return the scheduler of the loaded model.
 
-        Raise UnavailableError without one, or if the engine failed or closes.
+        Raises UnavailableError if there is none, or the engine has failed or closes.
         """
         scheduler = self._scheduler  # once: the thread may drop it meanwhile
         match self._state:
@@ -275,16 +311,18 @@ class EmbeddedEngine:
                 raise UnavailableError("the engine holds no model", reason="NO_POLICY", remedy="retry later")
 
     def _held_weights(self) -> HeldWeights:
-        """Return the weights of the loaded model; raise UnavailableError as `_held` does."""
+        """Return the weights of the loaded model; raise UnavailableError if there is none, or the engine has failed
+        or closes.
+        """
         self._held()
         assert self._weights is not None, "they come with the model"
         return self._weights
 
     def _check_prompt(self, prompt: tuple[int, ...]) -> None:
-        """Raise InvalidStateError for an empty or too long prompt, InvalidSpecError for token ids that the model does
-        not have.
+        """Raise InvalidStateError for an empty or too long prompt, InvalidSpecError for token ids beyond the
+        vocabulary.
 
-        Such a prompt would fail the pass of all other requests.
+        Such a prompt would fail the forward pass of all other requests.
         """
         if not 0 < len(prompt) < self._model_len:
             raise InvalidStateError(
@@ -302,29 +340,35 @@ class EmbeddedEngine:
     # ---- what follows runs in the engine's thread, except _require_thread, _post and _in_thread ----
 
     def _require_thread(self) -> None:
-        """Raise UnavailableError if the thread has died or the engine is closed."""
+        """Raise UnavailableError if the engine's thread has died or the engine is closed."""
         if self._death:
             raise UnavailableError(self._death, reason="ENGINE_DEAD", remedy="restart the replica")
         if self._closing:
             raise UnavailableError("the engine is closed", reason="ENGINE_CLOSED", remedy="retry on another replica")
 
     def _post(self, command: _Command) -> None:
-        """Queue a command for the thread; raise UnavailableError if the thread has ended.
+        """Queue a command for the engine's thread and wake it; raise UnavailableError if the thread has ended.
 
-        That is checked under the lock that ending takes as well, so each queued command is run or refused.
+        The thread's end is checked under the lock that ending takes as well, so each queued command is run or refused.
         """
         with self._wake:
             self._require_thread()
             if not self._commands:
+                # An idle engine has made no progress for long, which must not count as a stall of the first command.
                 self._progress = time.monotonic() if self._is_idle() else self._progress
             self._commands.append(command)
             self._wake.notify()
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
-        """Run a function in the engine's thread, between two steps; return its result or raise its error."""
+        """Call a function in the engine's thread, between two steps; return its result or raise its error.
+
+        Raises UnavailableError if the thread has ended.
+        """
         done: Future[T] = Future()
 
         def run() -> None:
+            """Call the function in the engine's thread, and set its result or error for the caller."""
+            # False if the caller was cancelled while the function waited: then it must not run.
             if done.set_running_or_notify_cancel():
                 try:
                     done.set_result(function())
@@ -332,6 +376,7 @@ class EmbeddedEngine:
                     done.set_exception(error)
 
         def refuse(error: Exception) -> None:
+            """Set the error for the caller, unless the function has run or the caller has gone."""
             if not done.done() and done.set_running_or_notify_cancel():
                 done.set_exception(error)
 
@@ -339,11 +384,12 @@ class EmbeddedEngine:
         return await asyncio.wrap_future(done)
 
     def _is_idle(self) -> bool:
+        """Return whether there is no step to do: no model, no requests, or a pause."""
         scheduler = self._scheduler
         return bool(self._pauses) or scheduler is None or not (scheduler.num_running or scheduler.num_waiting)
 
     def _run(self) -> None:
-        """Run the engine's thread.
+        """Run the engine's thread to its end.
 
         An unexpected error ends all requests and commands, which would otherwise wait for ever.
         """
@@ -354,12 +400,15 @@ class EmbeddedEngine:
             self._die(f"the engine's thread died: {type(error).__name__}: {error}")
 
     def _loop(self) -> None:
+        """Run commands and steps by turns until the engine closes; then abort all requests."""
         torch.set_num_threads(self._num_threads)  # counts per calling thread
         with torch.inference_mode():
             while not self._closing:
+                # Under the lock of `_post`, so that no command comes between the look and the wait.
                 with self._wake:
                     if not self._commands and self._is_idle():
                         self._wake.wait(_IDLE_WAIT_S)
+                # Commands come before the next step, so that an update waits for one step at most.
                 self._drain()
                 self._step()
                 self._deliveries.flush()
@@ -379,6 +428,7 @@ class EmbeddedEngine:
         self._deliveries.flush()
 
     def _drain(self) -> None:
+        """Run all queued commands; one that fails marks the engine as FAILED and is refused."""
         while self._commands:
             command = self._commands.popleft()
             try:
@@ -390,6 +440,9 @@ class EmbeddedEngine:
             self._progress = time.monotonic()
 
     def _step(self) -> None:
+        """Run one step of the scheduler, if there is work; an error marks the engine as FAILED and ends its
+        requests.
+        """
         if self._is_idle() or self._scheduler is None:
             return
         try:
@@ -400,6 +453,7 @@ class EmbeddedEngine:
         self._progress = time.monotonic()
 
     def _submit(self, entry: Running) -> None:
+        """Give the request to the scheduler; without a model it ends with ABORT."""
         try:
             scheduler = self._held()
         except UnavailableError:
@@ -408,11 +462,15 @@ class EmbeddedEngine:
             scheduler.submit(entry)
 
     def _abort(self, request_id: str) -> None:
+        """End the request with that id with ABORT, if there is a model."""
         if self._scheduler is not None:
             self._scheduler.abort(request_id)
 
     def _fail(self, error: str) -> None:
-        """Drop the model and abort its requests, with `error` as the engine's. Raises nothing, as no caller catches."""
+        """Drop the model, mark the engine as FAILED with `error`, and end its requests with ABORT.
+
+        Raises nothing, as no caller catches.
+        """
         self._state, self._error = EngineState.FAILED, error
         scheduler, self._scheduler = self._scheduler, None
         if scheduler is not None:
@@ -433,7 +491,7 @@ class Deliveries:
         self._ended: dict[asyncio.AbstractEventLoop, list[tuple[Waiter, Generation | Exception]]] = {}
 
     def add(self, waiter: Waiter, outcome: Generation | Exception) -> None:
-        """Keep a request's result or error for its future; the next `flush` delivers it."""
+        """Keep a request's result or error for the future that its caller awaits; the next `flush` delivers it."""
         self._ended.setdefault(waiter.get_loop(), []).append((waiter, outcome))
 
     def flush(self) -> None:
@@ -447,7 +505,7 @@ class Deliveries:
 
 
 def _hand_over(outcomes: Sequence[tuple[Waiter, Generation | Exception]]) -> None:
-    """Set the results of futures that are not done, in their event loop."""
+    """Set the results and errors of futures, except those that are done; must be called in their event loop."""
     for waiter, outcome in outcomes:
         if waiter.done():  # its caller was cancelled
             continue

@@ -29,19 +29,20 @@ _DEFAULT_POSITIONS = 2048  # where a config names no longest sequence
 
 
 def warm_up() -> None:
-    """Import what building any model needs, which is half of the time from a process's start to its first policy.
+    """Import what building any model needs, so that the first policy takes half the time from the process's start.
 
-    It is called in a thread, before the first policy arrives.
+    Blocks for seconds; called in a thread, before the first policy arrives.
     """
     with without_gc():
         importlib.import_module("transformers.modeling_utils")
 
 
 def load_model(model_dir: Path, tensors: Mapping[str, TensorBytes] | None, *, context_length: int) -> torch.nn.Module:
-    """Return the model in evaluation mode, with weights from `tensors`, or from the directory if that is None.
+    """Build the model that `model_dir` describes, with weights from `tensors`, or from the directory if that is None.
 
-    Positions are computed for sequences of at most `context_length` tokens. Raises InvalidStateError for a model whose
-    layers are not full attention, or tensors that do not fit.
+    The model is returned in evaluation mode, on the CPU. Positions are computed for sequences of at most
+    `context_length` tokens. Raises InvalidStateError for a model whose layers are not full attention, or tensors that
+    do not fit.
     """
     config = load_config(model_dir) if tensors is not None else loading.load_config(model_dir)
     _require_full_attention(config, context_length=context_length)
@@ -59,11 +60,10 @@ def load_model(model_dir: Path, tensors: Mapping[str, TensorBytes] | None, *, co
 
 
 def context_length(config: Any, *, most: int | None, probe: Probe | None) -> int:
-    """Return the number of tokens of the longest sequence: the least of the model's positions, `most`, and the
-    policy's.
+    """Return the most tokens of a sequence: the least of the model's positions (in `config`), `most`, and the policy's.
 
-    The policy's is in its `probe`. Raises InvalidStateError (CONTEXT_DIFFERS) if the result is too short for the
-    positions that the policy's trainer computes.
+    The policy's is in its `probe`; None is no bound. Raises InvalidStateError (CONTEXT_DIFFERS) if the result is too
+    short for the positions that the policy's trainer computes.
     """
     length = int(getattr(config, "max_position_embeddings", 0) or _DEFAULT_POSITIONS)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -79,14 +79,16 @@ def context_length(config: Any, *, most: int | None, probe: Probe | None) -> int
 
 
 def cache_token_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Return the bytes of KV cache per token."""
+    """Return the bytes that one token takes in the KV cache of a model with this config, in numbers of this dtype."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize
 
 
 def _require_full_attention(config: Any, *, context_length: int) -> None:
-    """Raise InvalidStateError if a layer is not full attention, which the row cache needs."""
+    """Raise InvalidStateError if a layer attends to less than a whole sequence of `context_length` tokens, which
+    the row cache needs.
+    """
     layer_types = set(getattr(config, "layer_types", None) or ())
     has_windows = not layer_types and hasattr(type(config), "sliding_window")  # else left over from another model
     window = config.sliding_window if has_windows else None
@@ -106,7 +108,8 @@ _REMEDY += "model keeps in float32"
 
 
 def float_dtype(tensors: Mapping[str, TensorBytes]) -> torch.dtype:
-    """Return the one dtype of the floating-point tensors, apart from float32 ones beside a narrower dtype.
+    """Return the dtype of a policy's floating-point tensors; float32 ones may be beside a narrower dtype, which is
+    returned.
 
     Raises InvalidStateError if there are several narrower ones, or no floating-point tensor. The engine computes in it,
     so that it has the published bits and their digest can be proved by readback.
@@ -122,14 +125,16 @@ def float_dtype(tensors: Mapping[str, TensorBytes]) -> torch.dtype:
 
 
 def hold_formats(model: torch.nn.Module, tensors: Mapping[str, TensorBytes]) -> None:
-    """Convert to float32 those parameters that the policy has in float32 beside a narrower dtype.
+    """Convert those of the model's parameters to float32 that the policy `tensors` has in float32 beside a narrower
+    dtype.
 
-    Raises InvalidStateError for one that the model does not keep in float32.
+    Raises InvalidStateError for one that the model's family does not keep in float32.
     """
     dtype = float_dtype(tensors)
     if dtype == torch.float32:
         return
     kept = kept_in_float32(model, dtype=dtype)
+    # Reversed, so that of several names of a tied parameter the first one counts.
     owners = {id(tensor): name for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
     sources = {name: owner for name, (owner, _) in _memory(model, tensors).items()}
     for name, tensor in tensors.items():
@@ -141,7 +146,7 @@ def hold_formats(model: torch.nn.Module, tensors: Mapping[str, TensorBytes]) -> 
 
 
 def _mixed(found: Mapping[str, str]) -> InvalidStateError:
-    """Make the error for several floating-point dtypes; `found` has a tensor's name for each."""
+    """Make the error for a policy of several floating-point dtypes; `found` has the name of a tensor for each."""
     examples = ", ".join(f"{tag} ({name})" for tag, name in sorted(found.items())) or "none"
     return InvalidStateError(
         f"the policy's floating-point tensors have not one dtype but: {examples}",
@@ -151,7 +156,8 @@ def _mixed(found: Mapping[str, str]) -> InvalidStateError:
 
 
 def policy_memory(model: torch.nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Return the model's memory by the names of a policy's tensors, which may be ranges of the model's own tensors.
+    """Return views of the model's memory by the names of a policy's tensors, which may be ranges of the model's
+    tensors.
 
     A tensor of the model that no name of the policy covers is under the model's own name.
     """
@@ -159,7 +165,9 @@ def policy_memory(model: torch.nn.Module, names: Iterable[str]) -> dict[str, tor
 
 
 def _memory(model: torch.nn.Module, names: Iterable[str]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return by name the model's tensor that owns the memory, and the view of it that the name is for."""
+    """Return by the names of a policy's tensors: the model's tensor that owns the memory, and the view of the named
+    part.
+    """
     state, given = model.state_dict(keep_vars=True), set(names)
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -173,9 +181,9 @@ def _memory(model: torch.nn.Module, names: Iterable[str]) -> dict[str, tuple[tor
 
 
 def check_tensors(model: torch.nn.Module, tensors: Mapping[str, TensorBytes]) -> None:
-    """Raise InvalidStateError, naming tensors, unless `tensors` set every weight of the model.
+    """Raise InvalidStateError, naming tensors, unless the policy `tensors` sets every weight of the model.
 
-    Shapes and dtypes must be equal, and so must be several tensors for one tied weight.
+    Shapes and dtypes must be equal, and so must be the contents of several tensors for one tied weight.
     """
     held = policy_memory(model, tensors)
     problems = [f"{name} is not a weight of the model" for name in tensors if name not in held]
@@ -192,13 +200,16 @@ def check_tensors(model: torch.nn.Module, tensors: Mapping[str, TensorBytes]) ->
         first = covered.setdefault(target.data_ptr(), name)
         if first != name and tensors[first].data != tensor.data:
             problems.append(f"{first} and {name} are one tied weight in the model, but differ in the policy")
+    # By address, because one name of a tied weight is enough.
     problems += [f"{name} is missing" for name, target in held.items() if target.data_ptr() not in covered]
     require_fit(problems, what="policy", reason="POLICY_MODEL_MISMATCH", remedy=_REMEDY)
 
 
 @torch.no_grad()
 def copy_tensors(model: torch.nn.Module, tensors: Mapping[str, TensorBytes]) -> None:
-    """Copy checked tensors into the model's own memory, so that tied weights and views stay as they are."""
+    """Copy the policy's tensors, which fit, into the model's own memory, so that tied weights and views stay as
+    they are.
+    """
     held = policy_memory(model, tensors)
     for name, tensor in tensors.items():
         # A copy: the downloaded bytes are read-only and may be unaligned, neither of which torch accepts.
@@ -209,9 +220,9 @@ def copy_tensors(model: torch.nn.Module, tensors: Mapping[str, TensorBytes]) -> 
 def write_changes(
     model: torch.nn.Module, changes: Mapping[str, tuple[TensorChange, ...]], *, names: Iterable[str]
 ) -> None:
-    """Write only the changed elements, as bits, into the model's own memory; positions are checked against its shapes.
+    """Write the changed elements of a policy's tensors, as bits, into the model's own memory.
 
-    `names` are those of all tensors of the policy.
+    `names` are those of all tensors of the policy. Positions are checked against the tensors' shapes.
     """
     held = policy_memory(model, names)
     for name, parts in changes.items():
@@ -221,19 +232,20 @@ def write_changes(
 
 
 def held_tensors(model: torch.nn.Module, names: Iterable[str]) -> dict[str, TensorBytes]:
-    """Return the policy's tensors by name as views of the model's memory, without a copy."""
+    """Return the model's weights by the names of a policy's tensors, as bytes that are views of its memory."""
     names = list(names)
     held = policy_memory(model, names)
     return {name: as_tensor_bytes(held[name]) for name in names}
 
 
 def as_tensor_bytes(tensor: torch.Tensor) -> TensorBytes:
-    """Return a CPU tensor's bits; a copy only if it is not contiguous."""
+    """Return a CPU tensor as bytes with dtype and shape: a view of its memory, or a copy if it is not contiguous."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return TensorBytes(dtype=tag_of(tensor), shape=tuple(tensor.shape), data=flat.numpy().data)
 
 
 def _flat_bits(tensor: torch.Tensor) -> NDArray[np.unsignedinteger]:
+    """Return a tensor's memory as unsigned integers of its element's width, flat; a view."""
     width = tensor.element_size()
     return tensor.detach().view(-1).view(BITS[width]).numpy().view(f"u{width}")
 
@@ -250,13 +262,17 @@ class AdaptedLinear(nn.Linear):
     """A linear layer with the weight and bias of another one, and an adapter that is no part of the model's state."""
 
     def __init__(self, base: nn.Linear, *, low: torch.Tensor, high: torch.Tensor, scaling: float) -> None:
+        """Take over weight and bias of the layer `base`, and the adapter's `low` [rank, in] and `high` [out, rank].
+
+        `scaling` multiplies what the adapter adds.
+        """
         nn.Module.__init__(self)  # not nn.Linear's, which would make a weight
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
         self.low, self.high, self.scaling = low, high, scaling  # A [rank, in], B [out, rank]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return [..., out] for `input` [..., in]."""
+        """Return the layer's output [..., out] for `input` [..., in], with what the adapter adds."""
         result = functional.linear(input, self.weight, self.bias)
         return result + functional.linear(functional.linear(input, self.low), self.high) * self.scaling
 
@@ -265,6 +281,7 @@ class Adapters:
     """The adapter of one model, at most one. Its methods must be called while nothing computes with the model."""
 
     def __init__(self, model: nn.Module) -> None:
+        """Take the model, which has no adapter yet."""
         self._model = model
         self._held: dict[str, torch.Tensor] = {}
         """The adapter's tensors by published name."""
@@ -279,7 +296,7 @@ class Adapters:
         return bool(self._held)
 
     def check(self, staged: StagedPolicy) -> None:
-        """Raise InvalidStateError, naming tensors, unless the adapter fits the model; changes nothing."""
+        """Raise InvalidStateError, naming tensors, unless the staged adapter fits the model; changes nothing."""
         # A layer that is adapted already keeps its weight's name.
         layers = {name.removesuffix(LOW) for name in map(_own_name, staged.tensors) if name.endswith(LOW)}
         require_fitting(
@@ -294,7 +311,11 @@ class Adapters:
 
     @torch.no_grad()
     def load(self, staged: StagedPolicy) -> None:
-        """Put a checked adapter into the model, in place of the one before."""
+        """Put a checked adapter into the model, in place of the adapter before.
+
+        Layers with low-rank weights are replaced by adapted ones; other tensors of the adapter replace the base's
+        values.
+        """
         self.unload()
         adapter = staged.manifest.adapter
         assert adapter is not None, "only adapters come here"
@@ -313,7 +334,7 @@ class Adapters:
 
     @torch.no_grad()
     def unload(self) -> None:
-        """Remove the adapter; the base is then bit for bit what it was."""
+        """Remove the adapter from the model; the base is then bit for bit what it was."""
         for layer, base in self._layers.items():
             self._put(layer, base)
         for name, value in self._replaced.items():
@@ -321,11 +342,11 @@ class Adapters:
         self._held, self._layers, self._replaced = {}, {}, {}
 
     def held(self) -> dict[str, TensorBytes]:
-        """Return the adapter's weights that the layers compute with, by published name."""
+        """Return the weights of the adapter with which the model computes, by published name, read from the model."""
         return {name: as_tensor_bytes(self._live(_own_name(name))) for name in self._held}
 
     def _live(self, name: str) -> torch.Tensor:
-        """Return the tensor that the model computes with, by its name in the model."""
+        """Return the tensor of the adapter with which the model computes, by its name in the model."""
         for end in (LOW, HIGH):
             if name.endswith(end):
                 adapted = self._linear(name.removesuffix(end))
@@ -334,27 +355,30 @@ class Adapters:
         return self._model.get_parameter(name)
 
     def _linear(self, layer: str) -> nn.Linear:
+        """Return the model's linear layer of that name."""
         found = self._model.get_submodule(layer)
         assert isinstance(found, nn.Linear), f"{layer} was checked"
         return found
 
     def _put(self, layer: str, module: nn.Module) -> None:
+        """Replace the model's layer of that name by `module`."""
         parent, _, attribute = layer.rpartition(".")
         setattr(self._model.get_submodule(parent), attribute, module.eval())
 
 
 def _own_name(name: str) -> str:
-    """Return the model's name for a tensor of the adapter."""
+    """Return the model's name for a tensor of an adapter, of which `name` is the published one."""
     return model_name(name, source="the adapter")
 
 
 def _tensor(tensor: TensorBytes) -> torch.Tensor:
-    """Return a torch copy of staged bytes, which are read-only and change with the next version."""
+    """Return a torch copy of a staged tensor, whose bytes are read-only and change with the next version."""
     raw = torch.from_numpy(tensor.bits().view(np.uint8).copy())
     return raw.view(getattr(torch, tensor.dtype)).reshape(tensor.shape)
 
 
 def _name(dtype: torch.dtype) -> str:
+    """Return a dtype's name as manifests have it, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -368,12 +392,13 @@ class HeldWeights:
     """Checks, writes and proves the weights of a model, and of the adapter on it if there is one."""
 
     def __init__(self, model: torch.nn.Module) -> None:
+        """Take a model whose weights are whole; `apply` makes them unproved until `prove`."""
         self._model = model
         self._adapters = Adapters(model)
         self._is_unproved = False
 
     def check(self, staged: StagedPolicy) -> None:
-        """Raise InvalidStateError if the policy does not fit the model; changes nothing."""
+        """Raise InvalidStateError if the staged policy or adapter does not fit the model; changes nothing."""
         # Names, shapes and dtypes never change while a model is held: this may run beside a forward pass.
         if staged.manifest.adapter is not None:
             self._adapters.check(staged)
@@ -381,10 +406,10 @@ class HeldWeights:
             check_tensors(self._model, staged.tensors)
 
     def apply(self, staged: StagedPolicy) -> None:
-        """Write a checked policy: an adapter beside the base weights.
+        """Write a checked policy into the model; `prove` must follow.
 
-        For a whole policy, which removes it, only what changed. All tensors are written if the changes are unknown, or
-        an adapter was loaded. `prove` must follow.
+        An adapter is put beside the base weights. Of a whole policy, which removes the adapter, only the changed
+        elements are written, or all tensors if the changes are unknown or an adapter was loaded.
         """
         self._is_unproved = True
         if staged.manifest.adapter is not None:
@@ -396,19 +421,20 @@ class HeldWeights:
             write_changes(self._model, staged.changes, names=staged.tensors)
 
     def score(self, token_ids: tuple[int, ...]) -> PromptScores:
-        """Return the scores of a prompt.
+        """Return log-prob and rank of each token of a prompt but the first, under the model's weights.
 
-        Raise UnavailableError between `apply` and `prove`, when nothing may be answered.
+        Raises UnavailableError between `apply` and `prove`, when nothing may be answered.
         """
         if self._is_unproved:
             raise UnavailableError("a policy is being put in", reason="POLICY_UNPROVED", remedy="retry")
         return score_prompt(self._model, token_ids)
 
     def prove(self, staged: StagedPolicy) -> HeldDigest:
-        """Compare the digest of the weights in memory with the manifest's, and the probe's log-probs if the manifest
-        has one.
+        """Compare the weights in memory with the staged policy's manifest and return their digest, with how it was
+        proved.
 
-        Returns the digest; raises InternalError that names the difference.
+        Compared are the digest, and the log-probs of the manifest's probe if it has one. Raises InternalError that
+        names the difference.
         """
         is_adapter, probe = staged.manifest.adapter is not None, staged.manifest.probe
         held = self._adapters.held() if is_adapter else held_tensors(self._model, staged.tensors)
@@ -432,7 +458,8 @@ CHUNK_TOKENS = 512
 
 
 def score_prompt(model: torch.nn.Module, token_ids: Sequence[int]) -> PromptScores:
-    """Return the log-prob of each token but the first given those before it, and its rank, both [T - 1].
+    """Return the log-prob of each token but the first given those before it, and its rank among all tokens, both [T -
+    1].
 
     Must be called in the thread that owns the model, between two of its passes.
     """
@@ -443,9 +470,11 @@ def score_prompt(model: torch.nn.Module, token_ids: Sequence[int]) -> PromptScor
     with torch.inference_mode():
         for start in range(0, num_tokens - 1, CHUNK_TOKENS):
             end = min(start + CHUNK_TOKENS, num_tokens - 1)
+            # The last token is left out: nothing follows it whose log-prob would be asked for.
             logits = model(input_ids=tokens_1T[:, start:end], past_key_values=cache, use_cache=True).logits
             logprobs_CV = torch.log_softmax(logits[0].float(), dim=-1)
             own_C1 = logprobs_CV.gather(-1, tokens_1T[0, start + 1 : end + 1, None])
             logprobs[start:end] = own_C1[:, 0].numpy()
+            # A token counts itself, so that the likeliest one has rank 1.
             ranks[start:end] = (logprobs_CV >= own_C1).sum(-1).numpy()
     return PromptScores(logprobs=logprobs, ranks=ranks)

@@ -23,9 +23,12 @@ _SWITCH_INTERVAL_S = 0.0005
 
 
 class EmbeddedReplica:
-    """The replica's parts; `run` ends at SIGTERM, SIGINT or `stopping`."""
+    """Makes the parts of a replica with the embedded engine; `run` serves until SIGTERM, SIGINT or `stopping`."""
 
     def __init__(self, settings: Settings, own: InferenceSettings, *, stopping: asyncio.Event | None = None) -> None:
+        """Make the engine and the replica's parts; nothing is served before `run`. `stopping` ends it as SIGTERM
+        does.
+        """
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self._settings = settings
         self._own = own
@@ -41,7 +44,10 @@ class EmbeddedReplica:
         self._api = HttpApi(self._engine, slot, parsers=_parsers(own))
 
     async def run(self) -> None:
-        """Serve until SIGTERM, SIGINT or `stopping`, then drain. A fixed model is loaded before registration."""
+        """Serve the HTTP API and stay registered until SIGTERM, SIGINT or `stopping`, then let requests finish.
+
+        A fixed model, if one is configured, is loaded before registration.
+        """
         host, port = parse_address(self._settings.require("http_listen"))
         server = await start_http(self._api, host, port)
         logger.info("listening for HTTP", extra={"address": join_address(host, server.port)})
@@ -56,12 +62,16 @@ class EmbeddedReplica:
 
 
 def _check_tokenizer(model: Path, *, needs_template: bool) -> None:
-    """Raise as `check_tokenizer` does; a model without a tokenizer passes where no chat template is needed."""
+    """Raise the error of `check_tokenizer` if the model's tokenizer, or its chat template where needed, is wrong.
+
+    A model without a tokenizer passes where no chat template is needed.
+    """
     if needs_template or has_tokenizer(model):
         check_tokenizer(model, model=model, needs_template=needs_template)
 
 
 def _parsers(own: InferenceSettings) -> ChatParsers:
+    """Return the parsers of tool calls and reasoning that the settings name."""
     return ChatParsers(
         tool_calls=own.tool_call_parser or DEFAULT_TOOL_CALL_PARSER,
         reasoning=own.reasoning_parser,

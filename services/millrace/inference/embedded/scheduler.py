@@ -9,18 +9,16 @@ happen in the engine's thread.
 import logging
 import math
 from collections import Counter
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers.cache_utils import Cache
 
 from millrace.errors import InternalError
-from millrace.inference.embedded.rows import RowTable, Running, Turns
+from millrace.inference.embedded.rows import RowCache, RowTable, Running, Turns
 from millrace.inference.engine import FinishReason, InflightMode, PolicyIdentity, SamplingParams
-from millrace.rollouts.truncation import kept_tokens
+from millrace.rollouts.parameters import kept_tokens
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
 
@@ -38,14 +36,15 @@ class Decoder(Protocol):
     """Turns tokens into text; a transformers tokenizer is one."""
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str | list[str]:
-        """Return the text of these tokens."""
+        """Return the text of these tokens, without special tokens if they are to be skipped."""
         ...
 
 
 class Scheduler:
-    """Runs the requests of one model. `kv_bytes` bounds the KV cache as if every admitted request used up its limit.
+    """Runs the requests of one model.
 
-    `token_bytes` is the cache's size per token.
+    `kv_bytes` bounds the KV cache as if every admitted request used up its limit; `token_bytes` is the cache's size per
+    token. Without a `decoder` no stop strings are found.
     """
 
     def __init__(
@@ -59,6 +58,12 @@ class Scheduler:
         kv_bytes: int,
         token_bytes: int,
     ) -> None:
+        """Take the model, whose weights are those of the policy `identity`, with an empty KV cache of at most
+        `kv_bytes`.
+
+        `token_bytes` is the cache's size per token. At most `max_num_seqs` requests run. A completion ends with one of
+        `eos_token_ids`, unless its request ignores them. Without a `decoder` no stop strings are found.
+        """
         self.model = model
         self.identity = identity
         self.num_generated_tokens = 0
@@ -79,16 +84,16 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Return the number of requests that wait for a row."""
+        """Return the number of requests that wait to begin."""
         return len(self._waiting)
 
     def submit(self, entry: Running) -> None:
-        """Queue a request; one whose id waits already is ended with an InternalError."""
+        """Queue a request; one whose id waits already ends with an InternalError."""
         if not self._waiting.push(entry):
             entry.fail(InternalError(f"request {entry.request.request_id!r} waits already", reason="REQUEST_REPEATED"))
 
     def abort(self, request_id: str) -> None:
-        """End a request with ABORT and the tokens that it has; unknown ids are ignored."""
+        """End the request with that id with ABORT and the tokens that it has; an unknown id is ignored."""
         if (row := self._rows.find(request_id)) is not None:
             self._retire([row], FinishReason.ABORT)
             return
@@ -96,9 +101,8 @@ class Scheduler:
             entry.finish(FinishReason.ABORT)
 
     def abort_all(self) -> None:
-        """End every request with ABORT, without tokens, and free the cache.
-
-        Raises nothing, whatever a failed step left in table and cache.
+        """End every request with ABORT, without tokens, and free the cache; never raise, whatever a failed step
+        left.
         """
         entries = [*self._rows.running, *self._waiting.all()]
         self.num_finished += len(self._rows.running)
@@ -112,7 +116,10 @@ class Scheduler:
                 entry.fail(error)
 
     def step(self) -> bool:
-        """Run one step, a prefill or a decode; return False if there was nothing to do."""
+        """Run one step, over prompts or adding a token to each running request; return False if there was nothing
+        to do.
+        """
+        # A prefill follows a prefill only where nothing runs: running requests get a token in between.
         is_decode_due, self._is_decode_due = self._is_decode_due and bool(self._rows.count), False
         if not is_decode_due and (admitted := self._admit()):
             self._prefill_new(admitted)
@@ -125,9 +132,9 @@ class Scheduler:
         return False
 
     def set_identity(self, identity: PolicyIdentity, mode: InflightMode) -> None:
-        """Attribute tokens to `identity` from now on, whose weights the model has.
+        """Attribute tokens to the policy `identity`, whose weights the model has, from now on.
 
-        With RECOMPUTE compute caches again.
+        With mode RECOMPUTE the KV caches of running requests are computed again with these weights.
         """
         self.identity = identity
         for row, entry in enumerate(self._rows.running):
@@ -141,7 +148,7 @@ class Scheduler:
     def _admit(self) -> list[Running]:
         """Take waiting requests out of the queue by turns and return them, as many as rows, cache and one pass allow.
 
-        A first request always fits an empty table.
+        If nothing runs, a first request always fits.
         """
         if not self._rows.count and self._cache.size_bytes > IDLE_CACHE_BYTES:
             self._cache.release()  # one long request must not make every later row that long
@@ -149,6 +156,7 @@ class Scheduler:
         running = (
             Counter(entry.request.fairness_key for entry in self._rows.running) if self._waiting else Counter[str]()
         )
+        # The cache is one dense block: a longer row makes every row longer.
         longest = int(self._rows.limit[: self._rows.count].max(initial=0))
         longest_prompt = 0
         shut: set[str] = set()
@@ -160,6 +168,7 @@ class Scheduler:
                 shut.add(fairness_key)
                 continue
             longest_prompt = max(longest_prompt, len(entry.request.prompt_token_ids))
+            # The pass is padded to its longest prompt, so that one counts for each row.
             if admitted and (len(admitted) + 1) * longest_prompt > PREFILL_TOKENS:
                 break
             longest = max(longest, entry.limit)
@@ -168,10 +177,11 @@ class Scheduler:
         return admitted
 
     def _fits(self, num_admitted: int, longest: int, *, has_rows: bool) -> bool:
-        """Return whether rows and cache have room for one more request.
+        """Return whether rows and cache have room for one more request beside `num_admitted` ones that have no rows
+        yet.
 
-        A call that has rows already (`has_rows`) gets less. `longest` is the longest limit of all requests, the new one
-        included.
+        A call that has rows already (`has_rows`) gets less. `longest` is the longest limit in tokens of all requests,
+        the new one included.
         """
         rows, tokens = self._max_num_seqs, self._kv_tokens
         if has_rows:
@@ -180,6 +190,7 @@ class Scheduler:
         return count < rows and (not count or (count + 1) * longest <= tokens)
 
     def _prefill_new(self, admitted: list[Running]) -> None:
+        """Give the requests rows, compute their prompts, and sample the first token of each."""
         # Similar lengths side by side waste the least padding.
         admitted.sort(key=lambda entry: len(entry.request.prompt_token_ids))
         new = self._add(admitted)
@@ -193,7 +204,7 @@ class Scheduler:
         self._retire(ended)
 
     def _add(self, admitted: list[Running]) -> slice:
-        """Give requests rows and return the rows; a request that the table cannot take ends with an error."""
+        """Give the requests rows and return the rows as a slice; one that the table cannot take ends with an error."""
         first = self._rows.count
         for entry in admitted:
             entry.mark(self.identity, 0)
@@ -210,11 +221,12 @@ class Scheduler:
         return slice(first, self._rows.count)
 
     def _forward_prompts(self, rows: slice, lengths: np.ndarray, *, wants_logits: bool = True) -> torch.Tensor:
-        """Compute the first `lengths` tokens of contiguous rows into the cache.
+        """Compute the first `lengths` tokens of contiguous rows into the cache; return logits [N, V] of each row's last
+        one.
 
-        Return logits [N, V] of each row's last one. Rows are padded on the right: no real token attends to a later one,
-        and the padding's entries in the cache are masked until they are overwritten. Rows with the same tokens, such as
-        a group's, are computed once. Without `wants_logits` the result has no meaning.
+        Rows are padded on the right: no real token attends to a later one, and the padding's entries in the cache are
+        masked until they are overwritten. Rows with the same tokens, such as a group's, are computed once. Without
+        `wants_logits` the result has no meaning.
         """
         longest = int(lengths.max())
         tokens = self._rows.tokens[rows, :longest]
@@ -222,6 +234,7 @@ class Scheduler:
         is_shared = len(firsts) < len(lengths)
         self._cache.reserve(rows.stop, longest)
         self._cache.begin_prefill(rows.start, torch.from_numpy(prompt_of) if is_shared else None)
+        # Logits of the last positions alone, each length once: those of all positions would fill the memory.
         keep, position = np.unique(lengths - 1, return_inverse=True)
         logits = self.model(
             input_ids=torch.from_numpy(tokens[firsts] if is_shared else tokens),
@@ -231,10 +244,15 @@ class Scheduler:
             use_cache=True,
             logits_to_keep=torch.from_numpy(keep) if wants_logits else 1,
         ).logits
+        # [contents, lengths, V] → [rows, V]
         return logits[torch.from_numpy(prompt_of), torch.from_numpy(position)] if wants_logits else logits
 
     def _decode(self) -> None:
+        """Compute one forward pass over the last token of every row, sample the next one of each, and end rows that
+        stop.
+        """
         count = self._rows.count
+        # The last token of each row is the input: it is not in the cache yet.
         positions = self._rows.length[:count] - 1
         span = int(positions.max()) + 1
         self._cache.reserve(count, span)
@@ -242,6 +260,7 @@ class Scheduler:
         self._cache.begin_decode(index, span)
         logits = self.model(
             input_ids=torch.from_numpy(self._rows.tokens[np.arange(count), positions])[:, None],
+            # [B, 1, 1, span]: beyond its own length a row of the cache has values of earlier requests.
             attention_mask=(torch.arange(span) <= index[:, None])[:, None, None],
             position_ids=index[:, None],
             past_key_values=self._cache,
@@ -250,12 +269,14 @@ class Scheduler:
         self._retire(self._append(slice(0, count), logits))
 
     def _append(self, rows: slice, logits: torch.Tensor) -> list[int]:
-        """Sample one token per row from `logits` and add it to the table; return the rows that end with it."""
+        """Sample one token per row from `logits` [N, V] and add it to the table; return the rows that end with it."""
         table = self._rows
         tokens, logprobs = sample(
             self._penalised(rows, logits),
             temperatures_B=table.temperature[rows],
-            limits_B=Limits(top_p=table.top_p[rows], top_k=table.top_k[rows], min_p=table.min_p[rows]),
+            top_p_B=table.top_p[rows],
+            top_k_B=table.top_k[rows],
+            min_p_B=table.min_p[rows],
             # The counter is the place in the completion: the same seed gives the same tokens in any batch.
             uniforms_B=uniforms(table.seed[rows], table.length[rows] - table.prompt_length[rows]),
         )
@@ -269,7 +290,7 @@ class Scheduler:
         return (np.flatnonzero(ends) + rows.start).tolist() if ends.any() else []
 
     def _penalised(self, rows: slice, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits with penalties applied to the rows that have any."""
+        """Return the logits [N, V] with the penalties of those rows applied that have any."""
         table = self._rows
         if not table.has_penalties[rows].any():
             return logits
@@ -285,7 +306,9 @@ class Scheduler:
         return logits
 
     def _stop_string(self, row: int) -> str | None:
-        """Return the stop string that the completion's last token completes, or None."""
+        """Return the stop string that the row's last token completes in the completion's text; None if there is
+        none.
+        """
         if not self._rows.has_stop_strings[row] or self._decoder is None:
             return None
         sampling, completion = self._rows.running[row].request.sampling, self._rows.completion(row)
@@ -300,9 +323,9 @@ class Scheduler:
         return next((stop for stop in stops if tail.count(stop) > before.count(stop)), None)
 
     def _retire(self, rows: list[int], reason: FinishReason | None = None) -> None:
-        """End rows and deliver their results, with `reason` or by the cause of their end.
+        """End these rows and deliver their results; then move other rows into the holes, in table and cache.
 
-        Fill the holes in table and cache.
+        `reason` is why they end; with None it is found out for each.
         """
         if not rows:
             return
@@ -319,12 +342,13 @@ class Scheduler:
         if poisoned:
             logger.error("the model gave values that are not finite", extra={"requests": len(poisoned)})
             self._cache.clear_rows(poisoned)
+        # Only now, because results are read from rows that others move into.
         sources, targets = self._rows.remove(rows)
         if sources:
             self._cache.move(sources, targets, int(self._rows.length[targets].max()))
 
     def _ending(self, row: int) -> tuple[FinishReason, int | str | None]:
-        """Return why a row ended, from its last token, with the stop token or string if one ended it."""
+        """Return why a row ended, by its last token, and the stop token or stop string if one ended it."""
         if not np.isfinite(self._rows.completion_logprobs(row)[-1]):
             return FinishReason.ERROR, None
         sampling = self._rows.running[row].request.sampling
@@ -339,8 +363,9 @@ class Scheduler:
 
 
 def _distinct(tokens: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Find equal rows of tokens, each up to its length: return the first row of each content, and each row's content
-    number.
+    """Find rows of `tokens` [N, T] that are equal up to their lengths.
+
+    Returns the first row of each content, and for each row the number of its content.
     """
     numbers: dict[bytes, int] = {}
     firsts: list[int] = []
@@ -353,9 +378,9 @@ def _distinct(tokens: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def _chunks(first: int, lengths: np.ndarray) -> list[slice]:
-    """Return slices of contiguous rows whose padded size is at most PREFILL_TOKENS.
+    """Return slices of contiguous rows, each of at most PREFILL_TOKENS with its padding.
 
-    A longer prompt is a slice of its own. `lengths` are those of the rows from `first` on.
+    `lengths` are the tokens of the rows from `first` on. A longer prompt is a slice of its own.
     """
     chunks: list[slice] = []
     start, longest = 0, 0
@@ -379,9 +404,8 @@ _UNIFORM_BITS = np.uint64(48)  # u <= 1 - 2**-48, so u * total < total holds in 
 
 
 def uniforms(seeds: NDArray[np.uint64], counters: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return one number in [0, 1) per row, a hash of (seed, counter).
-
-    The hash is the finaliser of SplitMix64 (Steele, Lea, Flood 2014).
+    """Return a number in [0, 1) per row, a hash of its seed and counter: SplitMix64's finaliser (Steele, Lea, Flood
+    2014).
     """
     with np.errstate(over="ignore"):
         x = seeds + (counters.astype(np.uint64) + np.uint64(1)) * _GOLDEN
@@ -389,15 +413,6 @@ def uniforms(seeds: NDArray[np.uint64], counters: NDArray[np.int64]) -> NDArray[
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         x ^= x >> np.uint64(31)
     return (x >> (np.uint64(64) - _UNIFORM_BITS)).astype(np.float64) * 2.0**-48
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Limits:
-    """Truncation of the distribution, per row: `top_p` 1, `top_k` 0 and `min_p` 0 are off."""
-
-    top_p: NDArray[np.float32]
-    top_k: NDArray[np.int32]
-    min_p: NDArray[np.float32]
 
 
 def penalised(
@@ -408,15 +423,17 @@ def penalised(
     completion: NDArray[np.int64],
     stop_ids: NDArray[np.int64],
 ) -> torch.Tensor:
-    """Return a row's logits after its penalties, float32 [V], in vLLM's order.
+    """Return one row's logits after its penalties, float32 [V], in vLLM's order.
 
-    `stop_ids` are not sampled before `min_tokens`; they may be padded with -1.
+    `prompt` and `completion` are the row's tokens. `stop_ids` are not sampled before `min_tokens`; they may be padded
+    with -1.
     """
     logits_V = logits_V.float().clone()
     if sampling.repetition_penalty != 1:
         seen = torch.from_numpy(np.unique(np.concatenate([prompt, completion])))
         values = logits_V[seen]
         penalty = sampling.repetition_penalty
+        # Keskar et al., arXiv:1909.05858.
         logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
     if sampling.frequency_penalty or sampling.presence_penalty:
         ids, counts = np.unique(completion, return_counts=True)
@@ -432,25 +449,36 @@ def sample(
     logits_BV: torch.Tensor,
     *,
     temperatures_B: NDArray[np.float32],
-    limits_B: Limits,
+    top_p_B: NDArray[np.float32],
+    top_k_B: NDArray[np.int32],
+    min_p_B: NDArray[np.float32],
     uniforms_B: NDArray[np.float64],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return next tokens int64 [B] and their log-probs float32 [B]; `uniforms_B` in [0, 1) decides each.
+    """Return next tokens int64 [B] and their log-probs float32 [B]; `uniforms_B` in [0, 1) decides which token it is.
 
-    Log-probs are those of log_softmax(logits / temperature) in float32, renormalised over the tokens that the limits
-    keep. Rows of temperature 0 take the most likely token and its log-prob at temperature 1, without limits.
+    Log-probs are those of log_softmax(logits / temperature) in float32, renormalised over the tokens that `top_p_B`,
+    `top_k_B` and `min_p_B` keep; a row's bound is off at 1, 0 and 0. Rows of temperature 0 take the most likely token
+    and its log-prob at temperature 1, without truncation.
     """
     logits_BV = logits_BV.float()
     is_greedy = temperatures_B == 0
+    # A division by 1 changes nothing, and costs a pass over all logits.
     if not (temperatures_B == 1).all():
         divisors = torch.from_numpy(np.where(is_greedy, np.float32(1), temperatures_B))
         logits_BV = logits_BV / divisors[:, None]
     logprobs_BV = torch.log_softmax(logits_BV, dim=-1)
-    if ((limits_B.top_p < 1) | (limits_B.top_k > 0) | (limits_B.min_p > 0)).any():
-        logprobs_BV = _truncate(logprobs_BV, limits_B, is_greedy)
+    if ((top_p_B < 1) | (top_k_B > 0) | (min_p_B > 0)).any():
+        kept_BV = kept_tokens(
+            logprobs_BV,  # greedy rows stay as they are
+            top_p=torch.from_numpy(np.where(is_greedy, np.float32(1), top_p_B)),
+            top_k=torch.from_numpy(np.where(is_greedy, 0, top_k_B)),
+            min_p=torch.from_numpy(np.where(is_greedy, np.float32(0), min_p_B)),
+        )
+        logprobs_BV = torch.log_softmax(logprobs_BV.masked_fill(~kept_BV, float("-inf")), dim=-1)
     if is_greedy.all():
         tokens_B = logits_BV.argmax(dim=-1)  # of the logits: rounding in log_softmax can make ties of near ones
     else:
+        # In float64: a sum in float32 over a large vocabulary loses the small probabilities.
         cumulative_BV = logprobs_BV.exp().cumsum(dim=-1, dtype=torch.float64)
         thresholds_B = torch.from_numpy(uniforms_B)[:, None] * cumulative_BV[:, -1:]
         # The first index above the threshold has a probability above 0: the sum grows there.
@@ -459,149 +487,3 @@ def sample(
         if is_greedy.any():
             tokens_B = torch.where(torch.from_numpy(is_greedy), logits_BV.argmax(dim=-1), tokens_B)
     return tokens_B, logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
-
-
-def _truncate(logprobs_BV: torch.Tensor, limits_B: Limits, is_greedy_B: NDArray[np.bool_]) -> torch.Tensor:
-    """Return log-probs renormalised over the tokens that the limits leave; greedy rows stay whole."""
-    kept_BV = kept_tokens(
-        logprobs_BV,
-        top_p=torch.from_numpy(np.where(is_greedy_B, np.float32(1), limits_B.top_p)),
-        top_k=torch.from_numpy(np.where(is_greedy_B, 0, limits_B.top_k)),
-        min_p=torch.from_numpy(np.where(is_greedy_B, np.float32(0), limits_B.min_p)),
-    )
-    return torch.log_softmax(logprobs_BV.masked_fill(~kept_BV, float("-inf")), dim=-1)
-
-
-# The KV cache of the embedded engine: one row per running request, in one dense block per layer.
-#
-# Row i of the cache is row i of the decode batch, so a decode step reads the leading rows as a view and gathers
-# nothing. When a request leaves, the scheduler moves the last row into the hole. The block grows by doubling, in rows
-# and in length, up to what the scheduler admits.
-
-_ROW_STEP = 8
-_LENGTH_STEP = 64
-
-
-class RowCache(Cache):
-    """Keys and values, per layer [rows, heads, length, head_dim], with the interface of a cache of transformers.
-
-    `begin_prefill` or `begin_decode` sets where the next forward pass writes. Positions beyond a request's length have
-    old values, which callers mask.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-        self._keys: list[torch.Tensor] = []
-        self._values: list[torch.Tensor] = []
-        self._rows = 0
-        self._length = 0
-        self._first_row = 0
-        self._copies: torch.Tensor | None = None
-        self._positions: torch.Tensor | None = None
-        self._row_index: torch.Tensor | None = None
-        self._span = 0
-
-    @property
-    def capacity(self) -> tuple[int, int]:
-        """Return the allocated rows and length."""
-        return self._rows, self._length
-
-    @property
-    def size_bytes(self) -> int:
-        """Return the allocated bytes."""
-        return sum(block.nbytes for block in (*self._keys, *self._values))
-
-    def reserve(self, rows: int, length: int) -> None:
-        """Make room for `rows` requests of `length` tokens; contents stay."""
-        if rows <= self._rows and length <= self._length:
-            return
-        if rows > self._rows:
-            self._rows = max(rows, min(2 * self._rows, rows + 64), _ROW_STEP)
-        if length > self._length:
-            self._length = -(-length // _LENGTH_STEP) * _LENGTH_STEP
-        for blocks in (self._keys, self._values):
-            for layer, old in enumerate(blocks):
-                blocks[layer] = _grown(old, self._rows, self._length)
-
-    def release(self) -> None:
-        """Free the blocks."""
-        self._keys.clear()
-        self._values.clear()
-        self._rows = self._length = 0
-
-    def move(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Copy the first `length` positions of rows `sources` to rows `targets`, which must be others."""
-        for block in (*self._keys, *self._values):
-            block[targets, :, :length] = block[sources, :, :length]
-
-    def clear_rows(self, rows: list[int]) -> None:
-        """Set rows to zero: a masked position contributes 0 x value, which must not be 0 x NaN."""
-        for block in (*self._keys, *self._values):
-            block[rows] = 0
-
-    def begin_prefill(self, first_row: int, copies: torch.Tensor | None = None) -> None:
-        """Have the next forward pass write whole prompts, from position 0, into the rows from `first_row` on.
-
-        `copies` int64 [rows] has for each row its prompt in the pass, where rows share one; None if each has its own.
-        """
-        self._first_row = first_row
-        self._copies = copies
-        self._positions = None
-
-    def begin_decode(self, positions: torch.Tensor, span: int) -> None:
-        """Have the next forward pass add one token per row at `positions` int64 [B], and attend to positions below
-        `span`.
-        """
-        self._positions = positions
-        self._row_index = torch.arange(len(positions))
-        self._span = span
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store [B, heads, T, head_dim] and return the keys and values to attend to.
-
-        The model's attention calls this.
-        """
-        # Layers are called in order, and the first call of each one creates its block.
-        if layer_idx == len(self._keys):
-            for blocks, new in ((self._keys, key_states), (self._values, value_states)):
-                _, heads, _, head_dim = new.shape
-                blocks.append(torch.zeros(self._rows, heads, self._length, head_dim, dtype=new.dtype))
-        keys, values = self._keys[layer_idx], self._values[layer_idx]
-        # A prefill attends to its own tokens only, so it may return them without a copy out of the cache.
-        if self._positions is None:
-            count, _, length, _ = key_states.shape
-            copies = self._copies
-            rows = slice(self._first_row, self._first_row + (count if copies is None else len(copies)))
-            keys[rows, :, :length] = key_states if copies is None else key_states[copies]
-            values[rows, :, :length] = value_states if copies is None else value_states[copies]
-            return key_states, value_states
-        index = self._row_index
-        # A decode step writes one position per row; index arrays pair rows with positions.
-        keys[index, :, self._positions] = key_states[:, :, 0]
-        values[index, :, self._positions] = value_states[:, :, 0]
-        count = len(self._positions)
-        return keys[:count, :, : self._span], values[:count, :, : self._span]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens before the first one of the next pass.
-
-        Models ask only if they get no positions, and the scheduler gives them.
-        """
-        return 0 if self._positions is None else self._span - 1
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Return the position of the next pass's first token, for the mask of a prefill (a decode has its own)."""
-        return self.get_seq_length(layer_idx)
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return the number of keys and the offset of the first one, for the mask of a prefill."""
-        return self.get_seq_length(layer_idx) + query_length, 0
-
-
-def _grown(old: torch.Tensor, rows: int, length: int) -> torch.Tensor:
-    """Return a zeroed block of the new size that begins with the old one's contents."""
-    new = torch.zeros(rows, old.shape[1], length, old.shape[3], dtype=old.dtype)
-    new[: old.shape[0], :, : old.shape[2]] = old
-    return new

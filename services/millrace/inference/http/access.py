@@ -26,9 +26,9 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 
 def http_access(host: str, port: int, environ: Mapping[str, str] | None = None) -> ServerAccess:
-    """Return the access rules of a server at this address.
+    """Return who may use an HTTP server at this address, by the variables `environ` (None: this process's).
 
-    Raise InvalidSpecError if it may not listen there with them.
+    Raises InvalidSpecError if it may not listen there so: beyond loopback without tokens or TLS.
     """
     access = ServerAccess.from_environ(environ)
     access.require_safe(join_address(host, port), {WORKER}, field="MILLRACE_HTTP_LISTEN")
@@ -36,20 +36,20 @@ def http_access(host: str, port: int, environ: Mapping[str, str] | None = None) 
 
 
 def http_scheme(environ: Mapping[str, str] | None = None) -> str:
-    """Return `https` where this process has a certificate, else `http`."""
+    """Return `https` if `environ` (None: this process's variables) names a TLS certificate, else `http`."""
     return "https" if Settings.from_env(os.environ if environ is None else environ).tls_cert else "http"
 
 
 def refusal() -> dict[str, Any]:
-    """Return the body of a 401, in OpenAI's shape; it is the same for every path."""
+    """Return the body of an answer 401, in OpenAI's form; it is the same for every path."""
     message = "a valid bearer token is required"
     return {"error": {"message": message, "type": "AuthenticationError", "param": None, "code": 401}}
 
 
 def vllm_flags(host: str, port: int, environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return arguments with which vLLM's server enforces the same access.
+    """Return the arguments with which vLLM's HTTP server at this address requires tokens and TLS as `environ` says.
 
-    Raise InvalidSpecError as `http_access` does.
+    Raises InvalidSpecError if it may not listen there so.
     """
     access = http_access(host, port, environ)
     flags = [f"--middleware={__name__}.TokenGate"]
@@ -62,7 +62,7 @@ def vllm_flags(host: str, port: int, environ: Mapping[str, str] | None = None) -
 
 
 def read_only_refusal(error: PermissionDeniedError) -> dict[str, Any]:
-    """Return the body of a 403, in OpenAI's shape."""
+    """Return the body of an answer 403, in OpenAI's form, with the error's message."""
     return {"error": {"message": error.message, "type": "PermissionDeniedError", "param": None, "code": 403}}
 
 
@@ -74,13 +74,17 @@ class TokenGate:
     """
 
     def __init__(self, app: App, *, access: ServerAccess | None = None) -> None:
-        """Take `access`, by default from this process's variables."""
+        """Wrap the ASGI application `app`; `access` has the tokens, by default those that this process's variables
+        name.
+        """
         self._app = app
         self._access = ServerAccess.from_environ() if access is None else access
         self._is_guarded = self._access.tokens is not None or self._access.worker_tokens is not None
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Pass a request with a valid token and a body within the limit on to the application, or refuse it."""
+        """Pass an ASGI request with a valid token and a body within the limit on to the application, or refuse it with
+        401, 403 or 413.
+        """
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -106,6 +110,8 @@ class TokenGate:
 async def _refuse(
     scope: Mapping[str, Any], send: Send, status: int, body: Mapping[str, Any], extra: Mapping[str, str] | None = None
 ) -> None:
+    """Refuse a request with this status, body and further headers; a websocket is closed instead."""
+    # A websocket is refused by closing it: before it is accepted there is no status to send.
     if scope["type"] != "http":
         await send({"type": "websocket.close", "code": 1008})
         return
@@ -113,6 +119,7 @@ async def _refuse(
 
 
 async def _answer(send: Send, status: int, body: Mapping[str, Any], extra: Mapping[str, str] | None = None) -> None:
+    """Send a whole JSON answer over ASGI; `extra` are further headers."""
     headers = [(b"content-type", b"application/json")]
     headers += [(name.lower().encode(), value.encode()) for name, value in (extra or {}).items()]
     await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -120,15 +127,20 @@ async def _answer(send: Send, status: int, body: Mapping[str, Any], extra: Mappi
 
 
 def _content_length(scope: Mapping[str, Any]) -> int | None:
+    """Return the announced length of a request's body in bytes; None if it has none, or one that cannot be read."""
     values = [value for name, value in scope.get("headers", ()) if name == b"content-length"]
     return int(values[0]) if len(values) == 1 and values[0].isdigit() and len(values[0]) < 20 else None
 
 
 def _bounded(scope: MutableMapping[str, Any], receive: Receive) -> Receive:
-    """Return a `receive` that reports a disconnect when the body passes the limit, and notes that in the scope."""
+    """Return a `receive` for the application that reports a disconnect when the body passes the limit.
+
+    A body that has passed the limit is noted in the scope under BODY_TOO_LARGE.
+    """
     left = MAX_BODY_BYTES
 
     async def read() -> MutableMapping[str, Any]:
+        """Return the next message, or a disconnect once the body has passed the limit."""
         nonlocal left
         message = await receive()
         left -= len(message.get("body", b""))
@@ -141,9 +153,10 @@ def _bounded(scope: MutableMapping[str, Any], receive: Receive) -> Receive:
 
 
 def _status_only(send: Send) -> Send:
-    """Return a `send` that replaces the answer by one that has only the status, and whether it is 200."""
+    """Return a `send` for the application that replaces its answer by one with the same status and no details."""
 
     async def shortened(message: MutableMapping[str, Any]) -> None:
+        """Send an answer with the status alone in place of the application's start of an answer; drop its body."""
         if message["type"] == "http.response.start":
             status = message["status"]
             await _answer(send, status, {"status": "ok" if status == 200 else "unavailable"})
@@ -179,12 +192,15 @@ _DEEPEST = 64
 
 
 def max_chars(model_len: int) -> int:
-    """Return the most characters of a prompt or chat that are tokenized for a context of `model_len` tokens."""
+    """Return the most characters of a prompt or chat that are tokenized, where the context has `model_len` tokens."""
     return max(MIN_CHARS, MAX_CHARS_PER_TOKEN * model_len)
 
 
 def check_completions(num_prompts: int, n: int, *, n_field: str = "n") -> None:
-    """Raise InvalidSpecError for too many prompts, or too many completions of all of them (`n` of each)."""
+    """Raise InvalidSpecError for too many prompts in one request, or too many completions: `n` of each prompt.
+
+    `n_field` is the name of the request's field for `n`.
+    """
     if num_prompts > MAX_PROMPTS:
         raise too_many("prompt", f"{num_prompts} prompts", MAX_PROMPTS, "send several requests at the same time")
     if num_prompts * n > MAX_COMPLETIONS:
@@ -195,7 +211,8 @@ def check_completions(num_prompts: int, n: int, *, n_field: str = "n") -> None:
 def check_prompt(prompt: Any, n: int, model_len: int) -> None:
     """Raise InvalidSpecError if a `prompt` of OpenAI's API (a text or tokens, or a list of either) is over a limit.
 
-    Checked are the number of prompts and completions, and the length of each prompt.
+    Checked are the number of prompts, their completions (`n` of each), and the length of each for a context of
+    `model_len` tokens.
     """
     many: list[Any] = [prompt]
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
@@ -206,7 +223,10 @@ def check_prompt(prompt: Any, n: int, model_len: int) -> None:
 
 
 def check_texts(texts: Sequence[str], model_len: int, *, field: str = "prompt") -> None:
-    """Raise InvalidSpecError for a text of more characters than could fit into the context."""
+    """Raise InvalidSpecError for a text of more characters than could fit into a context of `model_len` tokens.
+
+    `field` is the request's, for the message.
+    """
     limit = max_chars(model_len)
     for index, text in enumerate(texts):
         if len(text) > limit:
@@ -215,7 +235,10 @@ def check_texts(texts: Sequence[str], model_len: int, *, field: str = "prompt") 
 
 
 def check_tokens(prompts: Sequence[Sequence[int]], model_len: int, *, field: str = "prompt") -> None:
-    """Raise InvalidSpecError for a prompt with at least as many tokens as the context has."""
+    """Raise InvalidSpecError for a prompt with at least as many tokens as the context has, `model_len`.
+
+    `field` is the request's, for the message.
+    """
     for prompt in prompts:
         if len(prompt) >= model_len:
             raise InvalidSpecError(
@@ -227,7 +250,9 @@ def check_tokens(prompts: Sequence[Sequence[int]], model_len: int, *, field: str
 
 
 def check_chat(messages: Sequence[Any], tools: Sequence[Any] | None, model_len: int) -> None:
-    """Raise InvalidSpecError for too many messages or tools, or more characters in either than could fit."""
+    """Raise InvalidSpecError for too many messages or tools, or more characters in either than fit into `model_len`
+    tokens.
+    """
     if len(messages) > MAX_MESSAGES:
         raise too_many("messages", f"{len(messages)} messages", MAX_MESSAGES, "leave old ones out")
     if tools and len(tools) > MAX_TOOLS:
@@ -239,7 +264,10 @@ def check_chat(messages: Sequence[Any], tools: Sequence[Any] | None, model_len: 
 
 
 def check_stops(stop: str | Sequence[str] | None, *, field: str = "stop") -> None:
-    """Raise InvalidSpecError for too many stop strings, or one that is too long."""
+    """Raise InvalidSpecError for too many stop strings, or one that is too long; None is no stop string.
+
+    `field` is the request's, for the message.
+    """
     stops = [stop] if isinstance(stop, str) else list(stop or ())
     if len(stops) > MAX_STOPS:
         raise too_many(field, f"{len(stops)} stop strings", MAX_STOPS, "leave out those that contain another one")
@@ -253,20 +281,20 @@ def count_chars(value: Any) -> int:
 
     Raises InvalidSpecError for a value that nests too deeply.
     """
+    # Level by level and not by recursion, because a body may nest as deep as its size allows.
     total, level = 0, [value]
     for _ in range(_DEEPEST):
         deeper: list[Any] = []
         for item in level:
-            match item:
-                case str():
-                    total += len(item)
-                case Mapping():
-                    total += sum(len(str(key)) for key in item)
-                    deeper.extend(item.values())
-                case list() | tuple():
-                    deeper.extend(item)
-                case _:
-                    total += 1
+            if isinstance(item, str):
+                total += len(item)
+            elif isinstance(item, dict | Mapping):  # `dict` first: a check of an abstract class is slow
+                total += sum(map(len, map(str, item)))
+                deeper.extend(item.values())
+            elif isinstance(item, list | tuple):
+                deeper.extend(item)
+            else:
+                total += 1
         if not deeper:
             return total
         level = deeper
@@ -276,7 +304,10 @@ def count_chars(value: Any) -> int:
 
 
 def body_too_large(size: int | None) -> tuple[int, dict[str, Any]]:
-    """Return status and body of the answer to a body above the limit; `size` is None if it was not announced."""
+    """Return (status, body) of the answer to a request whose body is above the limit.
+
+    `size` is its bytes, None if the length was not announced.
+    """
     had = "more" if size is None else f"{size} bytes"
     message = (
         f"body: has {had}, and at most {MAX_BODY_BYTES} bytes are taken; send several smaller requests at the same time"
@@ -285,12 +316,18 @@ def body_too_large(size: int | None) -> tuple[int, dict[str, Any]]:
 
 
 def too_many(field: str, asked: str, limit: int, remedy: str) -> InvalidSpecError:
-    """Make the InvalidSpecError (REQUEST_TOO_LARGE) of a field; `asked` describes what it asks for."""
+    """Make the InvalidSpecError (REQUEST_TOO_LARGE) of a field that asks for more than `limit`.
+
+    `asked` describes what it asks for.
+    """
     wrong = Violation(field=field, value=asked, message=f"at most {limit} are taken in one request")
     return InvalidSpecError([wrong], reason="REQUEST_TOO_LARGE", remedy=remedy)
 
 
 def _too_long(field: str, count: int, limit: int, model_len: int) -> InvalidSpecError:
+    """Make the InvalidSpecError (PROMPT_TOO_LONG) of a field with `count` characters, where at most `limit` are
+    taken.
+    """
     wrong = Violation(field=field, value=f"{count} characters", message=f"at most {limit} are taken")
     return InvalidSpecError(
         [wrong],

@@ -28,8 +28,7 @@ from millrace.errors import (
 )
 from millrace.inference.engine import FinishReason, GenerateRequest, Generation, PromptScores
 from millrace.inference.http.access import Receive, Send
-from millrace.inference.http.parsers import ChatParsers
-from millrace.inference.http.parsers.calls import ToolCall
+from millrace.inference.http.parsers import ChatParsers, ToolCall
 from millrace.inference.http.schema import ChatBody, CompletionBody, CompletionCommon, GenerateBody, SamplingBody
 from millrace.rollouts import parameters
 from millrace.rollouts.parameters import CONTENT_TYPE, HEADER, LINES
@@ -47,7 +46,7 @@ class Completed:
 
 
 def error_body(error: MillraceError) -> tuple[int, dict[str, Any]]:
-    """Return the HTTP status and OpenAI's error object for an error."""
+    """Return the HTTP status for an error, and the answer's body in OpenAI's form."""
     status, kind = next((entry for cls, *entry in _STATUS if isinstance(error, cls)), (500, "InternalServerError"))
     param = error.violations[0].field if isinstance(error, InvalidSpecError) else None
     return status, {"error": {"message": str(error), "type": kind, "param": param, "code": status}}
@@ -64,9 +63,10 @@ _STATUS: list[Any] = [
 
 
 def completion_text(tokenizer: PreTrainedTokenizerBase, generation: Generation, sampling: SamplingBody) -> str:
-    """Return the completion as text, up to the stop string that ended it.
+    """Return a completion as text, up to the stop string that ended it.
 
-    The token or string that ended it is left out, unless `include_stop_str_in_output` is set.
+    `sampling` is the request's. The token or string that ended it is left out, unless `include_stop_str_in_output` is
+    set.
     """
     ids = generation.token_ids.tolist()
     is_stopped = generation.finish_reason is FinishReason.STOP
@@ -75,8 +75,9 @@ def completion_text(tokenizer: PreTrainedTokenizerBase, generation: Generation, 
     text = str(tokenizer.decode(ids, skip_special_tokens=sampling.skip_special_tokens))
     if is_stopped and isinstance(stop := generation.stop_reason, str):
         begin = 0
-        if sampling.min_tokens:  # what stood there before the least length ended nothing
+        if sampling.min_tokens:  # a stop string within the least length ended nothing
             before = str(tokenizer.decode(ids[:-1], skip_special_tokens=sampling.skip_special_tokens))
+            # The last token has completed the stop string, which therefore cannot begin before this place.
             begin = max(0, len(before) - len(stop) + 1)
         if (at := text.find(stop, begin)) < 0:
             return text
@@ -93,7 +94,10 @@ def chat_body(
     *,
     parsers: ChatParsers,
 ) -> dict[str, Any]:
-    """Return the body of an answer to `/v1/chat/completions`, a choice for each of `completed`."""
+    """Return the body of an answer to the chat request `body`, with a choice for each of `completed`.
+
+    `model` is the name that it shows; `parsers` find tool calls and reasoning in texts.
+    """
     choices = []
     for index, item in enumerate(completed):
         message, finish = _message(body, tokenizer, item.generation, parsers), str(item.generation.finish_reason)
@@ -111,9 +115,9 @@ def chat_body(
 def _message(
     body: ChatBody, tokenizer: PreTrainedTokenizerBase, generation: Generation, parsers: ChatParsers
 ) -> dict[str, Any]:
-    """Return the completion as a message, with tool calls and reasoning if the parsers find any.
+    """Return a completion as a chat message, with tool calls and reasoning if the parsers find any.
 
-    Parsers get the special tokens too, because some models mark their calls with them.
+    Parsers get the text with special tokens, because some models mark their calls with them.
     """
     parsed = None
     if parsers.may_find(tools=body.offered_tools):
@@ -133,13 +137,17 @@ def _message(
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:
+    """Return a tool call in OpenAI's form, with a new id."""
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": call._asdict()}
 
 
 def text_body(
     request_id: str, model: str, body: CompletionBody, tokenizer: PreTrainedTokenizerBase, completed: list[Completed]
 ) -> dict[str, Any]:
-    """Return the body of an answer to `/v1/completions`, a choice for each of `completed`."""
+    """Return the body of an answer to the request `body` of `/v1/completions`, with a choice for each of `completed`.
+
+    `model` is the name that it shows.
+    """
     choices = []
     for index, item in enumerate(completed):
         choice: dict[str, Any] = {
@@ -160,7 +168,8 @@ def text_body(
 
 
 def generate_body(request_id: str, body: GenerateBody, completed: list[Completed]) -> dict[str, Any]:
-    """Return the body of an answer to `/inference/v1/generate`.
+    """Return the body of an answer to the request `body` of `/inference/v1/generate`, with a choice for each of
+    `completed`.
 
     Log-probs are always included, with tokens named `token_id:N`, as the route's clients require.
     """
@@ -194,7 +203,10 @@ def generate_body(request_id: str, body: GenerateBody, completed: list[Completed
 def prompt_logprobs(
     prompt: Sequence[int], scores: PromptScores, tokenizer: PreTrainedTokenizerBase | None
 ) -> list[dict[str, Any] | None]:
-    """Return a prompt's scores in vLLM's form: per token a table with its id as key, None for the first token."""
+    """Return a prompt's scores in vLLM's form: for each token a table with its id as key, None for the first token.
+
+    Without a tokenizer the tokens' texts are None.
+    """
     rows: list[dict[str, Any] | None] = [None]
     for token, logprob, rank in zip(prompt[1:], scores.logprobs.tolist(), scores.ranks.tolist(), strict=True):
         text = None if tokenizer is None else str(tokenizer.decode([token]))
@@ -204,8 +216,9 @@ def prompt_logprobs(
 
 
 def scored(prompt: Sequence[int], scores: PromptScores, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
-    """Return the fields of a prompt's scores: vLLM's `prompt_logprobs`, and `prompt_policy`, the policy that computed
-    them.
+    """Return the two fields of an answer with a prompt's scores: `prompt_logprobs` in vLLM's form, and `prompt_policy`.
+
+    The latter is the policy that computed the scores, None if it is not known.
     """
     policy = scores.policy
     whose = None if policy is None else {"lineage": policy.lineage, "version": policy.version}
@@ -213,10 +226,11 @@ def scored(prompt: Sequence[int], scores: PromptScores, tokenizer: PreTrainedTok
 
 
 def stream_chunks(whole: dict[str, Any], *, wants_usage: bool) -> Iterator[bytes]:
-    """Yield a finished body as server-sent events: two chunks per choice, then the usage if it is wanted, then [DONE].
+    """Yield the finished answer `whole` as server-sent events: two chunks per choice, the usage if it is wanted,
+    [DONE].
 
-    The first chunk has the text, the token ids and the log-probs, the second one the finish reason and the policy
-    spans.
+    The first chunk of a choice has the text, the token ids and the log-probs, the second one the finish reason and the
+    policy spans.
     """
     is_chat = whole["object"] == "chat.completion"
     head = {key: whole[key] for key in ("id", "created", "model")}
@@ -246,12 +260,14 @@ def stream_chunks(whole: dict[str, Any], *, wants_usage: bool) -> Iterator[bytes
 
 
 def _event(data: dict[str, Any]) -> bytes:
+    """Return one server-sent event with the data as JSON."""
     return f"data: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
 
 
 def _envelope(
     request_id: str, kind: str, model: str, choices: list[dict[str, Any]], usage: dict[str, int]
 ) -> dict[str, Any]:
+    """Return an answer of OpenAI's form around these choices; `kind` is its `object`."""
     return {
         "id": request_id,
         "object": kind,
@@ -270,6 +286,9 @@ def _usage(completed: list[Completed], num_choices: int) -> dict[str, int]:
 
 
 def _extras(body: CompletionCommon, generation: Generation) -> dict[str, Any]:
+    """Return the fields that Millrace and vLLM add to a choice: stop reason, policy spans, and token ids if asked
+    for.
+    """
     extras: dict[str, Any] = {"stop_reason": generation.stop_reason, "policy_spans": _spans(generation)}
     if body.return_token_ids:
         extras["token_ids"] = generation.token_ids.tolist()
@@ -277,6 +296,7 @@ def _extras(body: CompletionCommon, generation: Generation) -> dict[str, Any]:
 
 
 def _spans(generation: Generation) -> list[dict[str, int]]:
+    """Return which policy generated which tokens of a completion, as JSON objects."""
     return [
         {"lineage": span.lineage, "version": span.version, "start": span.start, "end": span.end}
         for span in generation.policy_spans
@@ -284,14 +304,18 @@ def _spans(generation: Generation) -> list[dict[str, int]]:
 
 
 def _token_names(body: CompletionCommon, tokenizer: PreTrainedTokenizerBase, generation: Generation) -> list[str]:
+    """Return the name of each sampled token: its text, or `token_id:N` if the request asks for that."""
     ids = generation.token_ids.tolist()
     if body.return_tokens_as_token_ids:
         return [f"token_id:{token}" for token in ids]
-    return [str(tokenizer.decode([token])) for token in ids]
+    texts = {token: str(tokenizer.decode([token])) for token in set(ids)}  # a call of `decode` costs 10 µs
+    return [texts[token] for token in ids]
 
 
 def _chat_logprobs(body: ChatBody, tokenizer: PreTrainedTokenizerBase, generation: Generation) -> dict[str, Any]:
-    """Return log-probs in OpenAI's form; with `stream_choices` one column, without a name for every token."""
+    """Return a choice's log-probs in OpenAI's form; with `stream_choices` as one list, without a name for every
+    token.
+    """
     if body.stream_choices:
         return {parameters.LOGPROBS: generation.logprobs.tolist()}
     return {"content": _token_logprobs(body, tokenizer, generation)}
@@ -300,6 +324,7 @@ def _chat_logprobs(body: ChatBody, tokenizer: PreTrainedTokenizerBase, generatio
 def _token_logprobs(
     body: CompletionCommon, tokenizer: PreTrainedTokenizerBase, generation: Generation
 ) -> list[dict[str, Any]]:
+    """Return the log-prob of each sampled token as OpenAI's table, without alternatives."""
     names = _token_names(body, tokenizer, generation)
     return [
         {"token": name, "logprob": logprob, "bytes": list(name.encode()), "top_logprobs": []}
@@ -331,10 +356,10 @@ class ChoiceLines(Response):
         *,
         is_open: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Take `generate`, which computes a choice, and `whole`, which makes the body of an answer with that one
-        choice.
+        """Make a response to a request with these choices.
 
-        `is_open` is entered while the answer is sent.
+        `generate` computes a choice, and `whole` makes the body of an answer with that one choice. `is_open` returns a
+        context manager, which is entered while the response is sent.
         """
         super().__init__(headers={HEADER: LINES})
         self._choices = choices
@@ -343,11 +368,16 @@ class ChoiceLines(Response):
         self._is_open = is_open
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        """Start all choices and send each as a line when it has ended; a failed one is a line with its error."""
+        """Start all choices and send each as a line as soon as it has ended; a failed one is a line with its error.
+
+        A client that closes the connection cancels those that are left.
+        """
         ended: list[tuple[int, asyncio.Task[Completed]]] = []
         news = asyncio.Event()
 
         def begin(index: int, choice: GenerateRequest) -> asyncio.Task[Completed]:
+            """Start the choice of that index, whose end wakes the sender, and return its task."""
+
             def end(task: asyncio.Task[Completed]) -> None:
                 ended.append((index, task))
                 news.set()
@@ -361,6 +391,7 @@ class ChoiceLines(Response):
             hung_up = asyncio.ensure_future(receive())  # after the whole body only a disconnect comes
             hung_up.add_done_callback(lambda _: news.set())
             try:
+                # Without the length, which `Response` has set to that of an empty body.
                 headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 left = len(tasks)
@@ -381,6 +412,7 @@ class ChoiceLines(Response):
                 await asyncio.gather(*over, return_exceptions=True)
 
     def _line(self, index: int, task: "asyncio.Task[Completed]") -> bytes:
+        """Return the line of choice number `index`, whose task has ended, with its status and body."""
         try:
             status, body = 200, self._whole(task.result())
         except MillraceError as error:

@@ -1,10 +1,12 @@
 """Bodies of the HTTP requests. Parameters that would change an answer and are not supported are refused."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from millrace.config.sections.sampling import BOUNDS, MAX_TEMPERATURE, MIN_TEMPERATURE
 from millrace.errors import InvalidSpecError, Violation
 from millrace.inference.engine import SamplingParams
 from millrace.inference.http.access import MAX_CHOICES, check_stops
@@ -20,7 +22,6 @@ TokenCount = Annotated[int, Field(ge=1, lt=2**31)]
 PromptLogprobs = Annotated[int | None, Field(ge=0, le=0)]
 """0 gives the log-probs of the prompt's own tokens; this engine has no alternatives to them."""
 MAX_STOP_TOKENS = 1024  # the engine holds a column per stop token, for all of its rows
-MIN_TEMPERATURE = 1e-6  # below it, logits divided by it leave float32
 
 
 class Body(BaseModel):
@@ -32,6 +33,7 @@ class Body(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_what_would_be_ignored(self) -> Self:
+        """Raise InvalidSpecError for parameters in the body that would have no effect, unless they may be ignored."""
         # An error of ours passes through pydantic, and keeps the names of what is wrong.
         check_parameters(self.model_extra or {}, self.parameters, answered=False)
         return self
@@ -40,14 +42,14 @@ class Body(BaseModel):
 class SamplingBody(Body):
     """Sampling parameters that all completion routes share."""
 
-    temperature: float | None = Field(default=None, ge=0, le=100)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    min_tokens: int | None = Field(default=None, ge=0, lt=2**31)
+    temperature: float | None = Field(default=None, ge=0, le=MAX_TEMPERATURE)
+    top_p: float | None = Field(default=None, **BOUNDS["top_p"])
+    top_k: int | None = Field(default=None, **BOUNDS["top_k"])
+    min_p: float | None = Field(default=None, **BOUNDS["min_p"])
+    repetition_penalty: float | None = Field(default=None, **BOUNDS["repetition_penalty"])
+    presence_penalty: float | None = Field(default=None, **BOUNDS["presence_penalty"])
+    frequency_penalty: float | None = Field(default=None, **BOUNDS["frequency_penalty"])
+    min_tokens: int | None = Field(default=None, **BOUNDS["min_tokens"])
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: str | Texts | None = None
     stop_token_ids: Tokens | None = Field(default=None, max_length=MAX_STOP_TOKENS)
@@ -59,6 +61,7 @@ class SamplingBody(Body):
     @field_validator("temperature")
     @classmethod
     def _not_almost_greedy(cls, temperature: float | None) -> float | None:
+        """Refuse a temperature above 0 that is too small to divide logits by."""
         if temperature is not None and 0 < temperature < MIN_TEMPERATURE:
             raise ValueError(f"must be 0 (greedy) or at least {MIN_TEMPERATURE:g}")
         return temperature
@@ -66,29 +69,30 @@ class SamplingBody(Body):
     @field_validator("stop")
     @classmethod
     def _no_empty_stop(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        """Refuse empty, too many or too long stop strings; an empty value becomes None."""
         if isinstance(stop, list) and not all(stop):
             raise ValueError("stop strings must not be empty")
         check_stops(stop)
         return stop or None
 
     def params(self, max_tokens: int, *, choice: int = 0) -> SamplingParams:
-        """Return the engine's sampling parameters; with a seed, choice number `choice` gets a seed of its own."""
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(0, self.top_k or 0),
-            min_p=self.min_p or 0.0,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            min_tokens=self.min_tokens or 0,
-            seed=None if self.seed is None else self.seed + choice,
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            skip_special_tokens=self.skip_special_tokens,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=self.ignore_eos,
-        )
+        """Return the request's sampling parameters in the engine's form, with defaults for those that are missing.
+
+        `max_tokens` is the limit of the completion, in place of the request's own. With a seed, choice number `choice`
+        gets a seed of its own.
+        """
+        # The defaults are those of `SamplingParams` alone.
+        sent = {each.name: getattr(self, each.name) for each in fields(SamplingParams)}
+        given = {name: value for name, value in sent.items() if value is not None}
+        given |= {
+            "max_tokens": max_tokens,
+            "top_k": max(0, self.top_k or 0),  # -1 is off, too
+            "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
+        }
+        if self.seed is not None:
+            given["seed"] = self.seed + choice  # with one seed for all, the choices of a request would be equal
+        return SamplingParams(**given)
 
 
 class StreamOptions(Body):
@@ -113,7 +117,7 @@ class CompletionCommon(SamplingBody):
 
     @property
     def wants_usage_chunk(self) -> bool:
-        """Return whether a stream ends with a chunk that carries the usage."""
+        """Return whether the request asks for a last chunk with the token counts at the end of its stream."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -134,18 +138,20 @@ class ChatBody(CompletionCommon):
     @field_validator("tool_choice")
     @classmethod
     def _free_choice_only(cls, choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+        """Refuse a `tool_choice` that would force the model to call a tool."""
         check_tool_choice(choice)
         return choice
 
     @field_validator("tools")
     @classmethod
     def _tools_only(cls, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        """Refuse tools that are no functions."""
         check_tools(tools or [])
         return tools
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """Return the tools that the model may call."""
+        """Return the tools that the model may call in its reply; [] if `tool_choice` is "none"."""
         return [] if self.tools is None or self.tool_choice == "none" else self.tools
 
 
@@ -161,6 +167,7 @@ class CompletionBody(CompletionCommon):
 
     @model_validator(mode="after")
     def _lines_have_no_scores(self) -> "CompletionBody":
+        """Refuse `prompt_logprobs` together with `stream_choices`."""
         if self.stream_choices and self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs cannot come with stream_choices; leave one of them out")
         return self
@@ -190,6 +197,7 @@ class GenerateBody(Body):
     @field_validator("stream")
     @classmethod
     def _no_stream(cls, stream: bool) -> bool:
+        """Refuse a request for a stream."""
         if stream:
             raise ValueError("streaming is not supported on this route")
         return stream
@@ -213,11 +221,13 @@ class TokenizeBody(Body):
     @field_validator("tools")
     @classmethod
     def _tools_only(cls, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        """Refuse tools that are no functions."""
         check_tools(tools or [])
         return tools
 
     @model_validator(mode="after")
     def _one_input(self) -> "TokenizeBody":
+        """Refuse a body with both a prompt and messages, or with neither."""
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
         return self
@@ -237,10 +247,10 @@ def special_texts(tokenizer: Any) -> Mapping[str, int]:
 def separated(
     stop: str | Sequence[str] | None, specials: Mapping[str, int], *, field: str = "stop"
 ) -> tuple[list[str], list[int]]:
-    """Return the stop strings that are no special token, and the ids of those that are one.
+    """Return (the stop strings that are no special token, the ids of those that are one).
 
-    Raises InvalidSpecError for a string that has a special token and more in it: neither text nor an id would ever
-    match.
+    `specials` has the ids of special tokens by text; `field` is the request's, for messages. Raises InvalidSpecError
+    for a string that has a special token and more in it: neither text nor an id would ever match.
     """
     texts: list[str] = []
     ids: list[int] = []
@@ -259,9 +269,10 @@ def separated(
 
 
 def with_stop_tokens(sampling: S, tokenizer: Any | None) -> S:
-    """Return the request's parameters with stop strings that are special tokens moved to `stop_token_ids`.
+    """Return the request's sampling with those stop strings that are special tokens moved to `stop_token_ids`.
 
-    They are unchanged if the text has special tokens (`skip_special_tokens` False), or without a tokenizer.
+    The sampling is returned unchanged if the text keeps special tokens (`skip_special_tokens` False), or without a
+    tokenizer.
     """
     if not sampling.stop or not sampling.skip_special_tokens or tokenizer is None:
         return sampling

@@ -48,7 +48,7 @@ from millrace.inference.engine import STALL_S, Engine, EngineState, EngineStatus
 from millrace.inference.http import access as limits
 from millrace.inference.http import responses
 from millrace.inference.http.access import BODY_TOO_LARGE, TokenGate, http_access
-from millrace.inference.http.chat import PromptCache, encode_chat
+from millrace.inference.http.chat import PieceCache, PromptCache, encode_chat
 from millrace.inference.http.parsers import ChatParsers
 from millrace.inference.http.responses import ChoiceLines
 from millrace.inference.http.schema import (
@@ -102,6 +102,7 @@ class HttpApi:
         """Whether new requests are refused."""
         self._workers = ThreadPoolExecutor(_WORKERS, "http")
         self._prompt_cache = PromptCache()
+        self._pieces = PieceCache()
         self._ids = _Ids()
         self._num_open = 0
         self._has_none_open = asyncio.Event()
@@ -128,7 +129,9 @@ class HttpApi:
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     def _endpoint(self, model: type[B], handler: Callable[[B], Coroutine[Any, Any, Response]]) -> Handler:
-        """Return a handler that reads the body as `model` for `handler`, and cancels that when the client hangs up."""
+        """Return a route's handler, which reads the body as `model` for `handler`, and is cancelled when the client
+        hangs up.
+        """
 
         async def endpoint(request: Request) -> Response:
             return await _while_connected(request, handler(await self._read(request, model)))
@@ -136,7 +139,7 @@ class HttpApi:
         return endpoint
 
     async def models(self, _: Request) -> Response:
-        """Serve `GET /v1/models`."""
+        """Answer `GET /v1/models`: a card for each name of the served model."""
         model, status = self._require()
         cards = [
             {
@@ -153,7 +156,7 @@ class HttpApi:
         return _json({"object": "list", "data": cards})
 
     async def chat(self, body: ChatBody) -> Response:
-        """Serve `POST /v1/chat/completions`."""
+        """Answer `POST /v1/chat/completions` with `n` completions: in one body, as events, or as a line for each."""
         model, status = self._require(body.model)
         tokenizer = _tokenizer(model)
         self._parsers.check(tools=body.offered_tools)
@@ -162,6 +165,7 @@ class HttpApi:
         name = body.model or model.names[0]
 
         def whole(completed: list[responses.Completed]) -> dict[str, Any]:
+            """Return the body of an answer with these completions."""
             identity = self._ids.next("chatcmpl")
             return responses.chat_body(identity, name, body, tokenizer, completed, parsers=self._parsers)
 
@@ -173,7 +177,9 @@ class HttpApi:
         return answer
 
     async def completions(self, body: CompletionBody) -> Response:
-        """Serve `POST /v1/completions`."""
+        """Answer `POST /v1/completions` with `n` completions of each prompt: in one body, as events, or as a line for
+        each. A body or events also have the prompts' scores if these are asked for.
+        """
         model, status = self._require(body.model)
         tokenizer = _tokenizer(model)
         prompts = await self._prompts(tokenizer, body, status.max_model_len)
@@ -191,6 +197,7 @@ class HttpApi:
             scored = [row for prompt in prompts for row in [await self._score(model, prompt)] * body.n]
 
         def whole() -> dict[str, Any]:
+            """Return the body of the answer, with the prompt's scores in each choice if they were asked for."""
             made = text_of(completed)
             for choice, scores in zip(made["choices"], scored, strict=False):  # none where they were not asked for
                 choice.update(scores)
@@ -201,7 +208,7 @@ class HttpApi:
         return answer
 
     async def generate(self, body: GenerateBody) -> Response:
-        """Serve `POST /inference/v1/generate`."""
+        """Answer `POST /inference/v1/generate` with tokens and log-probs of `n` completions of the given tokens."""
         model, status = self._require(body.model)
         sampling = body.sampling_params
         completed = await self._complete(
@@ -218,7 +225,7 @@ class HttpApi:
         return await self._respond(completed, whole, stream=None)
 
     async def tokenize(self, body: TokenizeBody) -> Response:
-        """Serve `POST /tokenize`."""
+        """Answer `POST /tokenize` with the token ids of a prompt or of a chat, and the length of the context."""
         model, status = self._require(body.model)
         tokenizer = _tokenizer(model)
         if body.messages is not None:
@@ -232,7 +239,9 @@ class HttpApi:
         )
 
     async def health(self, _: Request) -> Response:
-        """Serve `GET /health`: 200 if a model is served and the engine makes progress; else raise UnavailableError."""
+        """Answer `GET /health` with 200 if a model is served and the engine makes progress; else raise
+        UnavailableError.
+        """
         self._require()
         status = self._engine.status()
         if status.progress_age_s > STALL_S:
@@ -240,12 +249,12 @@ class HttpApi:
         return _json({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
-        """Serve `GET /metrics`."""
+        """Answer `GET /metrics` with the engine's metrics for Prometheus."""
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(self._metrics), headers={"content-type": content_type})
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new requests, wait at most `grace_s` for the open ones, then abort those that are left."""
+        """Refuse new requests, wait at most `grace_s` for those in progress, then abort the ones that are left."""
         self.is_draining = True
         try:
             async with asyncio.timeout(grace_s):
@@ -257,8 +266,8 @@ class HttpApi:
     def _require(self, name: str | None = None) -> tuple[ServedModel, EngineStatus]:
         """Return the served model and the engine's status.
 
-        Raises UnavailableError while draining or without a model, and NotFoundError if the model has not the name
-        `name`.
+        Raises UnavailableError while draining or without a model, and NotFoundError if `name` (None: any) is not its
+        name.
         """
         model, status = self._slot.current, self._engine.status()
         if self.is_draining:
@@ -285,9 +294,11 @@ class HttpApi:
         status: EngineStatus,
         are_one_call: bool = True,
     ) -> list[GenerateRequest]:
-        """Return requests for `n` completions of each prompt, in order; raise InvalidSpecError beyond a limit.
+        """Return the engine's requests for `n` completions of each prompt, in order; raise InvalidSpecError beyond a
+        limit.
 
-        They share the scheduling turns of one call, or with `are_one_call` False each has its own.
+        With `are_one_call` the requests share the scheduling turns of one call, else each has its own. Without
+        `max_tokens` they may fill the context.
         """
         room = status.max_model_len
         limits.check_completions(len(prompts), n)
@@ -327,9 +338,8 @@ class HttpApi:
         max_tokens: int | None,
         status: EngineStatus,
     ) -> list[responses.Completed]:
-        """Return `n` completions of each prompt, in order.
-
-        If one fails, the others are aborted and its error is raised.
+        """Generate and return `n` completions of each prompt, in order; raise the error of one that fails, and
+        abort the others.
         """
         requests = self._requests(model, prompts, sampling, n=n, max_tokens=max_tokens, status=status)
         with self._is_open():
@@ -352,7 +362,9 @@ class HttpApi:
         max_tokens: int | None,
         status: EngineStatus,
     ) -> ChoiceLines:
-        """Return a response that sends each completion as a line of its own as soon as it has ended."""
+        """Return a response that sends each completion as a line, the answer that `whole` makes of it, when it has
+        ended.
+        """
         alone = self._requests(model, prompts, body, n=body.n, max_tokens=max_tokens, status=status, are_one_call=False)
         return ChoiceLines(alone, partial(self._generate_one, model), lambda one: whole([one]), is_open=self._is_open)
 
@@ -363,10 +375,7 @@ class HttpApi:
         tools: list[dict[str, Any]] | None,
         room: int,
     ) -> list[int]:
-        """Return the tokens of a chat, from the cache if it is in there.
-
-        Raises InvalidSpecError if it could not fit into `room` tokens, or the template cannot take it.
-        """
+        """Return a chat's token ids, from the cache if it has them; raise InvalidSpecError beyond `room` tokens."""
         messages = body.messages or []
         limits.check_chat(messages, tools, room)
         options = [body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs]
@@ -381,6 +390,7 @@ class HttpApi:
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message,
                 template_kwargs=body.chat_template_kwargs,
+                pieces=self._pieces,
             ),
             size=limits.count_chars(messages) + limits.count_chars(tools or ()),
         )
@@ -390,7 +400,7 @@ class HttpApi:
     async def _encode(
         self, tokenizer: PreTrainedTokenizerBase, texts: list[str], room: int, *, add_special_tokens: bool
     ) -> list[list[int]]:
-        """Return the tokens of texts; raise InvalidSpecError if one could not fit into `room` tokens."""
+        """Return the token ids of each text; raise InvalidSpecError if one could not fit into `room` tokens."""
         limits.check_texts(texts, room)
         return await self._beside(
             lambda: [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts],
@@ -398,7 +408,9 @@ class HttpApi:
         )
 
     async def _prompts(self, tokenizer: PreTrainedTokenizerBase, body: CompletionBody, room: int) -> list[list[int]]:
-        """Return the prompts of `/v1/completions` as token ids; they come as text or tokens, one or many."""
+        """Return the prompts, texts or tokens, one or many, as token ids; raise InvalidSpecError if they exceed a
+        limit.
+        """
         match body.prompt:
             case str() as text:
                 texts = [text]
@@ -412,7 +424,7 @@ class HttpApi:
         return await self._encode(tokenizer, texts, room, add_special_tokens=body.add_special_tokens)
 
     async def _beside(self, work: Callable[[], T], *, size: int) -> T:
-        """Run `work` in a thread, at most `_WORKERS` at a time, or in the event loop if its `size` is small."""
+        """Call `work` in one of `_WORKERS` threads, or here if its `size` in bytes, characters or tokens is small."""
         if size < _SMALL:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._workers, work)
@@ -424,10 +436,10 @@ class HttpApi:
         *,
         stream: CompletionCommon | None,
     ) -> Response:
-        """Return a response with the body that `whole` makes: as JSON, or as server-sent events if `stream` has the
-        request.
+        """Return a response with the body that `whole` makes: as JSON, or as events if `stream` is the request of a
+        stream.
 
-        The body is made in a thread if `completed` has many tokens; nothing else is read of it.
+        It is made in a thread if `completed` has many tokens.
         """
 
         def encode() -> bytes:
@@ -441,9 +453,8 @@ class HttpApi:
         return Response(content, headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
 
     async def _read(self, request: Request, body: type[B]) -> B:
-        """Read and validate the body.
-
-        Raise InvalidSpecError that names wrong fields, HTTPException if it comes too slowly.
+        """Read the body and validate it; raise InvalidSpecError for wrong fields, HTTPException if it comes too
+        slowly.
         """
         try:
             async with asyncio.timeout(limits.BODY_S):
@@ -453,18 +464,23 @@ class HttpApi:
         return await self._beside(lambda: _validated(body, data), size=len(data))
 
     async def _score(self, model: ServedModel, prompt: list[int]) -> dict[str, Any]:
-        """Compute the fields `prompt_logprobs` and `prompt_policy` for a prompt."""
+        """Return a prompt's `prompt_logprobs` and `prompt_policy`; raise UnavailableError if `model` was replaced
+        meanwhile.
+        """
         self._require_still(model)
         return responses.scored(prompt, await self._engine.score(tuple(prompt)), model.tokenizer)
 
     def _require_still(self, model: ServedModel) -> None:
-        """Raise UnavailableError if the model that a request was prepared for was replaced since."""
+        """Raise UnavailableError if `model`, for which a request was prepared, is not the served one any more."""
         if self._slot.current is not model:
             raise UnavailableError(
                 "the model was replaced while the request was read", reason="GENERATION_ABORTED", remedy="retry"
             )
 
     async def _generate_one(self, model: ServedModel, request: GenerateRequest) -> responses.Completed:
+        """Generate one completion and return it with its prompt; raise UnavailableError if it was aborted, or
+        InternalError.
+        """
         self._require_still(model)  # what is handed to the engine from here on is aborted with the model
         generation = await self._engine.generate(request)
         match generation.finish_reason:
@@ -483,10 +499,7 @@ class HttpApi:
 
 
 def _safely(handler: Handler) -> Handler:
-    """Return the handler with its errors answered in OpenAI's form.
-
-    Unexpected ones are logged and answered with 500.
-    """
+    """Return a handler that calls this one and answers its errors in OpenAI's form; unexpected ones are logged, too."""
 
     async def endpoint(request: Request) -> Response:
         try:
@@ -511,7 +524,7 @@ def _safely(handler: Handler) -> Handler:
 
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """Return the result of `work`; cancel it and return status 499 when the client hangs up."""
+    """Await `work` and return its response; cancel it and return status 499 when the client closes the connection."""
     answered, _ = await first_of(work, request.receive())  # after the whole body only a disconnect comes
     return Response(status_code=_CLIENT_GONE) if answered is None else answered.result()
 
@@ -524,10 +537,12 @@ async def _routing_error(_: Request, error: Exception) -> Response:
 
 
 def _json(body: dict[str, Any], *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a response with the body as JSON."""
     return Response(orjson.dumps(body), status, headers=headers, media_type=_JSON)
 
 
 def _validated(body: type[B], data: bytes) -> B:
+    """Parse JSON bytes as `body`; raise InvalidSpecError that names the wrong fields."""
     try:
         return body.model_validate_json(data)
     except ValidationError as error:
@@ -539,6 +554,7 @@ def _validated(body: type[B], data: bytes) -> B:
 
 
 def _tokenizer(model: ServedModel) -> PreTrainedTokenizerBase:
+    """Return the model's tokenizer; raise InvalidStateError if it has none."""
     if model.tokenizer is None:
         raise InvalidStateError(
             "the policy has no tokenizer files, so only /inference/v1/generate works",
@@ -569,9 +585,8 @@ class _Ids:
 
 
 async def start_http(api: HttpApi, host: str, port: int) -> HttpServer:
-    """Serve the API, with its check of tokens, and return the server.
-
-    Raise UnavailableError if the address is not free.
+    """Serve the API, with its check of tokens, and return the server, which the caller stops; raise UnavailableError
+    for an address that is taken, or InvalidSpecError.
     """
     access = http_access(host, port)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -53,11 +53,11 @@ _QUANTIZATION = "quantization_config"
 def compare_configs(
     wanted_dir: Path, held_dir: Path, *, revision: str | None = None, download_dir: str | None = None
 ) -> tuple[str, bool]:
-    """Compare the policy's config.json with that of vLLM's model.
+    """Compare the config.json in `wanted_dir`, the policy's, with that of vLLM's model in `held_dir`.
 
-    Return a sentence about differing keys, "" if none matters or vLLM's config is not found, and whether the policy is
-    of the model's text part alone. (Names and shapes of tensors are compared elsewhere.) `revision` and `download_dir`
-    are those with which vLLM got a model of the Hub.
+    Returns a sentence about differing keys ("" if none matters or vLLM's config is not found), and whether the policy
+    is of the model's text part alone. `revision` and `download_dir` are those with which vLLM got a model of the Hub.
+    (Names and shapes of tensors are compared elsewhere.)
     """
     held_path, wanted_path = _config_file(held_dir, revision, download_dir), wanted_dir / "config.json"
     held = _config(held_path)
@@ -69,6 +69,7 @@ def compare_configs(
     wanted, is_part = _config(wanted_path) or {}, False
     keys = wanted.keys() | held.keys()
     meant, has = _understood(wanted_path), _understood(held_path)
+    # Compared as transformers reads them, because files differ in older keys and in defaults that they leave out.
     if meant is not None and has is not None:
         wanted, held = meant, has
         if wanted["model_type"] != held["model_type"]:  # a policy may be the text part of what vLLM holds
@@ -83,10 +84,11 @@ def compare_configs(
 
 
 def require_same_positions(model: Any, probe: Probe | None) -> None:
-    """Raise InvalidStateError if vLLM, by its `model_config`, computes other positions than the policy's trainer does.
+    """Raise InvalidStateError if vLLM computes other positions than the policy's trainer.
 
-    Positions that follow a length follow `max_model_len`; `dynamic` ones go up to the length that the model was trained
-    on.
+    `probe.contexts` are the least and the most tokens that the longest sequence of an engine with the same positions
+    may have; without them nothing is compared. `model` is vLLM's `model_config`: its `max_model_len` has to be in that
+    range, and of `dynamic` positions its `max_position_embeddings` must not be below the most.
     """
     if probe is None or not probe.contexts:
         return
@@ -102,10 +104,10 @@ def require_same_positions(model: Any, probe: Probe | None) -> None:
 
 @asynccontextmanager
 async def other_weights(directory: str | None, *, model: Path, scratch: Path) -> AsyncIterator[str | None]:
-    """Yield the directory that vLLM is to load in place of `model`, validated.
+    """Yield the validated directory that vLLM is to load in place of the weights of `model`, deleted after the block.
 
-    None for no `directory`, the model itself. It is deleted after the block. Raises InvalidStateError
-    (WEIGHTS_NOT_FOUND), and as `validate_other_weights`.
+    It is made in `scratch` from the safetensors files in `directory`. If `directory` is None, None is yielded, and vLLM
+    loads `model` itself. Raises InvalidStateError (WEIGHTS_NOT_FOUND), and as `validate_other_weights`.
     """
     if directory is None:
         yield None
@@ -115,6 +117,11 @@ async def other_weights(directory: str | None, *, model: Path, scratch: Path) ->
 
 
 def _look_at(directory: Path, model: Path, place: Path) -> Path:
+    """Validate the safetensors files in `directory` as weights of `model`; return the directory, made at `place`, for
+    vLLM.
+
+    Raises InvalidStateError (WEIGHTS_NOT_FOUND) without such files, and as `validate_other_weights`.
+    """
     from millrace.models.served import validate_other_weights
 
     if not any(directory.glob("*.safetensors")):
@@ -125,8 +132,9 @@ def _look_at(directory: Path, model: Path, place: Path) -> Path:
 
 
 def _config_file(model: Path, revision: str | None, download_dir: str | None) -> Path:
-    """Return the path of the config in a directory, or in the cache of the Hub, if vLLM has downloaded the model by its
-    id.
+    """Return the path of a model's config: in its directory, or in the cache of the Hub if `model` is an id of it.
+
+    `revision` and `download_dir` are those with which vLLM got a model of the Hub, None for the defaults.
     """
     path = model / "config.json"
     if path.is_file() or not _HUB_ID.fullmatch(str(model)):
@@ -136,24 +144,27 @@ def _config_file(model: Path, revision: str | None, download_dir: str | None) ->
 
 
 def _config(path: Path) -> dict[str, Any] | None:
-    """Return the file's content without the keys that do not matter; None if there is no file."""
+    """Return the content of a config.json without the keys that do not matter; None if there is no file."""
     if not path.is_file():
         return None
     return _plain(json.loads(path.read_bytes()))
 
 
 def _understood(path: Path) -> dict[str, Any] | None:
-    """Return the config as transformers reads it, with all defaults; None if it does not know the model."""
+    """Return a config.json as transformers reads it, with all defaults; None if transformers does not know the
+    model.
+    """
     from transformers import AutoConfig
 
     try:
         return _plain(AutoConfig.from_pretrained(path.parent, local_files_only=True).to_dict())
+    # What transformers raises for a type that it does not know.
     except (OSError, ValueError, KeyError):
         return None
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the configs of sub-models within a config."""
+    """Yield the configs of sub-models, such as the text part, within a config."""
     for value in config.values():
         if isinstance(value, dict) and "model_type" in value:
             yield value
@@ -174,13 +185,19 @@ _RELOAD_DEADLINE_S = 1800.0
 
 
 class VllmEngine:
-    """Implements `PolicyEngine`. `directory` is where files for the workers are written.
+    """Implements `PolicyEngine` over vLLM's engine client. `directory` is where files for the workers are written.
 
     `is_fixed` is for a model that was chosen when the replica was started: a restart would load it again, so a policy
     of another architecture is refused without one.
     """
 
     def __init__(self, client: Any, gate: GenerationGate, *, directory: Path, is_fixed: bool = False) -> None:
+        """Take vLLM's engine client and the gate before it; pings begin at once, and requests are refused before a
+        load.
+
+        `directory` is for files that workers read. `is_fixed` is whether the model was chosen when the replica was
+        started.
+        """
         self._is_fixed = is_fixed
         self._client = client
         self.gate = gate
@@ -210,7 +227,7 @@ class VllmEngine:
 
     @property
     def kind(self) -> str:
-        """See `PolicyEngine.kind`."""
+        """Return the engine's name in statuses, "vllm"."""
         return "vllm"
 
     @property
@@ -219,10 +236,10 @@ class VllmEngine:
         return self._client
 
     async def load(self, model_dir: Path, staged: StagedPolicy | None, *, identity: PolicyIdentity) -> None:
-        """See `PolicyEngine.load`. vLLM keeps its architecture: for a policy of another one InvalidStateError is
-        raised.
+        """Load the staged policy's weights into vLLM's model; None is the model that vLLM was started with.
 
-        A restart of vLLM for that policy is then asked for, unless the model is fixed.
+        vLLM keeps its architecture: for a policy of another one InvalidStateError is raised, and a restart of vLLM for
+        that policy is asked for, unless the model is fixed. Requests in flight are aborted; `prove` must follow.
         """
         if staged is None:  # the model that vLLM was started with
             await self._set_version(identity)
@@ -232,6 +249,7 @@ class VllmEngine:
         is_part = self._require_same_config(model_dir)
         require_same_positions(self._client.model_config, staged.manifest.probe)
         self._require_awake()
+        # Written here, and fetched by other nodes, while the old policy serves.
         order = await self._ranks.order(staged, self._directory)
         order |= {"changed": None, "is_text_part": is_part}
         self._num_loads += 1  # whatever `load_directory` does meanwhile, the gate stays shut from here on
@@ -240,10 +258,17 @@ class VllmEngine:
             await self._load(staged, order, identity)
 
     async def _load(self, staged: StagedPolicy, order: dict[str, Any], identity: PolicyIdentity) -> None:
+        """Load a staged policy into the workers while everything is paused; a failure leaves the engine FAILED and is
+        raised.
+
+        `order` is what `Ranks.order` returned for the policy: where the workers find its tensors.
+        """
         await self._abort_all(f"policy {identity} replaced the model")
+        # After the abort, which lets held callers go, with an error in place of their answers.
         self.gate.hold()
         await self.pause("load")
         try:
+            # No request is in flight, which would load the adapter again.
             await self._bounded(self._adapters.remove())
             await self._rpc("millrace_reload", order, deadline_s=_RELOAD_DEADLINE_S)
             self._adapters.set_base(staged)
@@ -258,10 +283,12 @@ class VllmEngine:
         self._state, self._error, self._identity = EngineState.READY, "", identity
 
     async def load_directory(self, directory: str | None) -> None:
-        """Load safetensors files that the workers can read, for PRIME-RL's HTTP calls; they are not proved.
+        """Load the safetensors files of a directory and serve them, for PRIME-RL's HTTP calls; they are not proved.
 
-        None loads the model that vLLM was started with. Raises InvalidStateError if the replica serves a run.
+        The workers must be able to read it. None loads the model that vLLM was started with. Raises InvalidStateError
+        if the replica serves a run.
         """
+        # Before the first wait: a `load` that begins later is noticed.
         num_loads = self._num_loads
         self._require_awake()
         self._ranks.require_readable(directory)
@@ -282,11 +309,17 @@ class VllmEngine:
                 await self.resume("directory")
             logger.info("weights of a directory loaded", extra={"standstill_s": round(time.monotonic() - began, 4)})
             self._state, self._error, self._identity = EngineState.READY, "", identity
+            # A run's policy may have come meanwhile, whose load opens the gate once it is proved.
             self._require_no_run(num_loads)
             self.gate.open(self._salt(identity))
 
     async def check(self, staged: StagedPolicy) -> None:
-        """See `PolicyEngine.check`; leaves the version staged in the workers."""
+        """Raise InvalidStateError if the staged policy does not fit the model; then stage it in the workers, while vLLM
+        serves.
+
+        An adapter is only checked. Raises InternalError, and makes the engine FAILED, if the workers' present weights
+        are not the proved ones.
+        """
         self._require_ready()
         self._foreseen, began = None, time.monotonic()
         if staged.manifest.adapter is not None:
@@ -311,14 +344,20 @@ class VllmEngine:
     async def apply_policy(
         self, staged: StagedPolicy, *, identity: PolicyIdentity, inflight_mode: InflightMode
     ) -> None:
-        """See `PolicyEngine.apply_policy`; applies what `check` has staged."""
+        """Write what `check` has staged into the workers, paused; a failure leaves the engine FAILED and is raised.
+
+        From then on no answer leaves until `prove`. With RECOMPUTE requests in flight compute their KV cache again;
+        with KEEP only those without a token begin again.
+        """
         self._require_ready()
         self._require_awake()
         await self.pause("apply")
         try:
             self.gate.hold()
             if staged.manifest.adapter is None:
-                await self._rpc("millrace_activate", identity.version)
+                # Without a readback that `check` foresaw, the workers may have to load the model again as a whole.
+                deadline_s = _RELOAD_DEADLINE_S if self._foreseen is None else _RPC_DEADLINE_S
+                await self._rpc("millrace_activate", identity.version, deadline_s=deadline_s)
             self._times.mark("write")
             await self._put_adapter(staged if staged.manifest.adapter is not None else None)
             self._prober.begin(staged)  # vLLM accepts it while it is paused: it is the first of all waiting requests
@@ -336,13 +375,16 @@ class VllmEngine:
         self._identity = identity
 
     async def prove(self, staged: StagedPolicy, *, opens: bool = True) -> HeldDigest:
-        """See `PolicyEngine.prove`. Generation goes on meanwhile, and its answers are kept back.
+        """Prove that vLLM has the staged policy and return its digest; then, with `opens`, let requests begin and
+        answers leave.
 
-        The workers then verify the weights in the background.
+        Generation goes on meanwhile, and its answers are kept back. The workers then verify the weights in the
+        background. Raises InternalError.
         """
         self._require_ready()
         self._is_proving = True  # pauses that come meanwhile begin afterwards
         try:
+            # `apply_policy` has submitted the probe already; after a load it begins here.
             probing = self._prober.begin(staged)
             await self._follow_pauses()  # the probe runs through the scheduler
             self._times.mark("resume")
@@ -373,8 +415,10 @@ class VllmEngine:
         return HeldDigest(digest=staged.manifest.digest, proof=proof)
 
     async def _held(self, staged: StagedPolicy) -> Readback:
-        """Return the digests of the workers' weights: those foreseen by `check`, which were written and read back, or
-        read now.
+        """Return which tensors of the staged policy the workers' digests prove.
+
+        The digests are those that `check` foresaw, of what was then written and read back; without these they are read
+        now, and InternalError is raised if one is not the manifest's.
         """
         foreseen, self._foreseen = self._foreseen, None
         if foreseen is not None and foreseen[0] is staged:
@@ -382,20 +426,23 @@ class VllmEngine:
         return await read_back(self._rpc, staged.manifest)
 
     async def fail(self, error: str) -> None:
-        """See `PolicyEngine.fail`."""
+        """Make the model unusable: the engine is FAILED with this error, requests are refused and those in flight
+        aborted.
+        """
         self._state, self._error, self._identity = EngineState.FAILED, error, None
         self._prober.end()
         self.gate.refuse(error)
         await self._abort_all(error)
 
     async def abort_all(self) -> None:
-        """See `PolicyEngine.abort_all`."""
+        """Abort every request in flight, because the replica shuts down."""
         await self._abort_all("the replica is shutting down")
 
     async def pause(self, holder: str) -> None:
-        """See `PolicyEngine.pause`.
+        """Stop vLLM's generation until every holder has resumed; the holder SLEEP also frees its memory on the device.
 
-        An update's pause shuts the gate first, so that requests that come meanwhile get the new salt.
+        A pause of any holder but SLEEP and OPERATOR shuts the gate first, so that requests that come meanwhile get the
+        new salt. A failure makes the engine FAILED and is raised; InvalidStateError if vLLM cannot sleep.
         """
         if holder == SLEEP:
             self._rest.require_sleep()
@@ -414,7 +461,9 @@ class VllmEngine:
             self._times.mark("pause")
 
     async def resume(self, holder: str) -> None:
-        """See `PolicyEngine.resume`."""
+        """End this holder's pause; vLLM generates if no other holder pauses it. A failure makes the engine FAILED
+        and is raised.
+        """
         self._pauses.discard(holder)
         try:
             await self._follow_pauses()
@@ -425,7 +474,7 @@ class VllmEngine:
             self._times.end()
 
     def status(self) -> EngineStatus:
-        """See `PolicyEngine.status`."""
+        """Return the engine's present status, without a call of vLLM."""
         config = self._client.vllm_config
         is_dead = bool(self._client.errored)
         return EngineStatus(
@@ -437,6 +486,7 @@ class VllmEngine:
             num_waiting=self.gate.num_waiting,
             max_num_seqs=config.scheduler_config.max_num_seqs,
             max_model_len=config.model_config.max_model_len,
+            # A call of the workers, and a move of the weights, keep the engine from answering pings.
             progress_age_s=0.0 if self._is_busy or self._rest.is_moving else self.ping.age_s,
             num_generated_tokens=0,
             num_finished=self.gate.num_finished,
@@ -446,44 +496,50 @@ class VllmEngine:
         )
 
     async def close(self) -> None:
-        """See `PolicyEngine.close`; vLLM ends itself."""
+        """Stop all background work, refuse new requests and abort those in flight; vLLM ends itself."""
         self.ping.stop()
         self._verifier.stop()
         self.gate.refuse("this replica is shutting down")
         await self.abort_all()
 
     async def _requeue_unbegun(self) -> None:
-        """Abort requests without a token and have them begin again with the new version.
+        """Abort the requests that have no token yet, and have them begin again with the new version.
 
         Must be called while paused.
         """
         await gates.abort(self._client, self.gate.requeue(gates.unbegun(self._client)))
 
     async def _abort_all(self, reason: str) -> None:
+        """Abort every request in flight; their callers get this reason."""
         await gates.abort(self._client, self.gate.abort_all(reason))
 
     async def _follow_pauses(self) -> None:
         """Pause vLLM, put it to sleep or let it generate, as the present holders of pauses ask."""
         async with self._lock:
+            # The probe needs the scheduler, so pauses that come during a proof begin after it.
             stops = bool(self._pauses) and not self._is_proving
             await self._rest.become(Degree.ASLEEP if SLEEP in self._pauses else Degree.PAUSED if stops else Degree.NONE)
 
     async def _put_adapter(self, staged: StagedPolicy | None) -> None:
-        """Set the adapter of every request that begins or goes on; None is a whole policy, which gets a blank one."""
+        """Set the staged adapter for every request that begins or goes on; None is a whole policy, which gets a
+        blank one.
+        """
         await self._bounded(self._adapters.unload() if staged is None else self._adapters.load(staged))
         self.gate.lora_request = self._adapters.request
 
     async def _set_version(self, identity: PolicyIdentity) -> None:
+        """Set the text with which vLLM labels tokens from now on, `LINEAGE-VERSION`."""
         self._num_applied += 1
         await self._bounded(self._client.update_weight_version(f"{identity.lineage}-{identity.version}"))
 
     def _salt(self, identity: PolicyIdentity) -> str:
+        """Return the salt for the prefix cache of requests under this policy, another one for each application."""
         return f"{identity}#{self._num_applied}"
 
     async def _rpc(self, method: str, *args: Any, deadline_s: float = _RPC_DEADLINE_S) -> list[Any]:
-        """Call a method of every worker and return their results.
+        """Call a method of the extension in every worker and return their results, by rank.
 
-        Raise UnavailableError while asleep or after `deadline_s`.
+        Raises UnavailableError while asleep or after `deadline_s`, and InternalError if a worker fails.
         """
         self._require_awake()
         self._is_busy = True
@@ -493,6 +549,7 @@ class VllmEngine:
             self._is_busy = False
 
     async def _bounded(self, call: Any, *, deadline_s: float = _RPC_DEADLINE_S) -> Any:
+        """Await a call of vLLM and return its result; raise UnavailableError after `deadline_s`."""
         try:
             async with asyncio.timeout(deadline_s):
                 return await call
@@ -502,8 +559,9 @@ class VllmEngine:
             ) from None
 
     def _require_no_run(self, num_loads: int) -> None:
-        """Raise InvalidStateError if the engine has a run's policy, or `load` was called since there were `num_loads`
-        calls.
+        """Raise InvalidStateError if the engine has a run's policy, or is loading one.
+
+        `num_loads` is how often `load` had been called when the caller began.
         """
         if self._num_loads != num_loads or (self._identity is not None and self._identity.run_uid):
             raise InvalidStateError(
@@ -513,20 +571,19 @@ class VllmEngine:
             )
 
     def _require_awake(self) -> None:
-        """Raise UnavailableError while the engine sleeps, or may sleep, because its memory cannot be read or
-        written.
-        """
+        """Raise UnavailableError while vLLM sleeps, or may sleep, because its memory cannot be read or written."""
         if SLEEP in self._pauses or not self._rest.has_memory:
             raise UnavailableError("the engine sleeps", reason="ENGINE_ASLEEP", remedy="retry once it is woken")
 
     def _require_ready(self) -> None:
+        """Raise UnavailableError unless the engine has a model that is usable."""
         if self._state is not EngineState.READY:
             raise UnavailableError(
                 self._error or "the engine holds no policy yet", reason="ENGINE_FAILED", remedy="load a policy anew"
             )
 
     def _require_same_config(self, model_dir: Path) -> bool:
-        """Return whether the policy is of the model's text part alone.
+        """Return whether the policy whose config is in `model_dir` is of the model's text part alone.
 
         Raises InvalidStateError for another architecture, after asking for a restart unless the model is fixed.
         """

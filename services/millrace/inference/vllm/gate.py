@@ -60,6 +60,7 @@ class GenerationGate:
     """Decides when requests begin and answers leave; refuses requests at first. Used by one event loop."""
 
     def __init__(self) -> None:
+        """Make a gate that refuses all requests until `open`."""
         self.refusal = "no policy is loaded yet"
         self._is_open = asyncio.Event()
         self.may_leave = asyncio.Event()
@@ -75,20 +76,20 @@ class GenerationGate:
 
     @property
     def num_open(self) -> int:
-        """Return the number of generations that have begun."""
+        """Return the number of generations that have begun and not ended."""
         return len(self._tickets)
 
     def wait(self) -> None:
-        """Make new requests wait from now on, unless they are refused."""
+        """Make new requests wait until `open`, unless they are refused."""
         if not self.refusal:
             self._is_open.clear()
 
     def hold(self) -> None:
-        """Hold back every answer from now on."""
+        """Keep every answer back until `open`, also of requests that have begun."""
         self.may_leave.clear()
 
     def open(self, salt: str) -> None:
-        """Let requests begin, with this salt for their prefix cache, and answers leave."""
+        """Let requests begin, with this salt for their prefix cache, and let answers leave."""
         self._salt, self.refusal = salt, ""
         self.may_leave.set()
         self._is_open.set()
@@ -99,17 +100,22 @@ class GenerationGate:
         self._is_open.set()  # those who wait hear it
 
     def abort_all(self, reason: str) -> list[str]:
-        """Refuse the answers of all generations that have begun, and return their ids, for the caller to abort."""
+        """Have the callers of all generations that have begun get an error with `reason` in place of an answer.
+
+        Returns the ids of these requests, for the caller to abort in vLLM.
+        """
         for ticket in self._tickets:
             ticket.abort_reason = reason
+        # Callers whose answers are kept back get the error at once.
         self.may_leave.set()
         return [ticket.request_id for ticket in self._tickets]
 
     def requeue(self, request_ids: Collection[str]) -> list[str]:
-        """Have those of the requests that have begun here begin again, and return their ids, for the caller to abort.
+        """Have those of these requests that have begun here begin again, and return their ids, for the caller to abort.
 
         A request of which a part has left cannot begin again, and fails.
         """
+        # An aborted request gets its error, and does not begin again.
         found = [ticket for ticket in self._tickets if ticket.request_id in request_ids and not ticket.abort_reason]
         for ticket in found:
             if ticket.has_answered:  # some of its choices have begun, others not
@@ -118,13 +124,13 @@ class GenerationGate:
         return [ticket.request_id for ticket in found]
 
     async def drained(self) -> None:
-        """Wait until no generation is open."""
+        """Wait until no generation is in progress."""
         await self._has_none.wait()
 
     async def enter(self, request_id: str) -> tuple[Ticket, str]:
-        """Wait until a request may begin, and return its ticket and its salt.
+        """Wait until a request may begin, and return (its ticket, the salt for its prefix cache).
 
-        Raise UnavailableError if requests are refused.
+        Raises UnavailableError if requests are refused. `leave` must follow.
         """
         await self._admitted()
         ticket = Ticket(request_id)
@@ -135,7 +141,7 @@ class GenerationGate:
     async def enter_again(self, ticket: Ticket) -> str:
         """Wait until a requeued request may begin again, and return its new salt.
 
-        Raise UnavailableError if it may not.
+        Raises UnavailableError if requests are refused, or it was aborted.
         """
         await self._admitted()
         _require_not_aborted(ticket)
@@ -143,6 +149,8 @@ class GenerationGate:
         return self._salt
 
     async def _admitted(self) -> None:
+        """Wait until requests may begin; raise UnavailableError if they are refused."""
+        # Again after each wake-up, because the gate may have been shut or refused since.
         while not (self._is_open.is_set() and not self.refusal):
             if self.refusal:
                 raise UnavailableError(self.refusal, reason="NO_POLICY", remedy="retry in a few seconds")
@@ -153,7 +161,7 @@ class GenerationGate:
                 self.num_waiting -= 1
 
     async def pass_out(self, ticket: Ticket) -> None:
-        """Wait until the ticket's answer may leave; raise UnavailableError if it may not."""
+        """Wait until the answer of the ticket's request may leave; raise UnavailableError if it must not."""
         await self.may_leave.wait()
         _require_not_aborted(ticket)
 
@@ -169,6 +177,7 @@ class GatedClient:
     """vLLM's engine client with the gate before `generate`; all else is passed on to the client."""
 
     def __init__(self, client: Any, gate: GenerationGate) -> None:
+        """Put `gate` before the generations of vLLM's engine client."""
         self._client = client
         self._gate = gate
 
@@ -176,10 +185,11 @@ class GatedClient:
         return getattr(self._client, name)
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncIterator[Any]:
-        """Generate as vLLM's `EngineClient.generate` does, through the gate.
+        """Generate as vLLM's `EngineClient.generate` does, but begin and answer only when the gate allows it.
 
-        The prompt must be rendered, as vLLM's handlers do. Finished choices are also noted in the request's CALLS.
+        The prompt must be rendered, as vLLM's handlers do. Finished choices are also noted in the HTTP request's CALLS.
         """
+        # Read before the stream is iterated: a streamed answer is sent after its handler has reset the variable.
         calls = CALLS.get()
         finished: dict[int, Any] = {}
         if calls is not None:
@@ -189,6 +199,11 @@ class GatedClient:
     async def _generate(
         self, prompt: Any, sampling_params: Any, request_id: str, options: dict[str, Any], finished: dict[int, Any]
     ) -> AsyncIterator[Any]:
+        """Yield the outputs of one generation, again from its beginning if it is requeued; note ended choices in
+        `finished`.
+
+        `options` are further arguments of the client's `generate`.
+        """
         ticket, salt = await self._gate.enter(request_id)
         try:
             while True:
@@ -196,6 +211,7 @@ class GatedClient:
                 if self._gate.lora_request is not None:
                     options = {**options, "lora_request": self._gate.lora_request}
                 stream = self._client.generate(_salted(prompt, salt), sampling_params, request_id, **options)
+                # Closed when the caller goes away, upon which vLLM aborts the request.
                 async with aclosing(stream):
                     async for output in stream:
                         if ticket.is_requeued:
@@ -216,17 +232,18 @@ class GatedClient:
 
 
 def unbegun(client: Any) -> set[str]:
-    """Return the ids of the requests in vLLM that have no token yet; of several choices, if one has none."""
+    """Return the ids of the requests in vLLM of which a choice has no token yet."""
     states = client.output_processor.request_states.values()
     return {_name_of(state) for state in states if state.is_prefilling}
 
 
 def _name_of(state: Any) -> str:
-    """Return the id that the caller of `generate` gave."""
+    """Return the id that the caller of `generate` gave the request of this state."""
     return state.external_req_id if state.parent_req is None else state.parent_req.external_req_id
 
 
 def _require_not_aborted(ticket: Ticket) -> None:
+    """Raise UnavailableError if the ticket's generation was aborted."""
     if ticket.abort_reason:
         raise UnavailableError(
             f"the generation was aborted: {ticket.abort_reason}", reason="GENERATION_ABORTED", remedy="retry"
@@ -234,7 +251,7 @@ def _require_not_aborted(ticket: Ticket) -> None:
 
 
 async def abort(client: Any, request_ids: list[str]) -> None:
-    """Abort requests in the engine; after a deadline give up, because the gate refuses their answers anyway."""
+    """Abort these requests in vLLM; after a deadline give up, because the gate refuses their answers anyway."""
     if request_ids:
         with suppress(TimeoutError):
             async with asyncio.timeout(_ABORT_DEADLINE_S):
@@ -243,7 +260,7 @@ async def abort(client: Any, request_ids: list[str]) -> None:
 
 
 def _salted(prompt: Any, salt: str) -> dict[str, Any]:
-    """Return the rendered prompt with our cache salt, joined with the caller's own if it has one.
+    """Return the rendered prompt with `salt` as its cache salt, joined with the caller's own if it has one.
 
     Raises UnavailableError for a prompt that is not rendered.
     """
@@ -273,6 +290,7 @@ class Rest:
     """Puts vLLM from one state into another; one call at a time. `bounded` gives a call of the client its deadline."""
 
     def __init__(self, client: Any, bounded: Callable[[Any], Awaitable[Any]]) -> None:
+        """Take vLLM's client, which generates now, and `bounded`, which awaits a call of it with a deadline."""
         self._client = client
         self._bounded = bounded
         self._degree: Degree | None = Degree.NONE  # None: unknown, because a call of vLLM failed
@@ -283,9 +301,9 @@ class Rest:
         """Whether the engine is moving its weights, and answers no call meanwhile."""
 
     async def become(self, degree: Degree) -> None:
-        """Put vLLM into a state.
+        """Put vLLM into the state `degree`: generating, paused or asleep; do nothing if it is in it.
 
-        Requests in flight stay, with their KV cache, which vLLM computes again after a sleep.
+        Requests in flight stay, with their KV cache, which vLLM computes again after a sleep. Raises what vLLM raises.
         """
         if degree is self._degree:
             return
@@ -311,7 +329,7 @@ class Rest:
         self._degree = degree
 
     async def _wake(self) -> bool:
-        """Take the memory on the device back, if it was freed, which lets vLLM generate; return whether it was.
+        """Have vLLM take its memory on the device back, after which it generates; return False if it had its memory.
 
         The memory may come late: from a trainer that was killed, or is about to free it. If one process has all of
         vLLM's memory, this tries again for `WAKES_WITHIN_S`. Else one rank may have what another lacks, and a restart
@@ -326,6 +344,7 @@ class Rest:
             while not self.has_memory:
                 try:
                     with self._moving():
+                        # vLLM answers False if a part of its memory did not come back.
                         if not await self._bounded(self._client.wake_up(tags=None)):
                             raise UnavailableError("it says that some is not there", reason="ENGINE_ASLEEP")
                     self.has_memory = True
@@ -345,11 +364,13 @@ class Rest:
 
     @property
     def _is_alone(self) -> bool:
+        """Return whether one process has all of vLLM's memory on the device."""
         parallel = self._client.vllm_config.parallel_config
         return parallel.world_size == parallel.data_parallel_size == 1
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
+        """Set `is_moving` during the block."""
         self.is_moving = True
         try:
             yield
@@ -357,7 +378,9 @@ class Rest:
             self.is_moving = False
 
     def require_sleep(self) -> None:
-        """Raise InvalidStateError if vLLM was started so that it cannot free its memory. On a CPU it keeps it."""
+        """Raise InvalidStateError if vLLM was started so that it cannot free its memory. On a CPU it never frees
+        it, and passes.
+        """
         config = self._client.vllm_config
         if not config.model_config.enable_sleep_mode and config.device_config.device_type != "cpu":
             raise InvalidStateError(

@@ -34,17 +34,21 @@ class Line:
     """The server's end of the channel, blocking."""
 
     def __init__(self, channel: Channel) -> None:
+        """Take the server's end of the channel to the launcher."""
         self._channel = channel
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send one message; raise UnavailableError if the launcher is gone."""
+        """Send one message to the launcher; raise UnavailableError if it is gone."""
         try:
             self._channel.send(message)
         except OSError as error:
             raise _gone() from error
 
     def receive(self, *, timeout_s: float | None = None) -> dict[str, Any]:
-        """Return the next message; raise UnavailableError if the launcher is gone, or sends none within `timeout_s`."""
+        """Return the launcher's next message (blocking; without `timeout_s` as long as it takes).
+
+        Raises UnavailableError if the launcher is gone, or sends none in time.
+        """
         try:
             received = self._channel.receive(timeout_s=timeout_s)
         except OSError as error:
@@ -63,9 +67,9 @@ def line() -> Line | None:
 
 
 async def take_over() -> None:
-    """Ask the launcher for the replica's gRPC address and return when it is free; at once without a launcher.
+    """Ask the launcher for the replica's gRPC address and return when the address is free; at once without a launcher.
 
-    Must be called once, before binding the address.
+    Must be called once, before binding the address. Raises UnavailableError if the launcher does not answer.
     """
     if (to_launcher := line()) is not None:
         await asyncio.to_thread(_take_over, to_launcher)
@@ -83,11 +87,13 @@ def ask_restart(reason: str) -> bool:
 
 
 def _take_over(to_launcher: Line) -> None:
+    """Ask the launcher for the address and wait for its answer (blocking)."""
     to_launcher.send({"event": "taking"})
     to_launcher.receive(timeout_s=TAKE_OVER_DEADLINE_S)
 
 
 def _gone() -> UnavailableError:
+    """Make the error of a vLLM server whose launcher does not answer."""
     return UnavailableError(
         "the launcher of this vLLM server does not answer", reason="LAUNCHER_GONE", remedy="start the replica again"
     )

@@ -25,6 +25,7 @@ from millrace.policies.tensors import TensorBytes, element_bytes, pack_safetenso
 from millrace.storage.clean_up import TEMPORARY, remove
 
 _NAME = "policy"
+# Always the same, so that a new adapter reaches requests in flight.
 _NUMBER = 1
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM 0.32 takes for --max-lora-rank
 
@@ -32,7 +33,7 @@ T = TypeVar("T")
 
 
 def lora_argv(model_dir: Path) -> list[str]:
-    """Return vLLM's flags for a run that trains adapters, which the policy's files show; none for other runs.
+    """Return vLLM's arguments for a run that trains adapters, which a file in `model_dir` shows; [] for other runs.
 
     Raises InvalidStateError for adapters that vLLM cannot serve.
     """
@@ -57,6 +58,9 @@ class AdapterSlot:
     """The adapter that requests use. `directory` is where adapters are written for the workers, one at a time."""
 
     def __init__(self, client: Any, *, directory: Path) -> None:
+        """Take vLLM's client, without an adapter so far, and the directory into which adapters are written for
+        workers.
+        """
         self._client = client
         self._directory = directory
         self._base: Mapping[str, Shape] = {}
@@ -71,11 +75,11 @@ class AdapterSlot:
         return self._client.vllm_config.lora_config is not None
 
     def set_base(self, staged: StagedPolicy) -> None:
-        """Remember the shapes of the whole policy in the model, to check adapters against."""
+        """Remember the shapes of the whole policy that the model has, against which adapters are checked."""
         self._base = {name: (tensor.dtype, tensor.shape) for name, tensor in staged.tensors.items()}
 
     def check(self, staged: StagedPolicy) -> None:
-        """Raise InvalidStateError if vLLM cannot load the adapter on the model; changes nothing."""
+        """Raise InvalidStateError if vLLM cannot load the staged adapter on the model; changes nothing."""
         if not self.is_enabled:
             raise InvalidStateError(
                 "this vLLM was started without LoRA, and the policy is an adapter",
@@ -94,7 +98,9 @@ class AdapterSlot:
             )
 
     async def load(self, staged: StagedPolicy) -> None:
-        """Load a checked adapter in place of the present one. Must be called while vLLM is paused."""
+        """Load the staged adapter, which is checked, in place of the present one. Must be called while vLLM is
+        paused.
+        """
         assert staged.manifest.adapter is not None, "only adapters come here"
         await self._put(spec_of(staged.manifest.adapter), staged.tensors)
         self._is_blank = False
@@ -113,12 +119,19 @@ class AdapterSlot:
         self._is_blank = True
 
     async def remove(self) -> None:
-        """Take the adapter out of vLLM. Must be called while no request is in flight, which would load it again."""
+        """Take the adapter out of vLLM, if there is one.
+
+        Must be called while no request is in flight, which would load it again.
+        """
         if self.request is not None:
             await self._client.remove_lora(_NUMBER)
             self.request, self._is_blank = None, False
 
     async def _put(self, spec: AdapterSpec, tensors: Mapping[str, TensorBytes]) -> None:
+        """Write an adapter into a directory and load it into vLLM's only slot, in place of the one there.
+
+        Raises InternalError if vLLM refuses it.
+        """
         # vllm is in its own environment, which the type checker does not see.
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
@@ -135,9 +148,9 @@ class AdapterSlot:
             remove(Path(old.lora_path), what=TEMPORARY)
 
     def _one_layer(self) -> tuple[str, Shape]:
-        """Return the name and shape of a linear layer of the base that vLLM adapts.
+        """Return the name, and the dtype and shape, of a linear layer of the base that vLLM adapts.
 
-        Raise InternalError if there is none.
+        Raises InternalError if there is none.
         """
         targets: Sequence[str] = self._client.vllm_config.lora_config.target_modules or ("q_proj", "qkv_proj")
         for name, shape in self._base.items():
@@ -156,6 +169,7 @@ def on_base(method: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(method)
     def run(worker: Any, *args: Any) -> T:
+        """Call the method with the model's own layers in place of LoRA wrappers, if vLLM has any."""
         if worker.vllm_config.lora_config is None:
             return method(worker, *args)
         with base_layers(worker.model_runner.get_model()):
@@ -166,7 +180,7 @@ def on_base(method: Callable[..., T]) -> Callable[..., T]:
 
 @contextmanager
 def base_layers(model: Any) -> Iterator[None]:
-    """Put the model's own layers in place of vLLM's wrappers during the block, as the model's loaders expect.
+    """Put the model's own layers in place of vLLM's LoRA wrappers during the block, as the model's loaders expect.
 
     Must be used between two steps, while nothing computes with the model.
     """
@@ -189,6 +203,7 @@ def base_layers(model: Any) -> Iterator[None]:
 
 
 def _zeros(dtype: str, shape: tuple[int, int]) -> TensorBytes:
+    """Return a tensor of zeros of this dtype and shape, as bytes."""
     data = np.zeros(shape[0] * shape[1] * element_bytes(dtype), np.uint8)
     return TensorBytes(dtype=dtype, shape=shape, data=data.data)
 
@@ -197,7 +212,7 @@ def _zeros(dtype: str, shape: tuple[int, int]) -> TensorBytes:
 
 
 def parse_adapter_config(data: bytes, *, source: str) -> AdapterSpec:
-    """Parse the `adapter_config.json` of a policy.
+    """Parse the `adapter_config.json` of a policy; `source` names it in messages.
 
     Raises as `parse_peft_config`, and InvalidStateError (ADAPTER_NOT_SUPPORTED) if it asks for more than plain LoRA.
     """

@@ -37,7 +37,11 @@ class AnsweringWorker:
     """The worker's side. Mixed into vLLM's worker class."""
 
     def millrace_call(self, number: int, method: str, args: Sequence[Any]) -> list[Any]:
-        """Call a method of the extension; return [number, result, ""], or [number, None, error] if it raises."""
+        """Call a method of the extension in this worker; return [number, result, ""], or [number, None, error] if it
+        raises.
+
+        `number` is that of the call, by which its caller knows the answer.
+        """
         try:
             return [number, getattr(self, method)(*args), ""]
         except Exception as error:  # the edge of the process, where an error must not become vLLM's
@@ -45,13 +49,14 @@ class AnsweringWorker:
             return [number, None, f"{type(error).__name__}: {error}"]
 
     def millrace_ping(self) -> None:
-        """Answer, as a sign that this worker works."""
+        """Return at once, as a sign that this worker answers."""
 
 
 def misfits(found: Sequence[Sequence[Sequence[str]]]) -> list[str]:
-    """Return the problems of a policy, sorted, from each rank's result of `millrace_check`.
+    """Return why a policy does not fit, sorted, from the results of `millrace_check` on all ranks.
 
-    A name that no rank has is one.
+    `found` has for each rank (problems, names of tensors without a place on that rank). A name that has no place on any
+    rank is one more problem.
     """
     problems = {problem for problems, _ in found for problem in problems}
     strangers = set[str].intersection(*(set(names) for _, names in found))
@@ -59,7 +64,11 @@ def misfits(found: Sequence[Sequence[Sequence[str]]]) -> list[str]:
 
 
 def units_of(found: Sequence[Sequence[int]]) -> list[int]:
-    """Return the most bytes, over the ranks, of each unit that `millrace_prepare` builds: pipeline stages differ."""
+    """Return the size in bytes of each unit that `millrace_prepare` builds: the most over the ranks, whose sizes
+    differ.
+
+    `found` has for each rank the sizes of its units.
+    """
     return [max(sizes) for sizes in zip_longest(*found, fillvalue=0)]
 
 
@@ -72,7 +81,8 @@ async def poll(
     rests: Backoff,
     late: UnavailableError,
 ) -> T:
-    """Call `ask` until an answer is done, and return it; raise `late` after `deadline_s`.
+    """Call `ask` again and again until `is_done` is true for its answer, and return that; raise `late` after
+    `deadline_s`.
 
     `what` is shown as the wait's reason. A call of the workers has to be short, and their work need not be, so the
     pauses between calls (`rests`) grow.
@@ -91,6 +101,7 @@ class Ranks:
     """All workers of a replica: those of each engine core in turn, by rank."""
 
     def __init__(self, client: Any) -> None:
+        """Take vLLM's engine client, by which all workers are called."""
         self._client = client
         self._count = 0
 
@@ -101,16 +112,18 @@ class Ranks:
 
     @property
     def cores(self) -> list[int | None]:
-        """Return the engine cores as requests name them; [None] for a single one."""
+        """Return the engine cores of the replica, as requests name them; [None] for a single one."""
         return [None] if self.num_cores == 1 else list(range(self.num_cores))
 
     @property
     def is_spread(self) -> bool:
-        """Return whether some workers are on other nodes, which cannot read files of this one."""
+        """Return whether some workers of the replica are on other nodes, which cannot read files of this one."""
         return self._client.vllm_config.parallel_config.nnodes > 1
 
     def require_readable(self, directory: str | None) -> None:
-        """Raise InvalidStateError if some workers cannot read a directory of this node; None always passes."""
+        """Raise InvalidStateError if some workers of the replica cannot read a directory of this node; None always
+        passes.
+        """
         if directory is not None and self.is_spread:
             raise InvalidStateError(
                 f"{directory} cannot be read on all nodes of this replica",
@@ -119,7 +132,7 @@ class Ranks:
             )
 
     async def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every worker and return their results, once all have answered.
+        """Call a method of the extension in every worker, and return their results by rank, once all have answered.
 
         Raises InternalError that names the first rank that failed, and UnavailableError if an answer is of an earlier
         call.
@@ -136,9 +149,9 @@ class Ranks:
         return [answer[1] for answer in answers]
 
     async def order(self, staged: StagedPolicy, directory: Path) -> dict[str, Any]:
-        """Write a staged policy for the workers and return the order.
+        """Write a staged policy into files in `directory` for the workers, and return the order with paths and offsets.
 
-        Every worker can read its bits when this returns.
+        When this returns every worker can read them, on other nodes as well.
         """
         order = await asyncio.to_thread(write_order, staged, directory)
         if self.is_spread:
@@ -172,6 +185,7 @@ class Ranks:
         )
 
     async def _ask(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        """Call a method of vLLM's worker class in every worker of every engine core, and return the answers by rank."""
         if self.num_cores == 1:
             return await self._client.collective_rpc(method, args=args)
         core = self._client.engine_core
@@ -179,7 +193,7 @@ class Ranks:
         return [answer for answers in found for answer in answers]
 
     def _out_of_step(self, method: str) -> UnavailableError:
-        """Make the error for a rank that answers an earlier call, and ask for a restart.
+        """Make the error for a rank that answers an earlier call than `method`, and ask for a restart of vLLM.
 
         vLLM failed in a call of its own then, and no later answer can be trusted.
         """
@@ -200,9 +214,10 @@ _DENSE_SHARE = 0.125
 
 
 def write_order(staged: StagedPolicy, directory: Path) -> dict[str, Any]:
-    """Return the order for a staged policy, as JSON, and write its changes into a file in `directory`.
+    """Return the order for a staged policy, as plain values: where its bits are and which are new.
 
-    The next order replaces that file. Raises InternalError if the policy is not in a file.
+    Its changes are written into a file in `directory`, in place of the last order's. Raises InternalError if the policy
+    is not in a file.
     """
     if staged.path is None or staged.places is None:
         raise InternalError("the staged policy is not in a file", reason="POLICY_NOT_IN_FILE", remedy="report it")
@@ -219,10 +234,10 @@ def write_order(staged: StagedPolicy, directory: Path) -> dict[str, Any]:
 
 
 def _write_changes(staged: StagedPolicy, changes: Mapping[str, tuple[TensorChange, ...]], path: Path) -> list[Any]:
-    """Write the changes of each tensor into the file and return an entry for it.
+    """Write the changes of each tensor into the file `path`, and return an entry for each tensor.
 
     The entry is [name, None] for a tensor to copy whole, else [name, [[count, offset of positions, offset of bits],
-    …]].
+    …]], with a list for each part of the changes; offsets are in bytes.
     """
     entries: list[Any] = []
     offset = 0
@@ -235,6 +250,7 @@ def _write_changes(staged: StagedPolicy, changes: Mapping[str, tuple[TensorChang
                 continue
             written: list[list[int]] = []
             for part in parts:
+                # A change of a dense range has no positions, and the workers' file has them for every part.
                 positions = part.positions
                 if positions is None:
                     positions = np.arange(part.start, part.start + part.num_elements, dtype=np.int64)
@@ -253,6 +269,7 @@ class OrderFiles:
     """The worker's view of an order: tensors and changes as arrays over mapped files."""
 
     def __init__(self, order: Mapping[str, Any]) -> None:
+        """Map the files of an order that `write_order` returned."""
         self._data = _map(order["path"])
         self.places = {
             name: TensorPlace(name=name, dtype=dtype, shape=tuple(shape), offset=offset, length_bytes=length)
@@ -265,16 +282,18 @@ class OrderFiles:
             self._changes = _map(order["changes_path"])
 
     def names(self) -> Sequence[str]:
-        """Return the names of the tensors that have changed, or of all if that is not known."""
+        """Return the names of the tensors that the order changes, or of all if that is not known."""
         return list(self.places if self._changed is None else self._changed)
 
     def raw(self, name: str) -> NDArray[np.uint8]:
-        """Return the bytes of a tensor."""
+        """Return the bytes of a tensor of the policy, uint8; a view of the mapped file."""
         place = self.places[name]
         return self._data[place.offset : place.offset + place.length_bytes]
 
     def counts(self, name: str) -> list[int] | None:
-        """Return the number of changed elements in each part of a tensor; None if it has to be copied whole."""
+        """Return the number of changed elements in each part of a tensor's changes; None if it has to be copied
+        whole.
+        """
         if self._changed is None or (parts := self._changed[name]) is None:
             return None
         return [count for count, _, _ in parts]
@@ -296,6 +315,7 @@ class OrderFiles:
 
 
 def _map(path: str) -> NDArray[np.uint8]:
+    """Return a file's bytes as a private mapping, uint8."""
     if Path(path).stat().st_size == 0:
         return np.empty(0, np.uint8)
     # Copy on write: torch takes writable arrays only, and a write here must never reach the host copy.

@@ -25,12 +25,14 @@ def installed() -> str:
 
 
 def is_tried(release: str) -> bool:
-    """Return whether a release is one of those tried, or a patch release of one."""
+    """Return whether a release of vLLM is one of TRIED, or a patch release of one."""
     return _minor(release) in {_minor(tried) for tried in TRIED}
 
 
 def require_tried(release: str, *, may_be_untried: bool = False) -> str:
-    """Return "" for a release that was tried, else a warning if `may_be_untried`; raise InvalidStateError otherwise."""
+    """Return "" for a release of vLLM that was tried; for any other a warning if `may_be_untried`, else raise
+    InvalidStateError.
+    """
     if is_tried(release):
         return ""
     found = f"vLLM {release} is installed" if release else "the release of the installed vLLM is not known"
@@ -47,5 +49,6 @@ def require_tried(release: str, *, may_be_untried: bool = False) -> str:
 
 
 def _minor(release: str) -> str:
+    """Return a release's first two numbers, as in `0.32`; "" if it does not begin with them."""
     found = re.match(r"\d+\.\d+", release)
     return found[0] if found else ""

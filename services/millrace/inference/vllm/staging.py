@@ -39,10 +39,10 @@ _OVERDUE_S = 600.0  # so long unverified weights serve, then the wait counts as 
 
 
 class BackgroundVerifier:
-    """Verifies the weights in the background, one call of `call` at a time.
+    """Verifies the workers' weights in the background.
 
-    A call verifies a share in every worker; none is made while `is_free` is false; `report` gets a description of
-    damage.
+    `call` verifies a share in every worker; it is not called while `is_free` returns False. `report` gets a description
+    of damage.
     """
 
     def __init__(
@@ -52,22 +52,30 @@ class BackgroundVerifier:
         is_free: Callable[[], bool],
         report: Callable[[str], Awaitable[None]],
     ) -> None:
+        """Take the functions by which weights are verified; nothing is verified before `begin`.
+
+        `call` verifies a share in every worker, and is not called while `is_free` returns False. `report` is called
+        with a description of damage.
+        """
         self._call = call
         self._is_free = is_free
         self._report = report
         self._task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Start the verification, or let a running one go on, until all is verified; called after each version."""
+        """Verify all weights in the background, or let a running verification go on; called after each new version."""
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="vLLM verification")
 
     def stop(self) -> None:
-        """Cancel the verification."""
+        """Cancel the verification, if it runs."""
         if self._task is not None:
             self._task.cancel()
 
     async def _run(self) -> None:
+        """Verify share after share until all is verified or damaged; a call that fails is made again, less and less
+        often.
+        """
         began_all, num_failed, wait = time.monotonic(), 0, waits.LastingWait()
         try:
             while True:
@@ -133,12 +141,16 @@ _PERIOD_S = 2.0
 
 
 class Ping:
-    """Sends vLLM's engine a small request again and again.
+    """Sends vLLM's engine a small request every `period_s`, from its creation on.
 
     `error` describes an answer that is an error; else it is "".
     """
 
     def __init__(self, client: Any, ranks: Ranks, *, period_s: float = _PERIOD_S) -> None:
+        """Begin to send vLLM's engine a request every `period_s` seconds; `ranks` are its workers.
+
+        With several nodes or engine cores a ping is a call of every worker.
+        """
         self._client = client
         self._ranks = ranks
         self._period_s = period_s
@@ -148,15 +160,15 @@ class Ping:
 
     @property
     def age_s(self) -> float:
-        """Return for how many seconds the present ping is unanswered; an error is no answer."""
+        """Return for how many seconds the present ping has no answer, 0 if it has; an error is no answer."""
         return 0.0 if self.asked_at is None else time.monotonic() - self.asked_at
 
     def stop(self) -> None:
-        """Send no more pings."""
+        """Send no more pings to vLLM's engine."""
         self._task.cancel()
 
     async def _ask(self) -> None:
-        """Send a ping and wait for the answer.
+        """Send one ping and wait for the answer.
 
         With several nodes or cores every worker is called, because the engine would notice the end of one late.
         """
@@ -166,6 +178,7 @@ class Ping:
             await self._client.get_weight_version()
 
     async def _run(self) -> None:
+        """Send pings until cancelled, or the engine is dead."""
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
             if self.asked_at is None:
@@ -188,6 +201,9 @@ class Prober:
     """Computes the probe of a policy, one at a time. `ping` shows whether the engine answers."""
 
     def __init__(self, client: Any, ranks: Ranks, adapters: AdapterSlot, *, ping: Ping) -> None:
+        """Take vLLM's client and its cores (`ranks`), the present adapter, and `ping`, which shows whether vLLM
+        answers.
+        """
         self._client = client
         self._ranks = ranks
         self._adapters = adapters
@@ -195,9 +211,10 @@ class Prober:
         self._running: tuple[StagedPolicy, asyncio.Task[None]] | None = None
 
     def begin(self, staged: StagedPolicy) -> asyncio.Task[None] | None:
-        """Submit the policy's probe to vLLM, if it is not yet, and return the task that computes it.
+        """Submit the staged policy's probe to vLLM, if that is not done yet, and return the task that computes it.
 
-        None if there is no probe. The task raises InternalError if the engine's log-probs are not the manifest's.
+        None if its manifest has no probe. The task raises InternalError if the engine's log-probs are not the
+        manifest's.
         """
         probe = staged.manifest.probe
         if probe is None:
@@ -208,28 +225,31 @@ class Prober:
         return self._running[1]
 
     def end(self) -> None:
-        """Cancel the probe, and discard its error."""
+        """Cancel the probe that is being computed, if there is one, and ignore its error."""
         running, self._running = self._running, None
         if running is not None and not running[1].cancel() and not running[1].cancelled():
             running[1].exception()  # its caller has raised it, or something else has failed before
 
     async def _compute(self, staged: StagedPolicy, probe: Probe) -> None:
+        """Compute the probe on every engine core; raise InternalError if the log-probs are not the manifest's."""
         computed = str(self._client.model_config.dtype).removeprefix("torch.")
         dtypes = [*{tensor.dtype for tensor in staged.tensors.values()}, computed]
+        # Each core has the whole model in memory of its own.
         for core in self._ranks.cores:
             asking = prompt_logprobs(self._client, probe.token_ids, lora_request=self._adapters.request, core=core)
             if (problem := probe_problem(probe.logprobs, await self._in_turn(asking), dtypes=dtypes)) is not None:
                 raise InternalError(problem, reason="POLICY_PROBE_MISMATCH", remedy="the policy is loaded anew")
 
     async def _in_turn(self, asking: Awaitable[list[float]]) -> list[float]:
-        """Wait for the probe's log-probs as long as vLLM makes progress, and return them.
+        """Await `asking`, the probe's log-probs, as long as vLLM makes progress, and return them.
 
-        Raise UnavailableError with the reason once it makes none.
+        Raises UnavailableError with the reason once it makes none.
         """
         waiting = waits.waiting("the probe to get a slot", waits_on="inference", deadline_s=_LIMIT_S, quiet_s=_SHOWN_S)
         patience = _Patience(self._client, self._ping)
         try:
             with waiting:
+                # Without a limit at first; `watch` lets it expire once it knows why.
                 async with asyncio.timeout(None) as bound:
                     watching = asyncio.create_task(patience.watch(bound), name="patience with the probe")
                     try:
@@ -241,7 +261,7 @@ class Prober:
 
 
 async def settled(probing: asyncio.Task[None]) -> None:
-    """Wait for a probe and raise its error; if it was cancelled, raise UnavailableError in place of a cancellation."""
+    """Wait for the end of a probe's task and raise its error; raise UnavailableError if the task was cancelled."""
     await asyncio.wait({probing})
     if probing.cancelled():
         raise UnavailableError(
@@ -256,6 +276,7 @@ class _Patience:
     """Ends the wait for a probe when vLLM makes no progress, and then has the reason in `why`."""
 
     def __init__(self, client: Any, ping: Ping) -> None:
+        """Take vLLM's client, whose tokens show progress, and `ping`, which shows whether vLLM answers."""
         self._client = client
         self._ping = ping
         self.why = ""
@@ -297,18 +318,21 @@ _FIRST = -(1 << 31)  # vLLM's smallest number goes first; requests have 0 unless
 async def prompt_logprobs(
     client: Any, token_ids: Sequence[int], *, lora_request: Any = None, core: int | None = None
 ) -> list[float]:
-    """Return the log-prob of each token of the prompt but the first, [T - 1].
+    """Have vLLM compute the log-prob of each token of a prompt but the first, and return them, [T - 1].
 
-    A salt keeps it out of every prefix cache. It is computed before all waiting requests, if vLLM schedules by
-    priority; running requests keep their slots. `core` is the engine core that computes it, in a replica with several.
+    A salt keeps the prompt out of every prefix cache. The prompt is computed before all waiting requests, if vLLM
+    schedules by priority; running requests keep their slots. `lora_request` is the adapter, None for none, and `core`
+    the engine core that computes the prompt, in a replica with several.
     """
     # vllm is in its own environment, which the type checker does not see.
     from vllm.inputs.engine import tokens_input  # pyright: ignore[reportMissingImports]
     from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
 
     params = SamplingParams(
+        # The least that vLLM takes; only the prompt's log-probs are used.
         max_tokens=1,
         temperature=1.0,
+        # Of the prompt's own tokens, and of no others.
         prompt_logprobs=0,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -336,6 +360,7 @@ class UpdateTimes:
     """
 
     def __init__(self) -> None:
+        """Begin with all times at 0 and no update in progress."""
         self.prepare_s = self.busy_s = self.longest_busy_s = 0.0
         self.standstill_s: float | None = None
         self._began: float | None = None
@@ -343,22 +368,24 @@ class UpdateTimes:
         self._parts: dict[str, float] = {}
 
     def begin_staging(self) -> None:
-        """Begin to measure the staging of a version."""
+        """Begin to measure how long the staging of a version keeps workers from decoding, from 0."""
         self.busy_s = self.longest_busy_s = 0.0
 
     def count_busy(self, seconds: Iterable[float]) -> None:
-        """Count a call of the workers, in which they did not decode; `seconds` are those of each, at the same time."""
+        """Count a call of the workers, in which they did not decode; `seconds` has how long of each, all at the
+        same time.
+        """
         longest = max(seconds, default=0.0)
         self.busy_s += longest
         self.longest_busy_s = max(self.longest_busy_s, longest)
 
     def begin(self) -> None:
-        """Begin to measure an update; called before the engine is paused."""
+        """Begin to measure an update of the policy; called before the engine is paused."""
         self._began = self._last = time.monotonic()
         self.standstill_s, self._parts = None, {}
 
     def mark(self, part: str) -> None:
-        """End a part of the update: the time since the last mark is added to `part`."""
+        """Add the time since the last mark to the part of the update with this name."""
         now = time.monotonic()
         self._parts[f"{part}_s"] = self._parts.get(f"{part}_s", 0.0) + now - self._last
         self._last = now
@@ -369,12 +396,12 @@ class UpdateTimes:
             self.standstill_s = time.monotonic() - self._began
 
     def end(self) -> None:
-        """End the measurement of an update, successful or not."""
+        """End the measurement of an update of the policy, successful or not."""
         self.go_on()
         self._began = None
 
     def report(self, version: int) -> None:
-        """Log the times of an update, once the gate is open; nothing for a load, which has no standstill."""
+        """Log the measured times of the update to this version, once the gate is open; nothing for a load."""
         if self._began is None:  # a load, during which nothing was served
             return
         held_s = time.monotonic() - self._began
@@ -388,9 +415,12 @@ class UpdateTimes:
 async def stage(
     call: Call, ranks: Ranks, staged: StagedPolicy, *, directory: Path, times: UpdateTimes
 ) -> Readback | None:
-    """Stage a version in the workers and return the digests that they will have; None if they must be read back later.
+    """Stage a policy in the workers while the old one serves, and return which tensors their digests prove already.
 
-    Raises InternalError if their present weights are not the proved ones; the workers then drop the staged version.
+    The digests that the workers will have are compared with the manifest's. None if they must be read back later.
+    `call` calls the workers, `ranks` writes their order into files in `directory`, `times` measures. Raises
+    InternalError if digests differ or a worker fails; the workers then drop what is staged. UnavailableError if the
+    digests take too long.
     """
     order = await ranks.order(staged, directory)
     times.begin_staging()
@@ -401,15 +431,17 @@ async def stage(
             for first, last in _chunks(units_of([answer[part] for answer in answers]), _UNIT_BYTES):
                 times.count_busy(await call(method, first, last))
         return await _foresee(call, staged.manifest)
+    # Else the staged version would stay in the workers' memory beside the served one.
     except InternalError:
         await call("millrace_discard")
         raise
 
 
 async def read_back(call: Call, manifest: PolicyManifest) -> Readback:
-    """Return the digest of the workers' weights, read whole, a part between any two decode steps.
+    """Read the workers' weights whole, a part between any two decode steps, and return which tensors are proved so.
 
-    For an adapter nothing is read: its tensors have no place in the model, and the base was proved when it was loaded.
+    Their digests are compared with the manifest's: InternalError if one differs. For an adapter nothing is read: its
+    tensors have no place in the model, and the base was proved when it was loaded.
     """
     if manifest.adapter is not None:
         return Readback(names=(), is_whole=False)
@@ -420,6 +452,11 @@ async def read_back(call: Call, manifest: PolicyManifest) -> Readback:
 
 
 async def _foresee(call: Call, manifest: PolicyManifest) -> Readback | None:
+    """Wait until the workers have digested the staged version, and return which of its tensors the digests prove.
+
+    The digests are compared with the manifest's: InternalError if one differs. None if the weights must be read back
+    later. Raises UnavailableError after `_DIGEST_DEADLINE_S`.
+    """
     answers = await poll(
         lambda: call("millrace_foreseen"),
         lambda answers: not any(answer["is_pending"] for answer in answers),

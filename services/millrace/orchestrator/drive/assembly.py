@@ -51,11 +51,11 @@ MAX_NAMED = 5
 """Entries that one event names."""
 
 
-class DamageBook:
-    """What of a run's log was skipped by this drive."""
+class SkippedEntries:
+    """The damaged and foreign entries of a run's log that this drive of it skipped."""
 
     def __init__(self, run_log: RunLog, events: RunEvents, *, run: str) -> None:
-        """Take `run`, the run's name."""
+        """Make an empty collection; `run` is the run's name."""
         self._log = run_log
         self._events = events
         self._run = run
@@ -64,14 +64,16 @@ class DamageBook:
         """Damaged entries of the rollouts that were removed: env-servers append what is missing now."""
 
     def note(self, stream: Stream, entry: Entry) -> None:
-        """Keep a skipped entry for the next `tell`; the same entry counts once."""
+        """Keep a damaged entry that was skipped in `stream` for the next `report`; the same entry counts once."""
         self._met.setdefault((stream, entry.id), entry.damage)
 
-    async def tell(self) -> bool:
-        """Report the entries noted since the last call in an event, and remove them from Redis.
+    async def report(self) -> bool:
+        """Write an event for each stream that had entries noted since the last call, and remove these from Redis.
 
-        Return whether there were any.
+        Return whether there were any. Removed entries of the rollouts are added to `num_rollouts`: env-servers have to
+        append what is missing then.
         """
+        # Taken out before the awaits: what is met during them is for the next report.
         met, self._met = self._met, {}
         for stream in Stream:
             found = {id_: cause for (of, id_), cause in met.items() if of is stream}
@@ -82,12 +84,17 @@ class DamageBook:
                     extra={"run": self._run, "stream": stream.value, "count": len(found)},
                 )
                 await self._events.warning("ENTRY_DAMAGED", _text(stream, found))
+                # Else every reader that begins at the first entry would meet, and report, the same damage again.
                 await self._log.remove_entries(stream, list(found))
                 self.num_rollouts += len(found) if stream is Stream.ROLLOUTS else 0
         return bool(met)
 
 
 def _text(stream: Stream, found: dict[str, str]) -> str:
+    """Return the text of the warning that damaged entries of a stream were skipped and removed.
+
+    `found` has by entry id what is wrong with it; the first `MAX_NAMED` entries are named.
+    """
     named = "; ".join(f"{id_}: {cause}" for id_, cause in list(found.items())[:MAX_NAMED])
     more = f"; and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
     costs = {
@@ -117,7 +124,7 @@ class RunParts:
     player: Player
     evals: Evaluator
     writer: BatchWriter
-    damage: DamageBook
+    damage: SkippedEntries
     turns: DeviceTurns | None
     """None where trainer and replicas have devices of their own."""
     specs: list[EnvSpec]
@@ -125,13 +132,13 @@ class RunParts:
 
     @property
     def max_steps(self) -> float:
-        """Return the number of steps of the run; infinite if it has no end."""
+        """Return the number of steps of the run; infinite if it has no end, or does not train."""
         given = None if self.training is None else self.training.max_steps
         return math.inf if given is None else given
 
 
 def assemble(context: RunContext, config: RLConfig | EvalRunConfig, *, reported_evals: Container[str] = ()) -> RunParts:
-    """Make the parts of a run's driver; nothing of them works yet.
+    """Make and return the parts of a run's driver, connected to each other; none of them works yet.
 
     `reported_evals` are the ids of the evaluations that the log has reports of.
     """
@@ -139,6 +146,7 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig, *, reported_
     failures, router = _failures(config), Router()
 
     def count(rollout: Rollout) -> None:
+        """Count a rollout that is no duplicate, for Prometheus and for the failures of the run."""
         events.meters.rollout(rollout)
         failures.note(rollout)
 
@@ -164,14 +172,15 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig, *, reported_
             is_due=lambda version: evals.may_be_due(version, before=config.max_steps),
         )
         trainer = TrainerWatch(run_uid=uid, registry=context.registry)
-    damage = DamageBook(run_log, events, run=context.record.name)
+    damage = SkippedEntries(run_log, events, run=context.record.name)
     evaluations: dict[str, Evaluation] = {}
     intake = Intake(
         book=book,
         evaluations=evaluations,
         policies=policies,
         reported=reported_evals,
-        keeps_evaluated=training is not None,  # a run that is nothing but an evaluation keeps the best of each place
+        # A run that is nothing but an evaluation keeps the best rollout of each place by itself, at its end.
+        keeps_evaluated=training is not None,
     )
     stream = RolloutStream(run_log, take=intake.take, is_scored=is_scored, on_damaged=damage.note)
     identity = RunIdentity(uid=uid, epoch=epoch, generation=run_log.generation)
@@ -203,7 +212,7 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig, *, reported_
 
 
 def trained_envs(config: RLConfig | EvalRunConfig) -> dict[str, Sampling]:
-    """Return by name how the environments that are trained on are sampled; empty for an evaluation run."""
+    """Return by name how each environment that is trained on is sampled; empty for an evaluation run."""
     if isinstance(config, EvalRunConfig):
         return {}
     settings = config.orchestrator
@@ -211,7 +220,10 @@ def trained_envs(config: RLConfig | EvalRunConfig) -> dict[str, Sampling]:
 
 
 def task_sources(parts: RunParts, config: RLConfig) -> list[TaskSource]:
-    """Return the training tasks of each environment, all of which are open; raise InvalidStateError if one has none."""
+    """Return for each environment to train on, all of which are open, its number of tasks, their digest and its weight.
+
+    Raises InvalidStateError if one has no training tasks.
+    """
     return [_source(env, parts.envs.envs[env.name]) for env in config.orchestrator.env]
 
 
@@ -223,13 +235,15 @@ def make_loop(
     sampler: Sampler | None,
     is_stopping: Callable[[], bool],
 ) -> RolloutLoop:
-    """Return the loop of a run whose environments are open; `algorithms` are by name of the environment.
+    """Make and return the loop of a training run, whose environments are open.
 
-    The writer drops pools of other task sets than those that are open. Raise InvalidStateError if there are no
-    tasks.
+    `algorithms` are by name of the environment; `sampler` is the user's function that draws tasks, None for none;
+    `is_stopping` says whether the run was asked to pause or end. The writer drops pools of other task sets than those
+    that are open. Raises InvalidStateError if an environment has no tasks.
     """
     settings, opened, sources = config.orchestrator, parts.envs.envs, task_sources(parts, config)
     writer = parts.writer
+    # Before the buffer draws from the pools, among which may be those of other task sets.
     writer.opened({source.env: source.digest for source in sources})
     buffer = TaskBuffer(sources, settings.buffer, seed=settings.seed, pools=lambda: writer.pools, sampler=sampler)
     if settings.buffer.has_pools:
@@ -239,6 +253,7 @@ def make_loop(
     sizes = settings.group_sizes
 
     def make_play(ordinal: int, planned_step: int) -> Play:
+        """Return an unplaced play of the task that an ordinal draws, for the step that it is planned for."""
         task = buffer.task(ordinal)
         return Play(
             task=task,
@@ -269,7 +284,10 @@ def make_loop(
 
 
 def require_tasks(env: EnvConfig, opened: OpenedEnv) -> None:
-    """Raise InvalidStateError if an environment to train on has nothing to train on."""
+    """Raise InvalidStateError if an environment to train on has no training tasks.
+
+    `opened` is what an env-server has of it.
+    """
     if not opened.num_train:
         raise InvalidStateError(
             f"environment {env.name!r} (id {env.id!r}) has no training tasks, and {opened.num_eval} held-out ones",
@@ -281,6 +299,7 @@ def require_tasks(env: EnvConfig, opened: OpenedEnv) -> None:
 
 
 def _source(env: EnvConfig, opened: OpenedEnv) -> TaskSource:
+    """Return an open environment as the task order needs it; raise InvalidStateError if it has no training tasks."""
     require_tasks(env, opened)
     return TaskSource(env=env.name, num_tasks=opened.num_train, digest=opened.train_digest, weight=env.weight)
 
@@ -294,6 +313,7 @@ def _writer(
     stream: RolloutStream,
     failures: Failures,
 ) -> BatchWriter:
+    """Return the writer of the run's headers; `training` is None for a run that trains nothing."""
     if training is None:
         return BatchWriter(context, book=book, envs=envs, stream=stream, failures=failures, seq_len=NO_SAMPLES)
     settings = training.orchestrator
@@ -310,6 +330,7 @@ def _writer(
 
 
 def _rule(config: RLConfig) -> AdmissionRule:
+    """Return the admission rule of a training run, by its config."""
     settings = config.orchestrator
     return AdmissionRule(
         rollouts_per_step=settings.batch_size,
@@ -333,7 +354,9 @@ def _failures(config: RLConfig | EvalRunConfig) -> Failures:
 
 
 def env_specs(config: RLConfig | EvalRunConfig) -> list[EnvSpec]:
-    """Return the descriptions that env-servers get of the environments to train on, then of those only evaluated."""
+    """Return the messages by which env-servers load the run's environments: those to train on, then those only
+    evaluated.
+    """
     settings = config if isinstance(config, EvalRunConfig) else config.orchestrator
     selected = settings.selections()
     demo_key = ""
@@ -376,7 +399,7 @@ class FixedEndpoints:
     def __init__(self, urls: Sequence[str], *, model: str, max_concurrent: int) -> None:
         """Make one replica of each URL, without a call: the first rollout finds out whether the endpoints answer.
 
-        `max_concurrent` is how many rollouts each plays at once.
+        `model` is the name by which they serve the model, `max_concurrent` how many rollouts each plays at once.
         """
         self._endpoints = [
             ReadyReplica(worker_id=url, http_url=url, model=model, version=0, max_num_seqs=max_concurrent)
@@ -391,15 +414,15 @@ class FixedEndpoints:
         return list(self._endpoints)
 
     def oldest_in_use(self) -> int | None:
-        """Return None: it stores no version."""
+        """Return None: no stored policy version is in use, because the endpoints serve models of their own."""
         return None
 
     def served_version(self) -> int | None:
-        """Return the only version."""
+        """Return 0, the only version; None if there are no endpoints."""
         return 0 if self._endpoints else None
 
     def up_to(self, version: int) -> str:
-        """Return `inference`, which waits for a policy name: endpoints have no trainer."""
+        """Return "inference", the component that would have to serve `version`: endpoints have no trainer."""
         return "inference"
 
     def hold(self, version: int) -> None:
@@ -409,7 +432,7 @@ class FixedEndpoints:
         """Do nothing: endpoints have no newer version."""
 
     def known(self) -> set[str]:
-        """Return the endpoints' URLs."""
+        """Return the URLs of the endpoints, which are their worker ids."""
         return {endpoint.worker_id for endpoint in self._endpoints}
 
     def replica_at(self, http_url: str) -> str:
@@ -425,11 +448,11 @@ class FixedEndpoints:
 
 
 class NoTrainer:
-    """A run that trains nothing takes no trainer from others."""
+    """The trainer of a run that trains nothing: none is assigned."""
 
     async def run(self, *, is_closing: Callable[[], bool]) -> None:
-        """End by cancellation."""
+        """Wait until cancelled: no trainer has to be assigned."""
         await asyncio.Event().wait()
 
     async def wait_finished(self, *, is_needed: bool, spare_s: float) -> None:
-        """Return at once: endpoints have nothing to finish."""
+        """Return at once: there is no trainer that could have anything left to write."""

@@ -13,7 +13,7 @@ import numpy as np
 from millrace.config.sections.orchestrator import OrchestratorConfig
 from millrace.orchestrator.events import RunEvents, is_reported
 from millrace.orchestrator.play.play import Play
-from millrace.rollouts.types import CUT_METRIC, Rollout, reaches
+from millrace.rollouts.types import CUT_METRIC, Rollout, are_equal, reaches
 
 MAX_NAMES = 64
 """Functions of one environment, and reasons to stop, that become metrics; the rest are left out, by name."""
@@ -68,7 +68,7 @@ class Durations:
     """The last groups of a run, whichever way they ended; a successor begins anew."""
 
     def __init__(self, *, window: int) -> None:
-        """Take `window`, the number of groups to keep over all environments."""
+        """Make an empty record of the last `window` groups over all environments."""
         self._ended: deque[_Ended] = deque(maxlen=window)
         self._by_env: dict[str, deque[float]] = {}
         self._window = window
@@ -76,20 +76,23 @@ class Durations:
         """By environment, since this process drives the run."""
 
     def note(self, env: str, seconds: float | None, *, is_stale: bool) -> None:
-        """Take a group that was trained, or dropped as stale; `seconds` since it began, None if nobody knows.
+        """Record a group of environment `env` that was trained, or dropped as stale (`is_stale`).
 
-        A group that was dropped would have taken longer, so the figures are lower bounds until slow ones come.
+        `seconds` is its age, None if its beginning is not known. A group that was dropped would have taken longer, so
+        the figures are lower bounds until slow ones come.
         """
         self.num_stale[env] += is_stale
         self._ended.append(_Ended(env, math.nan if seconds is None else seconds, is_stale))
+        # Environments are named by users: without a bound a run with generated names would grow for ever.
         if seconds is None or (env not in self._by_env and len(self._by_env) >= _MAX_ENVIRONMENTS):
             return
         self._by_env.setdefault(env, deque(maxlen=self._window)).append(seconds)
 
     def patience_s(self, env: str) -> float:
-        """Return for how many seconds a group of an environment is waited for: a little more than most groups take.
+        """Return for how many seconds a cut waits for a group of an environment: a little more than most groups take.
 
-        Infinite before `MIN_MEASURED` groups of the environment were measured.
+        That is `PATIENCE_SLACK` times the quantile `PATIENCE_QUANTILE` of the seconds of its recorded groups. Infinite
+        before `MIN_MEASURED` groups of the environment were measured.
         """
         measured = self._by_env.get(env, ())
         if len(measured) < MIN_MEASURED:
@@ -97,7 +100,9 @@ class Durations:
         return PATIENCE_SLACK * float(np.quantile(measured, PATIENCE_QUANTILE))
 
     def stale_shares(self) -> Mapping[str, StaleShare]:
-        """Return by environment how many of the groups in the window were stale, of all and of the slowest quarter."""
+        """Return by environment how many of its recorded groups were dropped as stale, of all and of the slowest
+        quarter.
+        """
         found: dict[str, StaleShare] = {}
         for env in sorted({each.env for each in self._ended}):
             mine = [each for each in self._ended if each.env == env]
@@ -118,10 +123,10 @@ class Durations:
 def batch_metrics(
     groups: Sequence[Play], *, seq_len: int, stale: Mapping[str, int], shares: Mapping[str, StaleShare]
 ) -> dict[str, float]:
-    """Return the metrics of the groups that a batch is made of, by name.
+    """Return the metrics of the groups that a batch is made of, by name (docs/metrics.md).
 
-    `seq_len` is the number of tokens to which samples are cut. `stale` has by environment the groups dropped as
-    stale since the batch before, `shares` those among the last groups.
+    `seq_len` is the number of tokens to which samples are cut. `stale` has by environment the number of groups dropped
+    as stale since the batch before, `shares` the stale ones among the last groups.
     """
     by_env: dict[str, list[Play]] = defaultdict(list)
     for group in groups:
@@ -143,6 +148,7 @@ def batch_metrics(
 
 
 def _whole(groups: Sequence[Play]) -> dict[str, float]:
+    """Return the metrics over all environments of a batch's groups, by name."""
     rollouts = [rollout for group in groups for rollout in group.rollouts()]
     values = {f"{name}/all": value for name, value in _solved(groups).items()}
     values["is_truncated/all/mean"] = _mean(rollout.is_truncated for rollout in rollouts)
@@ -154,6 +160,7 @@ def _whole(groups: Sequence[Play]) -> dict[str, float]:
 
 
 def _of_environment(env: str, groups: Sequence[Play]) -> dict[str, float]:
+    """Return the metrics of environment `env`, of its groups in a batch, by name."""
     rollouts = [rollout for group in groups for rollout in group.rollouts()]
     rewards = np.asarray([rollout.reward for rollout in rollouts], np.float64)
     values = {
@@ -188,16 +195,21 @@ def _functions(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _solved(groups: Sequence[Play]) -> dict[str, float]:
-    """Return the shares of groups whose rewards are all at least 1, all at most 0, or all equal, but for rounding."""
+    """Return the shares (0 to 1) of groups whose rewards are all at least 1, all at most 0, or all equal, by name.
+
+    The names are `solve_all`, `solve_none` and `zero_advantage`. Errors of rounding do not count.
+    """
     rewards = [[rollout.reward for rollout in group.rollouts()] for group in groups]
     return {
         "solve_all": _mean(all(reaches(reward, 1.0) for reward in each) for each in rewards),
         "solve_none": _mean(all(reaches(-reward, 0.0) for reward in each) for each in rewards),
-        "zero_advantage": _mean(reaches(min(each), max(each)) for each in rewards),
+        # The advantages' own comparison: `reaches` forgives a millionth, which is an advantage where rewards are small.
+        "zero_advantage": _mean(are_equal(each) for each in rewards),
     }
 
 
 def _mean(values: Iterable[float]) -> float:
+    """Return the mean of at least one number."""
     return float(np.mean(np.fromiter(values, np.float64)))
 
 
@@ -238,7 +250,7 @@ class RecentShare:
 
     @property
     def words(self) -> str:
-        """Describe the counts, as in `37 of 40 rollouts of the last 5 batches`."""
+        """Return the counts in words, as in `37 of 40 rollouts of the last 5 batches`."""
         batches = "this batch" if len(self._batches) == 1 else f"the last {len(self._batches)} batches"
         return f"{self.number} of {self.total} rollouts of {batches}"
 
@@ -247,6 +259,7 @@ class BatchWarnings:
     """Looks at each batch after its commit; counts only for itself, so a successor begins anew."""
 
     def __init__(self, settings: OrchestratorConfig, events: RunEvents) -> None:
+        """Make the writer of warnings on a run's batches, with all counts at 0."""
         self._settings, self._events = settings, events
         self._by_turn = {env.name for env in settings.env if (env.algo or settings.algo).credit == "turn"}
         self._truncated, self._without_turns, self._num_rewritten = RecentShare(), dict[str, RecentShare](), 0
@@ -257,7 +270,12 @@ class BatchWarnings:
         self._num_env_cut = Counter[str]()
 
     async def look(self, groups: Sequence[Play], *, step: int) -> None:
-        """Write warnings of what the rollouts of batch `step` show; a repeated one after 1, 2, 4, … such batches."""
+        """Write a warning for each thing that the rollouts of batch `step` show.
+
+        A repeated one after 1, 2, 4, … such batches.
+
+        It counts batches for that, and is called once after each commit.
+        """
         rollouts = [rollout for group in groups for rollout in group.rollouts()]
         await self._note_truncated(rollouts, step=step)
         await self._note_cut(rollouts, step=step)
@@ -268,6 +286,11 @@ class BatchWarnings:
         await self._note_unequal_turns(rollouts, step=step)
 
     async def _note_truncated(self, rollouts: Sequence[Rollout], *, step: int) -> None:
+        """Warn if nearly all rollouts of the last batches were cut at their token limit.
+
+        `rollouts` are those of batch `step`, which is counted. The warning comes at the first, second, fourth, … such
+        batch.
+        """
         if self._truncated.note(sum(rollout.is_truncated for rollout in rollouts), len(rollouts)):
             await self._events.warning(
                 "ALL_TRUNCATED",
@@ -277,7 +300,10 @@ class BatchWarnings:
             )
 
     async def _note_cut(self, rollouts: Sequence[Rollout], *, step: int) -> None:
-        """Warn of samples that are longer than what is trained on."""
+        """Warn of samples of batch `step` longer than `orchestrator.seq_len`: what is beyond is not trained on.
+
+        The warning comes at the first, second, fourth, … such batch.
+        """
         lengths = [sample.num_tokens for rollout in rollouts for sample in rollout.samples]
         longer = [length for length in lengths if length > self._settings.seq_len]
         self._num_cut += bool(longer)
@@ -291,7 +317,10 @@ class BatchWarnings:
             )
 
     async def _note_env_cut(self, rollouts: Sequence[Rollout], *, step: int) -> None:
-        """Warn of environments that have their samples cut by a limit of their own."""
+        """Warn of each environment that has cut rollouts of batch `step` at a limit of its own.
+
+        The warning comes at the environment's first, second, fourth, … such batch.
+        """
         lost = Counter[str]()
         for rollout in rollouts:
             lost[rollout.env] += round(rollout.metrics.get(CUT_METRIC, 0.0))
@@ -309,7 +338,10 @@ class BatchWarnings:
             )
 
     async def _note_rewritten(self, rollouts: Sequence[Rollout], *, step: int) -> None:
-        """Warn of rollouts with several samples where one sample per rollout is expected."""
+        """Warn of rollouts of batch `step` that became several samples, where one for each trace is expected.
+
+        The warning comes at the first, second, fourth, … such batch.
+        """
         if self._settings.trajectory_strategy != "interleaved":
             return
         rewritten = [rollout for rollout in rollouts if rollout.rewritten_turn is not None]
@@ -326,7 +358,10 @@ class BatchWarnings:
             )
 
     async def _note_unrewarded_turns(self, rollouts: Sequence[Rollout], *, step: int) -> None:
-        """Warn of an environment without turn rewards where credit is by turn."""
+        """Warn of each environment where credit is by turn and nearly no rollout of the last batches has turn rewards.
+
+        `rollouts` are those of batch `step`, which is counted.
+        """
         for env in sorted({rollout.env for rollout in rollouts} & self._by_turn):
             mine = [rollout for rollout in rollouts if rollout.env == env]
             share = self._without_turns.setdefault(env, RecentShare())
@@ -340,7 +375,10 @@ class BatchWarnings:
             )
 
     async def _note_nothing_echoed(self, rollouts: Sequence[Rollout], *, step: int) -> None:
-        """Warn of an environment trained by echo whose rollouts have no token of the roles that are learned."""
+        """Warn of each environment trained by echo where nearly no rollout has a token of the roles that are learned.
+
+        `rollouts` are those of batch `step`, which is counted: what matters is the share over the last batches.
+        """
         for env in sorted({rollout.env for rollout in rollouts} & self._echoed.keys()):
             mine = [rollout for rollout in rollouts if rollout.env == env]
             spoken = [{span.role for sample in rollout.samples for span in sample.roles} for rollout in mine]
@@ -356,7 +394,10 @@ class BatchWarnings:
             )
 
     async def _note_unequal_turns(self, rollouts: Sequence[Rollout], *, step: int) -> None:
-        """Warn of rollouts whose turn rewards do not add up to the rollout's reward where credit is by turn."""
+        """Warn of rollouts of batch `step` whose turn rewards do not add up to the rollout's reward.
+
+        Only environments where credit is by turn count. The warning comes at the first, second, fourth, … such batch.
+        """
         mine = [rollout for rollout in rollouts if rollout.env in self._by_turn and rollout.has_turn_rewards]
         unequal = [rollout for rollout in mine if rollout.earned_turns is None]
         self._num_unequal += bool(unequal)

@@ -6,9 +6,8 @@ Nothing counts before its header object exists in the store.
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,23 +18,21 @@ from millrace.decoding import Fields, decode_object
 from millrace.errors import CorruptObjectError, FencedError, InternalError, InvalidSpecError, Violation
 from millrace.internal.v1 import batch_pb2
 from millrace.orchestrator.events import RunContext, is_reported
-from millrace.orchestrator.play.book import Book, Resolved, RolloutStream
+from millrace.orchestrator.play.book import Book, Resolved, RolloutStream, count_dropped, resolutions
 from millrace.orchestrator.play.env_servers import EnvServers
 from millrace.orchestrator.play.failures import Failures, Tally, decode_tally, encode_tally
 from millrace.orchestrator.play.play import Play
 from millrace.orchestrator.play.pools import Pools, PoolSizes, thresholds_of
+from millrace.race import finished
 from millrace.rollouts.batch_wire import closes_run, iter_chunks
 from millrace.rollouts.types import Rollout, Sample, TrainSample
 from millrace.rollouts.wire import encode_archive
 from millrace.runlog import Frontier, chain_hash, commit_batch
 from millrace.runlog.records.known import KnownObjects
 from millrace.runlog.records.run_record import RunOrigin
-from millrace.runlog.records.scores import name_scores
+from millrace.runlog.records.token_logs import name_scores
 from millrace.runlog.recover import Committed
 from millrace.v1 import run_pb2
-
-T = TypeVar("T")
-
 
 MAX_EMPTY_BATCHES = 10
 """Batches in a row without any advantage before the run fails instead of burning tokens for nothing (as prime-rl)."""
@@ -63,9 +60,10 @@ class CutBatch:
 
 
 def credit_group(group: Play, algorithm: Algorithm, *, seq_len: int) -> list[Credited]:
-    """Compute the credit of a whole group; return its samples, cut at `seq_len` tokens, that have a sampled token left.
+    """Return the samples of a group, whose members are all there, with the credit that the algorithm gives each.
 
-    Raise InvalidSpecError if an advantage is not finite.
+    Samples count up to `seq_len` tokens; those without a sampled token among them are left out. Raises InvalidSpecError
+    if an advantage is not finite.
     """
     rollouts = group.rollouts()
     credits = algorithm.credit(rollouts)
@@ -90,12 +88,12 @@ def _absurd(rollout: Rollout) -> InvalidSpecError:
 
 
 def _number(value: int | None) -> int:
-    """Return a version's number as a batch has it: 0 where no span is known."""
+    """Return a policy version or lineage as a batch stores it: 0 for None, which is one that is not known."""
     return 0 if value is None else value
 
 
 def train_sample(item: Credited, credit: Credit, *, seq_len: int) -> TrainSample:
-    """Return one row of a batch: the first `seq_len` tokens of the sample in `item`, with `credit`, the final one."""
+    """Return the row of a batch for a sample: its first `seq_len` tokens, and `credit`, which is the final one."""
     rollout, sample = item.rollout, item.sample
     return TrainSample(
         token_ids=sample.token_ids[:seq_len],
@@ -132,12 +130,13 @@ def cut(
     filters: Sequence[FilterConfig] = (),
     baselines: Baselines = Baselines(),  # noqa: B008 - immutable
 ) -> CutBatch:
-    """Make batch `step` of whole groups, with the algorithm of each one's environment.
+    """Make batch `step` of groups whose members are all there; `algorithms` are by the name of the environment.
 
-    An algorithm that several environments share finishes all of their samples together. Only then are samples
-    without an advantage left out, if `filter_zero_advantages` has the batch shrink. A group of which nothing is
-    left is resolved as dropped. Where batches are refilled, such groups were replaced before the cut, and the
-    others stay whole, but for samples of which filters leave nothing. Raise InvalidSpecError if an advantage is not
+    An algorithm that several environments share finishes all of their samples together. Only then are samples without
+    an advantage left out, if `filter_zero_advantages` has the batch shrink. A group of which nothing is left is
+    resolved as dropped. Where batches are refilled, such groups were replaced before the cut, and the others stay
+    whole, but for samples of which filters leave nothing. Samples are cut at `seq_len` tokens; `filters` are those
+    whose finds are counted, `baselines` the averages before the batch. Raises InvalidSpecError if an advantage is not
     finite.
     """
     is_shrinking = filter_zero_advantages in (True, "shrink")
@@ -157,14 +156,15 @@ def cut(
 
 
 def teaches(group: Play, algorithm: Algorithm, *, seq_len: int) -> bool:
-    """Return whether any sample of a complete group has an advantage; the answer is the same in every process."""
+    """Return whether any sample of a group has an advantage, cut at `seq_len` tokens; the same in every process."""
     return any(has_advantage(item, item.credit) for item in credit_group(group, algorithm, seq_len=seq_len))
 
 
 def has_advantage(item: Credited, final: Credit) -> bool:
     """Return whether a sample has an advantage both in its group (`item.credit`) and in the batch (`final`).
 
-    True also if it trains on tokens of other roles.
+    True also if it has cross-entropy weight on tokens of other roles. Tokens beyond those that are trained on do not
+    count.
     """
     has_ce = final.ce_weights is not None and bool(final.ce_weights[: item.num_tokens].any())
     return has_ce or all(bool(credit.advantages[: item.num_tokens].any()) for credit in (item.credit, final))
@@ -176,34 +176,18 @@ def finish(credited: Sequence[Credited], algorithms: Mapping[str, Algorithm]) ->
     An algorithm gets the samples of all environments that share it in one call.
     """
     credits: dict[int, Credit] = {}
+    # By identity: environments without an algorithm of their own share one object, and so one batch.
     for algorithm in {id(each): each for each in algorithms.values()}.values():
         places = [at for at, item in enumerate(credited) if algorithms[item.rollout.env] is algorithm]
         credits.update(zip(places, algorithm.finish([credited[at] for at in places]), strict=True))
     return [credits[at] for at in range(len(credited))]
 
 
-def count_dropped(resolved: Sequence[Resolved]) -> Counter[str]:
-    """Count the dropped ordinals by reason."""
-    return Counter(item.reason for item in resolved if item.reason)
-
-
-def resolutions(resolved: Sequence[Resolved]) -> list[batch_pb2.Resolution]:
-    """Return the messages of resolved ordinals for a header, in order of ordinal: trained, or dropped for a reason."""
-    return [
-        batch_pb2.Resolution(
-            ordinal=item.ordinal,
-            env=item.env,
-            task_id=item.task_id,
-            outcome=batch_pb2.ORDINAL_OUTCOME_DROPPED if item.reason else batch_pb2.ORDINAL_OUTCOME_TRAINED,
-            reason=item.reason,
-            attempts=item.attempts,
-        )
-        for item in sorted(resolved, key=lambda item: item.ordinal)
-    ]
-
-
 def score_samples(rollouts: Sequence[Rollout], *, seq_len: int) -> list[TrainSample]:
-    """Return the samples of an evaluation for the closing header: no advantage, scored but never trained on."""
+    """Return the samples of rollouts of an evaluation as rows of the closing header, with advantage 0.
+
+    The trainer scores them, up to `seq_len` tokens, and never trains on them.
+    """
     return [
         train_sample(item, item.credit, seq_len=seq_len)
         for rollout in rollouts
@@ -213,6 +197,7 @@ def score_samples(rollouts: Sequence[Rollout], *, seq_len: int) -> list[TrainSam
 
 
 def _uncredited(rollout: Rollout, sample: Sample, place: int) -> Credited:
+    """Return a sample with advantage 0 on all of its tokens; `place` is the index of its trace in the rollout."""
     credit = Credit(advantages=np.zeros_like(sample.inference_logprobs))
     return Credited(rollout=rollout, sample=sample, credit=credit, num_tokens=sample.num_tokens, place=place)
 
@@ -239,11 +224,12 @@ def encode_state(
     pools: Pools | None = None,
     baselines: Mapping[str, Mapping[str, float]] | None = None,
 ) -> bytes:
-    """Encode the orchestrator's bounded state for a header, from which a successor continues to count.
+    """Return the orchestrator's bounded state as JSON for a header; a successor goes on counting from it.
 
-    `read_until` is the newest entry of the rollout stream that was read: duplicates up to there are counted.
-    `scored_whole` are the environments whose groups must come from one attempt. `pools` is None unless draws depend
-    on pools; `baselines` is empty unless rae trains.
+    `next_ordinal` is the one that is drawn next. `read_until` is the newest entry of the rollout stream that was read:
+    `num_duplicates` counts up to there. `scored_whole` are the environments whose groups must come from one attempt.
+    `pools` is None unless draws depend on pools; `baselines`, averages by environment and agent, is empty or None
+    unless rae trains.
     """
     state = {
         "next_ordinal": next_ordinal,
@@ -264,7 +250,10 @@ def encode_state(
 
 
 def decode_state(data: bytes) -> WriterState:
-    """Decode the state in a header, empty for a new run; raise CorruptObjectError if it is malformed."""
+    """Return the state of `encode_state`, an empty one for no bytes (a new run).
+
+    Raise CorruptObjectError if malformed.
+    """
     if not data:
         return WriterState()
     what, reason = "the orchestrator's state in the last header", "HEADER_CORRUPT"
@@ -283,6 +272,7 @@ def decode_state(data: bytes) -> WriterState:
 
 
 def _decode_baselines(fields: Fields) -> dict[str, dict[str, float]]:
+    """Return the averages of rewards by environment and agent; empty if the state has none."""
     found: dict[str, dict[str, float]] = {}
     for item in fields.objects("baselines", most=_MAX_BASELINES) if fields.has("baselines") else ():
         found.setdefault(item.text("env"), {})[item.text("agent")] = item.number("value")
@@ -304,7 +294,11 @@ class BatchWriter:
         buffer: BufferConfig | None = None,
         baselines: Baselines | None = None,
     ) -> None:
-        """Take `buffer`, which moves tasks between pools; None if tasks are not drawn from pools."""
+        """Make the writer of a run's headers, before `restore`.
+
+        Samples are cut at `seq_len` tokens. `buffer` is None if nothing is trained. `baselines` are the moving averages
+        that rae compares rewards with, None where there are none.
+        """
         self._context = context
         self._log = context.log
         self._book = book
@@ -337,10 +331,10 @@ class BatchWriter:
         """Batches in a row without any advantage."""
 
     def restore(self, committed: Committed, *, origin: RunOrigin) -> None:
-        """Continue after the last committed header, or at the log's origin: step, frontier, counters, pools and chain.
+        """Continue after the last committed header, or at the run's origin: step, frontier, counters, pools and chain.
 
-        After a closing header that was reopened, continue at its step, which it did not train, and with the
-        ordinals after those that it dropped.
+        A closing header that was reopened did not train its step: continue at that step, with the ordinals after those
+        that the header dropped.
         """
         self.chain, last, self.known = committed.chain, committed.last, committed.known
         self.num_reopened = committed.num_reopened
@@ -356,6 +350,7 @@ class BatchWriter:
         begins_anew = is_forked or committed.is_reopened
         self.closing = last if is_closing and not committed.is_reopened else None
         self.lineage = last.lineage
+        # Two headers of one step: the reopened run's replaces the closing one as its next revision.
         self._revision = last.revision + 1 if committed.is_reopened else 0
         state = decode_state(last.orchestrator_state)
         self.baselines = self.baselines.restored(state.baselines)
@@ -369,9 +364,9 @@ class BatchWriter:
         self._restore_pools(state.pools, step=self._book.step, begins_anew=begins_anew)
 
     def _restore_pools(self, pools: Pools | None, *, step: int, begins_anew: bool) -> None:
-        """Continue with the pools of the log.
+        """Continue at `step` with the pools of the log, None if it has none.
 
-        If the run `begins_anew`, return a share of the easy and hard tasks to normal.
+        If the run `begins_anew`, a share of the easy and hard tasks returns to normal, as the config says.
         """
         self.pools, config = pools or Pools(step=step), self._buffer
         if begins_anew and config is not None and pools is not None:
@@ -404,11 +399,12 @@ class BatchWriter:
         )
 
     async def commit(self, batch: CutBatch, *, metrics: Callable[[Mapping[str, int]], Mapping[str, float]]) -> None:
-        """Commit a batch: its ordinals are resolved with it, and those dropped since the batch before.
+        """Commit a batch with its header, which resolves its ordinals and those dropped since the batch before.
 
-        A batch without samples is not committed: it is counted (`count_empty`), and its ordinals wait for the
-        next header. `metrics` returns what the rollouts were, given by environment how many groups were dropped
-        as stale. Raise FencedError if the lease is another orchestrator's.
+        A batch without samples is not committed: it is counted (`count_empty`), and its ordinals wait for the next
+        header. `metrics` returns the batch's metrics by name, given by environment how many groups were dropped as
+        stale. Writes the event of the batch, and trims the rollout stream. Raises FencedError if the lease is another
+        orchestrator's.
         """
         await self._hold_lease()
         self._book.settle(batch.resolved)
@@ -447,10 +443,10 @@ class BatchWriter:
         evaluation: Sequence[Rollout] = (),
         error: run_pb2.RunError | None = None,
     ) -> None:
-        """Write the closing header, which resolves every open ordinal as dropped for `reason`.
+        """Commit the closing header, which records `outcome` and resolves every open ordinal as dropped for `reason`.
 
-        The trainer scores the samples of `evaluation` without training on them. Raise FencedError if the lease
-        is another orchestrator's.
+        The trainer scores the samples of `evaluation` without training on them. `error` is why the run failed, None if
+        it did not. Raises FencedError if the lease is another orchestrator's.
         """
         self.is_closing = True
         await self._hold_lease()
@@ -472,9 +468,10 @@ class BatchWriter:
     ) -> None:
         """Count one more batch, or a batch's worth of replaced groups, without any advantage.
 
-        Raise InternalError at the limit. Writes a warning after 1, 2, 4, … of them. `filtered` are the batch's
-        rollouts that filters found, by type, of `num_rollouts`; `replaced` says why groups were replaced before
-        the cut.
+        Raise InternalError at the limit.
+
+        Writes a warning after 1, 2, 4, … of them. `filtered` are the rollouts that filters found, by type, of
+        `num_rollouts`; `replaced` has the number of groups that were replaced before the cut, by reason.
         """
         self.num_empty += 1
         step = self._book.step
@@ -495,6 +492,12 @@ class BatchWriter:
             )
 
     def _header(self, kind: batch_pb2.BatchKind, baselines: Baselines) -> batch_pb2.BatchHeader:
+        """Return the next header of the chain, of this kind, which resolves what is pending.
+
+        Its samples are added later.
+
+        Keeps pools and `baselines` (those after the batch) for `_write`.
+        """
         book, context = self._book, self._context
         # Not the book's own yet: that moves on only when the header is committed.
         frontier = book.frontier.resolve(item.ordinal for item in book.pending)
@@ -524,19 +527,24 @@ class BatchWriter:
         return header
 
     async def _write(self, header: batch_pb2.BatchHeader, samples: Sequence[TrainSample]) -> None:
-        """Commit a header and its samples as the next of the chain; take over pools and baselines made for it.
+        """Commit a header and its samples as the next of the chain, and take over the pools and baselines made for it.
 
-        There must be no await between `_header` and this: what is dropped from here on is in the next header.
+        There must be no await between `_header` and this: what is dropped from here on is in the next header. If this
+        task is cancelled meanwhile, the commit is finished first.
         """
+        # The commit is the first thing that cannot be taken back.
         self._context.lease.require()
         # From here to the end of the commit the book keeps what this header resolves apart, so that a failure loses
         # nothing.
         with self._book.committing() as archived:
             header.objects.extend(await asyncio.to_thread(name_scores, self._log.names, archived))
+            # In a thread, as compressing a batch's rollouts would stop the event loop and with it the heartbeats.
             archive = await asyncio.to_thread(encode_archive, archived)
             chunks = iter_chunks(header, samples)
-            header_bytes, cancelled = await _finish(
-                commit_batch(self._log, self._context.epoch, header, chunks, archive, known=self.known)
+            # A header may exist in the store although its writer was cancelled, and the chain must then include it.
+            header_bytes, cancelled = await finished(
+                commit_batch(self._log, self._context.epoch, header, chunks, archive, known=self.known),
+                grace_s=COMMIT_GRACE_S,
             )
             self.chain = chain_hash(self.chain, header_bytes)
         self.pools, self.baselines = self._next_pools or self.pools, self._next_baselines
@@ -546,9 +554,9 @@ class BatchWriter:
             raise cancelled
 
     async def _hold_lease(self) -> None:
-        """Renew the lease if it is not fresh; raise FencedError if it is another's.
+        """Renew the run's lease unless it was renewed lately (`Lease.may_write`).
 
-        It is not fresh after Redis or this process stood still.
+        It was not if Redis or this process stood still. Raise FencedError if the lease is another orchestrator's.
         """
         lease = self._context.lease
         if not lease.may_write and not await lease.renew():
@@ -579,21 +587,3 @@ def _nothing_to_learn(filtered: Mapping[str, int], num_rollouts: int, replaced: 
         f"{why}, so there is nothing to learn from",
         "check the reward function, or raise orchestrator.rollouts_per_example or the temperature",
     )
-
-
-async def _finish(work: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError | None]:
-    """Await `work` and return its result. If this task is cancelled meanwhile, let `work` finish first, for at
-    most `COMMIT_GRACE_S`, and return the cancellation, too; it is raised if `work` has not finished by then.
-    """
-    task = asyncio.create_task(work)
-    try:
-        # Shielded: a header may exist in the store although its writer was cancelled, and the chain must then include
-        # it.
-        return await asyncio.shield(task), None
-    except asyncio.CancelledError as cancelled:
-        await asyncio.wait((task,), timeout=COMMIT_GRACE_S)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        if task.cancelled() or task.exception() is not None:
-            raise
-        return task.result(), cancelled

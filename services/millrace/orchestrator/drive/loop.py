@@ -29,10 +29,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 from millrace.algorithms import Algorithm, RewardRanges, count_found
 from millrace.config import OrchestratorConfig
-from millrace.errors import InvalidStateError
+from millrace.errors import InternalError, InvalidStateError
 from millrace.orchestrator.drive.batch_metrics import BatchWarnings, Durations, batch_metrics
 from millrace.orchestrator.drive.batch_writer import BatchWriter, cut, teaches
 from millrace.orchestrator.events import RunEvents
@@ -42,8 +44,11 @@ from millrace.orchestrator.play.intake import MakePlay
 from millrace.orchestrator.play.play import Play, PlayState, num_rollouts
 from millrace.orchestrator.play.player import Player
 from millrace.orchestrator.play.routing import AdmissionRule, Policies
+from millrace.race import in_own_thread
 from millrace.runlog.run_status import MUCH
 from millrace.telemetry.waits import LastingWait, waiting
+
+T = TypeVar("T")
 
 TICK_S = 1.0
 """Longest pause between two looks at lost groups and requests to stop if nothing else wakes the loop."""
@@ -114,6 +119,7 @@ class RolloutLoop:
                 await self.report_failures()
                 await self.drop_stale()
                 await self.drop_equal()
+                # Before `admit`: plays that were admitted already, and were lost or not taken, get the room first.
                 await self.player.place_open(self.book.plays.values())
                 await self.admit()
                 if self.committing is None and (groups := self.take()):
@@ -124,11 +130,12 @@ class RolloutLoop:
         finally:
             self.wait.over()
             if self.committing is not None:
+                # The batch writer finishes a commit that is under way before it lets the cancellation through.
                 self.committing.cancel()
                 await asyncio.wait((self.committing,))
 
     def begin_commit(self, groups: list[Play]) -> None:
-        """Begin to commit a batch in the background, while groups are sent out and finish.
+        """Begin to commit the batch of `groups` in the background, while other groups are sent out and finish.
 
         The next batch is cut when the commit is done.
         """
@@ -140,7 +147,7 @@ class RolloutLoop:
     async def end_commit(self, *, waits: bool = False) -> None:
         """Finish the commit that `begin_commit` began, if it is done; raise its error.
 
-        If `waits` is set, wait until it is done.
+        With `waits` wait until it is done.
         """
         if self.committing is not None and (waits or self.committing.done()):
             await self.committing
@@ -159,10 +166,7 @@ class RolloutLoop:
         return self.batch_step + 1, num_rollouts(each for each in self.book.plays.values() if each.ordinal not in taken)
 
     async def report_failures(self) -> None:
-        """Write events of failed and lost rollouts.
-
-        Raise RolloutsFailedError if so many fail that the run cannot learn.
-        """
+        """Write events on failed and lost rollouts that are due; raise RolloutsFailedError if the run cannot learn."""
         for count in self.failures.report():
             await self.events.rollouts_failed(count)
         if outage := self.failures.outage_report():
@@ -171,10 +175,13 @@ class RolloutLoop:
             raise error
 
     async def admit(self) -> None:
-        """Start new groups while there is room and an env-server for them; after failed groups, pause first.
+        """Start new groups while there is room and an env-server for them; none during the pause after failed groups.
 
         Where the pools of the newest header decide what is drawn, nothing is drawn while the next one is committed.
+        Raises InvalidStateError if no task is left to draw and nothing that is open can fill the next batch
+        (`require_groups`).
         """
+        # The header under way may move tasks, and an ordinal drawn now must not depend on whether it does.
         if self.committing is not None and self.settings.buffer.changes_draws:
             return
         plays = self.book.plays
@@ -182,7 +189,8 @@ class RolloutLoop:
             while (served := self.policies.served_version()) is not None and not placing.refused:
                 step, ahead = self.ahead
                 if self.failures.not_before > time.monotonic():
-                    return  # groups may fail, and leave room again, while others are asked for
+                    # Looked at for each group: groups may fail, and pause new ones, while others are placed.
+                    return
                 # Read anew for every group: others finish, and versions are served, while it is waited for.
                 if ahead >= self.rule.num_allowed(step=step, served_version=served):
                     return
@@ -194,12 +202,13 @@ class RolloutLoop:
                     self.require_groups()
                     return
                 group = plays[ordinal] = self.make_play(ordinal, planned)
-                await placing.place(group)  # if nobody takes it, it stays open, and `place_open` tries again
+                # If nobody takes it, it stays open, and `place_open` tries again.
+                await placing.place(group)
 
     def require_groups(self) -> None:
-        """Raise InvalidStateError if nothing is played and the finished groups make no batch.
+        """Raise InvalidStateError if no group is being played or committed, and the finished ones make no batch.
 
-        Called when no task is left.
+        It is called when no task is left to draw.
         """
         if (
             self.committing is None
@@ -214,9 +223,9 @@ class RolloutLoop:
             )
 
     async def drain(self) -> None:
-        """Wait until the open groups have finished, `DRAIN_S` at most, before a pause.
+        """Wait until the open groups have finished, `DRAIN_S` seconds at most, before a pause.
 
-        Finished rollouts stay in the log.
+        Finished rollouts stay in the log. Nothing is dropped here.
         """
         try:
             async with asyncio.timeout(DRAIN_S):
@@ -231,7 +240,9 @@ class RolloutLoop:
             self.wait.over()
 
     async def drop_stale(self) -> None:
-        """Drop every group whose tokens are too old to be trained on, and report environments that lose many."""
+        """Drop every group whose tokens are too old to be trained on, stop its play, and report environments that
+        lose many.
+        """
         stale = [group for group in (*self.book.open, *self.book.whole) if not self.is_eligible(group)]
         for group in stale:
             self.durations.note(group.task.env, group.seconds, is_stale=True)
@@ -242,7 +253,8 @@ class RolloutLoop:
     async def report_stale(self) -> None:
         """Write an event for each environment many of whose groups are dropped as stale.
 
-        It is repeated whenever their number has doubled.
+        Many are a share of `MUCH` of its last groups, and at least as many as a step has. It is repeated whenever the
+        number of the environment's stale groups has doubled.
         """
         for env, found in self.durations.stale_shares().items():
             number, reported = self.durations.num_stale[env], self.num_stale_reported.get(env, 0)
@@ -260,30 +272,38 @@ class RolloutLoop:
 
     @property
     def is_refilling(self) -> bool:
-        """Return whether complete groups may be dropped before the cut because they teach nothing."""
+        """Return whether the config has finished groups replaced before the cut if they teach nothing."""
         buffer = self.settings.buffer
         return self.settings.filter_zero_advantages == "refill" or buffer.online_difficulty_filtering
 
-    def verdict(self, group: Play) -> str:
-        """Return the reason for which a complete group is to be replaced by another task's; empty if it is kept."""
+    async def verdict(self, group: Play) -> str:
+        """Return why a finished group is to be replaced by one of another task; empty if it is kept.
+
+        The reasons are "easy", "hard" and "zero_advantage". InternalError if the advantages take too long.
+        """
         if self.settings.buffer.online_difficulty_filtering and (found := self.ranges.extreme(group.rollouts())):
             return found
         if self.settings.filter_zero_advantages != "refill":
             return ""
-        is_taught = teaches(group, self.algorithms[group.task.env], seq_len=self.settings.seq_len)
+        work = partial(teaches, group, self.algorithms[group.task.env], seq_len=self.settings.seq_len)
+        is_taught = await self._computed(work, f"the advantages of ordinal {group.ordinal}")
         return "" if is_taught else "zero_advantage"
 
     async def drop_equal(self) -> None:
-        """Drop every complete group that teaches nothing, where batches are refilled.
+        """Drop every finished group that teaches nothing, if the config has such groups replaced.
 
-        Admission draws another task instead. What a group is worth follows from its rollouts alone, so a
-        successor drops and counts the same groups. Raises InternalError after too many of them in a row.
+        Admission draws another task instead. What a group is worth follows from its rollouts alone, so a successor
+        drops and counts the same groups. Raises InternalError after too many of them in a row.
         """
         if not self.is_refilling:
             return
         self.teaching &= self.book.plays.keys()
         for group in [group for group in self.book.whole if group.ordinal not in self.teaching]:
-            if not (reason := self.verdict(group)):
+            reason = await self.verdict(group)
+            # The group may have been dropped during the await.
+            if group.ordinal not in self.book.plays:
+                continue
+            if not reason:
                 self.teaching.add(group.ordinal)
                 self.num_equal_in_a_row = self.writer.num_empty = 0
                 self.filtered_in_a_row.clear()
@@ -291,13 +311,15 @@ class RolloutLoop:
             await self.drop([group], reason=reason)
             self.num_equal_in_a_row += 1
             self.filtered_in_a_row[reason] += 1
+            # As many replaced groups as make a batch count like a batch without an advantage.
             if self.num_equal_in_a_row % self.settings.groups_per_step == 0:
                 rollouts, replaced = group.rollouts(), self.filtered_in_a_row
                 found = count_found(rollouts, self.settings.filters)
                 await self.writer.count_empty(filtered=found, num_rollouts=len(rollouts), replaced=replaced)
 
     async def drop(self, groups: Sequence[Play], *, reason: str) -> None:
-        """Resolve groups as dropped for `reason`, and stop those that are still being played."""
+        """Resolve groups as dropped for `reason`, and ask env-servers to stop those that are still being played."""
+        # Looked up first: resolving closes them.
         playing = [group for group in groups if group.is_open]
         self.book.drop(groups, reason=reason)
         await self.player.stop(playing)
@@ -319,13 +341,16 @@ class RolloutLoop:
         if served is None or not self.rule.may_cut(step=self.book.step, served_version=served):
             return []
         ready = [group for group in self.book.whole if self.is_eligible(group)]
-        if self.is_refilling:  # a group may have become whole since they were looked at
+        # A group may have become whole since `drop_equal` looked at them all.
+        if self.is_refilling:
             ready = [group for group in ready if group.ordinal in self.teaching]
         batch = self.first_of(ready)
         return [] if not batch or self.awaited(batch) else batch
 
     def first_of(self, ready: Sequence[Play]) -> list[Play]:
-        """Return as many of the groups as make a batch, or none if they do not: those that grow too old first.
+        """Return as many groups of `ready` as make a batch, those first that grow too old first.
+
+        Empty if they make none.
 
         Groups that grow too old at the same step are taken in their order in `ready`.
         """
@@ -337,9 +362,7 @@ class RolloutLoop:
         return []
 
     def last_step(self, group: Play) -> float:
-        """Return the last step that may train on a group; infinite while the versions of the group's tokens are
-        unknown.
-        """
+        """Return the last step that may train on a group; infinite while no version of the group's tokens is known."""
         oldest = group.oldest_version
         return math.inf if oldest is None else oldest + self.rule.max_off_policy_steps
 
@@ -368,23 +391,25 @@ class RolloutLoop:
         return group.seconds is not None and group.seconds <= self.durations.patience_s(group.task.env)
 
     async def commit(self, groups: list[Play]) -> None:
-        """Make the next batch of groups and commit it; at async level 0 drop all other groups.
+        """Make the next batch of `groups` and commit it; at async level 0 drop all other groups.
 
-        A batch without any advantage is not committed, and its step is cut again.
+        A batch without any advantage is not committed, and its step is cut again. After the commit, metrics are
+        recorded and warnings written.
         """
-        with waiting(f"the advantages of batch {self.book.step}", waits_on="orchestrator", deadline_s=SLOW_S):
-            batch = await asyncio.to_thread(
-                cut,
-                groups,
-                self.algorithms,
-                step=self.book.step,
-                filter_zero_advantages=self.settings.filter_zero_advantages,
-                seq_len=self.settings.seq_len,
-                filters=self.settings.filters,
-                baselines=self.writer.baselines,
-            )
+        work = partial(
+            cut,
+            groups,
+            self.algorithms,
+            step=self.book.step,
+            filter_zero_advantages=self.settings.filter_zero_advantages,
+            seq_len=self.settings.seq_len,
+            filters=self.settings.filters,
+            baselines=self.writer.baselines,
+        )
+        batch = await self._computed(work, f"the advantages of batch {self.book.step}")
         # At async level 0 every batch is on-policy: what is left over was sampled by a policy that this batch replaces.
-        if self.rule.async_level == 0 and batch.samples:  # else they are for this batch still
+        # Where there are no samples nothing is trained, and the other groups are still for this step.
+        if self.rule.async_level == 0 and batch.samples:
             surplus = [group for group in (*self.book.open, *self.book.whole) if group not in groups]
             await self.drop(surplus, reason="surplus")
         for group in groups:
@@ -393,14 +418,39 @@ class RolloutLoop:
         found: dict[str, float] = {}
 
         def metrics(stale: Mapping[str, int]) -> Mapping[str, float]:
+            """Return the batch's metrics by name, and keep them.
+
+            `stale` are the groups dropped as stale by environment.
+            """
             shares = self.durations.stale_shares()
             found.update(batch_metrics(groups, seq_len=self.settings.seq_len, stale=stale, shares=shares))
             return found
 
         await self.writer.commit(batch, metrics=metrics)
-        if self.book.step > batch.step:  # else no group had an advantage, and nothing is trained
+        # Otherwise no group had an advantage, and nothing is trained.
+        if self.book.step > batch.step:
             self.events.meters.trained(groups, step=batch.step, metrics=found)
             await self.warnings.look(groups, step=batch.step)
+
+    async def _computed(self, work: Callable[[], T], what: str) -> T:
+        """Return what `work` returns, a computation in a thread that may call a function of the user's.
+
+        `what` names it. Raises InternalError after `advantage_timeout_s`: the thread cannot be stopped, and what it
+        still returns is not used.
+        """
+        limit_s = self.settings.advantage_timeout_s
+        with waiting(what, waits_on="orchestrator", deadline_s=min(SLOW_S, limit_s)):
+            try:
+                async with asyncio.timeout(limit_s):
+                    # Not in the shared pool: a function that never returns would keep one of its threads for ever.
+                    return await in_own_thread(work)
+            except TimeoutError as error:
+                raise InternalError(
+                    f"{what} were not computed within {limit_s:g} s",
+                    reason="ADVANTAGES_SLOW",
+                    remedy="see what the function of `orchestrator.algo` waits for; if it computes for so long, raise "
+                    "`orchestrator.advantage_timeout_s`, and go on with `millrace run resume`",
+                ) from error
 
     async def wait_for_change(self) -> None:
         """Register what the next batch waits for, and sleep until something changes (`tick`)."""
@@ -432,7 +482,10 @@ class RolloutLoop:
         await self.tick()
 
     def missing(self, count: int, *, of: int) -> str:
-        """Describe how many of a batch's rollouts are missing: in groups where all are of one size."""
+        """Return in words how much of a batch is missing, such as "3 of 8 groups"; `count` and `of` are rollouts.
+
+        It is in rollouts where groups are of several sizes.
+        """
         sizes = set(self.settings.group_sizes.values())
         if len(sizes) > 1:
             return f"{count} of {of} rollouts"

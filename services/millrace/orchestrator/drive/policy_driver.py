@@ -9,6 +9,7 @@ as its version is new enough for that.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 
@@ -17,7 +18,6 @@ from millrace.internal.v1 import policy_pb2, policy_service_pb2, policy_service_
 from millrace.orchestrator.events import RunEvents
 from millrace.orchestrator.play.routing import ReadyReplica
 from millrace.orchestrator.workers import WorkerKind, WorkerRecord, WorkerRegistry
-from millrace.race import first_of
 from millrace.rpc.channel import call, open_channel
 from millrace.telemetry import waits
 from millrace.v1 import event_pb2
@@ -51,7 +51,11 @@ class PolicyDriver:
         on_change: Callable[[], None],
         is_due: Callable[[int], bool] = lambda version: False,
     ) -> None:
-        """Take `is_due`, which says whether a version is to be evaluated and a replica may be held at it."""
+        """Make a driver of the replicas that a run has, under the orchestrator's `epoch`.
+
+        `on_change` is called when what replicas serve may have changed. `is_due` says whether a version is to be
+        evaluated, so that a replica may be held at it.
+        """
         self._run_uid = run_uid
         self._is_due = is_due
         self._epoch = epoch
@@ -61,8 +65,9 @@ class PolicyDriver:
         self._served: dict[str, policy_service_pb2.PolicyStatus] = {}
         self._announced: dict[str, tuple[int, int]] = {}
         self._failures: dict[str, str] = {}
-        self._suspected: dict[str, asyncio.Event] = {}
-        self._published = asyncio.Event()
+        self._suspected: set[str] = set()
+        self._nudges: dict[str, asyncio.Event] = {}
+        """By replica: set when it is suspected, or when there may be another version for it."""
         self._due: policy_pb2.PolicyEntry | None = None
         self._wanted: int | None = None
         self._held: policy_pb2.PolicyEntry | None = None
@@ -73,7 +78,10 @@ class PolicyDriver:
         self._looked = 0
 
     def publish(self, entry: policy_pb2.PolicyEntry) -> None:
-        """Make a newly published version the one that replicas shall serve; one that is no newer is ignored."""
+        """Make a newly published version the one that replicas shall serve; one that is not newer is ignored.
+
+        One that is to be evaluated becomes `newest_due`, at which a replica may be held (`hold`).
+        """
         current = self.desired
         if current is not None and (entry.lineage, entry.version) <= (current.lineage, current.version):
             return
@@ -101,7 +109,7 @@ class PolicyDriver:
 
     @property
     def newest_due(self) -> int | None:
-        """Return the newest published version that may be evaluated."""
+        """Return the newest published version that is to be evaluated; None before the first."""
         return None if self._due is None else self._due.version
 
     @property
@@ -110,9 +118,10 @@ class PolicyDriver:
         return next((replica.version for replica in self.ready() if replica.is_held), None)
 
     def _hold_due(self) -> None:
-        """Choose what version to hold, once the wanted one is published, and the replica that is nearest to it.
+        """Hold the newest published version that is due for evaluation, once it is at least the wanted version.
 
-        A holder that is lost is replaced.
+        The replica that serves the nearest version becomes the holder; another takes its place if it is lost. Until
+        `release` the version stays the same. Does nothing while none is wanted or held.
         """
         if self._held is None and self._wanted is not None and self._due and self._due.version >= self._wanted:
             self._held, self._ready = self._due, None
@@ -122,17 +131,22 @@ class PolicyDriver:
         able, version = {record.worker_id for record in owned if record.takes_work}, self._held.version
         if self._holder not in able:
             served = {name: status.version for name, status in self._served.items()}
+            # The replica with the nearest version has the least to load; equal ones are decided by id.
             self._holder = min(able, key=lambda each: (abs(served.get(each, -1) - version), each), default="")
             self._wake()
 
     def _target(self, worker_id: str) -> policy_pb2.PolicyEntry | None:
-        """Return the policy that a replica shall serve."""
+        """Return the policy that a replica shall serve: the held one if it is the holder.
+
+        None before the first publication.
+        """
         return self._held if self._held is not None and worker_id == self._holder else self.desired
 
     def _wake(self) -> None:
+        """Wake the task of every replica, because what they shall serve may have changed."""
         self._ready = None
-        self._published.set()
-        self._published = asyncio.Event()
+        for nudge in self._nudges.values():
+            nudge.set()
 
     def ready(self) -> list[ReadyReplica]:
         """Return the replicas that serve some version of this run's policy and take work, in order of id."""
@@ -147,6 +161,9 @@ class PolicyDriver:
         self._on_change()
 
     def _find_ready(self) -> list[ReadyReplica]:
+        """Return the replicas that serve some version of the run's policy and take work, from what they last
+        reported.
+        """
         replicas = []
         for record in self._registry.owned(WorkerKind.INFERENCE, self._run_uid):
             if not record.takes_work:
@@ -167,14 +184,15 @@ class PolicyDriver:
         return replicas
 
     def up_to(self, version: int) -> str:
-        """Return the kind of component that must act before a version is served: the trainer publishes, then
-        replicas load.
+        """Return the kind of worker on which it depends that `version` is served.
+
+        That is the trainer until the version is published, then inference.
         """
         is_published = self.desired is not None and self.desired.version >= version
         return "inference" if is_published else "trainer"
 
     def served_version(self) -> int | None:
-        """Return the newest version that at least one ready replica serves."""
+        """Return the newest version that a ready replica serves; None if there is none."""
         self.ready()
         return self._newest
 
@@ -194,17 +212,18 @@ class PolicyDriver:
         return next((record.worker_id for record in owned if record.worker.http_url == http_url), "")
 
     def suspect(self, worker_id: str) -> None:
-        """Treat a replica as not ready, because a rollout lost its engine there, until it answers that it serves.
+        """Treat a replica as not ready until it answers that it serves, because a rollout lost its engine there.
 
-        It is asked at once.
+        It is asked at once. Does nothing for a replica that is not known to serve anything.
         """
         if self._served.pop(worker_id, None) is not None:
             logger.warning("replica lost a request, asking whether it serves", extra={"worker": worker_id})
-            self._suspected[worker_id].set()
+            self._suspected.add(worker_id)
+            self._nudges[worker_id].set()
             self._change()
 
     async def run(self) -> None:
-        """Claim replicas for the run while it has a trainer, and keep a task for each; ends by cancellation."""
+        """Assign replicas to the run while it has a trainer, and keep each at its target by a task, until cancelled."""
         tasks: dict[str, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as group:
             # unregistered wait: a periodic look; what it awaits is registered where it is awaited
@@ -217,28 +236,38 @@ class PolicyDriver:
                 }
                 for worker_id in tasks.keys() - owned.keys():
                     tasks.pop(worker_id).cancel()
+                    self._suspected.discard(worker_id)
+                    del self._nudges[worker_id]
                     self._served.pop(worker_id, None)
                     self._change()
                 for worker_id in owned.keys() - tasks.keys():
-                    self._suspected[worker_id] = asyncio.Event()
+                    self._nudges[worker_id] = asyncio.Event()
                     tasks[worker_id] = group.create_task(self._drive(owned[worker_id]))
-                self._hold_due()  # the holder may be gone
+                # The replica that holds a version may be gone.
+                self._hold_due()
                 await asyncio.sleep(RESCAN_S)
 
     async def _drive(self, record: WorkerRecord) -> None:
+        """Bring a replica to its target version whenever it does not serve it; until cancelled."""
         async with open_channel(record.worker.address) as channel:
             stub = policy_service_pb2_grpc.PolicyServiceStub(channel)
-            await self._refresh(stub, record)  # after a takeover it may serve more than this driver has read of yet
+            # After a takeover it may serve more than this driver has read of yet.
+            await self._refresh(stub, record)
             while True:
-                published = self._published
+                nudge = self._nudges[record.worker_id]
                 desired = self._target(record.worker_id)
                 if desired is None or self._serves(record.worker_id, desired):
                     # A replica may also lose its policy by itself. Its heartbeats say so; else it is asked.
-                    suspected = self._suspected[record.worker_id]
-                    await first_of(published.wait(), suspected.wait(), timeout_s=LOOK_S)
-                    known = self._registry.by_id.get(record.worker_id, record)  # it may have registered again
-                    is_told = not suspected.is_set() and self._is_target(record.worker_id, known.policy, desired)
-                    if desired is not None and not published.is_set() and not is_told:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(LOOK_S):
+                            await nudge.wait()
+                    # Before the target is looked at again, so that no wake-up is lost in between.
+                    nudge.clear()
+                    is_suspected = record.worker_id in self._suspected
+                    # The worker may have registered again, with another record.
+                    known = self._registry.by_id.get(record.worker_id, record)
+                    is_reported = not is_suspected and self._is_target(record.worker_id, known.policy, desired)
+                    if desired is not None and desired is self._target(record.worker_id) and not is_reported:
                         await self._refresh(stub, record)
                     continue
                 with waits.waiting(
@@ -246,6 +275,7 @@ class PolicyDriver:
                     waits_on=record.worker_id,
                     deadline_s=SLOW_S,
                 ):
+                    # Until it serves the version, or there is another one for it, which the next round asks for.
                     while desired is self._target(record.worker_id) and not self._serves(record.worker_id, desired):
                         await self._update(stub, record, desired)
 
@@ -255,6 +285,10 @@ class PolicyDriver:
         record: WorkerRecord,
         desired: policy_pb2.PolicyEntry,
     ) -> None:
+        """Ask a replica once to serve `desired`; record what it answers, and pause if it does not serve it yet.
+
+        An error is logged, or reported in an event when it is new; the caller tries again.
+        """
         request = policy_service_pb2.UpdatePolicyRequest(
             run_uid=self._run_uid,
             policy=desired,
@@ -278,6 +312,7 @@ class PolicyDriver:
         if self._serves(record.worker_id, desired):
             await self._announce(record.worker_id, status)
         elif status.error:
+            # The run's trainer gets the number of such reports by its heartbeat.
             if status.is_damaged:
                 self._registry.report_damage(self._run_uid, desired)
             failure = f"replica {record.worker_id} could not take policy {desired.version}: {status.error}"
@@ -286,10 +321,13 @@ class PolicyDriver:
                 await self._events.warning("POLICY_UPDATE_FAILED", f"{failure}; trying again every {RETRY_S:g} s")
             await asyncio.sleep(RETRY_S)
         else:
-            await asyncio.sleep(PACE_S)  # the replica answered before it was done: do not ask in a busy loop
+            # The replica answered before it was done: do not ask in a busy loop.
+            await asyncio.sleep(PACE_S)
 
     async def _announce(self, worker_id: str, status: policy_service_pb2.PolicyStatus) -> None:
-        """Write an event that a replica serves a version, unless its last one was of the same."""
+        """Write the event that a replica serves the version of `status`, unless its last event was of the same
+        version.
+        """
         served = (status.lineage, status.version)
         if self._announced.get(worker_id) == served:
             return
@@ -308,7 +346,8 @@ class PolicyDriver:
         )
 
     async def _refresh(self, stub: policy_service_pb2_grpc.PolicyServiceStub, record: WorkerRecord) -> None:
-        self._suspected[record.worker_id].clear()
+        """Ask a replica what it serves and record the answer; if it does not answer it counts as serving nothing."""
+        self._suspected.discard(record.worker_id)
         request = policy_service_pb2.GetPolicyStatusRequest()
         try:
             response = await call(stub.GetPolicyStatus, request, timeout_s=STATUS_TIMEOUT_S, waits_on=record.worker_id)
@@ -320,6 +359,7 @@ class PolicyDriver:
             self._take(record, response.status)
 
     def _take(self, record: WorkerRecord, status: policy_service_pb2.PolicyStatus) -> None:
+        """Record what a replica says that it serves, and call `on_change`; what is of another run counts as nothing."""
         # A replica may still serve another run: to this one it serves nothing then.
         if status.run_uid == self._run_uid:
             self._served[record.worker_id] = status
@@ -337,7 +377,7 @@ class PolicyDriver:
         status: policy_service_pb2.PolicyStatus | None,
         desired: policy_pb2.PolicyEntry | None,
     ) -> bool:
-        """Return whether a replica with this status serves the desired version.
+        """Return whether a replica with this status serves the desired version; False if either is None.
 
         A replica that is held serves exactly that one, all others that one or a newer one.
         """

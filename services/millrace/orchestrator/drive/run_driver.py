@@ -13,14 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from typing import Any, ClassVar, TypeVar
 
-from millrace.errors import (
-    CapacityError,
-    ConflictError,
-    InternalError,
-    MillraceError,
-    UnavailableError,
-    all_errors,
-)
+from millrace.errors import ConflictError, InternalError, MillraceError, all_errors, is_of_storage
 from millrace.internal.v1 import batch_pb2
 from millrace.orchestrator.drive.assembly import RunParts
 from millrace.orchestrator.drive.housekeeping import Housekeeper
@@ -56,6 +49,7 @@ class RunDriver(ABC):
     """Why it changes to SUCCEEDED."""
 
     def __init__(self, parts: RunParts) -> None:
+        """Make the driver of a claimed run from its parts, before anything of the log is read."""
         self._parts = parts
         self._context = parts.context
         self._writer = parts.writer
@@ -79,15 +73,21 @@ class RunDriver(ABC):
         return self._parts
 
     def progress(self) -> run_pb2.RunProgress | None:
-        """Return the progress of the run where no event reports it, else None."""
+        """Return the progress of a run whose events do not say it; None if they do."""
         return None
 
     @abstractmethod
     async def _play(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]) -> list[Rollout]:
-        """Play the run from STARTING to STOPPING and return the rollouts that the trainer shall score at the end."""
+        """Play the run from STARTING to STOPPING and return the rollouts that the trainer shall score at the end.
+
+        Long-lived work is started in `tasks` and appended to `background`, which the caller cancels.
+        """
 
     def apply(self, desired: DesiredState) -> None:
-        """Take what the run shall do: if it shall pause or end, its driver stops at the next turn of the loop."""
+        """Take what the user asks of the run: its rule of retention counts from now on.
+
+        A pause or a cancellation stops the loop at its next turn.
+        """
         self._desired = desired
         self._keeper.rule = RetentionRule.of(self._context.record.settings, desired.retention)
         if desired.is_cancelled:
@@ -99,8 +99,8 @@ class RunDriver(ABC):
     async def run(self) -> None:
         """Drive the run to its closing header and its terminal state, or to its pause.
 
-        A lost lease or epoch, a log that is gone or cannot be read, and an outage of Redis or the store, are raised:
-        the run stays open, and its next driver continues from the log. Everything else fails the run.
+        A lost lease or epoch, a log that is gone or cannot be read, and an outage or refusal of Redis or the store, are
+        raised: the run stays open, and its next driver continues from the log. Everything else fails the run.
         """
         try:
             await self._drive()
@@ -111,7 +111,7 @@ class RunDriver(ABC):
             # A task group raises all errors together; one after which another driver can continue decides.
             first = _decisive(error)
             # Before the log is read, no closing header can be written: its step and chain are unknown.
-            if isinstance(first, ConflictError | UnavailableError | CapacityError) or not self._is_restored:
+            if _is_handed_over(first) or not self._is_restored:
                 raise first from error
             fields = {"run": self._context.record.name, "error": str(first)}
             logger.error("run failed", extra=fields, exc_info=None if isinstance(first, MillraceError) else error)
@@ -125,18 +125,24 @@ class RunDriver(ABC):
                 self._context.registry.release(self._context.record.uid)
 
     async def _drive(self) -> None:
+        """Restore the run from the log and drive it to its end or its pause, with turns on the devices if it shares
+        them.
+        """
         await self._restore()
         if self._parts.turns is None:
             await self._drive_restored()
             return
-        async with asyncio.TaskGroup() as tasks:  # the trainer's last turn is that after the closing header
+        # Around the whole drive, because the trainer has its last turn after the closing header.
+        async with asyncio.TaskGroup() as tasks:
             turns = tasks.create_task(lasting(self._parts.turns.run))
             await self._drive_restored()
             turns.cancel()
 
     async def _drive_restored(self) -> None:
+        """Play the run and write its closing header, unless the log has one; then end it, unless it is paused."""
         was_closed = self._writer.closing is not None
         if not was_closed:
+            # Nothing is opened for a run that shall pause: its state is written, and it is given back.
             if self._desired.is_paused and not self._desired.is_cancelled:
                 await self._pause()
                 return
@@ -160,6 +166,7 @@ class RunDriver(ABC):
         await self._keeper.start()
 
     def _background(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
+        """Return the functions of the work that goes on in the background of the drive until it is cancelled."""
         keeper = self._keeper
         return [
             self._parts.policies.run,
@@ -174,7 +181,10 @@ class RunDriver(ABC):
         ]
 
     async def _play_and_close(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]) -> None:
-        """Play until the last step, a cancellation or a pause; write the closing header after the first two."""
+        """Play until the last step, a cancellation or a pause; write the closing header after the first two.
+
+        `tasks` and `background` are those of `_play`.
+        """
         evaluation: list[Rollout] = []
         outcome, reason, why = batch_pb2.RUN_OUTCOME_SUCCEEDED, "run_ended", self.PLAYED
         try:
@@ -183,9 +193,11 @@ class RunDriver(ABC):
             evaluation = await self._play(tasks, background)
         except RunStoppedError:
             if not self._cancelled.is_set():
+                # Before the state is PAUSED: a run that is paused must hold no worker.
                 await self._parts.envs.stop_all(self._keeper.log_instance)
                 await self._pause()
                 return
+            # From here on only a cancellation is left. An empty list of groups stops everything of the run.
             outcome, reason, why = batch_pb2.RUN_OUTCOME_CANCELLED, "cancelled", "cancelled on request"
             await self._parts.envs.cancel([])
             await self._abandon(reason)
@@ -194,7 +206,10 @@ class RunDriver(ABC):
         await self._keeper.archive_now()
 
     async def _take_over(self) -> None:
-        """Wait for env-servers after a takeover, and adopt finished rollouts and the plays that they still work on."""
+        """Take over finished rollouts and the plays that env-servers still work on, after waiting for the env-servers.
+
+        They are only waited for after another orchestrator drove the run.
+        """
         parts = self._parts
         if self._context.epoch.number > 1:
             await parts.envs.wait_for_return()
@@ -206,13 +221,14 @@ class RunDriver(ABC):
         return await self._unless(self._asked_to_stop, work)
 
     async def _unless(self, event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of `work`; if `event` is set before, cancel `work` and raise RunStoppedError."""
         working, _ = await first_of(work, event.wait())
         if working is None:
             raise RunStoppedError
         return working.result()
 
     async def _pause(self) -> None:
-        """Record the state PAUSED and archive the events.
+        """Write the event of the state PAUSED, unless the run has it, and archive the events.
 
         The orchestrator that resumes the run continues from the log.
         """
@@ -251,25 +267,29 @@ class RunDriver(ABC):
             why = "the trainer did not say that it has written everything"
             await self._events.warning(error.reason, str(error))
         state = run_pb2.RUN_STATE_SUCCEEDED if succeeded else run_pb2.RUN_STATE_CANCELLED
-        failed = self._parts.failures.describe() if succeeded else ""  # just what the last report says, too
+        # The same numbers as in the last report of failures.
+        failed = self._parts.failures.describe() if succeeded else ""
         await self._record_end(state, f"{why}; {failed}" if failed else why)
 
     async def _record_end(self, state: run_pb2.RunState, why: str, *, error: run_pb2.RunError | None = None) -> None:
-        """Write the event of the terminal state, archive it, and write the seal after it.
+        """Write the event of the terminal state `state`, archive it, and write the seal after it.
 
-        Failures that were not reported yet are reported before.
+        `why` is in words, `error` why the run failed. Failed rollouts that were not reported yet are reported before.
         """
+        # Before the terminal state, after which a watcher reads no further event.
         for count in self._parts.failures.report(is_final=True):
             await self._events.rollouts_failed(count)
-        await self._keeper.archive_now()  # what this finds is reported before the end, while watchers still listen
+        # Damage that this finds is reported before the event of the end, after which watchers read no further.
+        await self._keeper.archive_now()
         await self._events.state_changed(state, why, error=error, chain_hash=self._writer.chain.hex())
         self.has_ended = True
         await self._keeper.archive_now()
+        # The seal comes after the archive of the event of the end, which it names.
         faults.reach(faults.Point.ORCHESTRATOR_BEFORE_SEAL)
         await self._keeper.seal(run_pb2.RunState.Name(state).removeprefix("RUN_STATE_"))
 
     async def _fail(self, error: MillraceError) -> None:
-        """Write a closing header of a failed run, with its error, unless the run is closed.
+        """Write the closing header of a failed run, with its error, unless the log has one.
 
         Then record the state FAILED.
         """
@@ -283,7 +303,11 @@ class RunDriver(ABC):
         await self._record_end(run_pb2.RUN_STATE_FAILED, error.message, error=detail)
 
     async def _abandon(self, reason: str) -> None:
-        """Resolve every open play as dropped for `reason`, a predecessor's too if not all rollouts are read yet."""
+        """Take what the log still has of a predecessor's rollouts, before the closing header drops every open play.
+
+        The plays in the book are resolved later, by `BatchWriter.close`. If the environments are not open yet, no
+        rollout has a play: then the ordinals that the predecessor left open are resolved here, as dropped for `reason`.
+        """
         intake = self._parts.intake
         if not intake.has_begun or intake.is_taking_over:
             await self._parts.stream.catch_up()
@@ -292,16 +316,18 @@ class RunDriver(ABC):
 
 
 async def lasting(start: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Await work that ends by cancellation only.
+    """Await `start()`, work that ends by cancellation only; raise InternalError if it returns.
 
-    Raise InternalError if it returns: the drive would go on without it.
+    The drive would go on without it.
     """
     task, work = asyncio.current_task(), start()
     assert task is not None
     try:
         await work
     except asyncio.CancelledError:
-        if task.cancelling():  # by the drive
+        # `cancelling` counts the requests to cancel this task, such as the drive's. Without one, `work` was cancelled
+        # from within: it has ended by itself, which is a defect as well.
+        if task.cancelling():
             raise
     raise InternalError(
         f"a part of the orchestrator ({work.__qualname__}) has ended, though nobody ended it",
@@ -310,13 +336,21 @@ async def lasting(start: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def _decisive(error: Exception) -> Exception:
-    """Return the first error after which another driver can continue the run; the first of all if there is none."""
+    """Return the first error, inside groups too, after which another driver can continue the run.
+
+    Else the first of all.
+    """
     errors = [inner for inner in all_errors(error) if isinstance(inner, Exception)]
-    handed_over = (inner for inner in errors if isinstance(inner, ConflictError | UnavailableError | CapacityError))
-    return next(handed_over, errors[0])
+    return next(filter(_is_handed_over, errors), errors[0])
+
+
+def _is_handed_over(error: Exception) -> bool:
+    """Return whether another driver can continue a run after `error`."""
+    return isinstance(error, ConflictError) or is_of_storage(error)
 
 
 def _as_millrace(error: Exception) -> MillraceError:
+    """Return the error itself if it is one of Millrace, else an InternalError that names it."""
     if isinstance(error, MillraceError):
         return error
     return InternalError(
@@ -325,6 +359,10 @@ def _as_millrace(error: Exception) -> MillraceError:
 
 
 def _component(error: MillraceError) -> str:
+    """Return the component that an error is about, for the run's record of its failure.
+
+    It is "trainer", "env-server" or "orchestrator".
+    """
     if isinstance(error, TrainerFailedError):
         return "trainer"
     if isinstance(error, RolloutsFailedError):

@@ -32,11 +32,17 @@ class Trainer(Protocol):
     """The trainer of a run."""
 
     async def run(self, *, is_closing: Callable[[], bool]) -> None:
-        """Keep one assigned, and raise TrainerFailedError if it gives up; ends by cancellation."""
+        """Keep a trainer assigned to the run until cancelled, and raise TrainerFailedError if the trainer gives up.
+
+        `is_closing` says whether the closing header is being written or is: a trainer may have finished from then on.
+        """
         ...
 
     async def wait_finished(self, *, is_needed: bool, spare_s: float) -> None:
-        """Wait until it has read the closing header and written everything."""
+        """Wait until the trainer has read the closing header and written everything.
+
+        If no trainer `is_needed`, wait `spare_s` seconds at most for one to be assigned.
+        """
         ...
 
 
@@ -44,14 +50,16 @@ class TrainerWatch:
     """Assigns a trainer to one run and reads its reports."""
 
     def __init__(self, *, run_uid: str, registry: WorkerRegistry) -> None:
+        """Make the watch over the trainer of one run, among the registered workers."""
         self._run_uid = run_uid
         self._registry = registry
 
     async def run(self, *, is_closing: Callable[[], bool] = lambda: False) -> None:
-        """Keep a trainer assigned to the run; raise TrainerFailedError when it gives up. Ends by cancellation.
+        """Keep a trainer assigned to the run until cancelled; raise TrainerFailedError if the trainer gives up.
 
-        A trainer that has finished although the run is not `is_closing` read a closing header from before a
-        reopening. It is released, and can be assigned again once it has forgotten the run.
+        `is_closing` says whether the run's closing header is being written or is. A trainer that has finished although
+        it is not read a closing header from before a reopening. It is released, and can be assigned again once it has
+        forgotten the run.
         """
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
@@ -63,8 +71,8 @@ class TrainerWatch:
     async def wait_finished(self, *, is_needed: bool, spare_s: float = 0.0) -> None:
         """Wait until the trainer has read the closing header and written everything.
 
-        Unless a trainer `is_needed`, wait only `spare_s` seconds for one to show up, and return without one.
-        Raises TrainerFailedError, or InternalError after `FINISH_TIMEOUT_S`.
+        If no trainer `is_needed`, return without one unless one is assigned within `spare_s` seconds. Raises
+        TrainerFailedError if the trainer gives up, and InternalError after `FINISH_TIMEOUT_S`.
         """
         began = time.monotonic()
         try:
@@ -76,6 +84,7 @@ class TrainerWatch:
                         is_spared = not is_needed and time.monotonic() - began >= spare_s
                         if is_spared and not self._registry.owned(_TRAINER, self._run_uid):
                             return
+                        # The trainer may die meanwhile: then another one is assigned, and finishes.
                         self._look()
                         await asyncio.sleep(FINISH_POLL_S)
         except TimeoutError as error:
@@ -86,6 +95,10 @@ class TrainerWatch:
             ) from error
 
     def _look(self, *, fresh: bool = False) -> None:
+        """Assign a trainer to the run if it has none; raise TrainerFailedError if its trainer reports that it gave up.
+
+        With `fresh` no trainer is taken that reports how this run ended for it: that may be from before a reopening.
+        """
         self._registry.claim(_TRAINER, self._run_uid, limit=1, fresh=fresh)
         status = self._status()
         if status is not None and status.error_reason:
@@ -93,6 +106,10 @@ class TrainerWatch:
             raise TrainerFailedError(status.error_message, reason=status.error_reason, remedy=remedy)
 
     def _status(self) -> worker_service_pb2.TrainerStatus | None:
+        """Return what the run's trainer last reported of this run.
+
+        None if there is none, or it has reported nothing.
+        """
         for record in self._registry.owned(_TRAINER, self._run_uid):
             if record.trainer is not None and record.trainer.run_uid == self._run_uid:
                 return record.trainer
@@ -107,7 +124,7 @@ class TrainerWatch:
 # Level-triggered, like everything between workers: the turn that the trainer wants is in each of its heartbeats, and
 # each is answered with the turn that it has. A trainer that dies wants none, so replicas wake; its successor asks
 # before it trains. Turns have numbers, so that the next one is not taken for the one before. A replica whose
-# orchestrator is gone wakes by itself after `pauses.PAUSE_LIMIT_S`.
+# orchestrator is gone wakes by itself after `inference.service.PAUSE_LIMIT_S`.
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +150,10 @@ class DeviceTurns:
     def __init__(
         self, *, run_uid: str, epoch: int, registry: WorkerRegistry, is_evaluating: Callable[[], bool]
     ) -> None:
+        """Make the turns of one run on devices that trainer and replicas share, under the orchestrator's `epoch`.
+
+        `is_evaluating` says whether an evaluation is being played, which ends before a turn.
+        """
         self._run_uid = run_uid
         self._epoch = epoch
         self._registry = registry
@@ -144,8 +165,9 @@ class DeviceTurns:
         self._wait = LastingWait()
 
     async def run(self) -> None:
-        """Lend the devices to trainer and replicas in turn until cancelled; raise InvalidStateError if a replica
-        cannot sleep.
+        """Give the devices to the trainer and to the replicas in turn, until cancelled.
+
+        Raises InvalidStateError if a replica cannot sleep.
         """
         try:
             while True:
@@ -155,9 +177,11 @@ class DeviceTurns:
             self._wait.over()
 
     async def leave(self) -> None:
-        """Let the step that is being computed end, then wake all replicas; no other turn begins.
+        """Wait until the step that is being computed has ended and all replicas are awake.
 
-        It takes `LEAVE_S` at most, and what fails is logged.
+        The trainer gets no other turn.
+
+        It takes `LEAVE_S` seconds at most, and what fails is logged.
         """
         try:
             with waits.waiting("replicas to wake at the run's end", waits_on="trainer", deadline_s=LEAVE_S):
@@ -174,7 +198,10 @@ class DeviceTurns:
             self._wait.over()
 
     async def _until(self, changed: asyncio.Event, *, is_settled: bool) -> None:
-        """Wait until workers change if all is settled, else pause before the next try, whatever comes."""
+        """Wait for a change of workers, or `LOOK_S`, if all is settled; else pause before the next try.
+
+        `changed` is the event of such a change.
+        """
         if is_settled:
             self._wait.over()
             self._num_failed = 0
@@ -186,9 +213,11 @@ class DeviceTurns:
     async def _settle(self, *, begins: bool = True) -> bool:
         """Give the devices to the trainer if it asks for them, else to the replicas; return whether that is done.
 
-        Without `begins` a trainer keeps the turn that it has, and gets no other.
+        With `begins` False a trainer keeps the turn that it has, and gets no other.
         """
         trainers = self._registry.owned(WorkerKind.TRAINER, self._run_uid)
+        # A trainer may have begun its turn under an earlier orchestrator: replicas must not wake before it has
+        # reported.
         if any(each.trainer is None for each in trainers):
             self._wait.on("the trainer's first report", waits_on="trainer", key="trainer")
             return False
@@ -203,8 +232,13 @@ class DeviceTurns:
         return await self._all(sleepers, self._wake, "wake")
 
     async def _to_trainer(self, trainer_id: str, turn: int) -> bool:
+        """Put the replicas to sleep and lend the devices to a trainer for its turn; return whether that is done.
+
+        A turn that no replica sleeps for yet waits for evaluations to end.
+        """
         replicas, now = self._registry.owned(WorkerKind.INFERENCE, self._run_uid), time.monotonic()
         is_begun = any(self._asleep.get(each.worker_id) or _says_it_sleeps(each) for each in replicas)
+        # A turn that has begun is finished first: the evaluation's replicas are asleep already.
         if self._is_evaluating() and not is_begun:
             self._wait.on("an evaluation to end, before the trainer gets the devices", key="evals", deadline_s=SLOW_S)
             return False
@@ -213,11 +247,16 @@ class DeviceTurns:
         awake = [each for each in replicas if self._asleep.get(each.worker_id, 0.0) <= now]
         if not await self._all(awake, self._sleep, "sleep"):
             return False
-        self._registry.lend_devices(self._run_uid, trainer_id, turn)  # it may have given it back: none has its number
+        # The trainer may have given the turn back meanwhile: then the number is of no turn that it asks for, and has no
+        # effect.
+        self._registry.lend_devices(self._run_uid, trainer_id, turn)
         return True
 
     def _has_begun(self, wanted: tuple[str, int], replicas: Sequence[WorkerRecord]) -> bool:
-        """Return whether a trainer has the turn that it asks for, lent by this orchestrator or an earlier one."""
+        """Return whether a trainer has the turn that it asks for, lent by this orchestrator or an earlier one.
+
+        `wanted` is the trainer's worker id and the number of the turn.
+        """
         lent = self._registry.lent_turn(self._run_uid)
         return wanted == lent or (not lent[1] and any(map(_says_it_sleeps, replicas)))
 
@@ -230,9 +269,9 @@ class DeviceTurns:
         return status.device_turn if status is not None and status.run_uid == self._run_uid else 0
 
     async def _all(self, replicas: Sequence[WorkerRecord], ask: Ask, what: str) -> bool:
-        """Ask replicas to sleep or to wake, as `what` names it; return whether all did.
+        """Call `ask` for all replicas at once, and return whether all did what `what` ("sleep" or "wake") names.
 
-        InvalidStateError if one cannot sleep.
+        Raises InvalidStateError if one cannot sleep.
         """
         if not replicas:
             return True
@@ -242,11 +281,16 @@ class DeviceTurns:
         try:
             return all([await each for each in asked])
         finally:
+            # Also where one raised: no call may go on while the turn is decided anew.
             for each in asked:
                 each.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
 
     async def _asked(self, replica: WorkerRecord, ask: Ask, what: str) -> bool:
+        """Call `ask` for one replica and return whether it did what `what` names; log why it did not.
+
+        The replica's record takes what it answers about itself. Raises the error of a replica that can never sleep.
+        """
         worker_id = replica.worker_id
         try:
             async with open_channel(replica.worker.address) as channel:
@@ -254,7 +298,8 @@ class DeviceTurns:
         except MillraceError as error:
             if error.reason == _NEVER:
                 raise
-            if error.reason == _LOADS and what == "wake":  # it was started anew, and has memory
+            # A replica that loads was started anew, and holds its memory: it does not sleep.
+            if error.reason == _LOADS and what == "wake":
                 self._asleep.pop(worker_id, None)
                 return True
             if self._problems.get(worker_id) != (problem := str(error)):
@@ -266,22 +311,27 @@ class DeviceTurns:
         return True
 
     async def _sleep(self, stub: Stub, worker_id: str) -> pb.PolicyStatus:
+        """Ask a replica to stop generating and free its device's memory, or to stay so.
+
+        Return what it says of itself.
+        """
         request = pb.PauseGenerationRequest(run_uid=self._run_uid, frees_memory=True, epoch=self._epoch)
-        self._asleep[worker_id] = 0.0  # if the answer is lost it sleeps all the same
+        # Before the call: if its answer is lost, the replica may be asleep.
+        self._asleep[worker_id] = 0.0
         answer = await call(stub.PauseGeneration, request, timeout_s=CALL_TIMEOUT_S, waits_on=worker_id)
         self._asleep[worker_id] = time.monotonic() + RENEWED_S
         return answer.status
 
     async def _wake(self, stub: Stub, worker_id: str) -> pb.PolicyStatus:
+        """Ask a replica to take its device's memory again and generate; return what it says of itself."""
         request = pb.ResumeGenerationRequest(run_uid=self._run_uid, takes_memory=True, epoch=self._epoch)
-        self._asleep[worker_id] = 0.0  # if the answer is lost it may be awake
+        # Before the call: if its answer is lost, nobody knows whether the replica sleeps, and it is asked again.
+        self._asleep[worker_id] = 0.0
         answer = await call(stub.ResumeGeneration, request, timeout_s=CALL_TIMEOUT_S, waits_on=worker_id)
         self._asleep.pop(worker_id, None)
         return answer.status
 
 
 def _says_it_sleeps(replica: WorkerRecord) -> bool:
-    """Return whether the replica's last heartbeat says that it sleeps; an earlier orchestrator may have asked for
-    that.
-    """
+    """Return whether the replica's last heartbeat says that it sleeps; an earlier orchestrator may have asked it to."""
     return replica.policy is not None and replica.policy.is_asleep

@@ -9,17 +9,19 @@ the header that resolves its ordinal.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from millrace.errors import CapacityError, CorruptObjectError, NotFoundError, UnavailableError
+from millrace.internal.v1 import batch_pb2
 from millrace.orchestrator.play.play import Arrival, Play, PlayState
 from millrace.orchestrator.play.pools import GroupResult
 from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
 from millrace.rollouts.wire import decode_rollout
 from millrace.runlog import Entry, Frontier, RunLog, Stream
-from millrace.runlog.records.scores import load_scores
+from millrace.runlog.records.token_logs import load_scores
 from millrace.runlog.redis.entry import OnDamaged, damaged_entry
 from millrace.telemetry import faults, waits
 
@@ -39,7 +41,10 @@ class Resolved:
 
     @classmethod
     def of(cls, play: Play, reason: str) -> "Resolved":
-        """Return how `play` ends in the next header: trained if `reason` is empty, else dropped for `reason`."""
+        """Return how `play` ends in the next header: trained if `reason` is empty, else dropped for `reason`.
+
+        The task's id is taken from its rollouts; it is the task's index where none came.
+        """
         task, rewards = play.task, [rollout.reward for rollout in play.rollouts()]
         task_id = next((rollout.task_id for rollout in play.members.values()), f"{task.task_index}")
         result = None
@@ -55,6 +60,26 @@ class Resolved:
         )
 
 
+def count_dropped(resolved: Sequence[Resolved]) -> Counter[str]:
+    """Return how many ordinals are dropped, by reason."""
+    return Counter(item.reason for item in resolved if item.reason)
+
+
+def resolutions(resolved: Sequence[Resolved]) -> list[batch_pb2.Resolution]:
+    """Return the messages of resolved ordinals for a header, in order of ordinal: trained, or dropped for a reason."""
+    return [
+        batch_pb2.Resolution(
+            ordinal=item.ordinal,
+            env=item.env,
+            task_id=item.task_id,
+            outcome=batch_pb2.ORDINAL_OUTCOME_DROPPED if item.reason else batch_pb2.ORDINAL_OUTCOME_TRAINED,
+            reason=item.reason,
+            attempts=item.attempts,
+        )
+        for item in sorted(resolved, key=lambda item: item.ordinal)
+    ]
+
+
 class Book:
     """What is played for training, and what every ordinal came to."""
 
@@ -64,8 +89,9 @@ class Book:
         count: Callable[[Rollout], None] = lambda rollout: None,
         on_resolved: Callable[[Play], None] = lambda play: None,
     ) -> None:
-        """Take `count`, called with every rollout that is no duplicate, and `on_resolved`, called with every play
-        that is over.
+        """Make an empty book.
+
+        `count` is called with every rollout that is no duplicate, `on_resolved` with every play that ends.
         """
         self._count = count
         self._on_resolved = on_resolved
@@ -87,9 +113,11 @@ class Book:
         self._committing: frozenset[int] = frozenset()
 
     def restore(self, *, step: int, frontier: Frontier, num_duplicates: int = 0, counted_until: str = "") -> None:
-        """Continue at `step`, with the ordinals that committed headers resolve.
+        """Continue a run at `step`, the one that is cut next, where committed headers resolve the ordinals of
+        `frontier`.
 
-        Duplicates up to the entry `counted_until` of the stream are in `num_duplicates` already.
+        `num_duplicates` are the discarded rollouts that those headers count, up to the entry `counted_until` of the
+        stream.
         """
         self.step, self.frontier = step, frontier
         self.num_duplicates, self._counted_until = num_duplicates, counted_until
@@ -97,42 +125,45 @@ class Book:
 
     @property
     def open(self) -> list[Play]:
-        """Return the plays that still lack rollouts."""
+        """Return the plays of training that still lack rollouts."""
         return [play for play in self.plays.values() if play.is_open]
 
     @property
     def whole(self) -> list[Play]:
-        """Return the trainable plays in the order in which they became complete."""
+        """Return the plays of training whose every member came back OK, in the order in which they became so."""
         return [play for play in self.plays.values() if play.state is PlayState.WHOLE]
 
     @property
     def pending(self) -> Sequence[Resolved]:
-        """Return the plays that the next header resolves."""
+        """Return how the ordinals end that the next header resolves."""
         return self._pending
 
     @property
     def drawn_below(self) -> int:
-        """Return an ordinal above every one that is played or resolved."""
+        """Return an ordinal above every one that is played or resolved: none from it on was drawn."""
         # All four places where a drawn ordinal can be: in play, in a committed header, in the one under way, or
         # pending.
         known = [*self.plays, *self.frontier.resolved_above, *self._committing]
         return max([self.cursor, *(ordinal + 1 for ordinal in known), *(item.ordinal + 1 for item in self._pending)])
 
     def is_resolved(self, ordinal: int) -> bool:
-        """Return whether an ordinal is resolved: by a committed header, by the one under way, or for the next one."""
+        """Return whether an ordinal is resolved: by a committed header, by the header being committed, or for the
+        next one.
+        """
         is_known = self.frontier.is_resolved(ordinal) or ordinal in self._committing
         return is_known or any(item.ordinal == ordinal for item in self._pending)
 
     def next_ordinal(self) -> int:
-        """Return the smallest ordinal that is neither resolved nor played; it stays the same until it is."""
+        """Return the smallest ordinal that is neither resolved nor played; nothing reserves it."""
         while self.cursor in self.plays or self.is_resolved(self.cursor):
             self.cursor += 1
         return self.cursor
 
     def add(self, rollout: Rollout) -> Arrival:
-        """Put a rollout, with its `entry_id`, into its play, and return what that did.
+        """Put a rollout, with its `entry_id`, into the play of its ordinal, and return what that did.
 
-        A play that cannot become whole ends. One that no play wants is counted as a duplicate.
+        A play that cannot become whole any more is resolved. A rollout that no play wants counts as a duplicate; it is
+        archived with the play of its ordinal, if there is one.
         """
         play = self.plays.get(rollout.ordinal)
         arrival = Arrival.DUPLICATE if play is None else play.add(rollout)
@@ -157,13 +188,16 @@ class Book:
         return arrival
 
     def drop(self, plays: Sequence[Play], *, reason: str) -> None:
-        """Resolve plays as dropped for `reason`; the next header records that."""
+        """Resolve plays as dropped for `reason`; the next header records them, and archives their rollouts."""
         for play in plays:
             play.resolve(reason)
             self._remove(play)
 
     def settle(self, resolved: Sequence[Resolved]) -> None:
-        """Resolve the plays of a batch that was cut, as trained or dropped; the next header records that."""
+        """Resolve the plays of a batch that was cut, as each item says.
+
+        The next header records them and archives their rollouts.
+        """
         for item in resolved:
             play = self.plays.pop(item.ordinal)
             play.resolve(item.reason)
@@ -172,10 +206,10 @@ class Book:
         self._pending += resolved
 
     def close(self, reason: str) -> None:
-        """Resolve every drawn ordinal as dropped for `reason` before the closing header.
+        """Resolve every drawn ordinal as dropped for `reason`, for the closing header.
 
-        Also those of a batch that could not be committed. Of an ordinal that a predecessor had drawn, and
-        nothing came back from, only the number is known.
+        Ordinals of a batch that could not be committed are among them. Of an ordinal that a predecessor drew, and of
+        which no rollout came, only the number is known.
         """
         self.drop([*self.open, *self.whole], reason=reason)
         self._pending = [replace(item, reason=item.reason or reason) for item in self._pending]
@@ -185,22 +219,22 @@ class Book:
                 self._pending.append(Resolved(ordinal=ordinal, env="", task_id="", reason=reason, attempts=0))
 
     def keep(self, rollouts: Sequence[Rollout]) -> None:
-        """Archive rollouts with the next header."""
+        """Archive these rollouts with the next header."""
         self._archive += rollouts
 
     def keep_evaluated(self, rollout: Rollout, *, counts: bool) -> None:
-        """Archive a rollout of an evaluation with the next header, unless an earlier one has archived it.
+        """Archive a rollout of an evaluation with the next header, unless an earlier header has archived it.
 
-        One that no report `counts`, of an evaluation that began anew, is marked as a duplicate.
+        Without `counts` it is marked as a duplicate: no report counts it, because its evaluation began anew.
         """
         if entry_key(rollout.entry_id) > entry_key(self._counted_until):
             self._archive.append(rollout if counts else replace(rollout, is_duplicate=True))
 
     def abandon(self, rollouts: Sequence[Rollout], *, reason: str) -> None:
-        """Resolve as dropped for `reason`, before a closing header, the plays that a predecessor left open.
+        """Resolve as dropped for `reason`, for a closing header, the ordinals that a predecessor left open.
 
-        `rollouts` are those in the log: of training, they are counted and archived. Of an ordinal that nothing
-        came back from only the number is known.
+        `rollouts` are those in the log; those of training whose ordinal is not resolved are counted and archived. Of an
+        ordinal without any only the number is known.
         """
         left = [r for r in rollouts if r.purpose is Purpose.TRAIN and not self.frontier.is_resolved(r.ordinal)]
         self._archive += left
@@ -209,6 +243,7 @@ class Book:
             self._count(rollout)
         # The last of equal keys wins: the latest attempt of each ordinal.
         newest = {rollout.ordinal: rollout for rollout in sorted(left, key=lambda rollout: rollout.attempt)}
+        # Nothing is known of ordinals above it: if one was drawn, no rollout of it is in the log.
         highest = max([*newest, *self.frontier.resolved_above], default=-1)
         for ordinal in range(self.frontier.resolved_below, highest + 1):
             if self.is_resolved(ordinal):
@@ -220,10 +255,12 @@ class Book:
 
     @contextmanager
     def committing(self) -> Iterator[list[Rollout]]:
-        """Yield the rollouts to archive with the header that resolves everything pending; commit it in the block.
+        """Yield the rollouts to archive with the header that resolves everything pending.
 
-        After the block the next step begins. If the commit fails, the next header resolves and archives the
-        same. What is dropped during the block is in the next header.
+        The caller commits it in the block.
+
+        After the block the next step begins. If the block raises, the next header resolves and archives the same. What
+        is dropped during the block is in the next header.
         """
         resolved, rollouts = self._pending, self._archive
         # Emptied before the commit, so that what is dropped during the commit goes into the next header.
@@ -240,23 +277,24 @@ class Book:
         self.step += 1
 
     def oldest_entry(self) -> str | None:
-        """Return the smallest stream id of a rollout that no header archives and a successor needs; None if there
-        is none.
+        """Return the smallest stream id among the rollouts that no committed header archives; None if there is none.
+
+        A successor needs the stream from there on.
         """
         kept = [self._archive, *self._rollouts.values()]
         entries = [rollout.entry_id for rollouts in kept for rollout in rollouts if rollout.entry_id]
         return min(entries, key=entry_key, default=None)
 
     def _remove(self, play: Play) -> None:
-        """Move a play that is over from the book into what the next header resolves and archives."""
+        """Take a play that is over out of the book; the next header resolves its ordinal and archives its rollouts."""
         self._pending.append(Resolved.of(play, play.reason))
         self._on_resolved(play)
         self._archive += self._archived(self.plays.pop(play.ordinal))
 
     def _archived(self, play: Play) -> list[Rollout]:
-        """Return the rollouts of a resolved play that the archive keeps.
+        """Forget the rollouts of a resolved play and return them for the archive.
 
-        Those that its group did not use are duplicates.
+        OK ones that its group did not use, of a task that is scored whole, are marked as duplicates.
         """
         kept = self._rollouts.pop(play.ordinal, [])
         if not play.is_scored_whole:
@@ -299,10 +337,11 @@ class RolloutStream:
         is_scored: bool = False,
         on_damaged: OnDamaged | None = None,
     ) -> None:
-        """Take `take`, which gets every rollout once, with its `entry_id`, and `on_damaged`, called with each skipped
-        entry.
+        """Make a reader of the log's rollout stream, at the beginning.
 
-        `is_scored`: a teacher scores the rollouts that are trained on, and they are taken with its scores.
+        `take` gets every rollout once, with its `entry_id`; `on_damaged` (None: nothing) gets the stream and each
+        skipped entry. With `is_scored` a teacher scores the rollouts that are trained on, and they are taken with its
+        scores.
         """
         self._log = run_log
         self._take = take
@@ -316,23 +355,24 @@ class RolloutStream:
 
     @property
     def position(self) -> str:
-        """Return the id of the entry of this copy of the stream up to which all were taken; `START` before the
-        first.
-        """
+        """Return the id of the last entry that was taken, in this copy of the stream; `START` before the first."""
         return self._cursor
 
     async def follow(self) -> None:
-        """Take entries as they come; ends by cancellation."""
+        """Read the stream for ever, and pass each new rollout to `take`; the caller cancels it."""
         while True:
             await self._poll(block_s=FOLLOW_BLOCK_S)
 
     async def catch_up(self) -> None:
-        """Take every entry that the stream holds now, and return; safe while `follow` runs."""
+        """Pass every rollout that the stream holds now, and that was not passed yet, to `take`.
+
+        Safe while `follow` runs.
+        """
         while await self._poll(block_s=0.0):
             pass
 
     def rewind(self) -> None:
-        """Begin at the first entry again, because Redis came back with another copy of the stream.
+        """Read on from the first entry, because Redis came back with another copy of the stream.
 
         What was taken before is recognised by its hash, also where it was appended again under a new id.
         """
@@ -340,11 +380,17 @@ class RolloutStream:
         self._rewinds += 1
 
     async def _poll(self, *, block_s: float) -> bool:
+        """Read the next entries, waiting up to `block_s` seconds for one, and pass their rollouts to `take`.
+
+        Returns whether there may be more: False if no entry was there.
+        """
+        # A rewind may happen during the awaits below; what they return is then of the old position.
         rewinds = self._rewinds
         entries = await self._log.read("rollouts", after=self._cursor, count=READ_COUNT, block_s=block_s)
         rollouts = await self._decode(entries)
         if rewinds != self._rewinds:
-            return True  # read after the old position: others of the new copy come first
+            # These were read after the old position, and the new copy may have others before them.
+            return True
         for entry in entries:
             # `catch_up` and `follow` may both have asked for it.
             if entry_key(entry.id) <= entry_key(self._cursor):
@@ -361,15 +407,20 @@ class RolloutStream:
         return bool(entries)
 
     async def _decode(self, entries: Sequence[Entry]) -> dict[str, Rollout]:
-        """Return by entry id the rollouts of entries that were not taken yet, without those that cannot be decoded."""
+        """Return by entry id the rollouts of entries whose content is new, without those that cannot be decoded."""
         new = [entry for entry in entries if not entry.damage and bytes.fromhex(entry.h) not in self._seen]
-        if self._is_scored:  # side by side: each is a request to the store
+        # Side by side, because each is a request to the store for the teacher's scores.
+        if self._is_scored:
             found = await asyncio.gather(*(self._rollout(entry) for entry in new))
         else:
             found = [await self._rollout(entry) for entry in new]
         return {entry.id: rollout for entry, rollout in zip(new, found, strict=True) if rollout is not None}
 
     async def _rollout(self, entry: Entry) -> Rollout | None:
+        """Return an entry's rollout, with the teacher's scores where it needs them.
+
+        None, and report it, if it cannot be read.
+        """
         try:
             rollout = decode_rollout(entry.d)
             needs_scores = rollout.purpose is Purpose.TRAIN and rollout.status is RolloutStatus.OK
@@ -382,14 +433,14 @@ class RolloutStream:
             return None
 
     def _skip(self, entry: Entry) -> None:
-        """Report an entry that holds no rollout to `on_damaged`; its member is appended or played again."""
+        """Report an entry that holds no rollout to `on_damaged`; the rollout's member is appended or played again."""
         if self._on_damaged is not None:
             self._on_damaged(Stream.ROLLOUTS, entry)
 
     async def _scored(self, rollout: Rollout) -> Rollout:
-        """Return the rollout with the teacher's scores, which its env-server stored before the append.
+        """Return the rollout with the teacher's scores, which its env-server stored before it appended the rollout.
 
-        Wait while the store is away.
+        Waits without a limit while the store does not answer.
         """
         with waits.waiting("the teacher's scores of a rollout", waits_on="object store", quiet_s=STORE_PAUSE_S):
             while True:
@@ -400,7 +451,7 @@ class RolloutStream:
                     await asyncio.sleep(STORE_PAUSE_S)
 
     def _is_new(self, entry_hash: bytes) -> bool:
-        """Return whether an entry's content is new, and remember it."""
+        """Return whether an entry's content, known by its hash, was not taken before, and remember it."""
         if entry_hash in self._seen:
             return False
         self._seen[entry_hash] = None

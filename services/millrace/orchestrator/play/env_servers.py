@@ -87,7 +87,10 @@ class EnvServers:
     def __init__(
         self, *, run_uid: str, epoch: int, registry: WorkerRegistry, trained: Mapping[str, Sampling] | None = None
     ) -> None:
-        """Take `trained`, which says how the environments that are trained on are sampled, by name."""
+        """Make connections for one drive of a run, under `epoch`, to the env-servers of `registry`.
+
+        `trained` says how each environment that is trained on is sampled, by name; None if none is.
+        """
         self._trained = trained or {}
         self._run_uid = run_uid
         self._epoch = epoch
@@ -104,14 +107,16 @@ class EnvServers:
         return [record.worker_id for record in self._registry.alive(WorkerKind.ENV_SERVER)]
 
     def places_of(self, spec: EnvSpec) -> list[str]:
-        """Return the living env-servers that may play an environment: they run its image, or announce none if it
-        names none.
+        """Return the worker ids of the living env-servers that may play an environment.
+
+        They run the image that `spec` names; if it names none, they announce none.
         """
         records = self._registry.alive(WorkerKind.ENV_SERVER)
         return [record.worker_id for record in records if record.worker.env_image == spec.image]
 
     def servers_with(self, env: str) -> list[str]:
-        """Return the env-servers on which `env` is ready and that take work, least busy first.
+        """Return the worker ids of env-servers on which environment `env` is ready and that take work, least busy
+        first.
 
         One that did not answer is left out for `SILENCE_S`.
         """
@@ -121,10 +126,10 @@ class EnvServers:
         return [worker_id for worker_id in found if self._silent_until.get(worker_id, 0.0) <= time.monotonic()]
 
     async def open_all(self, specs: Sequence[EnvSpec], *, keys: KeyVariables = KeyVariables()) -> None:
-        """Have every environment loaded, each on at least one env-server, which must have the `keys`.
+        """Wait until every environment is loaded on at least one env-server that may play it.
 
-        Wait until all are ready. Raises InvalidSpecError if a key is not set, and InvalidStateError naming the
-        environment if it cannot be loaded, or not within `OPEN_TIMEOUT_S`.
+        The env-servers must have the variables `keys`. Raises InvalidSpecError if a key is not set, and
+        InvalidStateError naming the environment if it cannot be loaded, or not within `OPEN_TIMEOUT_S`.
         """
         for spec in specs:
             try:
@@ -139,14 +144,15 @@ class EnvServers:
                 raise self._not_opened(spec) from error
 
     def chosen(self) -> str:
-        """Return which environments are played in interpreters that env-servers chose, as the end of a sentence."""
+        """Return the environments that are played in interpreters which env-servers chose, as the end of a sentence.
+
+        It begins with `; `, and says of each environment what was chosen and why. Empty if there are none.
+        """
         return "".join(f"; {name} is {env.played_in}" for name, env in sorted(self.envs.items()) if env.played_in)
 
     def is_complete(self, specs: Sequence[EnvSpec]) -> bool:
         """Return whether every environment is ready on every living env-server that may play it."""
-        return all(
-            worker_id in self._ready.get(spec.name, set()) for spec in specs for worker_id in self.places_of(spec)
-        )
+        return all(self._ready.get(spec.name, set()).issuperset(self.places_of(spec)) for spec in specs)
 
     async def refresh(self, specs: Sequence[EnvSpec]) -> None:
         """Open the environments on env-servers that joined since; what fails there is logged and tried again.
@@ -163,6 +169,9 @@ class EnvServers:
                 logger.warning("environment not ready on an env-server", extra={"env": spec.name, "error": str(error)})
 
     def _not_opened(self, spec: EnvSpec) -> InvalidStateError:
+        """Return the error for an environment that was not ready in time: no env-server for its image, or none has
+        loaded it.
+        """
         which = f"environment {spec.name!r} (id {spec.id!r})"
         if not self.places_of(spec) and (spec.image or self.alive()):
             return InvalidStateError(
@@ -179,13 +188,16 @@ class EnvServers:
         )
 
     def _no_place(self, spec: EnvSpec) -> str:
-        """Describe what is missing for an environment that no env-server may play."""
+        """Return in words what is missing for an environment that no env-server may play."""
         records = self._registry.alive(WorkerKind.ENV_SERVER)
         wanted = f"an env-server that announces image {spec.image}" if spec.image else "an env-server without an image"
         return f"{wanted}; registered: {images_in_words(records)}"
 
     def _describe_alive(self) -> str:
-        """Describe every env-server with the error of its last answer."""
+        """Return the ids of the living env-servers in words, each with the error of its last answer.
+
+        "none" without any.
+        """
         alive = self.alive()
         return (
             ", ".join(f"{each} ({self._problems[each]})" if each in self._problems else each for each in alive)
@@ -193,6 +205,7 @@ class EnvServers:
         )
 
     def _forget_dead(self) -> None:
+        """Forget what is known of env-servers whose lease has ended, and close their channels in the background."""
         alive = set(self.alive())
         for ready in self._ready.values():
             ready &= alive
@@ -202,10 +215,17 @@ class EnvServers:
             channel = self._channels.pop(worker_id)
             # In the background, because a channel to a dead machine takes long to close.
             closing = asyncio.get_running_loop().create_task(channel.close())
+            # The event loop holds tasks weakly: without a reference the task could vanish.
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
     async def _open_somewhere(self, spec: EnvSpec, keys: KeyVariables = KeyVariables()) -> bool:
+        """Ask every env-server that may play an environment, and does not have it ready, to open it, with the variables
+        `keys`.
+
+        Returns whether it is ready on at least one. Raises InvalidSpecError if a key is missing or all refuse it, and
+        InvalidStateError if it cannot be loaded or has other tasks than elsewhere.
+        """
         failure: InvalidStateError | None = None
         refusal: InvalidSpecError | None = None
         others_may = False
@@ -219,6 +239,8 @@ class EnvServers:
                 others_may = True
                 continue
             if isinstance(answer, InvalidSpecError):
+                # Each env-server may be asked to play, so that a key has to be on all of them: the first that lacks it
+                # decides.
                 if any(each.field in _KEY_FIELDS for each in answer.violations):
                     raise answer
                 # It lacks the interpreter or the judge's key; others may have them.
@@ -228,6 +250,7 @@ class EnvServers:
                 continue
             self._problems.pop(worker_id, None)
             if answer.state == env_service_pb2.ENV_STATE_FAILED:
+                # Not raised yet: another env-server may have it ready.
                 failure = _failure(spec, worker_id, answer)
             others_may |= answer.state == env_service_pb2.ENV_STATE_LOADING
             if answer.state == env_service_pb2.ENV_STATE_READY:
@@ -244,9 +267,13 @@ class EnvServers:
     async def _ask_to_open(
         self, spec: EnvSpec, keys: KeyVariables, worker_id: str, slots: asyncio.Semaphore
     ) -> env_service_pb2.OpenEnvResponse | UnavailableError | InternalError | UnauthenticatedError | InvalidSpecError:
-        """Ask an env-server to open an environment; return its answer, or the error for which others are asked, too."""
+        """Ask an env-server to open an environment; return its answer, or the error for which others are asked, too.
+
+        `slots` limits the calls in progress.
+        """
         request = env_service_pb2.OpenEnvRequest(env=spec, api_key_var=keys.endpoint, teacher_key_var=keys.teacher)
         if sampling := self._trained.get(spec.name):
+            # So that an environment whose own sampling cannot be trained on is refused before anything is played.
             request.sampling.CopyFrom(sampling)
         async with slots:
             try:
@@ -255,7 +282,12 @@ class EnvServers:
                 return error
 
     def _admit(self, spec: EnvSpec, worker_id: str, answer: env_service_pb2.OpenEnvResponse) -> None:
+        """Note that an environment is ready on an env-server.
+
+        InvalidStateError if its tasks are not those of the others.
+        """
         known = self.envs.get(spec.name)
+        # An ordinal is an index into the task set: with two task sets one ordinal would be two tasks.
         if known is not None and known.train_digest != answer.train.digest:
             raise InvalidStateError(
                 f"environment {spec.name!r} has other tasks on {worker_id} (digest {answer.train.digest[:12]}) than on "
@@ -274,10 +306,10 @@ class EnvServers:
         self._ready.setdefault(spec.name, set()).add(worker_id)
 
     async def play(self, worker_id: str, request: PlayGroupRequest) -> bool:
-        """Ask an env-server to play a group; return False if it does not take the group now.
+        """Ask an env-server to play a group; return whether it took the group.
 
-        It may be full, gone, draining or of another token; one whose environment failed gets none of its groups
-        any more.
+        It does not if it is full, gone, draining or of another token. One that did not answer gets no groups for
+        `SILENCE_S`; one whose environment failed gets no group of the environment until it is ready again.
         """
         try:
             await call(self._stub(worker_id).PlayGroup, request, timeout_s=PLAY_TIMEOUT_S, waits_on=worker_id)
@@ -313,16 +345,19 @@ class EnvServers:
     async def playing(
         self, log_instance: str, *, workers: Collection[str] | None = None, timeout_s: float = LIST_TIMEOUT_S
     ) -> dict[str, list[PlayingGroup]]:
-        """Return by env-server the groups that it plays for the run; those that do not answer are left out.
+        """Return by env-server the groups that it plays for the run.
 
-        All living env-servers are asked, or only `workers`. Each first appends its finished rollouts that the
-        copy `log_instance` of the log lacks; "" is the copy that it knows.
+        Those that do not answer within `timeout_s` are left out.
+
+        All living env-servers are asked, or those of `workers`. Each first appends the finished rollouts that the copy
+        `log_instance` of the log lacks; "" means the copy that it knows.
         """
         request = env_service_pb2.ListPlayingRequest(
             run_uid=self._run_uid, epoch=self._epoch, log_instance=log_instance
         )
 
         async def ask(worker_id: str) -> Sequence[PlayingGroup] | None:
+            """Return the groups that one env-server plays for the run; None if it does not answer."""
             try:
                 method = self._stub(worker_id).ListPlaying
                 answer = await call(method, request, timeout_s=timeout_s, waits_on=worker_id)
@@ -339,13 +374,14 @@ class EnvServers:
         return {worker_id: list(found) for worker_id, found in zip(asked, answers, strict=True) if found is not None}
 
     async def cancel(self, groups: Sequence[PlayingGroup], *, timeout_s: float = RPC_TIMEOUT_S) -> None:
-        """Stop groups on every env-server, or all of the run if none is named.
+        """Ask every living env-server to stop these groups, or all of the run if `groups` is empty.
 
-        Best effort: late rollouts are discarded.
+        One that does not answer within `timeout_s` seconds is only logged: its late rollouts are discarded.
         """
         request = env_service_pb2.CancelGroupsRequest(run_uid=self._run_uid, groups=groups, epoch=self._epoch)
 
         async def cancel_on(worker_id: str) -> None:
+            """Ask one env-server to stop the groups; log an error that it answers."""
             try:
                 await call(self._stub(worker_id).CancelGroups, request, timeout_s=timeout_s, waits_on=worker_id)
             except MillraceError as error:
@@ -354,17 +390,22 @@ class EnvServers:
         await asyncio.gather(*(cancel_on(worker_id) for worker_id in self.alive()))
 
     async def stop_all(self, log_instance: str) -> None:
-        """Stop all plays before a pause; env-servers first append their finished rollouts, and keep them."""
+        """Stop all plays of the run on all env-servers, before a pause; finished rollouts are appended first, and kept.
+
+        `log_instance` is the copy of the log that must have them.
+        """
         playing = [group for groups in (await self.playing(log_instance)).values() for group in groups]
+        # An empty list would stop everything of the run, which is not what was asked for here.
         if playing:
             await self.cancel(playing)
 
     async def close(self) -> None:
-        """Close all channels."""
+        """Close the connections to all env-servers."""
         for channel in self._channels.values():
             await channel.close()
 
     def _stub(self, worker_id: str) -> env_service_pb2_grpc.EnvServiceStub:
+        """Return the client of an env-server, connected if need be; UnavailableError if its lease has ended."""
         if worker_id not in self._channels:
             records = self._registry.alive(WorkerKind.ENV_SERVER)
             address = next((r.worker.address for r in records if r.worker_id == worker_id), None)
@@ -377,21 +418,23 @@ class EnvServers:
 
 
 def images_in_words(records: Sequence[WorkerRecord]) -> str:
-    """Describe which images env-servers announce, and how many announce each; `none` without env-servers."""
+    """Return how many of these env-servers announce each image, in words; "none" without env-servers."""
     counts = Counter(record.worker.env_image for record in records)
     return ", ".join(f"{count} with {image or 'none'}" for image, count in sorted(counts.items())) or "none"
 
 
 def _to_load(spec: EnvSpec) -> str:
+    """Return what is waited for, in words, while an environment loads."""
     return f"environment {spec.name} to load"
 
 
 def env_spec(
     env: NamedEnv, *, takes_several_traces: bool = False, is_text_only: bool, select_json: str = "", demo_key: str = ""
 ) -> EnvSpec:
-    """Return the description of an environment of the run config that env-servers get.
+    """Return an environment of the run's config as the message that env-servers load it by.
 
-    For the parameters see `EnvSpec`.
+    `takes_several_traces` says that a rollout may have several trained agents, `is_text_only` that the model gets text
+    alone. `select_json` selects tasks, "" for all; `demo_key` names the task's field with a teacher's demonstration.
     """
     return EnvSpec(
         name=env.name,
@@ -411,7 +454,7 @@ def env_spec(
 
 
 def _failure(spec: EnvSpec, worker_id: str, answer: env_service_pb2.OpenEnvResponse) -> InvalidStateError:
-    """Return the error for an environment that an env-server could not load, with what it answered."""
+    """Return the error for an environment that the env-server `worker_id` could not load, made of its answer."""
     metadata = {"env": spec.name, "error_type": answer.error_type}
     if answer.error_type == OWN_SAMPLING:
         return InvalidStateError(

@@ -67,7 +67,10 @@ class Evaluation:
         return sum(play.group_size for play in self.plays.values())
 
     def add(self, rollout: Rollout) -> Arrival:
-        """Put a rollout into the play of its task and return what that did; DUPLICATE if it is of no task here."""
+        """Put a rollout into the play of its task and return what that did.
+
+        DUPLICATE if its task is not of this evaluation.
+        """
         if rollout.ordinal not in self.plays:
             return Arrival.DUPLICATE
         self.last_answer = time.monotonic()
@@ -75,11 +78,11 @@ class Evaluation:
         return self.plays[rollout.ordinal].add(rollout)
 
     def good(self) -> list[Rollout]:
-        """Return the OK rollouts in order of (task, member)."""
+        """Return the OK rollouts, in order of task and member."""
         return [rollout for play in self.plays.values() for rollout in play.rollouts()]
 
     def failed(self) -> list[Rollout]:
-        """Return the last failure of every member that did not come back OK."""
+        """Return the failed rollouts of each play's last attempt, one of a member, in order of task and member."""
         return [play.failures[member] for play in self.plays.values() for member in sorted(play.failures)]
 
 
@@ -95,7 +98,11 @@ class Evaluator:
         player: Player,
         evaluations: dict[str, Evaluation],
     ) -> None:
-        """Take `epoch`, the driver's, and `evaluations`, those that take rollouts, by id."""
+        """Make an evaluator; `settings` is None if nothing is evaluated.
+
+        `epoch` is the driver's. `evaluations` has by id those that take rollouts: opened ones are put there, finished
+        ones taken out.
+        """
         self._settings = settings
         self._epoch = epoch
         self._envs = envs
@@ -105,7 +112,7 @@ class Evaluator:
 
     @property
     def is_playing(self) -> bool:
-        """Return whether an evaluation is being played, or another environment's of the same `series` follows."""
+        """Return whether an evaluation is being played, or the next one of the same `series` is about to begin."""
         return self._num_series > 0 or bool(self._open)
 
     @contextmanager
@@ -124,22 +131,25 @@ class Evaluator:
 
     @property
     def interval(self) -> int:
-        """Return the greatest common divisor of the environments' intervals: some may be due at its multiples."""
+        """Return the greatest common divisor of the environments' intervals, in steps: evaluations are due at its
+        multiples.
+        """
         return math.gcd(*(env.interval for env in self.settings.envs))
 
     def may_be_due(self, version: int, *, before: int | None) -> bool:
-        """Return whether some environment may be evaluated with a version during training.
+        """Return whether some environment may be evaluated with a policy version during training.
 
-        The version `before`, of the last step, and later ones are not: they are evaluated at the end.
+        That is so for the multiples of `interval`. The version `before`, that of the last step, and later ones are not:
+        they are evaluated at the end. None is no limit.
         """
         is_last = before is not None and version >= before
         return self._settings is not None and version % self.interval == 0 and not is_last
 
     def due(self, step: int, *, last: Mapping[str, int]) -> dict[str, list[int]]:
-        """Return the environments to evaluate with the policy of a step, each with the due steps it missed before.
+        """Return the environments to evaluate with the policy of `step`, each with the due steps that it missed before.
 
         `last` is the newest step that each was evaluated at, 0 if left out. A step is missed while others are
-        evaluated, or while nobody drives the run.
+        evaluated, or while no orchestrator drives the run.
         """
         found: dict[str, list[int]] = {}
         for env in () if self._settings is None else self._settings.envs:
@@ -152,22 +162,24 @@ class Evaluator:
 
     @property
     def settings(self) -> EvalSettings:
-        """Return the settings of the evaluation, which must exist."""
+        """Return the settings of evaluations; AssertionError if nothing is evaluated."""
         assert self._settings is not None, "evaluation is off"
         return self._settings
 
     def load(self) -> Counter[str]:
-        """Count the rollouts of open evaluations that are being played, by replica."""
+        """Return the number of rollouts of open evaluations that each replica plays, by its worker id."""
         return load_of(play for current in self._open.values() for play in current.plays.values())
 
     def begin(
         self, env: str, *, step: int, min_version: int, is_pinned: bool = False, skipped: Sequence[int] = ()
     ) -> Evaluation:
-        """Open an evaluation of `env` and return it, with plays of all its tasks; from now on it takes rollouts.
+        """Open an evaluation of `env` after `step` and return it, with unplaced plays of all its tasks.
 
-        Training tasks are played where the settings say so, or where `env` has no others. A pinned one is
-        played by a replica that is held at its version. `skipped` are the versions due before it that are not
-        evaluated.
+        It takes rollouts now.
+
+        Training tasks are played where the settings say so, or where `env` has no others. `min_version` is the oldest
+        policy version that may play it. With `is_pinned` it is played by a replica that is held at its version.
+        `skipped` are the versions due before it that are not evaluated.
         """
         settings, opened = self.settings, self._envs.envs[env]
         use_train_tasks = settings.use_train_tasks or opened.num_eval == 0
@@ -203,7 +215,9 @@ class Evaluator:
     async def evaluate(
         self, env: str, *, step: int, min_version: int, is_pinned: bool = False, skipped: Sequence[int] = ()
     ) -> tuple[event_pb2.EvalCompleted, list[Rollout]]:
-        """Play `env` on replicas at `min_version` or newer, or on a held one; return the report and the good rollouts.
+        """Play an evaluation of `env` to its end, and return its report and the OK rollouts.
+
+        The parameters are those of `begin`.
 
         It lasts as long as answers come; raises InvalidStateError if not one rollout is good.
         """
@@ -214,13 +228,20 @@ class Evaluator:
             del self._open[current.eval_id]
 
     async def finish(self, current: Evaluation) -> event_pb2.EvalCompleted:
-        """Play what an evaluation lacks and return its report; raise InvalidStateError if not one rollout is good."""
+        """Play what an open evaluation lacks and return its report.
+
+        Raise InvalidStateError if not one rollout is good.
+        """
         # The deadline begins now: its plays may have been opened long before.
         current.last_answer = current.began = time.monotonic()
         await self._play(current)
         return self._report(current, seconds=time.monotonic() - current.began)
 
     async def _play(self, current: Evaluation) -> None:
+        """Place the evaluation's plays and wait until no rollout is missing.
+
+        Returns with rollouts missing if none came for too long, or if no held replica plays it.
+        """
         plays = current.plays.values()
         stall_s = self.settings.plays.rollout_timeout_s + STALL_SLACK_S
         unplaced_since = time.monotonic()
@@ -243,7 +264,8 @@ class Evaluator:
                     if any(play.state is PlayState.PLACED for play in plays):
                         unplaced_since = now
                     else:
-                        current.last_answer = now  # nobody plays: no replica or env-server takes it
+                        # Nothing is being played, because no replica or env-server takes it: that is no missing answer.
+                        current.last_answer = now
                     is_unheld = current.is_pinned and now - unplaced_since > MAX_UNHELD_S
                     if is_unheld or now - current.last_answer > stall_s:
                         logger.warning(
@@ -252,6 +274,10 @@ class Evaluator:
                         return
 
     def _report(self, current: Evaluation, *, seconds: float) -> event_pb2.EvalCompleted:
+        """Return the report of an evaluation that took `seconds`.
+
+        Raise InvalidStateError if not one rollout is good.
+        """
         good = current.good()
         if not good:
             is_run = self.settings.is_whole_run
@@ -287,6 +313,7 @@ def _task_id(play: Play) -> str:
 
 
 def _first_failure(current: Evaluation) -> str:
+    """Return an evaluation's first failure in words; without one, why there is no rollout."""
     for rollout in current.failed():
         return f"{rollout.status}: {describe_error(rollout)}" if rollout.error else str(rollout.status)
     return "no answer within the deadline" if current.plays else "it has no such tasks (`tasks`)"
@@ -300,15 +327,16 @@ _Z95 = 1.959964
 
 
 def figures(plays: Sequence[Play], *, pass_threshold: float) -> dict[str, float]:
-    """Return all figures but the mean reward, by name.
+    """Return all figures of an evaluation but the mean reward, by name.
+
+    A rollout passes with a reward of `pass_threshold`.
 
     All of them are over the same rollouts, those that were asked for: one that failed has reward 0 and does not pass.
     `reward/sem` is the standard error over tasks, because rollouts of one task are not independent. pass@k and pass^k
-    (k = 1, 2, 4, ... up to the rollouts of a task) are the unbiased estimates of "at least one of k passes" and "all
-    of k pass" (Chen et al., 2021, https://arxiv.org/abs/2107.03374, equation 1). `pass@k/low` and `pass@k/high` are
-    the bounds of its 95 % confidence interval. What only a finished rollout has (turns, seconds, whether it was
-    truncated, the environment's own metrics) is a mean over those. An environment's metric with a name of ours is
-    `env/<name>`.
+    (k = 1, 2, 4, ... up to the rollouts of a task) are the unbiased estimates of "at least one of k passes" and "all of
+    k pass" (Chen et al., 2021, https://arxiv.org/abs/2107.03374, equation 1). `pass@k/low` and `pass@k/high` are the
+    bounds of its 95 % confidence interval. What only a finished rollout has (turns, seconds, whether it was truncated,
+    the environment's own metrics) is a mean over those. An environment's metric with a name of ours is `env/<name>`.
     """
     found: dict[str, float] = {}
     played = [[rollout.reward for rollout in play.rollouts()] for play in plays]
@@ -340,27 +368,30 @@ def figures(plays: Sequence[Play], *, pass_threshold: float) -> dict[str, float]
 
 
 def _is_ours(name: str) -> bool:
-    """Return whether it is the name of a figure, be it one that this evaluation has or not."""
+    """Return whether a name is that of a figure of evaluations, which an environment's metric must not take."""
     return name in _FIGURES or name.startswith(("pass@", "pass^"))
 
 
 def pass_at_k(size: int, passed: int, k: int) -> float:
-    """Return the chance that k of `size` rollouts, `passed` of which pass, hold one that passes (drawn without
-    replacement).
+    """Return the chance that at least one of k rollouts passes, drawn without replacement of `size`, of which
+    `passed` pass.
     """
     return 1.0 - math.comb(size - passed, k) / math.comb(size, k)
 
 
 def confidence(chances: Sequence[float], *, num_draws: int) -> tuple[float, float]:
-    """Return the 95 % confidence interval of the mean over tasks of a chance: Wilson's, which also holds near 0 and 1.
+    """Return the bounds of the 95 % confidence interval (Wilson's) of the mean of a chance over tasks.
 
-    Its number of trials is what the spread over tasks amounts to: at least one a task, and at most `num_draws`, the
-    independent draws after all of them, because equal tasks have no spread at all.
+    `chances` has one chance (0 to 1) for each task. The number of trials is what the spread over tasks amounts to: at
+    least one a task, and at most `num_draws`, the independent draws of all tasks, because equal tasks have no spread at
+    all.
     """
     mean, trials = float(np.mean(chances)), float(len(chances))
     if len(chances) > 1:
         spread = float(np.var(chances, ddof=1)) / len(chances)
+        # As many independent trials as would give the mean this variance: p (1 - p) / n = spread.
         trials = max(trials, min(float(num_draws), mean * (1 - mean) / spread if spread > 0 else float(num_draws)))
+    # E. B. Wilson, 1927: (p + z²/2n ± z √(p (1 - p)/n + z²/4n²)) / (1 + z²/n).
     shrink = 1 + _Z95**2 / trials
     middle = (mean + _Z95**2 / (2 * trials)) / shrink
     half = _Z95 * math.sqrt(mean * (1 - mean) / trials + _Z95**2 / (4 * trials**2)) / shrink
@@ -368,6 +399,6 @@ def confidence(chances: Sequence[float], *, num_draws: int) -> tuple[float, floa
 
 
 def env_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return the mean of each environment metric over the rollouts that have it."""
+    """Return the mean of each metric of the environment over the rollouts that have it, by name."""
     names = sorted({name for rollout in rollouts for name in rollout.metrics})
     return {name: float(np.mean([r.metrics[name] for r in rollouts if name in r.metrics])) for name in names}

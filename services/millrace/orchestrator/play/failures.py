@@ -83,16 +83,19 @@ class EnvCount(GroupCount):
 
     @property
     def recent_share(self) -> float:
-        """Return the share of failed rollouts in the last groups, 0 to 1."""
+        """Return the share of failed rollouts in the environment's last groups, 0 to 1."""
         return self.num_recent_failed / self.num_recent if self.num_recent else 0.0
 
     def add(self, group: GroupCount) -> None:
-        """Add the rollouts of a group."""
+        """Add a group's numbers of rollouts and of failures to these counts."""
         self.num_rollouts += group.num_rollouts
         self.failed += group.failed
 
     def explain(self) -> str:
-        """Return in words how many rollouts failed and, unless reported before, the first error and the remedy."""
+        """Return a sentence on how many rollouts failed, with the first error and the remedy.
+
+        Error and remedy are left out if an event has reported them (`is_reported_before`).
+        """
         counts = f"{self.num_failed} of {self.num_rollouts} rollouts of environment {self.env!r} failed"
         if self.is_reported_before:
             return f"{counts} by now ({by_status(self.failed)})"
@@ -100,12 +103,12 @@ class EnvCount(GroupCount):
 
     @property
     def cause(self) -> str:
-        """Describe the statuses of the failed rollouts and the first error."""
+        """Return the counts of failed rollouts by status, and the first error, in words."""
         return f"({by_status(self.failed)}); the first: {self.first_error}{_at(self.frames)}"
 
     @property
     def remedy(self) -> str:
-        """Return the remedy for the most frequent failure."""
+        """Return the remedy for the status of most failed rollouts; empty if none failed."""
         return REMEDIES.get(RolloutStatus(self.failed.most_common(1)[0][0]), "") if self.failed else ""
 
 
@@ -127,9 +130,9 @@ class Losses:
     last_error: str = ""
 
     def note(self, rollout: Rollout) -> None:
-        """Count a rollout that the infrastructure lost.
+        """Count a rollout that the infrastructure lost: its engine, its worker or its store failed.
 
-        A good one sets the count to 0, and all others change nothing.
+        A good rollout sets the count to 0; cancelled ones and failures of the environment change nothing.
         """
         if rollout.status == RolloutStatus.OK:
             self.statuses.clear()
@@ -138,7 +141,7 @@ class Losses:
             self.last_error = describe_error(rollout)[:MAX_ERROR_CHARS]
 
     def explain(self) -> str:
-        """Return in words how many rollouts were lost in a row, the last error and the remedy."""
+        """Return a sentence on how many rollouts were lost in a row, with the last error and the remedy."""
         return (
             f"{self.statuses.total()} rollouts in a row were lost to what they run on ({by_status(self.statuses)}); "
             f"the last: {self.last_error}; the run goes on once it works: see the logs of inference and env-server"
@@ -149,7 +152,9 @@ class Failures:
     """Counts what is taken, group by group."""
 
     def __init__(self, *, num_groups: int, group_sizes: Mapping[str, int], max_share: float) -> None:
-        """Take how the run fails: by `max_share` or more failed rollouts among those of the last `num_groups` groups.
+        """Make empty counts.
+
+        The run fails once `max_share` (0 to 1) of the rollouts of the last `num_groups` groups failed.
 
         `group_sizes` are the rollouts of a group by environment; 1 for one that it does not name.
         """
@@ -162,14 +167,16 @@ class Failures:
         self._losses, self._num_losses_reported = Losses(), 0
         self._num_in_a_row = 0
         self._own_sampling = ""
-        self._has_failed = False  # ever: most runs need no look at the last groups at every turn
+        # Whether any rollout ever failed: most runs need no look at the last groups at every turn of the loop.
+        self._has_failed = False
         self.not_before = 0.0
         """Monotonic time before which no new group shall start."""
 
     def note(self, rollout: Rollout) -> None:
-        """Count a rollout that was accepted into a group, and note whether the infrastructure lost it.
+        """Count a rollout that was accepted into a group, and whether the infrastructure lost it.
 
-        What the infrastructure lost, or was cancelled, is not counted in the group.
+        One that the infrastructure lost, or that was cancelled, is not counted in the group. A good one lets new groups
+        start at once (`not_before`).
         """
         self._losses.note(rollout)
         is_ok = rollout.status == RolloutStatus.OK
@@ -195,14 +202,14 @@ class Failures:
             total.frames = error.frames[:MAX_FRAMES_CHARS] if error else ""
 
     def resolve(self, play: Play) -> None:
-        """Count a play that is over (`close`)."""
+        """Add the counts of a play that is over to the totals, as `close` does for its ordinal."""
         self.close(play.ordinal, has_failed=play.has_failed_members)
 
     def close(self, ordinal: int, *, has_failed: bool) -> None:
-        """Add the rollouts of a resolved ordinal's group to the totals.
+        """Add the counts of an ordinal's group to the totals and to the last groups, because the ordinal is resolved.
 
-        If its members failed, so that nothing of it is trained, new groups start only after a pause
-        (`not_before`).
+        With `has_failed` its members failed, so that nothing of it is trained: new groups then start only after a pause
+        (`not_before`), which grows with each such group in a row.
         """
         if has_failed:
             self._num_in_a_row += 1
@@ -214,7 +221,10 @@ class Failures:
             self._closed.append(group)
 
     def environments(self) -> list[EnvCount]:
-        """Return the counts of every environment with failed rollouts, by name."""
+        """Return the counts of every environment with failed rollouts; groups that are still in play count, too.
+
+        The counts are new objects, which have the numbers of the last groups as well (`num_recent`).
+        """
         found: dict[str, EnvCount] = {}
         for env, total in sorted(self._totals.items()):
             found[env] = EnvCount(
@@ -236,12 +246,14 @@ class Failures:
         return [count for count in found.values() if count.num_failed]
 
     def report(self, *, is_final: bool = False) -> Iterator[EnvCount]:
-        """Yield the environments to report now: at the first failing group, then whenever the failures have doubled.
+        """Yield the environments to report now, and note that they were: at the first failing group, then at each
+        doubling.
 
-        `is_final`: also those whose last report is out of date. Yields nothing if the run fails because an
-        environment sets sampling of its own.
+        With `is_final` also those whose counts have changed since their last report. Yields nothing if the run fails
+        because an environment sets sampling of its own.
         """
-        if not self._has_failed or self._own_sampling:  # which the end of the run tells
+        # An environment that sets sampling of its own ends the run, with an error that says it.
+        if not self._has_failed or self._own_sampling:
             return
         failing = {group.env for group in self._recent() if group.num_failed}
         for count in self.environments():
@@ -255,13 +267,18 @@ class Failures:
 
     @property
     def outage(self) -> str:
-        """Return in words what the infrastructure lost since the last good rollout; empty if less than a group."""
+        """Return a sentence on what the infrastructure lost since the last good rollout.
+
+        Empty if it lost fewer rollouts than the largest group has.
+        """
         return self._losses.explain() if self._losses.statuses.total() >= self._largest_group else ""
 
     def outage_report(self) -> str:
-        """Return in words the rollouts lost in a row if they are to be reported now, else an empty text.
+        """Return a sentence on the rollouts lost in a row if it is to be reported now, and note that it was.
 
-        A report is due at the first lost group, then whenever the number of rollouts has doubled.
+        Else an empty text.
+
+        A report is due once as many as the largest group are lost, then whenever their number has doubled.
         """
         count = self._losses.statuses.total()
         # A good rollout came since the last report, and the count began anew.
@@ -275,9 +292,10 @@ class Failures:
     def error(self) -> RolloutsFailedError | None:
         """Return the error with which the run ends because it cannot learn.
 
-        None while it can learn, or it is too early to decide.
+        None while it can, or it is too early to decide.
         """
-        if self._own_sampling:  # of what an environment is, not of one task: all of its rollouts would say the same
+        # It is a property of the environment, and not of one task: all of its rollouts would fail in this way.
+        if self._own_sampling:
             return RolloutsFailedError(
                 self._own_sampling,
                 reason="ENV_SAMPLING_REFUSED",
@@ -302,8 +320,9 @@ class Failures:
         )
 
     def describe(self) -> str:
-        """Describe the failures, as in `12 of 4000 rollouts failed (10 env_error, 2 timeout)`; empty without
-        failures.
+        """Return the failures in words, as in `12 of 4000 rollouts failed (10 env_error, 2 timeout)`.
+
+        Empty without any.
         """
         counts = self.environments()
         if not counts:
@@ -315,13 +334,14 @@ class Failures:
 
     @property
     def tally(self) -> Tally:
-        """Return the tally for a header."""
+        """Return the counts that a header records: totals, last groups, and what was reported."""
         return Tally(environments=self._totals, groups=self._closed, reported_counts=self._reported_counts)
 
     def restore(self, tally: Tally, *, is_reopened: bool) -> None:
         """Continue with the counts of a header.
 
-        A run that was reopened, or is a fork, gets an empty window: what failed before may have been corrected.
+        With `is_reopened`, a run that was reopened or is a fork, the window of last groups and the reports begin empty:
+        what failed before may have been corrected.
         """
         self._totals = dict(tally.environments)
         self._has_failed = any(count.num_failed for count in self._totals.values())
@@ -330,6 +350,7 @@ class Failures:
         self._reported_counts = {} if is_reopened else dict(tally.reported_counts)
 
     def _total(self, env: str) -> EnvCount:
+        """Return the totals of an environment, made if there are none."""
         return self._totals.setdefault(env, EnvCount(env=env))
 
     def _recent(self) -> list[GroupCount]:
@@ -341,30 +362,33 @@ class Failures:
 
 
 def describe_error(rollout: Rollout) -> str:
-    """Return the error of a failed rollout, with the last frames of the environment's own code."""
+    """Return the error of a failed rollout with the last frames of the environment's own code.
+
+    Its status if it has none.
+    """
     error = rollout.error
     return f"{error.type}: {error.message}{_at(error.frames)}" if error else str(rollout.status)
 
 
 def remedy_of(rollout: Rollout, *, of_evaluation: bool) -> str:
-    """Return what to do about a failed rollout of a training run, or of a run that is an evaluation."""
+    """Return what to do about a failed rollout; `of_evaluation` is for a run that is nothing but an evaluation."""
     if of_evaluation and rollout.status in _REMEDIES_OF_EVALUATIONS:
         return _REMEDIES_OF_EVALUATIONS[rollout.status]
     return REMEDIES.get(rollout.status, "look at the env-server's log")
 
 
 def _at(frames: str) -> str:
-    """Return ` (at innermost ← outer)`, or an empty text if no frame is known."""
+    """Return ` (at innermost ← outer)` for frames in lines, the innermost last; empty if there are none."""
     return f" (at {' ← '.join(reversed(frames.splitlines()))})" if frames else ""
 
 
 def by_status(failed: Counter[str]) -> str:
-    """Describe the counts by status, as in `10 env_error, 2 timeout`."""
+    """Return counts by status in words, as in `10 env_error, 2 timeout`, the largest first."""
     return ", ".join(f"{count} {status}" for status, count in failed.most_common())
 
 
 def encode_tally(tally: Tally) -> dict[str, Any]:
-    """Encode a tally as plain data."""
+    """Return a tally as plain data for the JSON of a header."""
     return {
         "environments": [
             {
@@ -389,7 +413,7 @@ def encode_tally(tally: Tally) -> dict[str, Any]:
 
 
 def decode_tally(fields: Fields | None) -> Tally:
-    """Decode a tally from plain data, an empty one from None; raise ValueError if the data are malformed."""
+    """Return the tally that `encode_tally` encoded, an empty one for None; ValueError if the data are malformed."""
     if fields is None:
         return Tally()
     environments = {
@@ -408,6 +432,7 @@ def decode_tally(fields: Fields | None) -> Tally:
         )
         for item in fields.objects("groups", most=_MAX_GROUPS)
     ]
+    # `environments` looks every recent group's environment up in the totals.
     if missing := {group.env for group in groups} - environments.keys():
         raise ValueError(f"groups of {sorted(missing)[0]!r}, which is no environment of it")
     reported_counts = {
@@ -418,7 +443,7 @@ def decode_tally(fields: Fields | None) -> Tally:
 
 
 def _statuses(fields: Fields | None) -> Counter[str]:
-    """Read counts by status, for known statuses only."""
+    """Return counts by status; statuses that are unknown here are left out."""
     if fields is None:
         return Counter()
     return Counter({str(status): fields.integer(status) for status in RolloutStatus if fields.has(status)})

@@ -29,9 +29,10 @@ class Intake:
         reported: Container[str] = (),
         keeps_evaluated: bool = True,
     ) -> None:
-        """Take `evaluations`, the open ones by id, and `reported`, the ids of those with a report in the log.
+        """Make an intake that only notes rollouts until `begin`.
 
-        `keeps_evaluated`: every rollout of an evaluation is archived as it comes.
+        `evaluations` are the open ones by id, `reported` the ids of those with a report in the log. With
+        `keeps_evaluated` every rollout of an evaluation is archived with the next header.
         """
         self._book = book
         self._evaluations = evaluations
@@ -48,15 +49,16 @@ class Intake:
     def begin(self, make_play: MakePlay | None, *, has_predecessor: bool) -> None:
         """Put rollouts into their plays from now on, instead of only noting them.
 
-        `make_play` opens plays of training that a predecessor began; None if the run does not train.
+        `make_play` makes plays of training, by ordinal and planned step, that a predecessor began; None if the run does
+        not train. With `has_predecessor` what is read first was played for one.
         """
         self.has_begun, self._make_play = True, make_play
         self.is_taking_over = has_predecessor
 
     def take(self, rollout: Rollout) -> None:
-        """Give one rollout to the play of its task; the stream calls this once for every entry.
+        """Give one rollout of the stream to the play of its task: into the book, or into an open evaluation.
 
-        Before `begin` only note it.
+        Before `begin` the rollout is only noted. The stream calls this once for every entry.
         """
         if not self.has_begun:
             self.noted.append(rollout)
@@ -65,6 +67,7 @@ class Intake:
             self._prepare(play, rollout)
             self._book.add(rollout)
         else:
+            # A rollout read again after its evaluation's report is one that the report counts.
             counts = rollout.eval_id in self._reported
             if (evaluation := self._evaluations.get(rollout.eval_id)) is not None:
                 self._prepare(evaluation.plays.get(rollout.ordinal), rollout)
@@ -73,10 +76,10 @@ class Intake:
                 self._book.keep_evaluated(rollout, counts=counts)
 
     async def take_over(self, stream: RolloutStream, playing: Mapping[str, Sequence[PlayingGroup]]) -> None:
-        """Take every rollout that the log holds, then place the plays that env-servers still work on (`playing`).
+        """Take every rollout that the log holds, then mark the plays that env-servers still work on as placed there.
 
-        Each env-server first appended what it has finished and the log lacks. What nobody plays, or a silent
-        env-server does, is left to be placed as the next attempt.
+        `playing` has by env-server the groups that it plays; each env-server first appended what it has finished and
+        the log lacks. Plays that none of them works on are left to be placed as the next attempt.
         """
         await stream.catch_up()
         # The stream is at its end: from here on an unknown attempt is a late one, not a predecessor's.
@@ -100,7 +103,11 @@ class Intake:
         logger.info("rollouts taken over", extra=fields | {"being_played": sum(bool(play.env_server) for play in left)})
 
     def _prepare(self, play: Play | None, rollout: Rollout) -> None:
-        """Move an open play to a predecessor's attempt before it takes the rollout; suspect a replica that lost it."""
+        """Prepare a play for a rollout that it is about to take; do nothing without an open play.
+
+        While a predecessor's rollouts are read, the play moves on to the rollout's attempt. If the rollout of the
+        current attempt lost its engine, the play's replica is suspected.
+        """
         if play is None or not play.is_open:
             return
         if self.is_taking_over:
@@ -109,20 +116,21 @@ class Intake:
             self._policies.suspect(play.replica)
 
     def _of_predecessor(self, rollout: Rollout) -> Play | None:
-        """Open the play of a rollout that a predecessor asked for; None if the rollout's ordinal is resolved.
+        """Open the play of a rollout that a predecessor asked for, move it to the rollout's attempt, and return it.
 
-        Also after a takeover: an env-server of a predecessor that did not answer may play on, and what it sends
-        must not be generated again.
+        None if the rollout's ordinal is resolved. Also after a takeover: an env-server of a predecessor that did not
+        answer may play on, and what it sends must not be generated again. The play then counts as placed there.
         """
         play = self._opened(rollout.ordinal, rollout.planned_step)
         if play is not None:
             play.follow(rollout.attempt)
             if rollout.env_server and not self.is_taking_over:
+                # So its other members get a deadline, without which they would be waited for without end.
                 play.place(rollout.env_server, replica="", timeout_s=play.settings.timeout_s)
         return play
 
     def _offered(self, group: PlayingGroup) -> Play | None:
-        """Return the play that an env-server reports as being played, opened if need be.
+        """Return the play of a group that an env-server reports as being played, opened if need be.
 
         None if it is resolved or unknown.
         """
@@ -132,7 +140,7 @@ class Intake:
         return evaluation.plays.get(group.ordinal) if evaluation is not None else None
 
     def _opened(self, ordinal: int, planned_step: int) -> Play | None:
-        """Return the play of an ordinal, opened if it is not known.
+        """Return the play of an ordinal from the book, opened for `planned_step` if the book has none.
 
         None if the ordinal is resolved, or nothing is trained.
         """

@@ -127,18 +127,18 @@ class Play:
 
     @property
     def missing(self) -> list[int]:
-        """Return the members without an OK rollout."""
+        """Return the numbers of the members without an OK rollout."""
         return [member for member in range(self.group_size) if member not in self.members]
 
     @property
     def num_playing(self) -> int:
-        """Return the number of rollouts that an env-server plays."""
+        """Return the number of rollouts that an env-server is playing now; 0 unless the play is placed."""
         is_placed = self.state is PlayState.PLACED
         return self.group_size - len(self.members) - len(self.failures) if is_placed else 0
 
     @property
     def source(self) -> str:
-        """Return the env-server that delivered part of a group that is scored as a whole; empty if there is none."""
+        """Return the env-server whose rollouts the play has already, if its members must all come from one; else ""."""
         return next((rollout.env_server for rollout in self.members.values()), "") if self.is_scored_whole else ""
 
     @property
@@ -163,9 +163,12 @@ class Play:
         return [self.members[member] for member in sorted(self.members)]
 
     def place(self, env_server: str, *, replica: str, timeout_s: float, version: int | None = None) -> None:
-        """Note that an env-server plays the missing members of this attempt; after `timeout_s` they count as lost.
+        """Note that an env-server plays the missing members of this attempt.
 
-        `version` is what the replica serves; None for a predecessor's placement, whose beginning is not known.
+        After `timeout_s` seconds they count as lost.
+
+        `replica` is the worker id of the engine, "" if it is not known. `version` is what the replica serves; None for
+        a predecessor's placement, whose beginning is not known.
         """
         assert self.state is PlayState.UNPLACED, self.state
         self.state = PlayState.PLACED
@@ -175,7 +178,10 @@ class Play:
         self.deadline, self.num_put_off = time.monotonic() + timeout_s, 0
 
     def add(self, rollout: Rollout) -> Arrival:
-        """Take a rollout of the task, and return what it did to the play; one that fills no place is discarded."""
+        """Take a rollout of the play's task, change the play's state and return what that did.
+
+        A rollout that fills no place is discarded.
+        """
         if not self._wants(rollout):
             return Arrival.DUPLICATE
         if rollout.status == RolloutStatus.OK:
@@ -192,15 +198,15 @@ class Play:
         return self.num_put_off < MAX_PUT_OFF
 
     def go_on(self) -> None:
-        """Extend the play's deadline by its initial time, because the env-server still plays the group."""
+        """Extend the play's deadline to a full timeout from now, because the env-server still plays the group."""
         self.num_put_off += 1
         self.deadline = time.monotonic() + self.settings.timeout_s
 
     def lose(self, *, keeps_home: bool = False) -> None:
-        """Give the current attempt up: nobody plays the task until it is placed again, as the next attempt.
+        """Give the current attempt up, so that the play is placed again, as the next attempt.
 
-        `keeps_home`: its replica answers and has the prefix, so that it is preferred; else any replica with
-        room gets it.
+        With `keeps_home` the replica of this attempt is preferred then, because it answers and has the prefix in its
+        cache.
         """
         assert self.is_open, self.state
         self.state = PlayState.UNPLACED
@@ -209,14 +215,17 @@ class Play:
         self.follow(self.attempt + 1)
 
     def resolve(self, reason: str) -> None:
-        """End the play, so that no rollout of it is accepted any more; `reason` is empty if it is trained."""
+        """End the play, so that no rollout of it is accepted any more.
+
+        `reason` is why it is dropped, "" if it is trained.
+        """
         assert self.state is not PlayState.RESOLVED
         self.state, self.reason = PlayState.RESOLVED, reason
 
     def follow(self, attempt: int) -> None:
-        """Move on to a later attempt, which may be a predecessor's.
+        """Move on to a later attempt, which may be a predecessor's, and forget the failures of this one.
 
-        An earlier one, or a play that is over, changes nothing. A task that is scored whole begins anew.
+        An earlier attempt, or a play that is over, changes nothing. A task that is scored whole loses its members, too.
         """
         if attempt > self.attempt and self.is_open:
             self.attempt = attempt
@@ -226,9 +235,11 @@ class Play:
                 self.members.clear()
 
     def is_continued_by(self, *, attempt: int, members: Collection[int]) -> bool:
-        """Return whether nobody plays the group and a play of these `members` would complete it.
+        """Return whether an unplaced play can be left to an env-server that plays `members` in `attempt`.
 
-        Without a deadline nobody would notice that the members of an earlier attempt failed.
+        It can if each member that has neither an OK nor a failed rollout is among them. With another attempt than the
+        play's it can only if members may come from several attempts and the play has a deadline: else nobody would
+        notice that the others failed.
         """
         if self.state is not PlayState.UNPLACED or not set(self.missing) - set(self.failures) <= set(members):
             return False
@@ -279,7 +290,7 @@ class Play:
 
 
 def load_of(plays: Iterable[Play]) -> Counter[str]:
-    """Count the rollouts that are being played, by replica."""
+    """Return the number of rollouts of these plays that each replica plays, by its worker id."""
     load = Counter[str]()
     for play in plays:
         if play.replica:

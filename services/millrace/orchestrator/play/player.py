@@ -56,9 +56,11 @@ class Round:
         envs: EnvServers,
         plays: Iterable[Play],
     ) -> None:
-        """Create a round over `choices`. `plays` are all that share the room.
+        """Make a round of placements over the replicas of `choices` and the env-servers of `envs`.
 
-        `place` asks an env-server to play one play, and returns False if there is no room for it.
+        Its calls are tasks of `tasks`. `place` asks an env-server to play one play, and returns False if nobody can
+        take it now. `plays` are all plays, placed or not, that count as load of env-servers and for the bound on
+        rollouts (`PlaySettings.max_playing`).
         """
         self._tasks, self._ask, self._choices, self._envs = tasks, place, choices, envs
         self._slots = asyncio.Semaphore(MAX_PLACING)
@@ -73,7 +75,7 @@ class Round:
         """Environments that nobody can take now; others may have env-servers of their own (images)."""
 
     async def place(self, play: Play) -> None:
-        """Begin to place a play, unless its environment is refused.
+        """Begin to place a play in the background, unless nobody can take its environment now.
 
         Waits while `MAX_PLACING` others are in progress.
         """
@@ -81,6 +83,10 @@ class Round:
         self._tasks.create_task(self._place(play))
 
     async def _place(self, play: Play) -> None:
+        """Place a play that is still unplaced, and free the slot.
+
+        If nobody can take it, its environment is noted as refused; of a refused environment nothing is placed.
+        """
         try:
             is_wanted = play.state is PlayState.UNPLACED and play.task.env not in self.refused
             if is_wanted and not await self._ask(play, self):
@@ -89,9 +95,10 @@ class Round:
             self._slots.release()
 
     def choose(self, play: Play) -> ReadyReplica | None:
-        """Choose the replica for a play and count the play there. None if no replica fits, or there is no room.
+        """Return the replica for a play, and count the play's rollouts there; None if no replica fits.
 
-        A play that is larger than the bound on rollouts is played alone.
+        None also if the bound on rollouts that are played at once would be exceeded (`PlaySettings.max_playing`). A
+        play that is larger than the bound is played alone.
         """
         bound, size = play.settings.max_playing, len(play.missing)
         if bound is not None and self._num_playing and self._num_playing + size > bound:
@@ -121,7 +128,7 @@ class Round:
         return None
 
     def leave_out(self, worker_id: str) -> None:
-        """Do not choose an env-server again in this round, because it did not take a play."""
+        """Leave an env-server out of the rest of the round, because it did not take a play."""
         self._left_out.add(worker_id)
 
 
@@ -131,27 +138,37 @@ class Player:
     def __init__(
         self, *, run: RunIdentity, envs: EnvServers, policies: Policies, stream: RolloutStream, router: Router
     ) -> None:
+        """Make the player of a run, which places plays on `envs` with the replicas of `policies`.
+
+        `stream` is read before anything is played again; `router` knows the load of all replicas.
+        """
         self._run = run
         self._envs = envs
         self._policies = policies
         self._stream = stream
         self._router = router
-        self._orphaned: dict[str, float] = {}  # as many as replicas were lost with work of the run
+        # Bounded by the replicas that were lost with work of the run.
+        self._orphaned: dict[str, float] = {}
 
     async def place_open(self, plays: Collection[Play]) -> None:
-        """Give lost plays up, and place all that nobody plays and whose pause is over, as far as env-servers take them.
+        """Give lost plays up, and place all that are unplaced and whose pause is over, as far as env-servers take them.
 
-        Before anything is played again, the stream is read to its end: what the log holds is never generated
-        twice.
+        Before anything is played again, the stream is read to its end: what the log holds is never generated twice.
+        `plays` are those of `round`.
         """
+        # Before `lost`: what is late and still being played must not be played a second time.
         await self._keep_on(plays)
         if lost := [(play, play.attempt) for play in self.lost(plays)]:
+            # A dead env-server plays nothing, and asking it would only cost the timeout.
             alive = self._envs.alive()
             await self.stop([play for play, _ in lost if play.env_server in alive])
-            await self._stream.catch_up()  # a new attempt of a task that is scored whole begins from nothing
+            # A new attempt of a task that is scored whole drops the members that came, so what the log holds is read
+            # first.
+            await self._stream.catch_up()
             for play, attempt in lost:
                 if play.state is PlayState.PLACED and play.attempt == attempt:
-                    play.lose()  # else it became whole, was dropped, or failed meanwhile
+                    # Not a play that became whole, was dropped or failed while the stream was read.
+                    play.lose()
         now = time.monotonic()
         unplaced = [play for play in plays if play.state is PlayState.UNPLACED and play.not_before <= now]
         if any(play.attempt for play in unplaced):
@@ -165,7 +182,7 @@ class Player:
     async def round(self, plays: Collection[Play]) -> AsyncIterator["Round"]:
         """Yield a round of placements; at the end of the block all of them have been answered.
 
-        `plays` are all that share the room.
+        `plays` are all plays, placed or not, that count in it as load (`Round`).
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -175,17 +192,18 @@ class Player:
             raise first_error(group) from group
 
     async def place(self, play: Play, plays: Collection[Play]) -> bool:
-        """Place one play; return False if there is no room for it now. `plays` are all that share the room."""
+        """Place one play; return False if nobody can take it now. `plays` are those of `round`."""
         async with self.round(plays) as placing:
             await placing.place(play)
         return not placing.refused
 
     async def _place(self, play: Play, placing: "Round") -> bool:
-        """Ask an env-server to play the missing members of an unplaced play; False if there is no room for it now.
+        """Ask an env-server to play the missing members of an unplaced play.
 
-        After a lost answer the play stays unplaced although an env-server may play it: asking again is harmless
-        there, and its rollouts count whatever was asked. A task that is scored as a whole and has come in part is
-        never asked for again: it is left to the env-server that plays it.
+        Return False if no replica or env-server can take it now. After a lost answer the play stays unplaced although
+        an env-server may play it: asking again is harmless there, and its rollouts count whatever was asked. A task
+        that is scored as a whole and has come in part is never asked for again: it is left to the env-server that plays
+        it.
         """
         if play.source:
             # The members of such a task end together: the others are on their way, unless `lost` says otherwise.
@@ -197,7 +215,8 @@ class Player:
         request = self._request(play, replica)
         while (worker_id := placing.server(play.task.env)) is not None:
             if not _is_asked_for(play, request):
-                return True  # members came while another env-server was asked: what is still missing is asked for anew
+                # Members came while another env-server was asked: what is still missing is asked for anew.
+                return True
             if await self._envs.play(worker_id, request):
                 if play.state is PlayState.UNPLACED and play.attempt == request.attempt:
                     # else it failed already, before the answer came: place it again
@@ -211,9 +230,10 @@ class Player:
         return False
 
     async def _keep_on(self, plays: Collection[Play]) -> None:
-        """Give plays past their deadline more time if their env-server reports them as being played.
+        """Extend the deadline of plays that are past it if their env-server reports them as being played.
 
-        It enforces the deadline itself, by each rollout's own time: what others take of a worker does not count there.
+        The env-server enforces the deadline itself, by each rollout's own time, without the time that others take of a
+        worker.
         """
         now = time.monotonic()
         late = [play for play in plays if play.state is PlayState.PLACED and now > play.deadline and play.may_go_on]
@@ -227,12 +247,16 @@ class Player:
             for group in groups
         }
         for play in late:
+            # With the attempt: the env-server may still play an earlier one of the same task.
             key = (purpose_to_wire(play.settings.purpose), play.settings.eval_id, play.ordinal, play.attempt)
             if play.state is PlayState.PLACED and (play.source or play.env_server, *key) in known:
                 play.go_on()
 
     def lost(self, plays: Iterable[Play]) -> list[Play]:
-        """Return the placed plays whose env-server or replica is gone, or whose deadline passed, and log each."""
+        """Return the placed plays whose env-server is gone, or whose deadline has passed, and log each.
+
+        A play whose replica is gone is among them after its grace period (`PlaySettings.replica_grace_s`).
+        """
         now = time.monotonic()
         env_servers, replicas = set(self._envs.alive()), self._policies.known()
         placed = [play for play in plays if play.state is PlayState.PLACED]
@@ -257,7 +281,10 @@ class Player:
         return lost
 
     async def stop(self, plays: Sequence[Play]) -> None:
-        """Ask the env-servers to stop plays that are over, or are played again elsewhere; best effort."""
+        """Ask the env-servers to stop plays that are over, or are played again elsewhere.
+
+        One that does not answer is ignored.
+        """
         if plays:
             playing = [
                 PlayingGroup(
@@ -268,6 +295,7 @@ class Player:
             await self._envs.cancel(playing, timeout_s=STOP_TIMEOUT_S)
 
     def _request(self, play: Play, replica: ReadyReplica) -> PlayGroupRequest:
+        """Return the request to play the missing members of a play with the engine of `replica`."""
         policy, settings = self._policies.desired, play.settings
         return PlayGroupRequest(
             run_uid=self._run.uid,
@@ -288,6 +316,7 @@ class Player:
             generation=self._run.generation,
             planned_step=play.planned_step,
             tokenizer_manifest_key=policy.manifest_key if policy is not None else "",
+            # By it an audit sees that nothing was asked for again that the log held.
             dispatched_after=self._stream.newest,
             is_external=settings.is_external,
             api_key_var=settings.api_key_var,
@@ -301,4 +330,5 @@ def _is_asked_for(play: Play, request: PlayGroupRequest) -> bool:
 
 
 def _name(play: Play) -> str:
+    """Return the word for a play in messages, by its purpose."""
     return "group" if play.settings.purpose is Purpose.TRAIN else "evaluation task"

@@ -48,7 +48,7 @@ class Thresholds:
     """Whether hard tasks are played again, and move by their new group."""
 
     def pool(self, reward: float) -> Pool:
-        """Return the pool for a group's mean reward."""
+        """Return the pool of a task whose group had this mean reward."""
         if self.easy is not None and reaches(reward, self.easy):
             return Pool.EASY
         return Pool.HARD if self.hard is not None and reaches(-reward, -self.hard) else Pool.NORMAL
@@ -95,25 +95,27 @@ class Pools:
     """By environment, the digest of the task set that the indexes belong to."""
 
     def num_counting(self, ordinal: int) -> int:
-        """Return how many of the recent moves count for an ordinal."""
+        """Return how many of the recent moves were made before an ordinal was drawn, and so count for its draw."""
         return sum(moves.drawn_below <= ordinal for moves in self.recent)
 
     def for_draw(self, num_counting: int) -> tuple[int, Placed]:
-        """Return the step and the pools of a draw for which the first `num_counting` moves count."""
+        """Return the step and the pools of a draw for which the first `num_counting` of the recent moves count."""
         counting = self.recent[:num_counting]
         return (counting[-1].step if counting else self.step), _apply(self.placed, counting)
 
     def newest(self) -> Placed:
-        """Return the pools that the next new ordinal is drawn from."""
+        """Return the pools after all moves, which the next new ordinal is drawn from."""
         return _apply(self.placed, self.recent)
 
     def after(
         self, groups: Iterable[GroupResult], thresholds: Thresholds, *, step: int, drawn_below: int, resolved_below: int
     ) -> "Pools":
-        """Return the pools after the header that resolves `groups`, in this order.
+        """Return the pools after the header that resolves `groups`, in this order, each moved by the mean reward of its
+        group.
 
-        Of a task's groups the first decides. `step` is the step after that header. `drawn_below` is the first
-        ordinal that was not drawn at its cut, and below `resolved_below` all are resolved.
+        `thresholds` are the rewards at which a task moves. Of a task's groups in the header the first decides. `step`
+        is the step after that header. `drawn_below` is the first ordinal that was not drawn when it was cut, and below
+        `resolved_below` all ordinals are resolved.
         """
         now = self.newest()
         moved: dict[str, dict[int, Pool]] = {}
@@ -139,7 +141,11 @@ class Pools:
         )
 
     def begun_anew(self, *, easy_fraction: float, hard_fraction: float, seed: int, step: int) -> "Pools":
-        """Return the pools with a random share of easy and hard tasks made normal, for ordinals not drawn yet."""
+        """Return the pools with a random share (0 to 1) of the easy and of the hard tasks made normal, for ordinals not
+        drawn yet.
+
+        The choice depends on `seed` and `step` alone, the step at which the run begins anew.
+        """
         rng = _rng(f"{seed}/begun anew/{step}")
         now, moved = self.newest(), dict[str, dict[int, Pool]]()
         for pool, fraction in ((Pool.EASY, easy_fraction), (Pool.HARD, hard_fraction)):
@@ -155,9 +161,9 @@ class Pools:
         return replace(self, recent=(*self.recent, moves))
 
     def of_task_sets(self, digests: Mapping[str, str]) -> "Pools":
-        """Return the pools without the tasks of environments whose task set has changed.
+        """Return the pools without the tasks of environments whose task set has another digest than before.
 
-        `digests` are those of the task sets now, by environment.
+        `digests` are those of the task sets now, by environment; they are recorded.
         """
         gone = {env for env, digest in digests.items() if self.digests.get(env, digest) != digest}
         known = {**self.digests, **digests}
@@ -172,7 +178,7 @@ class Pools:
         return pools.count(Pool.EASY), pools.count(Pool.HARD)
 
     def to_json(self) -> dict[str, Any]:
-        """Encode the pools for a header."""
+        """Return the pools as plain data for the JSON of a header."""
         recent = [
             {"drawn_below": moves.drawn_below, "step": moves.step, "placed": _encode(moves.placed)}
             for moves in self.recent
@@ -187,7 +193,7 @@ class Pools:
 
     @classmethod
     def from_json(cls, fields: Fields) -> "Pools":
-        """Decode the pools that `to_json` wrote; raise ValueError if they are malformed."""
+        """Return the pools that `to_json` encoded; ValueError if they are malformed."""
         recent = tuple(
             Moves(drawn_below=item.integer("drawn_below"), step=item.integer("step"), placed=_decode(item, "placed"))
             for item in fields.objects("recent", most=_MAX_PARTS)
@@ -204,16 +210,20 @@ class Pools:
 
 
 def random_of(seed: int, ordinal: int) -> np.random.Generator:
-    """Return the random generator of one ordinal's draw."""
+    """Return the random generator of one ordinal's draw, the same for the same run seed and ordinal."""
     return _rng(f"{seed}/draw/{ordinal}")
 
 
 def replay_of(seed: int, ordinal: int) -> np.random.Generator:
-    """Return the random generator that decides whether an ordinal plays a hard task again, and which."""
+    """Return the random generator that decides whether an ordinal plays a hard task again, and which.
+
+    `seed` is the run's.
+    """
     return _rng(f"{seed}/replay/{ordinal}")
 
 
 def _rng(material: str) -> np.random.Generator:
+    """Return a random generator whose seed is the hash of `material`."""
     return np.random.default_rng(int.from_bytes(hashlib.sha256(material.encode()).digest()[:8], "little"))
 
 
@@ -231,10 +241,12 @@ def _apply(placed: Placed, moves: Sequence[Moves]) -> Placed:
 
 
 def _without(placed: Placed, gone: set[str]) -> Placed:
+    """Return the pools without the environments in `gone`."""
     return {env: tasks for env, tasks in placed.items() if env not in gone}
 
 
 def _encode(placed: Placed) -> list[dict[str, Any]]:
+    """Return pools as plain data: for each environment and pool the indexes of its tasks."""
     encoded: list[dict[str, Any]] = []
     for env, tasks in sorted(placed.items()):
         for pool in sorted(set(tasks.values())):
@@ -244,7 +256,9 @@ def _encode(placed: Placed) -> list[dict[str, Any]]:
 
 
 def _encode_set(members: Sequence[int]) -> dict[str, Any]:
-    """Encode the indexes as a list or, if shorter, as base64 of a bitmap that begins with the bit of index 0."""
+    """Return ascending indexes, at least one, as plain data: a list or, if shorter, base64 of a bitmap from index 0
+    on.
+    """
     # A JSON number takes up to about 32 bits, a bitmap one bit for each task up to the last.
     if 32 * len(members) < members[-1]:
         return {"tasks": list(members)}
@@ -254,6 +268,7 @@ def _encode_set(members: Sequence[int]) -> dict[str, Any]:
 
 
 def _decode(fields: Fields, name: str) -> Placed:
+    """Return the pools in field `name`, as `_encode` wrote them; ValueError if they are malformed."""
     placed: dict[str, dict[int, Pool]] = {}
     for item in fields.objects(name, most=_MAX_PARTS):
         members = _bits(item.text("bitmap", most=MAX_TASKS)) if item.has("bitmap") else _indexes(item)
@@ -262,10 +277,12 @@ def _decode(fields: Fields, name: str) -> Placed:
 
 
 def _indexes(item: Fields) -> Sequence[int]:
+    """Return the indexes of tasks of an entry that has them as a list."""
     return item.integers("tasks", most=MAX_TASKS, largest=MAX_TASKS - 1)
 
 
 def _bits(text: str) -> list[int]:
+    """Return the indexes whose bits are set in a base64-encoded bitmap; ValueError if it is too large or malformed."""
     data = base64.b64decode(text, validate=True)  # binascii.Error is a ValueError
     if len(data) > MAX_TASKS // 8:
         raise ValueError(f"a bitmap of {len(data)} bytes is too large")
@@ -289,7 +306,7 @@ class PoolSizes:
 
 
 def thresholds_of(config: BufferConfig) -> Thresholds:
-    """Return the mean rewards of a group at which its task changes its pool."""
+    """Return the mean rewards of a group, by the config, at which its task changes its pool."""
     return Thresholds(easy=config.easy_threshold, hard=config.hard_threshold, replays_hard=bool(config.hard_replay))
 
 
@@ -305,7 +322,11 @@ class TaskBuffer:
         pools: Callable[[], Pools],
         sampler: Sampler | None = None,
     ) -> None:
-        """Take `pools`, those after the newest committed header."""
+        """Make the drawer of a run's tasks, whose draws depend on `seed`, the run's.
+
+        `pools` returns the pools after the newest committed header. `sampler` is the user's function, None if there is
+        none.
+        """
         self._order = TaskOrder(sources, seed=seed)
         self._sources = {source.env: source for source in sources}
         self._schedule = sorted((entry.step, tuple(entry.env_ratios)) for entry in config.schedule)
@@ -336,6 +357,7 @@ class TaskBuffer:
         env = ref.env if ratios is None else self._choose(ratios, rng, list(self._sources))
         if (hard := self._replayed(ordinal, env, placed)) is not None:
             return TaskRef(ordinal=ordinal, env=env, task_index=hard)
+        # Tasks in no pool are normal, so this is the task order's own task, drawn as in a run without pools.
         if env == ref.env and ref.task_index not in placed.get(env, {}):
             return ref
         if not len(self._normal_of(env, placed)):
@@ -368,13 +390,18 @@ class TaskBuffer:
         return dict(zip(self._sources, begun[-1], strict=True)) if begun else None
 
     def _choose(self, ratios: Mapping[str, float], rng: np.random.Generator, envs: Sequence[str]) -> str:
+        """Return one of `envs`, drawn at random in proportion to their ratios."""
         shares = np.asarray([ratios[env] for env in envs], np.float64)
         return envs[int(rng.choice(len(envs), p=shares / shares.sum()))]
 
     def _replayed(self, ordinal: int, env: str, placed: Placed) -> int | None:
-        """Return the hard task that an ordinal plays again; None if it plays no hard task."""
+        """Return the hard task of `env` that an ordinal plays again; None if it plays no hard task.
+
+        `placed` are its pools.
+        """
         if not self._hard_replay:
             return None
+        # A generator of its own, so that `hard_replay` does not change which normal task an ordinal draws.
         rng = replay_of(self._seed, ordinal)
         tasks = sorted(task for task, pool in placed.get(env, {}).items() if pool is Pool.HARD)
         return int(rng.choice(tasks)) if rng.random() < self._hard_replay and tasks else None
@@ -382,6 +409,7 @@ class TaskBuffer:
     def _at(self, ordinal: int) -> tuple[int, Placed]:
         """Return the step at which an ordinal is drawn and its pools, cached until the pools change."""
         pools = self._pools()
+        # Pools are immutable and replaced by each header, so identity shows whether they changed.
         if pools is not self._seen:
             self._seen, self._draws, self._normal = pools, {}, {}
         count = pools.num_counting(ordinal)
@@ -390,8 +418,9 @@ class TaskBuffer:
         return self._draws[count]
 
     def _normal_of(self, env: str, placed: Placed) -> np.ndarray:
-        """Return the normal tasks of an environment, ascending."""
-        key = (id(placed), env)  # `_draws` keeps it alive
+        """Return the indices of an environment's tasks that are normal in the pools `placed`, int64 ascending."""
+        # `_draws` keeps these pools alive, so that no other ones get the same id.
+        key = (id(placed), env)
         if key not in self._normal:
             taken = np.fromiter(placed.get(env, {}), np.int64)
             self._normal[key] = np.setdiff1d(np.arange(self._sources[env].num_tasks), taken)

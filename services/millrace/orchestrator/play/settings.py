@@ -56,7 +56,9 @@ class PlaySettings:
     """The temperature by planned step, where it is not the same for all."""
 
     def sampling_at(self, planned_step: int) -> Sampling:
-        """Return the sampling of rollouts that are planned for a step."""
+        """Return how rollouts are sampled that are planned for a step: with the step's temperature, if it has a
+        schedule.
+        """
         if self.temperature_at is None:
             return self.sampling
         return changed(self.sampling, temperature=self.temperature_at(planned_step))
@@ -119,9 +121,11 @@ def _temperature_at(schedule: TemperatureSchedule | None, *, max_steps: int | No
     if schedule is None:
         return None
     steps = max_steps if schedule.total_steps is None else schedule.total_steps
+    # Steps count from 0: the last one, at which the schedule has its end temperature, is `steps - 1`.
     last = 1 if steps is None else max(steps - 1, 1)
 
     def at(step: int) -> float:
+        """Return the temperature at a step."""
         done = min(step / last, 1.0)
         share = done if schedule.type == "linear" else (1 - math.cos(math.pi * done)) / 2
         return schedule.start_temperature + share * (schedule.end_temperature - schedule.start_temperature)
@@ -179,7 +183,10 @@ def of_run(config: EvalRunConfig) -> EvalSettings:
 
 
 def _taken(extra: dict[str, Any], name: str) -> float:
-    """Remove a number from the further fields of a request and return it; return 0 if it is none."""
+    """Remove field `name` from `extra`, the further fields of a request, and return it as a number.
+
+    Returns 0, and leaves the field, if it is no number or not there.
+    """
     value = extra.get(name)
     if not isinstance(value, int | float):
         return 0.0
@@ -188,6 +195,10 @@ def _taken(extra: dict[str, Any], name: str) -> float:
 
 
 def _sampling(config: SamplingConfig | EvalSamplingConfig | FixedSamplingConfig) -> Sampling:
+    """Return sampling settings of the config as the message that env-servers get.
+
+    Fields without a place of their own in it become JSON of further fields.
+    """
     extra = dict(config.extra_body)
     if not isinstance(config, FixedSamplingConfig):
         fields = {
@@ -197,7 +208,8 @@ def _sampling(config: SamplingConfig | EvalSamplingConfig | FixedSamplingConfig)
             "stop": config.stop,
         }
         extra |= {name: value for name, value in fields.items() if value}
-    top_k, min_p = _taken(extra, "top_k"), _taken(extra, "min_p")  # where other servers' users write them
+    # Users of other servers write these two among the further fields.
+    top_k, min_p = _taken(extra, "top_k"), _taken(extra, "min_p")
     return Sampling(
         temperature=config.temperature,
         max_tokens=0 if config.max_tokens is None else config.max_tokens,  # which says nothing

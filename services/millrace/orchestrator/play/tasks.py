@@ -17,6 +17,7 @@ import numpy as np
 from millrace.config.sections.buffer import BufferConfig
 from millrace.custom_code import CustomCode, bad_code
 from millrace.errors import InvalidSpecError
+from millrace.race import in_own_thread
 
 CYCLE_SLOTS = 1000
 """Ordinals after which the interleaving of environments repeats; bounds the error of a weight to 1/1000."""
@@ -49,6 +50,7 @@ class TaskOrder:
     """
 
     def __init__(self, sources: Sequence[TaskSource], *, seed: int) -> None:
+        """Make the order of tasks over these environments, shuffled by `seed`; ValueError without any."""
         if not sources:
             raise ValueError("a task order needs at least one environment")
         self._sources = tuple(sources)
@@ -57,15 +59,20 @@ class TaskOrder:
         self._permutation = lru_cache(maxsize=2 * len(sources))(self._draw_permutation)
 
     def task(self, ordinal: int) -> TaskRef:
-        """Return the task of `ordinal` (from 0)."""
+        """Return the environment and the task of `ordinal` (from 0); the same for every call."""
         cycle_index, slot = divmod(ordinal, len(self._cycle))
         which = self._cycle[slot]
+        # How often the source was drawn before this slot: in all whole cycles, and before it in this one.
         draw = cycle_index * self._counts[which] + self._ranks[slot]
         source = self._sources[which]
         epoch, place = divmod(draw, source.num_tasks)
         return TaskRef(ordinal=ordinal, env=source.env, task_index=int(self._permutation(which, epoch)[place]))
 
     def _draw_permutation(self, which: int, epoch: int) -> np.ndarray:
+        """Return the order of a source's task indices in one pass (`epoch`) over them, shuffled by seed and task set.
+
+        `which` is the index of the source.
+        """
         source = self._sources[which]
         material = f"{self._seed}/{source.env}/{source.digest}/{epoch}".encode()
         key = int.from_bytes(hashlib.sha256(material).digest()[:8], "little")
@@ -75,13 +82,14 @@ class TaskOrder:
 def _interleave(weights: Sequence[float]) -> tuple[list[int], list[int], list[int]]:
     """Spread sources over a cycle in proportion to their weights (stride scheduling).
 
-    Return for each slot the source, and how many slots of that source came before it; and for each source the
-    number of its slots.
+    Returns for each slot the index of its source, for each slot how many slots before it are of the same source, and
+    for each source the number of its slots.
     """
     if len(weights) == 1:
         return [0], [0], [1]
     # A slot goes to the source that is least far ahead, which then advances by its stride.
     strides = [1.0 / weight for weight in weights]
+    # Half a stride spreads the first slots: otherwise every source would want the first one.
     passes = [stride / 2 for stride in strides]
     cycle: list[int] = []
     ranks: list[int] = []
@@ -114,23 +122,31 @@ class Sampler:
     """
 
     def __init__(self, function: Callable[..., Any], *, import_path: str, kwargs: Mapping[str, Any], seed: int) -> None:
+        """Take the user's function with its further arguments `kwargs` and `seed`, the run's, which it is called with.
+
+        `import_path`, `my.module:fn`, names the function in errors.
+        """
         self._function, self._import_path = function, import_path
         self._kwargs, self._seed = dict(kwargs), seed
 
     @classmethod
     def load(cls, config: BufferConfig, code: CustomCode, *, seed: int) -> Self | None:
-        """Load the user's function, or None if the run has none; raise InvalidSpecError if it cannot be loaded."""
+        """Import the sampler that the config names, as far as `code` allows; None if it names none.
+
+        Raises InvalidSpecError if it cannot be loaded. `seed` is the run's, which the function is called with.
+        """
         if config.sampler is None:
             return None
         function = code.load(config.sampler, field=FIELD)
         return cls(function, import_path=config.sampler, kwargs=config.sampler_kwargs, seed=seed)
 
     def choose(self, ordinal: int, tasks: Mapping[str, np.ndarray], *, step: int) -> tuple[str, int]:
-        """Ask the user's function for the environment and the task of an ordinal, and return both.
+        """Call the user's function for an ordinal, and return the environment and the index of the task that it names.
 
-        `tasks` has by environment the indices that may be drawn. Raise InvalidSpecError if the function fails,
-        or names none of them.
+        `tasks` has by environment the indices that may be drawn; `step` is the step at which the ordinal is drawn.
+        Raises InvalidSpecError if the function fails, or names none of them.
         """
+        # Copies: the arrays are cached, and the function may change what it gets.
         given = {env: indices.copy() for env, indices in tasks.items()}
         try:
             answer = self._function(ordinal, given, step=step, seed=self._seed, **self._kwargs)
@@ -146,9 +162,10 @@ class Sampler:
         return env, int(index)
 
     async def try_out(self, sources: Sequence[TaskSource]) -> None:
-        """Ask the user's function for the first tasks, twice.
+        """Call the user's function twice for each of the first `_NUM_TRIED` ordinals, in threads of their own.
 
-        InvalidSpecError if the answers differ, or it is too slow.
+        `sources` are the environments, all of whose tasks may be drawn. Raises InvalidSpecError if the two answers
+        differ, if it fails, or if it is too slow.
         """
         tasks = {source.env: np.arange(source.num_tasks) for source in sources}
 
@@ -158,7 +175,7 @@ class Sampler:
         begun = time.monotonic()
         try:
             async with asyncio.timeout(_TRIED_WITHIN_S):
-                first, second = await asyncio.to_thread(ask), await asyncio.to_thread(ask)
+                first, second = await in_own_thread(ask), await in_own_thread(ask)
         except TimeoutError as error:
             raise self._bad(f"{2 * _NUM_TRIED} calls took more than {_TRIED_WITHIN_S:g} s") from error
         per_call = (time.monotonic() - begun) / (2 * _NUM_TRIED)
@@ -172,4 +189,5 @@ class Sampler:
                 )
 
     def _bad(self, problem: str) -> InvalidSpecError:
+        """Return the error that the user's function cannot be used because of `problem`."""
         return bad_code(FIELD, self._import_path, problem)

@@ -1,7 +1,7 @@
 """The reader of an `adapter_config.json` of PEFT.
 
 The fields are those of `peft.LoraConfig`, versions 0.2 to 0.21. Known is what is listed here. Every other field may
-are there with an empty value, which is what a newer PEFT writes for a kind of adapter that this one is not.
+be there with an empty value, which is what a newer PEFT writes for a kind of adapter that this one is not.
 """
 
 import json
@@ -85,24 +85,29 @@ class PeftConfig:
     start: Start = "base"
 
     def rank(self, layer: str) -> int:
-        """Return the rank of a layer's adapter."""
+        """Return the rank of the adapter on the layer named `layer`."""
         return _pattern_value(self.rank_pattern, layer, self.r)
 
     def scaling(self, layer: str) -> float:
-        """Return the factor of B·A in a layer's adapter."""
+        """Return the factor by which the product B·A of a layer's adapter is multiplied."""
         rank = self.rank(layer)
         return _pattern_value(self.alpha_pattern, layer, self.lora_alpha) / (
             math.sqrt(rank) if self.use_rslora else rank
         )
 
     def saves(self, layer: str) -> bool:
-        """Return whether the layer is, or is in, one that is trained whole: any whose name ends as one of them."""
+        """Return whether the layer is, or is in, one that is trained whole.
+
+        Trained whole is any layer whose name ends with one in `modules_to_save`.
+        """
+        # As PEFT 0.21 does, the ends of names are compared letter by letter: `norm` also means `input_layernorm`
+        # (findings/peft_modules_to_save_suffix.sh).
         parts = layer.split(".")
         within = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
         return any(name.endswith(self.modules_to_save) for name in within) if self.modules_to_save else False
 
     def targets(self, layer: str) -> bool:
-        """Return whether the layer has an adapter, if it is of a class that can have one."""
+        """Return whether the layer with this name has an adapter, if it is of a class that can have one."""
         if _is_named(self.exclude_modules, layer) or not _is_named(self.target_modules, layer):
             return False
         if any(re.match(rf"(^|.*\.){name}($|\..*)", layer) for name in self.modules_to_save):
@@ -110,18 +115,18 @@ class PeftConfig:
         return not self.layers_to_transform or self._number(layer) in self.layers_to_transform
 
     def targets_parameter(self, name: str) -> bool:
-        """Return whether a parameter that is no layer's weight has an adapter."""
+        """Return whether the parameter with this name, which is not a layer's weight, has an adapter."""
         return bool(self.target_parameters) and _is_named(self.target_parameters, name)
 
     def tokens(self, layer: str) -> tuple[int, ...]:
-        """Return the token ids whose rows of an embedding `layer` were trained alone."""
+        """Return the token ids whose rows of the embedding named `layer` were trained alone; empty if none were."""
         if not isinstance(self.trainable_token_indices, Mapping):
             return self.trainable_token_indices
         named = [name for name in self.trainable_token_indices if _is_named((name,), layer)]
         return self.trainable_token_indices[named[0]] if named else ()
 
     def _number(self, layer: str) -> int | None:
-        """Return the number of the block that a layer is in."""
+        """Return the number of the block that a layer is in, from its name; None if it is in none."""
         patterns = [rf"(?:^|.*?\.){pattern}\.(?P<number>\d+)\." for pattern in self.layers_pattern]
         for pattern in patterns or [r".*?\.[^.]*\.(?P<number>\d+)\."]:
             if match := re.match(pattern, layer):
@@ -130,7 +135,7 @@ class PeftConfig:
 
 
 def parse_peft_config(data: bytes, *, source: str) -> PeftConfig:
-    """Parse an `adapter_config.json`; `source` names the file in errors.
+    """Parse the bytes of an `adapter_config.json`; `source` names the file in errors.
 
     Raises CorruptObjectError (ADAPTER_CONFIG_INVALID) if it is malformed, and InvalidStateError
     (ADAPTER_NOT_SUPPORTED), with field and value, for a setting with which the merge could differ from PEFT's.
@@ -152,7 +157,7 @@ def parse_peft_config(data: bytes, *, source: str) -> PeftConfig:
 
 
 def _decided(raw: Mapping[str, Any], config: PeftConfig) -> dict[str, bool]:
-    """Return for each field whether its value is supported."""
+    """Return for each field of the decoded file whether a merge here does with its value what PEFT does."""
     read = PeftConfig.__dataclass_fields__.keys()
     known = {key: key in read or key in _NO_EFFECT or _is_empty(value) for key, value in raw.items()}
     start, task = raw.get("init_lora_weights"), raw.get("task_type")
@@ -168,6 +173,8 @@ def _parse(raw: "_Raw") -> PeftConfig:
     """Decode the fields that are read; raise ValueError naming one that is malformed."""
     fields = Fields(raw.value)
     start = raw.value.get("init_lora_weights")
+    # `pissa_niter_N` is not among them, and is refused: PEFT 0.21 computes its randomised decomposition anew at each
+    # load, so that another model comes back (findings/peft_pissa_niter_reload.sh).
     starts: dict[str, Start] = {"pissa": "pissa", "olora": "olora"}
     return PeftConfig(
         r=fields.integer("r", least=1, most=MAX_RANK),
@@ -201,10 +208,14 @@ class _Raw:
     value: dict[str, Any]
 
     def flag(self, name: str) -> bool:
+        """Return the truth value of a field; False if it is null or left out."""
         return Fields(self.value).flag(name) if self.value.get(name) is not None else False
 
     def names(self, name: str, *, is_needed: bool = False) -> tuple[str, ...] | str:
-        """Return names, or one regular expression."""
+        """Return a field's list of names, or its text, one regular expression.
+
+        Empty if it is left out and not `is_needed`. Raises ValueError if it is malformed.
+        """
         found = self.value.get(name)
         if found is None and not is_needed:
             return ()
@@ -213,17 +224,17 @@ class _Raw:
         return Fields(self.value).texts(name)
 
     def listed(self, name: str) -> tuple[str, ...]:
-        """Return names."""
+        """Return a field's list of names; empty if it is null or left out."""
         return Fields(self.value).texts(name) if self.value.get(name) is not None else ()
 
     def patterns(self, name: str) -> tuple[str, ...]:
-        """Return regular expressions; a text is one."""
+        """Return a field's regular expressions; a text is one, and a field that is left out none."""
         found = self.names(name)
         patterns = (found,) if isinstance(found, str) else found
         return tuple(_compiled(pattern, what=name) for pattern in patterns)
 
     def numbers(self, name: str) -> tuple[int, ...]:
-        """Return whole numbers; a single one is a list of one."""
+        """Return a field's whole numbers; a single one is a list of one, and a field that is left out none."""
         found = self.value.get(name)
         if found is None:
             return ()
@@ -231,14 +242,14 @@ class _Raw:
         return tuple(require_integer(each, what=name) for each in listed)
 
     def table(self, name: str) -> dict[str, Any]:
-        """Return values by regular expression."""
+        """Return a field's values by regular expression; empty if it is left out."""
         found = self.value.get(name) or {}
         if not isinstance(found, dict):
             raise ValueError(f"{name} is a JSON {type(found).__name__} instead of an object")
         return {_compiled(pattern, what=name): value for pattern, value in found.items()}
 
     def tokens(self, name: str) -> tuple[int, ...] | dict[str, tuple[int, ...]]:
-        """Return token ids, or such by the name of the embedding."""
+        """Return a field's token ids, or its token ids by the name of the embedding; empty if it is left out."""
         found = self.value.get(name)
         if not isinstance(found, dict):
             return self.numbers(name)
@@ -246,7 +257,7 @@ class _Raw:
 
 
 def _compiled(pattern: str, *, what: str) -> str:
-    """Return the pattern, if it is a regular expression; ValueError if not."""
+    """Return the pattern; raise ValueError unless it is a regular expression. `what` names the field in the error."""
     try:
         re.compile(require_text(pattern, what=what))
     except (re.error, OverflowError, RecursionError) as error:
@@ -255,7 +266,10 @@ def _compiled(pattern: str, *, what: str) -> str:
 
 
 def _is_named(names: tuple[str, ...] | str, layer: str) -> bool:
-    """Return whether a layer is among names, or ends with one, or matches a pattern: PEFT's rule for target_modules."""
+    """Return whether a layer's name is one of `names`, or ends with one after a dot: PEFT's rule for target_modules.
+
+    A text instead of a tuple is a regular expression for the whole name.
+    """
     if isinstance(names, str):
         return bool(names) and re.fullmatch(names, layer) is not None
     return any(layer == name or layer.endswith(f".{name}") for name in names)
@@ -273,11 +287,12 @@ def _pattern_value(patterns: Mapping[str, T], layer: str, default: T) -> T:
 
 
 def _is_empty(value: object) -> bool:
+    """Return whether a field's value says nothing."""
     return value is None or value is False or value in ({}, [], "")
 
 
 def not_supported(source: str, key: str, value: object) -> InvalidStateError:
-    """Make the error of an adapter with a field whose merge could differ from PEFT's."""
+    """Make the error of an adapter whose field `key` has a value with which a merge could differ from PEFT's."""
     shown = json.dumps(value)
     return InvalidStateError(
         f"{source} is an adapter that is not merged here: {key} is {shown[:200]}{'…' if len(shown) > 200 else ''}",
@@ -308,11 +323,14 @@ class AdapterSpec:
 
     @property
     def scaling(self) -> float:
-        """Return factor of B·A."""
+        """Return the factor by which the product B·A of an adapter is multiplied."""
         return self.alpha / self.rank
 
     def to_config(self, *, base_model: str = "") -> bytes:
-        """Return PEFT's `adapter_config.json`."""
+        """Return the content of PEFT's `adapter_config.json`.
+
+        `base_model` is the name or path of the base, or empty.
+        """
         config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -339,12 +357,15 @@ def base_model_name(name: str) -> str:
 
 
 def published_name(name: str) -> str:
-    """Return PEFT's name of one of the model's trained tensors."""
+    """Return the name that PEFT gives the model's tensor `name` in an adapter's file."""
     return _PREFIX + name
 
 
 def model_name(name: str, *, source: str) -> str:
-    """Return the model's own name of a published tensor; CorruptObjectError if it is not PEFT's."""
+    """Return the model's own name of the tensor that an adapter's file calls `name`.
+
+    Raises CorruptObjectError if the name is not one of PEFT's; `source` names the adapter in the error.
+    """
     if not name.startswith(_PREFIX):
         raise CorruptObjectError(
             f"tensor {name} of {source} is not named as an adapter's: {_PREFIX}<layer>.lora_A.weight",
@@ -357,9 +378,10 @@ def model_name(name: str, *, source: str) -> str:
 def adapter_problems(
     spec: AdapterSpec, tensors: Mapping[str, Shape], base: Mapping[str, Shape], *, source: str
 ) -> list[str]:
-    """Return a sentence for each tensor of an adapter that does not fit its base.
+    """Return a sentence for each tensor of an adapter that does not fit its base; empty if all fit.
 
-    `tensors` and `base` are (dtype, shape) by published name and by the base's name.
+    `tensors` has (dtype, shape) by published name, and `base` by the model's own names. Raises CorruptObjectError
+    (ADAPTER_NAME_INVALID), which names `source`, for a name that is not one of PEFT's.
     """
     own = {model_name(name, source=source): shape for name, shape in tensors.items()}
     problems: list[str] = []

@@ -25,10 +25,10 @@ from millrace.models.files import (
     read_small,
     require_no_adapter,
 )
-from millrace.policies.hf_files import write_hf
 from millrace.policies.peft.config import PeftConfig, parse_peft_config
 from millrace.policies.peft.merging import merge_tensors
 from millrace.policies.peft.plan import BaseModel, MergePlan, describe_base, plan_merge
+from millrace.policies.publish import write_hf
 from millrace.policies.tensors import TensorBytes, read_tensors
 from millrace.storage.clean_up import remove
 from millrace.storage.scratch import io_errors
@@ -71,7 +71,7 @@ class AdapterOnBase:
         return target
 
     def _config(self) -> bytes:
-        """Return `config.json` of the merged model."""
+        """Return the content of `config.json` of the merged model; raise InvalidStateError if it cannot be written."""
         path = self.base_directory / _CONFIG
         raw, changes = read_object(path), dict[str, object]()
         if self.plan.is_untied:
@@ -87,7 +87,8 @@ class AdapterOnBase:
             )
         if not changes and CONFIGURED not in raw:
             return read_small(path)
-        raw.pop(CONFIGURED, None)  # the merged weights have the usual name
+        # The base named its weight file itself; the merged weights have the usual name.
+        raw.pop(CONFIGURED, None)
         return json.dumps(raw | changes, indent=2, sort_keys=True).encode() + b"\n"
 
 
@@ -107,10 +108,12 @@ def is_adapter(directory: Path) -> bool:
 
 
 def open_adapter(directory: Path, base: Path) -> AdapterOnBase:
-    """Open an adapter of PEFT and check that it fits its base, without reading values except the adapter's embeddings.
+    """Open the adapter in `directory`, and check that it fits the model in the directory `base`.
 
-    Raises NotFoundError (ADAPTER_NOT_FOUND, MODEL_NOT_FOUND), CorruptObjectError for malformed files, and the errors of
-    `parse_peft_config` and `plan_merge`.
+    No values are read except the adapter's embeddings. Raises NotFoundError (ADAPTER_NOT_FOUND, MODEL_NOT_FOUND),
+    CorruptObjectError for malformed files, and InvalidStateError for an adapter that cannot be merged
+    (ADAPTER_NOT_SUPPORTED), does not fit (ADAPTER_MODEL_MISMATCH, LORA_TARGET_TIED), or a base that is quantized or has
+    an adapter itself.
     """
     require_no_adapter(base)
     path, weights = directory / ADAPTER_CONFIG, directory / ADAPTER_WEIGHTS
@@ -121,6 +124,7 @@ def open_adapter(directory: Path, base: Path) -> AdapterOnBase:
     if quantization_of(described) is not None:
         raise model_quantized(base, "nothing can be added to its weights")
     files = WeightFiles.find(base, described)
+    # Two files may have a tensor of the same name: the index says which one counts.
     tensors = {
         name: tensor
         for file in files.files
@@ -144,11 +148,10 @@ def open_adapter(directory: Path, base: Path) -> AdapterOnBase:
 
 @contextlib.contextmanager
 def _whole(target: Path) -> Iterator[Path]:
-    """Provide a directory whose files are in `target` once the block ends without an error.
+    """Yield a new directory whose files are moved into `target` when the block ends without an error.
 
-    After an error none of them are.
-
-    It is in `target`, which may be a filesystem of its own.
+    After an error `target` has none of them, and does not exist if it did not before. The new directory is in `target`,
+    which may be a filesystem of its own.
     """
     is_new = not target.exists()
     with contextlib.ExitStack() as undoing, io_errors(target, "write", setting=None):
@@ -156,9 +159,11 @@ def _whole(target: Path) -> Iterator[Path]:
         undoing.callback(_clear, target, is_new=is_new)
         fresh = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=target))
         yield fresh
+        # config.json last (False sorts first): a directory without it is no model, so a process that dies leaves none.
         for path in sorted(fresh.iterdir(), key=lambda path: path.name == _CONFIG):
             path.rename(target / path.name)
         fresh.rmdir()
+        # Everything is in its place, so that nothing is undone.
         undoing.pop_all()
 
 
@@ -169,7 +174,10 @@ def _clear(directory: Path, *, is_new: bool) -> None:
 
 
 def _notes(directory: Path, config: bytes, files: WeightFiles) -> list[str]:
-    """Return notes about ignored files, and about an adapter that names another base."""
+    """Return sentences about files that are not read, and about an adapter that names another base.
+
+    `config` is the content of the adapter's config, and `files` are the base's weights.
+    """
     named = decode_object(config, what=ADAPTER_CONFIG, reason="ADAPTER_CONFIG_INVALID").get("base_model_name_or_path")
     beside = sorted(path.name for path in directory.glob("*.safetensors") if path.name != ADAPTER_WEIGHTS)
     notes = [f"{files.directory} has {', '.join(files.beside)} beside its weights, which are not read"] * bool(
@@ -183,9 +191,14 @@ def _notes(directory: Path, config: bytes, files: WeightFiles) -> list[str]:
 
 
 def _copy_files(base: Path, adapter: Path, target: Path) -> None:
-    """Copy the small files: an adapter's whole tokenizer, its templates and generation config replace the base's."""
+    """Copy the base's small files into `target`, with those that the adapter has in their place.
+
+    The adapter may have a tokenizer, templates and a generation config. A tokenizer replaces the base's only if it is
+    whole.
+    """
     own = {kind: _matching(adapter, kind) for kind in (_TOKENIZER, _TEMPLATES, _GENERATION)}
     is_whole = {kind: bool(found) for kind, found in own.items()}
+    # Without a vocabulary the adapter has parts of a tokenizer only, which go over the base's files.
     is_whole[_TOKENIZER] = bool(_matching(adapter, _VOCABULARIES))
     replaced = {name for kind in own if is_whole[kind] for name in _matching(base, kind)}
     for path in sorted(base.iterdir()):
@@ -199,14 +212,17 @@ def _copy_files(base: Path, adapter: Path, target: Path) -> None:
 
 
 def _matching(directory: Path, patterns: tuple[str, ...]) -> set[str]:
+    """Return the names of the files in a directory that fit one of the patterns."""
     return {path.name for pattern in patterns for path in directory.glob(pattern) if _is_kept(path)}
 
 
 def _is_kept(path: Path) -> bool:
+    """Return whether a path is a file, or a directory of templates."""
     return path.is_file() or path.name in _TEMPLATES
 
 
 def _copy(path: Path, target: Path) -> None:
+    """Copy a file or a directory into `target`, under its name."""
     if path.is_dir():
         shutil.copytree(path, target / path.name, dirs_exist_ok=True)
     else:
@@ -214,6 +230,7 @@ def _copy(path: Path, target: Path) -> None:
 
 
 def _not_found(directory: Path, *, has_config: bool) -> NotFoundError:
+    """Make the error of a directory that lacks part of an adapter; `has_config` says whether it has the config."""
     if (directory / ADAPTER_PICKLE).is_file():
         return NotFoundError(
             f"{directory} has its adapter in {ADAPTER_PICKLE}, a pickle, which is not read",

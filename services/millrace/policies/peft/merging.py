@@ -25,11 +25,13 @@ def merge_tensors(
     model: BaseModel,
     source: str,
 ) -> dict[str, TensorBytes]:
-    """Return the tensors of the merged model, each in the base's number format.
+    """Return the tensors of the merged model by name, each in the base's number format.
 
-    Raises InvalidStateError (ADAPTER_NOT_FINITE) if the adapter has a value that is not finite, or a sum overflows.
+    `plan` says where each tensor of the adapter goes; `source` names the adapter in errors. Raises InvalidStateError
+    (ADAPTER_NOT_FINITE) if the adapter has a value that is not finite, or a sum overflows.
     """
     _require_finite(adapter, source=source)
+    # Whole tensors first: an adapter is added to the weight that replaces the base's.
     merged = dict(base)
     if plan.head_of_base is not None:
         head, embedding = plan.head_of_base
@@ -56,7 +58,10 @@ def _merge_layer(
     *,
     is_transposed: bool,
 ) -> dict[str, TensorBytes]:
-    """Return the layer's weight, and bias if it changes, with the adapter's `parts` merged, by name."""
+    """Return the layer's weight, and bias if it changes, with the adapter's `parts` merged, by name.
+
+    `is_transposed` says that the layer stores its weight as [in, out].
+    """
     name, scaling = f"{layer}.weight", config.scaling(layer)
     stored = tensors[name]
     # Everything below has the layout of nn.Linear, [out, in]; GPT-2's Conv1D stores [in, out].
@@ -66,12 +71,14 @@ def _merge_layer(
         weight[list(config.tokens(layer))] = parts[AdapterPart.ROWS]
     if AdapterPart.LOW in parts:
         weight = _start(config, weight, dtype=stored.dtype, rank=config.rank(layer), scaling=scaling)
+        # [out, rank] @ [rank, in]
         weight = weight + scaling * (parts[AdapterPart.HIGH] @ parts[AdapterPart.LOW])
         # DoRA: the merged direction is normalised by rows and scaled with the learned magnitude.
         if AdapterPart.MAGNITUDE in parts:
             weight = weight * (parts[AdapterPart.MAGNITUDE] / np.linalg.norm(weight, axis=1))[:, None]
     # PEFT transposes both factors of an embedding's adapter, whose rows are tokens.
     if AdapterPart.EMBEDDING_LOW in parts:
+        # ([width, rank] @ [rank, tokens])ᵀ is [tokens, width], as the embedding.
         weight = weight + scaling * (parts[AdapterPart.EMBEDDING_HIGH] @ parts[AdapterPart.EMBEDDING_LOW]).T
         if AdapterPart.MAGNITUDE in parts:
             weight = weight * (parts[AdapterPart.MAGNITUDE] / np.linalg.norm(weight, axis=0))
@@ -85,14 +92,15 @@ def _merge_layer(
 
 
 def _start(config: PeftConfig, weight: np.ndarray, *, dtype: str, rank: int, scaling: float) -> np.ndarray:
-    """Return the weight to which an adapter's product is added: less the adapter's start for PiSSA and OLoRA.
+    """Return the weight, float32, to which an adapter's product is added: less the adapter's start for PiSSA and OLoRA.
 
-    PEFT computes and rounds it each time that the adapter is loaded.
+    PEFT computes it, and rounds it to `dtype`, each time that the adapter is loaded.
     """
     if config.start == "base":
         return weight
     if config.start == "pissa":
         left, values, right = np.linalg.svd(weight, full_matrices=False)
+        # PiSSA begins with the `rank` largest singular values of the weight.
         part = (left[:, :rank] * values[:rank]) @ right[:rank]
     else:
         orthogonal, triangle = np.linalg.qr(weight)
@@ -101,6 +109,7 @@ def _start(config: PeftConfig, weight: np.ndarray, *, dtype: str, rank: int, sca
 
 
 def _require_finite(tensors: Mapping[str, TensorBytes], *, source: str) -> None:
+    """Raise InvalidStateError (ADAPTER_NOT_FINITE) if a tensor has a value that is not finite."""
     bad = [name for name, tensor in tensors.items() if not np.isfinite(as_float32(tensor)).all()]
     if bad:
         raise InvalidStateError(

@@ -51,13 +51,13 @@ class BaseModel:
     """Whether the head has the weight of the embedding."""
 
     def is_transposed(self, layer: str) -> bool:
-        """Return whether a layer's weight is [in, out], as in the families whose linear layers are `Conv1D`."""
+        """Return whether the layer with this name stores its weight as [in, out], as GPT-2's `Conv1D` does."""
         families = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
         return self.model_type in families and not is_vocabulary(layer)
 
 
 def describe_base(config: Mapping[str, Any], tensors: Mapping[str, TensorBytes]) -> BaseModel:
-    """Return the description of a model from its `config.json` and its tensors."""
+    """Return what is known of a model from its decoded `config.json` and its tensors, without their values."""
     text = config.get("text_config")
     inner = text if isinstance(text, dict) else {}
     has_head = any(name.endswith(".weight") and end_of(name.removesuffix(".weight")) in HEADS for name in tensors)
@@ -117,7 +117,7 @@ class Fused:
     """For each expert the base's tensors whose rows follow one another; empty if the base has the parameter whole."""
 
     def wanted(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return the shapes of A and B."""
+        """Return the shapes that A and B of an adapter of this rank must have."""
         *experts, rows, columns = self.shape
         count = prod(experts) * rank
         return ((count, rows), (columns, count)) if self._is_turned else ((count, columns), (rows, count))
@@ -125,7 +125,12 @@ class Fused:
     def merged(
         self, low: np.ndarray, high: np.ndarray, base: Mapping[str, TensorBytes], *, scaling: float
     ) -> dict[str, TensorBytes]:
-        """Return the base's tensors of this parameter with an adapter A, B added."""
+        """Return the base's tensors of this parameter, by name, with scaling · B·A added.
+
+        `low` is A and `high` is B.
+        """
+        # `low` is [experts · rank, in] and `high` [out, rank · experts]; below, `lows` is [experts, rank, in], `highs`
+        # is [out, rank, experts], and each change [out, in].
         num_experts = prod(self.shape[:-2])
         # PEFT stacks the experts' factors: those of A as rows, those of B along the last axis.
         lows = low.reshape(num_experts, -1, low.shape[1])
@@ -146,13 +151,14 @@ class Fused:
 
     @property
     def _is_turned(self) -> bool:
+        """Return whether the parameter is [experts, in, out]."""
         return self.is_transposed and len(self.shape) == 3
 
 
 def fused_parameters(config: PeftConfig, model_type: str, base: Mapping[str, Shape]) -> dict[str, Fused]:
     """Return the parameters of experts that `target_parameters` names, by how the adapter's file names their layers.
 
-    Empty for a family whose experts are not known here.
+    `base` has (dtype, shape) by name. Empty for a family whose experts are not known here.
     """
     layout = _LAYOUTS.get(model_type)
     if layout is None:
@@ -161,23 +167,29 @@ def fused_parameters(config: PeftConfig, model_type: str, base: Mapping[str, Sha
     for module, prefix in _modules(layout, base).items():
         named = [name for name in _PARAMETERS if config.targets_parameter(f"{module}.{name}")]
         fused = [each for name in named if (each := _fused(layout, module, prefix, name, base))]
+        # Each further adapter wraps the ones before, so the first has the most `.base_layer` in its name.
         found |= {module + ".base_layer" * (len(fused) - at): each for at, each in enumerate(fused, 1)}
     return found
 
 
 def fits_experts(config: PeftConfig, fused: Mapping[str, Fused]) -> bool:
-    """Return whether every name in `target_parameters` is one of `fused`, and the adapter is of a supported kind."""
+    """Return whether an adapter of experts can be merged: each target is known, and it is plain LoRA from the base.
+
+    A name in `target_parameters` is known if it is the `name` of one of `fused`, or its end after a dot; the keys of
+    `fused` do not matter. Adapters with DoRA, with a bias, or with another start than the base are not supported.
+    """
     names = [each.name for each in fused.values()]
     is_known = all(any(_is_end(target, name) for name in names) for target in config.target_parameters)
     return is_known and config.start == "base" and not (config.use_dora or config.lora_bias)
 
 
 def _is_end(target: str, name: str) -> bool:
+    """Return whether a name is `target`, or ends with it after a dot."""
     return name == target or name.endswith(f".{target}")
 
 
 def _modules(layout: _Layout, base: Mapping[str, Shape]) -> dict[str, str]:
-    """Return the names of the modules of experts in the model, and in its files."""
+    """Return the modules of experts: by the name in the model, the name in the base's files."""
     found: dict[str, str] = {}
     for name in base:
         if match := re.match(rf"(.*\.)({re.escape(layout.module)}|{re.escape(_MODULE)})\.", name):
@@ -186,7 +198,7 @@ def _modules(layout: _Layout, base: Mapping[str, Shape]) -> dict[str, str]:
 
 
 def _fused(layout: _Layout, module: str, prefix: str, name: str, base: Mapping[str, Shape]) -> Fused | None:
-    """Return a parameter of a module.
+    """Return the parameter `name` of a module of experts; `prefix` is the module's name in the base's files.
 
     None if the base has nothing that could be it, or parts that do not go together.
     """
@@ -212,7 +224,7 @@ def _fused(layout: _Layout, module: str, prefix: str, name: str, base: Mapping[s
 
 
 def _stored(prefix: str, joined: tuple[str, ...], base: Mapping[str, Shape]) -> Iterator[tuple[str, ...]]:
-    """Yield the tensors of each expert, as long as there is a next one."""
+    """Yield for each expert the names of its tensors that `joined` lists, as long as the base has the next expert."""
     for expert in itertools.count():
         names = tuple(f"{prefix}.{expert}.{each}.weight" for each in joined)
         if not names or any(name not in base for name in names):
@@ -221,6 +233,7 @@ def _stored(prefix: str, joined: tuple[str, ...], base: Mapping[str, Shape]) -> 
 
 
 def _sum(tensor: TensorBytes, change: np.ndarray) -> TensorBytes:
+    """Return a tensor plus a change, rounded once to the tensor's format."""
     return from_float32(as_float32(tensor) + change, dtype=tensor.dtype)
 
 
@@ -241,10 +254,11 @@ class MergePlan:
 
 
 def plan_merge(config: PeftConfig, adapter: Mapping[str, TensorBytes], base: BaseModel, *, source: str) -> MergePlan:
-    """Return the place of every tensor of an adapter; both by name as stored, `source` names the adapter in an error.
+    """Return where every tensor of an adapter goes in its base; `source` names the adapter in errors.
 
-    InvalidStateError: ADAPTER_MODEL_MISMATCH, with the first names and a count, if a tensor has no place, none is there
-    for a layer that the config names, or shapes differ; LORA_TARGET_TIED for a layer that shares its weight.
+    `adapter` has the tensors by the names in its file. Raises InvalidStateError: ADAPTER_MODEL_MISMATCH, with the first
+    names and a count, if a tensor has no place, none is there for a layer that the config names, or shapes differ;
+    LORA_TARGET_TIED for a layer that shares its weight.
     """
     layers, whole = _sorted_by_part(adapter, source=source)
     fused = fused_parameters(config, base.model_type, base.tensors)
@@ -252,6 +266,8 @@ def plan_merge(config: PeftConfig, adapter: Mapping[str, TensorBytes], base: Bas
         raise not_supported(source, "target_parameters", config.target_parameters)
     experts = {layer: (each, layers.pop(layer, {})) for layer, each in fused.items()}
     for layer, parts in layers.items():
+        # Not left to PEFT either: with tied weights `merge_and_unload` of PEFT 0.21 gives another model than the
+        # unmerged one (findings/peft_tied_merge_twice.sh).
         shared = base.is_tied and end_of(layer) in HEADS
         if shared or (base.is_tied and is_vocabulary(layer) and parts.keys() != {AdapterPart.ROWS}):
             raise InvalidStateError(
@@ -286,7 +302,10 @@ def plan_merge(config: PeftConfig, adapter: Mapping[str, TensorBytes], base: Bas
 
 
 def _sorted_by_part(names: Iterable[str], *, source: str) -> tuple[dict[str, dict[AdapterPart, str]], dict[str, str]]:
-    """Return the stored names of each layer's parts, and those of whole tensors by their names in the model."""
+    """Return the stored names by layer and part, and those of whole tensors by their names in the model.
+
+    Raises InvalidStateError if two stored names are of the same tensor.
+    """
     layers: defaultdict[str, dict[AdapterPart, str]] = defaultdict(dict)
     whole: dict[str, str] = {}
     for stored in names:
@@ -314,7 +333,11 @@ def _unfit_layers(
     *,
     base: BaseModel,
 ) -> Iterator[str]:
-    """Yield the problems of the parts of each layer, in words."""
+    """Yield the problems of each layer's parts, in words.
+
+    `layers` has stored names by layer and part; `weights` has (dtype, shape) of the model's tensors by name, after
+    whole ones are replaced.
+    """
     for layer, parts in layers.items():
         weight = weights.get(f"{layer}.weight")
         if weight is None or len(weight[1]) != 2:
@@ -348,7 +371,10 @@ def _wanted(
     bias: Shape | None,
     base: BaseModel,
 ) -> Iterator[tuple[AdapterPart, tuple[int, ...]]]:
-    """Yield the parts that a layer of this shape must have, with their shapes."""
+    """Yield the parts that the adapter of a layer must have, with their shapes.
+
+    `parts` are those that are there, `shape` is the layer's weight's, and `bias` its bias, if it has one.
+    """
     rank = config.rank(layer)
     # A transposed layer (Conv1D) stores [in, out]; an adapter's factors always go by [out, in].
     rows, columns = reversed(shape) if base.is_transposed(layer) else shape
@@ -371,7 +397,7 @@ def _unfit_experts(
     experts: Mapping[str, tuple[Fused, Mapping[AdapterPart, str]]],
     adapter: Mapping[str, TensorBytes],
 ) -> Iterator[str]:
-    """Yield the problems of the parts of each parameter of experts, in words."""
+    """Yield the problems of the adapter on each parameter of experts, in words."""
     for layer, (fused, parts) in experts.items():
         wanted = dict(zip((AdapterPart.LOW, AdapterPart.HIGH), fused.wanted(config.rank(fused.name)), strict=True))
         for part in sorted(wanted.keys() | parts.keys(), key=lambda part: part.value):
@@ -385,7 +411,7 @@ def _unfit_experts(
 
 
 def _missing(config: PeftConfig, layers: Mapping[str, object], base: BaseModel) -> Iterable[str]:
-    """Yield the layers that the config names and that lack an adapter.
+    """Yield the layers that the config names and that have no adapter among `layers`.
 
     Of experts none may have one: transformers 5 holds them in one tensor, which names of layers do not reach.
     """
@@ -423,12 +449,12 @@ class Whole:
 
 
 def end_of(layer: str) -> str:
-    """Return the last part of a layer's name."""
+    """Return the part of a layer's name after its last dot."""
     return layer.rpartition(".")[2]
 
 
 def is_vocabulary(layer: str) -> bool:
-    """Return whether the layer has a row for each token, by its name."""
+    """Return whether a layer is an embedding or a head, with a row for each token, as its name says."""
     return end_of(layer) in (*HEADS, *_EMBEDDINGS)
 
 
@@ -440,7 +466,11 @@ def place_whole(
     config: PeftConfig,
     is_tied: bool,
 ) -> Whole:
-    """Return the place of every whole tensor, and the problems; `stored` has its stored name by the model's name."""
+    """Return where every tensor goes that an adapter has whole, and the problems found.
+
+    `stored` has the names in the adapter's file by the model's names. `is_tied` says whether embedding and head of the
+    base have one weight.
+    """
     found = Whole(given=stored.keys(), tensors=dict(stored))
     if is_tied:
         _untie(found, adapter, base, config=config)
@@ -451,6 +481,7 @@ def place_whole(
             old = base.get(_embedding(base) or "")
         if old is None:
             found.problems.append(f"{name} is no tensor of the model")
+        # PEFT wraps a layer that it adapts, whose own weight has `.base_layer` in its name then.
         elif config.targets(layer) != (".base_layer." in source):
             found.problems.append(f"{source} is not where PEFT has it for a layer with its config")
         elif tensor.dtype not in FLOATS or old[0] not in FLOATS or not _fits(layer, tensor.shape, old[1]):
@@ -463,9 +494,10 @@ def place_whole(
 
 
 def _untie(found: Whole, adapter: Mapping[str, TensorBytes], base: Mapping[str, Shape], *, config: PeftConfig) -> None:
-    """Decide which of embedding and head have which weight, as PEFT loads them into one module with two names.
+    """Decide which of embedding and head get which weight, as PEFT loads them into one module with two names.
 
-    What is in `modules_to_save` becomes a module of its own; what is not is written into the common weight.
+    Change `found`. What is in `modules_to_save` becomes a module of its own; what is not is written into the common
+    weight.
     """
     embedding = _embedding(base)
     head = next((name for name in found.given if name.endswith(".weight") and end_of(name[:-7]) in HEADS), None)
@@ -494,18 +526,21 @@ def _untie(found: Whole, adapter: Mapping[str, TensorBytes], base: Mapping[str, 
 
 
 def _embedding(base: Mapping[str, Shape]) -> str | None:
-    """Return the input embedding, if its name is known and the only such."""
+    """Return the name of the input embedding's weight; None if no tensor, or more than one, has such a name."""
     names = [name for name in base if name.endswith(".weight") and end_of(name[:-7]) in _EMBEDDINGS]
     return names[0] if len(names) == 1 else None
 
 
 def _fits(layer: str, shape: tuple[int, ...], old: tuple[int, ...]) -> bool:
-    """Return whether the shapes are the same, except for the number of tokens."""
+    """Return whether a layer's new shape is its old one, except for the number of tokens in an embedding or head."""
     return shape == old or (is_vocabulary(layer) and len(shape) == 2 and shape[1:] == old[1:])
 
 
 def _resized(found: Whole, base: Mapping[str, Shape]) -> int | None:
-    """Return the new number of token rows; None if it does not change. Embeddings that differ are noted as problems."""
+    """Return the new number of token rows; None if it does not change.
+
+    Adds a problem to `found` if embeddings would have different numbers.
+    """
     old = {name: base[name][1] for name in base if name.endswith(".weight") and is_vocabulary(name[:-7])}
     changed = {shape[0] for name, (_, shape) in found.shapes.items() if old.get(name, shape) != shape}
     if not changed:

@@ -9,19 +9,23 @@ that goes on meanwhile is not accused of what it has just done.
 """
 
 import asyncio
+import contextlib
+import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import redis.asyncio as redis_asyncio
 
-from millrace.decoding import MAX_JSON_BYTES
-from millrace.errors import CorruptObjectError, NotFoundError
+from millrace.decoding import MAX_JSON_BYTES, decode_message
+from millrace.errors import CorruptObjectError, InvalidStateError, MillraceError, NotFoundError
+from millrace.internal.v1 import batch_pb2, policy_pb2
 from millrace.readers.audit.events import EventCheck, EventClaims, StepClaims
-from millrace.readers.audit.findings import Audit, AuditStopped, some
+from millrace.readers.audit.findings import Audit, AuditStopped, RetirementCheck, some
 from millrace.readers.audit.headers import ORCHESTRATOR, HeaderCheck
-from millrace.readers.audit.mirror import Mirror
 from millrace.readers.audit.named import ReferencedObjects, check_other_names, check_unnamed
 from millrace.readers.audit.objects import (
     CheckpointFact,
@@ -33,6 +37,7 @@ from millrace.readers.audit.objects import (
     compare_saved,
     read_archives,
 )
+from millrace.readers.audit.ranges import AuditRanges, Contents, ContentsHere, ContentsInRanges
 from millrace.readers.audit.records import (
     SealCheck,
     check_attestations,
@@ -41,14 +46,211 @@ from millrace.readers.audit.records import (
     check_identity,
     read_kept,
 )
-from millrace.readers.audit.retired import RetirementCheck
-from millrace.readers.audit.rollouts import RolloutFact
+from millrace.readers.audit.rollouts import RolloutFact, is_trainable
+from millrace.rollouts.batch_wire import decode_header
+from millrace.rollouts.wire import decode_rollout
 from millrace.runlog import catalogue
 from millrace.runlog.attest import Attestation, SigningKey
-from millrace.runlog.names import Names
+from millrace.runlog.names import Names, Stream
+from millrace.runlog.records.known import manifest_digest
+from millrace.runlog.records.numbered import GENERATION_ROLE, latest_epoch
 from millrace.runlog.records.run_record import EVAL, RunOrigin, RunRecord, parse_origin
+from millrace.runlog.redis import connection
+from millrace.runlog.redis.connection import as_text
+from millrace.runlog.redis.entry import Entry, decode_entry, scan
 from millrace.storage import ObjectStore
+from millrace.storage.base import newest_revision
 from millrace.v1 import audit_pb2
+
+# The copy of the log in Redis: of the newest generation, never ahead of the store, and equal to it byte for byte.
+
+PAGE = {Stream.BATCHES: 4, Stream.ROLLOUTS: 64, Stream.POLICIES: 256, Stream.EVENTS: 256}  # at most some MiB each
+
+
+class Mirror:
+    """Reads the streams of a run from Redis. What is read before the store may lack what the store has, never more."""
+
+    def __init__(self, audit: Audit, redis: redis_asyncio.Redis, meta: dict[str, str]) -> None:
+        """Make a reader of the run's streams in Redis; `meta` has the fields of its hash that `open` has read."""
+        self._audit = audit
+        self._redis = redis
+        self._meta = meta
+
+    @classmethod
+    async def open(cls, audit: Audit, redis: redis_asyncio.Redis) -> "Mirror | None":
+        """Read meta of the run's log in Redis and return the mirror.
+
+        None, with a note, if Redis does not hold the log.
+        """
+        mirror = cls(audit, redis, {})
+        found = await mirror._ask("reading meta", "HGETALL", audit.names.meta)
+        meta = mirror._meta = {as_text(name): as_text(value) for name, value in (found or {}).items()}
+        if "generation" not in meta:
+            audit.findings.not_seen(
+                "NOT_IN_REDIS", "Redis does not hold the log of the run: only the store was checked"
+            )
+            return None
+        return mirror
+
+    async def rollouts(self) -> dict[tuple[int, int], list[RolloutFact]]:
+        """Read the rollout stream, and return facts of the trainable rollouts in it by (ordinal, member).
+
+        Entries that cannot be decoded are violations.
+        """
+        facts: defaultdict[tuple[int, int], list[RolloutFact]] = defaultdict(list)
+        async for entry in self._entries(Stream.ROLLOUTS):
+            try:
+                rollout = decode_rollout(entry.d)
+            except CorruptObjectError as error:
+                self._audit.findings.violation("ENTRY_CORRUPT", f"rollout {entry.id} in Redis: {error.message}")
+                continue
+            if is_trainable(rollout):
+                facts[rollout.ordinal, rollout.member].append(RolloutFact.of(rollout, entry_id=entry.id))
+        return dict(facts)
+
+    async def events(self, check: EventCheck) -> None:
+        """Add every event in Redis to `check`."""
+        async for entry in self._entries(Stream.EVENTS):
+            check.add([entry])
+
+    async def compare(self, *, epochs: dict[str, int], installed: int) -> None:
+        """Report where meta, batches and policies in Redis differ from the store, or are ahead of it.
+
+        `epochs` are the newest in the store by role, and `installed` is the newest generation marked in the store.
+        """
+        findings = self._audit.findings
+        held = await self._read_generation()  # again: a rebuild may have come in between
+        newest = await asyncio.to_thread(latest_epoch, self._audit.store, self._audit.names, GENERATION_ROLE)
+        if held is None:
+            findings.not_seen(
+                "NOT_IN_REDIS", "Redis lost the log of the run during the audit: only the store was checked"
+            )
+            return
+        if not installed <= held <= max(newest, installed):  # the mark of the newest may be still to come
+            findings.violation(
+                "GENERATION_MISMATCH",
+                f"Redis holds generation {held} of the log, the newest that was installed is {installed}",
+            )
+        for name, value in sorted(self._meta.items()):
+            role = name.removeprefix("epoch:")
+            if role != name and not value.isdecimal():
+                findings.violation("ENTRY_CORRUPT", f"meta in Redis has {name[:80]} = {value[:80]!r}")
+            elif role != name and int(value) > epochs.get(role, 0):
+                findings.violation(
+                    "EPOCH_AHEAD",
+                    f"Redis enforces epoch {value} of {role}, the newest in the store is {epochs.get(role, 0)}",
+                )
+        await self._compare_batches()
+        async for entry in self._entries(Stream.POLICIES):
+            await asyncio.to_thread(self._compare_policy, entry)
+
+    async def _read_generation(self) -> int | None:
+        """Return the generation that Redis holds now; None if it holds none or, with a violation, something else."""
+        found = await self._ask("reading the generation", "HGET", self._audit.names.meta, "generation")
+        text = as_text(found)
+        if found is not None and not text.isdecimal():
+            self._audit.findings.violation("ENTRY_CORRUPT", f"meta in Redis has the generation {text[:80]!r}")
+            return None
+        return None if found is None else int(text)
+
+    async def _ask(self, what: str, *words: Any) -> Any:
+        """Run a Redis command and return its answer; None, with a violation, for a key of another type.
+
+        `what` describes the command; `words` are all of it, its name first.
+        """
+        try:
+            return await connection.call(
+                self._redis,
+                f"{what} of run {self._audit.names.uid}",
+                lambda: self._redis.execute_command(*words),
+            )
+        except CorruptObjectError as error:
+            self._audit.findings.violation("ENTRY_CORRUPT", f"{error.message} ({words[1]})")
+            return None
+
+    async def _compare_batches(self) -> None:
+        """Report headers and chunks in Redis that are not those of the store."""
+        header: batch_pb2.BatchHeader | None = None
+        async for entry in self._entries(Stream.BATCHES):
+            step, number = (int(part) for part in entry.id.split("-"))
+            if number == 1:
+                self._audit.progress(f"step {step} in Redis")
+                header = await asyncio.to_thread(self._compare_header, step, entry)
+            elif header is not None and header.step == step:
+                self._compare_chunk(header, number - 2, entry)
+
+    def _compare_header(self, step: int, entry: Entry) -> batch_pb2.BatchHeader | None:
+        """Report a header in Redis that differs from the store's, or that the store lacks, and return the store's.
+
+        `entry` is Redis' entry of the header of `step`. None if the store has no such header, or one that cannot be
+        decoded.
+        """
+        audit = self._audit
+        try:
+            revision = decode_header(entry.d).revision
+        except CorruptObjectError:
+            revision = 0
+        key = audit.names.batch_header(step, revision)
+        stored = audit.get(key, missing="MIRROR_AHEAD", what=f"Redis holds step {step}, but its header")
+        if stored is None:
+            return None
+        if stored != entry.d:
+            audit.findings.violation("MIRROR_DIFFERS", f"header {step} in Redis is not what {audit.uri(key)} holds")
+        try:
+            return decode_header(stored)
+        except CorruptObjectError:
+            return None  # the walk over the headers reports it
+
+    def _compare_chunk(self, header: batch_pb2.BatchHeader, index: int, entry: Entry) -> None:
+        """Report a chunk in Redis that does not have the hash which chunk `index` has in its header."""
+        if index >= len(header.chunks) or hashlib.sha256(entry.d).digest() != header.chunks[index].sha256:
+            self._audit.findings.violation(
+                "MIRROR_DIFFERS", f"chunk {index} of batch {header.step} in Redis is not the one that its header names"
+            )
+
+    def _compare_policy(self, entry: Entry) -> None:
+        """Report an entry of the policy stream that cannot be decoded, or that differs from the manifest in the
+        store.
+        """
+        audit = self._audit
+        try:
+            policy = decode_message(
+                policy_pb2.PolicyEntry, entry.d, what=f"policy {entry.id} in Redis", reason="ENTRY_CORRUPT"
+            )
+        except CorruptObjectError as error:
+            audit.findings.violation("ENTRY_CORRUPT", error.message)
+            return
+        what = f"policy {policy.lineage}-{policy.version} in Redis"
+        if entry.id != f"{policy.version}-1":
+            audit.findings.violation("MIRROR_DIFFERS", f"{what} stands at {entry.id}")
+        if policy.manifest_key != audit.names.policy_manifest(policy.lineage, policy.version):
+            audit.findings.violation("MIRROR_DIFFERS", f"{what} names the manifest {policy.manifest_key}")
+            return
+        key = newest_revision(audit.store, policy.manifest_key)
+        stored = audit.get(key, missing="MIRROR_AHEAD", what=f"{what} is announced, but its manifest")
+        if stored is None:
+            return
+        # The announcement names the bytes of the first revision, and a repair writes another one.
+        is_announced = key != policy.manifest_key or hashlib.sha256(stored).digest() == policy.manifest_sha256
+        if not is_announced or policy.digest != manifest_digest(stored):
+            audit.findings.violation("MIRROR_DIFFERS", f"{what} has another digest than {audit.uri(key)}")
+
+    async def _entries(self, stream: Stream) -> AsyncIterator[Entry]:
+        """Yield the entries of a stream whose format and hash are right; the others are violations."""
+        key, read_page = self._audit.names.stream(stream), partial(self._ask, f"auditing {stream}", "XRANGE")
+        async for id_, fields in scan(lambda start, count: read_page(key, start, "+", "COUNT", count), PAGE[stream]):
+            try:
+                yield decode_entry(key, id_, fields)
+            except (CorruptObjectError, InvalidStateError) as error:
+                self._audit.findings.violation(_entry_check(error), error.message)
+
+
+def _entry_check(error: MillraceError) -> str:
+    """Return the name of the check that an entry with this error violates."""
+    if isinstance(error, InvalidStateError):
+        return "ENTRY_TOO_OLD" if error.reason == "FORMAT_TOO_OLD" else "ENTRY_TOO_NEW"
+    return "ENTRY_CORRUPT"
+
 
 _TRAINER = "trainer"
 _READ_ELSEWHERE = {catalogue.EPOCH, catalogue.REOPENING, catalogue.RETIREMENT, catalogue.ATTESTATION}
@@ -78,7 +280,7 @@ class Depth:
     key: SigningKey | None = None
     """Checks the signatures of attestations."""
     attestations: tuple[Attestation, ...] = ()
-    """KeptAs elsewhere: what they say must be so, and the store must have them, too."""
+    """Kept elsewhere: what they say must be so, and the store must have them, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,11 +300,14 @@ async def audit_run(
     depth: Depth | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
     clock: Callable[[], float] = time.time,
+    ranges: AuditRanges | None = None,
 ) -> audit_pb2.AuditReport:
-    """Audit a run, without `redis` from the store alone, and return the report with every violation. Writes nothing.
+    """Audit a run, without `redis` from the store alone, and return the report with every violation.
 
-    `on_progress` gets, from another thread, the part that is being read. `NotFoundError` if there is no such run,
-    `UnavailableError` if store or Redis does not answer.
+    Writes nothing into it. `depth` says how far it looks (None: structure, hashes and sizes). `ranges` says which
+    processes read the contents of steps, and what a killed audit leaves; without, this process reads one step after the
+    other. `on_progress` gets, from another thread, the part that is being read. `clock` gives seconds since the epoch.
+    `NotFoundError` if there is no such run, `UnavailableError` if store or Redis does not answer.
     """
     names, depth = Names(prefix, uid), depth or Depth()
     report = audit_pb2.AuditReport(run_uid=uid, is_deep=depth.is_deep)
@@ -118,7 +323,7 @@ async def audit_run(
         await mirror.events(events)
     try:
         epochs, installed = await asyncio.to_thread(
-            _audit_store, audit, events, rollouts, run=run, depth=depth, now=clock()
+            _audit_store, audit, events, rollouts, run=run, depth=depth, now=clock(), ranges=ranges
         )
     except asyncio.CancelledError:
         audit.stopping.set()  # the thread ends at its next step
@@ -126,6 +331,9 @@ async def audit_run(
     if mirror is not None:
         await mirror.compare(epochs=epochs, installed=installed)
     audit.findings.fill(report)
+    # Only now: an audit that is killed before this line goes on from the answers in the file.
+    if ranges is not None and ranges.resume is not None:
+        await asyncio.to_thread(ranges.resume.unlink, missing_ok=True)
     return report
 
 
@@ -137,16 +345,18 @@ def _audit_store(
     run: _Run,
     depth: Depth,
     now: float,
+    ranges: AuditRanges | None,
 ) -> tuple[dict[str, int], int]:
     """Check everything against the store (blocking); return the newest epochs by role, and the installed generation.
 
-    `rollouts` are those in Redis, by ordinal and member; `now` is in seconds since the epoch.
+    `events` has those in Redis and gets the archived ones; `rollouts` are those in Redis, by ordinal and member; `now`
+    is in seconds since the epoch. ({}, 0) if the audit was stopped.
     """
     try:
         own_names = check_identity(audit, run.record)
         # Before the headers: what a live run adds meanwhile has its header by the time that headers are read.
         derived = _Derived.read(audit, events, run)
-        headers = _check_headers(audit, derived, rollouts, run=run)
+        headers = _check_headers(audit, derived, rollouts, run=run, ranges=ranges)
         epochs = check_epochs(audit)
         for kind in catalogue.KINDS:
             if kind.numbering == catalogue.DENSE and kind not in _READ_ELSEWHERE:
@@ -169,7 +379,7 @@ def _audit_store(
         if depth.is_deep:
             check_other_names(audit, own=own_names)
         _look_deeper(audit, derived, depth)
-        derived.retired.tell()
+        derived.retired.report_retired()
         _note_unseen(audit, headers)
     except AuditStopped:
         return {}, 0  # nobody reads the report
@@ -189,6 +399,11 @@ class _Derived:
 
     @classmethod
     def read(cls, audit: Audit, events: EventCheck, run: _Run) -> "_Derived":
+        """Read event archives, retirements, policies and checkpoints of a run, and report what is wrong with each by
+        itself.
+
+        `events` gets the archived events.
+        """
         events.add(read_archives(audit), archived=True)
         retired = RetirementCheck(audit)
         retired.read()
@@ -206,25 +421,41 @@ class _Derived:
 
 
 def _check_headers(
-    audit: Audit, derived: _Derived, rollouts: dict[tuple[int, int], list[RolloutFact]], *, run: _Run
+    audit: Audit,
+    derived: _Derived,
+    rollouts: dict[tuple[int, int], list[RolloutFact]],
+    *,
+    run: _Run,
+    ranges: AuditRanges | None,
 ) -> HeaderCheck:
-    """Walk the headers, with the rollouts in Redis and the events of each step, and return what the walk knows then."""
+    """Check all headers in order, with the contents and the events of each step.
+
+    Return what is known after the last one. `rollouts` are those in Redis, by ordinal and member. `ranges` are as in
+    `audit_run`.
+    """
     steps = StepClaims(audit, derived.claims)
-    headers = HeaderCheck(
-        audit,
-        run_hash=run.record.run_hash,
-        origin=run.origin,
-        retired=derived.retired,
-        claims=steps,
-        named=derived.named,
-    )
-    headers.run(rollouts)
+    with contextlib.ExitStack() as stack:
+        contents: Contents = ContentsHere(audit, derived.retired)
+        if ranges is not None:
+            contents = stack.enter_context(ContentsInRanges(audit, derived.retired, ranges))
+        headers = HeaderCheck(
+            audit,
+            run_hash=run.record.run_hash,
+            origin=run.origin,
+            contents=contents,
+            claims=steps,
+            named=derived.named,
+        )
+        headers.run(rollouts)
     headers.blind.update(steps.finish(base_step=headers.copied_until))
     return headers
 
 
 def _compare_derived(audit: Audit, derived: _Derived, headers: HeaderCheck, *, run: _Run, now: float) -> None:
-    """Compare checkpoints, seals, policies and all small objects with the headers, and with one another."""
+    """Report where checkpoints, seals, policies and small objects differ from the headers, or from one another.
+
+    `now` is in seconds since the epoch.
+    """
     claims, named, seals = derived.claims, derived.named, derived.seals
     checkpoints, base_step = derived.checkpoints, run.origin.base_step
     compare_chains(audit, checkpoints, headers.chains)
@@ -250,7 +481,7 @@ def _compare_derived(audit: Audit, derived: _Derived, headers: HeaderCheck, *, r
 def _look_deeper(audit: Audit, derived: _Derived, depth: Depth) -> None:
     """Decode the policies in a deep audit, and compare the checkpoints of the same steps with them.
 
-    What is left out is noted.
+    What is left out is noted in the report.
     """
     findings, policies = audit.findings, derived.policies
     if not depth.is_deep:
@@ -264,6 +495,9 @@ def _look_deeper(audit: Audit, derived: _Derived, depth: Depth) -> None:
     waiting = {(fact.lineage, fact.step): fact for fact in derived.checkpoints if fact.files}
 
     def compare(lineage: int, version: int, weights: Weights) -> None:
+        """Compare the checkpoint of a policy's step with the policy's weights, if there is one, and report what
+        differs.
+        """
         fact = waiting.pop((lineage, version), None) if depth.compare is not None else None
         if fact is not None and depth.compare is not None:
             audit.progress(f"weights of checkpoint {version}")
@@ -281,7 +515,7 @@ def _look_deeper(audit: Audit, derived: _Derived, depth: Depth) -> None:
 
 
 def _note_unseen(audit: Audit, headers: HeaderCheck) -> None:
-    """Note what an audit cannot see while the run goes on, or that there was nothing to compare."""
+    """Note in the report what an audit cannot see while the run goes on, or that there was nothing to compare."""
     if headers.closing is None:
         audit.findings.not_seen(
             "SPOOLS",
@@ -293,7 +527,7 @@ def _note_unseen(audit: Audit, headers: HeaderCheck) -> None:
 
 
 def _read_run(audit: Audit) -> _Run:
-    """Read run.json; if it is missing or damaged, add a violation and return an empty one.
+    """Return what run.json says; if it is missing or damaged, add a violation and return an empty record.
 
     NotFoundError if nothing of the run exists.
     """
@@ -315,6 +549,7 @@ def _read_run(audit: Audit) -> _Run:
         ) from error
     try:
         record = RunRecord.parse(data, where=audit.uri(key), needs=["name", "run_hash"])
+        # If only the origin is damaged, the name and the hash still count.
         unreadable = _Run(record=record, origin=RunOrigin())
         return _Run(record=record, origin=parse_origin(data, where=audit.uri(key)))
     except CorruptObjectError as error:

@@ -32,6 +32,7 @@ class EventCheck:
     """Takes every event of the archive and of Redis, then looks for what is not there."""
 
     def __init__(self, audit: Audit) -> None:
+        """Make a check of a run's events, before any is added; findings and counts go to `audit`."""
         self._findings = audit.findings
         self._report = audit.report
         self._writers: defaultdict[str, _Writer] = defaultdict(_Writer)
@@ -41,9 +42,9 @@ class EventCheck:
         """The newest generation of the Redis copy that an archived event is of."""
 
     def add(self, entries: Iterable[Entry], *, archived: bool = False) -> None:
-        """Take entries of the event stream or of its archive, in any order; one that cannot be decoded is a violation.
+        """Add entries of the event stream, or of its archive (`archived`), in any order.
 
-        `archived` ones raise `newest_generation`.
+        One that cannot be decoded is a violation. Those of the archive raise `newest_generation` to that of their ids.
         """
         for entry in entries:
             try:
@@ -65,10 +66,13 @@ class EventCheck:
         copied_until: int,
         takeovers: dict[str, bool],
     ) -> None:
-        """Report gaps in the events that were added, and committed steps that they leave out.
+        """Report gaps in the events that were added, and steps of a run that succeeded which no event names.
 
-        `takeovers` has by role whether another orchestrator or trainer took the run over; steps below
-        `copied_until` are those of a fork's parent, of which the fork has no events.
+        The numbers of events and writers are written into the report. The run's batches are those from `base_step` to
+        `next_step` (exclusive): events must say that each was committed and completed. What a takeover, or a rebuild of
+        Redis, may have lost of them is a note. `closing` is the closing header, None while the run goes on. `takeovers`
+        has by role whether another orchestrator or trainer took the run over. Steps below `copied_until` are those of a
+        fork's parent, of which the fork has no event of a commit.
         """
         lost = sum([self._check_gaps(name, writer) for name, writer in sorted(self._writers.items())])
         self._check_progress()
@@ -92,6 +96,7 @@ class EventCheck:
                 self._findings.violation(check, message)
 
     def _add(self, entry: Entry, event: event_pb2.Event) -> None:
+        """Add one event with its entry: note its number and claims; a number with two contents is a violation."""
         at = id_order(entry.id)
         generation = at[0]
         # Eight bytes distinguish two events well enough, and a run may have millions.
@@ -114,9 +119,9 @@ class EventCheck:
             writer.committed[event.writer_sequence] = event.batch_committed.step
 
     def _check_gaps(self, name: str, writer: _Writer) -> int:
-        """Report the numbers that are missing among one writer's events.
+        """Report the numbers that are missing among the events of the writer called `name`.
 
-        Return how many a rebuild of Redis may have lost.
+        Return how many of them a rebuild of Redis may have lost.
         """
         lost = 0
         for before, after in pairwise([0, *sorted(writer.seen)]):
@@ -135,6 +140,9 @@ class EventCheck:
         return lost
 
     def _check_progress(self) -> None:
+        """Report a writer that says that batches were committed out of order, and a batch that two writers say they
+        committed.
+        """
         committers: defaultdict[int, list[str]] = defaultdict(list)
         for name, writer in self._writers.items():
             steps = [step for _, step in sorted(writer.committed.items())]
@@ -186,7 +194,7 @@ class EventClaims:
     """Changes to a terminal state, when (seconds since the epoch, on the writer's clock), and where in the stream."""
 
     def add(self, event: event_pb2.Event, at: tuple[int, int]) -> None:
-        """Collect the claims of an event that was not taken before; `at` are the numbers of its entry's id."""
+        """Collect what an event that was not added before says; `at` are the two numbers of its entry's id."""
         self.newest_at = max(self.newest_at, event.time.seconds + event.time.nanos / 1e9)
         match event.WhichOneof("body"):
             case "batch_committed":
@@ -208,7 +216,10 @@ class EventClaims:
 
     @property
     def end(self) -> tuple[event_pb2.StateChanged, float] | None:
-        """Return the newest end and its time; the order of entries counts, since clocks may jump."""
+        """Return the newest event of the run's end and its time; None without one.
+
+        The order of entries counts, since clocks may jump.
+        """
         newest = max(self.ends, key=lambda end: end[2], default=None)
         return None if newest is None else newest[:2]
 
@@ -217,6 +228,7 @@ class StepClaims:
     """Compares events of batches with headers, one header after the other, so that none is kept."""
 
     def __init__(self, audit: Audit, claims: EventClaims) -> None:
+        """Make a check of headers against events; `claims` are what all events of the run say."""
         self._findings = audit.findings
         self._claims = claims
         self._seen: set[int] = set()
@@ -224,9 +236,9 @@ class StepClaims:
         """The outcome in each closing header, by the chain hash after it."""
 
     def check(self, header: batch_pb2.BatchHeader, step: int, chain: bytes) -> None:
-        """Compare a header of batch `step` with what events claim of it; differences are violations.
+        """Compare a header of batch `step` with what events say of it; differences are violations.
 
-        `chain` is the chain hash after it.
+        `chain` is the chain hash after the header.
         """
         if closes_run(header):
             self._closing[chain.hex()] = header.outcome
@@ -245,7 +257,7 @@ class StepClaims:
             )
 
     def finish(self, *, base_step: int) -> list[int]:
-        """Report the steps and ends that events claim and no header shows; return these steps, from `base_step` on."""
+        """Report the steps and ends that events name and no header shows; return these steps, from `base_step` on."""
         claimed = {step for step in (*self._claims.committed, *self._claims.completed) if base_step <= step < _MAX_STEP}
         lost = sorted(claimed - self._seen)
         if lost:
@@ -274,6 +286,7 @@ class StepClaims:
         return lost
 
     def _compare_counts(self, header: batch_pb2.BatchHeader, step: int, event: event_pb2.BatchCommitted) -> None:
+        """Report an event of a batch that counts other trained or dropped ordinals than the batch's header."""
         dropped: defaultdict[str, int] = defaultdict(int)
         num_trained = 0
         for item in header.resolutions:

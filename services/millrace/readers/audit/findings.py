@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import threading
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,13 +12,14 @@ from typing import Any, NamedTuple
 
 from millrace.decoding import require_key
 from millrace.errors import CorruptObjectError, InvalidSpecError, NotFoundError
-from millrace.runlog.catalogue import DENSE, ObjectKind
+from millrace.runlog.catalogue import DENSE, RETIREMENT, KeptAs, ObjectKind, kind_at
 from millrace.runlog.names import Names
+from millrace.runlog.records.retirement import Retired, Retirement
 from millrace.storage import ObjectStore
 from millrace.v1 import audit_pb2
 
 MAX_PER_CHECK = 100
-"""AuditFindings of one check that are written out; the others are counted, so that a report stays readable."""
+"""Findings of one check that are written out; the others are counted, so that a report stays readable."""
 
 
 class AuditFindings:
@@ -30,20 +32,26 @@ class AuditFindings:
         self._counts: Counter[tuple[str, bool]] = Counter()
 
     def violation(self, check: str, message: str) -> None:
-        """Add a finding that breaks a promise."""
+        """Add a finding that breaks a promise; `check` is its UPPER_SNAKE name."""
         self._add(check, message, is_violation=True)
 
     def note(self, check: str, message: str) -> None:
-        """Add a finding that is worth knowing and breaks no promise."""
+        """Add a finding that is worth knowing and breaks no promise; `check` is its UPPER_SNAKE name."""
         self._add(check, message, is_violation=False)
 
     def not_seen(self, check: str, message: str) -> None:
-        """Note what was not examined, so that silence is not taken for a result; the same text is noted once."""
+        """Note what was not examined, so that silence is not taken for a result; the same text is noted once.
+
+        `check` is the note's UPPER_SNAKE name.
+        """
         if (check, message) not in self._not_seen:
             self._not_seen.append((check, message))
 
     def fill(self, report: audit_pb2.AuditReport) -> None:
-        """Write the findings into a report, in the order in which they were found."""
+        """Write the findings into a report, in the order in which they were found.
+
+        Of each check with more than `MAX_PER_CHECK` findings, the first are written, and how many more there are.
+        """
         for check, message in self._violations:
             report.violations.add(check=check, message=message)
         for check, message in self._notes:
@@ -56,6 +64,7 @@ class AuditFindings:
                 found.add(check=check, message=f"and {count - MAX_PER_CHECK} more")
 
     def _add(self, check: str, message: str, *, is_violation: bool) -> None:
+        """Count a finding, and keep it unless its check has `MAX_PER_CHECK` already."""
         message = as_utf8(message)
         self._counts[check, is_violation] += 1
         if self._counts[check, is_violation] <= MAX_PER_CHECK:
@@ -67,12 +76,12 @@ _SHOWN = 8
 
 
 def as_utf8(text: str) -> str:
-    """Return the text, with what could not be encoded written out: names of files may be any bytes."""
+    """Return a text that can be encoded: what cannot be is written as escapes, as names of files may be any bytes."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def gaps(known: Iterable[int], first: int, end: int) -> Iterator[range]:
-    """Yield the numbers from `first` to `end` (exclusive) that are not known, as ranges.
+    """Yield the numbers from `first` to `end` (exclusive) that are not in `known`, as ranges without a gap.
 
     A foreign object may claim any number, so none is listed by itself.
     """
@@ -87,13 +96,13 @@ def gaps(known: Iterable[int], first: int, end: int) -> Iterator[range]:
 
 
 def some(numbers: Sequence[int]) -> str:
-    """Return the first numbers of a list as text, and how many more there are."""
+    """Return the first eight numbers of a list as text, and how many more there are."""
     shown = ", ".join(map(str, numbers[:_SHOWN]))
     return f"{shown} and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else shown
 
 
 def between(before: int, after: int) -> str:
-    """Return the numbers that are missing between two as text, such as `4` or `4 to 7`."""
+    """Return the numbers between two as text, such as `4` or `4 to 7`; there must be at least one."""
     return f"{before + 1}" if after == before + 2 else f"{before + 1} to {after - 1}"
 
 
@@ -127,20 +136,20 @@ class Audit:
     """Every byte of every object is read."""
 
     def progress(self, text: str) -> None:
-        """Report the part that is being read; raise AuditStopped if nobody waits for the audit any more."""
+        """Report the part that is being read, in words; raise AuditStopped if nobody waits for the audit any more."""
         if self.stopping.is_set():
             raise AuditStopped
         self.on_progress(text)
 
     def uri(self, key: str) -> str:
-        """Return the URI of an object, for findings."""
+        """Return the URI of the object with this whole key, for findings."""
         return self.store.uri(key)
 
     def get(self, key: str, *, missing: str = "", what: str = "") -> bytes | None:
         """Return an object's bytes; None, with a violation, if it is missing or cannot be read.
 
-        The violation is of the check `missing`, none if that is empty, or OBJECT_CORRUPT; `what` names the
-        object.
+        `key` is whole. The violation for a missing one is of the check `missing`, none if that is empty; for a damaged
+        one it is OBJECT_CORRUPT. `what` names the object in it.
         """
         try:
             return self.store.get(key)
@@ -152,17 +161,20 @@ class Audit:
         return None
 
     def read_each(self, prefix: str, what: str, *, missing: str = "") -> Iterator[tuple[str, bytes]]:
-        """Yield key and bytes of every object under a prefix; one that cannot be read is a violation, as in `get`."""
+        """Yield whole key and bytes of every object under a whole prefix.
+
+        One that cannot be read is left out, with a violation. `what` and `missing` are those of `get`.
+        """
         for info in self.store.list(prefix):
             data = self.get(info.key, missing=missing, what=what)
             if data is not None:
                 yield info.key, data
 
     def read_kind(self, kind: ObjectKind) -> Iterator[Stored]:
-        """Yield every object of a kind.
+        """Yield every object of a kind, in order of keys; one that cannot be decoded has no content.
 
-        What is in its folder and of another kind, or cannot be decoded, is a violation. So is a gap, where the
-        kind is numbered without one. An object that cannot be read has no content.
+        What is in its folder and of another kind, or cannot be decoded, is a violation. So is a gap, where the kind is
+        numbered without one.
         """
         numbers: defaultdict[str, list[int]] = defaultdict(list)
         for info in self.store.list(self.names.root + kind.folder):
@@ -187,7 +199,7 @@ class Audit:
 
     @contextlib.contextmanager
     def reading(self, check: str, what: str) -> Iterator[None]:
-        """Turn the errors of reading a stored document in the block into a violation of `check`.
+        """Turn the errors of reading a stored document in the block into a violation of `check`; the block ends there.
 
         `what` names the document.
         """
@@ -200,9 +212,9 @@ class Audit:
             self.findings.violation(check, f"{what} is not readable: {error!r}"[:1000])
 
     def object_violation(self, kind: str, what: str, problem: str) -> None:
-        """Add a violation for a `problem` of `object_problem`.
+        """Add a violation for a `problem` that `object_problem` returned of the object that `what` names.
 
-        It is {kind}_OBJECT_CORRUPT for a wrong hash, else {kind}_OBJECT_MISSING; `what` names the object.
+        Its check is {kind}_OBJECT_CORRUPT for a wrong hash, else {kind}_OBJECT_MISSING; `kind` is such as "POLICY".
         """
         # Only the comparison of hashes has these words; in all other cases nothing usable is there.
         is_corrupt = " has sha256 " in problem
@@ -211,7 +223,8 @@ class Audit:
     def object_problem(self, key: object, size_bytes: object, sha256: object) -> str:
         """Return in words what is wrong with an object that a manifest names; empty if it is as the manifest says.
 
-        Only a deep audit reads the bytes. The key is noted as named.
+        The parameters are the manifest's: whole key, size and sha256 (hex), of any type in a damaged one. Only a deep
+        audit reads the bytes. The key is noted as named.
         """
         # Manifests may hold anything; `type`, because True is an int as well.
         if not isinstance(key, str) or type(size_bytes) is not int or not isinstance(sha256, str):
@@ -228,9 +241,9 @@ class Audit:
         return f"{self.uri(key)} has sha256 {found or 'unknown: it is gone'}, its manifest says {sha256}"
 
     def is_own(self, key: str) -> bool:
-        """Return whether a key that something names could be that of an object of this run.
+        """Return whether a whole key that something names is legal and below the run's prefix.
 
-        A legal key is noted as named.
+        A legal key is noted as named, also if it is not of this run.
         """
         try:
             require_key(key, what="key")
@@ -240,9 +253,9 @@ class Audit:
         return key.startswith(self.names.root)
 
     def sha256(self, key: str, size_bytes: int) -> str:
-        """Read the first `size_bytes` of an object in pieces and return their sha256 (hex).
+        """Read the first `size_bytes` of an object in pieces and return their sha256 (hex); `key` is whole.
 
-        Empty if it is gone or shorter.
+        Empty if it is gone or shorter. The bytes are counted in the report.
         """
         digest = hashlib.sha256()
         try:
@@ -256,9 +269,139 @@ class Audit:
         return digest.hexdigest()
 
     def _size_problem(self, key: str, size_bytes: int) -> str:
+        """Return in words that an object is missing or has another size than its manifest says.
+
+        Empty if it has that size.
+        """
         found = self.store.head(key)
         if found is None:
             return f"{self.uri(key)} does not exist"
         if found.size_bytes != size_bytes:
             return f"{self.uri(key)} has {found.size_bytes} bytes, its manifest says {size_bytes}"
         return ""
+
+
+# Distinguishes what retention has removed from what was lost: a missing object must be covered by a record.
+
+
+class RetirementCheck:
+    """Validates the records of retention, decides whether one covers a missing object, and reports what was retired."""
+
+    def __init__(self, audit: Audit) -> None:
+        """Make a check of what retention removed; `read` reads its records."""
+        self._audit = audit
+        self._records: list[Retirement] = []
+        self._gone: defaultdict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+        """Step or version, and number of the record, of every missing object, by its kind and why."""
+        self._counted: set[str] = set()
+
+    def read(self) -> None:
+        """Read and keep every record of what retention removed, and report those that are wrong.
+
+        Each must be of this run, and retire at least what the one before it retires. One that is damaged, or of another
+        run or number, is not kept.
+        """
+        findings = self._audit.findings
+        for place, key, _, record in self._audit.read_kind(RETIREMENT):
+            if record is None:
+                continue
+            where = self._audit.uri(key)
+            if (record.run_uid, record.number) != (self._audit.names.uid, place["number"]):
+                findings.violation(
+                    "RETIREMENT_MISNAMED", f"{where} is retirement {record.number} of run {record.run_uid[:80]!r}"
+                )
+                continue
+            if self._records:
+                self._compare(where, self._records[-1], record)
+            self._records.append(record)
+
+    def has(self, kept: KeptAs) -> bool:
+        """Return whether a record that was read retires anything of a class."""
+        return any(kept in record.retired for record in self._records)
+
+    def covers(self, key: str) -> bool:
+        """Return whether an object that is missing was retired, and count it; `key` is its whole key.
+
+        If no record covers it, those that were written since `read` are read, too: a live run may have retired it
+        meanwhile.
+        """
+        own = key.removeprefix(self._audit.names.root)
+        kind = kind_at(own)
+        if kind is None or kind.kept is KeptAs.RUN:
+            return False
+        place, is_read = kind.parse(own) or {}, False
+        # Each record retires at least what the one before it retires, so the first that covers `own` is found by
+        # bisection.
+        while (number := bisect_left(self._records, True, key=lambda record: record.covers(own))) == len(self._records):
+            if is_read or not self._read_on():
+                return False
+            is_read = True
+        record = self._records[number]
+        if own not in self._counted:
+            self._counted.add(own)
+            at = int(place.get("step", place.get("version", 0)))
+            self._gone[kind.name, record.of(kind.kept).why].append((at, record.number))
+        return True
+
+    def report_retired(self) -> None:
+        """Note for each kind of object how many missing ones `covers` has found to be retired, and by which records.
+
+        Also noted is that what these held was not compared.
+        """
+        for (name, why), found in sorted(self._gone.items()):
+            steps, numbers = [at for at, _ in found], [number for _, number in found]
+            first = self._audit.uri(self._audit.names.retirement(min(numbers)))
+            until = f" to {max(numbers):08d}.json" if max(numbers) > min(numbers) else ""
+            what = "versions" if name.startswith("policy") else "steps"
+            self._audit.findings.note(
+                "RETIRED",
+                f"{len(found)} objects ({name}) of the {what} {min(steps)} to {max(steps)} were retired by "
+                f"{first}{until}, as {why} says",
+            )
+            self._audit.findings.not_seen(
+                "RETIRED", f"what {len(found)} objects ({name}) held was not compared: they were retired"
+            )
+
+    def _compare(self, where: str, before: Retirement, record: Retirement) -> None:
+        """Report a violation if `record`, at the place `where`, does not retire all that the record `before` it
+        retires.
+        """
+        for kept, earlier in before.retired.items():
+            if not record.of(kept).includes(earlier):
+                self._audit.findings.violation(
+                    "RETIREMENT_BACK",
+                    f"{where} brings back {kept.name.lower()} that retirement {before.number} had retired",
+                )
+
+    def _read_on(self) -> bool:
+        """Read the records that were written since the last one was read.
+
+        Return whether there was one that is readable.
+        """
+        audit, number = self._audit, len(self._records)
+        while (data := audit.get(key := audit.names.retirement(len(self._records) + 1), what="retirement")) is not None:
+            try:
+                self._records.append(Retirement.decode(data, where=audit.uri(key)))
+            except CorruptObjectError:  # the next audit reports it
+                break
+        return len(self._records) > number
+
+
+def retires_checkpoints_only(audit: Audit, own: str) -> bool:
+    """Return whether a retirement adds checkpoints and nothing else; `own` is its key without the run's prefix.
+
+    Such a record may come after the seal of a run that did not succeed: its trainer still finishes a checkpoint. False
+    for another key, or a damaged record.
+    """
+    place = RETIREMENT.parse(own)
+    if place is None:
+        return False
+    found = list[dict[KeptAs, Retired]]()
+    for key in (audit.names.retirement(int(place["number"]) - 1), audit.names.root + own):
+        data = audit.get(key, what="retirement")
+        try:
+            retired = {} if data is None else Retirement.decode(data, where=key).retired
+        except CorruptObjectError:  # reported where retirements are read
+            return False
+        found.append({kept: each for kept, each in retired.items() if kept is not KeptAs.CHECKPOINTS})
+    return found[0] == found[1]

@@ -7,17 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, pairwise
 
 from millrace.decoding import decode_object
-from millrace.errors import CorruptObjectError, NotFoundError
+from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import batch_pb2
 from millrace.readers.audit.events import StepClaims
 from millrace.readers.audit.findings import Audit, between, some
 from millrace.readers.audit.named import ReferencedObjects
-from millrace.readers.audit.retired import RetirementCheck
-from millrace.readers.audit.rollouts import Archives, RolloutFact
+from millrace.readers.audit.ranges import Contents
+from millrace.readers.audit.rollouts import RolloutFact, RolloutsInRedis, StepContents
 from millrace.rollouts.batch_wire import closes_run, decode_header
 from millrace.runlog.catalogue import REOPENING
 from millrace.runlog.records.frontier import Frontier, chain_hash
-from millrace.runlog.records.revisions import is_failed_closing, list_headers, read_chunk
+from millrace.runlog.records.revisions import is_failed_closing, list_headers
 from millrace.runlog.records.run_record import RunOrigin
 
 _AHEAD = 16  # headers fetched at once
@@ -38,17 +38,21 @@ class HeaderCheck:
         *,
         run_hash: str,
         origin: RunOrigin,
-        retired: RetirementCheck,
+        contents: Contents,
         claims: StepClaims,
         named: ReferencedObjects,
     ) -> None:
-        """Create the walk. What is missing must be covered by `retired`; `claims` and `named` get every header."""
+        """Prepare the check of a run's headers; `run` does it.
+
+        `run_hash` is that of run.json, `origin` where the log begins. `contents` reads chunks and archives; `contents`,
+        `claims` and `named` get every header.
+        """
         self._audit = audit
         self._claims = claims
         self._named = named
         self._run_hash = run_hash
         self._origin = origin
-        self._retired = retired
+        self._contents = contents
         self.ordinals = OrdinalCheck(audit, origin.frontier)
         self.chains: dict[int, bytes] = {origin.base_step - 1: origin.chain_hash}
         """H(step) by step."""
@@ -67,37 +71,38 @@ class HeaderCheck:
         self._reopened: tuple[int, int] | None = None
         self.blind: set[int] = set()
         """Steps whose headers are missing or cannot be read."""
-        self._chunks_verified = 0
         self._scored_whole: frozenset[str] = frozenset()
         self._duplicates, self._last_duplicates = 0, 0
 
     def run(self, in_redis: dict[tuple[int, int], list[RolloutFact]]) -> None:
-        """Check all headers in order, and all that they name.
+        """Check all headers in order, and all that they name, and write the sums into the report.
 
-        `in_redis` are the rollouts there, by (ordinal, member).
+        `in_redis` are the rollouts in Redis, by (ordinal, member).
         """
         audit, report = self._audit, self._audit.report
         steps = self._steps()
         self._read_records()
-        archives = Archives(audit, in_redis, retired=self._retired)
+        self._contents.begin(len(steps))
+        held = RolloutsInRedis(audit, in_redis)
         for number, (step, revision, data) in enumerate(self._load(steps)):
             if number % _PROGRESS_EVERY == 0:
                 audit.progress(f"step {step} of {steps[-1][0]}")
-            self._check(step, revision, data, archives)
+            self._check(step, revision, data, held)
         for sha256 in self._records.keys() - self._superseded:
             audit.findings.violation(
                 "REOPENING_CORRUPT", f"{audit.uri(self._records[sha256])} reopens a header that did not end as FAILED"
             )
-        archives.check_rest(self._scored_whole)
+        self._contents.finish()
+        held.check_rest(self._scored_whole)
         audit.findings.note(
-            "CHUNKS_VERIFIED", f"{self._chunks_verified} chunks have the sha256 that their header names"
+            "CHUNKS_VERIFIED", f"{self._contents.counts.chunks} chunks have the sha256 that their header names"
         )
-        self._summarize(archives)
+        self._summarize()
         report.chain_hash = (self._chain or b"").hex()
 
     @property
     def closing_key(self) -> str:
-        """Return key of the closing header in force; empty if there is none."""
+        """Return the whole key of the closing header in force; empty if there is none."""
         if self.closing is None:
             return ""
         return self._audit.names.batch_header(self.closing.step, self.closing.revision)
@@ -113,16 +118,17 @@ class HeaderCheck:
                 f"a header names orchestrator epoch {self._last_epoch}, the newest that was taken is {newest}",
             )
 
-    def _summarize(self, archives: Archives) -> None:
-        report, ordinals = self._audit.report, self.ordinals
+    def _summarize(self) -> None:
+        """Write what was counted into the report, and report ordinals that a closing header leaves open."""
+        counts, report, ordinals = self._contents.counts, self._audit.report, self.ordinals
         report.is_closed = self.closing is not None
         report.first_step = self._origin.base_step
         report.num_steps = self.next_step - self._origin.base_step
         report.num_trained, report.num_open = ordinals.num_trained, ordinals.num_open
         for reason, count in ordinals.dropped.items():
             report.dropped[reason] = count
-        report.num_rollouts = archives.num_rollouts
-        report.num_duplicates = min(max(self._duplicates, archives.num_duplicates), _MOST)
+        report.num_rollouts = counts.rollouts
+        report.num_duplicates = min(max(self._duplicates, counts.duplicates), _MOST)
         if self.closing is not None:
             ordinals.check_closed(self.closing.step)
 
@@ -139,9 +145,9 @@ class HeaderCheck:
                 )
 
     def _steps(self) -> list[tuple[int, int]]:
-        """Return (step, revision) of every header object from the origin on, ascending.
+        """Return (step, revision) of every header object from the log's origin on, ascending.
 
-        Gaps and earlier ones are violations.
+        Gaps and earlier ones are violations; the steps in gaps are noted in `blind`.
         """
         audit, names = self._audit, self._audit.names
         found = list_headers(audit.store, names)
@@ -173,11 +179,12 @@ class HeaderCheck:
     def _load(self, steps: list[tuple[int, int]]) -> Iterator[tuple[int, int, bytes | None]]:
         """Yield step, revision and bytes of each header in order, fetched in advance.
 
-        None for one that cannot be read.
+        The bytes are None, with a violation, if they cannot be read.
         """
         audit = self._audit
 
         def fetch(at: tuple[int, int]) -> tuple[int, int, bytes | None]:
+            """Return step, revision and bytes of one header."""
             what = f"header {at[0]}"
             return *at, audit.get(audit.names.batch_header(*at), missing="HEADER_MISSING", what=what)
 
@@ -185,13 +192,19 @@ class HeaderCheck:
             for first in range(0, len(steps), _AHEAD):
                 yield from pool.map(fetch, steps[first : first + _AHEAD])
 
-    def _check(self, step: int, revision: int, data: bytes | None, archives: Archives) -> None:
+    def _check(self, step: int, revision: int, data: bytes | None, in_redis: RolloutsInRedis) -> None:
+        """Check one header, whose stored bytes are `data` (None: it cannot be read), and hand what it names to be
+        checked.
+
+        The rollouts of the ordinals that it resolves are taken from `in_redis`.
+        """
         if step - 1 not in self.chains:  # the header before is missing: nothing to compare with
             self._chain = None
             self.ordinals.skip()
         header = self._decode(step, revision, data)
         if data is None or header is None:
             self.blind.add(step)
+            # Bytes that cannot be decoded still continue the chain, so that the headers after them can be compared.
             self._chain = None if data is None or self._chain is None else chain_hash(self._chain, data)
             if self._chain is not None:
                 self.chains[step] = self._chain
@@ -227,11 +240,15 @@ class HeaderCheck:
         self._named.add_header(header)
         if is_closing:
             self.closings.append(self.chains[step])
-        self._check_chunks(header)
         self._read_state(step, header)
-        archives.check(header, trained, scored_whole=self._scored_whole)
+        self._contents.add(
+            StepContents(
+                header=header, trained=trained, scored_whole=self._scored_whole, in_redis=in_redis.take(header)
+            )
+        )
 
     def _decode(self, step: int, revision: int, data: bytes | None) -> batch_pb2.BatchHeader | None:
+        """Return the header in the bytes; None for no bytes or, with a violation, for damaged ones."""
         if data is None:
             return None
         try:
@@ -242,6 +259,7 @@ class HeaderCheck:
             return None
 
     def _check_chain(self, step: int, data: bytes, header: batch_pb2.BatchHeader) -> None:
+        """Report a header that does not continue the chain hash before it, and compute the hash after it."""
         claimed = header.previous_chain_hash
         if self._chain is not None and claimed != self._chain:
             self._audit.findings.violation(
@@ -256,6 +274,7 @@ class HeaderCheck:
         self._chain = self.chains[step] = chain_hash(claimed, data)
 
     def _check_identity(self, step: int, revision: int, header: batch_pb2.BatchHeader) -> None:
+        """Report a header that names another step, revision, run or config, or an older epoch than the one before."""
         findings = self._audit.findings
         expected = {
             "HEADER_STEP_WRONG": ("step", header.step, step),
@@ -274,11 +293,10 @@ class HeaderCheck:
             )
         self._last_epoch = max(self._last_epoch, header.writer_epoch)
 
-    def _check_chunks(self, header: batch_pb2.BatchHeader) -> None:
-        self._chunks_verified += check_chunks(self._audit, header, retired=self._retired)
-
     def _read_state(self, step: int, header: batch_pb2.BatchHeader) -> None:
-        """Add up the duplicates that headers count, and collect the environments that score whole groups."""
+        """Read the orchestrator's state in a header: add up the duplicates it counts, and collect environments
+        scored by group.
+        """
         duplicates = 0
         with self._audit.reading("STATE_CORRUPT", f"header {step}: orchestrator_state"):
             what = "it"
@@ -300,6 +318,7 @@ class OrdinalCheck:
     """Follows the resolutions of all headers in order."""
 
     def __init__(self, audit: Audit, start: Frontier) -> None:
+        """Make a check of resolutions; `start` are the ordinals that are resolved before the first header."""
         self._findings = audit.findings
         self._frontier = start
         self._is_blind = False
@@ -307,12 +326,12 @@ class OrdinalCheck:
         self.dropped: Counter[str] = Counter()
 
     def skip(self) -> None:
-        """Skip a header that is missing or cannot be read; the frontier of the next one is not compared."""
+        """Note that a header is missing or cannot be read: the frontier of the next one is not compared."""
         self._is_blind = True
 
     @property
     def num_open(self) -> int:
-        """Return ordinals below the highest resolved one that are not resolved."""
+        """Return the number of ordinals below the highest resolved one that are not resolved."""
         above = self._frontier.resolved_above
         return max(above) - self._frontier.resolved_below - (len(above) - 1) if above else 0
 
@@ -327,7 +346,7 @@ class OrdinalCheck:
             )
 
     def add(self, header: batch_pb2.BatchHeader) -> set[int]:
-        """Check one header's resolutions and frontier; return the ordinals that it trains."""
+        """Check one header's resolutions and frontier against those before it; return the ordinals that it trains."""
         trained: set[int] = set()
         fresh: set[int] = set()
         for item in header.resolutions:
@@ -344,6 +363,10 @@ class OrdinalCheck:
         return trained
 
     def _count(self, header: batch_pb2.BatchHeader, item: batch_pb2.Resolution, trained: set[int]) -> None:
+        """Count one ordinal's outcome, and add it to `trained` if it was trained.
+
+        An outcome that cannot be is a violation.
+        """
         where = f"step {header.step}, ordinal {item.ordinal}"
         match item.outcome:
             case batch_pb2.ORDINAL_OUTCOME_TRAINED:
@@ -359,10 +382,7 @@ class OrdinalCheck:
                 self._findings.violation("ORDINAL_WITHOUT_OUTCOME", f"{where} has the outcome {item.outcome}")
 
     def _compare(self, header: batch_pb2.BatchHeader) -> None:
-        """Report where a header's frontier differs from the resolutions so far.
-
-        From here on the header's frontier counts.
-        """
+        """Report where a header's frontier differs from the resolutions so far; from here on the header's counts."""
         try:
             claimed = Frontier.from_header(header)
         except CorruptObjectError as error:
@@ -385,20 +405,20 @@ class OrdinalCheck:
 
 
 def _difference(left: Frontier, right: Frontier) -> list[int]:
-    """Return the ordinals that are resolved in `left` and not in `right`, ascending; the first ones of a long range."""
+    """Return the ordinals that are resolved in `left` and not in `right`, ascending; of a long range the first ones."""
     below = range(right.resolved_below, left.resolved_below)
     above = (ordinal for ordinal in left.resolved_above if not right.is_resolved(ordinal))
     new = (ordinal for ordinal in below if ordinal not in right.resolved_above)
     return sorted({*islice(new, _ORDINALS_MOST), *above})  # a damaged header may claim any number
 
 
-# What a header names: its samples belong to ordinals that it trains, and its chunks are what was written.
+# What a header says of its samples: they belong to ordinals that it trains.
 
 
 def check_samples(audit: Audit, header: batch_pb2.BatchHeader, trained: set[int]) -> None:
-    """Report violations unless each sample is of a trained ordinal, and each of these has a sample.
+    """Report violations unless each sample of a header is of a trained ordinal, and each of these has a sample.
 
-    The samples of one member must be of one attempt.
+    `trained` are the ordinals that the header trains. The samples of one member must be of one attempt.
     """
     attempts: dict[tuple[int, int], int] = {}
     strangers: set[int] = set()
@@ -420,28 +440,3 @@ def check_samples(audit: Audit, header: batch_pb2.BatchHeader, trained: set[int]
         audit.findings.violation(
             "TRAINED_WITHOUT_SAMPLE", f"step {header.step} trains ordinal {ordinal} and has no sample of it"
         )
-
-
-def check_chunks(audit: Audit, header: batch_pb2.BatchHeader, *, retired: RetirementCheck) -> int:
-    """Read every chunk and compare its size and sha256 with the header; return how many match.
-
-    A missing chunk is a violation unless it was `retired`.
-    """
-    verified = 0
-    for index, chunk in enumerate(header.chunks):
-        where = f"chunk {index} of batch {header.step} ({audit.uri(chunk.key) if chunk.key else 'without a key'})"
-        if not chunk.key:
-            audit.findings.violation("CHUNK_MISSING", f"{where}: the header names no object")
-            continue
-        if not audit.is_own(chunk.key):
-            audit.findings.violation("CHUNK_MISSING", f"{where}: the key is not that of an object of this run")
-            continue
-        try:
-            read_chunk(audit.store, header, index)
-            verified += 1
-        except NotFoundError:
-            if not retired.covers(chunk.key):
-                audit.findings.violation("CHUNK_MISSING", f"{where} does not exist")
-        except CorruptObjectError as error:
-            audit.findings.violation("CHUNK_CORRUPT", f"{where}: {error.message}")
-    return verified

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError, InvalidSpecError, NotFoundError
 from millrace.internal.v1 import batch_pb2
-from millrace.readers.audit.findings import Audit
-from millrace.readers.audit.retired import retires_checkpoints_only
+from millrace.readers.audit.findings import Audit, retires_checkpoints_only
 from millrace.runlog.catalogue import POLICY_OBJECT, finding_at, is_place
 from millrace.runlog.names import Deployment
 from millrace.runlog.records.known import describe
@@ -43,22 +42,31 @@ class ReferencedObjects:
         """What retention has removed."""
 
     def add_header(self, header: batch_pb2.BatchHeader) -> None:
-        """Take what a header names."""
+        """Note the objects that a header names, with their hashes."""
         for ref in header.objects:
             self._add(ref.key, ref.sha256.hex(), ref.digest, f"header {header.step}")
 
     def add_seal(self, objects: Mapping[str, str], *, by: str) -> None:
-        """Add the objects that a seal names, by their keys without the run's prefix."""
+        """Note the objects that a seal names: sha256 (hex) by key without the run's prefix.
+
+        `by` names the seal in findings.
+        """
         for key, sha256 in objects.items():
             self._add(key, sha256, "", by)
 
     def digest_of(self, key: str) -> str:
-        """Return the digest of weights (hex) that a header names with a manifest's key; empty if none does."""
+        """Return the digest of weights (hex) that a header names with a manifest's key; empty if none does.
+
+        `key` is without the run's prefix.
+        """
         named = self._named.get(key)
         return named.digest if named else ""
 
     def sha256_of(self, key: str) -> str:
-        """Return the sha256 (hex) with which an object is named; empty if nothing names it."""
+        """Return the sha256 (hex) with which an object is named; empty if nothing names it.
+
+        `key` is without the run's prefix.
+        """
         named = self._named.get(key)
         return named.sha256 if named else ""
 
@@ -73,6 +81,7 @@ class ReferencedObjects:
                         self._audit.findings.violation(*found)
 
     def _add(self, key: str, sha256: str, digest: str, by: str) -> None:
+        """Note one named object; a key that is none of the run's, or a second hash for one key, is a violation."""
         kind = finding_at(key)
         before = self._named.get(key)
         if not kind or not self._audit.is_own(self._audit.names.root + key):
@@ -85,6 +94,7 @@ class ReferencedObjects:
             )
 
     def _compare(self, key: str) -> tuple[str, str] | None:
+        """Read one named object; return check and message of the violation, None if it has the hash."""
         audit, named, kind = self._audit, self._named[key], finding_at(key)
         full = audit.names.root + key
         try:
@@ -107,8 +117,9 @@ class ReferencedObjects:
 
 # What nobody names: objects that were added to a run. After its seal nothing may be new but two kinds of records.
 #
-# named by a header, a seal, or a manifest that counts left over listed by the seal and named by nobody: of writers
-# that died, or made it again. No reader looks there new neither: somebody has added it
+#     named        by a header, a seal, or a manifest that counts
+#     left over    listed by the seal and named by nobody: of writers that died, or made it again; no reader looks there
+#     new          neither: somebody has added it
 
 _UNNAMED_AT_ONCE = 16  # objects fetched at once
 _SHOWN = 8
@@ -119,7 +130,8 @@ def check_unnamed(
 ) -> None:
     """Report every object of the run that nothing accounts for: as a violation, or a note where it may be there.
 
-    `seal` is that of the run's present end, and `key` the seal's. Of the steps `blind` the headers cannot be read.
+    `seal` is that of the run's present end (None: it goes on), `key` the seal's whole key, `closing` the closing
+    header. Of the steps `blind` the headers cannot be read.
     """
     late = _Late(audit, seal, closing)
     left_over: list[str] = []
@@ -163,14 +175,15 @@ def check_unnamed(
 
 
 def check_other_names(audit: Audit, *, own: Collection[str]) -> None:
-    """Read every name of the deployment, and report a violation for each other one that leads to the run.
+    """Read every name and request of the deployment, and report each that leads to the run and is not one of `own`.
 
-    `own` are the keys of the names and requests that should.
+    `own` are the whole keys of the name and request that should.
     """
     deployment = Deployment(audit.names.prefix)
     uid = audit.names.uid.encode()
 
     def leads_here(key: str) -> bool:
+        """Return whether the object under a key holds the run's uid."""
         try:
             return audit.store.get(key, max_bytes=1 << 10).strip() == uid
         except (NotFoundError, CorruptObjectError):
@@ -194,6 +207,10 @@ class _Late:
     """
 
     def __init__(self, audit: Audit, seal: Seal | None, closing: batch_pb2.BatchHeader | None) -> None:
+        """Note what the seal lists, and which versions and steps of the trainer are the newest in it.
+
+        Without a seal or a closing header nothing may come late.
+        """
         self._audit = audit
         self._state = "SUCCEEDED" if seal is None or closing is None else seal.state
         self._closing = closing
@@ -232,11 +249,14 @@ class _Late:
 
     @functools.cached_property
     def _is_resumed(self) -> bool:
+        """Return whether a user asked to resume the run after its present end."""
         root, intents = self._audit.names.root, self._audit.store.list(self._audit.names.intents)
         return any(self._asks_to_resume(info.key.removeprefix(root)) for info in intents)
 
     def _asks_to_resume(self, own: str) -> bool:
-        """Return whether the object under a key is an intent to reopen the run's present end."""
+        """Return whether the object under a key (without the run's prefix) is an intent to reopen the run's present
+        end.
+        """
         names, closing = self._audit.names, self._closing
         if closing is None or not own.startswith("intents/"):
             return False
@@ -253,19 +273,22 @@ class _Late:
 
 
 def _version_of(own: str) -> tuple[int, int] | None:
-    """Return lineage and version of the policy that has the object under a key; None if it is of no policy."""
+    """Return lineage and version of the policy that has the object under a key without the run's prefix; else None."""
     place = POLICY_OBJECT.parse(own)
     return None if place is None else (int(place["lineage"]), int(place["version"]))
 
 
 def _step_of_trainer(own: str) -> tuple[str, int] | None:
-    """Return the folder and the step of the checkpoint or the log-probs under a key; None for another key."""
+    """Return folder and step of the checkpoint or token log under a key without the run's prefix.
+
+    None for another key.
+    """
     place = re.match(r"(checkpoints|token_logs)/([0-9]+)/", own)
     return None if place is None else (place[1], int(place[2]))
 
 
 def _step_of(own: str) -> int | None:
-    """Return the step of the batch or archive under a key; None for another key."""
+    """Return the step of the batch or archive under a key without the run's prefix; None for another key."""
     folder, _, rest = own.partition("/")
     step = rest.partition("/")[0]
     return int(step) if folder in ("batches", "rollouts") and step.isdecimal() else None

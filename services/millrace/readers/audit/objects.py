@@ -11,9 +11,8 @@ from millrace.decoding import decode_object
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import batch_pb2
 from millrace.readers.audit.events import EventClaims
-from millrace.readers.audit.findings import MAX_PER_CHECK, Audit, gaps
+from millrace.readers.audit.findings import MAX_PER_CHECK, Audit, RetirementCheck, gaps
 from millrace.readers.audit.named import ReferencedObjects
-from millrace.readers.audit.retired import RetirementCheck
 from millrace.runlog.catalogue import CHAIN_POINT, EVENT_ARCHIVE, TOKEN_LOG, KeptAs
 from millrace.runlog.records.run_record import checkpoint_at, list_objects, policy_at
 from millrace.runlog.redis.entry import Entry, id_order
@@ -35,7 +34,10 @@ class CheckpointFact:
 
 
 def check_checkpoints(audit: Audit, *, run_hash: str) -> list[CheckpointFact]:
-    """Check manifests and objects of all committed checkpoints; return those that can be read, oldest first."""
+    """Check manifests and objects of all committed checkpoints; return facts of those that can be read, oldest first.
+
+    `run_hash` is what the manifests must name.
+    """
     facts: list[CheckpointFact] = []
     torn = 0
     for prefix in list(audit.store.list_prefixes(audit.names.checkpoints)):
@@ -77,7 +79,7 @@ def compare_chains(audit: Audit, facts: Sequence[CheckpointFact], chains: Mappin
 
 
 def check_points(audit: Audit, chains: Mapping[int, bytes], named: ReferencedObjects) -> None:
-    """Report violations unless each chain point says what the headers up to its step do.
+    """Report each chain point that says something else than the headers up to its step.
 
     `chains` has the chain hash after each step, `named` what the headers name.
     """
@@ -103,12 +105,13 @@ def compare_saved(
     base_step: int,
     retired: RetirementCheck,
 ) -> set[int]:
-    """Report saved checkpoints that are missing although retention keeps them, or changed.
+    """Report saved checkpoints that are missing although retention keeps them, or were changed.
 
-    Return the steps of removed ones. `saved` are the manifests' hashes by step, as events and seals name them;
-    `kept` are `keep_last` and `keep_interval`: retention keeps the newest `keep_last` of those that were saved, and
-    the multiples of `keep_interval`. A missing checkpoint must be `retired`. A run without such records was pruned
-    before there were any, so that its config decides.
+    Return the removed steps. `facts` are those that are there. `saved` are the manifests' hashes by step, as events and
+    seals name them; `kept` are `keep_last` and `keep_interval`: retention keeps the newest `keep_last` of those that
+    were saved, and the multiples of `keep_interval`. A missing checkpoint must be `retired`. A run without such records
+    was pruned before there were any, so that its config decides. `base_step` is the checkpoint that a fork began with,
+    0 for none.
     """
     there = {fact.step: fact for fact in facts}
     known = sorted({*there, *saved, *([base_step] if base_step else ())})
@@ -135,17 +138,25 @@ def compare_saved(
 
 
 def _promised(steps: Sequence[int], keep_last: int | None, keep_interval: int | None) -> set[int]:
+    """Return which of the steps (ascending) a run keeps checkpoints of, by its config.
+
+    None for `keep_last` keeps all.
+    """
     if keep_last is None:
         return set(steps)
     return set(steps[-keep_last:]) | {step for step in steps if keep_interval and step % keep_interval == 0}
 
 
 def _has_no_manifest(audit: Audit, step: int) -> bool:
-    """Return whether a checkpoint has no manifest at all; a damaged one is reported as such elsewhere."""
+    """Return whether the checkpoint of a step has no manifest at all; a damaged one is reported as such elsewhere."""
     return find_newest(audit.store, audit.names.checkpoint_manifest(step)) is None
 
 
 def _check(audit: Audit, prefix: str, step: int, *, run_hash: str) -> CheckpointFact | None:
+    """Check the newest manifest under the `prefix` of a checkpoint, and its objects; return its facts.
+
+    None if it is damaged, which is reported, or was removed meanwhile.
+    """
     what = f"manifest of checkpoint {step} ({audit.uri(prefix)})"
     first = f"{prefix}manifest.json"
     key = newest_revision(audit.store, first)
@@ -178,6 +189,7 @@ def _check(audit: Audit, prefix: str, step: int, *, run_hash: str) -> Checkpoint
 
 
 def _check_identity(audit: Audit, step: int, manifest: Mapping[str, Any], *, run_hash: str) -> None:
+    """Report a checkpoint's manifest that names another run, config or step."""
     expected = {"run_uid": audit.names.uid, "run_hash": run_hash, "step": step}
     for field, wanted in expected.items():
         if manifest[field] != wanted:
@@ -190,9 +202,9 @@ def _check_identity(audit: Audit, step: int, manifest: Mapping[str, Any], *, run
 
 
 def read_archives(audit: Audit) -> list[Entry]:
-    """Return every archived event that can be read, each id once; those of a writer may come in any order.
+    """Return every archived event that can be read, each id once, in any order.
 
-    Two different events with one id are a violation.
+    Two different events with one id are a violation, and so is a damaged archive.
     """
     found: dict[str, Entry] = {}
     for _, key, _, entries in audit.read_kind(EVENT_ARCHIVE):
@@ -212,6 +224,10 @@ def read_archives(audit: Audit) -> list[Entry]:
 
 
 def _check_name(audit: Audit, key: str, entries: list[Entry]) -> None:
+    """Report an archive of events whose key names other ids than it has.
+
+    CorruptObjectError if they are not in order.
+    """
     ids = [id_order(entry.id) for entry in entries]
     if not entries or ids != sorted(set(ids)):
         raise CorruptObjectError("its events are not in the order of their ids", reason="EVENT_ARCHIVE_CORRUPT")
@@ -225,9 +241,10 @@ def _check_name(audit: Audit, key: str, entries: list[Entry]) -> None:
 
 
 def check_token_logs(audit: Audit, claims: EventClaims, chains: Mapping[int, bytes], retired: RetirementCheck) -> None:
-    """Compare the trainer's log-probs with the events that name them: their size, in a deep audit their bytes.
+    """Compare the trainer's token logs with the events that name them: their size, in a deep audit their bytes.
 
-    One that no event names has to be of the run, of the step and lineage in its key, and of that step's chain hash.
+    `claims` are what events say. One that is missing must be covered by `retired`. One that no event names has to be of
+    the run, of the step and lineage in its key, and of that step's chain hash, which `chains` has.
     """
     for own, expected in sorted(claims.token_logs.items()):
         if TOKEN_LOG.parse(own) is None:
@@ -250,6 +267,9 @@ def check_token_logs(audit: Audit, claims: EventClaims, chains: Mapping[int, byt
 
 
 def _check_unclaimed(audit: Audit, own: str, chains: Mapping[int, bytes]) -> None:
+    """Report a token log that no event names (`own`: its key without the run's prefix) unless it is of what its key
+    says.
+    """
     place, where = TOKEN_LOG.parse(own) or {}, audit.uri(audit.names.root + own)
     data = audit.get(audit.names.root + own, what="token log")
     with audit.reading("TOKEN_LOG_CORRUPT", where):
@@ -291,6 +311,7 @@ class PolicyCheck:
     """Lists the published versions first, and compares them with the headers once these are known."""
 
     def __init__(self, audit: Audit, retired: RetirementCheck) -> None:
+        """Make a check of published policies, which `scan` reads; a missing object must be covered by `retired`."""
         self._audit = audit
         self._retired = retired
         self.retired: set[tuple[int, int]] = set()
@@ -303,7 +324,10 @@ class PolicyCheck:
         """What is wrong with an object, empty if nothing: files are shared by many versions."""
 
     def scan(self) -> None:
-        """Read every version's manifest, and check its objects; count versions and lineages."""
+        """Read every version's manifest and check its objects.
+
+        Write the numbers of versions and lineages into the report.
+        """
         audit, torn = self._audit, 0
         for prefix in audit.store.list_prefixes(audit.names.policies):
             if (place := policy_at(audit.names, prefix)) is None:
@@ -326,9 +350,11 @@ class PolicyCheck:
     def compare(self, *, first: int, next_step: int, closing: batch_pb2.BatchHeader | None) -> None:
         """Report gaps in the versions from `first` on, versions without a batch, and wrong lineages and bases.
 
+        `next_step` is the step after the last committed one, `closing` the closing header, None while the run goes on.
         A run that succeeded must have all versions up to `next_step`.
         """
         findings = self._audit.findings
+        # Versions after the committed steps are reported below, and are no reason to miss those before them.
         newest = min(max(self._lineages, default=first - 1), next_step)
         succeeded = closing is not None and closing.outcome == batch_pb2.RUN_OUTCOME_SUCCEEDED
         if closing is not None and closing.final_version != next_step:
@@ -382,6 +408,7 @@ class PolicyCheck:
                 named.repaired.add(key)
 
     def _compare_digest(self, lineage: int, version: int, digest: str, by: str) -> None:
+        """Report a version whose digest is not the one that `by` (in words) names; an empty digest is not compared."""
         fact = self.facts.get((lineage, version))
         if fact is not None and digest and digest != fact.digest:
             self._audit.findings.violation(
@@ -390,6 +417,7 @@ class PolicyCheck:
             )
 
     def _compare_lineages(self) -> None:
+        """Note versions that several lineages published; report a version of an older lineage than one before it."""
         findings, highest = self._audit.findings, 0
         for version, lineages in sorted(self._lineages.items()):
             if len(lineages) > 1:
@@ -451,6 +479,10 @@ class PolicyCheck:
             )
 
     def _check_objects(self, manifest: Mapping[str, Any], what: str, *, place: tuple[int, int]) -> None:
+        """Check the objects that a manifest names, each once.
+
+        Note the version (`place`) as retired if one was retired.
+        """
         named = [item for encoding in manifest["encodings"] for item in encoding["objects"]]
         for item in (*named, *manifest["files"]):
             problem = self._objects.get(item["key"])
@@ -463,7 +495,10 @@ class PolicyCheck:
                 self._audit.object_violation("POLICY", what.removeprefix("manifest of "), problem)
 
     def _check_digest(self, manifest: Mapping[str, Any], what: str) -> None:
-        """Report a violation unless a manifest's digest follows from those of its tensors (`policies.digest`)."""
+        """Report a violation unless a manifest's digest follows from those of its tensors.
+
+        `what` names the manifest.
+        """
         whole = hashlib.sha256()
         for tensor in sorted(manifest["tensors"], key=lambda tensor: tensor["name"]):
             shape = ",".join(map(str, tensor["shape"]))
@@ -475,6 +510,7 @@ class PolicyCheck:
             )
 
     def _check_identity(self, manifest: Mapping[str, Any], lineage: int, version: int) -> None:
+        """Report a manifest that names another run, lineage or version."""
         expected = {"run_uid": self._audit.names.uid, "lineage": lineage, "version": version}
         wrong = {name: manifest[name] for name, wanted in expected.items() if manifest[name] != wanted}
         if wrong:

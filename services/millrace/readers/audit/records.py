@@ -20,7 +20,7 @@ from millrace.v1 import run_pb2
 def check_identity(audit: Audit, record: RunRecord) -> set[str]:
     """Report where run.json contradicts itself or the index of runs.
 
-    Return the keys of the index that lead to the run.
+    Return the whole keys of the index that lead to the run: its name's, and its request's.
     """
     findings, uid, where = audit.findings, audit.names.uid, audit.uri(audit.names.run_json)
     if record.uid not in ("", uid):
@@ -40,9 +40,9 @@ def check_identity(audit: Audit, record: RunRecord) -> set[str]:
 
 
 def _check_index(audit: Audit, kind: str, value: str, key_of: Callable[[str], str]) -> str:
-    """Report a violation unless a name's or request's object leads to the run; return the object's key.
+    """Report a violation unless a name's or request's object leads to the run; return the object's whole key.
 
-    `kind` is NAME or REQUEST. Empty, with a violation, if `value` is no legal one.
+    `kind` is NAME or REQUEST, `key_of` makes the key of `value`. Empty, with a violation, if `value` is no legal one.
     """
     try:
         key = key_of(value)
@@ -56,7 +56,7 @@ def _check_index(audit: Audit, kind: str, value: str, key_of: Callable[[str], st
 
 
 def read_kept(record: RunRecord) -> tuple[int | None, int | None]:
-    """Return `keep_last` and `keep_interval` of the run's checkpoints; (None, None) if its config keeps all."""
+    """Return `keep_last` and `keep_interval` of the run's checkpoints by its config; (None, None) if it keeps all."""
     try:
         settings = (record.config or {})["trainer"]["ckpt"]
         keep_last, keep_interval = settings.get("keep_last"), settings.get("keep_interval")
@@ -103,6 +103,7 @@ def check_generations(audit: Audit, seen_in_events: int) -> int:
             f"archived events are of generation {seen_in_events}, and "
             f"{audit.uri(audit.names.generation(seen_in_events))} does not exist",
         )
+    # A rebuild takes the epoch of its number before it writes the mark.
     for number in sorted(installed - {1}):
         if audit.store.head(audit.names.epoch(GENERATION_ROLE, number)) is None:
             audit.findings.violation(
@@ -127,8 +128,8 @@ def check_attestations(
 ) -> None:
     """Check every attestation in the store, and those `kept` elsewhere, against the headers' chain hashes.
 
-    `closings` are the chain hashes after closing headers. Without a `key` signatures are not checked, which is
-    noted.
+    `chains` has the chain hash after each step, `closings` those after closing headers. Without a `key` signatures are
+    not checked, which is noted.
     """
     findings = audit.findings
     stored: list[Attestation] = []
@@ -167,6 +168,9 @@ def _check(
     *,
     key: SigningKey | None,
 ) -> None:
+    """Report an attestation (`where`, in words) that is of another run, not signed by `key`, or of another history
+    or seal.
+    """
     findings = audit.findings
     if attestation.run_uid != audit.names.uid:
         findings.violation("ATTESTATION_MISMATCH", f"{where} is of run {attestation.run_uid[:80]!r}")
@@ -197,6 +201,7 @@ def _check(
 
 
 def _seals(audit: Audit) -> set[str]:
+    """Return the sha256 (hex) of every seal of the run."""
     return {hashlib.sha256(data).hexdigest() for _, data in audit.read_each(audit.names.seals, "seal")}
 
 
@@ -225,7 +230,10 @@ class SealCheck:
         """That of the seal of the present end, once `compare` has looked."""
 
     def scan(self, named: ReferencedObjects) -> None:
-        """Read every seal, and hand what it names to `named`."""
+        """Read every seal, and hand what it names to `named`.
+
+        Notes each end before a reopening whose seal is missing.
+        """
         audit, names = self._audit, self._audit.names
         for _, key, data, seal in audit.read_kind(SEAL):
             self._hashes[key] = hashlib.sha256(data).hexdigest()
@@ -261,6 +269,8 @@ class SealCheck:
                 )
         wanted = self.key = seal_key(self._audit.store, names)
         self._audit.report.seal_sha256 = self._hashes.get(wanted, "")
+        # The event of the end is archived before the seal is written: a seal without it is wrong at once. A run that is
+        # closed and not sealed may still be ending.
         if claims.end is None:
             if wanted in self._seals:
                 findings.violation("END_NOT_REPORTED", "the run is sealed, and no event says that it ended")
@@ -292,11 +302,14 @@ class SealCheck:
         return self._seals.get(self.key)
 
     def _newest_at(self, event_time: float) -> float:
-        """Return when the run was closed: the later of an event's time and the store's time of the closing header."""
+        """Return when the run was closed (seconds since 1970): the later of an event's time and the closing header's
+        in the store.
+        """
         found = self._audit.store.head(self._closing_key) if self._closing_key else None
         return max(event_time, found.modified if found is not None else 0.0)
 
     def _note_checkpoint(self, key: str, sha256: str) -> None:
+        """Note the manifest's hash if the key (without the run's prefix) is that of a checkpoint's first manifest."""
         place = CHECKPOINT_MANIFEST.parse(key)
         if place is not None and not place["revision"]:
             self.saved[int(place["step"])] = sha256

@@ -1,4 +1,4 @@
-"""The archives of rollouts: whole, holding what was trained, and proof that nothing was generated again.
+"""The chunks and the archives of steps: whole, holding what was trained, and proof that nothing was generated again.
 
 **No regeneration.** A rollout says how far the orchestrator had read the stream when it asked for it
 (`dispatched_after`), and the archive says where each rollout is in it (`entry_id`). A play of a member that was
@@ -8,16 +8,16 @@ across generations of the log.
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from millrace.errors import CorruptObjectError
+from millrace.errors import CorruptObjectError, NotFoundError
 from millrace.internal.v1 import batch_pb2
 from millrace.readers.audit.findings import Audit
-from millrace.readers.audit.retired import RetirementCheck
 from millrace.rollouts.batch_wire import closes_run
 from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
 from millrace.rollouts.wire import decode_archive
+from millrace.runlog.records.revisions import read_chunk
 
 _SHOWN = 100
 
@@ -35,7 +35,10 @@ class RolloutFact:
 
     @classmethod
     def of(cls, rollout: Rollout, *, entry_id: str = "") -> "RolloutFact":
-        """Return the facts of a rollout; `entry_id` where it is read from the stream."""
+        """Return the facts of a rollout.
+
+        `entry_id` is its entry in the stream, by default the one that the archive says.
+        """
         return cls(
             env=rollout.env,
             attempt=rollout.attempt,
@@ -47,35 +50,120 @@ class RolloutFact:
 
 
 def is_trainable(rollout: Rollout) -> bool:
-    """Return whether a rollout can be trained on."""
+    """Return whether a rollout ended OK and was played for training."""
     return rollout.status is RolloutStatus.OK and rollout.purpose is Purpose.TRAIN
 
 
-class Archives:
-    """Checks the archive of every header, together with the rollouts that Redis still holds."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepContents:
+    """A step whose chunks and archive are to be read: what the walk over the headers knows of it."""
 
-    def __init__(
-        self, audit: Audit, in_redis: dict[tuple[int, int], list[RolloutFact]], *, retired: RetirementCheck
-    ) -> None:
+    header: batch_pb2.BatchHeader
+    trained: Set[int]
+    """Ordinals that the step trains, without those that an earlier step has resolved."""
+    scored_whole: frozenset[str]
+    """Environments whose groups must come from one attempt."""
+    in_redis: Mapping[tuple[int, int], Sequence[RolloutFact]]
+    """Rollouts of the ordinals that the step resolves and that Redis still holds, by ordinal and member."""
+
+
+class RolloutsInRedis:
+    """The rollouts that Redis still holds, until a header resolves their ordinals."""
+
+    def __init__(self, audit: Audit, facts: Mapping[tuple[int, int], Sequence[RolloutFact]]) -> None:
+        """Keep the rollouts in Redis, `facts`, by ordinal and member, until `take` returns them."""
         self._audit = audit
-        self._retired = retired
-        self._in_redis = in_redis
+        self._facts = facts
         self._by_ordinal: defaultdict[int, set[int]] = defaultdict(set)
-        for ordinal, member in in_redis:
+        for ordinal, member in facts:
             self._by_ordinal[ordinal].add(member)
-        self.num_rollouts = 0
-        self.num_duplicates = 0
 
-    def check(self, header: batch_pb2.BatchHeader, trained: set[int], *, scored_whole: frozenset[str]) -> None:
-        """Report what is wrong with a header's archive: strangers, trained rollouts that it lacks, regenerated ones.
+    def take(self, header: batch_pb2.BatchHeader) -> dict[tuple[int, int], Sequence[RolloutFact]]:
+        """Return the rollouts in Redis of the ordinals that a header resolves, by ordinal and member.
+
+        Each is returned once.
+        """
+        resolved = {item.ordinal for item in header.resolutions} if self._by_ordinal else set[int]()
+        return {
+            (ordinal, member): self._facts[ordinal, member]
+            for ordinal in resolved
+            for member in self._by_ordinal.pop(ordinal, ())
+        }
+
+    def check_rest(self, scored_whole: frozenset[str]) -> None:
+        """Report regenerated rollouts in Redis whose ordinal no header resolves yet.
 
         `scored_whole` are the environments whose groups must come from one attempt.
         """
+        for ordinal, members in self._by_ordinal.items():
+            for member in members:
+                check_regeneration(self._audit, ordinal, member, self._facts[ordinal, member], scored_whole)
+
+
+class ContentCheck:
+    """Reads the chunks and archives of steps, and compares them with the headers. Steps do not depend on another."""
+
+    def __init__(self, audit: Audit, *, on_missing: Callable[[str, str, str], None]) -> None:
+        """Make a check of chunks and archives.
+
+        `on_missing` gets whole key, check and message for each object that does not exist.
+        """
+        self._audit = audit
+        self._on_missing = on_missing
+        self.num_chunks = 0
+        """Chunks that have the sha256 that their header names."""
+        self.num_rollouts = 0
+        self.num_duplicates = 0
+
+    def check(self, step: StepContents) -> None:
+        """Read a step's chunks and archive, count what is right, and report what is wrong.
+
+        In an archive that is strangers, trained rollouts that it lacks, and regenerated ones.
+        """
+        self._check_chunks(step.header)
+        self._check_archive(step)
+
+    def _check_chunks(self, header: batch_pb2.BatchHeader) -> None:
+        """Read every chunk, and compare its size and sha256 with the header."""
+        audit = self._audit
+        for index, chunk in enumerate(header.chunks):
+            where = f"chunk {index} of batch {header.step} ({audit.uri(chunk.key) if chunk.key else 'without a key'})"
+            if not chunk.key:
+                audit.findings.violation("CHUNK_MISSING", f"{where}: the header names no object")
+                continue
+            if not audit.is_own(chunk.key):
+                audit.findings.violation("CHUNK_MISSING", f"{where}: the key is not that of an object of this run")
+                continue
+            try:
+                read_chunk(audit.store, header, index)
+                self.num_chunks += 1
+            except NotFoundError:
+                self._on_missing(chunk.key, "CHUNK_MISSING", f"{where} does not exist")
+            except CorruptObjectError as error:
+                audit.findings.violation("CHUNK_CORRUPT", f"{where}: {error.message}")
+
+    def _check_archive(self, step: StepContents) -> None:
+        """Report what is wrong with the rollouts that a step archives, together with those of its ordinals in Redis."""
+        header, trained = step.header, step.trained
         rollouts = self._load(header, trained)
-        if rollouts is None:
-            return
-        resolved = {item.ordinal for item in header.resolutions}
         found: defaultdict[tuple[int, int], list[RolloutFact]] = defaultdict(list)
+        if rollouts is not None:
+            self._take(header, rollouts, found)
+            self._check_trained(header, found)
+            self._check_whole(header, [rollout for rollout in rollouts if rollout.ordinal in trained])
+        for place, facts in step.in_redis.items():
+            found[place] += facts
+        for (ordinal, member), facts in found.items():
+            check_regeneration(self._audit, ordinal, member, facts, step.scored_whole)
+
+    def _take(
+        self,
+        header: batch_pb2.BatchHeader,
+        rollouts: Iterable[Rollout],
+        found: defaultdict[tuple[int, int], list[RolloutFact]],
+    ) -> None:
+        """Count the rollouts of an archive, report strangers, and add the trainable ones to `found`."""
+        resolved = {item.ordinal for item in header.resolutions}
         for rollout in rollouts:
             self.num_rollouts += 1
             self.num_duplicates += rollout.is_duplicate
@@ -89,21 +177,12 @@ class Archives:
                 )
             elif is_trainable(rollout):
                 found[rollout.ordinal, rollout.member].append(RolloutFact.of(rollout))
-        self._check_trained(header, found)
-        self._check_whole(header, [rollout for rollout in rollouts if rollout.ordinal in trained])
-        for ordinal in resolved:
-            for member in self._by_ordinal.pop(ordinal, ()):
-                found[ordinal, member] += self._in_redis[ordinal, member]
-        for (ordinal, member), facts in found.items():
-            self._check_regeneration(ordinal, member, facts, scored_whole)
 
-    def check_rest(self, scored_whole: frozenset[str]) -> None:
-        """Report regenerated rollouts in Redis whose ordinal no header resolves yet."""
-        for ordinal, members in self._by_ordinal.items():
-            for member in members:
-                self._check_regeneration(ordinal, member, self._in_redis[ordinal, member], scored_whole)
+    def _load(self, header: batch_pb2.BatchHeader, trained: Set[int]) -> list[Rollout] | None:
+        """Return the rollouts of a header's archive; None if there is none, which is reported unless it may be.
 
-    def _load(self, header: batch_pb2.BatchHeader, trained: set[int]) -> list[Rollout] | None:
+        `trained` are the ordinals that the header trains: without any, it needs no archive.
+        """
         what = f"archive of batch {header.step}"
         if not header.rollouts_key:
             if trained:
@@ -118,9 +197,10 @@ class Archives:
             return None
         data = self._audit.get(header.rollouts_key)
         if data is None:
-            if self._audit.store.head(header.rollouts_key) is None and not self._retired.covers(header.rollouts_key):
+            # One that is there and cannot be read was reported by `get`.
+            if self._audit.store.head(header.rollouts_key) is None:
                 where = self._audit.uri(header.rollouts_key)
-                self._audit.findings.violation("ARCHIVE_MISSING", f"{what} {where} does not exist")
+                self._on_missing(header.rollouts_key, "ARCHIVE_MISSING", f"{what} {where} does not exist")
             return None
         where = f"{what} ({self._audit.uri(header.rollouts_key)})"
         if hashlib.sha256(data).digest() != header.rollouts_sha256:
@@ -166,27 +246,33 @@ class Archives:
                     f"group has {sizes[ordinal]}",
                 )
 
-    def _check_regeneration(
-        self, ordinal: int, member: int, facts: Iterable[RolloutFact], scored_whole: frozenset[str]
-    ) -> None:
-        known = {fact.entry_id: fact for fact in facts if fact.entry_id}
-        for later in known.values():
-            if later.env in scored_whole or not later.dispatched_after:
-                continue  # where members are compared, all of them must come from one attempt
-            asked_at = entry_key(later.dispatched_after)
-            seen = [fact for fact in known.values() if fact is not later and entry_key(fact.entry_id) <= asked_at]
-            if seen:
-                first = min(seen, key=lambda fact: entry_key(fact.entry_id))
-                self._audit.findings.violation(
-                    "ROLLOUT_REGENERATED",
-                    f"member {member} of ordinal {ordinal} was generated again as attempt {later.attempt} (entry "
-                    f"{later.entry_id}), dispatched after entry {later.dispatched_after}, although entry "
-                    f"{first.entry_id} holds it finished",
-                )
+
+def check_regeneration(
+    audit: Audit, ordinal: int, member: int, facts: Iterable[RolloutFact], scored_whole: frozenset[str]
+) -> None:
+    """Report rollouts of one member that were requested when the orchestrator had read a finished one of that member.
+
+    `facts` are the member's rollouts. `scored_whole` are the environments whose groups must come from one attempt,
+    which may be generated again.
+    """
+    known = {fact.entry_id: fact for fact in facts if fact.entry_id}
+    for later in known.values():
+        if later.env in scored_whole or not later.dispatched_after:
+            continue  # where members are compared, all of them must come from one attempt
+        asked_at = entry_key(later.dispatched_after)
+        seen = [fact for fact in known.values() if fact is not later and entry_key(fact.entry_id) <= asked_at]
+        if seen:
+            first = min(seen, key=lambda fact: entry_key(fact.entry_id))
+            audit.findings.violation(
+                "ROLLOUT_REGENERATED",
+                f"member {member} of ordinal {ordinal} was generated again as attempt {later.attempt} (entry "
+                f"{later.entry_id}), dispatched after entry {later.dispatched_after}, although entry "
+                f"{first.entry_id} holds it finished",
+            )
 
 
 def entry_key(entry_id: str) -> tuple[int, int]:
-    """Return the numbers of a stream id, which compare as times; (0, 0) if the text is none."""
+    """Return the two numbers of a stream entry's id, which compare as times; (0, 0) if the text is no id."""
     milliseconds, _, sequence = entry_id.partition("-")
     if not milliseconds.isdecimal() or not (sequence or "0").isdecimal():
         return 0, 0

@@ -32,7 +32,7 @@ from millrace.v1 import run_service_pb2 as rs
 def to_json(value: Any, *, secrets: tuple[str, ...] | None = None) -> bytes:
     """Encode a document as ASCII JSON, with every secret masked and long texts cut; NaN and infinities become null.
 
-    `secrets` are by default those of this process's variables.
+    `secrets` are the values to mask, by default those of this process's variables.
     """
     known = secrets_of(os.environ) if secrets is None else secrets
     return json.dumps(masked(value, known), separators=(",", ":"), allow_nan=False).encode()
@@ -54,6 +54,7 @@ def of_message(message: Message) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    """Return a protobuf value as plain data: messages as dictionaries, a time as seconds since 1970, bytes as hex."""
     if isinstance(value, Message):
         if value.DESCRIPTOR.full_name == "google.protobuf.Timestamp":
             return value.ToNanoseconds() / 1e9  # type: ignore[attr-defined]
@@ -83,9 +84,10 @@ _STATUS: tuple[tuple[type[MillraceError], int], ...] = (
 
 
 def problem_of(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Return status and body of the HTTP answer for an error.
+    """Return status and body of the HTTP answer for an error: reason, message and remedy, without secrets.
 
-    An unexpected one is logged, and its text is not in the body.
+    The status is that of the error's class; 202 for what is not indexed yet (`INDEX_GROWING`). An unexpected error is
+    logged, its status is 500, and its text is not in the body.
     """
     if not isinstance(error, MillraceError):
         logger.error("a question of the dashboard failed", exc_info=error)
@@ -106,9 +108,10 @@ def problem_of(error: Exception) -> tuple[int, dict[str, Any]]:
 
 
 def error_of(status: int, body: dict[str, Any]) -> MillraceError:
-    """Return the error in an answer of `problem_of`; one of no status that it uses becomes an InternalError.
+    """Make (not raise) the error in an HTTP answer of `problem_of`, from its status and body.
 
-    A CapacityError comes back as an UnavailableError.
+    A status that `problem_of` never gives becomes an InternalError. The errors with 202 and 503 come back as
+    UnavailableErrors.
     """
     problem = body.get("error") or {}
     reason, message, remedy = (str(problem.get(name, "")) for name in ("reason", "message", "remedy"))
@@ -121,22 +124,30 @@ def error_of(status: int, body: dict[str, Any]) -> MillraceError:
     return kind(message, reason=reason, remedy=remedy or None)
 
 
-# What the orchestrator and its reader say to each other: frames of a length and so many bytes.
+# What the orchestrator and its reader say to each other: frames with the number of a question in front.
 
-LENGTH = struct.Struct("<IQ")
-"""Bytes that follow, and the number of the question."""
+_NUMBER = struct.Struct("<Q")
 MAX_QUESTION_BYTES = 1 << 20
 MAX_ANSWER_BYTES = 256 << 20
 
 
-def frame(number: int, data: bytes) -> bytes:
-    """Return a frame with these bytes."""
-    return LENGTH.pack(len(data), number) + data
+def numbered(number: int, data: bytes) -> bytes:
+    """Return `data`, a question or its answer, with the number of the question in front."""
+    return _NUMBER.pack(number) + data
+
+
+def split_number(data: bytes) -> tuple[int, bytes]:
+    """Return the number of a question and the rest of `data`, as `numbered` joined them; ValueError if it is too
+    short.
+    """
+    if len(data) < _NUMBER.size:
+        raise ValueError(f"{len(data)} bytes have no number of a question")
+    return _NUMBER.unpack_from(data)[0], data[_NUMBER.size :]
 
 
 # What the reader says, as the messages of the public API.
 
-ParsedCompletion = Mapping[str, Any]
+AnswerPart = Mapping[str, Any]
 """A part of an answer of the reader: JSON."""
 _RENAMED = {
     "stop": "stop_condition", "reason": "drop_reason", "tokens": "num_tokens", "sampled": "num_sampled_tokens",
@@ -145,7 +156,7 @@ _RENAMED = {
 """Columns of the index that the API calls otherwise."""
 
 
-def metrics_page(answer: ParsedCompletion) -> rs.ListMetricsResponse:
+def metrics_page(answer: AnswerPart) -> rs.ListMetricsResponse:
     """Return the API's page of metrics from the reader's answer; null, which JSON has for NaN, is NaN again."""
     rows: Sequence[tuple[int, Mapping[str, float | None]]] = answer["steps"]
     steps = [
@@ -157,7 +168,7 @@ def metrics_page(answer: ParsedCompletion) -> rs.ListMetricsResponse:
     return rs.ListMetricsResponse(steps=steps)
 
 
-def rollouts_page(answer: ParsedCompletion, *, run: str) -> rs.ListRolloutsResponse:
+def rollouts_page(answer: AnswerPart, *, run: str) -> rs.ListRolloutsResponse:
     """Return the API's page of rollouts from the reader's answer; `run` is the run's name."""
     return rs.ListRolloutsResponse(
         rollouts=[rollout(row, run=run) for row in answer["samples"]],
@@ -166,14 +177,14 @@ def rollouts_page(answer: ParsedCompletion, *, run: str) -> rs.ListRolloutsRespo
     )
 
 
-def rollout(row: ParsedCompletion, *, run: str) -> rollout_pb2.Rollout:
-    """Return the API's rollout for a row of the index."""
+def rollout(row: AnswerPart, *, run: str) -> rollout_pb2.Rollout:
+    """Return the API's rollout for a row of the index; `run` is the run's name."""
     fields = {_RENAMED.get(name, name): value for name, value in row.items() if value is not None and name != "id"}
     return rollout_pb2.Rollout(name=f"runs/{run}/rollouts/{row['id']}", **fields)
 
 
-def lineage(answer: ParsedCompletion, *, run: str) -> rs.GetLineageResponse:
-    """Return the API's lineage of a rollout, or of a version, from the reader's answer."""
+def lineage(answer: AnswerPart, *, run: str) -> rs.GetLineageResponse:
+    """Return the API's lineage of a rollout, or of a version, from the reader's answer; `run` is the run's name."""
     if "sample" in answer:
         became = answer["became"]
         found = lineage_pb2.RolloutLineage(
@@ -194,13 +205,14 @@ def lineage(answer: ParsedCompletion, *, run: str) -> rs.GetLineageResponse:
     return rs.GetLineageResponse(version=of_version)
 
 
-def _count(part: ParsedCompletion, name: str) -> int:
-    """Return a count that may be null or missing, as 0 then."""
+def _count(part: AnswerPart, name: str) -> int:
+    """Return a count in a part of an answer; 0 if it is null or missing."""
     value = part.get(name)
     return 0 if value is None else value
 
 
-def _version(part: ParsedCompletion) -> lineage_pb2.TracedVersion:
+def _version(part: AnswerPart) -> lineage_pb2.TracedVersion:
+    """Return the API's message of a policy version from a part of the reader's answer."""
     batch, saved = part["batch"], part["checkpoint"]
     found = lineage_pb2.TracedVersion(
         version=part["version"],
@@ -219,7 +231,8 @@ def _version(part: ParsedCompletion) -> lineage_pb2.TracedVersion:
     return found
 
 
-def _batch(part: ParsedCompletion) -> lineage_pb2.TracedBatch:
+def _batch(part: AnswerPart) -> lineage_pb2.TracedBatch:
+    """Return the API's message of a batch from a part of the reader's answer."""
     return lineage_pb2.TracedBatch(
         step=part["step"],
         is_done=part["is_done"],
@@ -232,7 +245,8 @@ def _batch(part: ParsedCompletion) -> lineage_pb2.TracedBatch:
     )
 
 
-def _rollouts(part: ParsedCompletion, *, run: str) -> lineage_pb2.TracedRollouts:
+def _rollouts(part: AnswerPart, *, run: str) -> lineage_pb2.TracedRollouts:
+    """Return the API's message of a number of rollouts and the first of them, from a part of the reader's answer."""
     return lineage_pb2.TracedRollouts(
         num_rollouts=part["num_samples"], rollouts=[rollout(row, run=run) for row in part["samples"]]
     )

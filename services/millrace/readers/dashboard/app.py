@@ -99,7 +99,10 @@ class Sessions:
         self._sessions: OrderedDict[bytes, Session] = OrderedDict()
 
     def new_code(self, grant: Grant) -> str:
-        """Return a code that opens one session within `CODE_S`; CapacityError while too many are unused."""
+        """Return a one-time code that opens a session with this grant within `CODE_S` seconds.
+
+        CapacityError while too many codes are unused.
+        """
         now = self._clock()
         for digest in [digest for digest, (_, ends) in self._codes.items() if ends <= now]:
             del self._codes[digest]
@@ -112,9 +115,9 @@ class Sessions:
         return code
 
     def redeem(self, code: str) -> str | None:
-        """Open a session for a code and return its secret; the code cannot be used again.
+        """Open a session for a one-time code and return the secret for its cookie; the code cannot be used again.
 
-        None if it is invalid or too old.
+        None if it is invalid or too old, or its token is not accepted any more.
         """
         found = self._codes.pop(token_digest(code), None)
         if found is None:
@@ -123,7 +126,10 @@ class Sessions:
         return self.open(grant) if self._clock() < ends and grant.holds() else None
 
     def open(self, grant: Grant) -> str:
-        """Open a session and return its secret; where there are too many, the oldest session ends."""
+        """Open a session with this grant and return the secret for its cookie.
+
+        Where there are too many, the oldest ends.
+        """
         while len(self._sessions) >= MAX_SESSIONS:
             self._sessions.popitem(last=False)
         secret = secrets.token_urlsafe(32)
@@ -133,7 +139,10 @@ class Sessions:
         return secret
 
     def find(self, secret: str) -> Session | None:
-        """Return the session of a cookie's secret; None, and the session is removed, if it or its token is over."""
+        """Return the session with the `secret` of a cookie.
+
+        None, and the session is removed, if it or its token is over.
+        """
         digest = token_digest(secret)
         session = self._sessions.get(digest)
         if session is None:
@@ -144,7 +153,7 @@ class Sessions:
         return session
 
     def end(self, secret: str) -> None:
-        """Log out."""
+        """End the session with this secret, if there is one."""
         self._sessions.pop(token_digest(secret), None)
 
 
@@ -164,21 +173,21 @@ class Guard:
     """Decides for one server."""
 
     def __init__(self, access: ServerAccess, sessions: Sessions, *, host: str) -> None:
-        """Create the guard; `host` is where the server listens."""
+        """Create the guard; `access` is that of the public API, `host` is where the server listens."""
         self._access = access
         self._sessions = sessions
         self._is_checking_host = is_loopback(host) or not self.demands_token
 
     @property
     def demands_token(self) -> bool:
-        """Return whether the public API wants to see a token."""
+        """Return whether callers need a token, because the public API demands one."""
         return self._access.tokens is not None
 
     def check_host(self, values: Sequence[str]) -> None:
-        """Raise InvalidSpecError unless the one `Host` header in `values` is an address or localhost.
+        """Raise InvalidSpecError unless there is one `Host` header, and it is an address or localhost.
 
-        Any other name may be another site's for this machine. Nothing is checked where the server listens
-        beyond loopback and demands tokens.
+        `values` are the values of all `Host` headers. Any other name may be another site's for this machine. Nothing is
+        checked where the server listens beyond loopback and demands tokens.
         """
         if not self._is_checking_host:
             return
@@ -190,15 +199,17 @@ class Guard:
             )
 
     def bearer(self, authorizations: Sequence[str]) -> Grant:
-        """Return the grant of a token of the public API.
+        """Return the grant of a token of the public API, given the values of all authorization headers.
 
         Raise UnauthenticatedError without a valid one, where it is demanded.
         """
         metadata = [("authorization", value) for value in authorizations]
+        # As a method that only reads. What changes a run is checked by `admit_action`.
         return self._access.admit("/millrace.v1.RunService/GetRun", metadata)
 
     def admit(self, authorizations: Sequence[str], secret: str) -> Caller:
-        """Return the caller of a request, by its token, or by the `secret` in its cookie.
+        """Return the caller of a request, by the token in its authorization headers, or by the session `secret` of its
+        cookie.
 
         Raise UnauthenticatedError without either, where the public API demands a token.
         """
@@ -216,12 +227,15 @@ class Guard:
         return Caller(grant=session.grant, session=session, secret=secret)
 
     def admit_write(self, caller: Caller, *, csrf: str, fetch_site: str) -> None:
-        """Raise PermissionDeniedError unless a write comes from a page of this server, or from a caller with a token.
+        """Raise PermissionDeniedError unless a POST comes from a page of this server, or from a caller with a token.
 
-        `csrf` and `fetch_site` are the request's headers; a session must show its CSRF token.
+        `csrf` is the value of our header, which a session must show, `fetch_site` that of `Sec-Fetch-Site`; empty if
+        missing.
         """
         if caller.is_bearer and self.demands_token:
             return
+        # Without a session (no token is demanded) the browser's own header alone can show that another site's page
+        # asks.
         is_known = caller.session is None or hmac.compare_digest(
             caller.session.csrf.encode(), csrf.encode(errors="surrogateescape")
         )
@@ -239,7 +253,7 @@ class Guard:
 
 
 def _is_own(value: str) -> bool:
-    """Return whether a `Host` is an address or `localhost`, with or without a port, and so no name of another site."""
+    """Return whether a `Host` is an address or `localhost`, with or without a port, and so not another site's name."""
     name, bracket, rest = value.partition("]") if value.startswith("[") else ("", "", "")
     if bracket:
         host, port = name[1:], rest.removeprefix(":")
@@ -264,6 +278,10 @@ class Dashboard:
     def __init__(
         self, source: RunSource, reader: ReaderClient, guard: Guard, sessions: Sessions, *, port: int, is_tls: bool
     ) -> None:
+        """Create the dashboard.
+
+        `source` answers for the orchestrator, `reader` for the log, `port` is where it listens.
+        """
         self._source = source
         self._reader = reader
         self._guard = guard
@@ -273,7 +291,7 @@ class Dashboard:
         self._is_tls = is_tls
 
     def app(self) -> FastAPI:
-        """Return the ASGI application."""
+        """Return the ASGI application with all routes."""
         app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
         app.middleware("http")(self._answer)
         for status in (404, 405):
@@ -293,11 +311,15 @@ class Dashboard:
         app.add_api_route("/api/login", self._login_by_form, methods=["POST"])
         app.add_api_route("/api/logout", self._logout, methods=["POST"])
         app.add_api_route("/api/runs/{run}/{action}", self._act, methods=["POST"])
+        # Last, because it matches every path.
         app.add_api_route("/{path:path}", self._page, methods=["GET"])
         return app
 
     async def _answer(self, request: Request, handle: Handle) -> Response:
-        """Answer a request; an error becomes an answer of JSON. Every answer gets the security headers."""
+        """Answer a request by `handle`, after checking its size and host; an error becomes an answer of JSON.
+
+        Every answer gets the security headers.
+        """
         try:
             if len(request.url.query) > MAX_QUERY_CHARS:
                 wrong = Violation(field="query", message=f"has more than {MAX_QUERY_CHARS} characters")
@@ -311,13 +333,16 @@ class Dashboard:
                 response.headers["WWW-Authenticate"] = "Bearer"
         for name, value in HEADERS.items():
             response.headers[name] = value
+        # Static files name their own.
         response.headers.setdefault("Cache-Control", "no-store")
         return response
 
     def _caller(self, request: Request) -> Caller:
+        """Return who sent a request; UnauthenticatedError if it may not be answered."""
         return self._guard.admit(request.headers.getlist("authorization"), request.cookies.get(self._cookie, ""))
 
     def _writer(self, request: Request) -> Caller:
+        """Return who sent a POST; PermissionDeniedError unless it comes from one of our pages, or with a token."""
         caller = self._caller(request)
         self._guard.admit_write(
             caller,
@@ -327,23 +352,30 @@ class Dashboard:
         return caller
 
     async def _session(self, request: Request) -> Response:
+        """Answer with the caller's name and CSRF token, whether it may write, and whether no token is demanded."""
         caller = self._caller(request)
         csrf = caller.session.csrf if caller.session is not None else ""
         who = {"name": caller.grant.name, "csrf": csrf, "is_open": not self._guard.demands_token}
         return _Answer(to_json(who | {"may_write": caller.grant.may_write()}))
 
     async def _runs(self, request: Request) -> Response:
+        """Answer with all runs, and what of Redis or the store does not answer.
+
+        With the parameter `config` only with the runs whose configs match its words.
+        """
         self._caller(request)
         runs = self._source.list_runs(config=_params(request).get("config", ""))
         answer = {"runs": runs, "trouble": self._source.trouble()}
         return _Answer(await asyncio.to_thread(to_json, answer))  # thousands of runs take seconds
 
     async def _run(self, request: Request, run: str) -> Response:
+        """Answer with one run, why it does not move, and what of Redis or the store does not answer."""
         self._caller(request)
         found = await self._source.find_run(run)
         return _Answer(to_json(found | {"why": self._source.explain(run), "trouble": self._source.trouble()}))
 
     async def _question(self, request: Request, run: str, question: str) -> Response:
+        """Answer a question about a run: from the orchestrator for its checkpoints and waits, else from the reader."""
         self._caller(request)
         if question == "checkpoints":
             return _Answer(to_json({"checkpoints": await self._source.checkpoints(run)}))
@@ -354,18 +386,22 @@ class Dashboard:
         return await self._ask(question, run, _params(request))
 
     async def _sample(self, request: Request, run: str, sample: str) -> Response:
+        """Answer with one sample of a run."""
         self._caller(request)
         return await self._ask("sample", run, {"id": sample})
 
     async def _tokens(self, request: Request, run: str, sample: str) -> Response:
+        """Answer with a page of a sample's tokens."""
         self._caller(request)
         return await self._ask("tokens", run, {**_params(request), "id": sample})
 
     async def _ask(self, question: str, run: str, params: dict[str, str]) -> Response:
+        """Pass a question about a run on to the reader, and return the reader's answer."""
         answer = await self._reader.ask(question, self._source.uid_of(run), params)
         return _Answer(answer.body, answer.status)
 
     async def _act(self, request: Request, run: str, action: str) -> Response:
+        """Pause, resume, cancel or audit a run, if the caller may; an audit is answered with its report."""
         caller = self._writer(request)
         if action == "audit":  # it changes nothing, but it costs: only our own pages and programs may ask for it
             return _Answer(to_json(of_message(await self._source.audit(run))))
@@ -378,11 +414,16 @@ class Dashboard:
         return _Answer(to_json({"done": action}))
 
     async def _new_code(self, request: Request) -> Response:
+        """Answer with the path of a one-time login for the caller's token."""
         grant = self._guard.bearer(request.headers.getlist("authorization"))
         code = self._sessions.new_code(grant)
         return _Answer(to_json({"path": f"/login/{code}", "expires_s": CODE_S}))
 
     async def _login(self, code: str) -> Response:
+        """Open a session for a one-time code and set its cookie, on a page that leads the browser to the first page.
+
+        If the code is invalid, answer with the login page.
+        """
         secret = self._sessions.redeem(code)
         if secret is None:
             return self._file("login.html", 403)
@@ -393,7 +434,7 @@ class Dashboard:
         return response
 
     async def _login_by_form(self, request: Request) -> Response:
-        """Open a session for the token that a user types into the page, where no command line is at hand."""
+        """Open a session for the token in the request's body, which a user typed into the page, and set its cookie."""
         body = await _body(request)
         grant = self._guard.bearer([f"Bearer {body.get('token', '')}"])
         response = _Answer(b"{}")
@@ -401,18 +442,20 @@ class Dashboard:
         return response
 
     async def _logout(self, request: Request) -> Response:
+        """End the caller's session and delete its cookie."""
         self._sessions.end(self._writer(request).secret)
         response = _Answer(b"{}")
         response.delete_cookie(self._cookie, path="/")
         return response
 
     async def _static(self, request: Request, name: str) -> Response:
+        """Answer with a file of the package; 304 if the browser has it."""
         if name not in self._files:
             raise NotFoundError("there is no such file", reason="PAGE_NOT_FOUND")
         return self._file(name, 200, seen=request.headers.get("if-none-match", ""))
 
     async def _page(self, request: Request, path: str) -> Response:
-        """Serve the one document of all pages, whose script draws what the address names; or the login page.
+        """Answer with the one document of all pages, whose script draws what the address names; or with the login page.
 
         Where no token is demanded, a browser gets its session here.
         """
@@ -430,12 +473,14 @@ class Dashboard:
         return response
 
     def _set_cookie(self, response: Response, secret: str) -> None:
+        """Set the session's cookie, which no script can read and no other site's request carries."""
         response.set_cookie(
             self._cookie, secret, max_age=int(SESSION_S), path="/", httponly=True, samesite="strict",
             secure=self._is_tls,
         )  # fmt: skip
 
     def _file(self, name: str, status: int, *, seen: str = "") -> Response:
+        """Return the answer with a file of the package; 304 if `seen`, the ETag that the browser has, is the file's."""
         file = self._files[name]
         headers = {"ETag": file.etag, "Cache-Control": "no-cache", "Content-Type": file.content_type}
         if seen == file.etag:
@@ -444,6 +489,7 @@ class Dashboard:
 
 
 async def _no_route(_: Request, __: Exception) -> Response:
+    """Return the 404 for an address or method that no route has."""
     error = NotFoundError("there is no such page", reason="PAGE_NOT_FOUND", remedy="begin at /")
     status, body = problem_of(error)
     return _Answer(to_json(body), status)
@@ -456,7 +502,7 @@ class _Answer(Response):
 
 
 def _params(request: Request) -> dict[str, str]:
-    """Return the parameters of a request; raise InvalidSpecError if one comes twice, or there are too many."""
+    """Return the parameters of a request's query; InvalidSpecError if one comes twice, or there are too many."""
     query = request.url.query
     if query.count("&") >= MAX_PARAMS:
         wrong = Violation(field="query", message=f"has more than {MAX_PARAMS} parameters", source="request")
@@ -483,6 +529,7 @@ async def _body(request: Request) -> dict[str, object]:
 
 
 def _by(caller: Caller) -> str:
+    """Return " by NAME" for a caller whose token has a name; else an empty text."""
     return f" by {caller.grant.name}" if caller.grant.name else ""
 
 

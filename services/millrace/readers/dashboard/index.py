@@ -56,7 +56,7 @@ class Segment:
 
     @classmethod
     def parse(cls, line: bytes) -> "Segment":
-        """Parse a line; `CorruptObjectError` if it is malformed."""
+        """Return the segment in a line of the file of steps; `CorruptObjectError` if it is malformed."""
         raw = decode_object(line, what="a line of an index", reason="INDEX_CORRUPT")
         try:
             return cls(**raw)
@@ -64,7 +64,7 @@ class Segment:
             raise CorruptObjectError(f"a line of an index has other fields: {error}", reason="INDEX_CORRUPT") from error
 
     def line(self) -> bytes:
-        """Return a line of the file of steps."""
+        """Return the segment as a line of the file of steps: JSON with a line end."""
         fields = {name: getattr(self, name) for name in self.__slots__}
         return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
@@ -91,9 +91,9 @@ class NameTable:
         """Those that no committed segment has."""
 
     def number(self, kind: str, name: str) -> int:
-        """Return the number of a name, a new one if it has none.
+        """Return the number of a name of a kind ("env", "status", …), a new one if it has none.
 
-        -1 for the empty name, `(other)`'s if there are too many.
+        -1 for the empty name; that of `(other)` if the kind has too many names.
         """
         if not name:
             return -1
@@ -110,16 +110,16 @@ class NameTable:
         return found
 
     def find(self, kind: str, name: str) -> int | None:
-        """Return the number of a name; None if it has none."""
+        """Return the number of a name of a kind; None if it has none."""
         return self._numbers.get((kind, name))
 
     def name(self, kind: str, number: int) -> str:
-        """Return the name of a number."""
+        """Return the name that has this number within its kind; empty if none has."""
         known = self.by_kind.get(kind, [])
         return known[number] if 0 <= number < len(known) else ""
 
     def restore(self, names: dict[str, list[str]]) -> None:
-        """Give the names of a segment that was written before the numbers that they had."""
+        """Give the names of a stored segment, by kind, the numbers that they had when it was written."""
         for kind, found in names.items():
             for name in found:
                 self._numbers[kind, name] = len(self.by_kind.setdefault(kind, []))
@@ -130,9 +130,9 @@ class Columns:
     """The files of one run's index. One thread appends, any may read; a line of steps commits the rows before it."""
 
     def __init__(self, directory: Path) -> None:
-        """Open the index in a directory, or make an empty one.
+        """Open the index of a run in a directory, or make an empty one there.
 
-        A damaged index is begun anew, as the archives have it all.
+        A damaged index is deleted and begun anew, as the archives have it all.
         """
         self.directory = directory
         self.names = NameTable()
@@ -151,12 +151,13 @@ class Columns:
                 (directory / name).touch()
 
     def clear(self) -> None:
-        """Delete the index, and begin an empty one."""
+        """Delete the files of the index, and begin an empty one."""
         for name in (_ROWS, _TEXTS, _STEPS):
             (self.directory / name).unlink(missing_ok=True)
         self.names, self.segments, self.num_rows, self._steps_size = NameTable(), [], 0, 0
 
     def _load(self) -> None:
+        """Read the segments and names of the index; CorruptObjectError if it is damaged or of another format."""
         steps = self.directory / _STEPS
         if not steps.exists():
             self.clear()
@@ -178,13 +179,15 @@ class Columns:
         self._steps_size = len(head) + committed
         for name, size in ((_ROWS, ROW.itemsize), (_TEXTS, TEXT_BYTES)):
             path = self.directory / name
+            # More is what a killed append has left, which the next one writes over.
             if (path.stat().st_size if path.exists() else 0) < self.num_rows * size:
                 raise CorruptObjectError("an index that is cut off", reason="INDEX_CORRUPT")
 
     def append(self, *, step: int, revision: int, key: str, rows: np.ndarray, texts: bytes, problem: str = "") -> None:
-        """Commit the rows of a header, with the new names and `problem`, why its archive could not be read.
+        """Commit the rows of a header, with their packed texts and the names that are new.
 
-        What a failed append left, as on a full disk, is written over.
+        `key` is the header's; `problem` says why its archive could not be read, then there are no rows. What a failed
+        append left, as on a full disk, is written over.
         """
         segment = Segment(
             step=step, revision=revision, key=key, first=self.num_rows, count=len(rows), names=dict(self.names.fresh),
@@ -194,6 +197,7 @@ class Columns:
         with scratch_errors(self.directory):
             self._write(_ROWS, self.num_rows * ROW.itemsize, rows.tobytes())
             self._write(_TEXTS, self.num_rows * TEXT_BYTES, texts)
+            # Last: this line commits the rows and texts before it.
             self._write(_STEPS, self._steps_size, line)
         self._steps_size += len(line)
         self.names.fresh = {}
@@ -201,27 +205,28 @@ class Columns:
         self.num_rows += len(rows)
 
     def _write(self, name: str, at: int, data: bytes) -> None:
-        """Write bytes to a file at an offset, where the committed ones end; what follows is cut off."""
+        """Write bytes to a file of the index at an offset, where the committed ones end; what follows is cut off."""
         with (self.directory / name).open("r+b") as file:
             file.truncate(at)
             file.seek(at)
             file.write(data)
 
     def rows(self) -> np.ndarray:
-        """Return every committed row, as a view of the file."""
+        """Return every committed row as an array of `ROW`, a view of the file."""
         if not self.num_rows:
             return np.zeros(0, ROW)
         return np.memmap(self.directory / _ROWS, ROW, "r", shape=(self.num_rows,))
 
     def column(self, name: str) -> np.ndarray:
-        """Return one field of every committed row as a contiguous array, which is kept until there are more rows."""
+        """Return one field of every committed row, by its name in `ROW`, as a contiguous array that is kept."""
         kept, num_rows = self._kept.get(name), self.num_rows
         if kept is None or len(kept) != num_rows:
+            # Another thread may have added rows since `num_rows` was read.
             kept = self._kept[name] = np.ascontiguousarray(self.rows()[name][:num_rows])
         return kept
 
     def texts(self, rows: Sequence[int]) -> Iterator[Texts]:
-        """Yield the texts of the given rows, in their order."""
+        """Yield the texts of the rows with these numbers, in their order."""
         with (self.directory / _TEXTS).open("rb") as file:
             for row in rows:
                 file.seek(int(row) * TEXT_BYTES)
@@ -229,8 +234,12 @@ class Columns:
                 ends = np.cumsum(TEXT_SIZES)
                 yield Texts(*(_text(data[end - size : end]) for end, size in zip(ends, TEXT_SIZES, strict=True)))
 
-    def saying(self, words: str, rows: np.ndarray) -> np.ndarray:
-        """Return those of the ascending `rows` of which a text contains the words; ASCII letters in either case."""
+    def containing(self, words: str, rows: np.ndarray) -> np.ndarray:
+        """Return those of the ascending row numbers `rows` of which a kept text contains the words, ASCII letters in
+        either case.
+
+        All rows if there are no words.
+        """
         wanted = _flat(words).encode(errors="replace").lower()
         if not (wanted and len(rows)):
             return rows
@@ -253,12 +262,12 @@ class Columns:
 
 
 def packed(texts: Texts) -> bytes:
-    """Encode texts as `Columns.texts` reads them, each cut to its size in bytes."""
+    """Encode texts as bytes of a fixed size, as `Columns.texts` reads them; each text is cut to its size."""
     return b"".join(_cut(text, size) for text, size in zip(texts, TEXT_SIZES, strict=True))
 
 
 def number_or_none(value: Any) -> float | None:
-    """Return a number of a column as JSON has it: with the digits that a float32 knows."""
+    """Return a number of a column with the seven digits that a float32 has; None if it is not finite."""
     return float(f"{value:.7g}") if math.isfinite(value) else None
 
 
@@ -271,7 +280,7 @@ class IndexDirectory:
 
     @classmethod
     def open(cls, parent: Path) -> "IndexDirectory":
-        """Take the first directory below `parent` that no other process has, and lock it."""
+        """Return the first directory below `parent` that no other process has, created if needed and locked."""
         number = 0
         while True:
             directory = parent / f"{number:02d}"
@@ -287,7 +296,8 @@ class IndexDirectory:
             return cls(directory, lock)
 
     def place(self, name: str, *, in_use: Collection[str] = ()) -> Path:
-        """Return the directory of a run's index, after removing those of other runs if they are too many or too large.
+        """Return the directory of the index called `name` (a run's uid), after removing others if they are too many or
+        too large.
 
         Those that were opened the longest ago are removed first, but none `in_use`.
         """
@@ -302,22 +312,27 @@ class IndexDirectory:
         return wanted
 
     def close(self) -> None:
-        """Let another process have it."""
+        """Release the lock of the directory, so that another process may have it."""
         self._lock.close()
 
 
 def _head() -> bytes:
+    """Return the first line of the file of steps: the format of the index."""
     return json.dumps({"format": FORMAT, "row": ROW.itemsize, "text": TEXT_BYTES}).encode() + b"\n"
 
 
 def _flat(text: str) -> str:
+    """Return a text with every run of white space as one space."""
     return " ".join(text.split())
 
 
 def _cut(text: str, size: int) -> bytes:
+    """Return a text in exactly `size` bytes of UTF-8: cut, or filled with zeros."""
     data = _flat(text[: 4 * size]).encode(errors="replace")
+    # A character that the cut divides is left out by `_text`.
     return data[:size].ljust(size, b"\0")
 
 
 def _text(data: bytes) -> str:
+    """Return the text in bytes of `_cut`."""
     return data.rstrip(b"\0").decode(errors="ignore")

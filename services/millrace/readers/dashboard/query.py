@@ -1,19 +1,19 @@
 """The index of samples: a row for each resolved rollout, followed from the log, and pages of rows."""
 
+import logging
 import math
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from millrace.errors import CorruptObjectError, InvalidSpecError, NotFoundError, Violation
+from millrace.errors import CorruptObjectError, InvalidSpecError, MillraceError, NotFoundError, Violation
 from millrace.internal.v1 import batch_pb2
 from millrace.readers.dashboard.index import ROW, Columns, Texts, number_or_none, packed
-from millrace.readers.dashboard.looking import StoreRefresh
 from millrace.readers.exports.conversation import answer_of, messages_of
 from millrace.readers.exports.samples import ExportedSample, advantages_of
 from millrace.rollouts.batch_wire import MAX_HEADER_BYTES, decode_header
@@ -24,6 +24,93 @@ from millrace.runlog.records.revisions import read_rollouts
 from millrace.storage import ObjectStore
 from millrace.storage.base import revision_of
 from millrace.telemetry.logging import redacted_beginning, redacted_end
+
+# Looks at the store in the background: a page never waits longer for it than it wants to.
+
+logger = logging.getLogger(__name__)
+
+SILENT_S = 5.0
+"""From which age on a look says that the store does not answer."""
+
+
+class StoreRefresh:
+    """One look at a time, in a thread of its own, as often as somebody asks and the last one is old enough."""
+
+    def __init__(self, look: Callable[[], None], *, fresh_s: float) -> None:
+        """Make the keeper of looks at the store: `look` reads the store in a thread, and raises on failure.
+
+        No look begins within `fresh_s` seconds after the last one has ended.
+        """
+        self._look = look
+        self._fresh_s = fresh_s
+        self._ended = 0.0
+        self._began = 0.0
+        self._thread: threading.Thread | None = None
+        self._problem = ""
+        self._lock = threading.Lock()
+        self.is_closed = threading.Event()
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether a look at the store is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def problem(self) -> str:
+        """Return in words what was wrong at the last look at the store, or that the current one gets no answer.
+
+        Empty if nothing is wrong.
+        """
+        silent_s = time.monotonic() - self._began
+        if self.is_busy and silent_s > SILENT_S:
+            return self._problem or f"the object store has not answered for {silent_s:.0f} s"
+        return self._problem
+
+    def note_answer(self) -> None:
+        """Note that the current look gets answers of the store, so that it may take its time.
+
+        The last problem is over.
+        """
+        self._began = time.monotonic()
+        self._problem = ""
+
+    def refresh(self, wait_s: float = 0.0) -> None:
+        """Start a look at the store in a thread, if none is under way and the last is old enough.
+
+        Wait up to `wait_s` seconds for the one under way.
+        """
+        with self._lock:  # pages ask from threads of their own
+            if not self.is_busy:
+                if self.is_closed.is_set() or time.monotonic() - self._ended < self._fresh_s:
+                    return
+                self._began = time.monotonic()
+                self._thread = threading.Thread(target=self._run, name="look", daemon=True)
+                self._thread.start()
+            looking = self._thread
+        assert looking is not None
+        looking.join(wait_s)
+
+    def close(self) -> None:
+        """Start no further look at the store, and wait for the one under way."""
+        self.is_closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        """Look once, and keep in words what was wrong."""
+        try:
+            self._look()
+            self._problem = ""
+        except MillraceError as error:
+            self._problem = error.message
+        except Exception as error:  # the edge of a thread: pages say it, and the next look tries again
+            problem = f"the log could not be read: {type(error).__name__}, see the orchestrator's log"
+            if problem != self._problem:
+                logger.exception("a look at the store failed")
+            self._problem = problem
+        finally:
+            self._ended = time.monotonic()
+
 
 PAGE_DEFAULT, PAGE_MAX = 50, 200
 MAX_SKIP = 10_000_000
@@ -65,13 +152,16 @@ class SampleQuery:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether it asks for every sample, the newest first."""
+        """Return whether the query asks for every sample, the newest first."""
         has_filter = self.names or self.lowest or self.highest or self.outcome or self.text or self.version is not None
         return not has_filter and self.rows is None and self.sort == "step" and self.is_descending
 
     @classmethod
     def parse(cls, raw: Mapping[str, str], *, most: int = PAGE_MAX) -> "SampleQuery":
-        """Parse the parameters of a request, at most `most` samples a page; InvalidSpecError names every wrong one."""
+        """Return the query that the parameters of a request describe; a page has at most `most` samples.
+
+        InvalidSpecError names every parameter that is wrong or unknown.
+        """
         wrong: list[Violation] = []
         lowest, highest = _ranges(raw, wrong)
         names = {kind: tuple(raw[kind].split(",")[:64]) for kind in NAMED if raw.get(kind)}
@@ -109,7 +199,7 @@ class Page:
 
 
 def parse_id(text: str) -> tuple[int, int, int]:
-    """Parse a sample's id into the step, the header's revision and the place in the archive.
+    """Return step, header's revision and place in the archive of a sample's id, such as `12-3` or `12r1-3`.
 
     InvalidSpecError if it is none.
     """
@@ -122,20 +212,23 @@ def parse_id(text: str) -> tuple[int, int, int]:
 
 
 def sample_id(row: Any) -> str:
-    """Return the id of a row's sample, which is stable for as long as the run's log exists."""
+    """Return the id of a row's sample, which stays the same as long as the run's log exists.
+
+    `row` has the columns of `ROW`.
+    """
     return rollout_id(int(row["step"]), int(row["revision"]), int(row["place"]))
 
 
 def select(columns: Columns, query: SampleQuery) -> Page:
-    """Return the rows of the page that a query asks for.
+    """Return the row numbers of the page that a query asks for, and how many rows pass in all.
 
-    Rows without a value come last, equal ones in the order of the run.
+    Rows without a value to sort by come last, equal ones in the order of the run.
     """
     if query.is_plain:
         return _newest(columns, query)
     found = np.flatnonzero(passing(columns, query))
     found = found if query.rows is None else found[found < query.rows]
-    found = columns.saying(query.text, found) if query.text else found
+    found = columns.containing(query.text, found) if query.text else found
     values = columns.column(query.sort)[found].astype(np.float64)
     missing = np.isnan(values)
     keyed = -values if query.is_descending else values
@@ -143,6 +236,8 @@ def select(columns: Columns, query: SampleQuery) -> Page:
     end = query.offset + query.size
     if end < len(found):  # only as much as is shown is sorted
         edge = np.partition(keyed, end)[end]
+        # Every row up to the key of the page's last one, equal keys included: the stable order among them is that of
+        # the whole.
         near = np.flatnonzero(keyed <= edge) if not math.isnan(edge) else np.arange(len(found))
         found, keyed = found[near], keyed[near]
     total = len(values)
@@ -151,7 +246,7 @@ def select(columns: Columns, query: SampleQuery) -> Page:
 
 
 def _newest(columns: Columns, query: SampleQuery) -> Page:
-    """Return the page of every sample, the newest step first; a step's samples are in their own order."""
+    """Return the page of a query for every sample: the newest step first, a step's samples in their own order."""
     skipped, rows = query.offset, []
     for segment in reversed(columns.segments):
         if skipped >= segment.count:
@@ -166,7 +261,7 @@ def _newest(columns: Columns, query: SampleQuery) -> Page:
 
 
 def passing(columns: Columns, query: SampleQuery) -> np.ndarray:
-    """Return a mask over all rows: which of them pass the query's filters, but for its text."""
+    """Return a mask over all rows of the index: which of them pass the query's filters, but for its text."""
     column = columns.column
     mask = np.ones(columns.num_rows, bool)
     for kind, wanted in query.names.items():
@@ -185,7 +280,7 @@ def passing(columns: Columns, query: SampleQuery) -> np.ndarray:
 
 
 def row_json(columns: Columns, row: Any, texts: Texts) -> dict[str, Any]:
-    """Return a row and its texts as plain data."""
+    """Return a row of the index (columns of `ROW`) and its texts as plain data; None for a missing value."""
     name = columns.names.name
     return {
         "id": sample_id(row),
@@ -207,6 +302,11 @@ def row_json(columns: Columns, row: Any, texts: Texts) -> dict[str, Any]:
 
 
 def _of_outcome(columns: Columns, outcome: str) -> np.ndarray:
+    """Return a mask over all rows of the index: those of an outcome of `OUTCOMES`.
+
+    "trained" are those that were trained on, "dropped" OK ones of training that were not. "failed" are all that did not
+    end OK, "evaluated" all of evaluations.
+    """
     column = columns.column
     is_train = column("purpose") == columns.names.find("purpose", "train")
     is_ok = column("status") == columns.names.find("status", "ok")
@@ -222,12 +322,16 @@ def _of_outcome(columns: Columns, outcome: str) -> np.ndarray:
 
 
 def _as_value(name: str, limit: float) -> Any:
-    """Return a limit in the number format of its column, so that 0.1 equals 0.1; as it is for whole numbers."""
+    """Return a limit in the number format of its column (`name` of `RANGES`), so that 0.1 equals a stored 0.1.
+
+    It is returned as it is for columns of whole numbers.
+    """
     kind = ROW[RANGES[name]]
     return kind.type(limit) if kind.kind == "f" else limit
 
 
 def _ranges(raw: Mapping[str, str], wrong: list[Violation]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the lower and upper limits by number in a request's parameters; wrong ones are added to `wrong`."""
     lowest: dict[str, float] = {}
     highest: dict[str, float] = {}
     for name in RANGES:
@@ -244,6 +348,10 @@ def _ranges(raw: Mapping[str, str], wrong: list[Violation]) -> tuple[dict[str, f
 
 
 def _whole(raw: Mapping[str, str], name: str, wrong: list[Violation], *, most: int = (1 << 31) - 1) -> int | None:
+    """Return a parameter as a whole number from 0 to `most`.
+
+    None if it is missing, or wrong: then it is added to `wrong`.
+    """
     text = raw.get(name, "")
     if not text:
         return None
@@ -254,6 +362,7 @@ def _whole(raw: Mapping[str, str], name: str, wrong: list[Violation], *, most: i
 
 
 def _wrong(name: str, value: str, message: str) -> Violation:
+    """Make the violation for a parameter `name` with this value."""
     return Violation(field=name[:80], value=value[:80], message=message, source="request")
 
 
@@ -269,6 +378,10 @@ class SampleIndex:
     """The index of one run, brought up to date by a thread of its own for as long as somebody asks."""
 
     def __init__(self, store: ObjectStore, names: Names, columns: Columns, *, secrets: tuple[str, ...]) -> None:
+        """Create the index of a run over `columns`; nothing is read before `looking` is asked to.
+
+        `secrets` are masked in texts.
+        """
         self.columns = columns
         self.lock = threading.Lock()
         self._store = store
@@ -286,19 +399,20 @@ class SampleIndex:
         self.looking.close()
 
     def _follow(self) -> None:
+        """Add the batches that were committed since the last look to the index; called in the thread of `looking`."""
         new = list(self._new_headers())
         self.known_headers = len(self.columns.segments) + len(new)
         for step, key in new:
             if self.looking.is_closed.is_set():
                 return
             self._add(step, key)
-            self.looking.alive()
+            self.looking.note_answer()
         self._look_again()
 
     def _look_again(self) -> None:
-        """Try the last batch that could not be read once more; if it can be read, the index is outdated.
+        """Try once more, seldom, to read the last batch that could not be read; set `is_outdated` if it can be read.
 
-        All of a run are repaired together.
+        All batches of a run are repaired together.
         """
         unreadable = next((each for each in reversed(self.columns.segments) if each.problem), None)
         now = time.monotonic()
@@ -306,16 +420,13 @@ class SampleIndex:
             return
         self._looked_again_at = now
         try:
-            self._made(unreadable.step, unreadable.key)
+            self._read_rows(unreadable.step, unreadable.key)
         except (CorruptObjectError, NotFoundError):
             return
         self.is_outdated = True
 
     def _new_headers(self) -> Iterator[tuple[int, str]]:
-        """Return step and key of the headers after the last one in the index, in the order of the run.
-
-        A key sorts after those of earlier steps.
-        """
+        """Yield step and key of the headers after the last one in the index, in the order of the run."""
         prefix, segments = self._names.batches, self.columns.segments
         last = segments[-1] if segments else None
         known = (last.step, last.revision) if last else (-1, 0)
@@ -329,20 +440,25 @@ class SampleIndex:
         return ((step, key) for step, revision, key in sorted(found) if (step, revision) > known)
 
     def _add(self, step: int, key: str) -> None:
+        """Add the rollouts that a header resolved to the index.
+
+        Without rows, and with the problem, if they cannot be read.
+        """
         rows, texts, problem = np.zeros(0, ROW), b"", ""
         try:
-            rows, texts = self._made(step, key)
+            rows, texts = self._read_rows(step, key)
         except (CorruptObjectError, NotFoundError) as error:  # damaged or pruned: the other steps can be shown
             problem = error.message
+        # Pages read rows, texts and names under this lock, so that they belong together.
         with self.lock:
             self.columns.append(
                 step=step, revision=revision_of(key), key=key, rows=rows, texts=texts, problem=problem[:500]
             )
 
-    def _made(self, step: int, key: str) -> tuple[np.ndarray, bytes]:
-        """Return rows and texts of the rollouts that a header resolved.
+    def _read_rows(self, step: int, key: str) -> tuple[np.ndarray, bytes]:
+        """Read a header and its archive, and return rows (of `ROW`) and packed texts of the rollouts that it resolved.
 
-        Raise if header or archive is missing or damaged.
+        Raise CorruptObjectError or NotFoundError if either is missing or damaged.
         """
         header = decode_header(self._store.get(key, max_bytes=MAX_HEADER_BYTES))
         return self._rows(step, revision_of(key), header, read_rollouts(self._store, header))
@@ -350,6 +466,7 @@ class SampleIndex:
     def _rows(
         self, step: int, revision: int, header: batch_pb2.BatchHeader, rollouts: list[Rollout]
     ) -> tuple[np.ndarray, bytes]:
+        """Return rows (of `ROW`) and packed texts of a header's rollouts; duplicates are left out."""
         trained = {(entry.ordinal, entry.member, entry.attempt) for entry in header.samples}
         reasons = {each.ordinal: each.reason for each in header.resolutions}
         advantages = advantages_of(self._store, header)
@@ -358,6 +475,7 @@ class SampleIndex:
         for index, (place, rollout) in enumerate(kept):
             member = (rollout.ordinal, rollout.member, rollout.attempt)
             is_train = rollout.purpose is Purpose.TRAIN
+            # The samples of a closing header are those of evaluations: nothing was trained on them.
             is_trained = is_train and member in trained
             rows[index] = self._row(
                 rollout,
@@ -370,7 +488,7 @@ class SampleIndex:
         return rows, bytes(texts)
 
     def _texts(self, rollout: Rollout) -> Texts:
-        """Return the texts that are kept, without secrets."""
+        """Return the texts of a rollout that are kept, cut and without secrets."""
         sample = ExportedSample(step=0, rollout=rollout, advantage=None, messages=messages_of(rollout))
         error = "" if rollout.error is None else f"{rollout.error.type}: {rollout.error.message}"
         return Texts(
@@ -383,7 +501,10 @@ class SampleIndex:
     def _row(
         self, rollout: Rollout, *, at: tuple[int, int, int], advantage: float, is_trained: bool, reason: str
     ) -> tuple[Any, ...]:
-        """Return the fields of `ROW`, in its order; `at` has step, revision and place in the archive."""
+        """Return the fields of `ROW`, in its order, for a rollout; `at` has step, revision and place in the archive.
+
+        `advantage` is NaN and `reason` empty where there is none.
+        """
         number = self.columns.names.number
         step, revision, place = at
         lowest, highest = rollout.min_version, rollout.max_version

@@ -13,11 +13,9 @@ from typing import Any
 from millrace.errors import InvalidSpecError, NotFoundError, UnavailableError, Violation
 from millrace.readers.dashboard.answers import INDEX_GROWING
 from millrace.readers.dashboard.index import Columns, IndexDirectory
-from millrace.readers.dashboard.looking import StoreRefresh
-from millrace.readers.dashboard.query import NAMED, SampleIndex, SampleQuery, row_json, select
-from millrace.readers.dashboard.views.detail import MAX_TOKENS, Details
+from millrace.readers.dashboard.query import NAMED, SampleIndex, SampleQuery, StoreRefresh, row_json, select
+from millrace.readers.dashboard.views.detail import MAX_TOKENS, Details, Lineage
 from millrace.readers.dashboard.views.facts import MAX_POINTS, RunFacts, Spread
-from millrace.readers.dashboard.views.lineage import Lineage
 from millrace.readers.dashboard.views.timeline import STEPS_DEFAULT, STEPS_MAX, timeline
 from millrace.runlog.names import Names
 from millrace.storage import ObjectStore
@@ -57,11 +55,11 @@ class _OpenRun:
 
     @property
     def is_read(self) -> bool:
-        """Return whether the store is being asked about it."""
+        """Return whether a look at the store for this run is under way."""
         return self.facts.looking.is_busy or self.index.looking.is_busy
 
     def close(self) -> None:
-        """Stop reading it."""
+        """Stop reading the run, after the look that is under way."""
         self.facts.looking.close()
         self.index.close()
 
@@ -70,6 +68,7 @@ class Reader:
     """Reads runs for pages. Any thread may ask; the indexes are in `directory`."""
 
     def __init__(self, store: ObjectStore, prefix: str, directory: Path) -> None:
+        """Create the reader of the runs below `prefix`; nothing is read yet. Indexes are kept below `directory`."""
         self._store = store
         self._prefix = prefix
         self._index_directory = IndexDirectory.open(directory)
@@ -90,13 +89,14 @@ class Reader:
         }
 
     def ask(self, question: str, uid: str, params: Params) -> dict[str, Any]:
-        """Answer a question about a run, with the store's current problem as `stale`.
+        """Return the answer to a question about the run `uid` as plain data, with the store's current problem as
+        `stale`.
 
-        Raise classes of `millrace.errors`.
+        `params` are the question's. Raise classes of `millrace.errors`.
         """
         if question not in self._questions:
             raise NotFoundError(f"nobody answers {question[:40]!r}", reason="QUESTION_UNKNOWN")
-        run = self._take(uid)
+        run = self._acquire(uid)
         try:
             answer = self._questions[question](run, params)
             problem = ""
@@ -110,12 +110,16 @@ class Reader:
                 run.users -= 1
 
     def close(self) -> None:
-        """Close every run."""
+        """Close every run, and unlock the directory of the indexes."""
         for run in self._open.values():
             run.close()
         self._index_directory.close()
 
-    def _take(self, uid: str) -> _OpenRun:
+    def _acquire(self, uid: str) -> _OpenRun:
+        """Return what is held of a run, opened if needed, and count its user; the caller has to lower `users` again.
+
+        Runs that nobody uses are closed while too many, or too many events, are held.
+        """
         with self._lock:
             run = self._open.get(uid)
             if run is not None and run.index.is_outdated and not (run.users or run.is_read):
@@ -135,6 +139,10 @@ class Reader:
             return run
 
     def _opened(self, uid: str) -> _OpenRun:
+        """Return a run newly opened, with what earlier processes have kept of its index.
+
+        Nothing else is read yet.
+        """
         names = Names(self._prefix, uid)
         columns = Columns(self._index_directory.place(uid, in_use=self._open))
         facts = RunFacts(self._store, names)
@@ -148,6 +156,11 @@ class Reader:
 
 
 def _metrics(run: _OpenRun, params: Params) -> dict[str, Any]:
+    """Return the curves of the metrics in the parameter `names` (all without it), and the names of all metrics.
+
+    `points` is the most points of a curve, `first` and `last` are the steps at its ends. With `spread=1` the curves of
+    `Spread` are added, with `axes=1` the time and the trained tokens of each step that is shown.
+    """
     points = _whole(params, "points", MAX_POINTS, most=MAX_POINTS)
     first = _whole(params, "first", 0, most=_MAX_STEP)
     last = _whole(params, "last", _MAX_STEP, most=_MAX_STEP)
@@ -168,6 +181,10 @@ def _metrics(run: _OpenRun, params: Params) -> dict[str, Any]:
 
 
 def _events(run: _OpenRun, params: Params) -> dict[str, Any]:
+    """Return a page of the run's events, the newest first.
+
+    By the parameters, it has at most `size` events, of the `kinds` (all without), before the cursor `before`.
+    """
     run.facts.looking.refresh(FIRST_WAIT_S if not run.facts.names else WAIT_S)
     kinds = [kind for kind in params.get("kinds", "").split(",") if kind][:32]
     size = _whole(params, "size", 100, most=EVENTS_MAX)
@@ -175,12 +192,14 @@ def _events(run: _OpenRun, params: Params) -> dict[str, Any]:
 
 
 def _samples(run: _OpenRun, params: Params) -> dict[str, Any]:
+    """Return the page of samples that the parameters ask for (`SampleQuery`), of those that are in the index by now."""
     query = SampleQuery.parse(params)
     run.index.looking.refresh(WAIT_S)
     return _page_of_samples(run, query)
 
 
 def _page_of_samples(run: _OpenRun, query: SampleQuery) -> dict[str, Any]:
+    """Return the page of samples that a query asks for, the names to filter by, and how far the index is."""
     columns = run.index.columns
     began = time.monotonic()
     with run.index.lock:
@@ -201,12 +220,17 @@ def _page_of_samples(run: _OpenRun, query: SampleQuery) -> dict[str, Any]:
 
 
 def _sample(run: _OpenRun, params: Params) -> dict[str, Any]:
+    """Return one sample with its conversation and group; the parameter `id` is its id."""
     run.index.looking.refresh(WAIT_S)
     with _unless_growing(run):
         return run.details.show(params.get("id", ""))
 
 
 def _tokens(run: _OpenRun, params: Params) -> dict[str, Any]:
+    """Return a page of the tokens of one of a sample's sequences.
+
+    The parameters are the sample's `id`, the number of the sequence (`part`), and `offset` and `size` of the page.
+    """
     run.facts.looking.refresh(FIRST_WAIT_S if not run.facts.names else 0.0)
     run.index.looking.refresh()
     with _unless_growing(run):
@@ -219,6 +243,10 @@ def _tokens(run: _OpenRun, params: Params) -> dict[str, Any]:
 
 
 def _lineage(run: _OpenRun, params: Params) -> dict[str, Any]:
+    """Return where a sample or a version comes from and what came of it.
+
+    The parameter `sample` is a sample's id, `version` a policy version. InvalidSpecError unless exactly one is given.
+    """
     run.facts.looking.refresh(FIRST_WAIT_S if not run.facts.names else WAIT_S)
     run.index.looking.refresh(WAIT_S)
     sample, version = params.get("sample"), params.get("version")
@@ -232,6 +260,10 @@ def _lineage(run: _OpenRun, params: Params) -> dict[str, Any]:
 
 
 def _timeline(run: _OpenRun, params: Params) -> dict[str, Any]:
+    """Return who did what in the last steps, and why they took so long.
+
+    The parameter `steps` is the number of steps.
+    """
     run.facts.looking.refresh(FIRST_WAIT_S if not run.facts.names else WAIT_S)
     run.index.looking.refresh(WAIT_S)
     steps = max(1, _whole(params, "steps", STEPS_DEFAULT, most=STEPS_MAX))
@@ -239,9 +271,10 @@ def _timeline(run: _OpenRun, params: Params) -> dict[str, Any]:
 
 
 def _list_metrics(run: _OpenRun, params: Params) -> dict[str, Any]:
-    """Return metrics by step from the step `first` on, and the next step after them.
+    """Return metrics by step from the step `first` on, and the next step after them, None at the end.
 
-    Raise while events are being read.
+    The other parameters are `size`, the most steps, and `names`, those of metrics (all without). Raise UnavailableError
+    while events are being read.
     """
     first, size = _whole(params, "first", 0, most=_MAX_STEP), _whole(params, "size", LIST_MAX, most=LIST_MAX)
     _require_all(run.facts.looking, "the events of the run are being read")
@@ -251,7 +284,8 @@ def _list_metrics(run: _OpenRun, params: Params) -> dict[str, Any]:
 
 
 def _list_rollouts(run: _OpenRun, params: Params) -> dict[str, Any]:
-    """Return rollouts as `samples` does, of a complete index, and the number of rows that further pages are made of.
+    """Return a page of rollouts as `_samples` does, of a complete index, and the number of rows that further pages are
+    made of.
 
     Raise UnavailableError while batches are being read, InvalidSpecError for a page of an index that is gone.
     """
@@ -266,7 +300,7 @@ def _list_rollouts(run: _OpenRun, params: Params) -> dict[str, Any]:
 
 
 def _whole_lineage(run: _OpenRun, params: Params) -> dict[str, Any]:
-    """Return the lineage as `lineage` does; raise UnavailableError until all that is in the log is read."""
+    """Return the lineage as `_lineage` does; raise UnavailableError until all that is in the log is read."""
     _require_all(run.facts.looking, "the events of the run are being read")
     _require_index(run)
     return _lineage(run, params)
@@ -274,7 +308,9 @@ def _whole_lineage(run: _OpenRun, params: Params) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _unless_growing(run: _OpenRun) -> Iterator[None]:
-    """Turn a NotFoundError of the block into UnavailableError while batches are still being read: it may come."""
+    """Turn a NotFoundError of the block into UnavailableError while batches are still being read: the sample may
+    come.
+    """
     try:
         yield
     except NotFoundError as error:
@@ -284,11 +320,13 @@ def _unless_growing(run: _OpenRun) -> Iterator[None]:
 
 
 def _require_index(run: _OpenRun) -> None:
+    """Raise UnavailableError unless every batch that is known is in the index; wait a moment for that."""
     run.index.looking.refresh(FIRST_WAIT_S)
     _require_all(run.index.looking, _growth(run))
 
 
 def _growth(run: _OpenRun) -> str:
+    """Return in words how many of the run's batches are read."""
     at = _progress(run)
     return f"{at['batches']} of {at['known_batches']} batches of the run are read"
 
@@ -296,7 +334,7 @@ def _growth(run: _OpenRun) -> str:
 def _require_all(looking: StoreRefresh, meanwhile: str) -> None:
     """Raise UnavailableError unless everything that existed at the last look is read, so that a list has no gaps.
 
-    `meanwhile` is the message while it is being read.
+    A look is started and waited for a moment. `meanwhile` is the message while it is being read.
     """
     looking.refresh(FIRST_WAIT_S)
     if looking.problem:
@@ -310,7 +348,7 @@ def _require_all(looking: StoreRefresh, meanwhile: str) -> None:
 
 
 def _progress(run: _OpenRun) -> dict[str, Any]:
-    """Return how far the index of a run is: rollouts, batches read and known, and batches that cannot be read."""
+    """Return how far the index of a run is: its rollouts, batches read and known, and batches that cannot be read."""
     columns = run.index.columns
     unreadable = [{"step": each.step, "problem": each.problem} for each in columns.segments if each.problem]
     return {
@@ -324,6 +362,10 @@ def _progress(run: _OpenRun) -> dict[str, Any]:
 
 
 def _whole(params: Params, name: str, default: int, *, most: int) -> int:
+    """Return a parameter as a whole number from 0 to `most`, `default` if it is missing.
+
+    InvalidSpecError if it is wrong.
+    """
     text = params.get(name, "")
     if not text:
         return default

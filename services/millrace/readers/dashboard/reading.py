@@ -1,21 +1,25 @@
 """Asks the reader, which is a process of its own, and keeps it going while somebody looks."""
 
 import asyncio
-import contextlib
 import itertools
 import json
 import logging
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from millrace.errors import CapacityError, InvalidSpecError, MillraceError, UnavailableError, Violation
-from millrace.processes import sessions
-from millrace.readers.dashboard.answers import LENGTH, MAX_ANSWER_BYTES, MAX_QUESTION_BYTES, frame
+from millrace.errors import (
+    CapacityError,
+    CorruptObjectError,
+    InvalidSpecError,
+    MillraceError,
+    UnavailableError,
+    Violation,
+)
+from millrace.processes.channel import ChildLink
+from millrace.readers.dashboard.answers import MAX_ANSWER_BYTES, MAX_QUESTION_BYTES, numbered, split_number
 from millrace.storage.scratch import scratch_parent
 from millrace.telemetry import waits
 
@@ -24,7 +28,6 @@ logger = logging.getLogger(__name__)
 ANSWER_S = 30.0
 """How long a question may take; a page shows what it has, and asks again."""
 MAX_QUESTIONS = 64
-STOP_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +42,9 @@ class ReaderClient:
     """The reader of this orchestrator; started with the first question, and again after its death."""
 
     def __init__(self, *, store_url: str, prefix: str, directory: Path) -> None:
+        """Create the client; the process starts with the first question. Indexes are kept in `directory`."""
         self._order = {"store_url": store_url, "prefix": prefix, "directory": str(directory)}
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: ChildLink | None = None
         self._listening: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self._numbers = itertools.count(1)
@@ -52,10 +56,10 @@ class ReaderClient:
         return cls(store_url=store_url, prefix=prefix, directory=scratch_parent() / "dashboard" / prefix)
 
     async def ask(self, question: str, uid: str, params: Mapping[str, str]) -> ReaderAnswer:
-        """Have the reader answer a question, and return its answer; the reader is started if it does not run.
+        """Have the reader answer a question about the run `uid`, and return its answer.
 
-        UnavailableError if there is no answer in time, CapacityError where too many ask, InvalidSpecError if
-        the question is too long.
+        Start the reader if it does not run. UnavailableError if there is no answer in time, CapacityError where too
+        many ask, InvalidSpecError if the question is too long.
         """
         if len(self._open) >= MAX_QUESTIONS:
             raise CapacityError(
@@ -63,20 +67,18 @@ class ReaderClient:
             )
         ends = time.monotonic() + ANSWER_S  # the clock of this machine, and so the reader's, too
         data = json.dumps({"question": question, "uid": uid, "params": dict(params), "ends": ends}).encode()
+        number = next(self._numbers)
+        data = numbered(number, data)
         if len(data) > MAX_QUESTION_BYTES:  # the reader would end, with what it answers to others
             wrong = Violation(
                 field="request", message=f"has {len(data)} bytes, and at most {MAX_QUESTION_BYTES} are taken"
             )
             raise InvalidSpecError([wrong], remedy="ask with shorter filters or ids")
-        number = next(self._numbers)
         future = self._open[number] = asyncio.get_running_loop().create_future()
         try:
             with waits.waiting("an answer of the dashboard's reader", waits_on="object store", deadline_s=ANSWER_S):
                 async with asyncio.timeout(ANSWER_S):
-                    process = await self._started()
-                    assert process.stdin is not None
-                    process.stdin.write(frame(number, data))
-                    await process.stdin.drain()
+                    await (await self._started()).send(data)
                     return await future
         except (TimeoutError, OSError) as error:
             raise UnavailableError(
@@ -88,47 +90,42 @@ class ReaderClient:
             self._open.pop(number, None)
 
     async def close(self) -> None:
-        """End the process."""
+        """End the reader's process; open questions get an UnavailableError."""
         if self._listening is not None:
             self._listening.cancel()
             await asyncio.gather(self._listening, return_exceptions=True)
 
-    async def _started(self) -> asyncio.subprocess.Process:
+    async def _started(self) -> ChildLink:
+        """Return the reader's process, started if none runs."""
         async with self._starting:
-            if self._process is None or self._process.returncode is not None:
-                self._process = await sessions.start(
-                    [sys.executable, "-m", "millrace.readers.dashboard.reader_process"],
-                    env=None,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                )
-                assert self._process.stdin is not None
-                self._process.stdin.write(frame(0, json.dumps(self._order).encode()))
+            if self._process is None or self._process.is_ended:
+                self._process = await ChildLink.start("millrace.readers.dashboard.reader_process", self._order)
                 self._listening = asyncio.create_task(self._listen(self._process), name="reader of the dashboard")
             return self._process
 
-    async def _listen(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
+    async def _listen(self, process: ChildLink) -> None:
+        """Hand each answer of the process to the question with its number, until the process ends.
+
+        Then kill what is left of it.
+        """
         try:
-            while True:
-                size, number = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-                if size > MAX_ANSWER_BYTES:
-                    break
-                data = await process.stdout.readexactly(size)
+            while (answer := await process.receive(most=MAX_ANSWER_BYTES)) is not None:
+                number, data = split_number(answer)
                 future = self._open.get(number)
                 if future is not None and not future.done():
                     future.set_result(ReaderAnswer(status=int(data[:3]), body=data[3:]))
-        except (asyncio.IncompleteReadError, ValueError, OSError):
             logger.info("the reader of the dashboard ended")
+        except (CorruptObjectError, ValueError) as error:
+            logger.warning("the reader of the dashboard sent no answer and is ended", extra={"error": str(error)})
         finally:
-            sessions.kill_group(process.pid)
+            # Another process may have been started since.
             if self._process is process:
                 self._process = None
             self._fail()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), STOP_S)
+            await process.end()
 
     def _fail(self) -> None:
+        """Have every open question raise that the reader died."""
         error: MillraceError = UnavailableError(
             "the process that reads for the dashboard died", reason="READER_DIED", remedy="nothing: ask again"
         )

@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 
 
 def messages_of(rollout: "Rollout") -> list[dict[str, Any]]:
-    """Return the conversation of a rollout; a single message that says so if it is not kept or cannot be read."""
+    """Return the conversation of a rollout as chat messages.
+
+    A single message of the role "note" says so if it is not kept or cannot be read.
+    """
     try:
         messages = decode_json(rollout.messages_json or "[]", what="the conversation", reason="MESSAGES_CORRUPT")
     except CorruptObjectError:
@@ -22,7 +25,10 @@ def messages_of(rollout: "Rollout") -> list[dict[str, Any]]:
 
 
 def given_of(rollout: "Rollout") -> dict[str, Any]:
-    """Return the values that the task is scored with, by name; empty if none are kept, or they cannot be read."""
+    """Return the values that the rollout's task is scored with, by name.
+
+    Empty if none are kept, or they cannot be read.
+    """
     try:
         given = decode_json(rollout.task_json or "{}", what="what a task is scored with", reason="TASK_CORRUPT")
     except CorruptObjectError:
@@ -31,19 +37,19 @@ def given_of(rollout: "Rollout") -> dict[str, Any]:
 
 
 def answer_of(rollout: "Rollout") -> str:
-    """Return the task's answer as text; "" if there is none."""
+    """Return the answer that the rollout's task is scored with, as text; "" if there is none."""
     answer = given_of(rollout).get("answer", "")
     return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
 
 
 def info_of(rollout: "Rollout") -> str:
-    """Return other values that the task is scored with, as JSON; "" if there are none."""
+    """Return the values that the rollout's task is scored with, but for its answer, as JSON; "" if there are none."""
     given = {name: value for name, value in given_of(rollout).items() if name != "answer"}
     return json.dumps(given, ensure_ascii=False) if given else ""
 
 
 def content_of(message: dict[str, Any]) -> str:
-    """Return the text of a message: its content, each part on a line of its own, then its tool calls."""
+    """Return the text of a chat message: its content, each part on a line of its own, then its tool calls."""
     content = message.get("content")
     parts = content if isinstance(content, list) else [content]
     lines = [_part(part) for part in parts if part is not None]
@@ -56,6 +62,7 @@ def content_of(message: dict[str, Any]) -> str:
 
 
 def _part(part: Any) -> str:
+    """Return the text of a part of a message's content; of a part that is no text, its type in brackets."""
     if isinstance(part, dict):
         text = part.get("text")
         return text if isinstance(text, str) else f"[{part.get('type', 'part')}]"

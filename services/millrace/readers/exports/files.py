@@ -22,7 +22,7 @@ _PARQUET_ROWS = 10_000
 def export_files(
     form: str, directory: Path, rows: Iterable[MetricRow], samples: Iterable[ExportedSample] | None
 ) -> list[Path]:
-    """Write the metrics, and the samples unless they are None, into a directory; return the files.
+    """Write the metrics, and the samples unless they are None, into a directory; return the files that were written.
 
     `form` is jsonl, parquet or tensorboard. InvalidStateError if the library for it is not installed.
     """
@@ -33,8 +33,9 @@ def export_files(
 
 
 def redacted(samples: Iterable[ExportedSample]) -> Iterator[dict[str, Any]]:
-    """Yield the columns of each sample, with secrets in texts masked: those of this environment, and what looks like
-    one.
+    """Yield the columns of each sample, with secrets in texts masked.
+
+    These are the values of this environment's secret variables, and what looks like a secret.
     """
     secrets = secrets_of(os.environ)
     for sample in samples:
@@ -45,11 +46,13 @@ def redacted(samples: Iterable[ExportedSample]) -> Iterator[dict[str, Any]]:
 
 
 def _metric_lines(rows: Iterable[MetricRow]) -> Iterator[dict[str, Any]]:
+    """Yield one line (metric, step, value) for each metric of each step."""
     for metric, step, value in points(rows):
         yield {"metric": metric, "step": step, "value": value}
 
 
 def _jsonl(directory: Path, rows: Iterable[MetricRow], samples: Iterable[ExportedSample] | None) -> list[Path]:
+    """Write metrics and samples as JSON lines; return the files."""
     written = [_write_lines(directory / "metrics.jsonl", _metric_lines(rows))]
     if samples is not None:
         written.append(_write_lines(directory / "samples.jsonl", redacted(samples)))
@@ -57,16 +60,19 @@ def _jsonl(directory: Path, rows: Iterable[MetricRow], samples: Iterable[Exporte
 
 
 def _write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> Path:
-    """Write a file with one JSON object per line; a number that JSON does not have (NaN, an infinity) becomes null."""
-    with _made(path) as part, part.open("w", encoding="utf-8") as file:
+    """Write a file with one JSON object per line, and return its path.
+
+    A number that JSON does not have (NaN, an infinity) becomes null.
+    """
+    with _replacing(path) as part, part.open("w", encoding="utf-8") as file:
         for line in lines:
             file.write(json.dumps({name: _number(value) for name, value in line.items()}, allow_nan=False) + "\n")
     return path
 
 
 @contextlib.contextmanager
-def _made(path: Path) -> Iterator[Path]:
-    """Provide a temporary path to write to, whose file gets the name `path` after the block.
+def _replacing(path: Path) -> Iterator[Path]:
+    """Provide a temporary path to write to; after the block its file gets the name `path`.
 
     If the block raises, the file is removed, so that an interrupted export leaves none.
     """
@@ -79,10 +85,12 @@ def _made(path: Path) -> Iterator[Path]:
 
 
 def _number(value: Any) -> Any:
+    """Return a value as it is, but None for a number that is not finite."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _parquet(directory: Path, rows: Iterable[MetricRow], samples: Iterable[ExportedSample] | None) -> list[Path]:
+    """Write metrics and samples as Parquet; return the files. InvalidStateError if pyarrow is not installed."""
     arrow = import_extra("pyarrow", extra="parquet")
     metrics = arrow.schema([("metric", arrow.string()), ("step", arrow.int64()), ("value", arrow.float64())])
     written = [_write_table(directory / "metrics.parquet", metrics, _metric_lines(rows))]
@@ -95,8 +103,9 @@ def _parquet(directory: Path, rows: Iterable[MetricRow], samples: Iterable[Expor
 
 
 def _write_table(path: Path, schema: Any, lines: Iterable[Mapping[str, Any]]) -> Path:
+    """Write lines as a Parquet file with this schema, and return its path."""
     arrow, parquet = import_extra("pyarrow", extra="parquet"), import_extra("pyarrow.parquet", extra="parquet")
-    with _made(path) as part, parquet.ParquetWriter(part, schema) as writer:
+    with _replacing(path) as part, parquet.ParquetWriter(part, schema) as writer:
         rows: list[Mapping[str, Any]] = []
         for line in lines:
             rows.append(line)
@@ -122,9 +131,9 @@ _EVENTS = ".millrace"
 
 
 def _scalar(metric: str, value: float) -> Any:
-    """Return a point of TensorBoard under the metric's own name, which its writer would change.
+    """Return a point of a metric in TensorBoard's form, under the metric's own name.
 
-    It makes `pass_2` of both `pass@2` and `pass^2`.
+    TensorBoard's writer would change the name: it makes `pass_2` of both `pass@2` and `pass^2`.
     """
     protocol: Any = importlib.import_module("tensorboardX.proto.summary_pb2")
     metadata = protocol.SummaryMetadata(display_name=metric)
@@ -132,8 +141,13 @@ def _scalar(metric: str, value: float) -> Any:
 
 
 def _tensorboard(directory: Path, rows: Iterable[MetricRow], samples: Iterable[ExportedSample] | None) -> list[Path]:
+    """Write metrics and samples as an event file of TensorBoard, and remove those of earlier exports; return the files.
+
+    InvalidStateError if tensorboardX is not installed.
+    """
     board = import_extra("tensorboardX", extra="tensorboard")
     seen: set[tuple[str, int]] = set()
+    # Listed before the new file is written, which has such a name, too.
     before = list(directory.glob(f"events.out.tfevents.*{_EVENTS}"))
     with board.SummaryWriter(str(directory), filename_suffix=f".{time.time_ns()}{_EVENTS}") as writer:
         for row in rows:

@@ -24,6 +24,7 @@ class FineTuningExport(RunExport):
     """Writes the lines of a file as they come."""
 
     def __init__(self, order: dict[str, Any]) -> None:
+        """Create the export of an order, which names the file of metrics and where in W&B they go."""
         super().__init__()
         self._order = order
         self._path = Path(order["metrics"])
@@ -32,19 +33,24 @@ class FineTuningExport(RunExport):
         self._run: WandbRun | None = None
 
     def look(self) -> bool:
-        """Write the new lines to W&B; return False: the parent says when the run has ended."""
+        """Write the new lines of the file to W&B; return False, as the parent says when the run has ended."""
         run = self._run = self._run or open_run(self, self._order, samples_of=lambda _: [])
         if not self._keys:
             self._write_kept(run)
         for line, row in read_lines(self._path):
             if row.key not in self._keys:
+                # Before W&B gets the row: a row that W&B may have must keep its number.
                 with self._kept.open("ab") as kept:
                     kept.write(line + b"\n")
                 self._write(run, row)
         return False
 
     def _write_kept(self, run: WandbRun) -> None:
-        """Write the rows of earlier exporters again, in their order: W&B has all or some of them, or is another run."""
+        """Write the rows of earlier exporters to W&B again, in their order: it has all or some of them, or is another
+        run.
+
+        A torn last line of the file is removed.
+        """
         found = read_lines(self._kept)
         for _, row in found:
             self._write(run, row)
@@ -54,18 +60,22 @@ class FineTuningExport(RunExport):
             fresh.replace(self._kept)
 
     def _write(self, run: WandbRun, row: MetricRow) -> None:
+        """Write a row to W&B as the next one."""
         self._keys.add(row.key)
         run.write(self.rows, row)
         self.rows += 1
 
     def finish(self) -> None:
-        """Close the run in W&B."""
+        """Close the run in W&B; wait until everything is uploaded, or on disk."""
         if self._run is not None:
             self._run.finish()
 
 
 def read_lines(path: Path) -> list[tuple[bytes, MetricRow]]:
-    """Return the whole lines of the file, each with its row, up to the first that is damaged; none without a file."""
+    """Return the whole lines of a file of metrics, each with its row, up to the first that is damaged.
+
+    Empty without a file.
+    """
     found: list[tuple[bytes, MetricRow]] = []
     try:
         *lines, _ = path.read_bytes().split(b"\n")
@@ -83,7 +93,7 @@ def read_lines(path: Path) -> list[tuple[bytes, MetricRow]]:
 
 
 def _key(step: int, metrics: dict[str, Any]) -> str:
-    """Return the key of a line's row: of a step, the validation after the last one, or evaluations of environments."""
+    """Return the key of the row of a line with these metrics: a step's, a validation's, or that of evaluations."""
     envs = sorted(match[1] for name in metrics if (match := _EVALUATED.fullmatch(name)))
     if any(name.startswith("eval/") for name in metrics):
         return f"eval/{','.join(envs)}/{step}"

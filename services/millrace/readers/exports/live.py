@@ -29,6 +29,7 @@ class LiveExport(LogExport):
     """Writes rows as they come."""
 
     def __init__(self, order: dict[str, Any]) -> None:
+        """Create the export of an order, which names the run, its store, and where in W&B it goes."""
         super().__init__(order)
         self._order = order
         self._follower = MetricFollower(self.store, self.names)
@@ -36,38 +37,46 @@ class LiveExport(LogExport):
         self._run: WandbRun | None = None
 
     def look(self) -> bool:
-        """Write the new rows to W&B; return whether the log has the run's end.
+        """Write the new rows of the log to W&B; return whether the log has the run's end.
 
-        What W&B raises once it is open ends the process.
+        UnavailableError or PermissionDeniedError if W&B cannot be opened; any error of W&B after that ends the process.
         """
         run = self._run = self._run or open_run(self, self._order, samples_of=self._samples_of)
         self._pending.extend(self._follower.read())
         while self._pending:
             run.write(self.rows, self._pending[0])
+            # Only now: after an error the next look begins with this row.
             self._pending.popleft()
             self.rows += 1
         return self._follower.terminal is not None
 
     def finish(self) -> None:
-        """Close the run in W&B."""
+        """Close the run in W&B; wait until everything is uploaded, or on disk."""
         if self._run is not None:
             self._run.finish()
 
     def _samples_of(self, step: int) -> list[ExportedSample]:
+        """Return the samples that a step's batch resolved."""
         return list(read_samples(self.store, self.names, step=step))
 
 
 def open_run(export: RunExport, order: Mapping[str, Any], *, samples_of: SamplesOf) -> WandbRun:
-    """Open the run that an order names in W&B, and report that to the parent; raise as `open_target` does."""
+    """Open the run that an export's order names in W&B, and report that to the parent; raise as `open_target` does.
+
+    `samples_of` returns the samples of a step, for tables.
+    """
     target = target_of(order["config"], uid=order["uid"], run=order["run"], directory=Path(order["directory"]))
-    export.say("opening")
+    export.report("opening")
     run = open_target(target, samples_of=samples_of)
-    export.say("open", text=f"row {run.next_row}")
+    export.report("open", text=f"row {run.next_row}")
     return run
 
 
 def open_target(target: WandbTarget, *, samples_of: SamplesOf) -> WandbRun:
-    """Open a run in W&B; PermissionDeniedError if W&B refuses it, UnavailableError for any other failure."""
+    """Open a run in W&B and return it; `samples_of` returns the samples of a step, for tables.
+
+    PermissionDeniedError if W&B refuses it, UnavailableError for any other failure.
+    """
     try:
         timeout_s = float(os.environ.get("WANDB_INIT_TIMEOUT") or INIT_TIMEOUT_S)
         return WandbRun(target, samples_of=samples_of, init_timeout_s=timeout_s)
@@ -78,7 +87,7 @@ def open_target(target: WandbTarget, *, samples_of: SamplesOf) -> WandbRun:
 
 
 def _as_millrace(error: Exception) -> MillraceError:
-    """Return an error of W&B's library as ours: PermissionDeniedError for a refusal, else UnavailableError."""
+    """Make our error of one that W&B's library raised: PermissionDeniedError for a refusal, else UnavailableError."""
     names = {kind.__name__ for kind in type(error).__mro__}
     text = _URL.sub("", str(error).lower())  # a port may look like a status
     if names & {"AuthenticationError", "UsageError"} or _REFUSED.search(text):

@@ -27,7 +27,7 @@ class MetricRow:
 
 
 def rows_of(event: event_pb2.Event) -> list[MetricRow]:
-    """Return an event's metrics as one row with all values; [] if the event is not about a step."""
+    """Return an event's metrics as one row with all values; empty if the event is not about a step."""
     kind = event.WhichOneof("body")
     found = _READERS[kind](event) if kind in _READERS else None
     if found is None:
@@ -37,7 +37,7 @@ def rows_of(event: event_pb2.Event) -> list[MetricRow]:
 
 
 def points(rows: Iterable[MetricRow]) -> Iterator[tuple[str, int, float]]:
-    """Yield (metric, step, value), each metric once per step: the first value stays."""
+    """Yield (metric, step, value) of all rows, each metric once per step: the first value counts."""
     seen: set[tuple[str, int]] = set()
     for row in rows:
         for name, value in row.values.items():
@@ -47,7 +47,7 @@ def points(rows: Iterable[MetricRow]) -> Iterator[tuple[str, int, float]]:
 
 
 def header_values(header: batch_pb2.BatchHeader) -> dict[str, float]:
-    """Return the metrics in a batch's header: rewards and shares by environment, and lengths of the samples.
+    """Return metrics by name from a batch's header: rewards and shares by environment, and lengths of the samples.
 
     Empty without samples.
     """
@@ -75,6 +75,7 @@ _Found = tuple[str, int, dict[str, float]]
 
 
 def _step(event: event_pb2.Event) -> _Found:
+    """Return key, step and metrics of a completed step."""
     body = event.step_completed
     values = dict(body.metrics) | {
         "reward/mean": body.reward_mean,
@@ -89,6 +90,7 @@ def _step(event: event_pb2.Event) -> _Found:
 
 
 def _batch(event: event_pb2.Event) -> _Found:
+    """Return key, step and metrics of a committed batch."""
     body = event.batch_committed
     values = dict(body.metrics) | {
         "batch/trained_groups": float(body.num_trained),
@@ -103,6 +105,7 @@ def _batch(event: event_pb2.Event) -> _Found:
 
 
 def _eval(event: event_pb2.Event) -> _Found:
+    """Return key, step and metrics of an evaluation."""
     body = event.eval_completed
     prefix = f"eval/{body.env}"
     values = {
@@ -119,11 +122,14 @@ def _eval(event: event_pb2.Event) -> _Found:
 
 
 def _place(name: str) -> str:
-    """Return the place of an evaluation's figure: pass@k and pass^k as in prime-rl, the others below `metrics/`."""
+    """Return where in an evaluation's names a figure is: pass@k and pass^k as in prime-rl, the others below
+    `metrics/`.
+    """
     return "" if name.startswith(("pass@", "pass^")) else "metrics/"
 
 
 def _published(event: event_pb2.Event) -> _Found:
+    """Return key, version and metrics of a published policy."""
     body = event.policy_published
     values = {
         "policy/published_bytes": float(body.size_bytes),
@@ -134,6 +140,7 @@ def _published(event: event_pb2.Event) -> _Found:
 
 
 def _served(event: event_pb2.Event) -> _Found:
+    """Return key, version and metrics of a policy that a replica serves."""
     body = event.policy_served
     values = {
         "time/update_weights": body.update_seconds,
@@ -144,11 +151,13 @@ def _served(event: event_pb2.Event) -> _Found:
 
 
 def _checkpoint(event: event_pb2.Event) -> _Found:
+    """Return key, step and metrics of a saved checkpoint."""
     body = event.checkpoint_saved
     return f"checkpoint/{body.step}", body.step, {"checkpoint/size_bytes": float(body.size_bytes)}
 
 
 def _score(event: event_pb2.Event) -> _Found:
+    """Return key, version and metrics of the trainer's scores of the final evaluation."""
     body = event.score_completed
     values = {"score/mismatch_kl": body.mismatch_kl, "score/max_abs_logprob_diff": body.max_abs_logprob_diff}
     return f"score/{body.version}", body.version, values
@@ -176,7 +185,10 @@ class EventFollower:
         self._newest: dict[str, int] = {}
 
     def read(self) -> list[event_pb2.Event]:
-        """Return the events that were archived since the last call; what is damaged is left out."""
+        """Return the events of the run that were archived since the last call (blocking); what is damaged is left out.
+
+        The first call returns all.
+        """
         found = []
         for entry in self._archive.read():
             event = readable_event(entry)
@@ -194,6 +206,7 @@ class MetricFollower:
     """
 
     def __init__(self, store: ObjectStore, names: Names) -> None:
+        """Begin before the run's first event; nothing is read yet."""
         self._store = store
         self._names = names
         self._events = EventFollower(store, names)
@@ -203,9 +216,9 @@ class MetricFollower:
         """The event that ended the run, if it has been read and the run was not reopened after it."""
 
     def read(self, *, on_event: Callable[[event_pb2.Event], None] | None = None) -> list[MetricRow]:
-        """Return the rows that were archived since the last call; after an error nothing is lost: call again.
+        """Return the metric rows that were archived since the last call (blocking); the first call returns all.
 
-        `on_event` gets every new event.
+        After an error nothing is lost: call again. `on_event` gets every new event.
         """
         for event in self._events.read():
             if event.HasField("state_changed"):
@@ -216,11 +229,13 @@ class MetricFollower:
                 if row.key not in self._keys:
                     self._keys.add(row.key)
                     self._pending.append(row)
+        # If a header cannot be read, the rows stay pending.
         found = [self._with_header(row) for row in self._pending]
         self._pending = []
         return found
 
     def _with_header(self, row: MetricRow) -> MetricRow:
+        """Return a row with the metrics of its batch's header added, if it is a batch's and the header can be read."""
         if not row.key.startswith("batch/"):
             return row
         header = read_header(self._store, self._names, row.step)
@@ -228,12 +243,15 @@ class MetricFollower:
 
 
 def read_metrics(store: ObjectStore, names: Names) -> list[MetricRow]:
-    """Return every metric row that the store has of a run."""
+    """Return every metric row that the store has of a run, in the order of the log (blocking)."""
     return MetricFollower(store, names).read()
 
 
 def read_header(store: ObjectStore, names: Names, step: int) -> batch_pb2.BatchHeader | None:
-    """Return the newest header of a step; None if there is none, or it is damaged, which an audit reports."""
+    """Return the newest header of a step (blocking).
+
+    None if there is none, or it is damaged, which an audit reports.
+    """
     key = find_newest(store, names.batch_header(step))
     if key is None:
         return None

@@ -2,20 +2,17 @@
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from millrace.backoff import Backoff
 from millrace.decoding import decode_object
-from millrace.errors import CorruptObjectError, MillraceError
-from millrace.processes import sessions
+from millrace.errors import MillraceError
+from millrace.processes.channel import ChildLink
 from millrace.runlog.records.run_record import RunRecord
 from millrace.storage.scratch import scratch_parent
 from millrace.telemetry import waits
@@ -26,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 STOP_S = 3.0
 """How long a run that has ended waits for its exporter where this process stops."""
+MAX_REPORT_BYTES = 1 << 20
 _RESTART = Backoff(1.0, 60.0)
 
 
@@ -62,20 +60,19 @@ class Exporter:
         run: str,
         destination: Destination,
         *,
-        tell: Callable[[str, str], Awaitable[object]],
+        warn: Callable[[str, str], Awaitable[object]],
         log_path: Path | None = None,
     ) -> None:
-        """Create the keeper.
+        """Create the keeper of one run's export; `run` is the run's name. Nothing starts before `start`.
 
-        `tell` gets the reason and the text of a problem that a person has to solve, once until it is solved.
-
-        What foreign libraries print goes to `log_path`, or where ours goes.
+        `warn` gets the reason and the text of a problem that a person has to solve, once until it is solved. What
+        foreign libraries print is appended to `log_path`, or goes where ours goes.
         """
         self._log_path = log_path
         self._run = run
         self._to = destination
-        self._tell_user = tell
-        self._process: asyncio.subprocess.Process | None = None
+        self._warn_user = warn
+        self._process: ChildLink | None = None
         self._wait = waits.LastingWait()
         self._warned: set[str] = set()
         self._is_refused = False
@@ -84,14 +81,18 @@ class Exporter:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, **order: Any) -> None:
-        """Start the process in the background; it gets `order` and the run's name, and later the end of the run."""
-        order |= {"run": self._run, "is_told": True}
+        """Start the exporting process in the background, and again when it dies.
+
+        It gets `order` (JSON) and the run's name, and later the end of the run.
+        """
+        order |= {"run": self._run, "is_ended_by_parent": True}
         self._task = asyncio.create_task(self._keep(order), name=f"export of {self._run} to {self._to.name}")
 
     async def finish(self) -> None:
-        """Have the rest written, since the run has ended, and wait for that, at most `finish_s`.
+        """Have the rest written, since the run has ended, and wait for that, at most `finish_s` seconds of the
+        destination.
 
-        The wait is `STOP_S` where the destination takes nothing.
+        The wait is `STOP_S` where the destination takes nothing. What is not written then is logged.
         """
         if self._task is None:
             return
@@ -108,21 +109,23 @@ class Exporter:
             )
 
     async def close(self, *, has_ended: bool = False) -> None:
-        """End the process; the next one writes what it has not written.
+        """End the exporting process; the next one writes what it has not written.
 
-        If the run `has_ended`, wait `STOP_S` for it first.
+        If the run `has_ended`, wait `STOP_S` for it to write the rest first.
         """
         if self._task is None:
             return
         if has_ended:
             self._begin_end()
         if self._is_ending and not self._done.is_set():
-            await asyncio.wait((asyncio.create_task(self._done.wait()),), timeout=STOP_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._done.wait(), STOP_S)
         self._task.cancel()
         await asyncio.wait((self._task,), timeout=STOP_S)
         self._wait.over()
 
     async def _keep(self, order: dict[str, Any]) -> None:
+        """Run the exporting process, and start it again when it dies, until it has written everything."""
         deaths = 0
         while not self._done.is_set():
             try:
@@ -140,42 +143,40 @@ class Exporter:
         self._wait.over()
 
     async def _once(self, order: dict[str, Any]) -> None:
-        """Start one process, and pass on its reports until it ends."""
+        """Start one exporting process with this order, and handle its reports until it ends."""
         with contextlib.ExitStack() as stack:
-            process = await sessions.start(
-                [sys.executable, "-m", self._to.module],
-                env=None,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=None if self._log_path is None else stack.enter_context(self._log_path.open("ab")),
-            )
+            log = None if self._log_path is None else stack.enter_context(self._log_path.open("ab"))
+            process = await ChildLink.start(self._to.module, order, stderr=log)
         self._process = process
         try:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(order).encode() + b"\n")
+            # The run may have ended while no process was there.
             if self._is_ending:
                 self._end_process()
-            async for report in _reports(process):
-                await self._take_report(report)
-            await process.wait()
+            while (data := await process.receive(most=MAX_REPORT_BYTES)) is not None:
+                report = decode_object(data, what="a report of the exporter", reason="REPORT_UNREADABLE")
+                await self._handle_report(report)
         finally:
             self._process = None
-            sessions.kill_group(process.pid)
-            await asyncio.wait((asyncio.create_task(process.wait()),), timeout=STOP_S)
+            # Also after an orderly end: libraries such as W&B's start processes of their own.
+            await process.end()
 
     def _begin_end(self) -> None:
+        """Note that the run has ended, and say so to the process, once."""
         if not self._is_ending:
             self._is_ending = True
             self._end_process()
 
     def _end_process(self) -> None:
-        process = self._process
-        if process is not None and process.stdin is not None:
-            with contextlib.suppress(OSError):
-                process.stdin.write(b"end\n")
+        """Tell the process, if there is one, that the run has ended: a frame after the order says so."""
+        if self._process is not None:
+            self._process.post(b"end")
 
-    async def _take_report(self, report: dict[str, Any]) -> None:
-        """Take a report of the process: show what it waits for as a wait, and warn of what a person has to solve."""
+    async def _handle_report(self, report: dict[str, Any]) -> None:
+        """Handle a report of the process: register what it waits for as a wait, and warn of what a person has to solve.
+
+        The state "done" ends the export. With any state that is none of "opening", "waiting" and "done", the wait is
+        over, and a problem that comes again is warned of again.
+        """
         state, reason, text = (str(report.get(name, "")) for name in ("state", "reason", "text"))
         self._is_refused = state == "waiting" or (self._is_refused and state == "opening")
         if state == "opening":
@@ -196,32 +197,7 @@ class Exporter:
             return
         self._warned.add(reason)
         with contextlib.suppress(MillraceError):
-            await self._tell_user(reason, text)
-
-
-async def _reports(process: asyncio.subprocess.Process) -> AsyncIterator[dict[str, Any]]:
-    """Yield the process's reports; lines that are no reports are foreign output."""
-    assert process.stdout is not None
-    while True:
-        try:
-            line = await process.stdout.readline()
-        except ValueError:  # longer than a line may be
-            continue
-        if not line:
-            return
-        if (report := decode_report(line)) is not None:
-            yield report
-
-
-# What the exporter of a run says to the orchestrator: JSON lines.
-
-
-def decode_report(line: bytes) -> dict[str, Any] | None:
-    """Return the report of a line; None for what a foreign library has written in between."""
-    try:
-        return decode_object(line, what="a report of the exporter", reason="REPORT_UNREADABLE")
-    except CorruptObjectError:
-        return None
+            await self._warn_user(reason, text)
 
 
 TRACES = Destination(
@@ -255,16 +231,17 @@ class RunExports:
             self._start(record.name, TRACES)
 
     def _start(self, run: str, destination: Destination, **order: Any) -> None:
-        exporter = Exporter(run, destination, tell=self._warn)
+        """Start the export of the run called `run` to one destination; `order` is added to what its process gets."""
+        exporter = Exporter(run, destination, warn=self._warn)
         exporter.start(**self._order, **order)
         self._running.append(exporter)
 
     async def finish(self) -> None:
-        """Have the rest written, since the run has ended, and wait a bounded time for that."""
+        """Have the exports write the rest, since the run has ended, and wait a bounded time for that."""
         await asyncio.gather(*(exporter.finish() for exporter in self._running))
 
     async def close(self, *, has_ended: bool) -> None:
-        """End the processes; if the run has ended, what a moment allows is written first."""
+        """End the exporting processes; if the run has ended, what a moment allows is written first."""
         await asyncio.gather(*(exporter.close(has_ended=has_ended) for exporter in self._running))
 
 
@@ -277,7 +254,10 @@ def traces_wanted(environ: Mapping[str, str]) -> bool:
 
 
 def _directory(config: dict[str, Any], run: str, uid: str) -> Path:
-    """Return the directory of W&B's own files: below WANDB_DIR, or that of the run's results on this machine."""
+    """Return the directory of W&B's own files: that of the run's results, if it is here and WANDB_DIR is not set.
+
+    Else it is the directory `uid` below WANDB_DIR, or below the scratch directory. `run` is the run's name.
+    """
     results = Path(str(config.get("output_dir") or "outputs")) / run
     if "WANDB_DIR" not in os.environ and results.is_dir():
         return results

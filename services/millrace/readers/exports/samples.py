@@ -31,24 +31,27 @@ class ExportedSample:
 
     @property
     def completion(self) -> str:
-        """Return the last message of the policy."""
+        """Return the text of the policy's last message, and of what came after it; empty if there is none."""
         last = self.messages[self._answer_at :]
         return "\n".join(content_of(message) for message in last)
 
     @property
     def prompt(self) -> str:
-        """Return every earlier message, with its role."""
+        """Return the text of every message before the policy's last one, each with its role."""
         before = self.messages[: self._answer_at]
         return "\n".join(f"{message.get('role', '?')}: {content_of(message)}" for message in before)
 
     @property
     def _answer_at(self) -> int:
-        """Return the place of the last message of the policy; the end if there is none."""
+        """Return the place of the policy's last message in the conversation.
+
+        The conversation's length if there is none.
+        """
         roles = [message.get("role") for message in self.messages]
         return len(roles) - 1 - roles[::-1].index("assistant") if "assistant" in roles else len(roles)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the sample as plain columns."""
+        """Return the sample as plain columns by name; `metrics` is a dictionary."""
         rollout = self.rollout
         return {
             "step": self.step,
@@ -80,14 +83,17 @@ class ExportedSample:
 
 
 def list_headers(store: ObjectStore, names: Names) -> list[tuple[int, str]]:
-    """Return step and key of every committed header, the closing ones included, in the order of the run."""
+    """Return step and whole key of every committed header, the closing ones included, in the order of the run
+    (blocking).
+    """
     return [(step, names.batch_header(step, revision)) for step, revision in revisions.list_headers(store, names)]
 
 
 def read_headers(
     store: ObjectStore, names: Names, *, step: int | None = None
 ) -> Iterator[tuple[int, int, batch_pb2.BatchHeader]]:
-    """Yield step, revision and header of what is committed, or of one step, up to the header that ends the run.
+    """Yield step, revision and header of what is committed, or of one step, up to the header that ends the run
+    (blocking).
 
     `CorruptObjectError` names a header that is damaged.
     """
@@ -102,6 +108,7 @@ def read_headers(
 
 
 def _read_header(store: ObjectStore, key: str) -> batch_pb2.BatchHeader:
+    """Return the header under a whole key; CorruptObjectError names it if it is damaged."""
     try:
         return decode_header(store.get(key, max_bytes=MAX_HEADER_BYTES))
     except CorruptObjectError as error:
@@ -111,10 +118,11 @@ def _read_header(store: ObjectStore, key: str) -> batch_pb2.BatchHeader:
 def read_samples(
     store: ObjectStore, names: Names, *, step: int | None = None, advantages: bool = True
 ) -> Iterator[ExportedSample]:
-    """Yield the samples that committed batches resolved, or one step's, in the order of steps, without duplicates.
+    """Yield the samples that committed batches resolved, or one step's, in the order of steps, without duplicates
+    (blocking).
 
-    One archive is in memory at a time, and steps whose archive was pruned are left out. `advantages` reads the
-    batches, too. `CorruptObjectError` names an archive that is damaged.
+    One archive is in memory at a time, and steps whose archive was removed are left out. Without `advantages` the
+    batches are not read, and every advantage is None. `CorruptObjectError` names an archive that is damaged.
     """
     for at, _, header in read_headers(store, names, step=step):
         try:
@@ -134,7 +142,11 @@ def read_samples(
 
 
 def advantages_of(store: ObjectStore, header: batch_pb2.BatchHeader) -> dict[_Member, float]:
-    """Return the mean advantage of each rollout that the batch trains on; empty where its data is gone."""
+    """Return the mean advantage per trained token of each rollout that a batch trains on, by (ordinal, member,
+    attempt).
+
+    Empty where the batch's data is gone or damaged.
+    """
     try:
         chunks = {index: store.get(ref.key) for index, ref in enumerate(header.chunks)}
         samples = unpack_batch(header, chunks)

@@ -76,7 +76,7 @@ class StepTrace:
     published: float = 0.0
 
     def add(self, span: Span) -> None:
-        """Add a span to be sent, unless one with its key was added before, as for an attempt that came first."""
+        """Add a span to those to be sent, unless one with its key was added before: the first attempt counts."""
         if span.key not in self.seen:
             self.seen.add(span.key)
             self.ready.append(span)
@@ -89,14 +89,14 @@ def trace_id(uid: str, step: int) -> int:
 
 
 def span_id(uid: str, step: int, key: str) -> int:
-    """Return the id of a span of that trace."""
+    """Return the id of a span of a step's trace; `key` distinguishes the span in the trace."""
     return int.from_bytes(hashlib.sha256(f"{uid}/{step}/{key}".encode()).digest()[:8])
 
 
 def rollout_spans(rollouts: Sequence[Rollout]) -> Iterator[Span]:
     """Yield spans of the tasks of a batch, of their rollouts, and of each one's generation and environment.
 
-    A rollout whose log entry has no time is left out.
+    A rollout whose log entry has no time is left out, and so are duplicates.
     """
     groups: dict[tuple[int, int], list[Rollout]] = {}
     for rollout in rollouts:
@@ -124,6 +124,7 @@ def rollout_spans(rollouts: Sequence[Rollout]) -> Iterator[Span]:
 
 
 def _rollout(rollout: Rollout, task: str) -> Iterator[Span]:
+    """Yield the spans of one rollout, its generation and its environment; `task` is the key of the task's span."""
     end = finished(rollout)
     begin = end - rollout.seconds
     generated = begin + min(rollout.model_seconds, rollout.seconds)
@@ -175,7 +176,7 @@ def finished(rollout: Rollout) -> float:
 
 
 def batch_span(event: event_pb2.Event, rollouts: Sequence[Rollout]) -> Span:
-    """Return the span of a commit, which begins when the last rollout was finished."""
+    """Return the span of a batch's commit, which begins when the last of its rollouts was finished."""
     body, at = event.batch_committed, time_of(event)
     last = max((finished(rollout) for rollout in rollouts), default=0.0)
     return Span(
@@ -195,7 +196,7 @@ def batch_span(event: event_pb2.Event, rollouts: Sequence[Rollout]) -> Span:
 
 
 def step_span(event: event_pb2.Event) -> Span:
-    """Return the span of the trainer's own work, without its wait for the batch."""
+    """Return the span of the trainer's own work on a step, without its wait for the batch."""
     body, at = event.step_completed, time_of(event)
     return Span(
         name=f"training step {body.step}",
@@ -214,7 +215,7 @@ def step_span(event: event_pb2.Event) -> Span:
 
 
 def publish_span(event: event_pb2.Event) -> Span:
-    """Return the span of the upload of the version that the step made."""
+    """Return the span of a policy version's upload; it is part of the trace of the step that made the version."""
     body, at = event.policy_published, time_of(event)
     return Span(
         name=f"publish version {body.version}",
@@ -234,7 +235,7 @@ def publish_span(event: event_pb2.Event) -> Span:
 
 
 def serve_span(event: event_pb2.Event) -> Span:
-    """Return the span in which a replica fetched and applied the version."""
+    """Return the span in which a replica fetched and applied a policy version."""
     body, at = event.policy_served, time_of(event)
     return Span(
         name=f"serve version {body.version} on {body.replica}",
@@ -253,7 +254,10 @@ def serve_span(event: event_pb2.Event) -> Span:
 
 
 def root_span(trace: StepTrace, *, uid: str, run: str) -> Span:
-    """Return the span of the whole step: from its first task to its version."""
+    """Return the span of the whole step: from its first task until its version is published.
+
+    `run` is the run's name.
+    """
     return Span(
         name=f"step {trace.step}",
         component="orchestrator",
@@ -274,6 +278,10 @@ class TraceExport(LogExport):
     """Sends the spans of each step as the log tells of them; a step's own span when its version is published."""
 
     def __init__(self, order: dict[str, Any]) -> None:
+        """Create the export of an order, which names the run and its store.
+
+        Older events than `BEGIN_S` are left out.
+        """
         super().__init__(order)
         self._uid, self._run = str(order["uid"]), str(order["run"])
         self._follower = EventFollower(self.store, self.names)
@@ -284,22 +292,25 @@ class TraceExport(LogExport):
         self._is_over = False
 
     def look(self) -> bool:
-        """Send the new spans, and return whether the run has ended.
+        """Send the new spans to the collector, and return whether the log has the run's end.
 
-        An event whose spans were not accepted is processed again.
+        UnavailableError if the collector does not accept them: the event whose spans these are is processed again.
         """
         collector = self._collector = self._collector or Collector(self._uid)
         self._events.extend(self._follower.read())
         while self._events:
             event = self._events[0]
+            # Only terminal states have a chain hash: the event of a reopening takes the end back.
             if event.HasField("state_changed"):
                 self._is_over = bool(event.state_changed.chain_hash)
             elif time_of(event) >= self._since:
-                self._take(event, collector)
+                self._send_event(event, collector)
+            # Only now: an event whose spans were refused is processed again.
             self._events.pop(0)
         return self._is_over
 
-    def _take(self, event: event_pb2.Event, collector: "Collector") -> None:
+    def _send_event(self, event: event_pb2.Event, collector: "Collector") -> None:
+        """Add the spans of an event to its step's trace, and send all of that trace that are ready."""
         kind = event.WhichOneof("body")
         if kind == "batch_committed":
             trace = self._trace(event.batch_committed.step)
@@ -321,18 +332,23 @@ class TraceExport(LogExport):
             return
         while part := trace.ready[:MAX_SPANS]:
             collector.send(trace.step, part)
+            # Only after they were accepted: refused spans stay, and are sent when their event is processed again.
             del trace.ready[: len(part)]
             self.rows += len(part)
-        self.say("open", text=f"step {trace.step}")
+        self.report("open", text=f"step {trace.step}")
 
     def _trace(self, step: int) -> StepTrace:
+        """Return the trace of a step, a new one if there is none; beyond `MAX_OPEN` traces the oldest is forgotten."""
         trace = self._traces.setdefault(step, StepTrace(step))
         while len(self._traces) > MAX_OPEN:
             del self._traces[next(iter(self._traces))]
         return trace
 
     def _rollouts(self, step: int) -> list[Rollout]:
-        """Return the rollouts that a batch resolved; none if the archive is gone or damaged, which an audit reports."""
+        """Return the rollouts that a step's batch resolved.
+
+        The list is empty if the archive is gone or damaged, which an audit reports.
+        """
         header = read_header(self.store, self.names, step)
         if header is None or not header.rollouts_key:
             return []
@@ -372,20 +388,20 @@ class Collector:
         logging.getLogger("opentelemetry").addHandler(self._problem)
 
     def send(self, step: int, spans: list[Span]) -> None:
-        """Send spans of one step's trace, unless its trace is not sampled.
+        """Send spans of one step's trace to the collector, unless the trace is not sampled.
 
         UnavailableError if they were not accepted.
         """
         if not self._is_sampled(trace_id(self._uid, step)):
             return
-        if self._exporter.export([self._made(step, span) for span in spans]) is not self._success:
+        if self._exporter.export([self._sdk_span(step, span) for span in spans]) is not self._success:
             raise UnavailableError(
                 f"the collector of OTEL_EXPORTER_OTLP_ENDPOINT does not take traces: {redact(self._problem.text)}",
                 reason="TRACES_UNREACHABLE",
                 remedy="see that it listens there for this protocol, and takes these headers",
             )
 
-    def _made(self, step: int, span: Span) -> Any:
+    def _sdk_span(self, step: int, span: Span) -> Any:
         """Return a span in the SDK's form, with secrets masked."""
         status = self._api.Status(self._api.StatusCode.ERROR, redact(span.error)[:500]) if span.error else None
         return self._sdk.ReadableSpan(
@@ -405,6 +421,7 @@ class Collector:
         )
 
     def _context(self, step: int, key: str) -> Any:
+        """Return the SDK's context of a span: the ids of its trace and of itself."""
         return self._api.SpanContext(
             trace_id(self._uid, step),
             span_id(self._uid, step, key),
@@ -423,7 +440,10 @@ class _LastProblem(logging.Handler):
 
 
 def _sampler() -> Callable[[int], bool]:
-    """Return the function that decides by a trace's id whether it is sent, as OTEL_TRACES_SAMPLER and its _ARG say."""
+    """Return a function that says by a trace's id whether it is sent, as OTEL_TRACES_SAMPLER and its _ARG demand.
+
+    UnavailableError if the argument is no number.
+    """
     name = os.environ.get("OTEL_TRACES_SAMPLER", "").removeprefix("parentbased_") or "always_on"
     if name == "always_off":
         return lambda _: False
@@ -434,14 +454,17 @@ def _sampler() -> Callable[[int], bool]:
         share = float(given)
     except ValueError:
         raise _unusable(f"OTEL_TRACES_SAMPLER_ARG is {given!r}, which is no number", "use one from 0 to 1") from None
+    # As the SDK's `TraceIdRatioBased`: by the lower 64 bits of the id, so that each process decides alike.
     return lambda trace: trace & ((1 << 64) - 1) < share * (1 << 64)
 
 
 def _unusable(problem: str, remedy: str) -> UnavailableError:
+    """Make the error for settings with which no traces are sent."""
     return UnavailableError(f"no traces are sent: {problem}", reason="TRACES_UNREACHABLE", remedy=remedy)
 
 
 def _variable(name: str) -> str:
+    """Return OpenTelemetry's variable of this ending for traces, else for all exports; empty if neither is set."""
     return os.environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}") or os.environ.get(f"OTEL_EXPORTER_OTLP_{name}") or ""
 
 

@@ -59,7 +59,10 @@ class WandbTarget:
 
 
 def target_of(config: Mapping[str, Any], *, uid: str, run: str, directory: Path) -> WandbTarget:
-    """Return where in W&B a run goes, by its resolved config: defaults where that has no `[wandb]`."""
+    """Return where in W&B a run goes, by its resolved config: defaults where that has no `[wandb]`.
+
+    `run` is the run's name; W&B's own files go into `directory`.
+    """
     wandb = config.get("wandb") or {}
     extras = wandb.get("log_extras") or {}
     interval = extras.get("interval")
@@ -83,7 +86,10 @@ class WandbRun:
     """One session of writing to a run. `finish` writes what is left, and may take as long as W&B does."""
 
     def __init__(self, target: WandbTarget, *, samples_of: SamplesOf, init_timeout_s: float = 90.0) -> None:
-        """Open the run, or resume it; raises what the `wandb` library does."""
+        """Open the run in W&B, or resume it; raises what the `wandb` library does.
+
+        `samples_of` returns the samples of a step, for tables.
+        """
         self._wandb = import_extra("wandb", extra="wandb")
         self._target = target
         self._samples_of = samples_of
@@ -117,22 +123,32 @@ class WandbRun:
 
     @property
     def directory(self) -> Path:
-        """Return the directory of this session's files."""
+        """Return the directory of this session's files on this machine."""
         return Path(self._run.dir).parent
 
     def write(self, index: int, row: MetricRow) -> None:
-        """Write the row with this number, unless W&B has it; return at once, because W&B uploads in the background."""
+        """Write the row number `index` of the run, unless W&B has it.
+
+        Return at once, as W&B uploads in the background.
+        """
         if index < self.next_row:
             return
         self._run.log({"step": row.step, **row.values, **self._tables(row)}, step=index, commit=True)
         self.next_row = index + 1
 
     def finish(self, *, exit_code: int = 0) -> None:
-        """End the session; wait until everything is on disk, or uploaded."""
+        """End the session; wait until everything is on disk, or uploaded.
+
+        `exit_code` is what W&B shows of the run's end.
+        """
         self._run.finish(exit_code=exit_code)
         self._wandb.teardown()  # `finish` returns before an offline session is on disk
 
     def _tables(self, row: MetricRow) -> dict[str, Any]:
+        """Return the tables of samples that are due with a row, by name.
+
+        Empty if none is, or the samples cannot be read.
+        """
         target = self._target
         is_due = row.key.startswith("batch/") and row.step % max(target.interval, 1) == 0
         if not is_due or not (target.samples or target.distributions):
@@ -154,4 +170,5 @@ class WandbRun:
 
 
 def _cut(value: Any) -> Any:
+    """Return a value; of a text at most `_MAX_TEXT_CHARS` characters."""
     return value[:_MAX_TEXT_CHARS] if isinstance(value, str) else value

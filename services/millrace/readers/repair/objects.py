@@ -80,6 +80,7 @@ class RedisCopy:
     name = "Redis"
 
     def __init__(self, log: RunLog, loop: asyncio.AbstractEventLoop) -> None:
+        """Create an empty copy, which `load` fills; `loop` is the event loop of the log."""
         self._log = log
         self._loop = loop
         self.headers: dict[tuple[int, int], bytes] = {}
@@ -88,7 +89,7 @@ class RedisCopy:
 
     @classmethod
     async def load(cls, log: RunLog) -> "RedisCopy":
-        """Read from Redis which headers, chunks and events it has; damaged entries are left out."""
+        """Read from Redis which headers, chunks and events of a run it has; damaged entries are left out."""
         copy = cls(log, asyncio.get_running_loop())
         async for entry in copy._entries(Stream.BATCHES):
             copy._places[entry.h] = entry.id
@@ -103,9 +104,9 @@ class RedisCopy:
         return copy
 
     def by_hash(self, sha256: str) -> bytes | None:
-        """Return the bytes of a header or chunk with that sha256 (hex); None without one.
+        """Return the bytes of a header or chunk in Redis with that sha256 (hex); None without one.
 
-        It must be called from another thread than the loop's.
+        It blocks, and must be called from another thread than the loop's.
         """
         if (id_ := self._places.get(sha256)) is None:
             return None
@@ -114,6 +115,7 @@ class RedisCopy:
         return found[0].d if found else None
 
     async def _entries(self, stream: Stream) -> AsyncIterator[Entry]:
+        """Yield the entries of a stream whose format and hash are right; the others are left out."""
         key, what = self._log.names.stream(stream), f"reading {stream} for a repair"
         read_page = partial(self._log.command, what, "XRANGE", key)
         async for id_, fields in scan(lambda start, count: read_page(start, "+", "COUNT", count), _PAGE[stream]):
@@ -142,7 +144,7 @@ class Workbench:
     """Bytes that a dry run would restore: what follows from them is looked at, too."""
 
     def read(self, key: str) -> bytes | None:
-        """Return the bytes of an object; None if there is none, or the store cannot read it."""
+        """Return the bytes of an object of the store; None if there is none, or the store cannot read it."""
         return _read(self.store, key)[0]
 
     def examine(
@@ -153,15 +155,17 @@ class Workbench:
         prover: str,
         proof: Judge | None = None,
         candidates: Sequence[tuple[str, bytes | None]] = (),
+        fallback: tuple[str, bytes] | None = None,
         may_be_gone: bool = False,
         without: str = "",
     ) -> bytes | None:
-        """Return the right bytes of a small object, those that are there or proved ones, which are restored; else None.
+        """Return the right bytes of a small object: those that are stored, or proved ones, which are restored.
 
-        Only a repair that `is_applied` writes; otherwise they are only noted as restorable. `prover` names what
-        proves bytes by `proof` (`judge` if None); empty: nothing does. `candidates` are bytes by their source;
-        the backup's come last. `may_be_gone`: retention may have removed it. `without` says how the run does
-        without it.
+        None without. `judge` says what is wrong with bytes (empty: nothing). Only a repair that `is_applied` writes;
+        otherwise proved bytes are only noted as restorable. `prover` names what proves bytes by `proof` (`judge` if
+        None); empty: nothing does. `candidates` are bytes by their source; the backup's come after them, and `fallback`
+        after these. `may_be_gone`: retention may have removed it. `without` says how the run does without it; empty: it
+        does not.
         """
         self.on_progress(key.removeprefix(self.names.root))
         self.examined.add(key)
@@ -178,6 +182,8 @@ class Workbench:
             held, why = _read(self.backup, key)
             tried += [f"{self.backup.describe()}: {why}"] if why not in ("", MISSING) else []
             candidates = [*candidates, (self.backup.describe(), held)]
+        if fallback is not None:
+            candidates = [*candidates, fallback]
         # Bytes without a proof are never restored: a backup may be older, or of another run.
         for source, data in candidates:
             if data is None:
@@ -192,11 +198,11 @@ class Workbench:
         return None
 
     def examine_file(self, key: str, *, sha256: str, size_bytes: int, prover: str, without: str = "") -> bool:
-        """Check a large object; if it is missing or damaged, restore it from the backup.
+        """Return whether a large object is stored with its hash, was retired, or can be restored from the backup.
 
-        Returns whether it is there with its hash, was retired, or can be restored. Only a repair that
-        `is_applied` writes. `prover` names the object that has the hash, `without` says how the run does
-        without it. The object passes through a file.
+        A missing or damaged one is restored, if the repair `is_applied`; else it is only noted as restorable. `prover`
+        names the object that has the hash; `without` says how the run does without it, empty: it does not. The object
+        passes through a file.
         """
         self.on_progress(key.removeprefix(self.names.root))
         self.examined.add(key)
@@ -224,14 +230,14 @@ class Workbench:
         return False
 
     def is_ours(self, key: str) -> bool:
-        """Return whether a repair may touch a key: what names it may be damaged, or hostile."""
+        """Return whether a repair may touch a whole key: what names it may be damaged, or hostile."""
         deployment = (f"{self.names.prefix}/names/", f"{self.names.prefix}/requests/")
         try:
             return check_key(key).startswith((self.names.root, *deployment))
         except InvalidSpecError:
             return False
 
-    def tell_retired(self) -> None:
+    def note_retired(self) -> None:
         """Note how many missing objects nobody needs because they were retired."""
         if self.retired is not None and self.num_retired:
             key, why = (
@@ -242,21 +248,29 @@ class Workbench:
             self._note(key, problem, "", RepairState.NOT_NEEDED, f"they were retired, as {why} says", "")
 
     def _is_retired(self, key: str) -> bool:
+        """Return whether a record of retention covers the object with this whole key, and count it then."""
         is_retired = self.retired is not None and self.retired.covers(key.removeprefix(self.names.root))
         self.num_retired += is_retired
         return is_retired
 
     def exists(self, key: str) -> bool:
-        """Return whether a key is one that a repair may touch, and has an object."""
+        """Return whether a whole key is one that a repair may touch, and has an object."""
         return self.is_ours(key) and self.store.head(key) is not None
 
     def _restore(
         self, key: str, data: bytes, problem: str, source: str, prover: str, *, damaged: bytes | None
     ) -> bytes:
+        """Put proved bytes in their place, if the repair `is_applied`, or only note them as restorable; return them.
+
+        `problem` says what is wrong with the object, `source` where the bytes are from, `prover` what proves them. What
+        is stored there (`damaged`) goes to the quarantine first.
+        """
         self.good[key] = data
         state, aside = RepairState.RESTORABLE, ""
         if self.is_applied:
+            # Before the right bytes come: a key is created only where no object is.
             aside = self._set_aside(key) if damaged is not None or self.store.head(key) is not None else ""
+            # Where the key is taken again, somebody else has repaired it meanwhile: the same bytes are no conflict.
             if not self.store.create(key, data) and self.store.get(key) != data:
                 raise ConflictError(
                     f"{self.store.uri(key)} was written by somebody else meanwhile",
@@ -268,7 +282,10 @@ class Workbench:
         return data
 
     def _set_aside(self, key: str) -> str:
-        """Move a damaged object to the quarantine and return its key there; empty if there is no object."""
+        """Move a damaged object to the quarantine and return its key there; empty if there is no object.
+
+        CorruptObjectError if the copy cannot be read back: the object then stays in its place.
+        """
         if self.store.head(key) is None:
             return ""
         with owned_directory("repair") as directory:
@@ -278,6 +295,7 @@ class Workbench:
             aside = self.names.quarantined(key, sha256)
             if self.store.head(aside) is None:
                 self.store.put_file(aside, path)
+            # Read back before anything is deleted: a store may accept what it does not keep.
             self.store.get_file(aside, check)
             if _hash_file(check) != sha256:
                 raise CorruptObjectError(
@@ -289,6 +307,9 @@ class Workbench:
         return aside
 
     def _give_up(self, key: str, problem: str, tried: Sequence[str], without: str) -> None:
+        """Note an object that cannot be restored: as not needed if `without` says why, else as refused, with what
+        was tried.
+        """
         if without:
             self._note(key, problem, "", RepairState.NOT_NEEDED, without, "")
             return
@@ -297,13 +318,14 @@ class Workbench:
         self._note(key, problem, "", RepairState.REFUSED, ("; ".join(tried) or "nobody has its bytes") + also, "")
 
     def _note(self, key: str, problem: str, source: str, state: RepairState, detail: str, aside: str) -> None:
+        """Add a line to the repairs; `aside` is where the damaged bytes are now, else empty."""
         self.repairs.append(
             Repair(key=key, problem=problem, source=source, state=state, detail=detail, quarantine=aside)
         )
 
 
 def of_hash(sha256: str) -> Judge:
-    """Return a judge for an object whose sha256 (hex) is known."""
+    """Return a judge of bytes: it returns an empty text if they have this sha256 (hex), else what is wrong."""
 
     def judge(data: bytes) -> str:
         return "" if hashlib.sha256(data).hexdigest() == sha256 else "its bytes have another sha256"
@@ -312,9 +334,13 @@ def of_hash(sha256: str) -> Judge:
 
 
 def decodes(kind: ObjectKind) -> Judge:
-    """Return a judge for an object that nothing names by its hash: it is right if the codec of its kind reads it."""
+    """Return a judge of bytes: it returns an empty text if the codec of the kind reads them, else what is wrong.
+
+    It is for objects that no hash names.
+    """
 
     def judge(data: bytes) -> str:
+        """Return why the codec refuses the bytes; empty if it reads them."""
         try:
             kind.decode(data, where="it")
         except CorruptObjectError as error:
@@ -335,12 +361,16 @@ def _read(store: ObjectStore, key: str) -> tuple[bytes | None, str]:
 
 
 def _file_problem(store: ObjectStore, key: str, *, sha256: str, size_bytes: int) -> str:
+    """Return in words what is wrong with a stored object, which is read whole; empty if it has this hash and size."""
     with owned_directory("repair") as directory:
         return _fetch(store, key, directory / "object", sha256=sha256, size_bytes=size_bytes)
 
 
 def _fetch(store: ObjectStore, key: str, path: Path, *, sha256: str, size_bytes: int) -> str:
-    """Download an object to `path`; return what is wrong with it, in words, empty if nothing is."""
+    """Download an object to `path`, and return what is wrong with it, in words.
+
+    Empty if it has the size `size_bytes` and the hash `sha256` (hex).
+    """
     found = store.head(key)
     if found is None:
         return MISSING
@@ -356,6 +386,7 @@ def _fetch(store: ObjectStore, key: str, path: Path, *, sha256: str, size_bytes:
 
 
 def _hash_file(path: Path) -> str:
+    """Return the sha256 (hex) of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -370,12 +401,14 @@ Header = tuple[bytes, batch_pb2.BatchHeader]
 def repair_headers(bench: Workbench) -> dict[Position, Header]:
     """Examine every header, the last one first; return those that are right, or would be after the repair, in order.
 
-    Only the store proves which one is right. What is in Redis, its events included, is a copy: it may be foreign.
+    Only the store proves which one is right. What is in Redis, its events included, is a copy: it may be foreign. The
+    result has stored bytes and decoded header by (step, revision).
     """
     claimed, found = _claimed_chains(bench), dict[Position, Header]()
     previous: bytes | None = None  # what the header after this one says of the chain after this one
     for at in reversed(_positions(bench)):
         prover, targets = f"header {_name(found, at)} after it", {previous} if previous is not None else set[bytes]()
+        # Without the header after it, the chain hash is known from events and seals alone.
         if not targets:
             prover, targets = "the chain hash that archived events or a seal name", claimed[at[0]]
         held = bench.redis.headers.get(at) if bench.redis is not None else None
@@ -394,7 +427,13 @@ def repair_headers(bench: Workbench) -> dict[Position, Header]:
 
 
 def _judge(bench: Workbench, at: Position, targets: set[bytes]) -> Judge:
+    """Return a judge of bytes: it returns an empty text if they are the header at (step, revision), else what is wrong.
+
+    The header must give one of the chain hashes `targets`. Without targets any chain hash will do.
+    """
+
     def judge(data: bytes) -> str:
+        """Return in words why the bytes are not the wanted header; empty if they are."""
         try:
             header = decode_header(data)
         except CorruptObjectError as error:
@@ -411,7 +450,7 @@ def _judge(bench: Workbench, at: Position, targets: set[bytes]) -> Judge:
 
 
 def _positions(bench: Workbench) -> list[Position]:
-    """Return every place where a header is or has to be, ascending, by store, Redis and backup.
+    """Return (step, revision) of every header that is or has to be there, ascending, by store, Redis and backup.
 
     What comes after a gap of more than `MAX_GAP` is left out.
     """
@@ -431,7 +470,7 @@ def _positions(bench: Workbench) -> list[Position]:
 
 
 def archived_events(bench: Workbench) -> Iterator[event_pb2.Event]:
-    """Yield every archived event that can be read."""
+    """Yield every archived event of the run that can be read."""
     for info in bench.store.list(bench.names.event_archive):
         with contextlib.suppress(CorruptObjectError):  # an archive is looked at by itself
             for entry in decode_archive(bench.read(info.key) or b"", info.key):
@@ -440,7 +479,7 @@ def archived_events(bench: Workbench) -> Iterator[event_pb2.Event]:
 
 
 def _claimed_chains(bench: Workbench) -> defaultdict[int, set[bytes]]:
-    """Return the chain hashes after each step that archived events and seals name."""
+    """Return by step the chain hashes after it that archived events and seals name."""
     claimed: defaultdict[int, set[bytes]] = defaultdict(set)
     closing: set[bytes] = set()
     for event in archived_events(bench):
@@ -462,5 +501,6 @@ def _claimed_chains(bench: Workbench) -> defaultdict[int, set[bytes]]:
 
 
 def _name(found: dict[Position, Header], at: Position) -> str:
+    """Return the name, for messages, of the found header after the one at (step, revision)."""
     after = min((other for other in found if other > at), default=at)
     return f"{after[0]}.r{after[1]}" if after[1] else str(after[0])

@@ -57,8 +57,8 @@ async def repair_run(
 ) -> list[Repair]:
     """Examine every object of a run, and return those that are not right; restore what can be restored if `is_applied`.
 
-    Every byte of the run is read. `log` is the copy in Redis, None without; `backup` a replica of the bucket.
-    `on_progress` is called from another thread.
+    Every byte of the run is read. `log` is the copy in Redis, None without; `backup` a replica of the bucket, None
+    without. `on_progress` is called from another thread with the key that is examined.
     """
     redis = None if log is None else await RedisCopy.load(log)
     bench = Workbench(
@@ -69,6 +69,7 @@ async def repair_run(
 
 
 def _repair(bench: Workbench) -> None:
+    """Examine every object of the run, what proves before what it proves (blocking)."""
     headers = repair_headers(bench)
     run_json = _repair_run_json(bench, headers)
     if run_json is not None:
@@ -99,15 +100,19 @@ def _repair(bench: Workbench) -> None:
     _repair_token_logs(bench)
     _repair_checkpoints(bench, headers)
     _repair_policies(bench, headers)
-    bench.tell_retired()
+    bench.note_retired()
 
 
 def _repair_run_json(bench: Workbench, headers: dict[Position, Header]) -> bytes | None:
-    """Examine `run.json`, with whose hash the chain begins, and return its right bytes; None if there are none."""
+    """Examine `run.json`, with whose hash the chain begins, and return its right bytes; None if there are none.
+
+    `headers` are the run's right headers.
+    """
     names = bench.names
     first = next(iter(headers.items()), None)
 
     def judge(data: bytes) -> str:
+        """Return in words why the bytes are not the run's record; empty if they are, as far as is known."""
         try:
             record = RunRecord.parse(data, where="it", needs=["name"])
             if record.uid not in ("", names.uid):
@@ -126,7 +131,7 @@ def _repair_run_json(bench: Workbench, headers: dict[Position, Header]) -> bytes
 
 
 def _repair_names(bench: Workbench, run_json: bytes) -> None:
-    """Examine the objects that lead from the run's name and request to its uid."""
+    """Examine the objects of the index that lead from the run's name and request to its uid."""
     record = RunRecord.parse(run_json, where=bench.names.run_json, needs=["name"])
     uid, (name, request) = bench.names.uid.encode(), _index_objects(record, bench.names)
 
@@ -140,7 +145,7 @@ def _repair_names(bench: Workbench, run_json: bytes) -> None:
 
 
 def _index_objects(record: RunRecord, names: Names) -> tuple[str, str]:
-    """Return the keys that lead to a run by its name and its request ("" without one).
+    """Return the keys of the objects that lead to a run by its name and its request ("" without one).
 
     InvalidSpecError if its name or request is not legal.
     """
@@ -158,6 +163,7 @@ def _repair_reopenings(bench: Workbench, headers: dict[Position, Header]) -> Non
         sha256 = hashlib.sha256(data).hexdigest()
 
         def judge(record: bytes, sha256: str = sha256, step: int = step, revision: int = revision) -> str:
+            """Return in words why the bytes are not the record of this closing header; empty if they are."""
             try:
                 found = parse_reopening(record, where="it")
             except CorruptObjectError as error:
@@ -172,7 +178,8 @@ def _repair_reopenings(bench: Workbench, headers: dict[Position, Header]) -> Non
             bench.names.reopened(number),
             judge,
             prover=f"revision {revision + 1} of header {step}, which continues it",
-            candidates=[("the headers", made.encode())] if bench.backup is None else [],
+            # After the backup's record, which says who reopened the run, and when.
+            fallback=("the headers", made.encode()),
         )
 
 
@@ -191,11 +198,13 @@ def _pins(bench: Workbench, headers: dict[Position, Header]) -> dict[str, tuple[
 
 
 def _repair_pinned(bench: Workbench, key: str, sha256: str, prover: str) -> None:
+    """Examine an object that a header or seal names with this sha256; `key` is whole, `prover` says who names it."""
     names = bench.names
     if key.startswith(names.reopenings):
         return
     folder = key.rpartition("/")[0] + "/"
     is_large = bench.is_ours(key) and key.startswith((names.policies, names.checkpoints))
+    # Retention removes a policy or checkpoint whole: nothing of its folder is left then.
     is_retired = is_large and not any(bench.store.list(folder))
     candidates = []
     if key.startswith(names.event_archive):
@@ -238,6 +247,7 @@ def _repair_archives(bench: Workbench, pins: dict[str, tuple[str, str]]) -> None
             continue
 
         def judge(data: bytes, key: str = info.key) -> str:
+            """Return why the archive's events cannot be decoded; empty if all can."""
             try:
                 for entry in decode_archive(data, bench.store.uri(key)):
                     decode_message(event_pb2.Event, entry.d, what=f"event {entry.id}", reason="EVENT_CORRUPT")
@@ -257,10 +267,14 @@ def _repair_archives(bench: Workbench, pins: dict[str, tuple[str, str]]) -> None
 
 
 def _repair_numbered(bench: Workbench) -> None:
-    """Examine what is numbered without a gap, missing numbers included, also if nothing names it by its hash."""
+    """Examine what is numbered without a gap, missing numbers included, also if nothing names it by its hash.
+
+    What was examined before is left out.
+    """
     for kind in catalogue.KINDS:
         keys = set(list_objects(bench.store, bench.names, kind)) if kind.numbering == catalogue.DENSE else set[str]()
         for place in list(filter(None, map(kind.parse, keys))):
+            # Back from each number that is there to the one before it that is there.
             numbers = range(int(place["number"]) - 1, max(0, int(place["number"]) - MAX_GAP), -1)
             between = (kind.path(**{**place, "number": number}) for number in numbers)
             keys.update(itertools.takewhile(lambda key, keys=keys: key not in keys, between))
@@ -270,7 +284,9 @@ def _repair_numbered(bench: Workbench) -> None:
 
 
 def _repair_generations(bench: Workbench) -> None:
-    """Examine the marks of generations: those that are there, and those that event archives and an epoch show."""
+    """Examine the marks of generations of the Redis copy: those that are there, and those that events and an epoch
+    show.
+    """
     names = bench.names
     archives = map(EVENT_ARCHIVE.parse, list_objects(bench.store, names, EVENT_ARCHIVE))
     shown = {int(place["last"]) for place in archives if place} - {1}
@@ -294,7 +310,13 @@ def _repair_token_logs(bench: Workbench) -> None:
 
 
 def _json_judge(what: str) -> Callable[[bytes], str]:
+    """Return a judge of bytes: it returns an empty text if they are a JSON object, else what is wrong.
+
+    `what` names the object in that text.
+    """
+
     def judge(data: bytes) -> str:
+        """Return why the bytes are no JSON object; empty if they are one."""
         try:
             decode_object(data, what=f"the {what}", reason="OBJECT_CORRUPT")
         except CorruptObjectError as error:
@@ -335,7 +357,8 @@ def _repair_checkpoints(bench: Workbench, headers: dict[Position, Header]) -> No
 def _repair_policies(bench: Workbench, headers: dict[Position, Header]) -> None:
     """Examine the manifests of policies, all revisions, and the objects that they prove.
 
-    Where a version was published anew, its newest whole revision replaces the ones before.
+    Where a version was published anew, its newest whole revision replaces the ones before. `headers` are the run's
+    right headers.
     """
     digests = {item.key: item.digest for _, header in headers.values() for item in header.objects if item.digest}
     for version, lineage in list_policies(bench.store, bench.names):
@@ -359,7 +382,7 @@ def _repair_policies(bench: Workbench, headers: dict[Position, Header]) -> None:
 
 
 def _repair_objects(bench: Workbench, manifest: bytes, prover: str, without: str) -> bool:
-    """Examine every object that a policy's manifest names; return whether all are there or can be restored.
+    """Examine every object that a policy's manifest (its bytes) names; return whether all are there or can be restored.
 
     False also if the manifest cannot be read. `prover` and `without` are those of `Workbench.examine_file`.
     """
@@ -377,9 +400,13 @@ def _repair_objects(bench: Workbench, manifest: bytes, prover: str, without: str
 
 
 def _manifest_judge(key: str, digest: str) -> Judge:
-    """Return a judge for the manifest of a policy under `key`; its weights must have `digest`, any if that is empty."""
+    """Return a judge of bytes: it returns an empty text if they are a policy's manifest, else what is wrong.
+
+    The manifest must be that with the whole `key`. The weights of the policy must have `digest`, if that is not empty.
+    """
 
     def judge(data: bytes) -> str:
+        """Return in words why the bytes are not the wanted manifest; empty if they are."""
         try:
             manifest = decode_object(data, what="the manifest", reason="MANIFEST_CORRUPT")
         except CorruptObjectError as error:
@@ -392,6 +419,7 @@ def _manifest_judge(key: str, digest: str) -> Judge:
 
 
 def _items(data: bytes, name: str) -> Iterable[Any]:
+    """Return a list in a manifest's JSON, by its name; empty if it is no list. CorruptObjectError if it is no JSON."""
     found = decode_object(data, what="a manifest", reason="MANIFEST_CORRUPT").get(name, [])
     return found if isinstance(found, list) else []
 

@@ -16,11 +16,11 @@ from millrace.rollouts.batch_wire import closes_run
 from millrace.runlog import catalogue
 from millrace.runlog.catalogue import CHAIN_POINT, ObjectKind
 from millrace.runlog.names import Names
-from millrace.runlog.records import chain_points
-from millrace.runlog.records.chain_points import ChainPoint, Closing, NamedObjects, load_point
-from millrace.runlog.records.frontier import chain_hash
+from millrace.runlog.records import frontier
+from millrace.runlog.records.frontier import ChainPoint, Closing, NamedObjects, chain_hash, load_point
 from millrace.runlog.records.run_record import list_objects
 from millrace.storage import ObjectStore
+from millrace.telemetry import faults
 
 logger = logging.getLogger(__name__)
 
@@ -50,16 +50,17 @@ class KnownObjects:
 
     @classmethod
     def after(cls, point: ChainPoint, sha256: str) -> "KnownObjects":
-        """Return what the headers up to a point name; `sha256` (hex) is of the point's bytes."""
+        """Return what the headers up to a chain point name; `sha256` (hex) is of the point's bytes."""
         known = cls()
         known._highest, known._before = dict(point.highest), (point.step, sha256)
         known._newest, known.closings = (point.step, point.revision), list(point.closings)
         return known
 
     def note(self, header: batch_pb2.BatchHeader | batch_pb2.BatchLink, stored: bytes) -> None:
-        """Note that the next header is committed, and with it every object that it names; `stored` are its bytes.
+        """Note that the next header is committed, and with it every object that it names.
 
-        One that was noted before changes nothing: a commit that failed after its header is tried again.
+        `stored` are the header's bytes. After each `POINT_STEPS` training steps a chain point is made. A header that
+        was noted before changes nothing: a commit that failed after its header is tried again.
         """
         if (header.step, header.revision) <= self._newest:
             return
@@ -72,20 +73,24 @@ class KnownObjects:
                 self._unnamed_points.pop(int(place["step"]), None)
         if closes_run(header):
             self.closings.append(Closing(header.step, header.revision, hashlib.sha256(stored).hexdigest()))
-        elif (header.step + 1) % chain_points.POINT_STEPS == 0:
+        elif (header.step + 1) % frontier.POINT_STEPS == 0:
             self._make_point(header, chain_hash(header.previous_chain_hash, stored))
 
     def announce(self, key: str) -> None:
-        """Note that an object was created, so that the next header names it; `key` is without the run's prefix."""
+        """Note that an object was created, so that the next header names it; `key` is without the run's prefix.
+
+        An object that no header has to name, or that sorts before one that is named, is ignored.
+        """
         kind = _kinds().get(_folder(key))
         if kind is not None and key > self._highest.get(kind.series(key), ""):
             self._expected.add(key)
 
     def fill(self, store: ObjectStore, names: Names, header: batch_pb2.BatchHeader) -> None:
-        """Add to a header the stored objects that it has to name and no earlier one names (blocking).
+        """Add to a header references to the stored objects that it has to name and no earlier one names (blocking).
 
-        What it names stays. Chain points that no header names are created.
+        What the header names already stays. Chain points that no header names are created.
         """
+        # Points are stored before the header that names them, as all that a header names.
         new = (*header.objects, *self.find_new(store, names), *self._store_points(store, names))
         found = {item.key: item for item in new}
         del header.objects[:]
@@ -94,8 +99,8 @@ class KnownObjects:
     def find_new(self, store: ObjectStore, names: Names) -> list[batch_pb2.ObjectRef]:
         """Return references to the stored objects that the next header has to name, with their hashes (blocking).
 
-        They sort after those of their series that headers name. The first call lists all kinds, later ones those that
-        nobody announces.
+        They sort after those of their series that headers name. The first call lists all kinds, later ones only those
+        that nobody announces.
         """
         kinds = [
             kind for kind in _kinds().values() if kind != CHAIN_POINT and not (self._is_listed and kind.is_announced)
@@ -103,6 +108,8 @@ class KnownObjects:
         listed = [key for kind in kinds for key in self._list(store, names, kind)]
         self._expected.update(listed)
         self._is_listed = True
+        # Keys stay expected until `note` gets the header that names them: after a failed commit the next
+        # try names them again.
         found: list[batch_pb2.ObjectRef] = []
         for key in sorted(self._expected):
             try:
@@ -112,7 +119,7 @@ class KnownObjects:
         return found
 
     def named(self, store: ObjectStore, names: Names) -> NamedObjects:
-        """Return everything that headers name (blocking); all chain points are read, from the newest back to the first.
+        """Return everything that headers name (blocking): all chain points are read, from the newest back to the first.
 
         NotFoundError or CorruptObjectError if one of these is missing or damaged.
         """
@@ -120,6 +127,7 @@ class KnownObjects:
         whole.add(self._page)
         while before is not None:
             step, sha256 = before
+            # A point that no header names yet may not be stored.
             if data := self._unnamed_points.get(step):
                 point = ChainPoint.decode(data, where=names.chain_point(step))
             else:
@@ -129,10 +137,12 @@ class KnownObjects:
         return whole
 
     def _list(self, store: ObjectStore, names: Names, kind: ObjectKind) -> Iterator[str]:
-        """Yield the keys of a kind that sort after the highest of their series.
+        """Yield the keys, without the run's prefix, of the stored objects of a kind that sort after the highest of
+        their series.
 
         Where numbers have no gap and are all that differs, the next ones are asked for, and nothing is listed.
         """
+        # One request for each new object and one more, so that the cost of a header does not grow with the run.
         if kind.numbering == catalogue.DENSE and kind.key.count("{") == 1:
             place = kind.parse(self._highest.get(kind.folder, ""))
             for number in itertools.count(int(place["number"]) + 1 if place else 1):
@@ -144,7 +154,10 @@ class KnownObjects:
                 yield key
 
     def _make_point(self, header: batch_pb2.BatchHeader | batch_pb2.BatchLink, chain: bytes) -> None:
-        """Begin a new page after the training step of a header."""
+        """Make the chain point after a header, in memory, and begin a new page of named objects.
+
+        `chain` is the hash after it.
+        """
         point = ChainPoint(
             run_uid=header.run_uid,
             step=header.step,
@@ -155,26 +168,30 @@ class KnownObjects:
             highest=self._highest,
             page=self._page,
         )
+        # Encoded at once, because `_highest` goes on changing.
         data = self._unnamed_points[header.step] = point.encode()
         self._before, self._page = (header.step, hashlib.sha256(data).hexdigest()), NamedObjects()
 
     def _store_points(self, store: ObjectStore, names: Names) -> Iterator[batch_pb2.ObjectRef]:
-        """Create the points that no header names, and yield references to them.
+        """Create in the store the chain points that no header names, and yield references to them (blocking).
 
         If another object has the key of a point, the point is left out, with a warning.
         """
         for step, data in sorted(self._unnamed_points.items()):
             key = names.chain_point(step)
+            # Every writer makes the same bytes of a point, so that one which is there may be a predecessor's.
             if store.create(key, data) or store.get(key) == data:
+                faults.reach(faults.Point.ORCHESTRATOR_CHAIN_POINT, step=step)
                 yield describe(names, key.removeprefix(names.root), data)
             else:
                 logger.warning("the object is no chain point of this run", extra={"uid": names.uid, "key": key})
 
 
 def add_named(page: NamedObjects, header: batch_pb2.BatchHeader | batch_pb2.BatchLink) -> dict[str, ObjectKind]:
-    """Add to a page what a header names; return the kinds of its objects by key.
+    """Add to `page` what a header names.
 
-    Scores are left out, because nobody looks them up.
+    Return the kinds of the header's small objects by key without the run's prefix. Scores are left out, because nobody
+    looks them up.
     """
     kinds = _kinds()
     found = {item.key: kinds[_folder(item.key)] for item in header.objects if _folder(item.key) in kinds}
@@ -185,16 +202,20 @@ def add_named(page: NamedObjects, header: batch_pb2.BatchHeader | batch_pb2.Batc
 
 
 def _kinds() -> dict[str, ObjectKind]:
-    """Return the kinds whose new objects the next header names, by folder."""
+    """Return the kinds whose new objects the next header has to name, by the first folder of their keys."""
     return {kind.folder: kind for kind in catalogue.KINDS if catalogue.HEADER in kind.named_by}
 
 
 def _folder(key: str) -> str:
+    """Return a key's first folder with its slash; empty if it has none."""
     return key[: key.find("/") + 1]
 
 
 def describe(names: Names, key: str, data: bytes) -> batch_pb2.ObjectRef:
-    """Return the reference to the object whose key, without the run's prefix, is `key`."""
+    """Return the reference that a header has to an object: its key without the run's prefix, and the sha256 of `data`.
+
+    That of a policy's manifest has the digest of the weights, too.
+    """
     ref = batch_pb2.ObjectRef(key=key, sha256=hashlib.sha256(data).digest())
     if (names.root + key).startswith(names.policies):
         ref.digest = manifest_digest(data)
@@ -202,7 +223,7 @@ def describe(names: Names, key: str, data: bytes) -> batch_pb2.ObjectRef:
 
 
 def manifest_digest(data: bytes) -> str:
-    """Return the digest of the weights that a policy's manifest names; empty if it is damaged, which ends no run."""
+    """Return the digest of the weights that a policy's manifest (its bytes) names; empty if the manifest is damaged."""
     try:
         digest = decode_object(data, what="policy manifest", reason="POLICY_CORRUPT").get("digest")
     except CorruptObjectError:

@@ -16,7 +16,8 @@ from millrace.runlog.catalogue import INTENT
 from millrace.runlog.names import Names
 from millrace.storage import ObjectStore
 
-_MAX_ATTEMPTS = 100  # as many rivals would have to win in between; something else is wrong then
+# As many rivals would have to win in between; something else is wrong then.
+_MAX_ATTEMPTS = 100
 
 
 def create_next(
@@ -29,10 +30,10 @@ def create_next(
     what: str,
     reason: str,
 ) -> int:
-    """Create an object under the first free number after `last` (blocking), and return the number.
+    """Create an object under the first free number after `last` (blocking), and return that number.
 
-    Exactly one caller ever gets each number, from which `data_of` makes what is stored, and `key_of` its key.
-    `UnavailableError`, with `what` and `reason`, after many lost races.
+    `data_of` makes of a number what is stored, `key_of` its key. Exactly one caller ever gets each number.
+    `UnavailableError` with `reason` after many lost races; `what` names the object in its message.
     """
     for number in range(last + 1, last + 1 + _MAX_ATTEMPTS):
         if store.create(key_of(number), data_of(number)):
@@ -69,7 +70,7 @@ class Epoch:
 def latest_epoch(store: ObjectStore, names: Names, role: str) -> int:
     """Return the highest epoch of a role in the store, 0 if there is none (blocking).
 
-    CorruptObjectError for another object.
+    CorruptObjectError if an object there is no epoch by its key.
     """
     highest = 0
     for info in store.list(names.epochs(role)):
@@ -83,7 +84,7 @@ def latest_epoch(store: ObjectStore, names: Names, role: str) -> int:
 
 
 def epoch_owner(store: ObjectStore, names: Names, role: str, number: int) -> str:
-    """Return who took an epoch of a role; empty if its object does not say (blocking)."""
+    """Return the name of who took an epoch of a role; empty if that cannot be read (blocking)."""
     key = names.epoch(role, number)
     try:
         return decode_epoch(store.get(key, max_bytes=_MAX_BYTES), where=key)
@@ -92,7 +93,10 @@ def epoch_owner(store: ObjectStore, names: Names, role: str, number: int) -> str
 
 
 def decode_epoch(data: bytes, *, where: str) -> str:
-    """Return who took an epoch, from its object; CorruptObjectError if that is none."""
+    """Return the name of who took an epoch, from its object's bytes.
+
+    CorruptObjectError, naming `where`, if it is none.
+    """
     document = decode_object(data, what=where, reason="EPOCH_CORRUPT")
     if missing := sorted({"owner", "nonce"} - document.keys()):
         raise CorruptObjectError(f"{where} lacks {missing}", reason="EPOCH_CORRUPT")
@@ -106,11 +110,13 @@ def first_generation(store: ObjectStore, names: Names) -> int:
 
 
 async def create_epoch(store: ObjectStore, names: Names, role: str, owner: str) -> Epoch:
-    """Create the next epoch object of a role, taken by `owner`; exactly one caller ever gets each number.
+    """Create the next epoch object of a role, with `owner` as who took it; exactly one caller ever gets each number.
 
-    UnavailableError after many lost races.
+    UnavailableError after many lost races. Redis does not learn of it here.
     """
-    data = _body(owner)  # its nonce makes an ambiguous create decidable
+    # With a nonce no two epochs have equal bytes: after a lost answer, equal bytes mean that this call wrote the
+    # object.
+    data = _body(owner)
     last = await asyncio.to_thread(latest_epoch, store, names, role)
     number = await asyncio.to_thread(
         create_next,
@@ -127,6 +133,7 @@ async def create_epoch(store: ObjectStore, names: Names, role: str, owner: str) 
 
 
 def _body(owner: str) -> bytes:
+    """Return the JSON of an epoch's object: its owner, the time, and a random text that tells it from any other."""
     body = {"owner": owner, "nonce": secrets.token_hex(8), "time": datetime.datetime.now(datetime.UTC).isoformat()}
     return json.dumps(body, sort_keys=True).encode()
 
@@ -149,9 +156,11 @@ class Intent:
 async def write_intent(store: ObjectStore, names: Names, kind: str, payload: Mapping[str, Any]) -> Intent:
     """Store an intent under the next free number and return it; when this returns, it is durable.
 
-    `kind` is what is asked for (`pause`, …), `payload` what belongs to it. UnavailableError after many lost races.
+    `kind` is what is requested (`pause`, …), `payload` its JSON fields. UnavailableError after many lost races.
     """
     time = datetime.datetime.now(datetime.UTC).isoformat()
+    # With the nonce no two intents have equal bytes: after a lost answer, equal bytes mean that this call wrote the
+    # object.
     body = {"kind": kind, "payload": dict(payload), "time": time, "nonce": secrets.token_hex(8)}
     data = json.dumps(body, sort_keys=True).encode()
     last = await asyncio.to_thread(_last_sequence, store, names)
@@ -169,12 +178,12 @@ async def write_intent(store: ObjectStore, names: Names, kind: str, payload: Map
 
 
 async def read_intents(store: ObjectStore, names: Names, *, after: int = 0) -> list[Intent]:
-    """Return the intents with a number above `after`, in order."""
+    """Return the intents of a run with a number above `after`, in order."""
     return await asyncio.to_thread(load_intents, store, names, after)
 
 
 def load_intents(store: ObjectStore, names: Names, after: int) -> list[Intent]:
-    """Return the intents with a number above `after`, in order (blocking)."""
+    """Return the intents of a run with a number above `after`, in order (blocking)."""
     intents = []
     for info in store.list(names.intents, start_after=names.intent(after)):
         number = _number(names, info.key)
@@ -185,7 +194,10 @@ def load_intents(store: ObjectStore, names: Names, after: int) -> list[Intent]:
 
 
 def decode_intent(data: bytes, *, where: str) -> Intent:
-    """Return the intent that an object holds, all but its number; CorruptObjectError if it holds none."""
+    """Return the intent in an object's bytes, with 0 for its number.
+
+    CorruptObjectError, naming `where`, if it holds none.
+    """
     reason, remedy = "INTENT_CORRUPT", "restore that object"
     body = decode_object(data, what=where, max_bytes=_INTENTS_MAX_BYTES, reason=reason, remedy=remedy)
     try:
@@ -197,6 +209,7 @@ def decode_intent(data: bytes, *, where: str) -> Intent:
 
 
 def _last_sequence(store: ObjectStore, names: Names) -> int:
+    """Return the number of the newest intent of a run, 0 if there is none."""
     return max((_number(names, info.key) or 0 for info in store.list(names.intents)), default=0)
 
 

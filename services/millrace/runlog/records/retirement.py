@@ -38,7 +38,7 @@ class Retired:
     """The config key that asks for it, with its value."""
 
     def covers(self, place: Mapping[str, int | str]) -> bool:
-        """Return whether the object whose key has these fields is retired."""
+        """Return whether the object whose key has these fields (step, or lineage and version) is retired."""
         number = int(place.get("step", place.get("version", 0)))
         # A version that was made anew after the record has a higher lineage, and is not retired.
         is_of_lineage = "version" not in place or int(place.get("lineage", 0)) <= self.lineage
@@ -66,7 +66,7 @@ class Retirement:
     """On its writer's clock, ISO 8601 with a zone."""
 
     def of(self, kept: KeptAs) -> Retired:
-        """Return what is retired of a class."""
+        """Return what is retired of a class; of one that the record does not name, nothing."""
         return self.retired.get(kept, _NOTHING)
 
     def covers(self, own: str) -> bool:
@@ -75,7 +75,7 @@ class Retirement:
         return kind is not None and kind.kept is not KeptAs.RUN and self.of(kind.kept).covers(kind.parse(own) or {})
 
     def encode(self) -> bytes:
-        """Return canonical JSON with a checksum."""
+        """Return the record as canonical JSON with a checksum."""
         retired = {
             kept.name.lower(): {
                 "below": each.below,
@@ -105,12 +105,14 @@ class Retirement:
 
 
 def _kept(name: str) -> KeptAs:
+    """Return the class of this name in a record; ValueError if there is none."""
     if name not in _CLASSES:
         raise ValueError(f"nothing is kept as {name!r}")
     return _CLASSES[name]
 
 
 def _decode_retired(raw: object) -> Retired:
+    """Return what a record's JSON says of one class; ValueError if a field is missing or wrong."""
     fields = Fields(raw if isinstance(raw, dict) else {})
     return Retired(
         below=fields.integer("below"),
@@ -121,7 +123,7 @@ def _decode_retired(raw: object) -> Retired:
 
 
 def newest_retirement(store: ObjectStore, names: Names, *, known: int = 0) -> Retirement | None:
-    """Return the newest record (blocking); None if nothing was ever retired.
+    """Return the newest record of what was retired of a run (blocking); None if nothing was ever retired.
 
     It takes a logarithmic number of requests after `known`, the number of a record that exists (0 if none is known).
     `CorruptObjectError` if the record is damaged.
@@ -139,7 +141,8 @@ def newest_retirement(store: ObjectStore, names: Names, *, known: int = 0) -> Re
 def newest_number(exists: Callable[[int], bool], *, known: int = 0) -> int:
     """Return the highest number of objects that are numbered from 1 without a gap, 0 if there is none.
 
-    `exists` is called a logarithmic number of times for the numbers after `known`, which exists unless it is 0.
+    `exists` says whether a number is there. It is called a logarithmic number of times for the numbers after `known`,
+    which exists unless it is 0.
     """
     if not known and not exists(1):
         return 0
@@ -155,10 +158,9 @@ def newest_number(exists: Callable[[int], bool], *, known: int = 0) -> int:
 
 
 def explain(store: ObjectStore, key: str, error: NotFoundError) -> NotFoundError:
-    """Return the error to raise for an object that is missing (blocking).
+    """Return the error to raise for an object that is missing (blocking): one that names the record, if it was retired.
 
-    If the object was retired, the error names the record; else it is `error` itself. `key` is the object's whole
-    key.
+    Else it is `error` itself. `key` is the object's whole key.
     """
     names, own = _split(key)
     kind = None if names is None else catalogue.kind_at(own)
@@ -172,7 +174,7 @@ def explain(store: ObjectStore, key: str, error: NotFoundError) -> NotFoundError
 
 
 def require_policy(store: ObjectStore, manifest_key: str) -> None:
-    """Raise the `NotFoundError` that says who retired a policy version, if it is retired (blocking).
+    """Raise the `NotFoundError` that names the record if the weights of a policy version are retired (blocking).
 
     `manifest_key` is the whole key of its manifest, or of a successor of it.
     """
@@ -184,7 +186,7 @@ def require_policy(store: ObjectStore, manifest_key: str) -> None:
 
 
 def steps_retired(store: ObjectStore, names: Names) -> tuple[int, str]:
-    """Return the step below which batches and rollouts are retired, and what says so, for messages (blocking).
+    """Return the step below which batches and rollouts are retired, and a sentence that says so and why (blocking).
 
     (0, "") where none are.
     """
@@ -197,11 +199,14 @@ def steps_retired(store: ObjectStore, names: Names) -> tuple[int, str]:
 
 
 def _uri(store: ObjectStore, names: Names, record: Retirement) -> str:
+    """Return the URI of a record's object."""
     return store.uri(names.retirement(record.number))
 
 
 def retired_error(store: ObjectStore, names: Names, own: str, record: Retirement) -> NotFoundError:
-    """Return the error that says which record retired the object under a key without the run's prefix."""
+    """Make the error for the object under a key without the run's prefix (`own`) that `record` covers: it names the
+    record.
+    """
     kind = catalogue.kind_at(own)
     assert kind is not None
     place = kind.parse(own) or {}
@@ -217,12 +222,14 @@ def retired_error(store: ObjectStore, names: Names, own: str, record: Retirement
 
 
 def _what_is_kept(kept: KeptAs, retired: Retired) -> str:
+    """Return in words which steps or versions of a class are kept."""
     what = "versions" if kept is KeptAs.POLICIES else "steps"
     besides = f", and {', '.join(map(str, sorted(retired.keeps)[-8:]))}" if retired.keeps else ""
     return f"{what} from {retired.below} on{besides}"
 
 
 def _split(key: str) -> tuple[Names | None, str]:
+    """Return the run to which a whole key belongs, and the key without the run's prefix; (None, "") for another key."""
     prefix, marker, rest = key.partition("/runs/")
     uid, slash, own = rest.partition("/")
     if not marker or not slash:

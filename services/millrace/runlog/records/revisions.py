@@ -24,7 +24,7 @@ from millrace.rollouts.types import Rollout
 from millrace.rollouts.wire import decode_archive
 from millrace.runlog.catalogue import BATCH_HEADER
 from millrace.runlog.names import Deployment, Names
-from millrace.runlog.records.chain_points import Closing
+from millrace.runlog.records.frontier import Closing
 from millrace.runlog.records.retirement import explain
 from millrace.runlog.records.run_record import RunRecord, load_origin
 from millrace.storage.base import MAX_GET_BYTES, ObjectStore
@@ -48,7 +48,7 @@ class Reopening:
     time: str
 
     def encode(self) -> bytes:
-        """Return the record's bytes."""
+        """Return the record as JSON with sorted keys."""
         return json.dumps(asdict(self), sort_keys=True).encode()
 
 
@@ -62,19 +62,22 @@ class StepHeaders:
 
     @property
     def in_force(self) -> bytes | None:
-        """Return the header that counts; None while the successor of a reopened one is to come."""
+        """Return the stored bytes of the header that counts; None while the successor of a reopened one is to come."""
         return None if self.is_reopened else self.revisions[-1]
 
 
 def is_failed_closing(header: batch_pb2.BatchHeader | batch_pb2.BatchLink) -> bool:
-    """Return whether a header ends its run as FAILED: the only kind that can be superseded."""
+    """Return whether a header ends its run as FAILED: the only kind of header that can be superseded."""
     return closes_run(header) and header.outcome == batch_pb2.RUN_OUTCOME_FAILED
 
 
 def decode_stored(
     decode: Callable[[bytes], H], store: ObjectStore, names: Names, step: int, revision: int, data: bytes
 ) -> H:
-    """Decode a stored header with `decode`; a `CorruptObjectError` names the object and the remedy."""
+    """Decode the stored bytes of a header with `decode`; a `CorruptObjectError` names the object and the remedy.
+
+    `step` and `revision` say which header it is, for that message.
+    """
     try:
         return decode(data)
     except CorruptObjectError as error:
@@ -87,7 +90,7 @@ def decode_stored(
 
 
 def chain_broken(names: Names, step: int, message: str) -> CorruptObjectError:
-    """Return the error for a header of `step` that is missing, or does not continue the chain."""
+    """Make the error for a header of `step` that is missing, or does not continue the chain."""
     return CorruptObjectError(
         message,
         reason="CHAIN_BROKEN",
@@ -97,9 +100,9 @@ def chain_broken(names: Names, step: int, message: str) -> CorruptObjectError:
 
 
 def load_step(store: ObjectStore, names: Names, step: int) -> StepHeaders | None:
-    """Load the headers of a step, all revisions; None if nothing is committed of it.
+    """Return the stored headers of a step, all revisions; None if nothing is committed of it (blocking).
 
-    It is one request, but for a step at which a run failed.
+    It is one request, but for a step at which a run failed. `CorruptObjectError` if one cannot be decoded.
     """
     revisions: list[bytes] = []
     while True:
@@ -107,17 +110,20 @@ def load_step(store: ObjectStore, names: Names, step: int) -> StepHeaders | None
             revisions.append(read_header(store, names, step, len(revisions)))
         except NotFoundError:
             break
+        # Only a failed closing header may have a successor.
         if not is_failed_closing(decode_stored(decode_link, store, names, step, len(revisions) - 1, revisions[-1])):
             return StepHeaders(revisions=tuple(revisions), is_reopened=False)
     if not revisions:
         return None
+    # Every revision is a failed closing header: either a record says that the last one was reopened, or it ends the
+    # run.
     last = hashlib.sha256(revisions[-1]).hexdigest()
     is_reopened = any(record.closing_sha256 == last for record in load_reopenings(store, names))
     return StepHeaders(revisions=tuple(revisions), is_reopened=is_reopened)
 
 
 def load_reopenings(store: ObjectStore, names: Names) -> list[Reopening]:
-    """Return every record that reopened the run, in order."""
+    """Return every record that reopened the run after a failure, in order (blocking)."""
     return [
         parse_reopening(store.get(info.key, max_bytes=_MAX_RECORD_BYTES), where=store.uri(info.key))
         for info in store.list(names.reopenings)
@@ -125,12 +131,12 @@ def load_reopenings(store: ObjectStore, names: Names) -> list[Reopening]:
 
 
 def last_reopened(store: ObjectStore, names: Names) -> int:
-    """Return the newest step at which the run was reopened after a failure; 0 if it never was."""
+    """Return the newest step at which the run was reopened after a failure; 0 if it never was (blocking)."""
     return max((record.step for record in load_reopenings(store, names)), default=0)
 
 
 def parse_reopening(data: bytes, *, where: str) -> Reopening:
-    """Return the record that an object holds; CorruptObjectError if it holds none."""
+    """Return the record in an object's bytes; CorruptObjectError, naming `where`, if it holds none."""
     remedy = "restore that object from a replica of the bucket"
     document = decode_object(data, what=where, reason="REOPENING_CORRUPT", remedy=remedy)
     try:
@@ -147,15 +153,16 @@ def parse_reopening(data: bytes, *, where: str) -> Reopening:
 
 
 def list_headers(store: ObjectStore, names: Names) -> list[tuple[int, int]]:
-    """Return (step, revision) of every header object, ascending."""
+    """Return (step, revision) of every header object in the store, ascending (blocking)."""
     places = (BATCH_HEADER.parse(info.key.removeprefix(names.root)) for info in store.list(names.batches))
     return sorted((int(place["step"]), int(place["revision"])) for place in places if place)
 
 
 def load_newest(store: ObjectStore, names: Names) -> tuple[int, StepHeaders] | None:
-    """Return the newest committed step and its headers; None if nothing is committed. A logarithmic number of requests.
+    """Return the newest committed step and its headers; None if nothing is committed (blocking).
 
-    Headers are written one after the other and stay until the run is deleted, so the newest is found by bisection.
+    It takes a logarithmic number of requests: headers are written one after the other and stay until the run is
+    deleted, so the newest is found by bisection.
     """
     first = load_origin(store, names).base_step
 
@@ -173,16 +180,20 @@ def load_newest(store: ObjectStore, names: Names) -> tuple[int, StepHeaders] | N
         middle = (low + high) // 2
         low, high = (middle, high) if exists(middle) else (low, middle)
     found = load_step(store, names, low)
-    return None if found is None else (low, found)  # None: deleted just now
+    # None if the run was deleted between the two requests.
+    return None if found is None else (low, found)
 
 
 def read_header(store: ObjectStore, names: Names, step: int, revision: int = 0) -> bytes:
-    """Return the stored bytes of a header; `NotFoundError` if there is none."""
+    """Return the stored bytes of a step's header (blocking); `NotFoundError` if there is none.
+
+    A `revision` from 1 on is that of the successor of a failed closing header.
+    """
     return store.get(names.batch_header(step, revision), max_bytes=MAX_HEADER_BYTES)
 
 
 def read_chunk(store: ObjectStore, header: batch_pb2.BatchHeader, index: int) -> bytes:
-    """Return a chunk that a committed header names.
+    """Return the bytes of chunk `index` of a committed header, checked against its hash there (blocking).
 
     `NotFoundError` if it is missing, with the record if it was retired; `CorruptObjectError` if it differs from the
     header.
@@ -212,7 +223,7 @@ def read_archive(store: ObjectStore, header: batch_pb2.BatchHeader) -> bytes:
 
 
 def _get(store: ObjectStore, key: str, *, max_bytes: int = MAX_GET_BYTES) -> bytes:
-    """Return an object that a header names; if it was retired, the `NotFoundError` names the record."""
+    """Return an object that a header names; `NotFoundError` names the record of its retirement, if it was retired."""
     try:
         return store.get(key, max_bytes=max_bytes)
     except NotFoundError as error:
@@ -220,28 +231,43 @@ def _get(store: ObjectStore, key: str, *, max_bytes: int = MAX_GET_BYTES) -> byt
 
 
 def read_rollouts(store: ObjectStore, header: batch_pb2.BatchHeader) -> list[Rollout]:
-    """Return the rollouts that a committed header resolves, none if it archives none; raises as `read_archive`."""
+    """Return the rollouts that a committed header resolves, none if it archives none (blocking).
+
+    Raises as `read_archive`.
+    """
     data = read_archive(store, header)
     return decode_archive(data) if data else []
 
 
 def has_ended(store: ObjectStore, names: Names) -> bool:
-    """Return whether a run is closed and not reopened, or deleted, so that nobody reads its rollouts any more."""
+    """Return whether a run is closed and not reopened, or is deleted: nobody reads its rollouts any more (blocking)."""
     try:
         newest = load_newest(store, names)
     except NotFoundError:
-        return True  # deleted to the end, the tombstone included
-    if store.head(names.tombstone) is not None:
+        # Even run.json is gone: the run is deleted, its tombstone included.
         return True
+    return store.head(names.tombstone) is not None or _is_closing(newest)
+
+
+def is_closed(store: ObjectStore, names: Names) -> bool:
+    """Return whether the header that counts closes the run, whether or not the run has a tombstone (blocking).
+
+    `NotFoundError` if the run has no `run.json`.
+    """
+    return _is_closing(load_newest(store, names))
+
+
+def _is_closing(newest: tuple[int, StepHeaders] | None) -> bool:
+    """Return whether the newest step's header that counts closes the run; `newest` is what `load_newest` returned."""
     if newest is None or (header := newest[1].in_force) is None:
         return False
     return closes_run(decode_header(header))
 
 
 def is_end(store: ObjectStore, names: Names, state: str) -> bool:
-    """Return whether an event of the terminal `state` ("SUCCEEDED", …) is true of a run.
+    """Return whether the store confirms an event that the run ended in `state` ("SUCCEEDED", …) (blocking).
 
-    It is if a closing header says so, also one that was reopened, or if the run is deleted.
+    It does if a closing header says so, also one that was reopened, or if the run is deleted.
     """
     try:
         newest = load_newest(store, names)
@@ -257,12 +283,12 @@ def is_end(store: ObjectStore, names: Names, state: str) -> bool:
 
 
 def is_reopened(store: ObjectStore, names: Names) -> bool:
-    """Return whether a run that has failed goes on: it was reopened, and has not ended again."""
+    """Return whether a run that has failed goes on: it was reopened, and has not ended again (blocking)."""
     return next(iter(store.list(names.reopenings)), None) is not None and not has_ended(store, names)
 
 
 def find_closing(store: ObjectStore, names: Names) -> Closing | None:
-    """Return the closing header that ends the run as FAILED; None if the run is open, or was reopened.
+    """Return the closing header that ends the run as FAILED; None if the run is open, or was reopened (blocking).
 
     `InvalidStateError` if it ended otherwise.
     """
@@ -286,10 +312,12 @@ def find_closing(store: ObjectStore, names: Names) -> Closing | None:
 
 
 def reopen(store: ObjectStore, names: Names, closing: Closing, *, epoch: int, owner: str) -> bool:
-    """Record that a closing header does not end its run; return False if that is recorded already, by any process.
+    """Record that a closing header does not end its run.
 
-    Of several callers one wins. Each record is for a closing header that was written after the record before, so a
-    caller that is late finds its number taken and its own header named.
+    Return False if that is recorded already, by any process (blocking). The run is marked as open before. `epoch` is
+    the orchestrator's epoch that was taken for it, `owner` who took it. Of several callers one wins. Each record is for
+    a closing header that was written after the record before, so a caller that is late finds its number taken and its
+    own header named.
     """
     time = datetime.datetime.now(datetime.UTC).isoformat()
     record = Reopening(

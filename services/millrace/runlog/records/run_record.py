@@ -37,14 +37,14 @@ class RunRecord:
     code_version: str = ""
     labels: dict[str, str] = field(default_factory=dict)
     parent: dict[str, Any] | None = None
-    """For a fork: where it begins, as `records.origin` reads it."""
+    """For a fork: where it begins, as `parse_origin` reads it."""
 
     @classmethod
     def parse(cls, data: bytes, *, where: str, needs: Collection[str] = ()) -> Self:
         """Parse a record that may lack fields; `CorruptObjectError` names the document by `where`.
 
-        Unknown fields are ignored. It is an error if a field of `needs` is missing, or any has another type,
-        except for those that are only shown.
+        Unknown fields are ignored, and so are those with a wrong type that are only shown. It is an error if a field of
+        `needs` is missing, or another one has a wrong type.
         """
         document = decode_object(data, what=where, reason="RUN_JSON_CORRUPT", remedy=REMEDY)
         found: dict[str, Any] = {}
@@ -60,9 +60,9 @@ class RunRecord:
 
     @classmethod
     def decode(cls, data: bytes, *, where: str) -> Self:
-        """Parse the record of a run that is shown or driven.
+        """Parse the record of a run that is shown or driven: every field but `parent` has to be there and valid.
 
-        `CorruptObjectError` unless every field is there and valid.
+        Else `CorruptObjectError`, naming the document by `where`.
         """
         record = cls.parse(data, where=where, needs=_TYPES.keys() - {"parent"})
         try:
@@ -73,11 +73,11 @@ class RunRecord:
 
     @classmethod
     def unreadable(cls, uid: str, name: str) -> Self:
-        """Return the placeholder of a run whose `run.json` cannot be read."""
+        """Return a record of the kind UNKNOWN for a run whose `run.json` cannot be read."""
         return cls(uid=uid, name=name, kind=UNKNOWN, config={})
 
     def encode(self) -> bytes:
-        """Return canonical JSON; `parent` only where there is one."""
+        """Return the record as JSON with sorted keys; `parent` only where there is one."""
         document = {name: getattr(self, name) for name in _TYPES}
         if self.parent is None:
             del document["parent"]
@@ -90,18 +90,21 @@ class RunRecord:
 
     @cached_property
     def settings(self) -> RLConfig | EvalRunConfig:
-        """Return the config, typed; ValueError if it is of another release."""
+        """Return the config as a typed object, by the run's kind; ValueError if it is of another release."""
         return from_resolved(self.config or {}, EvalRunConfig if self.kind == EVAL else RLConfig)
 
     @property
     def training(self) -> RLConfig:
-        """Return the config of a run that trains; ValueError for another one."""
+        """Return the config of a run that trains; ValueError for an evaluation, or a config of another release."""
         if not isinstance(self.settings, RLConfig):
             raise ValueError(f"run {self.name} trains nothing")
         return self.settings
 
     def describe(self) -> run_pb2.Run:
-        """Return the run as the public API shows it before its first event."""
+        """Return the run as the public API shows it before its first event.
+
+        ValueError and the like if a field is malformed.
+        """
         run = run_pb2.Run(
             name=f"runs/{self.name}",
             uid=self.uid,
@@ -153,7 +156,8 @@ def require_exists(store: ObjectStore, names: Names) -> None:
     is_deleted = store.head(names.tombstone) is not None
     if is_deleted or store.head(names.run_json) is None:
         raise NotFoundError(
-            f"run {names.uid} {'is being deleted' if is_deleted else 'is not in the store'}: no log to rebuild",
+            f"run {names.uid} "
+            + ("is being deleted: nothing opens, resumes or forks it" if is_deleted else "is not in the store"),
             reason="RUN_NOT_FOUND",
             remedy="`millrace run list` shows the runs",
             metadata={"uid": names.uid},
@@ -161,15 +165,15 @@ def require_exists(store: ObjectStore, names: Names) -> None:
 
 
 def load_origin(store: ObjectStore, names: Names) -> RunOrigin:
-    """Return the origin of a run, from its `run.json` (blocking); `NotFoundError` if there is none."""
+    """Return where the log of a run begins, by its `run.json` (blocking); `NotFoundError` if there is none."""
     return parse_origin(store.get(names.run_json, max_bytes=MAX_JSON_BYTES), where=store.uri(names.run_json))
 
 
 def parse_origin(run_json: bytes, *, where: str) -> RunOrigin:
-    """Return the origin that a `run.json` names: its `parent` has base_step, chain_hash (hex), resolved_below,
-    resolved_above.
+    """Return where the log of a run begins, by the `parent` in the bytes of its `run.json`.
 
-    A run without a parent, or whose parent names neither step nor chain, begins at 0. `where` is for the error.
+    `parent` has base_step, chain_hash (hex), resolved_below and resolved_above. A run without a parent, or whose parent
+    names neither step nor chain, begins at 0. `CorruptObjectError`, naming `where`, if it is malformed.
     """
     parent = RunRecord.parse(run_json, where=where).parent or {}
     try:
@@ -196,16 +200,18 @@ def parse_origin(run_json: bytes, *, where: str) -> RunOrigin:
 
 
 def list_objects(store: ObjectStore, names: Names, kind: ObjectKind, *, after: str = "") -> Iterator[str]:
-    """Yield the keys, without the run's prefix, of all objects of a kind that sort after the key `after`."""
+    """Yield the keys, without the run's prefix, of all stored objects of a kind that sort after the key `after`
+    (blocking).
+    """
     for info in store.list(names.root + kind.folder, start_after=names.root + after if after else ""):
         if kind.parse(key := info.key.removeprefix(names.root)) is not None:
             yield key
 
 
 def list_checkpoints(store: ObjectStore, names: Names) -> Iterator[int]:
-    """Yield the steps of the committed checkpoints, ascending.
+    """Yield the steps of the run's committed checkpoints, ascending (blocking).
 
-    One without a manifest is not committed, or being pruned.
+    One without a manifest is not committed, or being removed.
     """
     places = (checkpoint_at(names, prefix) for prefix in store.list_prefixes(names.checkpoints))
     for step in sorted(step for step in places if step is not None):
@@ -214,15 +220,20 @@ def list_checkpoints(store: ObjectStore, names: Names) -> Iterator[int]:
 
 
 def list_policies(store: ObjectStore, names: Names) -> list[tuple[int, int]]:
-    """Return (version, lineage) of every policy that was begun, ascending; only those with a manifest are published."""
+    """Return (version, lineage) of every policy that was begun, ascending (blocking).
+
+    Those with a manifest are published.
+    """
     places = (policy_at(names, prefix) for prefix in store.list_prefixes(names.policies))
     return sorted(place for place in places if place is not None)
 
 
 def published_policies(store: ObjectStore, names: Names) -> Iterator[tuple[int, str]]:
-    """Yield version and manifest's key of every published policy, the newest version and lineage first.
+    """Yield version and whole key of the manifest of every published policy, the newest version and lineage first
+    (blocking).
 
-    Of a run that has succeeded, those that its seal names: what was published after the seal does not count.
+    The key is that of the newest revision. Of a run that has succeeded only those that its seal names: what was
+    published after the seal does not count.
     """
     seal = load_seal(store, names)
     is_whole = seal is not None and seal.others is not None and seal.state == "SUCCEEDED"
@@ -230,6 +241,7 @@ def published_policies(store: ObjectStore, names: Names) -> Iterator[tuple[int, 
         first = names.policy_manifest(lineage, version)
         if (newest := find_newest(store, first)) is None:
             continue
+        # Of a run that is sealed as a whole, the newest revision that the seal names.
         revisions = (revision_key(first, number) for number in range(revision_of(newest), -1, -1))
         for key in revisions if is_whole else (newest,):
             if seal is None or not is_whole or key.removeprefix(names.root) in seal.objects:

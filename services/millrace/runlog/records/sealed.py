@@ -34,13 +34,13 @@ class Seal:
     """On its writer's clock, ISO 8601 with a zone."""
 
     def encode(self) -> bytes:
-        """Return canonical JSON."""
+        """Return the seal as JSON with sorted keys."""
         fields = {name: getattr(self, name) for name in self.__slots__}
         return json.dumps({"format": FORMAT, **fields}, sort_keys=True, indent=1).encode()
 
     @classmethod
     def decode(cls, data: bytes, *, where: str) -> "Seal":
-        """Parse a seal; `CorruptObjectError` if it is none."""
+        """Parse a seal from its object's bytes; `CorruptObjectError`, naming `where`, if it is none."""
         raw = decode_object(data, what=where, reason="SEAL_CORRUPT", remedy=_REMEDY)
         try:
             fields = Fields(raw)
@@ -58,7 +58,10 @@ class Seal:
 
 
 def seal_key(store: ObjectStore, names: Names) -> str:
-    """Return the key of the seal of the run's current end (blocking): each reopening begins the next number."""
+    """Return the key that the seal of the run's current end has, stored or not (blocking).
+
+    Each reopening begins the next number.
+    """
     return names.seal(sum(1 for _ in store.list(names.reopenings)))
 
 

@@ -57,14 +57,18 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SOCKET_TIMEOUT_S = 15.0  # above the longest blocking read (5 s) with room for a 4 MiB entry on a slow link
+# Above the longest blocking read (5 s) with room for a 4 MiB entry on a slow link.
+SOCKET_TIMEOUT_S = 15.0
 CONNECT_TIMEOUT_S = 5.0
 HEALTH_CHECK_S = 30  # a connection that was idle that long is pinged before it is used
 MAX_BLOCK_S = 5.0  # no read blocks longer, so that a gone log is seen
-RETRY_DEADLINE_S = 30.0  # an append-only file of some GiB loads in that time; then the caller must know
-QUIET_S = 1.0  # a command that lasts longer shows itself as a wait; a blocking one that much beyond its block
+# A Redis loads an append-only file of some GiB in that time; after it the caller gets the error.
+RETRY_DEADLINE_S = 30.0
+# A command that takes longer, beyond the time that it may block, is shown as a wait.
+QUIET_S = 1.0
 OUTAGE_S = 5.0  # a command that took so long was held up by Redis, not by its own work
-EXCUSED = 3  # tries that failed while this process itself stood still and are repeated as if they had not been made
+# So many tries that failed because this process itself did not run are repeated without being counted.
+EXCUSED = 3
 _BACKOFF = Backoff(0.05, 2.0, spread=(0.5, 1.0))
 _MAX_CONNECTIONS = 512  # every blocked reader (a watcher of a run) holds one
 
@@ -82,7 +86,7 @@ class Outage:
 
     @property
     def seconds(self) -> float:
-        """Return the duration in seconds."""
+        """Return for how many seconds Redis did not answer."""
         return self.ended - self.began
 
 
@@ -93,17 +97,19 @@ OUTAGES: deque[Outage] = deque(maxlen=16)
 def open_redis(url: str) -> redis_asyncio.Redis:
     """Return a client for `redis://[user:password@]host:port/db` (or rediss, unix); it connects on first use.
 
-    InvalidSpecError if the URL is malformed.
+    InvalidSpecError, without the URL's text, if it is malformed.
     """
     try:
         return redis_asyncio.Redis.from_url(
             url,
             decode_responses=False,
-            socket_timeout=None,  # `call` bounds every command itself, see there
+            # `call` bounds every command; its docstring says why redis-py must not.
+            socket_timeout=None,
             socket_connect_timeout=CONNECT_TIMEOUT_S,
             socket_keepalive=True,
             health_check_interval=HEALTH_CHECK_S,
-            protocol=2,  # one shape of answers on every server version
+            # RESP2, so that answers have one shape on every version of the server.
+            protocol=2,
             max_connections=_MAX_CONNECTIONS,
             retry=Retry(NoBackoff(), 0),
         )
@@ -118,7 +124,7 @@ def open_redis(url: str) -> redis_asyncio.Redis:
 
 
 def describe(client: redis_asyncio.Redis) -> str:
-    """Return `host:port` (or the socket's path) of a client, without credentials."""
+    """Return `host:port` (or the socket's path) of a client, without credentials, for messages."""
     options = client.connection_pool.connection_kwargs
     return options.get("path") or join_address(options.get("host", "localhost"), options.get("port", 6379))
 
@@ -131,11 +137,12 @@ async def call(
     deadline_s: float = RETRY_DEADLINE_S,
     block_s: float = 0.0,
 ) -> T:
-    """Await `command()`, repeating it while Redis is unreachable; `what` describes it in messages.
+    """Await `command()` and return its result, repeating it while Redis is unreachable.
 
-    `block_s` is how long the command itself may wait in Redis for something to come. Time in which this process did
-    not run does not count. `UnavailableError` after `deadline_s`, or at once the error for what Redis refuses
-    (`refusal`). The deadline of one try is set here and not by redis-py's `socket_timeout`: that one sends through
+    The command may run again after it has had its effect, because its answer was lost. `what` describes it in messages.
+    `block_s` is how long the command itself may wait in Redis for something to come. Time in which this process did not
+    run does not count. `UnavailableError` after `deadline_s`, or at once the error for what Redis refuses (`refusal`).
+    The deadline of one try is set here and not by redis-py's `socket_timeout`: that one sends through
     `asyncio.wait_for`, which on Python 3.11 swallows a cancellation that arrives while the send completes
     (python/cpython#81839), so that a cancelled reader would go on reading for ever.
     """
@@ -144,6 +151,7 @@ async def call(
     reason = f"Redis at {address}, which does not answer ({what})"
     with waits.shared(reason, waits_on="redis", deadline_s=SOCKET_TIMEOUT_S, quiet_s=block_s + QUIET_S) as wait:
         result = await _retry(client, what, command, deadline_s=deadline_s, on_failure=wait.show)
+    # Kept for an event, which can only be written once Redis answers again.
     if _awake_s(began) > block_s + OUTAGE_S:
         _note_outage(address, began + block_s)
     return result
@@ -159,8 +167,8 @@ async def _retry(
 ) -> T:
     """Return the result of the command, which is tried again for `deadline_s` after its first failure.
 
-    The failure and the recovery are one log line each. `on_failure` gets a text and a refusal for the registered
-    wait. Raises as `call` does.
+    The failure and the recovery are one log line each. `on_failure` gets, at the first failure, a text (empty: the
+    usual one) and a refusal for the registered wait. Raises as `call` does.
     """
     address, num_failed, began, excused = describe(client), 0, 0.0, 0
     # unregistered wait: `call` around it is the registered wait
@@ -174,6 +182,8 @@ async def _retry(
         except _RETRIED as error:
             failure = error
         except RedisError as error:
+            # The error of a command inside a script is a ResponseError with the text of READONLY, so its class is not
+            # enough.
             if not is_read_only(error):
                 raise refusal(error, what, address=address) from error
             failure = error
@@ -186,6 +196,8 @@ async def _retry(
             excused += 1
             logger.info("this process stood still while it was %s: once more", what)
             continue
+        # The deadline counts from the first failure: a command that waited in Redis before it failed has used none of
+        # it.
         if not began:
             began = time.monotonic()
             text = f"Redis at {address}, a replica that cannot be written to ({what})"
@@ -206,7 +218,7 @@ async def _retry(
 
 
 def _awake_s(began: float) -> float:
-    """Return the seconds since a moment, without those in which this process did not run."""
+    """Return the seconds since `began` (monotonic), without those in which this process did not run."""
     now = time.monotonic()
     return now - began - standstill.METER.within(began, now)
 
@@ -234,7 +246,7 @@ def as_text(value: Any) -> str:
 
 
 def refusal(error: RedisError, what: str, *, address: str) -> MillraceError:
-    """Return the error to raise for `what`, which Redis at `address` did not do.
+    """Make the error to raise for `what` (in words), which Redis at `address` did not do.
 
     RefusedError where Redis may do it later without anybody changing a run; else nothing but a change helps.
     """
@@ -247,20 +259,28 @@ def refusal(error: RedisError, what: str, *, address: str) -> MillraceError:
 
 
 def known_refusal(error: Exception, what: str, *, address: str) -> MillraceError | None:
-    """Return the error to raise for what Redis refused, if its text names a cause; else None."""
+    """Make the error to raise for what Redis refused, if its text names a cause that is known; else return None.
+
+    `what` says in words what it refused, for the message.
+    """
     return _of_role(error, what, address) or _of_rights_and_room(error, what, address)
 
 
 def is_read_only(error: Exception) -> bool:
-    """Return whether a replica answers; perhaps a failover is under way, and the connection leads to the old primary.
+    """Return whether an error is that of a replica, which takes no writes.
 
-    A read that waits while its server becomes a replica is ended with UNBLOCKED.
+    Perhaps a failover is under way, and the connection leads to the old primary. A read that waits while its server
+    becomes a replica is ended with UNBLOCKED.
     """
     return isinstance(error, ReadOnlyError) or _says(error, "READONLY", "read only replica", "UNBLOCKED")
 
 
 def _of_role(error: Exception, what: str, address: str) -> MillraceError | None:
-    """Return the error for a Redis that is a replica, lacks replicas or its disk, or is a cluster's node; else None."""
+    """Make the error for a Redis that is a replica, lacks replicas or its disk, or is a cluster's node; else return
+    None.
+
+    `what` says in words what it refused.
+    """
     metadata = {"address": address}
     if is_read_only(error):
         return RefusedError(
@@ -294,6 +314,10 @@ def _of_role(error: Exception, what: str, address: str) -> MillraceError | None:
 
 
 def _of_rights_and_room(error: Exception, what: str, address: str) -> MillraceError | None:
+    """Make the error for wrong credentials, missing rights, no memory, or a key of another type; else return None.
+
+    `what` says in words what Redis refused.
+    """
     metadata = {"address": address}
     if isinstance(error, AuthenticationError):
         return PermissionDeniedError(
@@ -328,6 +352,7 @@ def _of_rights_and_room(error: Exception, what: str, address: str) -> MillraceEr
 
 
 def _says(error: Exception, *words: str) -> bool:
+    """Return whether an error's text contains one of these words."""
     return any(word in str(error) for word in words)
 
 
@@ -348,7 +373,7 @@ _BLOCK_MS = 20
 
 
 async def redis_self_test(client: redis_asyncio.Redis, *, prefix: str) -> None:
-    """Do on a few keys under `prefix` what runs do; the keys are deleted, and expire if that fails.
+    """Try out on a few keys under `prefix` what runs ask of Redis; the keys are deleted, and expire if that fails.
 
     InvalidStateError (REDIS_TOO_OLD, REDIS_SEMANTICS), PermissionDeniedError (REDIS_DENIED) and UnavailableError
     (REDIS_READ_ONLY) name what is wrong and what to do.
@@ -374,6 +399,10 @@ async def redis_self_test(client: redis_asyncio.Redis, *, prefix: str) -> None:
 
 
 async def _check_version(client: redis_asyncio.Redis, address: str) -> None:
+    """Raise InvalidStateError if the server's version is below `LEAST_VERSION`.
+
+    Warn of one above those that were tried.
+    """
     try:
         # unregistered wait: bounded by DEADLINE_S
         found = await client.info("server")
@@ -399,6 +428,7 @@ async def _check_version(client: redis_asyncio.Redis, address: str) -> None:
 
 
 def _major_and_minor(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version, fewer if it has fewer."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
@@ -420,7 +450,7 @@ class _Trial:
         }
 
     async def clean_up(self) -> None:
-        """Delete the keys; a failure is ignored, because its cause was reported before."""
+        """Delete the keys that were tried out; a failure is ignored, because its cause was reported before."""
         try:
             async with asyncio.timeout(DEADLINE_S):
                 await self._client.delete(self._names.meta, self._stream, self._lease)
@@ -428,15 +458,18 @@ class _Trial:
             return
 
     async def _run(self, run: script.Script, keys: list[str], args: list[Any]) -> None:
+        """Run a script, and raise ResponseError unless it answers OK."""
         answer = await run.run(self._client, keys, args)
         if not isinstance(answer, list) or as_text(answer[0]) != "OK":
             raise ResponseError(f"the script answered {answer!r:.100}")
 
     async def _create(self) -> None:
+        """Make the hash of a run by a script."""
         await self._run(script.CREATE_META, [self._names.meta], ["1"])
         await self._client.expire(self._names.meta, 60)
 
     async def _append(self) -> None:
+        """Append an entry by the append script, in the modes of rollouts and of events."""
         data = b"self-test"
         entry = [1, hashlib.sha256(data).hexdigest(), data, ""]
         for mode, role, position in (("auto", "", 0), ("writer", "self-test", 1)):
@@ -447,16 +480,20 @@ class _Trial:
         await self._client.expire(self._stream, 60)
 
     async def _read(self) -> None:
+        """Read the appended entry, and raise ResponseError unless a read after it waits for another one."""
         found = await self._client.execute_command("XREAD", "COUNT", 1, "STREAMS", self._stream, "0")
         if not found:
             raise ResponseError("a read from the beginning found nothing of what was added")
         newest = found[0][1][0][0]
         words = ("XREAD", "COUNT", 1, "BLOCK", _BLOCK_MS, "STREAMS", self._stream, newest)
         began = time.monotonic()
+        # Half of the block time is enough for the proof: the two clocks need not agree to the millisecond, and a server
+        # that ignores BLOCK answers at once.
         if await self._client.execute_command(*words) or time.monotonic() - began < _BLOCK_MS / 2000:
             raise ResponseError("a read after the newest entry did not wait for another one")
 
     async def _take_lease(self) -> None:
+        """Take a lease, and raise ResponseError unless it expires in time."""
         lease_ms = await self._hold_lease()
         ends = time.monotonic() + lease_ms / 1000 + _LATE_S
         # unregistered wait: bounded by DEADLINE_S
@@ -474,12 +511,15 @@ class _Trial:
             found = await self._client.get(self._lease)
             if found == b"held":
                 return lease_ms
+            # Absent before its time is over: the server lost it. Absent after that: two commands took longer than the
+            # lease lasts, so a longer one is tried.
             if found is not None or time.monotonic() - began < lease_ms / 1000:
                 raise ResponseError("a lease that was taken is not there")
         raise TimeoutError
 
 
 def _explained(error: Exception, address: str, doing: str) -> MillraceError:
+    """Make the error to raise for a self-test that failed; `doing` says in words what was tried then."""
     if (known := known_refusal(error, doing, address=address)) is not None:
         return known
     if isinstance(error, ResponseError):

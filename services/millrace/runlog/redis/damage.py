@@ -43,7 +43,7 @@ class LogCopy(Protocol):
 
     @property
     def uid(self) -> str:
-        """Return the run."""
+        """Return the uid of the run."""
         ...
 
     async def next_position(self, stream: Stream) -> int:
@@ -51,12 +51,12 @@ class LogCopy(Protocol):
         ...
 
     async def read_range(self, stream: Stream, first: str, last: str) -> list[Entry]:
-        """Return entries with ids from `first` to `last`, inclusive."""
+        """Return the entries of a stream with ids from `first` to `last`, inclusive."""
         ...
 
 
 def log_damaged(text: str) -> LogGoneError:
-    """Return the error of a log whose copy in Redis is damaged; `text` says where and how."""
+    """Make (not raise) the error of a log whose copy in Redis is damaged; `text` says where and how."""
     return LogGoneError(
         f"redis: {text}; being rebuilt",
         reason="LOG_DAMAGED",
@@ -65,10 +65,11 @@ def log_damaged(text: str) -> LogGoneError:
 
 
 async def mark_damaged(log: LogCopy, what: str, cause: str) -> LogGoneError:
-    """Mark this generation of the log as damaged, so that it is rebuilt, and return the error to raise.
+    """Mark this generation of the log in Redis as damaged, so that it is rebuilt, and return (not raise) the error for
+    it.
 
-    `what` is a part such as `stream batches`, `cause` what is wrong with it. Nothing is marked if Redis holds
-    another generation by now.
+    `what` is a part such as `stream batches`, `cause` what is wrong with it. Nothing is marked if Redis holds another
+    generation by now.
     """
     text = f"{what} of run {log.uid} is damaged{cause and ' '}{cause}"
     answer, _ = await connection.call(
@@ -85,10 +86,10 @@ async def mark_damaged(log: LogCopy, what: str, cause: str) -> LogGoneError:
 
 
 async def check_entries(log: LogCopy, stream: Stream, entries: list[Entry]) -> list[Entry]:
-    """Return the entries of a page, read while the log was there, if they are fit for its stream.
+    """Return the entries of a page, which was read while the log was there, if they are fit for its stream.
 
     Else mark the log as damaged and raise `LogGoneError`: for a damaged batch or policy, or an event of a later
-    generation.
+    generation. Damaged rollouts and events pass.
     """
     for entry in entries:
         if stream in (Stream.BATCHES, Stream.POLICIES) and entry.damage:
@@ -113,7 +114,7 @@ async def require_backed(log: LogCopy, stream: Stream, position: int) -> None:
 
 
 async def require_committed(log: LogCopy, step: int, data: bytes) -> None:
-    """Mark the Redis copy as damaged, without raising, unless `data` is a committed header of the step in the store.
+    """Mark the Redis copy as damaged, without raising, unless the store has a header of the step with the bytes `data`.
 
     Where a run was reopened a step has several headers (`revisions`).
     """
@@ -122,10 +123,10 @@ async def require_committed(log: LogCopy, step: int, data: bytes) -> None:
 
 
 async def require_own(log: LogCopy, stream: Stream, position: int, data: bytes) -> None:
-    """Raise `LogGoneError`, and mark the Redis copy as damaged, if its entry at `position` is not from the store.
+    """Raise `LogGoneError`, and mark the Redis copy as damaged, if the store lacks what it has at `position`.
 
-    `data` is what was to be appended there. Returns if the stream is just further, or if the store has not `data`
-    itself.
+    It is called where `data` could not be appended at `position`. Its newest entry must be in the store, too. Returns
+    without a look if Redis has not come as far as `position`, or if the store does not have `data` itself.
     """
     # A stream that is only further on has this entry in its past.
     newest = await log.next_position(stream) - 1
@@ -139,11 +140,11 @@ async def require_own(log: LogCopy, stream: Stream, position: int, data: bytes) 
 
 
 async def checked_policy(log: LogCopy, entry: Entry) -> policy_pb2.PolicyEntry | None:
-    """Return the policy version that an entry announces; None if the store does not keep it any more.
+    """Return the policy version that an entry of the policy stream announces.
 
-    `LogGoneError`, and a rebuild, if its manifest in the store is another one, or was never written. A damaged
-    manifest is no error here, because a rebuild does not repair it: its reader finds it, and the trainer publishes
-    it anew.
+    None if the store does not keep it any more. `LogGoneError`, and a rebuild, if its manifest in the store is another
+    one, or was never written. A damaged manifest is no error here, because a rebuild does not repair it: its reader
+    finds it, and the trainer publishes it anew.
     """
     try:
         policy = _decode_policy(entry.d)
@@ -166,8 +167,9 @@ async def checked_policy(log: LogCopy, entry: Entry) -> policy_pb2.PolicyEntry |
 
 
 def _is_of(manifest: bytes, policy: policy_pb2.PolicyEntry) -> bool:
-    """Return whether a stored manifest is the announced one, or damaged, or of the same weights: a lost one is made
-    again.
+    """Return whether a stored manifest is the announced one, or is damaged, or names the same weights.
+
+    A manifest that was lost is made again, with other bytes.
     """
     if hashlib.sha256(manifest).digest() == policy.manifest_sha256:
         return True
@@ -179,13 +181,14 @@ def _is_of(manifest: bytes, policy: policy_pb2.PolicyEntry) -> bool:
 
 
 def _decode_policy(data: bytes) -> policy_pb2.PolicyEntry:
+    """Return the message in a policy entry's bytes; CorruptObjectError if they hold none."""
     return decode_message(policy_pb2.PolicyEntry, data, what="it", reason="ENTRY_CORRUPT", max_bytes=MAX_POLICY_BYTES)
 
 
 def _is_in_store(log: LogCopy, stream: Stream, position: int, data: bytes | None = None) -> bool:
-    """Return whether the store has a batch of that number, or a policy of that or a later one.
+    """Return whether the store has a batch of that number (`position`), or a policy of that version or a later one.
 
-    With `data`, whether it has a header or a policy that is equal to these bytes.
+    With `data`, whether the store has a header of that step with these bytes, or the policy that these bytes announce.
     """
     if stream is Stream.BATCHES:
         stored = _headers(log, position)
@@ -211,9 +214,9 @@ def _headers(log: LogCopy, step: int) -> list[bytes]:
 
 
 def _manifest(log: LogCopy, policy: policy_pb2.PolicyEntry) -> bytes | None:
-    """Return the manifest of a version as it was written first, or its newest successor if that one is lost.
+    """Return the bytes of a version's manifest as it was written first, or of its newest successor if that one is lost.
 
-    Nothing, which is no manifest, represents one that is too large to be one.
+    None if there is none; empty bytes if it is too large to be one.
     """
     key = log.names.policy_manifest(policy.lineage, policy.version)
     try:
@@ -224,6 +227,10 @@ def _manifest(log: LogCopy, policy: policy_pb2.PolicyEntry) -> bytes | None:
 
 
 def _get(log: LogCopy, key: str, *, max_bytes: int) -> bytes | None:
+    """Return an object's bytes, by its whole key.
+
+    None if there is none, CorruptObjectError if it is larger than `max_bytes`.
+    """
     try:
         return log.store.get(key, max_bytes=max_bytes)
     except NotFoundError:

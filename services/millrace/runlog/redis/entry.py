@@ -1,5 +1,6 @@
 """What an append answers and what a read returns: results, entries, their format and hash checks."""
 
+import asyncio
 import hashlib
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -39,9 +40,9 @@ class AppendResult(StrEnum):
     LOGGONE = "LOGGONE"
 
     def require(self, what: str) -> None:
-        """Return for OK and ALREADY, as the entry is in the log then.
+        """Return for OK and ALREADY, as the entry is in the log then; raise the error of any other answer.
 
-        Raise the error of any other answer, naming `what`.
+        `what` says in words what was appended, for its message.
         """
         match self:
             case AppendResult.OK | AppendResult.ALREADY:
@@ -83,13 +84,16 @@ OnDamaged: TypeAlias = Callable[[Stream, Entry], None]
 
 
 def id_order(id_: str) -> tuple[int, int]:
-    """Return the sort key of entry ids."""
+    """Return the two numbers of an entry's id, `major-minor`, by which ids sort."""
     major, _, minor = id_.partition("-")
     return int(major), int(minor)
 
 
 def read_entry(key: str, id_: bytes, fields: Mapping[bytes, bytes]) -> Entry:
-    """Return the entry of a raw one, or, if it is damaged, a placeholder with the reason in `damage`."""
+    """Return an entry of Redis' stream `key` from its id and fields.
+
+    A damaged one as a placeholder with `damage` set.
+    """
     try:
         return decode_entry(key, id_, fields)
     except (CorruptObjectError, InvalidStateError) as error:
@@ -97,14 +101,14 @@ def read_entry(key: str, id_: bytes, fields: Mapping[bytes, bytes]) -> Entry:
 
 
 def damaged_entry(id_: str, error: MillraceError) -> Entry:
-    """Return the placeholder of an entry that cannot be used."""
+    """Return the placeholder, without bytes, of an entry that cannot be used; the error's message is its `damage`."""
     return Entry(id=id_, v=0, h="", d=b"", tp="", damage=error.message)
 
 
 def decode_entry(key: str, id_: bytes, fields: Mapping[bytes, bytes]) -> Entry:
-    """Return the entry of a raw one, with format, size and hash checked.
+    """Return an entry of Redis' stream `key` from its id and fields, with format, size and hash checked.
 
-    CorruptObjectError or InvalidStateError if they fail.
+    CorruptObjectError or InvalidStateError (another format) if they fail.
     """
     where = f"entry {as_text(id_)} of {key}"
     try:
@@ -113,6 +117,7 @@ def decode_entry(key: str, id_: bytes, fields: Mapping[bytes, bytes]) -> Entry:
         raise CorruptObjectError(
             f"{where} lacks the field {error}", reason="ENTRY_CORRUPT", remedy="find out who else writes to this key"
         ) from error
+    # The format first: what the other fields mean depends on it.
     major = check_format(as_text(version), where)
     if len(data) > MAX_ENTRY_BYTES:
         raise CorruptObjectError(
@@ -136,9 +141,9 @@ def decode_entry(key: str, id_: bytes, fields: Mapping[bytes, bytes]) -> Entry:
 
 
 def check_format(version: str, where: str) -> int:
-    """Return the major number of a format version; `InvalidStateError` if this release does not read it.
+    """Return the major number of a format version such as "4" or "4.1"; `where` names what has it, for messages.
 
-    `CorruptObjectError` if it is no version.
+    `InvalidStateError` if this release does not read that major, `CorruptObjectError` if it is no version.
     """
     # Releases of one major read each other's minors.
     major = version.partition(".")[0]
@@ -164,7 +169,7 @@ def check_format(version: str, where: str) -> int:
 async def scan(
     read_page: Callable[[str, int], Awaitable[Page | None]], num_at_once: int
 ) -> AsyncIterator[tuple[bytes, Mapping[bytes, bytes]]]:
-    """Yield every raw entry of a stream, page by page.
+    """Yield every raw entry (id and fields) of a stream, page by page, of at most `num_at_once` entries.
 
     `read_page` gets an id to begin at, exclusive after a `(`, and the most entries to return; None from it ends the
     scan.
@@ -180,9 +185,22 @@ async def scan(
 
 
 def log_gone(what: str) -> LogGoneError:
-    """Return the error of a log that Redis does not hold any more."""
+    """Make (not raise) the error of a log that Redis does not hold any more; `what` was being done."""
     return LogGoneError(
         f"{what}: Redis does not hold the log of the run",
         reason="LOG_GONE",
         remedy="rebuild it from the object store",
     )
+
+
+HASHED_HERE_BYTES = 256 << 10
+"""Most bytes that are hashed on the event loop: a batch of 32 MiB would take it for some 30 ms."""
+
+
+async def hashes_of(entries: Sequence[bytes]) -> list[str]:
+    """Return the sha256 (hex) of each entry's bytes, of many bytes computed in a thread."""
+
+    def compute() -> list[str]:
+        return [hashlib.sha256(data).hexdigest() for data in entries]
+
+    return await asyncio.to_thread(compute) if sum(map(len, entries)) > HASHED_HERE_BYTES else compute()

@@ -4,25 +4,32 @@ A value that is no lease is damage, and nobody's: the holder writes its own over
 is no holder it expires within one ttl.
 """
 
+import contextlib
 import json
 import logging
 import math
 import secrets
 import time
+from collections.abc import Sequence
 from typing import NamedTuple, Self
+
+import redis.asyncio as redis_asyncio
 
 from millrace.decoding import Fields, decode_object
 from millrace.errors import CorruptObjectError, FencedError
-from millrace.runlog.redis import script
+from millrace.runlog.names import Names
+from millrace.runlog.redis import connection, script
 from millrace.runlog.redis.connection import as_text
 from millrace.runlog.redis.entry import log_gone
 from millrace.runlog.redis.log import RunLog
 
 logger = logging.getLogger(__name__)
 
-_KEEP_END_S = 7 * 24 * 3600.0  # a run that is paused for longer begins again without the words of who paused it
+# A run that is paused for longer begins again without the words of who paused it.
+_KEEP_END_S = 7 * 24 * 3600.0
 _MAX_WORDS = 2000
-_MAX_TAKEOVERS = 3  # each repetition means that the dead holder's value changed meanwhile: somebody else was faster
+# Each repetition means that the dead holder's value changed meanwhile: somebody else was faster.
+_MAX_TAKEOVERS = 3
 
 
 class LeaseHolder(NamedTuple):
@@ -48,6 +55,10 @@ class Lease:
     def __init__(
         self, log: RunLog, *, role: str, owner: str, ttl_s: float, token: str, renewed: float, slot: str = ""
     ) -> None:
+        """Take what `acquire` has got: a lease that is held. `renewed` is when that was sent, on the monotonic clock.
+
+        `token` is in the lease's value, and tells this holder from all others.
+        """
         self._log = log
         self._key = log.names.lease(role)
         self._token = token
@@ -63,11 +74,11 @@ class Lease:
 
     @classmethod
     async def acquire(cls, log: RunLog, role: str, owner: str, ttl_s: float, *, slot: str = "") -> Self | None:
-        """Take the lease if it is free; None if another process holds it. LogGoneError if Redis does not hold the log.
+        """Take the lease of a role for `ttl_s` seconds if it is free, and return it; None if another process holds it.
 
-        `slot` is a place that only one process can have at a time (`host/address`): a lease of the same slot is
-        a dead predecessor's and is taken over at once. A damaged value is not taken over, but expires within
-        `ttl_s`.
+        `slot` is a place that only one process can have at a time (`host/address`): a lease of the same slot is a dead
+        predecessor's and is taken over at once. A damaged value is not taken over, but expires within `ttl_s`.
+        LogGoneError if Redis does not hold the log.
         """
         token, expected = secrets.token_hex(8), b""
         value = _value(owner, token, 0, slot)
@@ -82,14 +93,16 @@ class Lease:
             answer, held = as_text(reply[0]), reply[1]
             if answer == "LOGGONE":
                 raise log_gone(f"lease of {role} of run {log.uid}")
-            if answer == "OK" or as_text(held) == value:  # equal: our own call, whose answer was lost
+            # An equal value is that of our own call before, whose answer was lost: the token is random.
+            if answer == "OK" or as_text(held) == value:
                 lease = cls(log, role=role, owner=owner, ttl_s=ttl_s, token=token, renewed=began, slot=slot)
                 lease.taken_from = taken_from
                 return lease
             try:
                 holder = _decode(held, role, log.uid)
             except CorruptObjectError as error:
-                await _expire(log, role, held, ttl_s, error)  # before then its holder may write over it
+                # Not taken over now: a living holder writes its own value over it at its next renewal.
+                await _expire(log, role, held, ttl_s, error)
                 return None
             if not slot or holder.slot != slot:
                 return None
@@ -99,11 +112,14 @@ class Lease:
 
     @property
     def may_write(self) -> bool:
-        """Return whether the last renewal was sent less than half the ttl ago, on this process's monotonic clock."""
+        """Return whether the last renewal was sent less than half the ttl ago, on this process's monotonic clock.
+
+        False once the lease is lost or released.
+        """
         return time.monotonic() - self._renewed < self.ttl_s / 2
 
     def require(self) -> None:
-        """Raise `FencedError` unless `may_write`."""
+        """Raise `FencedError` unless the last renewal is less than half the ttl ago (`may_write`)."""
         if not self.may_write:
             raise FencedError(
                 f"the lease of {self.role} of run {self._log.uid} was not renewed for half its {self.ttl_s:g} s",
@@ -112,10 +128,11 @@ class Lease:
             )
 
     async def renew(self, *, epoch: int = 0) -> bool:
-        """Extend the lease by its ttl and record the holder's epoch; False if another holds it, or it was released.
+        """Extend the lease by its ttl and write the holder's epoch into it (0: as before).
 
-        The holder must not write after False. A lease that is not there (Redis was wiped, lost its tail, or it
-        ran out and nobody took it) is taken again: epochs, not leases, fence.
+        Return False if another process holds it, or it was released: the holder must not write any more. A lease that
+        is not there (Redis was wiped, lost its tail, or it ran out and nobody took it) is taken again: epochs, not
+        leases, fence.
         """
         if self._is_released:
             return False
@@ -130,6 +147,7 @@ class Lease:
                 lambda args=args: script.RENEW_LEASE.run(self._log.redis, [self._key], args),
             )
             if as_text(answer) == "OK":
+                # When it was sent, not when the answer came: the lease lasts at least as long as this process believes.
                 self._renewed = began
                 return True
             try:
@@ -137,6 +155,7 @@ class Lease:
                 break
             except CorruptObjectError as error:
                 logger.warning("a lease was damaged and is written anew by its holder", extra=_fields(self._key, error))
+                # The script writes over exactly this value: by then another process may have written a lease.
                 expected = held
         self._renewed = -math.inf
         return False
@@ -144,8 +163,9 @@ class Lease:
     async def release(self, why: str = "") -> None:
         """Give the lease back if it is still ours.
 
-        The next holder can read `why` (`last_end`), if there is any text.
+        `why` is kept for the next holder (`last_end`) for a week, if there is any text.
         """
+        # Before the call, so that no renewal takes the lease again meanwhile.
         self._is_released = True
         self._renewed = -math.inf
         words = json.dumps({"owner": self.owner, "epoch": self._epoch, "why": why[:_MAX_WORDS]}) if why else ""
@@ -158,7 +178,10 @@ class Lease:
 
 
 async def last_end(run_log: RunLog, role: str) -> LeaseEnd | None:
-    """Return what the last holder of a role wrote when it gave the role back; None if nothing, or nothing readable."""
+    """Return what the last holder of a role wrote when it gave the role back; None if nothing, or nothing readable.
+
+    It has the holder, its epoch and its reason.
+    """
     key = run_log.names.lease_end(role)
     found = await run_log.call(f"reading the end of the lease of {role}", lambda: run_log.redis.get(key))
     if found is None:
@@ -171,8 +194,44 @@ async def last_end(run_log: RunLog, role: str) -> LeaseEnd | None:
         return None
 
 
+async def read_owner(redis: redis_asyncio.Redis, names: Names, role: str) -> str | None:
+    """Return who holds the lease of a role of a run; None if nobody does, and empty where the lease is damaged."""
+    held = await connection.call(redis, f"reading the lease of {role}", lambda: redis.get(names.lease(role)))
+    if held is None:
+        return None
+    try:
+        return _decode(held if isinstance(held, bytes) else held.encode(), role, names.uid).owner
+    except CorruptObjectError:
+        return ""
+
+
+async def read_held(redis: redis_asyncio.Redis, names: Sequence[Names], role: str, *, slot: str = "") -> frozenset[str]:
+    """Return the uids of those runs whose lease of a role somebody holds, from one request to Redis.
+
+    `names` has the keys of each run. A lease of the own `slot` (empty for none) is a dead predecessor's and, as one
+    that is damaged, does not count: `Lease.acquire` deals with both.
+    """
+    if not names:
+        return frozenset()
+    keys = [each.lease(role) for each in names]
+    values = await connection.call(redis, f"reading the leases of {role}", lambda: redis.mget(keys))
+    held = set[str]()
+    for each, value in zip(names, values, strict=True):
+        if value is None:
+            continue
+        with contextlib.suppress(CorruptObjectError):
+            holder = _decode(value if isinstance(value, bytes) else value.encode(), role, each.uid)
+            if not slot or holder.slot != slot:
+                held.add(each.uid)
+    return frozenset(held)
+
+
 async def _expire(run_log: RunLog, role: str, held: bytes, ttl_s: float, error: CorruptObjectError) -> None:
-    """Have a value that is no lease expire within a ttl, so that it does not keep everybody out for ever."""
+    """Have a lease's value `held` that is no lease expire within a ttl, so that it does not keep everybody out for
+    ever.
+
+    `error` says what is wrong with it, for the log.
+    """
     key = run_log.names.lease(role)
     is_bounded = await run_log.call(
         f"bounding the lease of {role}",
@@ -186,14 +245,17 @@ async def _expire(run_log: RunLog, role: str, held: bytes, ttl_s: float, error: 
 
 
 def _fields(key: str, error: Exception) -> dict[str, object]:
+    """Return the fields of a log line about a damaged lease."""
     return {"key": key, "error": str(error)}
 
 
 def _value(owner: str, token: str, epoch: int, slot: str) -> str:
+    """Return the JSON that a lease's key holds."""
     return json.dumps({"owner": owner, "token": token, "epoch": epoch, "slot": slot}, sort_keys=True)
 
 
 def _decode(value: bytes, role: str, uid: str) -> LeaseHolder:
+    """Return who holds a lease, by its value; CorruptObjectError if that is no lease."""
     try:
         fields = Fields(decode_object(value, what="it", reason="LEASE_CORRUPT", max_bytes=64 << 10))
         return LeaseHolder(fields.text("owner"), fields.integer("epoch"), fields.text("slot"))
@@ -206,6 +268,7 @@ def _decode(value: bytes, role: str, uid: str) -> LeaseHolder:
 
 
 def _milliseconds(ttl_s: float) -> int:
+    """Return seconds as whole milliseconds, rounded up; ValueError unless they are positive."""
     if ttl_s <= 0:
         raise ValueError(f"a lease needs a positive ttl, not {ttl_s}")
     return math.ceil(ttl_s * 1000)

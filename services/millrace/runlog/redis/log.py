@@ -1,7 +1,6 @@
 """The log of one run: append through the one guarded script, read with the checks of docs/reliability.md."""
 
 import asyncio
-import hashlib
 import logging
 import re
 import time
@@ -38,6 +37,7 @@ from millrace.runlog.redis.entry import (
     Entry,
     check_format,
     decode_entry,
+    hashes_of,
     log_gone,
     read_entry,
 )
@@ -65,6 +65,10 @@ class RunLog:
     def __init__(
         self, redis: redis_asyncio.Redis, store: ObjectStore, *, names: Names, generation: int, run_hash: str
     ) -> None:
+        """Create the object alone; nothing is read.
+
+        `generation` 0 with an empty `run_hash` is a log that is not open yet.
+        """
         self.redis = redis
         self.store = store
         self.names = names
@@ -83,10 +87,10 @@ class RunLog:
     async def create(
         cls, redis: redis_asyncio.Redis, store: ObjectStore, prefix: str, uid: str, run_json: bytes
     ) -> "RunLog":
-        """Create the log of a new run: `run.json` (create-only), generation 1, meta. Repeating it is harmless.
+        """Create the log of a new run, and return it opened: `run.json` (create-only), generation 1, meta in Redis.
 
-        `AlreadyExistsError` if the uid has another `run.json` or its log a later generation. The run is listed
-        nowhere yet (`index.create_run`).
+        Repeating it is harmless. `AlreadyExistsError` if the uid has another `run.json` or its log a later generation.
+        The run is listed nowhere yet (`index.create_run`).
         """
         names = Names(prefix, uid)
         is_new = await asyncio.to_thread(store.create, names.run_json, run_json)
@@ -115,10 +119,11 @@ class RunLog:
         return cls(redis, store, names=names, generation=generation, run_hash=run_hash)
 
     async def reopen(self, *, is_checked: bool = True) -> None:
-        """Adopt, in place, the generation that Redis holds now; `LogGoneError` while it holds none, or a damaged one.
+        """Adopt, in place, the generation of the log that Redis holds now.
 
-        A generation below ours is a copy that a restarted Redis brought back from before a rebuild: as good as
-        none. With `is_checked`, one that is new to us is compared with the store.
+        `LogGoneError` while it holds none, or a damaged one. A generation below ours is a copy that a restarted Redis
+        brought back from before a rebuild: as good as none. With `is_checked`, one that is new to us is compared with
+        the store.
         """
         names = ("generation", "format", "run_hash", "damage")
         found: Any = await self.command("opening the log", "HMGET", self.names.meta, *names)
@@ -130,6 +135,7 @@ class RunLog:
         generation = int(text)
         if generation < self.generation:
             raise log_gone(f"opening run {self.uid}")
+        # Another object: ours stays as it is if this copy is refused.
         held = RunLog(self.redis, self.store, names=self.names, generation=generation, run_hash=run_hash)
         try:
             check_format(version, f"meta of run {self.uid}")
@@ -148,6 +154,7 @@ class RunLog:
         """Raise `LogGoneError`, and mark meta as damaged, if its generation or run hash is not the store's."""
 
         def compare() -> str:
+            """Return what is wrong with meta, in words; empty if the store confirms it (blocking)."""
             if numbered.latest_epoch(self.store, self.names, numbered.GENERATION_ROLE) < self.generation:
                 return f"in its field generation: there never was a generation {self.generation}"
             is_ours = parse_run_hash(self.store.get(self.names.run_json, max_bytes=MAX_JSON_BYTES)) == self.run_hash
@@ -161,9 +168,9 @@ class RunLog:
             raise await damage.mark_damaged(self, "meta", cause)
 
     async def wait_reopened(self, why: str) -> None:
-        """Wait without end until the orchestrator has rebuilt the log, and adopt it.
+        """Wait without end until the orchestrator has rebuilt the log in Redis, and adopt it.
 
-        `why` names the purpose in the wait. `NotFoundError` if the run is gone or about to be: nobody will
+        `why` names the purpose in the registered wait. `NotFoundError` if the run is gone or about to be: nobody will
         rebuild its log.
         """
         reason = f"{why}: the log of the run to be rebuilt"
@@ -192,15 +199,15 @@ class RunLog:
 
     @property
     def uid(self) -> str:
-        """Return uid of the run."""
+        """Return the uid of the run."""
         return self.names.uid
 
     async def run_json(self) -> bytes:
-        """Return the run's record, as it was created."""
+        """Return the stored bytes of the run's record, as it was created."""
         return await asyncio.to_thread(self.store.get, self.names.run_json)
 
     async def check(self) -> None:
-        """Raise `LogGoneError` unless Redis still holds this generation of the log."""
+        """Raise `LogGoneError` unless Redis holds this generation of the log, undamaged."""
         found = await self.command("checking meta", "HMGET", self.names.meta, "generation", "damage")
         stored, cause = (as_text(value) for value in found)
         if stored != str(self.generation):
@@ -211,7 +218,9 @@ class RunLog:
     # Epochs.
 
     async def acquire_epoch(self, role: str, owner: str) -> Epoch:
-        """Take the next epoch of a role and fence every older one out of Redis."""
+        """Take the next epoch of a role for `owner`, in the store and then in Redis: every older one is refused from
+        now on.
+        """
         epoch = await numbered.create_epoch(self.store, self.names, role, owner)
         await self._raise_epoch(epoch)
         return epoch
@@ -233,26 +242,28 @@ class RunLog:
     # Append.
 
     async def append_rollouts(self, many: Sequence[bytes], *, tp: str = "") -> AppendResult:
-        """Append finished rollouts in one command, which blocks Redis for as long: a few MiB are enough.
+        """Append finished rollouts (serialized) in one command, which blocks Redis for as long: a few MiB are enough.
 
-        After a lost answer they may be there twice; readers know each by its attempt. `tp` is a trace context.
+        After a lost answer they may be there twice; readers know each by its attempt. `tp` is a trace context. The
+        result says whether they are in the log.
         """
         return await self._append(Stream.ROLLOUTS, "auto", "", 0, 0, many, tp)
 
     async def append_event(self, data: bytes, *, writer: str, sequence: int, tp: str = "") -> AppendResult:
-        """Append an event as number `sequence` of its writer; CONFLICT if that is not the next one.
+        """Append a serialized event as number `sequence` of its writer; CONFLICT if that is not next.
 
-        `tp` is a trace context.
+        `tp`: a trace context.
         """
         return await self._append(Stream.EVENTS, "writer", writer, 0, sequence, [data], tp)
 
     async def append_batch(
         self, epoch: Epoch, header: bytes, chunks: Sequence[bytes] = (), *, tp: str = ""
     ) -> AppendResult:
-        """Append a committed header, and its chunks unless they stay in the store only, in one atomic step.
+        """Append the stored bytes of a committed header, and its chunks unless they stay in the store only, in one
+        atomic step.
 
-        The result says whether it is in the log (`require`). `LogGoneError`, and a rebuild, if another entry
-        that the store does not have is in its place. `tp` is a trace context.
+        The result says whether it is in the log (`require`). `LogGoneError`, and a rebuild, if another entry that the
+        store does not have is in its place. `tp` is a trace context.
         """
         step = decode_message(batch_pb2.BatchHeader, header, what="a header", reason="BATCH_INVALID").step
         result = await self._append(Stream.BATCHES, "step", epoch.role, epoch.number, step, [header, *chunks], tp)
@@ -276,10 +287,10 @@ class RunLog:
     async def read(
         self, stream: Stream | str, *, after: str = "0", count: int = 100, block_s: float = 0.0
     ) -> list[Entry]:
-        """Return entries after the id `after`, at most `count`; wait up to `block_s` (≤ 5) seconds for the first one.
+        """Return entries of a stream after the id `after`, at most `count`.
 
-        `LogGoneError` when the log is gone, or is given up because of a damaged batch or policy. Damaged
-        rollouts and events are returned with a `damage`.
+        Wait up to `block_s` (≤ 5) seconds for the first one. Empty if none comes. `LogGoneError` when the log is gone,
+        or is given up because of a damaged batch or policy. Damaged rollouts and events are returned with a `damage`.
         """
         stream = Stream(stream)
         key = self.names.stream(stream)
@@ -298,17 +309,20 @@ class RunLog:
                 return []
 
     async def read_range(self, stream: Stream, first: str, last: str) -> list[Entry]:
-        """Return entries with ids from `first` to `last`, inclusive, without waiting; a damaged one has a `damage`."""
+        """Return a stream's entries with ids from `first` to `last`, inclusive, without waiting.
+
+        A damaged one has a `damage`.
+        """
         key = self.names.stream(stream)
         found = await self.command(f"reading {stream}", "XRANGE", key, first, last)
         return [read_entry(key, id_, fields) for id_, fields in found]
 
     async def remove_entries(self, stream: Stream, ids: Sequence[str]) -> None:
-        """Remove entries that cannot be used; only the lease holder does."""
+        """Remove the entries with these ids, which cannot be used, from a stream; only the lease holder does."""
         await self.command(f"removing damaged entries of {stream}", "XDEL", self.names.stream(stream), *ids)
 
     async def last_id(self, stream: Stream) -> str | None:
-        """Return the newest id that the stream ever had, trimmed or not; None if it never had one."""
+        """Return the newest entry id that the stream ever had, trimmed or not; None if it never had one."""
         key = self.names.stream(stream)
 
         async def ask() -> dict[str, Any] | None:
@@ -323,7 +337,9 @@ class RunLog:
         return None if info is None else as_text(info["last-generated-id"])
 
     async def next_position(self, stream: Stream) -> int:
-        """Return the step (or policy version) that the stream takes next."""
+        """Return the batch (or policy version) that the stream takes next: one after its newest, or where a new log
+        begins.
+        """
         last = await self.last_id(stream)
         if last is not None:
             return int(last.partition("-")[0]) + 1
@@ -336,12 +352,19 @@ class RunLog:
     # Trim: only the lease holder does.
 
     async def trim_rollouts(self, below: str) -> int:
-        """Remove rollouts older than the entry id `below`; returns how many. They must be archived by a commit."""
+        """Remove rollouts older than the entry id `below` from Redis; return how many.
+
+        A commit must have archived them.
+        """
         return await self._trim(Stream.ROLLOUTS, below)
 
     async def trim_batches(self, below_step: int) -> int:
-        """Remove batches of steps below `below_step` from Redis; the store keeps them."""
+        """Remove batches of steps below `below_step` from Redis, and return how many entries; the store keeps them."""
         return await self._trim(Stream.BATCHES, f"{below_step}-0")
+
+    async def trim_events(self, below: str) -> int:
+        """Remove events older than the entry id `below`; return how many. They must be archived in the store."""
+        return await self._trim(Stream.EVENTS, below)
 
     async def trim_consumed(self, version: int) -> int:
         """Remove from Redis what policy `version` makes superfluous; return how many entries.
@@ -355,17 +378,16 @@ class RunLog:
     # How long Redis keeps the log.
 
     async def expire(self, seconds: float) -> None:
-        """Set every key of the log to expire in `seconds`.
-
-        If the run is opened after that, its log is rebuilt from the store.
-        """
+        """Set every Redis key of the log to expire in `seconds`; a run that is opened later gets its log rebuilt."""
         await self._each_key("letting the log expire", "PEXPIRE", round(1000 * seconds))
 
     async def persist(self) -> None:
-        """Cancel the expiry of every key of the log, because the run goes on."""
+        """Cancel the expiry of every Redis key of the log, because the run goes on."""
         await self._each_key("keeping the log", "PERSIST")
 
     async def _each_key(self, what: str, command: str, *args: int) -> None:
+        """Run a command on every key of the log, in one transaction; `what` describes it in messages."""
+
         async def ask() -> None:
             pipeline = self.redis.pipeline(transaction=True)  # of one moment: the keys expire together
             for key in self.names.all_keys:
@@ -377,23 +399,30 @@ class RunLog:
     # Intents.
 
     async def write_intent(self, kind: str, payload: Mapping[str, Any]) -> Intent:
-        """Make a user's intent durable, before it is acknowledged."""
+        """Store a user's intent, and return it with its number; it is durable then, and may be acknowledged.
+
+        `kind` is what is requested (`pause`, …), `payload` its JSON fields.
+        """
         return await intents.write_intent(self.store, self.names, kind, payload)
 
     async def read_intents(self, *, after: int = 0) -> list[Intent]:
-        """Return the intents with a number above `after`, in order."""
+        """Return the intents of the run's users with a number above `after`, in order."""
         return await intents.read_intents(self.store, self.names, after=after)
 
     # Inside.
 
     async def command(self, what: str, *words: Any, block_s: float = 0.0) -> Any:
-        """Run one Redis command by its words, as `call` does."""
+        """Run one Redis command by its words, with retries as `call` does, and return its answer.
+
+        `what` is for messages.
+        """
         return await self.call(what, lambda: self.redis.execute_command(*words), block_s=block_s)
 
     async def call(self, what: str, command: Callable[[], Awaitable[T]], *, block_s: float = 0.0) -> T:
-        """Run a Redis command of this run with bounded, visible retries; it may block for `block_s` by itself.
+        """Run a Redis command of this run with bounded, visible retries, and return its result; `what` is for messages.
 
-        `LogGoneError`, and a rebuild, if a key of the log is of another type than ours.
+        It may wait in Redis for `block_s` seconds by itself. `LogGoneError`, and a rebuild, if a key of the log is of
+        another type than ours.
         """
         try:
             return await connection.call(self.redis, f"{what} of run {self.uid}", command, block_s=block_s)
@@ -401,7 +430,10 @@ class RunLog:
             raise await damage.mark_damaged(self, "a key", f"of another type than ours ({what})") from error
 
     async def _meta_number(self, field: str, what: str) -> int:
-        """Return the number that a field of meta begins with, 0 if it is not there; `LogGoneError` if it is none."""
+        """Return the number that a field of meta begins with, 0 if it is not there; `what` is for messages.
+
+        `LogGoneError`, and a rebuild, if it is no number.
+        """
         held = as_text(await self.command(f"reading {what}", "HGET", self.names.meta, field)).partition(" ")[0]
         if held and not _NUMBER.fullmatch(held):
             raise await damage.mark_damaged(self, "meta", f"in its field {field}: {held[:40]!r} is no number")
@@ -410,12 +442,20 @@ class RunLog:
     async def _append(
         self, stream: Stream, mode: str, role: str, epoch: int, position: int, entries: Sequence[bytes], tp: str
     ) -> AppendResult:
+        """Append entries to a stream by the append script, and return its answer; a refusal is logged.
+
+        `mode` is "auto", "step" or "writer"; `role` and `epoch` are the writer's, `position` is a step, version or
+        sequence number (`script.APPEND`), `tp` a trace context. Where Redis has lost the epoch it is written again
+        first, if it is still the newest. `LogGoneError`, and a rebuild, if the stream or meta is damaged.
+        """
         keys = [self.names.stream(stream), self.names.meta]
         args: list[Any] = [mode, self.generation, role, epoch, position, len(entries)]
-        for data in entries:
-            args += [FORMAT_MAJOR, hashlib.sha256(data).hexdigest(), data, tp]
+        for data, found in zip(entries, await hashes_of(entries), strict=True):
+            args += [FORMAT_MAJOR, found, data, tp]
+        # Names the field base:{stream} of meta, where a new stream begins.
         args.append(stream.value)
         what = f"appending to {stream}"
+        # Once more after EPOCH_BEHIND, with our epoch written again.
         for _ in range(2):
             reply = await self.call(what, lambda: script.APPEND.run(self.redis, keys, args))
             answer, detail = (as_text(part) for part in reply)
@@ -440,9 +480,9 @@ class RunLog:
         raise InternalError(f"{what} of run {self.uid}: Redis forgets epochs", reason="EPOCH_LOST")
 
     async def _raise_epoch(self, epoch: Epoch, *, raises: bool = True) -> bool:
-        """Raise the role's epoch in meta to this holder's.
+        """Write the holder's epoch of its role into meta; return True.
 
-        If it has a newer one, return False, or FencedError if `raises`.
+        If meta has a newer one, return False, or raise FencedError if `raises`.
         """
         args = [self.generation, epoch.role, epoch.number]
         reply = await self.call(
@@ -461,9 +501,9 @@ class RunLog:
         return True
 
     async def _trim(self, stream: Stream, below: str) -> int:
-        """Remove the entries older than the id `below` and return how many.
+        """Remove the entries of a stream older than the id `below` and return how many.
 
-        A failure is counted, and the next trim removes them.
+        A failure is counted and returns 0: the next trim removes them.
         """
         key = self.names.stream(stream)
         try:
@@ -476,7 +516,10 @@ class RunLog:
 
 
 def parse_run_hash(run_json: bytes) -> str:
-    """Return the hash of the resolved config that a `run.json` names."""
+    """Return the hash of the resolved config that a `run.json` (its bytes) names.
+
+    CorruptObjectError if it names none.
+    """
     return RunRecord.parse(run_json, where="run.json", needs=["run_hash"]).run_hash
 
 
@@ -502,12 +545,17 @@ _PROOFS: weakref.WeakKeyDictionary[redis_asyncio.Redis, dict[str, Proof]] = weak
 
 
 def proof_of(log: RunLog) -> Proof:
-    """Return the proof of a run at the log's Redis."""
+    """Return what this process knows of a run's log at the log's Redis; it is kept as long as the client, and may be
+    changed.
+    """
     return _PROOFS.setdefault(log.redis, {}).setdefault(log.names.root, Proof())
 
 
 def is_nameable(instance: str) -> bool:
-    """Return whether an instance names its server; where INFO is denied it does not, and proves nothing for later."""
+    """Return whether an instance (`RunLog.read_instance`) names its server.
+
+    Without INFO it does not, and proves nothing.
+    """
     return not instance.endswith(".")
 
 
@@ -536,7 +584,7 @@ return {'OK', last, hashes}
 
 
 async def read_hashes(log: RunLog, stream: Stream) -> Mapping[str, int]:
-    """Count how often each sha256 (hex) is in a stream; `LogGoneError` if this generation of the log is gone."""
+    """Return how often each sha256 (hex) is in a stream; `LogGoneError` if this generation of the log is gone."""
     keys, after = [log.names.stream(stream), log.names.meta], "0-0"
     counts: dict[str, int] = {}
     while after:

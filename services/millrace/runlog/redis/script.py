@@ -22,15 +22,19 @@ class Script:
 
     @staticmethod
     def of(source: str) -> "Script":
-        """Make a script of its source."""
+        """Make a script of its Lua source."""
         return Script(source, hashlib.sha1(source.encode()).hexdigest())
 
     async def run(self, client: redis_asyncio.Redis, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        """Run the script; the caller handles connection errors (`connection.call`)."""
+        """Run the script on Redis with these keys and arguments, and return its answer.
+
+        Errors of the connection are not handled here: the caller does so (`connection.call`).
+        """
         try:
             # unregistered wait: what runs a script hands it to `connection.call`
             return await client.execute_command("EVALSHA", self.sha1, len(keys), *keys, *args)
         except NoScriptError:
+            # NOSCRIPT is answered before anything runs, so this does not run the script a second time.
             # unregistered wait: what runs a script hands it to `connection.call`
             return await client.execute_command("EVAL", self.source, len(keys), *keys, *args)
 
@@ -43,6 +47,11 @@ class Script:
 #                 stream is new; the last step is known from last-generated-id, which trimming does not change
 #   mode "writer" ids <generation>-*; role is the writer's name, position its sequence number, last + 1 in seq:{writer}
 #                 of meta or 1: a repeated append of the newest entry is known by its hash
+# EPOCH_BEHIND and not FENCED where meta has an older epoch than the writer, or none: Redis came back without the write
+# of RAISE_EPOCH. Only the store can tell whether the writer's epoch is still the newest, so the caller asks it. A step
+# that is there is ALREADY if its first entry has the hash of ours. That is enough: the first entry of a batch is its
+# header, which names the chunks by their sha256, and a policy has one entry. Numbers of Lua are doubles, and `..`
+# writes large ones with an exponent; `string.format('%.0f')` writes all digits.
 # Answer: {code, detail}; ids of the detail are for messages only. DAMAGED: a field of meta or the newest id of the
 # stream is not ours, the detail says what.
 APPEND = Script.of(
@@ -52,6 +61,7 @@ local mode, generation, role, epoch = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local position, count = ARGV[5], tonumber(ARGV[6])
 local first_hash = ARGV[8]
 
+-- Another generation, or one that was marked as damaged, takes no entry.
 local stored = redis.call('HGET', meta, 'generation')
 if stored ~= generation then
   return {'LOGGONE', stored or 'no meta'}
@@ -69,6 +79,7 @@ if mode == 'step' then
   end
   local step = tonumber(position)
   local expected
+  -- last-generated-id stays when entries are trimmed: also an empty stream says which step is next.
   if redis.call('EXISTS', stream) == 1 then
     local info = redis.call('XINFO', 'STREAM', stream)
     local last = nil
@@ -81,6 +92,7 @@ if mode == 'step' then
     expected = tonumber(redis.call('HGET', meta, field) or '0')
     if not expected then return {'DAMAGED', 'field ' .. field .. ' of meta'} end
   end
+  -- A repeated append is known by its first entry; once that is trimmed, only the store can tell.
   if step < expected then
     local found = redis.call('XRANGE', stream, position .. '-1', position .. '-1')
     if #found == 0 then return {'CONFLICT', 'trimmed'} end
@@ -99,6 +111,7 @@ elseif mode == 'writer' then
   if last then
     local number, hash = string.match(last, '^(%d+) (%x+)$')
     if not number then return {'DAMAGED', 'field ' .. writer_field .. ' of meta'} end
+    -- A writer sends one event at a time, so only its newest can be a repetition.
     if number == position and hash == first_hash then return {'ALREADY', number} end
     if tonumber(position) ~= tonumber(number) + 1 then return {'CONFLICT', 'sequence ' .. number} end
   elseif position ~= '1' then
@@ -111,6 +124,7 @@ else
   return redis.error_reply('ERR unknown append mode ' .. mode)
 end
 
+-- From here on something is written. `pcall`, because an id that is refused is an answer and no error.
 local id
 for i = 1, count do
   local at = 7 + (i - 1) * 4
@@ -184,8 +198,10 @@ return {'OK', ''}
 INSTALL_LOG = Script.of(
     """
 local meta, events, rebuilt, rollouts = KEYS[1], KEYS[2], KEYS[3], KEYS[6]
+-- meta may be of another type, of which HGET would be an error.
 local stored = redis.call('TYPE', meta)['ok'] == 'hash' and redis.call('HGET', meta, 'generation')
 if stored and stored ~= ARGV[2] then return {'HELD', stored} end
+-- The rebuilt events expire, and may be gone when their rebuilder was slow.
 if redis.call('XLEN', rebuilt) ~= tonumber(ARGV[3]) then return {'INCOMPLETE', ''} end
 local kind = redis.call('TYPE', rollouts)['ok']
 if kind == 'stream' then
@@ -195,6 +211,7 @@ if kind == 'stream' then
     if info[i] == 'last-generated-id' then last = info[i + 1] end
   end
   if tonumber(string.match(last, '^(%d+)%-')) >= 1e15 then
+    -- In pages, because `unpack` and a reply of the whole stream take memory; an entry of ours has 8 texts.
     local moved, after = rollouts .. ':moved', '-'
     redis.call('DEL', moved)
     while after do

@@ -63,7 +63,10 @@ ShardIndex = Mapping[str, ShardTensor]
 
 
 def merge_tensors(shares: Iterable[Iterable[ShardTensor]]) -> dict[str, ShardTensor]:
-    """Return the tensors of all ranks by name, each with the pieces of every rank; `shares` has a rank's each."""
+    """Return the tensors of all ranks by name, each with the pieces of every rank.
+
+    `shares` has the tensors of each rank.
+    """
     merged: dict[str, ShardTensor] = {}
     for tensor in (tensor for share in shares for tensor in share):
         known = merged.get(tensor.name)
@@ -87,7 +90,7 @@ def encode_index(tensors: Iterable[ShardTensor]) -> bytes:
 
 
 def decode_index(data: bytes, *, sizes: Mapping[str, int], source: str) -> dict[str, ShardTensor]:
-    """Decode an index of files with these `sizes` (bytes by name).
+    """Decode an index of files that have these `sizes` (bytes by name); return its tensors by name.
 
     Raises CorruptObjectError naming `source` if it is malformed, or if its pieces are not every element of every tensor
     and every byte of every file, each once.
@@ -117,6 +120,7 @@ def decode_tensors(data: bytes, *, source: str) -> list[ShardTensor]:
 
 
 def _tensor(fields: Fields) -> ShardTensor:
+    """Decode the entry of a tensor; raise ValueError if it is malformed."""
     tensor = ShardTensor(
         name=fields.text("name"),
         dtype=fields.text("dtype"),
@@ -128,6 +132,7 @@ def _tensor(fields: Fields) -> ShardTensor:
 
 
 def _piece(row: object) -> ShardPiece:
+    """Decode a piece from its row; raise ValueError if it is malformed."""
     if not isinstance(row, list) or len(row) != 4:
         raise ValueError("a piece is not a row of file, offset, start and count")
     file, *numbers = row
@@ -136,6 +141,7 @@ def _piece(row: object) -> ShardPiece:
 
 
 def _require_tiled_tensors(tensors: Iterable[ShardTensor]) -> None:
+    """Raise ValueError unless each tensor's pieces are all its elements, each once."""
     for tensor in tensors:
         end = 0
         for piece in sorted(tensor.pieces, key=lambda piece: piece.start):
@@ -150,6 +156,7 @@ def _require_tiled_tensors(tensors: Iterable[ShardTensor]) -> None:
 
 
 def _require_tiled_files(tensors: Iterable[ShardTensor], sizes: Mapping[str, int]) -> None:
+    """Raise ValueError unless the pieces are all bytes of each file, each once; `sizes` are bytes by name."""
     ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for tensor in tensors:
         width = tensor.element_bytes
@@ -158,12 +165,14 @@ def _require_tiled_files(tensors: Iterable[ShardTensor], sizes: Mapping[str, int
     if unknown := sorted(ranges.keys() - sizes.keys()):
         raise ValueError(f"it names the files {unknown[:3]}, which the manifest does not")
     for file, size in sizes.items():
+        # Sentinels at both ends: gaps and overlaps anywhere are pairs whose borders differ.
         held = [(0, 0), *sorted(ranges[file]), (size, size)]
         if any(before[1] != after[0] for before, after in pairwise(held)):
             raise ValueError(f"its pieces are not the {size} bytes of {file}, each once")
 
 
 def _invalid(source: str, what: str) -> CorruptObjectError:
+    """Make the error of an index that cannot be read; `what` says why."""
     return CorruptObjectError(
         f"checkpoint index {source} is not readable: {what}", reason="CHECKPOINT_INDEX_INVALID", remedy=_REMEDY
     )
@@ -187,7 +196,7 @@ class CheckpointWeights:
     """The weights in a checkpoint's files, which are read range by range."""
 
     def __init__(self, store: ObjectStore, files: Mapping[str, tuple[str, int]]) -> None:
-        """Read the index among `files`, (key, size in bytes) by name.
+        """Read and check the index of a checkpoint, whose `files` are (key, size in bytes) by name.
 
         Raises CorruptObjectError or NotFoundError if there is no usable index.
         """
@@ -203,7 +212,10 @@ class CheckpointWeights:
         }
 
     def read(self, tensor: ShardTensor, *, dtype: str) -> Iterator[tuple[int, Bits]]:
-        """Yield ranges of a tensor in order: the index of the first element, and the bits as published in `dtype`."""
+        """Yield ranges of a tensor in order: the index of the first element, and the bits in the format `dtype`.
+
+        They are rounded to that format as the publisher does.
+        """
         for piece in sorted(tensor.pieces, key=lambda piece: piece.start):
             for first in range(0, piece.count, _PIECE):
                 count, width = min(_PIECE, piece.count - first), tensor.element_bytes
@@ -216,10 +228,11 @@ class CheckpointWeights:
 def differences(
     store: ObjectStore, files: Mapping[str, tuple[str, int]], policy: Mapping[str, tuple[str, Bits]]
 ) -> Iterator[str]:
-    """Yield a sentence for each of a policy's tensors (number format and bits by name) that the checkpoint differs in.
+    """Yield a sentence for each of a policy's tensors that is missing in a checkpoint, or has other bits there.
 
-    A checkpoint that cannot be read gives one sentence that says why. Blocking. Holds in memory the bits of tensors
-    that have other names in the checkpoint, and a few million elements of the others.
+    `files` are the checkpoint's, (key, size in bytes) by name, and `policy` has number format and flat bits by name. A
+    checkpoint that cannot be read gives one sentence that says why. Blocking. Holds in memory the bits of tensors that
+    have other names in the checkpoint, and a few million elements of the others.
     """
     try:
         held = CheckpointWeights(store, files)
@@ -240,6 +253,7 @@ def differences(
 
 
 def _count_differing(held: CheckpointWeights, tensor: ShardTensor, dtype: str, bits: Bits) -> int:
+    """Return how many elements of a checkpoint's tensor, rounded to `dtype`, are not `bits`; NaNs count as equal."""
     count = 0
     for start, found in held.read(tensor, dtype=dtype):
         wanted = bits[start : start + found.size]
@@ -251,7 +265,11 @@ def _count_differing(held: CheckpointWeights, tensor: ShardTensor, dtype: str, b
 
 
 def _strangers(held: CheckpointWeights, policy: Mapping[str, tuple[str, Bits]], unused: Sequence[str]) -> Iterator[str]:
-    """Yield a sentence for each of the policy's tensors that is no range of the checkpoint's `unused` tensors."""
+    """Yield a sentence for each of the policy's tensors that is no part of one of the checkpoint's `unused` tensors.
+
+    `policy` has number format and flat bits of the tensors that the checkpoint lacks by name; `unused` are the names of
+    its tensors that no tensor of the policy has. Parts are found by the hash of their bits.
+    """
     wanted: dict[tuple[str, int, bytes], list[str]] = {}
     for name, (dtype, bits) in policy.items():
         wanted.setdefault((dtype, bits.size, _hash(bits)), []).append(name)
@@ -262,6 +280,7 @@ def _strangers(held: CheckpointWeights, policy: Mapping[str, tuple[str, Bits]], 
             if len(found) == len(policy) or not size or tensor.num_elements % size:
                 continue
             whole = np.concatenate([bits for _, bits in held.read(tensor, dtype=dtype)])
+            # A saved tensor is one of equal parts of the model's, such as one of the experts, or q, k and v.
             for part in whole.reshape(-1, size):
                 found.update(wanted.get((dtype, size, _hash(part)), ()))
     for name, (dtype, bits) in policy.items():
@@ -270,13 +289,15 @@ def _strangers(held: CheckpointWeights, policy: Mapping[str, tuple[str, Bits]], 
 
 
 def _hash(bits: Bits) -> bytes:
+    """Return the sha256 of bits."""
     return hashlib.sha256(np.ascontiguousarray(bits).view(np.uint8).data).digest()
 
 
 def cast(bits: Bits, source: str, target: str) -> Bits:
-    """Return the bits of numbers in format `source` as they are in `target`, rounded to the nearest, ties to even.
+    """Return the bits of numbers in the format `source`, converted to the format `target`.
 
-    Raises CorruptObjectError for a pair of formats that no trainer publishes.
+    They are rounded to nearest, ties to even. Raises CorruptObjectError for a pair of formats that no trainer
+    publishes.
     """
     if source == target:
         return bits
@@ -288,16 +309,20 @@ def cast(bits: Bits, source: str, target: str) -> Bits:
             return numbers.astype(f"f{bits_type(target).itemsize}").view(bits_type(target))
     with np.errstate(over="ignore", invalid="ignore"):
         wide = numbers.astype(np.float32).view(np.uint32)
+    # Half of the last bit that stays, minus one, plus that bit: rounds to nearest, ties to even.
     rounded = (wide + np.uint32(0x7FFF) + ((wide >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    # Rounding could turn a nan into an infinity, or carry into the sign.
     is_nan = (wide & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
     return np.where(is_nan, np.uint32(0x7FC0), rounded).astype(np.uint16)
 
 
 def _as_float(bits: Bits, dtype: str) -> NDArray[np.floating]:
+    """Return the numbers that bits in the format `dtype` are; bfloat16 becomes float32."""
     if dtype == "bfloat16":
         return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return bits.view(f"f{bits.dtype.itemsize}")
 
 
 def _is_nan(bits: Bits, dtype: str) -> NDArray[np.bool_]:
+    """Return which of the numbers that `bits` in the format `dtype` represent are NaN, bool of the same shape."""
     return np.isnan(_as_float(np.ascontiguousarray(bits), dtype))

@@ -78,7 +78,7 @@ class CheckpointManifest:
 
     @property
     def size_bytes(self) -> int:
-        """Return the bytes of all objects."""
+        """Return the number of bytes of all files of the checkpoint."""
         return sum(item.size_bytes for item in self.objects)
 
     def to_bytes(self) -> bytes:
@@ -98,6 +98,7 @@ class CheckpointManifest:
 
 
 def _manifest(fields: Fields) -> CheckpointManifest:
+    """Decode the fields of a manifest; raise ValueError if one is malformed or the format is another one."""
     if (found := fields.integer("format")) != FORMAT:
         raise ValueError(f"its format is {found} and this version reads {FORMAT}")
     objects = tuple(decode_checkpoint_object(item) for item in fields.objects("objects", most=_MAX_OBJECTS))
@@ -136,7 +137,7 @@ def decode_checkpoint_object(fields: Fields) -> CheckpointObject:
 
 
 def conditions(device: "torch.device", *, rows: str) -> dict[str, str]:
-    """Return what bit-exactness depends on besides the log: versions, threads, instruction set, kind of `device`.
+    """Return by name what bit-exactness depends on besides the log: versions, threads, instruction set, device.
 
     `rows` describes how rows are made (`Author.rows`); it is left out if empty.
     """
@@ -158,8 +159,9 @@ def conditions(device: "torch.device", *, rows: str) -> dict[str, str]:
 def require_same_conditions(manifest: CheckpointManifest, *, run_hash: str, device: "torch.device", rows: str) -> None:
     """Raise InvalidStateError if a strict resume would not be bit-exact, naming every condition that differs.
 
-    The number of ranks is not compared: with another one a strict run goes on in a new lineage. Neither are `rows` if
-    the checkpoint does not have them.
+    `run_hash` is that of the run's config, and `rows` describes how rows are made now. The number of ranks is not
+    compared: with another one a strict run goes on in a new lineage. Neither are `rows` if the checkpoint does not have
+    them.
     """
     now = {**conditions(device, rows=rows), "run_hash": run_hash}
     then = {**manifest.conditions, "run_hash": manifest.run_hash}
@@ -176,7 +178,11 @@ def require_same_conditions(manifest: CheckpointManifest, *, run_hash: str, devi
 
 
 def require_same_base(manifest: CheckpointManifest, *, base_digest: str) -> None:
-    """Raise InvalidStateError unless the checkpoint has the same `base_digest`; "" means that it holds all weights."""
+    """Raise InvalidStateError unless the checkpoint needs the same start model as this trainer's state.
+
+    `base_digest` is the digest of the start model that the state needs besides itself (adapters on it, or a loss that
+    compares with it); "" if it needs none.
+    """
     if manifest.base_digest == base_digest:
         return
     then, now = (
@@ -186,7 +192,7 @@ def require_same_base(manifest: CheckpointManifest, *, base_digest: str) -> None
     raise InvalidStateError(
         f"checkpoint {manifest.step} of run {manifest.run_uid} holds {then}, and this trainer trains {now}",
         reason="CHECKPOINT_BASE_DIFFERS",
-        remedy="give the trainer the model that the run began with, under trainer.model.name and in the same formats",
+        remedy="give the model that the run began with (`model.name` of the config), in the same formats",
     )
 
 

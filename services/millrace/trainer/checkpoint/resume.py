@@ -76,6 +76,11 @@ class Checkpointer(BackgroundWriter):
         on_saved: Callable[[SavedCheckpoint], None] = lambda _: None,
         on_left: Callable[[str], None] = lambda _: None,
     ) -> None:
+        """Save checkpoints as `config` says; None: the run has none. `author` goes into their manifests.
+
+        `on_saved` is called for every durable checkpoint, on the thread that uploaded it, and `on_left` with a message
+        about each object that cannot be deleted.
+        """
         self._checkpoints = checkpoints
         self._config = config
         self._author = author
@@ -92,20 +97,24 @@ class Checkpointer(BackgroundWriter):
         return self._config is not None
 
     def is_due(self, step: int) -> bool:
-        """Return whether the interval asks for a checkpoint of version `step`."""
+        """Return whether the configured interval asks for a checkpoint of version `step`; False without an interval."""
         return self._config is not None and self._config.interval is not None and step % self._config.interval == 0
 
     def raise_failure(self) -> None:
-        """Raise what saving raised, if it has ended at every rank, without waiting. Collective in a gang."""
+        """Raise what saving in the background raised, if it has ended at every rank, without waiting.
+
+        Collective in a gang.
+        """
         self._work.finish_if_done()
 
     def save(
         self, state: dict[str, torch.Tensor], *, step: int, lineage: int, chain_hash: bytes, num_skipped: int = 0
     ) -> None:
-        """Write version `step` to local scratch, then upload it in the background. Collective in a gang.
+        """Write `state` (tensors by name) to local scratch, then upload it in the background as checkpoint `step`.
 
-        Waits first for the previous checkpoint, and raises what that raised. Without `save_async` the upload is waited
-        for, too.
+        `step` is the policy version in `lineage`, `chain_hash` that of the last batch trained, and `num_skipped` the
+        steps in a row that changed nothing. Waits first for the previous checkpoint, and raises what that raised.
+        Without `save_async` the upload is waited for, too. Collective in a gang.
         """
         began = time.monotonic()
         self._work.finish()
@@ -117,6 +126,10 @@ class Checkpointer(BackgroundWriter):
             self._work.finish()
 
     def _commit(self, written: WrittenCheckpoint, *, began: float) -> None:
+        """Upload and commit a written checkpoint, report it, and delete those that retention does not keep.
+
+        `began` is when saving began, in seconds of the monotonic clock.
+        """
         manifest = self._checkpoints.commit(written, gang=self._uploading)
         saved = SavedCheckpoint(
             step=manifest.step,
@@ -144,7 +157,7 @@ class Checkpointer(BackgroundWriter):
         for step in dropped:
             logger.info("checkpoint deleted", extra={"step": step})
         for leftover in left:
-            if leftover.is_to_be_told and leftover.name not in self._reported:
+            if leftover.is_reportable and leftover.name not in self._reported:
                 self._reported.add(leftover.name)
                 self._on_left(str(leftover))
 
@@ -171,7 +184,7 @@ class Resumed:
 
     @property
     def start(self) -> str:
-        """Describe what training continues from."""
+        """Describe in words what training continues from."""
         return "the start of the run" if self.manifest is None else f"checkpoint {self.manifest.step}"
 
 
@@ -184,13 +197,16 @@ def resume(
     author: Author,
     more: Mapping[str, torch.Tensor] = _NOTHING,
 ) -> Resumed:
-    """Fill model, optimizer and `more` tensors by name from the newest whole checkpoint. Collective in a gang.
+    """Fill model, optimizer and the tensors `more` from the newest whole checkpoint; return which one.
 
-    If there is no whole one they stay as they are. A strict `author` accepts only checkpoints of its own conditions.
-    Raises InvalidStateError if checkpoints are whole, but none fits this trainer.
+    The random generators are set as well. If there is no whole one all stays as it is, and the result has no manifest.
+    `author` describes this trainer: a checkpoint needs its dataset and base, and, if it is strict, its conditions.
+    Newer checkpoints that cannot be used are in the result, and noted as damaged in `checkpoints`. Raises
+    InvalidStateError if checkpoints are whole, but none fits this trainer. Collective in a gang.
     """
 
     def restore_one(manifest: CheckpointManifest) -> None:
+        """Fill the state from a checkpoint; raise InvalidStateError if it is not of this trainer."""
         with agreed(gang):
             require_same_dataset(manifest, dataset_digest=author.dataset_digest)
             if author.determinism == "strict":
@@ -213,8 +229,9 @@ def first_whole(
     """Call `use` with the manifests of checkpoints, newest first, until it raises nothing; return that one.
 
     `use` raises CorruptObjectError for a damaged checkpoint and InvalidStateError for one that is not of this trainer,
-    at every rank alike. Refused ones are noted as damaged. If none is accepted, the newest InvalidStateError is raised;
-    without any, `manifest` is None. Steps after `at_most` are not tried.
+    at every rank alike. Those are in the result, newest first, and are noted as damaged in `checkpoints`. If none is
+    accepted, the newest InvalidStateError is raised; without any, `manifest` of the result is None. Steps after
+    `at_most` are not tried. Collective in a gang.
     """
     damaged: list[DamagedCheckpoint] = []
     differing: list[InvalidStateError] = []
@@ -230,7 +247,7 @@ def first_whole(
             damaged.append(DamagedCheckpoint(step, error.message))
         else:
             break
-    else:
+    else:  # no checkpoint was accepted
         if differing:
             raise differing[0]
         manifest = None
@@ -249,22 +266,24 @@ def restore(
     base_digest: str = "",
     more: Mapping[str, torch.Tensor] = _NOTHING,
 ) -> None:
-    """Fill model, optimizer and `more` from a checkpoint, and set the random generators. Collective in a gang.
+    """Fill model, optimizer and `more` in place from a checkpoint, and set the random generators. Collective in a gang.
 
-    Raises InvalidStateError if `base_digest` is not the checkpoint's; "" means no base model.
+    `base_digest` is that of the base model of adapters, or ""; raises InvalidStateError if it is not the checkpoint's.
     """
     with agreed(gang):
         require_same_base(manifest, base_digest=base_digest)
     state = {**state_tensors(model, optimizer, gang=gang), **more}
     checkpoints.load(manifest, state)
     faults.reach(Point.TRAINER_MID_RESUME, step=manifest.step)
+    # The random states in `state` are copies that `load` has filled.
     restore_random_state(state, gang=gang)
 
 
 def require_batches(store: ObjectStore, names: Names, found: Resumed, *, first: int, gang: Gang) -> None:
-    """Raise CorruptObjectError if a chunk is missing of a batch from step `first` to the newest damaged checkpoint.
+    """Raise CorruptObjectError if a chunk of a batch is missing that has to be trained again.
 
-    Checks nothing without damaged checkpoints. Rank 0 reads the log. Collective in a gang.
+    Those are the batches from number `first` up to the newest damaged checkpoint: without damaged ones nothing is
+    checked. Rank 0 reads the log. Collective in a gang.
     """
     with agreed(gang):
         newest = found.damaged[0].step if found.damaged and gang.is_leader else first
@@ -284,18 +303,18 @@ def require_batches(store: ObjectStore, names: Names, found: Resumed, *, first: 
 
 
 def describe(found: Resumed) -> str:
-    """Return the damaged checkpoints with the reason of each, as text."""
+    """Return in words which checkpoints are damaged, and why each is."""
     return "; ".join(f"checkpoint {each.step}: {each.why}" for each in found.damaged)
 
 
 def _steps(checkpoints: CheckpointStore, *, gang: Gang, at_most: int | None) -> list[int]:
-    """Return the steps with a checkpoint, newest first, as rank 0 sees them."""
+    """Return the steps up to `at_most` (None: all) with a checkpoint, newest first, as rank 0 sees them. Collective."""
     steps = gang.from_leader(lambda: list(checkpoints.steps()))
     return sorted((step for step in steps if at_most is None or step <= at_most), reverse=True)
 
 
 def _read(checkpoints: CheckpointStore, step: int, *, gang: Gang) -> CheckpointManifest:
-    """Read a manifest at rank 0 and return it at every rank."""
+    """Read the manifest of a checkpoint at rank 0, and return it at every rank. Collective."""
     data = gang.from_leader(lambda: checkpoints.read(step).to_bytes())
     return CheckpointManifest.from_bytes(data, source=f"of step {step}")
 

@@ -72,7 +72,10 @@ class RollCall:
     """A thread that writes this rank's sign of life and, at rank 0, reads the others'. One per process of a gang."""
 
     def __init__(self, store: Store, *, rank: int, world_size: int) -> None:
-        """Take a `store` that nothing else uses, so that a request waits for no other thread's; limit its requests."""
+        """Prepare the signs of life of rank `rank`.
+
+        `store` must be used by nothing else, because requests wait for each other.
+        """
         store.set_timeout(timedelta(seconds=STORE_S))
         self._store = store
         self._rank = rank
@@ -85,15 +88,16 @@ class RollCall:
 
     def start(self) -> None:
         """Write the first sign of life, and start the thread that writes the next ones."""
+        # Not by the thread, whose first turn may come late: rank 0 would find no sign of this rank.
         self._store.set(_key(self._rank), _shown(0, None))
         self._thread.start()
 
     def show_failure(self, *, reason: str, message: str) -> None:
-        """Put the error with which this rank gives up the run into its next signs of life."""
+        """Put the error with which this rank gives up the run into its signs of life, where rank 0 reads it."""
         self._failure = Failure(self._rank, reason, message[:_LONGEST_MESSAGE])
 
     def watch_failures(self, on_failure: OnFailure) -> None:
-        """Set the function that rank 0's thread calls, again at every check, with each failure of another rank."""
+        """Set the function that rank 0's thread calls with each failure of another rank, again at every check."""
         self._on_failure = on_failure
 
     def stop(self) -> None:
@@ -105,6 +109,7 @@ class RollCall:
         self._thread.join(STORE_S)
 
     def _run(self) -> None:
+        """Write this rank's sign of life every second and, at rank 0, check the others', until stopped."""
         is_away = False
         count = 0
         while not self._stopping.wait(PERIOD_S):
@@ -118,15 +123,19 @@ class RollCall:
                 if not is_away and not self._stopping.is_set():
                     logger.warning("the ranks' meeting place does not answer", extra={"error": str(error)})
                 is_away = True
+        # Nothing checks these waits any more, so that nothing else would end them.
         for seen in self._peers.values():
             seen.wait.over()
 
     def _look(self, peer: int, seen: _Seen) -> None:
-        """Read a rank's sign of life; register a wait for it if it is silent or waits itself, else end that wait.
+        """Read the sign of life of rank `peer`, and update `seen`, what is known of that rank.
 
-        Calls `on_failure` if the sign has a failure.
+        Registers a wait for the rank if it is silent or waits itself, else ends that wait. Calls `on_failure` if the
+        sign has a failure.
         """
+        # `get` of a key that was never set would wait for the store's timeout.
         shown = self._store.get(_key(peer)) if self._store.check([_key(peer)]) else b""
+        # Checks are counted and not seconds: no rank was late while rank 0 itself was stopped.
         seen.missed = 0 if shown != seen.shown else seen.missed + 1
         seen.shown = shown
         if (failure := _failure(shown)) is not None and self._on_failure is not None:
@@ -146,13 +155,16 @@ def _key(rank: int) -> str:
 
 
 def _shown(count: int, failure: Failure | None) -> str:
-    """Encode this rank's sign of life: `count`, process, host, longest wait outside of collectives, and `failure`."""
+    """Encode a sign of life of this process.
+
+    `count` differs in each, `failure` is the error that it reports, if any.
+    """
     sign = {"count": count, "pid": os.getpid(), "host": socket.gethostname(), "wait": next(_own_waits(), "")}
     return json.dumps(sign if failure is None else {**sign, "failure": asdict(failure)})
 
 
 def _failure(shown: bytes) -> Failure | None:
-    """Return the failure in a rank's sign of life, if there is one."""
+    """Return the failure in a rank's encoded sign of life; None if there is none."""
     match _fields(shown).get("failure"):
         case {"rank": int(rank), "reason": str(reason), "message": str(message)}:
             return Failure(rank, reason, message)
@@ -160,20 +172,21 @@ def _failure(shown: bytes) -> Failure | None:
 
 
 def _own_waits() -> Iterator[str]:
-    """Yield this rank's waits outside of collectives, the longest first."""
+    """Yield the reasons of this process's waits of more than 10 s outside of collectives, the longest first."""
     for wait in waits.snapshot("", min_age_s=OWN_WAIT_S):
         if not wait.reason.startswith(PEERS):
             yield wait.reason[:_LONGEST_WAIT]
 
 
 def _describe(rank: int, world_size: int, shown: bytes) -> str:
+    """Name a rank for messages, with process and host from its sign of life `shown`, if that has them."""
     fields = _fields(shown)
     where = f" (process {fields.get('pid')} on {fields.get('host')})" if fields else ""
     return f"rank {rank} of {world_size}{where}"
 
 
 def _fields(shown: bytes) -> dict[str, object]:
-    """Decode a rank's sign of life; return an empty mapping if it is malformed."""
+    """Decode a rank's sign of life; return an empty dict if it is malformed."""
     try:
         return decode_object(shown, what="the sign of a rank", reason="SIGN_DAMAGED", max_bytes=_MAX_SHOWN_BYTES)
     except CorruptObjectError:
@@ -191,7 +204,7 @@ class Agreeing(Protocol):
     """The part of `distributed.Gang` that `agreed` needs."""
 
     def agree(self, work: Callable[[], None]) -> list[None]:
-        """Return the results of `work` at every rank; raise at all ranks if it raises at one."""
+        """Return the results of `work` at all ranks; raise at all ranks if it raises at one. Collective."""
         ...
 
 
@@ -199,7 +212,7 @@ class Agreeing(Protocol):
 def agreed(gang: Agreeing) -> Iterator[None]:
     """Raise at every rank, at the block's end, if the block raised at one. Collective at its end.
 
-    The block must have no collectives of its own.
+    The block must have no collectives of its own. The error is that of the lowest rank that raised.
     """
     failure: BaseException | None = None
     try:
@@ -215,7 +228,10 @@ def agreed(gang: Agreeing) -> Iterator[None]:
 
 
 def encode_result(work: Callable[[], Any], *, rank: int) -> tuple[bytes, BaseException | None]:
-    """Run `work`; return the message for the other ranks, and what it raised, or None. Raise nothing."""
+    """Run `work`; return its result or error encoded for the other ranks, and the error itself, or None. Raise nothing.
+
+    `rank` is this process's, for messages.
+    """
     try:
         value = work()
         row = _BYTES + value if isinstance(value, bytes) else _JSON + json.dumps(value).encode()
@@ -226,12 +242,12 @@ def encode_result(work: Callable[[], Any], *, rank: int) -> tuple[bytes, BaseExc
 
 
 def is_error(row: bytes) -> bool:
-    """Return whether a rank's message is an error."""
+    """Return whether a message of `encode_result` has an error instead of a result."""
     return row.startswith(_ERROR)
 
 
 def decode_result(row: bytes) -> Any:
-    """Return the result in another rank's message; raise the error if the message is one."""
+    """Return the result in a message of `encode_result`; raise the error if the message has one."""
     kind, data = row[:1], row[1:]
     if kind == _BYTES:
         return data
@@ -241,7 +257,10 @@ def decode_result(row: bytes) -> Any:
 
 
 def _status_of(error: BaseException, rank: int) -> bytes:
-    """Encode an error for the other ranks; foreign exceptions become UnavailableError."""
+    """Encode an error of rank `rank` for the other ranks.
+
+    An exception that is no MillraceError becomes UnavailableError.
+    """
     if not isinstance(error, MillraceError):
         error = UnavailableError(
             f"rank {rank} failed: {type(error).__name__}: {error}", reason="PEER_FAILED", remedy="see its log"

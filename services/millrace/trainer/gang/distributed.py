@@ -5,13 +5,16 @@ run's lease, writes its log and sends the others its decisions, as plain data, n
 """
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Self, TypeVar
 
 import psutil
@@ -24,17 +27,149 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.rendezvous import rendezvous
 
 from millrace.decoding import decode_object
-from millrace.errors import CorruptObjectError
+from millrace.errors import CorruptObjectError, InvalidSpecError, InvalidStateError, Violation
 from millrace.processes.table import start_ticks
 from millrace.telemetry import waits
 from millrace.trainer.gang import agreement
 from millrace.trainer.gang.agreement import PEERS, STORE_S, OnFailure, RollCall
-from millrace.trainer.gang.devices import choose_device
 from millrace.trainer.model.context_parallel import cut_rows
 from millrace.trainer.model.expert_parallel import cut_experts
 from millrace.trainer.model.fit import cut_layers
-from millrace.trainer.model.memory import Sharding, blocks_of, hold_whole
+from millrace.trainer.model.memory import Sharding, blocks_of, keep_unsharded
 from millrace.trainer.model.mesh import EXPERT, TENSOR, RankLayout
+
+# The device that a rank computes on: the GPU that was asked for, or an error that says why there is none.
+#
+# Nothing falls back to a CPU silently. `MILLRACE_TRAINER_DEVICE=cuda` requires a GPU; the local stack, the chart and
+# compose set it if they give the trainer one. `auto`, the default, requires one if the machine has one and torch is
+# built for CUDA: a laptop with a GPU and a CPU wheel trains on the CPU.
+
+VARIABLE = "MILLRACE_TRAINER_DEVICE"
+"""auto, cpu or cuda."""
+CHOICES = ("auto", "cpu", "cuda")
+_GPU = Path("/dev/nvidia0")
+_DRIVER = Path("/sys/module/nvidia/version")
+
+
+def choose_device(environ: Mapping[str, str] = os.environ, *, gpu: Path = _GPU, driver: Path = _DRIVER) -> torch.device:
+    """Choose the device of this rank from MILLRACE_TRAINER_DEVICE, LOCAL_RANK and CUDA_VISIBLE_DEVICES in `environ`.
+
+    `gpu` and `driver` are the kernel's files that show a GPU and its driver's version. Raises InvalidStateError
+    (GPU_UNUSABLE) if a GPU is required and cannot be used, and InvalidSpecError for an unknown choice.
+    """
+    choice = environ.get(VARIABLE) or "auto"
+    if choice not in CHOICES:
+        message = f"must be one of {', '.join(CHOICES)}"
+        raise InvalidSpecError([Violation(field=VARIABLE, value=choice, message=message, source="environment")])
+    if choice == "cpu" or (choice == "auto" and environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")):
+        return torch.device("cpu")
+    local_rank = int(environ.get("LOCAL_RANK", "0"))
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if local_rank < found:
+        return torch.device("cuda", local_rank)
+    if choice == "auto" and not found and not (gpu.exists() and torch.version.cuda):
+        return torch.device("cpu")
+    raise _unusable(environ, local_rank=local_rank, found=found, driver=driver)
+
+
+def release_unused(device: torch.device) -> None:
+    """Give the allocator's unused memory back to the GPU, after all queued work; do nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def release_after_failure(device: torch.device) -> None:
+    """Give unused memory back after a failed job; only log an error of the device, which may be broken itself."""
+    try:
+        release_unused(device)
+    except RuntimeError:
+        logger.warning("the device's memory cannot be given back", exc_info=True)
+
+
+def _unusable(environ: Mapping[str, str], *, local_rank: int, found: int, driver: Path) -> InvalidStateError:
+    """Make the error that no GPU can be used.
+
+    `found` is how many torch sees, `driver` the file of the driver's version.
+    """
+    version = driver.read_text().strip() if driver.exists() else "none that the kernel shows"
+    wheel = f"torch {torch.__version__}, " + (f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA")
+    seen = environ.get("CUDA_VISIBLE_DEVICES")
+    visible = f"; CUDA_VISIBLE_DEVICES is {seen!r}" if seen is not None else ""
+    if found:
+        what = f"rank {local_rank} of this machine has no GPU: torch sees {found}"
+        remedy = f"start at most {found} ranks here, or make more GPUs visible"
+    elif not torch.version.cuda:
+        what = "a GPU is asked for or there, and this torch cannot use it"
+        remedy = "install a CUDA wheel of torch (an image with the tag -cuda)"
+    else:
+        what = "a GPU is asked for or there, and CUDA does not start"
+        remedy = "install a driver that the wheel works with (CUDA 13: 580 or newer), or an older wheel"
+    return InvalidStateError(
+        f"{what} (driver: {version}; wheel: {wheel}{visible})",
+        reason="GPU_UNUSABLE",
+        remedy=f"{remedy}; to train on the CPU set {VARIABLE}=cpu",
+    )
+
+
+# Makes torch repeat itself bit for bit.
+
+
+def resolve_determinism(choice: str, *, is_compiled: bool) -> str:
+    """Return "best_effort" for `auto` if blocks are compiled, else `choice` as it is.
+
+    Compiled kernels depend on which shapes came first, and on whether the compiler worked at all, which may differ at
+    another start. The config refuses `strict` together with compiled blocks.
+    """
+    return "best_effort" if is_compiled and choice == "auto" else choice
+
+
+def set_determinism(choice: str, *, seed: int, device: torch.device) -> bool:
+    """Make torch deterministic for "strict", or for "auto" on a CPU; seed it in any case.
+
+    Return whether it is deterministic. Sets the number of threads on a CPU, because it decides the order of sums:
+    OMP_NUM_THREADS, else 1.
+    """
+    is_strict = choice == "strict" or (choice == "auto" and device.type == "cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
+    if is_strict and device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with a fixed workspace
+    torch.use_deterministic_algorithms(is_strict)
+    # Costs a few per cent of a step on a CPU, and serves operations that read what nobody wrote: no model has any.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue] - it is set
+    torch.manual_seed(seed)
+    return is_strict
+
+
+def seed_rank(seed: int, *, rank: int) -> None:
+    """Set torch's seed from `seed` and `rank`, so that ranks draw different random numbers.
+
+    Call it after the model is made, for which all ranks need the same seed.
+    """
+    torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{rank}".encode()).digest()[:8]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomState:
+    """The states of the random generators that a computation on a device draws from: the host's, and that of a GPU."""
+
+    device: torch.device
+    host: torch.Tensor
+    gpu: torch.Tensor | None
+
+    @classmethod
+    def of(cls, device: torch.device) -> Self:
+        """Read the state of the random generators for `device`: the host's, and the GPU's if it is one."""
+        gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(device=device, host=torch.get_rng_state(), gpu=gpu)
+
+    def restore(self) -> None:
+        """Restore the random state, so that the same numbers are drawn again."""
+        torch.set_rng_state(self.host)
+        if self.gpu is not None:
+            torch.cuda.set_rng_state(self.gpu, self.device)
+
 
 T = TypeVar("T")
 
@@ -47,6 +182,10 @@ class Gang:
     """This process's place among the processes of the gang, and what they exchange."""
 
     def __init__(self, *, rank: int = 0, world_size: int = 1, device: torch.device | None = None) -> None:
+        """Be rank `rank` of `world_size` processes; make no connections, which `join` does.
+
+        `device` None is the CPU.
+        """
         self.rank = rank
         self.world_size = world_size
         self.device = device or torch.device("cpu")
@@ -66,10 +205,10 @@ class Gang:
             gang.layout = layout
 
     def beside(self, purpose: str) -> "Gang":
-        """Return this gang with connections of its own, for a thread beside the main one; a cached one per `purpose`.
+        """Return a gang of the same ranks with connections of its own, for a thread beside the main one.
 
-        The first call for a purpose is collective. Threads need separate connections because the collectives of one
-        group must come in the same order at every rank.
+        Cached by `purpose`. The first call for a purpose is collective. Threads need separate connections because the
+        collectives of one group must come in the same order at every rank.
         """
         if self.is_alone:
             return self
@@ -97,6 +236,7 @@ class Gang:
         store = _store_of_this_start(environ)
         _init_group(device, store, rank=rank, world_size=world_size)
         gang = cls(rank=rank, world_size=world_size, device=device)
+        # Requests over one connection wait for each other: each thread has a connection of its own.
         own: Store = store.clone()  # pyright: ignore[reportAttributeAccessIssue] - not in torch's stubs
         gang._roll_call = RollCall(own, rank=rank, world_size=world_size)
         gang._roll_call.start()
@@ -106,9 +246,7 @@ class Gang:
 
     @property
     def data_rank(self) -> int:
-        """Return the index of this rank among those with different samples; ranks that share samples have the
-        same index.
-        """
+        """Return the index of this rank's part of the samples; ranks that share samples have the same index."""
         return self.layout.data_rank(self.rank)
 
     @property
@@ -122,16 +260,17 @@ class Gang:
         return self.world_size == 1
 
     def agree(self, work: Callable[[], T]) -> list[T]:
-        """Run `work`, which has no collectives, at every rank and return the results of all ranks in order.
+        """Run `work`, which has no collectives, at every rank, and return the results of all ranks in order.
 
-        T is plain data (`agreement`). If `work` raises at any rank, every rank raises the error of the lowest such
-        rank; an error that is no MillraceError is UnavailableError at the others.
+        Collective. T is plain data: bytes, or what JSON has. If `work` raises at any rank, every rank raises the error
+        of the lowest such rank; an error that is no MillraceError is UnavailableError at the others.
         """
         mine, failure = agreement.encode_result(work, rank=self.rank)
         if failure is not None and self.is_alone:
             raise failure
         rows = self.gather(mine)
         first = next((rank for rank, row in enumerate(rows) if agreement.is_error(row)), None)
+        # What ends this process (an interrupt, an exit) is raised here, whatever failed at a lower rank.
         if failure is not None and (first == self.rank or not isinstance(failure, Exception)):
             raise failure
         if first is not None:
@@ -139,7 +278,10 @@ class Gang:
         return [agreement.decode_result(row) for row in rows]
 
     def from_leader(self, work: Callable[[], T]) -> T:
-        """Run `work` at rank 0 only and return the result at every rank; raise at all ranks if it raises."""
+        """Run `work` at rank 0 only, and return its result at every rank; raise at all ranks if it raises. Collective.
+
+        T is plain data: bytes, or what JSON has.
+        """
         mine, failure = agreement.encode_result(work, rank=self.rank) if self.is_leader else (None, None)
         row = self.broadcast(mine) if failure is None or not self.is_alone else b""
         if failure is not None:
@@ -147,35 +289,39 @@ class Gang:
         return agreement.decode_result(row)
 
     def broadcast(self, data: bytes | None) -> bytes:
-        """Return rank 0's bytes at every rank; the others pass None."""
+        """Return at every rank the bytes that rank 0 passes; the other ranks pass None. Collective."""
         return self._broadcast_from(0, data or b"")
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Return every rank's bytes in order of rank, at every rank."""
+        """Return the bytes of all ranks in order of rank, at every rank. Collective."""
         return [self._broadcast_from(source, data) for source in range(self.world_size)]
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Return element-wise sums over the ranks, in float64."""
+        """Return the element-wise sums of `values` over the ranks, in float64, at every rank. Collective."""
         return self._reduce(values, dist.ReduceOp.SUM) if not self.is_alone else list(values)
 
     def sum_of_data(self, values: Sequence[float]) -> list[float]:
-        """Return element-wise sums over the samples of all ranks; a sample that several ranks share counts once."""
-        return self.sum(values if self.layout.speaks_for_samples(self.rank) else [0.0] * len(values))
+        """Return the element-wise sums over the ranks of `values`, which each computed over its samples. Collective.
+
+        Of ranks that share samples only the values of the first one count.
+        """
+        return self.sum(values if self.layout.is_first_of_samples(self.rank) else [0.0] * len(values))
 
     def max(self, values: Sequence[float]) -> list[float]:
-        """Return element-wise maxima over the ranks."""
+        """Return the element-wise maxima of `values` over the ranks, at every rank. Collective."""
         return self._reduce(values, dist.ReduceOp.MAX) if not self.is_alone else list(values)
 
     def barrier(self) -> None:
-        """Return when every rank has arrived."""
+        """Wait until every rank of the gang has called this."""
         self.sum([0.0])
 
     def shard(self, model: nn.Module, sharding: Sharding) -> nn.Module:
-        """Move the model to this rank's device and cut it as the layout says: layers, experts, rows; FSDP2 by block.
+        """Move the model to this rank's device, shard it as the gang's layout says, in place, and return it.
 
-        Gradients are summed over the ranks. A process alone uses FSDP only if `sharding` needs it, for instance to
-        compute in another format than float32, since FSDP does the casts. FSDP moves block after block and keeps its
-        share: unless layers are cut, a GPU never holds more than the shares and one whole block.
+        Collective. Layers, experts and rows are split, and each block is one unit of FSDP2. Gradients are summed over
+        the ranks. A process alone uses FSDP only if `sharding` needs it, for instance to compute in another format than
+        float32, since FSDP does the casts. FSDP moves block after block and keeps its share: unless layers are split, a
+        GPU never holds more than the shares and one whole block.
         """
         arguments = sharding.arguments(self.device)
         if self.is_alone:
@@ -193,17 +339,19 @@ class Gang:
                 cut_rows(model, self._mesh(self.layout.piece_mesh))
             if self.layout.ep > 1:
                 self._shard_experts(model, sharding)
-        is_whole = self.is_alone and sharding.holds_whole(model)
+        is_whole = self.is_alone and sharding.keeps_unsharded(model)
         reshards = not is_whole if sharding.reshards_after_forward is None else sharding.reshards_after_forward
         for block in blocks_of(model):
             fully_shard(block, reshard_after_forward=reshards, **arguments)
         fully_shard(model, **arguments)
         for module in model.modules():
             if isinstance(module, FSDPModule):
+                # Losses are divided by counts of the whole batch already: gradients must be summed, and FSDP would take
+                # the mean.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction with a factor
         if is_whole:
-            hold_whole(model)
+            keep_unsharded(model)
         return model
 
     def _shard_experts(self, model: nn.Module, sharding: Sharding) -> None:
@@ -224,7 +372,10 @@ class Gang:
         return self._meshes[key]
 
     def show_failure(self, *, reason: str, message: str) -> None:
-        """Report to rank 0 why this rank gives up the run, without a collective, in which the others may be waiting."""
+        """Report to rank 0 why this rank gives up the run.
+
+        It is no collective, because the other ranks may be waiting in one.
+        """
         if self._roll_call is not None:
             self._roll_call.show_failure(reason=reason, message=message)
 
@@ -244,10 +395,11 @@ class Gang:
         self._has_group = False
 
     def _broadcast_from(self, source: int, data: bytes) -> bytes:
-        """Broadcast the bytes of rank `source`: first their number, then the bytes."""
+        """Return at every rank the `data` of rank `source`, of any length; what others pass is ignored. Collective."""
         if self.is_alone:
             return data
         with _waiting_for_peers():
+            # Tensors on the CPU, which gloo carries whatever the ranks compute on.
             length = torch.tensor([len(data)], dtype=torch.int64)
             dist.broadcast(length, src=source, group=self._group)
             buffer = torch.zeros(max(int(length), 1), dtype=torch.uint8)
@@ -257,6 +409,7 @@ class Gang:
         return buffer[: int(length)].numpy().tobytes()
 
     def _reduce(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+        """Return the element-wise reduction of `values` by `operation` over the ranks, in float64."""
         tensor = torch.tensor(values, dtype=torch.float64)
         with _waiting_for_peers():
             dist.all_reduce(tensor, op=operation, group=self._group)
@@ -309,6 +462,7 @@ def _waiting_for_peers() -> waits.Waiting:
 
 
 def _alone(device: torch.device) -> DeviceMesh:
+    """Return a mesh of this process alone."""
     return init_device_mesh(device.type, (1,))
 
 
@@ -354,7 +508,10 @@ class PeerWatch:
         abort: Callable[[], None] = abort_communicators,
         end: Callable[[int], object] = os._exit,
     ) -> None:
-        """Take a `store` that nothing else uses; a stuck process calls `abort`, then `end` with its exit code."""
+        """Prepare to watch the other ranks' processes; `store` must be used by nothing else.
+
+        If a rank is dead and this process is stuck, its thread calls `abort`, and then `end` with the exit code.
+        """
         store.set_timeout(timedelta(seconds=STORE_S))
         self._store = store
         self._rank = rank
@@ -380,6 +537,7 @@ class PeerWatch:
             self._thread.join(STORE_S)
 
     def _run(self) -> None:
+        """Check once a second whether a rank's process on this machine is dead, until this rank leaves."""
         while not self._left.wait(PERIOD_S):
             try:
                 self._learn()
@@ -391,7 +549,10 @@ class PeerWatch:
                 return
 
     def _learn(self) -> None:
-        """Read from the store which ranks are on this machine, as far as they have written it; skip damaged entries."""
+        """Read from the store which ranks' processes are on this machine, as far as they are written.
+
+        Skip damaged entries.
+        """
         for rank in sorted(self._unknown):
             if not self._store.check([_key(rank)]):
                 continue
@@ -403,7 +564,10 @@ class PeerWatch:
                     self._here[rank] = (int(sign["pid"]), int(sign["began"]))
 
     def _is_dead(self, rank: int, process: _Process) -> bool:
-        """Return whether a rank's process is gone, or another one has its id, and it has not left in order."""
+        """Return whether a rank's process has ended without leaving in order.
+
+        A process that reuses its id is another one.
+        """
         pid, began = process
         try:
             started = start_ticks(pid)  # 0 where it cannot be read, which says nothing of the process
@@ -414,6 +578,7 @@ class PeerWatch:
         return not is_alive and not self._store.check([_key(rank) + "/left"])
 
     def _fail(self, dead: int) -> None:
+        """Wait `GRACE_S` for this process to leave; else abort its communicators and end it: rank `dead` has died."""
         pid = self._here[dead][0]
         if self._left.wait(GRACE_S):
             return
@@ -429,5 +594,5 @@ def _key(rank: int) -> str:
 
 
 def _machine() -> str:
-    """Return host and pid namespace, equal for ranks that see each other's processes."""
+    """Return an identifier of host and pid namespace, equal for ranks that see each other's processes."""
     return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid') if os.path.exists('/proc/self/ns/pid') else ''}"

@@ -6,7 +6,7 @@ log-probs are put back to where their tokens are in the samples.
 Shape suffixes: B samples, T longest sample, R rows of the model, L longest row, N tokens whose log-probs are needed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from millrace.config.sections.trainer import TrainerConfig
-from millrace.rollouts.truncation import kept_tokens
+from millrace.rollouts.parameters import kept_tokens
 from millrace.rollouts.types import FULL, TrainSample, Truncation
 from millrace.trainer.learning.plan import Packing, Rows
-from millrace.trainer.losses.base import LossInputs, outside_support
+from millrace.trainer.losses import LossInputs, outside_support
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,14 +37,17 @@ class Sampled:
 
     @classmethod
     def of(cls, samples: Sequence[TrainSample], *, shape: tuple[int, int], device: torch.device) -> Self:
-        """Collect the settings of the samples, a row each of `shape` [B, T].
+        """Collect the different settings of temperature and truncation of the samples, the rows of [B, T] = `shape`.
 
-        `own_sampling` of a sample has ranges of tokens with settings of their own.
+        A sample's `own_sampling` are ranges of its tokens with settings of their own. Padding has temperature 1 without
+        truncation, and so has what was sampled with temperature 0.
         """
         places = {(1.0, FULL): 0}  # that of padding, too
         way_BT = np.zeros(shape, np.int64)
 
         def place(temperature: float, truncation: Truncation) -> int:
+            """Return the index of a setting, a new one if the setting is new."""
+            # `places` keeps the order of insertion, so that an index is the setting's row in the tensors below.
             return places.setdefault((temperature, truncation) if temperature else (1.0, FULL), len(places))
 
         for row, sample in enumerate(samples):
@@ -62,20 +65,26 @@ class Sampled:
         )
 
     def ways(self, places_N: torch.Tensor) -> torch.Tensor:
-        """Return the indices of the settings of the tokens at flat indices of [B, T]."""
+        """Return the index of the setting of each token; `places_N` are the tokens' flat indices in [B, T]."""
         return self.way_BT.reshape(-1)[places_N]
 
     def is_cut(self, ways_N: torch.Tensor) -> torch.Tensor:
-        """Return which of these settings sample from less than the whole vocabulary, bool [N]."""
+        """Return which tokens were sampled from less than the whole vocabulary, bool [N].
+
+        `ways_N` are their settings' indices.
+        """
         return ((self.top_p_W < 1) | (self.top_k_W > 0) | (self.min_p_W > 0))[ways_N]
 
     def kept(self, logprobs_NV: torch.Tensor, ways_N: torch.Tensor) -> torch.Tensor:
-        """Return which tokens of the vocabulary could be sampled with these settings, bool [N, V]."""
+        """Return which words of the vocabulary top-p, top-k and min-p leave to each token's setting, bool [N, V].
+
+        `logprobs_NV` are the distributions before truncation, and `ways_N` the indices of the settings.
+        """
         bounds = {"top_p": self.top_p_W[ways_N], "top_k": self.top_k_W[ways_N], "min_p": self.min_p_W[ways_N]}
         return kept_tokens(logprobs_NV, **bounds)
 
     def uncut(self) -> Self:
-        """Return a copy that samples from the whole vocabulary at the same temperatures."""
+        """Return a copy of the settings with the same temperatures and without any truncation."""
         return replace(self, cuts_any=False)
 
 
@@ -96,16 +105,20 @@ class ModelRows:
 
     @property
     def is_packed(self) -> bool:
-        """Return whether a row holds several samples."""
+        """Return whether a row has more than one sample, that is, whether positions restart within a row."""
         return bool((self.position_ids_RL[:, 1:] == 0).any())
 
     def widened(self, width: int) -> "ModelRows":
-        """Return the rows padded to `width` tokens; packed rows get one more sample, other rows a longer one."""
+        """Return the rows padded on the right to `width` tokens, which may not be fewer than they have.
+
+        In packed rows the new padding is one more sample, in other rows it continues the sample.
+        """
         num_rows, before = self.token_ids_RL.shape
         if width == before:
             return self
         more = torch.arange(width - before, device=self.position_ids_RL.device).expand(num_rows, -1)
         last_R1 = self.position_ids_RL[:, -1:]
+        # Flat indices move by the columns that were added to the rows before.
         row_N = torch.div(self.before_N, before, rounding_mode="floor")
         return ModelRows(
             token_ids_RL=torch.nn.functional.pad(self.token_ids_RL, (0, width - before)),
@@ -123,7 +136,8 @@ class MicroBatch:
     `rl_weights_BT` is 1 where a sample has no weights of its own; the rl component is where the mask is 1 and the
     weight is not 0, the cross-entropy component where its weight is not 0. `versions_B` are the oldest and newest
     policy version of each row's sampled tokens. `reference_kl_B` is that of `Credit`.
-    `proximal_logprobs_BT` are those of `LossInputs`, as the model computes them. `num_tokens` are without padding.
+    `proximal_logprobs_BT` and `group_tokens_B1` are those of `LossInputs`, the former as the model computes them.
+    `num_tokens` are without padding.
     """
 
     token_ids_BT: torch.Tensor
@@ -141,15 +155,16 @@ class MicroBatch:
     ordinal_B: tuple[int, ...] = ()
     """Of each row the ordinal of its group; empty for the row of padding alone."""
     proximal_logprobs_BT: torch.Tensor | None = None
+    group_tokens_B1: torch.Tensor | None = None
 
     @property
     def num_rl_tokens(self) -> int:
-        """Return the number of tokens of the rl component."""
+        """Return the number of tokens of the policy loss: sampled ones whose rl weight is not 0."""
         return int((self.loss_mask_BT & (self.rl_weights_BT != 0)).sum())
 
     @property
     def num_rl_samples(self) -> int:
-        """Return the number of rows with a token of the rl component."""
+        """Return the number of samples with a token of the policy loss."""
         return int((self.loss_mask_BT & (self.rl_weights_BT != 0)).any(dim=-1).sum())
 
     def loss_inputs(
@@ -159,16 +174,20 @@ class MicroBatch:
         entropy_BT: torch.Tensor | None = None,
         reference_logprobs_BT: torch.Tensor | None = None,
     ) -> LossInputs:
-        """Return the loss's inputs, with entropy and reference if the loss uses them.
+        """Return the inputs of the loss for the log-probs that the trained model gives the micro-batch's tokens.
 
-        Tokens that the truncation excludes under the trainer's policy (log-prob -inf) are masked. Advantages that are
-        log-ratios of a reference to the behaviour policy become log-ratios to the trainer's policy (`reference_kl_B`).
+        `entropy_BT` and `reference_logprobs_BT` are passed on; None if the loss does not use them. Tokens that the
+        truncation excludes under the trainer's policy (log-prob -inf) are masked. Advantages that are log-ratios of a
+        reference to the behaviour policy become log-ratios to the trainer's policy (`reference_kl_B`).
         """
         is_outside_BT = outside_support(trainer_logprobs_BT)
+        # A log-prob of -inf would become nan in differences. The engine's takes its place, and the masks below exclude
+        # the token.
         logprobs_BT = torch.where(is_outside_BT, self.inference_logprobs_BT, trainer_logprobs_BT)
         proximal_BT = self.proximal_logprobs_BT
         if proximal_BT is not None:  # a token that only the policy before the batch had left out counts as unmoved
             proximal_BT = torch.where(outside_support(proximal_BT), logprobs_BT.detach(), proximal_BT)
+        # log(reference / behaviour) minus this is log(reference / trainer).
         moved_BT = (logprobs_BT.detach() - self.inference_logprobs_BT) * self.loss_mask_BT
         return LossInputs(
             trainer_logprobs=logprobs_BT,
@@ -176,14 +195,27 @@ class MicroBatch:
             advantages=self.advantages_BT - self.reference_kl_B[:, None] * moved_BT,
             loss_mask=self.loss_mask_BT & ~is_outside_BT,
             rl_weights=self.rl_weights_BT,
+            # Cross-entropy, too, leaves out what the truncation excludes: its log-prob is -inf.
             ce_weights=self.ce_weights_BT * ~is_outside_BT,
             proximal_logprobs=proximal_BT,
             entropy=entropy_BT,
             reference_logprobs=reference_logprobs_BT,
+            group_tokens=self.group_tokens_B1,
         )
 
+    def with_group_tokens(self, counts: Mapping[int, int] | None) -> Self:
+        """Return a copy with `LossInputs.group_tokens` from the minibatch's rl tokens of each group, by ordinal.
+
+        Return it as it is if `counts` is None.
+        """
+        if counts is None:
+            return self
+        # Rows of a dataset are in no group, and the row of padding has no ordinal: 1 keeps the division finite.
+        own = [counts.get(ordinal, 1) for ordinal in self.ordinal_B] or [1]
+        return replace(self, group_tokens_B1=torch.tensor(own, device=self.token_ids_BT.device)[:, None])
+
     def tokens_by_group(self) -> dict[int, int]:
-        """Return the number of rl tokens of each group in the micro-batch, by ordinal."""
+        """Return the number of tokens of the policy loss by group (ordinal); groups without any are left out."""
         counts = dict[int, int]()
         rows = (self.loss_mask_BT & (self.rl_weights_BT != 0)).sum(dim=-1).tolist()
         for ordinal, count in zip(self.ordinal_B, rows, strict=False):  # the row of padding has no ordinal
@@ -193,7 +225,7 @@ class MicroBatch:
 
     @property
     def num_ce_tokens(self) -> int:
-        """Return the number of tokens of the cross-entropy component."""
+        """Return the number of tokens of the cross-entropy loss."""
         return int((self.ce_weights_BT != 0).sum())
 
 
@@ -206,7 +238,7 @@ class StepRows(Protocol):
         ...
 
     def samples(self, step: int) -> list[TrainSample]:
-        """Return the rows of a step as samples with cross-entropy weights."""
+        """Return the rows that step `step` (counted from 0) learns, as samples with cross-entropy weights."""
         ...
 
 
@@ -235,10 +267,7 @@ class BatchLayout:
 
     @classmethod
     def of(cls, config: TrainerConfig, packing: Packing | None) -> "BatchLayout":
-        """Take seq_len, the tokens of a micro-batch and the number of minibatches from the config.
-
-        Rows hold one sample each if `packing` is None.
-        """
+        """Make the layout that the config says; with `packing` None each row holds one sample."""
         return cls(
             seq_len=config.model.seq_len,
             micro_batch_tokens=config.micro_batch_tokens,
@@ -252,9 +281,9 @@ def build_micro_batch(
 ) -> MicroBatch:
     """Build a micro-batch on `device`, with each sample cut at `seq_len` tokens.
 
-    `rows` has the indices into `samples` of each row of the model; by default each sample is a row. Without samples
-    the micro-batch is one row of two padding tokens with weight 0: it keeps this rank's collectives in step with the
-    others' and contributes a zero gradient.
+    `rows` says which samples each row of the model has, as indices into `samples`; None: each sample is a row. Without
+    samples the micro-batch is one row of two padding tokens with weight 0: it keeps this rank's collectives in step
+    with the others' and contributes a zero gradient.
     """
     lengths = [min(len(sample.token_ids), seq_len) for sample in samples] or [2]
     shape = (len(lengths), max(lengths))
@@ -263,6 +292,7 @@ def build_micro_batch(
     logprobs, advantages, rl_weights, ce_weights = (np.zeros(shape, np.float32) for _ in range(4))
     for row, (sample, length) in enumerate(zip(samples, lengths, strict=bool(samples))):
         token_ids[row, :length] = sample.token_ids[:length]
+        # Column 0 never counts: no token precedes it.
         mask[row, 1:length] = sample.loss_mask[1:length] != 0
         logprobs[row, :length] = sample.inference_logprobs[:length]
         advantages[row, :length] = sample.advantages[:length]
@@ -292,7 +322,11 @@ def build_micro_batch(
 
 
 def _lay(rows: Rows, lengths: Sequence[int], token_ids_BT: np.ndarray, needed_BT: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the fields of `ModelRows` for the samples; `rows` has their indices, `needed_BT` who needs a log-prob."""
+    """Lay samples out in the model's rows; return the fields of `ModelRows` by name, as arrays.
+
+    `rows` says which samples each row has, `lengths` how many tokens each sample has, `needed_BT` which tokens need a
+    log-prob.
+    """
     widths = [sum(lengths[place] for place in row) for row in rows]
     shape = (len(rows), max(widths))
     laid_RL, positions_RL = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -306,8 +340,11 @@ def _lay(rows: Rows, lengths: Sequence[int], token_ids_BT: np.ndarray, needed_BT
             positions_RL[at, start:end] = np.arange(length)
             places_BT[place, :length] = at * shape[1] + np.arange(start, end)
             start = end
+        # Padding continues the sample's positions, or begins one more sample: a restart would make rows of one sample
+        # packed.
         goes_on = start if max(map(len, rows)) == 1 else 0
         positions_RL[at, start:] = np.arange(goes_on, goes_on + shape[1] - start)
+    # A token in column 0 is never scored, so that the token before a scored one belongs to the same sample.
     scored_N = np.flatnonzero(needed_BT)
     return {
         "token_ids_RL": laid_RL,
@@ -321,9 +358,9 @@ def _lay(rows: Rows, lengths: Sequence[int], token_ids_BT: np.ndarray, needed_BT
 
 
 def fake_sample(length: int, *, vocabulary: int, of_rl: bool = True) -> TrainSample:
-    """Make a sample of `length` tokens, trained on as sampled tokens (`of_rl`) or else by cross-entropy.
+    """Make a sample of `length` tokens for measurements, without content; token ids are below `vocabulary`.
 
-    `vocabulary` is the number of token ids.
+    It is trained on by the policy loss with `of_rl`, otherwise by cross-entropy.
     """
     ones, zeros = np.ones(length, np.float32), np.zeros(length, np.float32)
     return TrainSample(

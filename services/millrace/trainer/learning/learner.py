@@ -15,7 +15,7 @@ from millrace.config.sections.trainer import TrainerConfig, TrainerModelConfig
 from millrace.custom_code import CustomCode
 from millrace.device_digest import device_digest
 from millrace.models.context_length import fix_context_length
-from millrace.models.loading import check_weights, empty_model, fill_model
+from millrace.models.loading import check_weights, empty_model, fill_model, load_config
 from millrace.models.torch_support import shortage_named
 from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
 from millrace.policies.manifest import whole_digest
@@ -23,17 +23,17 @@ from millrace.policies.peft.config import AdapterSpec
 from millrace.policies.publish import merge_digests
 from millrace.policies.tensors import TensorBytes
 from millrace.trainer.gang.agreement import agreed
-from millrace.trainer.gang.devices import resolve_determinism, seed_rank, set_determinism
-from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.gang.distributed import Gang, resolve_determinism, seed_rank, set_determinism
 from millrace.trainer.learning.batch import MicroBatch, Minibatch, StepRows
-from millrace.trainer.learning.forward import token_logprobs
+from millrace.trainer.learning.forward import OnePass, token_logprobs
 from millrace.trainer.learning.metrics import ExpertLoad
 from millrace.trainer.learning.optimizer import PolicyOptimizer
 from millrace.trainer.learning.packing import Utilization, packing_of
 from millrace.trainer.learning.plan import Packing
-from millrace.trainer.losses import LossFunction, LossInputs, loss_function, token_losses
+from millrace.trainer.losses import LossFunction, LossInputs, Objective, loss_function, token_losses
 from millrace.trainer.model.compiled import compile_blocks
 from millrace.trainer.model.context_parallel import use_varlen_kernel
+from millrace.trainer.model.expert_parallel import require_no_router_loss
 from millrace.trainer.model.fit import fit_layout
 from millrace.trainer.model.lora import (
     add_adapters,
@@ -45,7 +45,7 @@ from millrace.trainer.model.lora import (
     weight_tensors,
     without_adapters,
 )
-from millrace.trainer.model.memory import Sharding, checkpoint_activations, defer_sharing, hold_weights
+from millrace.trainer.model.memory import Sharding, cast_weights, checkpoint_activations, defer_resharding
 from millrace.trainer.model.pretrained import load_model, resolve_compute_dtype, resolve_publish_dtype
 from millrace.trainer.model.published import published_share, published_tensors
 
@@ -93,9 +93,11 @@ def build_model(
 ) -> TrainedModel:
     """Load the model in a directory, with adapters, sharding and compilation as `config` says. Collective in a gang.
 
-    It computes sequences of at most `context_length` tokens. The digest of its weights is computed if it has adapters
-    or `is_proved`. Raises InvalidSpecError, before weights are read, for a config that does not fit the model; `prefix`
-    is the name of the config's table.
+    Lays out the gang as well. The model computes sequences of at most `context_length` tokens. `seed` decides the
+    initial values of adapters. The digest of its weights is computed if it has adapters or `is_proved`. Raises
+    InvalidSpecError, before weights are read, for a config that does not fit the model, and InvalidStateError
+    (ROUTER_LOSS_UNSUPPORTED) for a model that asks for a further loss; `prefix` is the name of the config's table, for
+    messages.
     """
     with agreed(gang):  # the model's files are of this rank's machine: what is wrong with them here, all get to know
         layout = fit_layout(config, directory, world_size=gang.world_size, prefix=prefix)
@@ -103,13 +105,18 @@ def build_model(
     compute_dtype = resolve_compute_dtype(config, device=gang.device)
     publish_dtype = resolve_publish_dtype(config, device=gang.device)
     with agreed(gang):
+        require_no_router_loss(load_config(directory))
+        # The order matters: adapters replace layers that exist, recomputation wraps the blocks with their adapters, the
+        # compiler wraps that, and the hooks of FSDP come last, outside of the compiled graphs.
         model, adapter = open_model(directory, gang=gang, context_length=context_length), None
-        hold_weights(model, config)
+        cast_weights(model, config)
         if config.lora is not None:
             round_base(model, config.lora, publish_dtype=publish_dtype, compute_dtype=compute_dtype)
             adapter = add_adapters(model, config.lora, seed=seed)
         checkpoint_activations(model, config.ac)
-        compile_blocks(model, config.compile)
+        compile_blocks(model, config.compile, has_exchanges=layout.cp > 1 or layout.ep > 1)
+    # Sharding is collective, and a block of `agreed` must have no collectives: an error in it would leave the others
+    # waiting.
     sharding = Sharding.of(config, compute_dtype=compute_dtype)
     model = gang.shard(model, sharding)
     with agreed(gang):
@@ -121,9 +128,10 @@ def build_model(
 
 
 def open_model(directory: Path, *, gang: Gang, context_length: int) -> nn.Module:
-    """Load the model in a directory, with positions fixed for sequences of at most `context_length` tokens.
+    """Load the model in a directory on the CPU, for sequences of at most `context_length` tokens.
 
-    In a gang its files are only checked and the model is made empty, for `fill_opened` to fill.
+    With several ranks its files are only checked, and the model is made without weights: `fill_opened` reads them after
+    sharding.
     """
     if gang.is_alone:
         model = load_model(directory)
@@ -135,7 +143,10 @@ def open_model(directory: Path, *, gang: Gang, context_length: int) -> nn.Module
 
 
 def fill_opened(model: nn.Module, directory: Path, *, gang: Gang, sharding: Sharding) -> None:
-    """Read this rank's shares of an opened model that has been sharded; do nothing for one process."""
+    """Read this rank's shares of the weights into a model that `open_model` made and `gang.shard` sharded.
+
+    Does nothing for one process, whose model has its weights.
+    """
     if not gang.is_alone:
         with shortage_named(f"load model {directory.name}"):
             fill_model(model, directory, device=torch.device("cpu") if sharding.offloads else gang.device)
@@ -143,11 +154,16 @@ def fill_opened(model: nn.Module, directory: Path, *, gang: Gang, sharding: Shar
 
 @torch.no_grad()
 def model_digest(model: nn.Module, *, dtype: torch.dtype, gang: Gang) -> str:
-    """Return the digest (hex) of version 0; every rank digests its own share in place. Collective in a gang."""
+    """Return the digest (hex) of the model as policy version 0 in the format `dtype`. Collective in a gang.
+
+    Every rank digests its own share on its device; no tensor is gathered whole.
+    """
     is_first_part = gang.layout.is_first_part(gang.rank)
     rows: list[list[object]] = []
     for each in published_tensors(model, version=0, dtype=dtype):
         share = published_share(each.tensor, rank=gang.rank, is_first_part=is_first_part)
+        # The rank that holds rows digests them; `merge_digests` adds the digests of a tensor's ranges to that of the
+        # whole.
         if share is None:
             continue
         flat, start = share[0].to(each.dtype).reshape(-1), share[1]
@@ -164,9 +180,10 @@ class Reference(Protocol):
     """Log-probs under the start model."""
 
     def logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """Return every token's log-prob, [B, T], without gradient, at the sample's temperature and untruncated.
+        """Return every token's log-prob under the start model, [B, T], without gradient, at the sample's temperature.
 
-        A truncated policy may sample what the truncated reference could not, and the divergence would be infinite.
+        It is not truncated: a truncated policy may sample what the truncated reference could not, and the divergence
+        would be infinite.
         """
         ...
 
@@ -175,6 +192,10 @@ class StartModel:
     """A frozen copy of the start model, in the dtype of the computation."""
 
     def __init__(self, model: nn.Module, *, gang: Gang, sharding: Sharding, is_varlen: bool = False) -> None:
+        """Freeze `model`, cast it to the compute dtype and shard it, all in place.
+
+        `is_varlen` uses the attention kernel for samples of varying lengths where it can. Collective in a gang.
+        """
         model.requires_grad_(False)
         if is_varlen:
             use_varlen_kernel(model, compute_dtype=sharding.compute_dtype, device=gang.device)
@@ -187,7 +208,11 @@ class StartModel:
     def load(
         cls, directory: Path, *, gang: Gang, sharding: Sharding, context_length: int, is_varlen: bool = False
     ) -> Self:
-        """Load the start model in `directory`; `is_varlen` uses the kernel for rows of varying lengths. Collective."""
+        """Load the model in `directory` as a frozen start model, sharded like the trained one. Collective in a gang.
+
+        It computes sequences of at most `context_length` tokens; `is_varlen` uses the attention kernel for samples of
+        varying lengths where it can.
+        """
         with agreed(gang):
             model = open_model(directory, gang=gang, context_length=context_length)
         start = cls(model, gang=gang, sharding=sharding, is_varlen=is_varlen)
@@ -197,7 +222,7 @@ class StartModel:
 
     @torch.no_grad()
     def logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """See `Reference`."""
+        """Return every token's log-prob under the start model, [B, T], without gradient or truncation."""
         return token_logprobs(self._model, replace(micro_batch, sampled=micro_batch.sampled.uncut()))[0]
 
 
@@ -205,17 +230,20 @@ class UnadaptedModel:
     """The start model of a run that trains adapters: the live model without them, which takes no further memory."""
 
     def __init__(self, model: nn.Module) -> None:
+        """Take the live model with adapters; its base is the start model."""
         self._model = model
 
     @torch.no_grad()
     def logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """See `Reference`."""
+        """Return every token's log-prob under the model without adapters, [B, T], without gradient or truncation."""
+        # The live model may be in its training mode, with dropout.
         with without_adapters(self._model), _evaluating(self._model):
             return token_logprobs(self._model, replace(micro_batch, sampled=micro_batch.sampled.uncut()))[0]
 
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch the model to eval mode during the block, and back to its mode after it."""
     was_training = model.training
     model.eval()
     try:
@@ -229,7 +257,8 @@ class Learner:
     """What a step computes with.
 
     `is_strict` says whether equal steps give equal bits. `adapter` is set if adapters are trained on a frozen base;
-    `base_digest` (of version 0, hex) then and if the loss has the start model as `reference`.
+    `base_digest` (of version 0, hex) then and if the loss has the start model as `reference`. `num_one_pass_tokens`
+    counts the tokens whose gradient the head computed together with their log-prob.
     """
 
     config: TrainerConfig
@@ -244,6 +273,7 @@ class Learner:
     adapter: AdapterSpec | None = None
     base_digest: str = ""
     dataset: StepRows | None = None
+    num_one_pass_tokens: int = 0
 
     @classmethod
     def of_start_model(
@@ -258,9 +288,9 @@ class Learner:
     ) -> Self:
         """Load the model in `directory`, and make the learner of a run with it. Collective in a gang.
 
-        `start_directory` has the start model that the loss compares with; `dataset` the rows that steps learn beside
-        rollouts. Sets torch's determinism and seeds. Raises InvalidSpecError, before anything is loaded, if the loss is
-        the user's own and cannot be used.
+        `start_directory` has the start model, which the loss compares with if it has a KL term. `dataset` has rows that
+        steps learn beside rollouts; None: none. `code` imports the user's own modules. Sets torch's determinism and
+        seeds. Raises InvalidSpecError, before anything is loaded, if the loss is the user's own and cannot be used.
         """
         trainer = config.trainer
         with agreed(gang):  # one machine may lack the module, or not allow it
@@ -279,14 +309,18 @@ class Learner:
             is_proved=is_proved,
         )
         model, sharding, reference = built.model, Sharding.of(trainer.model, compute_dtype=compute_dtype), None
+        # Before the optimizer is made: the trial runs forwards, and has to leave the sharded parameters in their
+        # places.
         packing = packing_of(model, trainer.pack, longest=trainer.model.seq_len, compute_dtype=compute_dtype, gang=gang)
         if trainer.loss.kl is not None:
+            # With `modules_to_save` the base itself changes, so that a copy of the start model is needed.
             is_base = trainer.model.lora is not None and not trainer.model.lora.modules_to_save
             is_varlen = packing is not None and packing.is_varlen
             opened = {"sharding": sharding, "context_length": config.context_length, "is_varlen": is_varlen}
             start = partial(StartModel.load, start_directory, gang=gang, **opened)
             reference = UnadaptedModel(model) if is_base else start()
-        seed_rank(config.seed, rank=gang.layout.draw(gang.rank))
+        # Only from here on may ranks draw different numbers; the model had to be made from the same ones.
+        seed_rank(config.seed, rank=gang.layout.random_stream(gang.rank))
         return cls(
             config=trainer,
             gang=gang,
@@ -310,12 +344,15 @@ class Learner:
 
     @property
     def publish_dtype(self) -> torch.dtype:
-        """Return the dtype of published policies; `auto` is the dtype that the trainer computes in."""
+        """Return the dtype of published policies; for "auto" it is the dtype that the trainer computes in."""
         return resolve_publish_dtype(self.config.model, device=self.gang.device)
 
     @property
     def utilization(self) -> Utilization | None:
-        """Return what computes the gang's MFU from lengths and seconds; None if the devices' peak is unknown."""
+        """Return the object that computes the gang's MFU from samples' lengths and seconds.
+
+        None if the peak of its devices is unknown.
+        """
         return Utilization.of(
             self.model,
             tflops=self.config.peak_tflops,
@@ -324,17 +361,23 @@ class Learner:
             world_size=self.gang.world_size,
         )
 
-    def logprobs(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the log-probs and entropies of a micro-batch under the live model, [B, T]."""
+    def logprobs(
+        self, micro_batch: MicroBatch, *, one_pass: OnePass | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log-probs and entropies of a micro-batch's tokens under the live model, both [B, T].
+
+        The log-probs have a gradient, the entropies only if they are part of the loss. With `one_pass` the gradient of
+        its loss is computed here, and a backward of that loss only hands it on.
+        """
         is_learned = self.config.loss.entropy_coef > 0
-        return token_logprobs(self.model, micro_batch, is_entropy_learned=is_learned)
+        return token_logprobs(self.model, micro_batch, is_entropy_learned=is_learned, one_pass=one_pass)
 
     @torch.no_grad()
     def with_proximal(self, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
-        """Return the minibatches with the live policy's log-probs as `proximal_logprobs_BT`.
+        """Return copies of the minibatches whose `proximal_logprobs_BT` are the log-probs under the live policy.
 
-        Losses without a correction get them unchanged, unless they are the user's own. Call it before the batch's first
-        step.
+        Call it before the batch's first optimizer step. Unless the loss has a correction or is the user's own, nothing
+        is computed and they are returned unchanged.
         """
         if not self.config.loss.correction and self.config.loss.type != "custom":
             return list(minibatches)
@@ -345,24 +388,43 @@ class Learner:
             for each in minibatches
         ]
 
-    def loss_inputs(self, micro_batch: MicroBatch) -> tuple[LossInputs, torch.Tensor, torch.Tensor]:
-        """Return the inputs of a micro-batch's loss, and the log-probs and entropies, [B, T]."""
+    def loss_inputs(
+        self, micro_batch: MicroBatch, objective: Objective
+    ) -> tuple[LossInputs, torch.Tensor, torch.Tensor]:
+        """Run the model on a micro-batch.
+
+        Return the inputs of its loss, and the tokens' log-probs and entropies, [B, T]. The gradient of `objective` is
+        computed in the same pass over the vocabulary if each token's share of it depends on that token alone.
+        """
         reference_BT = None if self.reference is None else self.reference.logprobs(micro_batch)
-        logprobs_BT, entropy_BT = self.logprobs(micro_batch)
-        learned_BT = entropy_BT if self.config.loss.entropy_coef > 0 else None
-        inputs = micro_batch.loss_inputs(logprobs_BT, entropy_BT=learned_BT, reference_logprobs_BT=reference_BT)
-        return inputs, logprobs_BT, entropy_BT
+
+        def inputs_at(logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor) -> LossInputs:
+            learned_BT = entropy_BT if self.config.loss.entropy_coef > 0 else None
+            return micro_batch.loss_inputs(logprobs_BT, entropy_BT=learned_BT, reference_logprobs_BT=reference_BT)
+
+        one_pass = OnePass(lambda *both_BT: objective(inputs_at(*both_BT))[1])
+        is_by_token = objective.is_by_token(is_truncated=micro_batch.sampled.cuts_any)
+        logprobs_BT, entropy_BT = self.logprobs(micro_batch, one_pass=one_pass if is_by_token else None)
+        if one_pass.num_tokens:
+            # With rows in pieces every rank has counted the tokens of its piece only, but sums over samples take one
+            # rank's number: that of all the rows' tokens.
+            self.num_one_pass_tokens += len(micro_batch.rows.scored_N)
+        return inputs_at(logprobs_BT, entropy_BT), logprobs_BT, entropy_BT
 
     def micro_batches(self, minibatch: Minibatch) -> Iterator[tuple[MicroBatch, Sequence[int]]]:
-        """Yield each micro-batch with its samples' indices; only the last backward reduces gradients over the ranks."""
+        """Yield each micro-batch with the indices of its samples in the sample table.
+
+        Call backward before the next one. Before each one the model is set so that only the last backward reduces
+        gradients over the ranks.
+        """
         last = len(minibatch.micro_batches) - 1
         for at, each in enumerate(zip(minibatch.micro_batches, minibatch.samples, strict=True)):
-            defer_sharing(self.model, is_last=at == last)
+            defer_resharding(self.model, is_last=at == last)
             yield each
 
     @contextlib.contextmanager
     def learning(self) -> Iterator[None]:
-        """Activate dropout of model and adapters in the block, as configured; it is off elsewhere."""
+        """Activate dropout of model and adapters, as configured, during the block, and deactivate it afterwards."""
         self.model.train(self.config.model.dropout)
         set_learning(self.model, True)
         try:
@@ -373,9 +435,10 @@ class Learner:
 
 
 def state_tensors(model: nn.Module, optimizer: PolicyOptimizer, *, gang: Gang) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's contents as live tensors by name: weights once each, optimizer state, random state.
+    """Return what a checkpoint of this rank contains: weights once each, optimizer state and random state, by name.
 
-    Of a model with adapters only trained weights; the base is the start model, whose digest the manifest has.
+    Weights and optimizer state are live tensors. Of a model with adapters there are only the trained weights: the base
+    is the start model, whose digest the manifest has.
     """
     weights = trained_tensors(model) if is_adapted(model) else weight_tensors(model)
     state = {f"model.{name}": tensor for name, tensor in weights.items()}
@@ -388,12 +451,12 @@ def state_tensors(model: nn.Module, optimizer: PolicyOptimizer, *, gang: Gang) -
 
 
 def restore_random_state(state: dict[str, torch.Tensor], *, gang: Gang) -> None:
-    """Set the random generators from a filled `state`, whose random states are copies; its other tensors are live."""
+    """Set torch's random generators of this rank from `state`, which has the tensors of a checkpoint by name."""
     torch.set_rng_state(state[f"rng.cpu.{gang.rank}"])
     if gang.device.type == "cuda":
         torch.cuda.set_rng_state(state[f"rng.cuda.{gang.rank}"], gang.device)
 
 
 def digest_of(tensors: Iterable[tuple[str, TensorBytes]]) -> str:
-    """Return the digest (hex) of a policy with these tensors by name."""
+    """Return the digest (hex) of a policy that has these tensors, given as pairs of name and bytes."""
     return policy_digest({name: (t.dtype, t.shape, digest_hex(tensor_digest(t))) for name, t in tensors})

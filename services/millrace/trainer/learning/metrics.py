@@ -12,13 +12,13 @@ from torch import nn
 
 from millrace.internal.v1 import batch_pb2
 from millrace.trainer.gang.distributed import Gang
-from millrace.trainer.learning.batch import MicroBatch
-from millrace.trainer.losses import LossInputs, log_ratio_to_reference
-from millrace.trainer.losses.base import TokenLosses, k3, outside_support
+from millrace.trainer.learning.batch import MicroBatch, Minibatch
+from millrace.trainer.losses import LossInputs, TokenLosses, k3, log_ratio_to_reference, outside_support
 from millrace.trainer.model.expert_parallel import experts_of
 
 ON_POLICY_KL = "on_policy_mismatch_kl"
 DATASET_NLL = "dataset_nll"
+ONE_PASS = "one_pass_tokens"
 _MEANS = (
     "loss",
     "mismatch_kl",
@@ -34,6 +34,7 @@ _MEANS = (
     "entropy",
     "nll",
     DATASET_NLL,
+    ONE_PASS,
     "ratio",
     "ratio_squared",
     "reference_kl",
@@ -68,33 +69,43 @@ class ExpertLoad:
     """Counts the tokens of each expert at this rank, in forward passes with gradients enabled."""
 
     def __init__(self, layers: list[Any]) -> None:
+        """Register a hook at each of `layers`, the modules of experts, that counts the tokens of each expert."""
         self._counts = [torch.zeros(layer.num_experts, dtype=torch.int64) for layer in layers]
         for place, layer in enumerate(layers):
             layer.register_forward_pre_hook(self._counting(place))
 
     @classmethod
     def of(cls, model: nn.Module) -> Self | None:
-        """Add a counter to a model's layers of experts and return it; return None if there are none."""
+        """Begin to count the tokens of each expert in a model, and return the counter.
+
+        None if the model has no experts.
+        """
         layers = list(experts_of(model))
         return cls(layers) if layers else None
 
     def take(self) -> torch.Tensor:
-        """Return the number of tokens since the last call, float64 [layers, experts], and begin again at 0."""
+        """Return each expert's tokens since the last call, float64 [layers, experts], and begin again at 0."""
         counts = torch.stack([each.to("cpu", torch.float64) for each in self._counts])
         self._counts = [torch.zeros_like(each) for each in self._counts]
         return counts
 
     def _counting(self, place: int) -> Any:
+        """Return a forward hook that adds the tokens of each expert to the counts of layer number `place`."""
+
         def count(module: Any, arguments: tuple[torch.Tensor, ...]) -> None:
+            # Forwards without gradient, those of the reference for example, train no router.
             if torch.is_grad_enabled():
-                counts = torch.bincount(arguments[1].reshape(-1), minlength=len(self._counts[place]))
-                self._counts[place] = counts + self._counts[place].to(counts.device)
+                # The second argument of transformers' experts has the experts of each token, [T, K].
+                index_P = arguments[1].reshape(-1)
+                # Not `bincount`, the length of whose result depends on the data: it would end a compiled graph.
+                before = self._counts[place].to(index_P.device)
+                self._counts[place] = before.scatter_add(0, index_P, torch.ones_like(index_P))
 
         return count
 
 
 def load_metrics(counts: torch.Tensor) -> dict[str, float]:
-    """Return the metrics of tokens by layer and expert.
+    """Return metrics, by name, of how evenly tokens are spread over experts; `counts` are tokens, [layers, experts].
 
     `max_vio` is how much more than its fair share the fullest expert of a layer has (0 is even, 1 is twice as much),
     `idle_experts` the share of experts that no token went to.
@@ -111,13 +122,18 @@ class StepMetrics:
     """Sums, counts and maxima; the keys are fixed by the environments' names, so the ranks' vectors line up."""
 
     def __init__(self, envs: Sequence[str], *, version: int | None = None) -> None:
-        """Begin empty. `version` is that of the weights; tokens that it sampled itself count for `ON_POLICY_KL`."""
+        """Begin without values. `envs` are the environments' names, which have metrics of their own.
+
+        `version` is that of the weights: tokens that this version sampled count for `ON_POLICY_KL`. None: the weights
+        are no published version, and none does.
+        """
         self._envs, self._version = tuple(envs), version
         names = [*_MEANS, *(f"{name}/{env}" for name in _BY_ENV for env in self._envs)]
         self._sums = dict.fromkeys(names, 0.0)
         self._counts = dict.fromkeys(names, 0.0)
         self._maxima = {"loss": -float("inf"), "mismatch_kl": 0.0}
         for scope in self._scopes:
+            # A minimum is the maximum of the negative: the ranks exchange one vector of maxima.
             self._maxima |= {f"ratio{scope}": 0.0, f"-ratio{scope}": -float("inf")}
         self._loss_squares = 0.0
         self._total_loss = 0.0
@@ -134,7 +150,10 @@ class StepMetrics:
         trainer_logprobs_BT: torch.Tensor,
         entropy_BT: torch.Tensor,
     ) -> bool:
-        """Add a micro-batch; `loss` is its share of the batch's loss. Return whether loss and entropies are finite."""
+        """Add a micro-batch's tokens to all metrics; return whether its loss and the sum of its entropies are finite.
+
+        `losses` are per token, and `loss` is the micro-batch's share of the batch's loss.
+        """
         is_outside = micro_batch.loss_mask_BT & outside_support(trainer_logprobs_BT)
         sampled = micro_batch.loss_mask_BT & ~is_outside
         members = losses.rl_members
@@ -151,6 +170,7 @@ class StepMetrics:
         self._add_by_env("is_masked_low", losses.is_masked_low, members, micro_batch)
         self._add_by_env("is_masked_high", losses.is_masked_high, members, micro_batch)
         self._add("masked_advantage_positive", losses.is_masked_high, is_masked)
+        # DPPO drops tokens with an advantage of 0 on the low side, too.
         self._add("masked_advantage_negative", losses.is_masked_low & (losses.advantages != 0), is_masked)
         self._add_by_env("advantage", losses.advantages, members, micro_batch)
         self._add_by_env("advantage_squared", losses.advantages.double() ** 2, members, micro_batch)
@@ -165,16 +185,24 @@ class StepMetrics:
 
     @torch.no_grad()
     def add_reference(self, micro_batch: MicroBatch, inputs: LossInputs) -> None:
-        """Add k3 of the log-ratio of policy and start model; nothing if `inputs` have no reference."""
+        """Add the estimated KL divergence (k3) of the policy to the start model.
+
+        Do nothing if `inputs` have no reference.
+        """
         if (log_ratio_BT := log_ratio_to_reference(inputs)) is not None:
             self._add_by_env("reference_kl", k3(-log_ratio_BT), inputs.rl_members, micro_batch)
 
     def add_expert_load(self, load: ExpertLoad | None) -> None:
-        """Take the counts of `load` as this step's, which empties it; None is for a model without experts."""
+        """Take the tokens that `load` has counted as this step's, which empties it; None: the model has no experts."""
         self._expert_load = None if load is None else load.take()
 
+    def add_one_pass(self, num_tokens: int, minibatch: Minibatch) -> None:
+        """Count `num_tokens` of the minibatch as those whose gradient came with their log-prob, in one pass."""
+        self._sums[ONE_PASS] += num_tokens
+        self._counts[ONE_PASS] += sum(len(each.rows.scored_N) for each in minibatch.micro_batches)
+
     def reduce(self, gang: Gang) -> "StepMetrics":
-        """Return the combined measurements of all ranks as a new object. Collective in a gang."""
+        """Return the measurements of all ranks as one new object; this one stays as it is. Collective in a gang."""
         whole, names = StepMetrics(self._envs), list(self._sums)
         reduced = gang.sum_of_data([*self._sums.values(), *self._counts.values(), self._loss_squares, self._total_loss])
         whole._sums = dict(zip(names, reduced[: len(names)], strict=True))
@@ -182,12 +210,17 @@ class StepMetrics:
         whole._loss_squares, whole._total_loss = reduced[-2:]
         whole._maxima = dict(zip(self._maxima, gang.max(list(self._maxima.values())), strict=True))
         if (load := self._expert_load) is not None:
+            # Ranks that hold parts of the same layers route the same tokens: they count several times, which changes no
+            # share.
             whole._expert_load = torch.tensor(gang.sum(load.flatten().tolist())).view(load.shape)
         return whole
 
     @classmethod
     def merged(cls, steps: Sequence["StepMetrics"]) -> "StepMetrics":
-        """Return the measurements of several optimizer steps as one; `loss/mean` is the mean of their losses."""
+        """Return the measurements of several optimizer steps of one batch as one.
+
+        `loss/mean` is the mean of their losses.
+        """
         first, *others = steps
         whole = cls(first._envs)
         whole._num_steps = len(steps)
@@ -206,14 +239,16 @@ class StepMetrics:
         return math.isfinite(self._total_loss) and math.isfinite(self._sums["entropy"])
 
     def values(self) -> dict[str, float]:
-        """Return the metrics by name; a mean over no tokens is left out."""
+        """Return the step's metrics by name; a mean over no tokens is left out."""
         sums, counts, maxima = self._sums, self._counts, self._maxima
         means = {name: sums[name] / counts[name] for name in sums if counts[name]}
         metrics = {f"{name}/mean": value for name, value in means.items()}
         if counts["loss"]:
             variance = self._loss_squares / counts["loss"] - means["loss"] ** 2
+            # The difference of two means may be negative by rounding.
             metrics["loss/std"] = max(variance, 0.0) ** 0.5
             metrics["loss/max"] = maxima["loss"]
+        # Not the mean over tokens but the loss as it was minimised, whose terms have divisors of their own.
         metrics["loss/mean"] = self._total_loss / self._num_steps
         for name in _ALL:
             if f"{name}/mean" in metrics:
@@ -225,6 +260,7 @@ class StepMetrics:
                 metrics[f"ratio{scope}/max"] = maxima[f"ratio{scope}"]
                 metrics[f"ratio{scope}/min"] = -maxima[f"-ratio{scope}"]
                 squared = metrics.pop(f"ratio_squared{scope}/mean")
+                # Kish's effective sample size as a share of the tokens, (Σ r)² / (n Σ r²).
                 metrics[f"ess{scope}/mean"] = means[f"ratio{scope}"] ** 2 / squared if squared else 0.0
             if counts[f"advantage{scope}"]:
                 variance = metrics.pop(f"advantage_squared{scope}/mean") - means[f"advantage{scope}"] ** 2
@@ -237,11 +273,11 @@ class StepMetrics:
 
     @property
     def _scopes(self) -> tuple[str, ...]:
-        """Return the suffixes of a metric's name: empty for the whole batch, then each environment."""
+        """Return the suffixes of metrics' names: empty for the whole batch, then "/ENV" for each environment."""
         return ("", *(f"/{env}" for env in self._envs))
 
     def _add_ratio(self, log_ratio_BT: torch.Tensor, members: torch.Tensor, micro_batch: MicroBatch) -> None:
-        """Add the ratio of trainer and behaviour policy at `members`, bounded, and the square of the ratio."""
+        """Add exp(log-ratio) at the tokens in `members`, its square, and its minimum; the log-ratio is bounded."""
         ratio_BT = log_ratio_BT.double().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
         self._add_by_env("ratio", ratio_BT, members, micro_batch)
         self._add_by_env("ratio_squared", ratio_BT**2, members, micro_batch)
@@ -250,7 +286,10 @@ class StepMetrics:
                 self._maxima[f"-ratio{scope}"] = max(self._maxima[f"-ratio{scope}"], -float(selected.min()))
 
     def _members_by_scope(self, members: torch.Tensor, micro_batch: MicroBatch) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the suffix and the members, bool [B, T], of each environment in the micro-batch, and finally of all."""
+        """Yield each environment in the micro-batch with its tokens in `members`: the suffix "/ENV" and bool [B, T].
+
+        The last pair has the empty suffix and all members.
+        """
         for env in self._envs:
             if env in micro_batch.env_B:
                 rows = torch.tensor([each == env for each in micro_batch.env_B], device=members.device)[:, None]
@@ -258,14 +297,14 @@ class StepMetrics:
         yield "", members
 
     def _add_by_env(self, name: str, values: torch.Tensor, members: torch.Tensor, micro_batch: MicroBatch) -> float:
-        """Add values [B, T] at `members` to the metric and to that of each environment; return their sum over all."""
+        """Add values [B, T] at `members` to the metric and to that of each environment; return their sum."""
         own = 0.0
         for scope, selected in self._members_by_scope(members, micro_batch):
             own = self._add(f"{name}{scope}", values, selected)
         return own
 
     def _add(self, name: str, values: torch.Tensor, members: torch.Tensor) -> float:
-        """Add values [B, T] at `members` to sum, count and maximum of the metric; return their sum."""
+        """Add values [B, T] at `members` to sum, count and maximum of one metric; return their sum."""
         selected = values[members].double()
         if not selected.numel():
             return 0.0
@@ -305,7 +344,10 @@ class Score:
         self._max_difference = 0.0
 
     def add(self, micro_batch: MicroBatch, trainer_logprobs_BT: torch.Tensor, *, version: int) -> None:
-        """Add a micro-batch with its log-probs under `version`, the version that samples must have to be scored."""
+        """Add a micro-batch's sampled tokens, with their log-probs under policy version `version`.
+
+        Tokens of samples that another version produced in part, and tokens that truncation excludes, are only counted.
+        """
         is_version_B = torch.tensor(
             [versions == (version, version) for versions in micro_batch.versions_B],
             device=trainer_logprobs_BT.device,
@@ -323,7 +365,7 @@ class Score:
             self._max_difference = max(self._max_difference, float(difference.abs().max()))
 
     def reduce(self, gang: Gang) -> ScoreResult:
-        """Return the result over all ranks; the mean over no tokens is NaN. Collective in a gang."""
+        """Return the result over all ranks; the mean is NaN if no token was scored. Collective in a gang."""
         kl, num_tokens, num_other, num_outside = gang.sum_of_data(self._sums)
         return ScoreResult(
             num_tokens=int(num_tokens),
@@ -368,10 +410,10 @@ def find_not_finite(
     trainer_logprobs_BT: torch.Tensor,
     entropy_BT: torch.Tensor,
 ) -> list[NotFinite]:
-    """Return the samples of a micro-batch with a loss or entropy that is not finite, and the first such token of each.
+    """Return the first token whose loss or entropy is not finite of each sample of a micro-batch that has one.
 
-    `rows` are the samples' indices in the batch. If every token is finite and only the sum overflows, return the token
-    with the largest loss.
+    `rows` are the samples' indices in the batch's sample table. If every token is finite, so that only the sum
+    overflows, the token with the largest loss is returned.
     """
     loss_BT = (losses.rl + losses.ce).abs()
     is_loss_BT = ~torch.isfinite(loss_BT)
@@ -394,7 +436,11 @@ def find_not_finite(
 
 
 def describe_not_finite(header: batch_pb2.BatchHeader, found: Sequence[NotFinite]) -> str:
-    """Return a sentence on which samples of a batch are not finite, and at which token first."""
+    """Return a sentence that says which samples of a batch are not finite, and at which token first.
+
+    `found` has at least one entry, in any order. Indices from the number of the header's samples on are rows of
+    `trainer.dataset`.
+    """
     first, num_samples = min(found), len(header.samples)
     if first.sample >= num_samples:
         return (
@@ -419,14 +465,16 @@ class KlTrend:
         """The mismatch that was last reported; 0 if it has fallen since."""
 
     def add(self, step: int, mismatch_kl: float) -> str:
-        """Add a step's mean; return a sentence if the mismatch grew tenfold or has been large for steps, else "".
+        """Add the mean mismatch KL of step `step`; return a sentence to report, or "" if there is nothing to report.
 
-        Each growth is reported once.
+        There is if the median of the last steps is ten times that of the steps before, or if the mismatch has been
+        large for three steps. Each growth is reported once.
         """
         self._steps.append((step, mismatch_kl if math.isfinite(mismatch_kl) else math.inf))
         return self._growth() or self._excess()
 
     def _excess(self) -> str:
+        """Return a sentence if the last steps' mismatch was large in each, and no growth is reported yet, else ""."""
         last = list(self._steps)[-_MOST_STEPS:]
         if self._reported or len(last) < _MOST_STEPS or min(kl for _, kl in last) < _MOST_KL:
             return ""
@@ -434,6 +482,7 @@ class KlTrend:
         return f"mismatch_kl is {self._reported:.3g} ({_shown(last)})"
 
     def _growth(self) -> str:
+        """Return a sentence if the mismatch grew tenfold over the earlier steps and over the last report, else ""."""
         if len(self._steps) < 2 * _RECENT_STEPS:
             return ""
         steps = list(self._steps)
@@ -442,6 +491,7 @@ class KlTrend:
         if now < max(_LEAST_KL, _KL_FACTOR * before):
             self._reported = self._reported if now >= self._reported / 2 else 0.0
             return ""
+        # What was reported is reported again only after a further tenfold growth.
         if self._reported and now < _KL_FACTOR * self._reported:
             return ""
         self._reported = now
@@ -459,11 +509,16 @@ class Disagreement:
 
     @property
     def is_large(self) -> bool:
-        """Return whether the mismatch was large when it was last measured."""
+        """Return whether the mismatch of engine and trainer on the same weights was large when it was last measured."""
         return self._last >= _LEAST_KL
 
     def add(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Add a step's metrics; return a sentence if the mismatch is large, once per tenfold growth, else ""."""
+        """Add the metrics of step `step`.
+
+        Return a sentence if engine and trainer disagree on the same weights, else "". Reported is a mismatch above 0.01
+        on tokens that the trained version sampled itself, again after each tenfold growth. Metrics without such tokens
+        change nothing.
+        """
         found = metrics.get(f"{ON_POLICY_KL}/mean")
         if found is None:
             return ""
@@ -491,4 +546,5 @@ class Disagreement:
 
 
 def _shown(steps: Sequence[tuple[int, float]]) -> str:
+    """Return steps and mismatches as text for a message; `steps` are pairs of both."""
     return f"steps {steps[0][0]} to {steps[-1][0]}: {', '.join(f'{kl:.3g}' for _, kl in steps)}"

@@ -44,7 +44,7 @@ class OptimizerReport:
 
     @classmethod
     def merged(cls, steps: Sequence["OptimizerReport"]) -> "OptimizerReport":
-        """Return the reports of several steps as one, with the first one's learning rate."""
+        """Return the reports of a batch's optimizer steps as one, with the learning rate of the first."""
         taken = [each for each in steps if not each.was_skipped] or steps
         return cls(
             lr=steps[0].lr,
@@ -66,6 +66,11 @@ class PolicyOptimizer:
         max_steps: int | None,
         offloads_state: bool = False,
     ) -> None:
+        """Make the optimizer of the model's trainable parameters, with state of zeros for each.
+
+        `max_steps` is the run's last step, which schedules that decay need. `offloads_state` holds the state in host
+        memory between steps.
+        """
         self._optim = optim
         self._scheduler = scheduler
         self._max_steps = max_steps
@@ -80,12 +85,14 @@ class PolicyOptimizer:
                 optimizer.state[parameter] = _fresh_state(optimizer, parameter, self._keeping)
 
     def step(self, step: int, *, skips: bool = False) -> OptimizerReport:
-        """Clip the gradient, apply it at the learning rate of step `step` (from 0) and clear it.
+        """Clip the gradient, apply it at the learning rate of step `step` (from 0), and clear it. Collective in a gang.
 
         Weights stay as they are at a learning rate of 0 (even `p * 1 - 0` could turn -0.0 into 0.0), if the gradient is
         not finite, and with `skips`; in the last two cases the report has `num_skipped` 1.
         """
         lr = learning_rate(step, lr=self._optim.lr, config=self._scheduler, max_steps=self._max_steps)
+        # Clipped also if the step will be skipped: the norm is collective, and it is reported. It is that of all ranks
+        # together, so that a gradient that is not finite makes all of them skip.
         grad_norm = clip(self._parameters, max_norm=self._optim.max_norm)
         was_skipped = skips or not math.isfinite(grad_norm)
         for number, optimizer in enumerate(self._optimizers):
@@ -95,13 +102,18 @@ class PolicyOptimizer:
                 if self._keeping.is_plain:
                     optimizer.step()
                 else:
-                    with brought(optimizer, salt=(step * len(self._optimizers) + number) * _PARTS):
+                    # A salt for every step, optimizer and part of the state: no two roundings draw the same numbers.
+                    with state_on_device(optimizer, salt=(step * len(self._optimizers) + number) * _PARTS):
                         optimizer.step()
+            # Also after a skipped step, whose gradient would otherwise be added to the next one's.
             optimizer.zero_grad(set_to_none=True)
         return OptimizerReport(lr=lr, grad_norm=grad_norm, num_skipped=int(was_skipped))
 
     def state_tensors(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the state as live tensors by parameter name; filling them in place restores the state."""
+        """Return the state of each parameter, by the parameter's name and then by the state's, as live tensors.
+
+        Filling them in place restores the state.
+        """
         state = {parameter: parts for optimizer in self._optimizers for parameter, parts in optimizer.state.items()}
         return {name: dict(state[parameter]) for name, parameter in self._named}
 
@@ -111,7 +123,7 @@ def _optimizers(
 ) -> list[torch.optim.Optimizer]:
     """Make torch's optimizers: SGD, AdamW, or Muon for the matrices of hidden layers with AdamW for the rest.
 
-    `is_apart` makes one for each parameter, so that only one parameter's state at a time is on the device.
+    With `is_apart` there is one for each parameter, so that only one parameter's state at a time is on the device.
     """
     grouped: Callable[[Sequence[nn.Parameter]], list[list[nn.Parameter]]] = _by_mesh
     if is_apart:
@@ -130,17 +142,19 @@ def _optimizers(
     optimizers: list[torch.optim.Optimizer] = list(map(adamw, grouped(others)))
     # Steps of the size of AdamW's, so that one learning rate and one weight decay fit both.
     muon = partial(Muon, lr=optim.lr, momentum=optim.mu, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+    # Muon steps one matrix at a time, so that matrices on different meshes may share an optimizer.
     if matrices:
         optimizers += map(muon, grouped(matrices) if is_apart else [matrices])
     return optimizers
 
 
 def _apart(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Return each parameter as a group of its own."""
     return [[parameter] for parameter in parameters]
 
 
 def _hidden_matrices(model: nn.Module, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the two-dimensional weights, without those of embeddings and head."""
+    """Return those of `parameters` that are matrices and do not belong to embeddings or head."""
     find_head = getattr(model, "get_output_embeddings", lambda: None)
     ends = [module for module in model.modules() if isinstance(module, nn.Embedding)] + [find_head()]
     outer = {id(parameter) for end in ends if end is not None for parameter in end.parameters()}
@@ -154,6 +168,7 @@ def _hidden_matrices(model: nn.Module, parameters: list[nn.Parameter]) -> list[n
 # function of the step, the parameter and the element: ranks that hold the same element round it alike, and so does a
 # step that is repeated.
 
+# Elements that are rounded at a time, whose places and draws are numbers of 64 bits.
 _BLOCK_ELEMENTS = 1 << 24
 _COUNTERS = ("step",)
 """Parts of a state that are counters, and are neither moved nor rounded."""
@@ -172,17 +187,17 @@ class StateKeeping:
         return self.dtype is None and not self.offloads
 
     def zeros(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return zeros in the shape of a parameter, where and as the state is held."""
+        """Return zeros in the shape of a parameter, with the dtype and on the device in which its state is held."""
         device = torch.device("cpu") if self.offloads else parameter.device
         dtype = self.dtype or parameter.dtype
         return torch.zeros_like(parameter, memory_format=torch.preserve_format, dtype=dtype, device=device)
 
 
 @contextlib.contextmanager
-def brought(optimizer: torch.optim.Optimizer, *, salt: int) -> Iterator[None]:
-    """Move the state to its parameter's device and dtype during the block, and back, rounded, after it.
+def state_on_device(optimizer: torch.optim.Optimizer, *, salt: int) -> Iterator[None]:
+    """Move the optimizer's state to its parameters' device and dtype during the block, and back, rounded, after it.
 
-    `salt` seeds the rounding.
+    `salt` seeds the rounding. After an error in the block the state stays moved.
     """
     kept: dict[torch.Tensor, Mapping[str, torch.Tensor]] = dict(optimizer.state)
     for parameter, parts in kept.items():
@@ -194,6 +209,7 @@ def brought(optimizer: torch.optim.Optimizer, *, salt: int) -> Iterator[None]:
     for parameter, parts in kept.items():
         for number, (name, part) in enumerate(parts.items()):
             stepped = optimizer.state[parameter][name]
+            # Counters are the held objects themselves, which the optimizer has stepped in place.
             if stepped is not part:
                 _put(stepped, part, salt=salt + number)
         optimizer.state[parameter] = dict(parts)
@@ -201,11 +217,15 @@ def brought(optimizer: torch.optim.Optimizer, *, salt: int) -> Iterator[None]:
 
 @torch.no_grad()
 def _put(value: torch.Tensor, place: torch.Tensor, *, salt: int) -> None:
-    """Copy `value`, rounded by chance if to bfloat16, into `place`, this rank's part of the state."""
+    """Copy `value` into `place`, this rank's part of the state; float32 is rounded to bfloat16 by chance.
+
+    `salt` and the element's index in the whole tensor seed the chance.
+    """
     local = value
     if isinstance(value, DTensor):
         share = held(value)
         column = 0 if share.first_column is None else share.first_column
+        # The chance depends on the element's place in the whole tensor, not on the rank that holds it.
         local, salt = value.to_local(), salt * 1_000_003 + share.start + column
     target = place.to_local() if isinstance(place, DTensor) else place
     if target.dtype == torch.bfloat16 and local.dtype == torch.float32:
@@ -214,14 +234,20 @@ def _put(value: torch.Tensor, place: torch.Tensor, *, salt: int) -> None:
 
 
 def round_by_chance(values: torch.Tensor, *, salt: int) -> torch.Tensor:
-    """Round float32 to bfloat16 stochastically, in proportion to the cut-off part; `salt` and index seed the chance."""
+    """Round float32 to bfloat16, up with a probability in proportion to the bits that are cut off, in the same shape.
+
+    The probability's draw is a function of `salt` and the element's index. Values that are not finite stay.
+    """
     flat = values.reshape(-1)
     rounded = torch.empty_like(flat, dtype=torch.bfloat16)
     for begin in range(0, flat.numel(), _BLOCK_ELEMENTS):
         block = flat[begin : begin + _BLOCK_ELEMENTS]
         place = torch.arange(begin, begin + block.numel(), device=flat.device)
         chance = (mixed(place, salt=salt) & 0xFFFF).to(torch.int32)
+        # bfloat16 is the upper half of float32: adding up to 0xFFFF carries into it as often as the lower half is
+        # large.
         cut = (block.view(torch.int32) + chance) & ~0xFFFF
+        # A nan whose bits are all set would carry over into -0.0.
         rounded[begin : begin + block.numel()] = torch.where(block.isfinite(), cut.view(torch.float32), block)
     return rounded.view(values.shape)
 
@@ -229,7 +255,10 @@ def round_by_chance(values: torch.Tensor, *, salt: int) -> torch.Tensor:
 def _fresh_state(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, keeping: StateKeeping
 ) -> dict[str, torch.Tensor]:
-    """Return the state that the optimizer would make for a parameter at its first step."""
+    """Return the state, zeros by name, that the optimizer would make for a parameter at its first step.
+
+    All but counters have the dtype and the device that `keeping` says.
+    """
     if isinstance(optimizer, AdamW):
         step = torch.zeros((), dtype=torch.float32, device=parameter.device)
         return {"step": step, "exp_avg": keeping.zeros(parameter), "exp_avg_sq": keeping.zeros(parameter)}
@@ -237,25 +266,30 @@ def _fresh_state(
 
 
 def clip(parameters: Sequence[nn.Parameter], *, max_norm: float) -> float:
-    """Scale the gradients down to a global norm of `max_norm`; return the norm before. Collective in a gang."""
+    """Scale the gradients, in place, down to a global norm of at most `max_norm`; return the norm before.
+
+    Collective.
+    """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if len(_by_mesh(parameters)) < 2 and _are_float32(gradients):
+        # Torch's fused way, where it is exact: one mesh, and float32 throughout.
         norm = nn.utils.clip_grad_norm_(parameters, max_norm, error_if_nonfinite=False)
         return whole_norm(norm)
     norm = norm_of(gradients)
     for gradient in gradients:
+        # As `torch.nn.utils.clip_grad_norm_` does it, with its epsilon.
         gradient.mul_(min(max_norm / (norm + 1e-6), 1.0))
     return norm
 
 
 def norm_of(gradients: Sequence[torch.Tensor]) -> float:
-    """Return the norm of all gradients, also of sharded ones. Collective in a gang."""
+    """Return the 2-norm of all gradients together, over all ranks where they are sharded. Collective in a gang."""
     parts = [whole_norm(_total_norm(alike)) for alike in _by_mesh(gradients)]
     return parts[0] if len(parts) == 1 else math.hypot(*parts)
 
 
 def _total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of gradients of one mesh, in float32.
+    """Return the 2-norm of gradients of one mesh, in float32.
 
     Torch's own function rounds to the gradients' dtype, per tensor and in the end: in bfloat16 by half a percent, which
     differs with the number of ranks.
@@ -272,12 +306,15 @@ def _are_float32(gradients: Sequence[torch.Tensor]) -> bool:
 
 
 def whole_norm(norm: torch.Tensor) -> float:
-    """Return a norm as a number; one of sharded gradients is combined over the ranks, which is collective."""
+    """Return a norm as a number; that of sharded gradients is combined over the ranks, which is collective."""
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def _by_mesh(tensors: Sequence[T]) -> list[list[T]]:
-    """Group tensors by their device mesh, because torch computes only on tensors of one mesh at a time."""
+    """Group tensors by their device mesh, because torch computes only on tensors of one mesh at a time.
+
+    Tensors that are not sharded are one group.
+    """
     alike: dict[Any, list[T]] = {}
     for tensor in tensors:
         mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
@@ -298,7 +335,10 @@ _SMALLEST_START_FACTOR = 1e-8
 
 
 def learning_rate(step: int, *, lr: float, config: SchedulerConfig, max_steps: int | None) -> float:
-    """Return the learning rate of optimizer step `step` (from 0); a peak of 0 is 0 everywhere."""
+    """Return the learning rate of optimizer step `step` (from 0), where `lr` is the peak; 0 if the peak is 0.
+
+    `max_steps` is the run's last step, which all schedules but "constant" need; raises InvalidSpecError without it.
+    """
     if lr == 0:
         return 0.0
     if step < config.warmup_steps:
@@ -314,23 +354,24 @@ def learning_rate(step: int, *, lr: float, config: SchedulerConfig, max_steps: i
 
 
 def _linear(step: int, *, lr: float, config: SchedulerConfig, max_steps: int) -> float:
-    """Return the rate of a step after the warm-up: the peak, and a linear decay in the last `decay_steps` steps."""
+    """Return the rate of a step after the warm-up: the peak `lr`, with a linear decay in the last `decay_steps`."""
     into_decay = step - (max_steps - config.decay_steps)
     if config.decay_steps == 0 or into_decay < 0:
         return lr
+    # Of `decay_steps` steps the first has the peak and the last `min_lr`: there is one interval fewer than steps.
     progress = min(into_decay / (config.decay_steps - 1), 1.0) if config.decay_steps > 1 else 1.0
     return lr + (config.min_lr - lr) * progress
 
 
 def _cosine(step: int, *, lr: float, config: SchedulerConfig, max_steps: int) -> float:
-    """Return the rate of a step after the warm-up, on half a cosine from the peak to `min_lr` at `max_steps`."""
+    """Return the rate of a step after the warm-up, on half a cosine from the peak `lr` to `min_lr` at `max_steps`."""
     span = max(max_steps - config.warmup_steps, 1)
     progress = min((step - config.warmup_steps) / span, 1.0)
     return config.min_lr + (lr - config.min_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
 def _require(max_steps: int | None, config: SchedulerConfig) -> int:
-    """Return `max_steps`; raise InvalidSpecError for None, which the config's rules should have refused."""
+    """Return `max_steps`; raise InvalidSpecError for None, which the config's rules should have refused before."""
     if max_steps is None:
         raise InvalidSpecError(
             [

@@ -27,7 +27,7 @@ from millrace.trainer.learning.batch import build_micro_batch, fake_sample
 from millrace.trainer.learning.forward import token_logprobs
 from millrace.trainer.learning.plan import ALONE, Packing, Rows, in_order
 from millrace.trainer.model.context_parallel import use_varlen_kernel
-from millrace.trainer.model.memory import give_up_whole
+from millrace.trainer.model.memory import reshard_all
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ def packing_of(
     InvalidSpecError: PACK_UNSUPPORTED if the config packs always and the model mixes samples; SAMPLES_MIXED if even a
     sample that is computed alone depends on earlier calls. Collective in a gang.
     """
+    # Before the trial, which has to run with the attention that training will use.
     is_varlen = config.mode != "never" and use_varlen_kernel(model, compute_dtype=compute_dtype, device=gang.device)
     tolerance = _TOLERANCE.get(compute_dtype, 0.05)
     found = Apart.of(model, longest=longest, tolerance=tolerance, device=gang.device, is_packed=config.mode != "never")
@@ -74,6 +75,7 @@ def packing_of(
 
 
 def _mixes_samples(model: nn.Module) -> InvalidSpecError:
+    """Make the error that the config packs always and the model mixes the samples of a row."""
     name = type(model).__name__
     return InvalidSpecError(
         [Violation(field="pack.mode", value="always", message=f"{name} mixes the samples of one row")],
@@ -83,6 +85,7 @@ def _mixes_samples(model: nn.Module) -> InvalidSpecError:
 
 
 def _mixes_calls(model: nn.Module) -> InvalidSpecError:
+    """Make the error that the model's result for a sample depends on what it computed before."""
     name = type(model).__name__
     message = f"{name} computes a sample differently after others: it keeps something from call to call"
     return InvalidSpecError(
@@ -118,10 +121,10 @@ class Apart:
 
     @classmethod
     def of(cls, model: Any, *, longest: int, tolerance: float, device: torch.device, is_packed: bool = True) -> Self:
-        """Try a causal model of transformers on samples of at most `longest` tokens. Collective in a gang.
+        """Try on fake samples of at most `longest` tokens whether a causal model keeps samples apart.
 
-        `tolerance` is the allowed difference as a share of the largest log-prob. Without `is_packed` rows of several
-        samples are not tried, and `in_row` is True.
+        Collective in a gang. `tolerance` is the allowed difference as a share of the largest log-prob. Without
+        `is_packed` rows of several samples are not tried, and `in_row` is True.
         """
         trial = _Trial(model, tolerance=tolerance, device=device)
         borders = lengths_named(model.config, below=min(longest, _most_positions(model)))
@@ -136,25 +139,34 @@ class Apart:
         # In the reverse order of `compute_alone`: a model that caches something per call, such as the longest sequence
         # so far, now meets each length after longer ones.
         in_turn = [trial.is_alike([[length]]) for length in reversed(trial.lengths)]
-        give_up_whole(model)  # the optimizer is to get the shards
+        reshard_all(model)  # the optimizer is to get the shards
         return cls(in_row=all(in_row), in_micro_batch=all(in_micro_batch), in_turn=all(in_turn))
 
 
 def lengths_named(config: Any, *, below: float) -> list[int]:
-    """Return the lengths in tokens that a model's config names at any depth, above the shortest samples, ascending."""
+    """Return the numbers of tokens below `below` that a model's config names at any depth, ascending.
+
+    Those that are no longer than the shortest samples of the trial are left out.
+    """
     named = {number for key, number in _numbers(config.to_dict()) if _LENGTH.search(key)}
     return sorted(number for number in named if _OTHER < number < below)
 
 
 def _most_positions(model: Any) -> int | float:
-    """Return the longest sequence, in tokens, that a model has positions for; infinite with rotary embeddings."""
+    """Return how many tokens the longest sequence has that the model has positions for.
+
+    Infinite with rotary embeddings.
+    """
     if any("rotary" in type(module).__name__.lower() for module in model.modules()):
         return math.inf
     return min((number for key, number in _numbers(model.config.to_dict()) if _MOST.search(key)), default=math.inf)
 
 
 def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, int]]:
-    """Yield the whole numbers in plain data, each with its key or its list's key."""
+    """Yield the whole numbers anywhere in nested dicts and lists, each with its key, or that of the list it is in.
+
+    `key` is that of `value` itself.
+    """
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _numbers(inner, str(name))
@@ -169,6 +181,7 @@ class _Trial:
     """The results of a model for made-up samples, one of each length."""
 
     def __init__(self, model: nn.Module, *, tolerance: float, device: torch.device) -> None:
+        """Begin without results. `tolerance` is the allowed difference as a share of the largest log-prob."""
         self._model = model
         self._tolerance = tolerance
         self._device = device
@@ -180,12 +193,15 @@ class _Trial:
         return list(self._alone)
 
     def compute_alone(self, lengths: Iterable[int]) -> None:
-        """Compute a sample of each length alone, from the shortest on, and keep the results for `is_alike`."""
+        """Run the model on one sample of each length, alone, shortest first, and keep the results for `is_alike`."""
         for length in sorted(lengths):
             [self._alone[length]] = self._compute([[length]])
 
     def is_alike(self, rows: Rows) -> bool:
-        """Return whether samples of these lengths, packed into these rows, compute the same as each alone."""
+        """Return whether samples in these rows compute the same, within the tolerance, as each did alone.
+
+        `rows` has the length of each sample in place of its index.
+        """
         found = self._compute(rows)
         pairs = [(self._alone[length], each) for length, each in zip(chain(*rows), found, strict=True)]
         allowed = self._tolerance * max(float(alone.abs().max()) for alone, _ in pairs)
@@ -193,7 +209,10 @@ class _Trial:
 
     @torch.no_grad()
     def _compute(self, rows: Rows) -> list[torch.Tensor]:
-        """Return the log-probs and entropies at the end of each sample, float64 [2, tokens]; `rows` are lengths."""
+        """Return log-probs and entropies of the last tokens of each sample, float64 [2, tokens].
+
+        `rows` are samples' lengths.
+        """
         lengths = list(chain(*rows))
         micro_batch = build_micro_batch(
             [self._sample(length) for length in lengths],
@@ -210,6 +229,7 @@ class _Trial:
         sample = fake_sample(length, vocabulary=vocabulary)
         # Two primes: tokens differ within a sample and between lengths, without a random generator.
         sample.token_ids[:] = (7919 * np.arange(1, length + 1) + 104729 * length) % vocabulary
+        # The first of the last `_SCORED` tokens has its predecessor among those compared, so one fewer is scored.
         sample.loss_mask[: length - _SCORED + 1] = 0
         return sample
 
@@ -238,14 +258,17 @@ class FlopCount:
 
     @classmethod
     def of(cls, model: Any) -> Self:
-        """Count the operations of a causal model of transformers, sharded or not; frozen weights have no gradient."""
+        """Count the operations of a causal model of transformers, sharded or not; frozen weights have no gradient's."""
         config = model.config.get_text_config()
         head = model.get_output_embeddings()
         looked_up = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)} - {id(head.weight)}
         per_token, experts = 0.0, getattr(config, "num_experts_per_tok", None)
         for parameter in model.parameters():
             if parameter.ndim >= 2 and id(parameter) not in looked_up:
+                # A layer's experts are one tensor [experts, …], of which a token goes through `num_experts_per_tok`.
                 share = experts / parameter.shape[0] if parameter.ndim == 3 and experts else 1.0
+                # Two operations per weight forwards, two for the gradient of the input, and two for that of a trained
+                # weight.
                 per_token += (6 if parameter.requires_grad else 4) * parameter.numel() * share
         heads = getattr(config, "num_attention_heads", 0)  # recurrent models have none
         width = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
@@ -253,7 +276,7 @@ class FlopCount:
         return cls(per_token=per_token, per_square=per_square)
 
     def of_samples(self, lengths: Iterable[int]) -> float:
-        """Return the operations of a step on samples of these lengths."""
+        """Return the floating point operations of a training step on samples of these numbers of tokens."""
         return sum(self.per_token * length + self.per_square * length**2 for length in lengths)
 
 
@@ -274,9 +297,9 @@ class Utilization:
         device: torch.device,
         world_size: int,
     ) -> Self | None:
-        """Make the utilization of a model on `world_size` devices with a peak of `tflops`.
+        """Make the utilization of a model on `world_size` devices that have a peak of `tflops` (TFLOP/s) each.
 
-        Without `tflops` the peak of a known GPU in bfloat16 is taken; None if that is unknown.
+        With `tflops` None it is the peak of a known GPU in bfloat16. Returns None if the peak is unknown.
         """
         known = tflops
         if known is None and compute_dtype == torch.bfloat16:
@@ -284,12 +307,12 @@ class Utilization:
         return None if known is None else cls(flops=FlopCount.of(model), peak=known * 1e12 * world_size)
 
     def mfu(self, lengths: Iterable[int], *, seconds: float) -> float:
-        """Return the utilization of a step, from 0 to 1."""
+        """Return the model FLOPs utilization of a step, from 0 to 1; `lengths` are the tokens of its samples."""
         return self.flops.of_samples(lengths) / (self.peak * seconds) if seconds > 0 else 0.0
 
 
 def _known_tflops(device: torch.device) -> float | None:
-    """Return the peak of a GPU in bfloat16, in TFLOP/s; None if the table does not have it."""
+    """Return the peak of a GPU in dense bfloat16, in TFLOP/s; None if the table does not have it."""
     if device.type != "cuda":
         return None
     words = torch.cuda.get_device_name(device).replace("-", " ").split()

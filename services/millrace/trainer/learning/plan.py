@@ -34,7 +34,10 @@ class Packing:
     is_alone: bool = False
 
     def cost(self, rows: Rows, lengths: Sequence[int]) -> float:
-        """Return the cost of a micro-batch, in operations of a matrix product; `lengths` are the samples' tokens."""
+        """Return the cost of a micro-batch, in operations of a matrix product.
+
+        `lengths` has the tokens of each sample.
+        """
         if not rows:
             return 0.0
         width = max(sum(lengths[index] for index in row) for row in rows)
@@ -46,7 +49,10 @@ class Packing:
         return self.per_token * len(rows) * width + self.per_square * pairs
 
     def cost_of_ranks(self, plan: Sequence[Sequence[Rows]], lengths: Sequence[int]) -> float:
-        """Return the cost of a plan by rank: the sum, over micro-batches, of the cost at the slowest rank."""
+        """Return the cost of a plan for all ranks: the sum, over micro-batches, of the cost at the slowest rank.
+
+        `plan` has the micro-batches of each rank, and `lengths` the tokens of each sample.
+        """
         return sum(max(self.cost(rows, lengths) for rows in abreast) for abreast in zip(*plan, strict=True))
 
 
@@ -55,7 +61,10 @@ ALONE = Packing(per_token=0.0, per_square=0.0, causal_cost=0.0, masked_cost=0.0,
 
 
 def how_rows_are_made(packing: Packing | None) -> str:
-    """Describe everything that plans depend on besides header, config and number of ranks."""
+    """Describe, as text to compare, everything that plans depend on besides header, config and number of ranks.
+
+    None is a packing of one sample in each row.
+    """
     if packing is None:
         return "one sample each"
     if packing.is_alone:
@@ -65,7 +74,7 @@ def how_rows_are_made(packing: Packing | None) -> str:
 
 
 def plan_minibatches(ordinals: Sequence[int], count: int) -> list[list[int]]:
-    """Return the sample indices of each minibatch: whole groups, dealt in turn in the order of their ordinals.
+    """Return the indices of each minibatch's samples: groups are dealt, whole, in turn in the order of their ordinals.
 
     `ordinals` has each sample's group. Fewer groups than `count` make fewer minibatches, but at least one.
     """
@@ -79,11 +88,11 @@ def plan_minibatches(ordinals: Sequence[int], count: int) -> list[list[int]]:
 def plan_micro_batches(
     lengths: Sequence[int], *, max_tokens: int, world_size: int = 1, packing: Packing | None = None
 ) -> list[list[Rows]]:
-    """Return each rank's micro-batches: rows times longest row at most `max_tokens`, unless one sample alone is longer.
+    """Return each rank's micro-batches: rows times longest row are at most `max_tokens`, or one sample that is longer.
 
-    Every rank gets equally many micro-batches, because the ranks' collectives pair up, and about equal work; with fewer
-    samples than ranks some micro-batches are empty. Samples of length 0 are left out. Rows hold several samples only
-    with `packing`, and if that costs less or is configured.
+    `lengths` has the tokens of each sample. Every rank gets equally many micro-batches, because the ranks' collectives
+    pair up, and about equal work; with fewer samples than ranks some micro-batches are empty. Samples of length 0 are
+    left out. Rows hold several samples only with `packing`, and if that costs less or is configured.
     """
     # Ties are sorted by index: the plan is a function of the header alone, and a replay must make the same one.
     order = sorted((index for index, length in enumerate(lengths) if length), key=lambda i: (-lengths[i], i))
@@ -103,7 +112,10 @@ def in_order(rows: Rows) -> Rows:
 
 
 def _padded(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[Rows]:
-    """Fill micro-batches with rows of one sample each, in `order`: longest first, so that little is padded."""
+    """Fill micro-batches with rows of one sample each, in `order`, and return them.
+
+    `order` has the samples' indices from the longest to the shortest, so that little is padded.
+    """
     micro_batches: list[Rows] = []
     for index in order:
         # Sorted downwards, so the first row of a micro-batch is its longest.
@@ -117,8 +129,9 @@ def _padded(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> li
 def _packed(order: Sequence[int], lengths: Sequence[int], max_tokens: int, packing: Packing) -> list[Rows]:
     """Fill micro-batches with rows of several samples: the longest sample left, then the longest that fits, and so on.
 
-    With a dense mask, rows are as long as that first sample, because attention is quadratic in the row; with a kernel
-    for varying lengths one row is the whole micro-batch.
+    `order` has the samples' indices from the longest to the shortest. With a dense mask, rows are as long as that first
+    sample, because attention is quadratic in the row; with a kernel for varying lengths one row is the whole
+    micro-batch.
     """
     waiting = [(-lengths[index], index) for index in order]
     micro_batches: list[Rows] = []
@@ -129,6 +142,7 @@ def _packed(order: Sequence[int], lengths: Sequence[int], max_tokens: int, packi
         rows: Rows = [[] for _ in range(max(max_tokens // width, 1))]
         free = [width] * len(rows)
         # `waiting` is sorted by falling length: this is the longest sample that fits into the roomiest row.
+        # -1 is below every index, so that a sample of exactly this length is found, too.
         while (at := bisect_left(waiting, (-max(free), -1))) < len(waiting):
             negative, index = waiting.pop(at)
             row = next(place for place, room in enumerate(free) if room >= -negative)
@@ -139,7 +153,7 @@ def _packed(order: Sequence[int], lengths: Sequence[int], max_tokens: int, packi
 
 
 def _dealt(micro_batches: list[Rows], lengths: Sequence[int], world_size: int) -> list[list[Rows]]:
-    """Deal micro-batches to ranks in turn; halve the largest until all ranks have equally many.
+    """Deal micro-batches to ranks in turn, and return each rank's; halve the largest until all ranks have equally many.
 
     `lengths` has the tokens of each sample. Empty micro-batches are added if none can be halved any more. Consecutive
     micro-batches go to consecutive ranks, so that the ranks' work is nearly equal.
@@ -156,11 +170,12 @@ def _dealt(micro_batches: list[Rows], lengths: Sequence[int], world_size: int) -
 
 
 def _size(rows: Rows, lengths: Sequence[int]) -> int:
+    """Return how many tokens a micro-batch has with its padding; `lengths` has the tokens of each sample."""
     return len(rows) * max(sum(lengths[index] for index in row) for row in rows)
 
 
 def _halves(rows: Rows) -> list[Rows]:
-    """Halve a micro-batch by rows, or by the samples of its only row."""
+    """Return both halves of a micro-batch, cut between its rows, or the samples of its only row dealt to two rows."""
     if len(rows) > 1:
         half = -(-len(rows) // 2)
         return [rows[:half], rows[half:]]

@@ -21,6 +21,7 @@ class BackgroundLoop:
 
     def __init__(self, name: str = "trainer-background") -> None:
         self._loop = asyncio.new_event_loop()
+        # A daemon, because leaving waits for its end for a bounded time only.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def __enter__(self) -> Self:
@@ -30,22 +31,28 @@ class BackgroundLoop:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        """Cancel what still runs on the loop, and end its thread."""
+        # While the loop runs, so that the tasks' `finally` blocks run.
         asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result(_STOP_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_STOP_S)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start a coroutine on the loop; the future has its result, and is the only place where its error is seen."""
+        """Start a coroutine on the background loop; return a future with its result.
+
+        An error of the coroutine is in the future only, and is not logged.
+        """
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def soon(self, function: Callable[[], None]) -> None:
-        """Schedule a call of `function`, which must not block, on the loop; return at once."""
+        """Schedule a call of `function`, which must not block, on the background loop, and return at once."""
         self._loop.call_soon_threadsafe(function)
 
     def call(self, coroutine: Coroutine[Any, Any, T], *, what: str, timeout_s: float) -> T:
-        """Run a coroutine on the loop and return its result; cancel it and raise UnavailableError after `timeout_s`.
+        """Run a coroutine on the background loop and return its result, or raise what it raises.
 
-        `what` names it in the registered wait and in the error.
+        After `timeout_s` cancels it and raises UnavailableError. `what` names it in the registered wait and in the
+        error.
         """
         future = self.submit(coroutine)
         try:
@@ -67,6 +74,7 @@ class BackgroundLoop:
         self._loop.close()
 
     async def _cancel_all(self) -> None:
+        """Cancel all tasks of the loop but the current one, and wait until they have ended."""
         mine = asyncio.current_task()
         tasks = [task for task in asyncio.all_tasks() if task is not mine]
         for task in tasks:

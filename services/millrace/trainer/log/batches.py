@@ -34,14 +34,18 @@ class PolicyRepublisher(Protocol):
     """Publishes damaged policies again, between two batches; `Republisher` is one."""
 
     def policy_to_republish(self, version: int) -> bytes | None:
-        """Return the policy that all ranks shall publish again, encoded, or None; called at rank 0 only.
+        """Return the policy `version`, encoded, if damage to it was reported since the last call; else None.
 
-        `version` is the newest one, which the next batch trains.
+        Called at rank 0 only; then all ranks pass the result to `republish`. `version` is the newest policy version: no
+        other has live weights to publish. Each report is returned once.
         """
         ...
 
     def republish(self, policy: bytes) -> None:
-        """Publish the policy again; called at every rank."""
+        """Publish the encoded policy again.
+
+        Called at every rank, with what `policy_to_republish` returned at rank 0.
+        """
         ...
 
 
@@ -49,19 +53,22 @@ class BatchLog(Protocol):
     """The part of a run's log that is needed to read batches; `LogClient` is one."""
 
     def poll_header(self, step: int, *, timeout_s: float) -> bytes | None:
-        """Wait for the header of a step and return it as stored; None if it is not there in time."""
+        """Wait up to `timeout_s` for the header of batch `step`, and return its bytes as stored.
+
+        None if it is not there.
+        """
         ...
 
     def read_superseded(self, step: int, revisions: int) -> list[bytes]:
-        """Return the first `revisions` headers of a step as stored: failed closing headers that were replaced."""
+        """Return the first `revisions` headers of batch `step` as stored: failed closing headers that were replaced."""
         ...
 
     def read_chunks(self, step: int, chunks: Sequence[int]) -> dict[int, bytes]:
-        """Return chunks of a committed step by their index."""
+        """Return the chunks of batch `step`, whose header is there, that have the indices `chunks`, by index."""
         ...
 
     def prefetch(self, step: int) -> None:
-        """Start to read a step in the background."""
+        """Start to read batch `step` in the background, so that `poll_header` finds it."""
         ...
 
     def is_stop_requested(self) -> bool:
@@ -84,7 +91,7 @@ class Batch:
 
     @property
     def step(self) -> int:
-        """Return the step; for a closing header, the number of steps."""
+        """Return the batch's number, counted from 0; for a closing header, the number of steps of the run."""
         return self.header.step
 
     @property
@@ -94,7 +101,7 @@ class Batch:
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
-        """Return this rank's micro-batches of all minibatches."""
+        """Return this rank's micro-batches of all minibatches, in order."""
         return [micro_batch for minibatch in self.minibatches for micro_batch in minibatch.micro_batches]
 
 
@@ -113,6 +120,11 @@ class Batches:
         republisher: PolicyRepublisher | None = None,
         dataset: StepRows | None = None,
     ) -> None:
+        """Read batches from `batch_log` that follow the one with the chain hash `previous_chain_hash`.
+
+        `run_hash` is the sha256 of the run's config, which each header must have. `republisher` publishes damaged
+        policies again during waits; `dataset` has rows to learn beside rollouts. None: none.
+        """
         self._log = batch_log
         self._gang = gang
         self._run_uid = run_uid
@@ -123,7 +135,10 @@ class Batches:
         self._dataset = dataset
 
     def follow(self, start_step: int) -> Iterator[Batch]:
-        """Yield every batch from `start_step` on, the closing header last; raise StopRequested if asked to stop."""
+        """Yield every batch from number `start_step` on, the closing header last, as each is committed.
+
+        Raises as `read`. Collective in a gang.
+        """
         step = start_step
         while True:
             batch = self.read(step)
@@ -133,16 +148,17 @@ class Batches:
             step += 1
 
     def read(self, step: int) -> Batch:
-        """Wait for the batch of one step, and return it after verifying that it continues the chain.
+        """Wait for batch `step`, and return it after verifying that it continues the chain.
 
-        Steps must be read in order. Until it is there, damaged policies are published again. Raises CorruptObjectError
-        or StopRequested at every rank. Collective in a gang.
+        Batches must be read in order. During the wait damaged policies are published again. Raises CorruptObjectError
+        for a broken chain or damaged data, and StopRequested if asked to stop, at every rank. Collective in a gang.
         """
         began = time.monotonic()
         header_bytes = self._wait_for_header(step)
         arrived = time.monotonic()
         header = decode_header(header_bytes)
         with agreed(self._gang):  # a rank that finds damage, or cannot read, ends the training at all ranks
+            # The chain has every revision: a failed closing header that was reopened is part of the history.
             for revision, data in enumerate(self._log.read_superseded(step, header.revision)):
                 closing = decode_header(data)
                 self._verify(closing, step, revision)
@@ -151,6 +167,7 @@ class Batches:
             self._chain_hash = chain_hash(self._chain_hash, header_bytes)
             minibatches = self._minibatches(header)
         if not closes_run(header) and self._gang.is_leader:
+            # The others get the header from rank 0, and then read only the chunks that have their samples.
             self._log.prefetch(step + 1)
         return Batch(
             header=header,
@@ -161,17 +178,18 @@ class Batches:
         )
 
     def _wait_for_header(self, step: int) -> bytes:
-        """Return the header's bytes once they are there; publish damaged policies again meanwhile.
+        """Wait for the header of batch `step`, and return its bytes; publish damaged policies again meanwhile.
 
-        Rank 0 polls, and sends the gang `wait`, `stop`, `mend` with a policy to publish again, or `head` with the
-        header. Raises StopRequested.
+        Rank 0 polls, and sends the gang `wait`, `stop`, `redo` with a policy to publish again, or `head` with the
+        header. Raises StopRequested. Collective in a gang.
         """
 
         def look() -> bytes:
+            """Return what all ranks do next: `wait`, `stop`, `redo` and a policy, or `head` and the header."""
             if self._log.is_stop_requested():
                 return b"stop"
             if self._republisher is not None and (policy := self._republisher.policy_to_republish(step)) is not None:
-                return b"mend" + policy
+                return b"redo" + policy
             header = self._log.poll_header(step, timeout_s=POLL_S)  # registers the wait
             return b"wait" if header is None else b"head" + header
 
@@ -182,7 +200,8 @@ class Batches:
                     return order[4:]
                 case b"stop":
                     raise StopRequested
-                case b"mend" if self._republisher is not None:
+                # Publishing is collective: every rank does it here, and rank 0 not inside of `look`.
+                case b"redo" if self._republisher is not None:
                     self._republisher.republish(order[4:])
                 case b"wait":
                     continue
@@ -190,11 +209,12 @@ class Batches:
                     raise InternalError(f"rank 0 sent {order[:4]!r} while batch {step} was awaited")
 
     def _minibatches(self, header: batch_pb2.BatchHeader) -> list[Minibatch]:
-        """Read this rank's samples, and make its micro-batches of each minibatch.
+        """Read this rank's samples of a batch, and make its micro-batches of each minibatch.
 
         The rows of the dataset are dealt to the minibatches in turn; their indices follow those of the sample table.
         """
         layout, is_closing = self._layout, closes_run(header)
+        # A closing header's samples are scored at once, whatever the number of minibatches.
         parts = plan_minibatches([entry.ordinal for entry in header.samples], 1 if is_closing else layout.minibatches)
         rows = [] if self._dataset is None or is_closing else self._dataset.samples(header.step)
         end = len(header.samples)
@@ -209,7 +229,7 @@ class Batches:
         return [self._minibatch(plan, samples) for plan in plans]
 
     def _minibatch(self, plan: Sequence[Rows], samples: Mapping[int, TrainSample]) -> Minibatch:
-        """Make this rank's micro-batches of a plan; `samples` are by index."""
+        """Make this rank's micro-batches of a minibatch as `plan` says; `samples` are by index, as in the plan."""
         micro_batches, places = list[MicroBatch](), list[list[int]]()
         for rows in plan:
             flat = [index for row in rows for index in row]
@@ -225,8 +245,9 @@ class Batches:
         return Minibatch(micro_batches=micro_batches, samples=places)
 
     def _plan(self, lengths: Sequence[int], part: Sequence[int]) -> list[Rows]:
-        """Return this rank's micro-batches of the samples `part`; they and the result are indices into `lengths`."""
+        """Return this rank's micro-batches of the samples `part`; `part` and the result are indices into `lengths`."""
         plan = plan_micro_batches(
+            # Longer samples are cut when rows are laid out, and the plan counts what is left of them.
             [min(lengths[index], self._layout.seq_len) for index in part],
             max_tokens=self._layout.micro_batch_tokens,
             world_size=self._gang.layout.data_size,
@@ -235,7 +256,7 @@ class Batches:
         return [[[part[place] for place in row] for row in rows] for rows in plan[self._gang.data_rank]]
 
     def _verify(self, header: batch_pb2.BatchHeader, step: int, revision: int) -> None:
-        """Raise CorruptObjectError unless the header continues this run's chain at this step."""
+        """Raise CorruptObjectError unless the header is that revision of batch `step` and continues the chain."""
         expected = {
             "run_uid": (header.run_uid, self._run_uid),
             "step": (header.step, step),
@@ -270,15 +291,19 @@ class StoreLog:
     """The `BatchLog` of a replay. `base_step` is the first step that the run's log ever had."""
 
     def __init__(self, store: ObjectStore, names: Names, *, base_step: int) -> None:
+        """Read a run's batches from the store.
+
+        `base_step` is the first batch that its log ever had, above 0 in a fork.
+        """
         self._store = store
         self._names = names
         self._base_step = base_step
         self._headers: dict[int, batch_pb2.BatchHeader] = {}
 
     def poll_header(self, step: int, *, timeout_s: float) -> bytes | None:
-        """Return the newest header of a step at once: nothing is waited for, and `timeout_s` is ignored.
+        """Return the newest header of batch `step` as stored, at once; `timeout_s` is ignored.
 
-        Raises InvalidStateError naming the kept range if the step has no header.
+        Raises InvalidStateError naming the steps that are kept if the batch has no header.
         """
         found = load_step(self._store, self._names, step)
         if found is None:
@@ -288,13 +313,14 @@ class StoreLog:
         return data
 
     def read_superseded(self, step: int, revisions: int) -> list[bytes]:
-        """Return the first `revisions` headers of a step as stored."""
+        """Return the first `revisions` headers of batch `step` as stored, oldest first."""
         return [read_header(self._store, self._names, step, revision) for revision in range(revisions)]
 
     def read_chunks(self, step: int, chunks: Sequence[int]) -> dict[int, bytes]:
-        """Return chunks, by their index, of a step whose header `poll_header` has returned.
+        """Return the chunks of a batch with the indices `chunks`, by index.
 
-        Raises InvalidStateError naming the kept range if a chunk has been deleted.
+        `poll_header` must have returned its header. Raises InvalidStateError naming the steps that are kept if a chunk
+        has been deleted.
         """
         found: dict[int, bytes] = {}
         for index in chunks:
@@ -312,8 +338,9 @@ class StoreLog:
         return False
 
     def kept(self) -> KeptRange:
-        """Return the steps that can be recomputed: from the oldest checkpoint, or from 0 if batch 0 is whole."""
+        """Return the batches that can be recomputed: from the oldest checkpoint, or from 0 if batch 0 is whole."""
         last = max((step for step, _ in list_headers(self._store, self._names)), default=-1)
+        # A closing header is no step.
         if last >= 0 and closes_run(self._header(last)):
             last -= 1
         below, _ = steps_retired(self._store, self._names)
@@ -323,7 +350,7 @@ class StoreLog:
         return KeptRange(first, last)
 
     def not_kept(self, step: int) -> InvalidStateError:
-        """Make the error for a step after the kept range (STEP_NOT_COMMITTED) or before it (STEP_NOT_KEPT)."""
+        """Make the error for a batch after the kept range (STEP_NOT_COMMITTED) or before it (STEP_NOT_KEPT)."""
         kept = self.kept()
         if step > kept.last:
             return InvalidStateError(
@@ -343,10 +370,12 @@ class StoreLog:
         )
 
     def _header(self, step: int) -> batch_pb2.BatchHeader:
+        """Read the newest header of batch `step`; raise NotFoundError if there is none."""
         found = load_step(self._store, self._names, step)
         if found is None:
             raise NotFoundError(f"batch {step} of run {self._names.uid} was deleted just now", reason="RUN_NOT_FOUND")
         return decode_header(found.revisions[-1])
 
     def _has_data(self, step: int) -> bool:
+        """Return whether the store has every chunk of batch `step`."""
         return all(self._store.head(chunk.key) is not None for chunk in self._header(step).chunks)

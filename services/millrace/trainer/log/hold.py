@@ -15,10 +15,11 @@ from collections.abc import Awaitable, Callable
 from typing import Self, TypeVar
 
 from millrace.decoding import decode_message
-from millrace.errors import CapacityError, FencedError, InternalError, LogGoneError, MillraceError, UnavailableError
+from millrace.errors import STORAGE_ERRORS, FencedError, InternalError, LogGoneError, MillraceError, UnavailableError
 from millrace.internal.v1 import policy_pb2
 from millrace.runlog import AppendResult, Epoch, Lease, RunLog, Stream, reappend_policies
 from millrace.runlog.records.numbered import epoch_owner, latest_epoch
+from millrace.runlog.records.sealed import seal_key
 from millrace.runlog.redis.lease import last_end
 from millrace.telemetry import waits
 
@@ -35,6 +36,7 @@ class Hold:
     """Lease and epoch of one run. `take` makes one; `keep` must run to renew it."""
 
     def __init__(self, run_log: RunLog, lease: Lease, epoch: Epoch) -> None:
+        """Take the lease and the epoch of a run, which the caller has acquired; `take` acquires both."""
         self._log = run_log
         self._lease = lease
         self._instance = ""  # of the copy that has every policy
@@ -50,9 +52,11 @@ class Hold:
 
     @classmethod
     async def take(cls, run_log: RunLog, *, owner: str, slot: str) -> Self:
-        """Wait for the log and the lease, take a new epoch, and append policies that the log lacks.
+        """Wait for the log and the lease, acquire a new epoch, append policies that the log lacks, and return it all.
 
-        Waits without limit; cancel it to stop, which releases the lease.
+        `owner` is the worker's id, and `slot` the address that one process at a time can have: a lease of the same slot
+        does not have to expire. Waits without limit; cancel it to stop, which releases the lease. Raises FencedError
+        (RUN_SEALED) if the run has ended.
         """
         wait, lease, has_waited = waits.LastingWait(), None, False
         try:
@@ -62,6 +66,9 @@ class Hold:
                     if lease is None or not await lease.renew():  # held already if only a later call failed
                         lease = await Lease.acquire(run_log, ROLE, owner, LEASE_TTL_S, slot=slot)
                     if lease is not None:
+                        await asyncio.to_thread(_require_unsealed, run_log)
+                        # A lease only says who may try. From the new epoch on, the log refuses what a predecessor
+                        # writes.
                         hold = cls(run_log, lease, await run_log.acquire_epoch(ROLE, owner))
                         # A predecessor may have died between a policy's manifest and its announcement.
                         await hold._follow_log()
@@ -70,10 +77,12 @@ class Hold:
                         return hold
                     has_waited = True
                     wait.on(f"lease of the trainer of run {run_log.uid}", waits_on="trainer", key="lease")
-                except (UnavailableError, CapacityError) as error:
+                # Redis or the store is away, full or closed to us, which passes; every other error ends the attempt.
+                except STORAGE_ERRORS as error:
                     _wait_for(wait, error)
                 await asyncio.sleep(_POLL_S)
         except BaseException:  # cleans up, then raises
+            # Also when cancelled: a successor would have to wait until the lease expires.
             if lease is not None:
                 await lease.release()
             raise
@@ -81,7 +90,10 @@ class Hold:
             wait.over()
 
     async def keep(self) -> None:
-        """Renew the lease, and append policies that the log lacks, until the hold is lost; then set `lost`."""
+        """Renew the lease, and append policies that the log lacks, until another trainer has the run or renewing fails.
+
+        The reason is in `lost` then. Errors of Redis and of the store do not end it.
+        """
         wait = waits.LastingWait()
         try:
             while self.lost is None:
@@ -96,9 +108,10 @@ class Hold:
         self._present.set()  # calls that wait for the log must end with the error that the hold is lost
 
     async def _keep_once(self, wait: waits.LastingWait) -> float:
-        """Renew once, and return the seconds until the next time.
+        """Renew the lease once, and append policies that the log lacks; return the seconds until the next time.
 
-        Sets `lost` if another trainer has the run, or on an unexpected error.
+        Sets `lost` if another trainer has the run, or on an unexpected error. `wait` is registered while the log is
+        gone.
         """
         try:
             await self._renew()
@@ -109,8 +122,10 @@ class Hold:
             self._present.clear()
             _wait_for(wait, error)
             return _POLL_S
-        except (UnavailableError, CapacityError) as error:
+        except STORAGE_ERRORS as error:
             logger.warning("lease not renewed; trying again", extra={"error": str(error)})
+            if waits.Refusal.of(error) is not None:  # an outage shows in the calls that wait for Redis
+                _wait_for(wait, error)
         except FencedError as error:
             self.lost = error
         except Exception as error:  # the edge of a task that nobody awaits: the job fails with `lost`
@@ -119,30 +134,38 @@ class Hold:
         return self._lease.ttl_s / 3
 
     async def append_policy(self, entry: policy_pb2.PolicyEntry, *, is_replay: bool) -> None:
-        """Append a published version, however long Redis is away; raise `lost` if the hold is lost meanwhile.
+        """Append the announcement of a published version, however long Redis is away; raise `lost` if the run is lost.
 
         With `is_replay` a version that the log has dropped, or has differently, is no error.
         """
         what = f"announcing policy {entry.lineage}-{entry.version}"
 
         async def append() -> None:
+            """Append the announcement if the lease is fresh.
+
+            Raise UnavailableError, after waking `keep`, if it has to be renewed.
+            """
             if not self._lease.may_write:
                 self._woken.set()
                 raise UnavailableError(f"the lease has to be renewed before {what}", reason="LEASE_STALE")
+            # `_follow_log` appends versions in order as well, which two at a time would not.
             async with self._appending:
                 await self._append(entry, what, is_replay)
 
         await self.outlasting(append)
 
     async def outlasting(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of `attempt`, repeated while Redis is away or lacks the log; raise `lost` if that is set.
+        """Return the result of `attempt`, repeated while Redis is away or lacks the log.
 
-        Waiting is registered. Other errors of `attempt` are raised.
+        Waiting is registered. Other errors of `attempt` are raised, and the error `lost` once another trainer has the
+        run or the lease is no longer renewed.
         """
 
         async def present() -> None:
+            """Wait until `keep` has found the log in Redis again, or has ended."""
             if self.lost is not None:  # `keep` has ended: nobody would set it again
                 return
+            # Cleared before `keep` is woken, which sets it once it has found the log.
             self._present.clear()
             self._woken.set()
             await self._present.wait()  # `keep` reopens the log, and registers the wait
@@ -155,11 +178,15 @@ class Hold:
         return await outlasting(checked, reopen=present)
 
     async def release(self, why: str) -> None:
-        """Release the lease, unless another trainer has it; `why` is what the next holder reads in `before`."""
+        """Release the lease, unless another trainer has it.
+
+        `why` says in words how this hold ended, for the next holder.
+        """
         if not isinstance(self.lost, FencedError):
             await self._lease.release(why)
 
     async def _renew(self) -> None:
+        """Renew the lease; raise FencedError if another trainer has it."""
         if not await self._lease.renew(epoch=self.epoch.number):
             raise FencedError(
                 f"the trainer lease of run {self._log.uid} was lost",
@@ -179,14 +206,18 @@ class Hold:
             instance = await self._log.read_instance()
         if instance == self._instance:
             return
+        # A copy of the log that was rebuilt may not know of a newer epoch, so that the store is asked before anything
+        # is appended.
         await self._require_newest_epoch()
         async with self._appending:
             count = await reappend_policies(self._log, self.epoch)
+        # At the first call this trainer has just taken the log over, which is no event.
         if self._instance:
             fields = {"run": self._log.uid, "instance": instance, "appended": count}
             logger.warning(
                 "Redis holds another copy of the run's log: the policies that it lacked are appended", extra=fields
             )
+        # Set last: after an error in appending, the next call tries again.
         self._instance = instance
 
     async def _require_newest_epoch(self) -> None:
@@ -195,6 +226,11 @@ class Hold:
         require_newest(max(stored, await self._log.current_epoch(ROLE)), held=self.epoch.number, uid=self._log.uid)
 
     async def _append(self, entry: policy_pb2.PolicyEntry, what: str, is_replay: bool) -> None:
+        """Append a policy's announcement, under the lock `_appending`; `what` names the attempt in errors.
+
+        If the log lacks earlier policies, all that it lacks are appended from the store. A version that the log has or
+        has passed already is no error with `is_replay`, or if the log's entry announces equal weights.
+        """
         data = entry.SerializeToString(deterministic=True)
         result = await self._log.append_policy(self.epoch, data, entry.version)
         if result is AppendResult.CONFLICT:
@@ -206,7 +242,10 @@ class Hold:
         result.require(what)
 
     async def _is_announced(self, entry: policy_pb2.PolicyEntry) -> bool:
-        """Return whether the log has this version with the same lineage and digest; its manifest may differ."""
+        """Return whether the log has an entry for this version with the same lineage and digest.
+
+        Its manifest may differ.
+        """
         id_ = f"{entry.version}-1"
         for found in await self._log.read_range(Stream.POLICIES, id_, id_):
             what = f"entry {id_} of the policies of run {self._log.uid}"
@@ -215,10 +254,18 @@ class Hold:
         return False
 
 
-async def _end_before(run_log: RunLog, epoch: Epoch, lease: Lease, *, has_waited: bool) -> str:
-    """Return how the hold before `epoch` ended, as text, from its report and its lease; empty for the first epoch.
+def _require_unsealed(run_log: RunLog) -> None:
+    """Raise FencedError if the run has ended and is sealed (blocking): the assignment is older than its end."""
+    # An epoch that is taken after the seal is named by nothing, and the audit would report it.
+    if run_log.store.head(seal_key(run_log.store, run_log.names)) is not None:
+        raise FencedError(f"run {run_log.uid} has ended, and is sealed", reason="RUN_SEALED")
 
-    `has_waited` says that the lease had to expire.
+
+async def _end_before(run_log: RunLog, epoch: Epoch, lease: Lease, *, has_waited: bool) -> str:
+    """Return in words how the trainer with the epoch before `epoch` ended; empty if `epoch` is the run's first.
+
+    It is taken from that trainer's report, and else from `lease`, which this trainer has acquired. `has_waited` says
+    that the previous lease had to expire.
     """
     before = epoch.number - 1
     if not before:
@@ -234,7 +281,7 @@ async def _end_before(run_log: RunLog, epoch: Epoch, lease: Lease, *, has_waited
 
 
 def require_newest(newest: int, *, held: int, uid: str) -> None:
-    """Raise FencedError if `newest`, the run's newest trainer epoch, is greater than the epoch `held` here."""
+    """Raise FencedError if `newest`, the newest epoch of the run `uid`, is greater than the epoch `held` here."""
     if newest > held:
         raise FencedError(
             f"trainer epoch {newest} of run {uid} exists, this trainer holds {held}",
@@ -244,7 +291,7 @@ def require_newest(newest: int, *, held: int, uid: str) -> None:
 
 
 async def outlasting(attempt: Callable[[], Awaitable[T]], *, reopen: Callable[[], Awaitable[None]]) -> T:
-    """Return the result of `attempt`, repeated while Redis is away, which is registered as a wait.
+    """Return the result of `attempt`, repeated without limit while Redis is away, which is registered as a wait.
 
     If Redis lost the log, `reopen` is awaited before the next attempt. Other errors are raised.
     """
@@ -256,7 +303,7 @@ async def outlasting(attempt: Callable[[], Awaitable[T]], *, reopen: Callable[[]
             except LogGoneError:
                 wait.over()
                 await reopen()
-            except (UnavailableError, CapacityError) as error:
+            except STORAGE_ERRORS as error:
                 _wait_for(wait, error)
                 await asyncio.sleep(_POLL_S)
     finally:
@@ -264,13 +311,16 @@ async def outlasting(attempt: Callable[[], Awaitable[T]], *, reopen: Callable[[]
 
 
 async def reopened(run_log: RunLog) -> None:
-    """Reopen the log, repeated until the orchestrator has rebuilt it, which is registered as a wait."""
+    """Wait without limit until the log can be opened again, which is registered as a wait.
+
+    A lost log is rebuilt by the orchestrator.
+    """
     wait = waits.LastingWait()
     try:
         while True:
             try:
                 return await run_log.reopen()
-            except UnavailableError as error:
+            except STORAGE_ERRORS as error:
                 _wait_for(wait, error)
             await asyncio.sleep(_POLL_S)
     finally:
@@ -289,7 +339,10 @@ def _wait_for(wait: waits.LastingWait, error: MillraceError) -> None:
 
 
 def _renewal_failure(error: Exception, *, uid: str) -> MillraceError:
-    """Return the error with which the job fails after renewing raised `error`."""
+    """Return the error with which the job of run `uid` fails after renewing its lease raised `error`.
+
+    It is `error` itself, or an InternalError for an exception that is no MillraceError.
+    """
     if isinstance(error, MillraceError):
         return error
     failure = InternalError(

@@ -58,6 +58,7 @@ class TokenRows:
     """Collects log-probs and entropies of this rank's chosen samples, from the forward pass of their minibatch."""
 
     def __init__(self, header: batch_pb2.BatchHeader, minibatches: Sequence[Minibatch], *, share: float) -> None:
+        """Choose the rollouts to log: `share`, from 0 to 1, of the batch's rollouts, the same ones at every rank."""
         self._header = header
         self._share = share
         self._places = [minibatch.samples for minibatch in minibatches]
@@ -74,9 +75,9 @@ class TokenRows:
     def add(
         self, micro_batch: MicroBatch, samples: Sequence[int], *, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor
     ) -> None:
-        """Keep the values of the chosen samples of a micro-batch.
+        """Keep log-probs and entropies of those samples of a micro-batch that were chosen, copied to the host.
 
-        `samples` are its rows' indices in the sample table.
+        `samples` are the indices of its rows' samples in the sample table.
         """
         rows = [row for row, place in enumerate(samples) if place in self._chosen]
         if not rows:
@@ -86,7 +87,10 @@ class TokenRows:
         self._parts.append(_Part([samples[row] for row in rows], values_2KT, micro_batch.loss_mask_BT[at].cpu()))
 
     def to_log(self, *, lineage: int, chain_hash: bytes) -> TokenLog:
-        """Make this rank's part of the step's log, from the samples that were added."""
+        """Make this rank's part of the step's token log from the samples that were added.
+
+        `lineage` is that of the policies that are published, and `chain_hash` the batch's.
+        """
         minibatch_of = {
             place: number
             for number, micro_batches in enumerate(self._places)
@@ -105,6 +109,7 @@ class TokenRows:
         )
 
     def _samples(self, part: _Part, minibatch_of: Mapping[int, int]) -> list[LoggedSample]:
+        """Return the logged samples of one micro-batch; `minibatch_of` has the minibatch of each sample."""
         values_2KT, mask_KT = part.values_2KT.numpy(), part.mask_KT.numpy()
         found = []
         for row, place in enumerate(part.places):
@@ -145,6 +150,11 @@ class TokenLogWriter(BackgroundWriter):
         on_stored: Callable[[StoredTokenLog], None],
         on_problem: Callable[[str], None],
     ) -> None:
+        """Prepare to log `share` (0 to 1) of each step's rollouts; 0 logs none.
+
+        `lineage` is that of the published policies, and part of the keys. `on_stored` is called for every stored log,
+        and `on_problem` with a sentence once for failures in a row, both on the thread that stores.
+        """
         self._store = store
         self._names = names
         self._share = share
@@ -160,24 +170,27 @@ class TokenLogWriter(BackgroundWriter):
         self._has_problem = False
 
     def collect(self, batch: Batch) -> TokenRows | None:
-        """Make the collector of a batch's token values; None if the run logs none."""
+        """Return an object that collects the values of a batch's tokens during its step; None if the run logs none."""
         return TokenRows(batch.header, batch.minibatches, share=self._share) if self._share else None
 
     def write(self, batch: Batch, rows: TokenRows | None) -> None:
-        """Queue the collected values of a step for storing; skip the step, with a warning, if too many are queued.
+        """Queue the values of a step's tokens to be stored in the background.
 
-        Does nothing if `rows` is None. Collective in a gang.
+        Skip the step, with a warning, if the queue is full. Does nothing if `rows` is None. Collective in a gang.
         """
         if rows is None:
             return
         with self._lock:
             num_waiting = len(self._waiting)
+        # All ranks skip the same steps, because their parts are gathered in a collective.
         if self._gang.max([num_waiting])[0] >= MAX_WAITING:
             self._report(batch.step, UnavailableError(f"those of {MAX_WAITING} steps before are not stored yet"))
             return
         step, chain_hash = batch.step, batch.chain_hash
         with self._lock:
             self._waiting.append(lambda: self._store_step(step, chain_hash, rows))
+            # Under the same lock as the end of `_drain`: either its thread takes this step, or a new thread has to
+            # begin.
             begins, self._is_busy = not self._is_busy, True
         if begins:
             self._work.finish()  # the queue is empty: only the end of the thread is waited for
@@ -194,6 +207,7 @@ class TokenLogWriter(BackgroundWriter):
             store_next()
 
     def _store_step(self, step: int, chain_hash: bytes, rows: TokenRows) -> None:
+        """Store the token log of a step, and call `on_stored`; report an error instead of raising it."""
         try:
             log = self._gathered(rows, chain_hash)
             if log is None:
@@ -212,7 +226,7 @@ class TokenLogWriter(BackgroundWriter):
         if self._beside.is_alone:
             return rows.to_log(lineage=self._lineage, chain_hash=chain_hash)
         layout = self._beside.layout
-        is_first = layout.speaks_for_samples(self._beside.rank)
+        is_first = layout.is_first_of_samples(self._beside.rank)
 
         def mine() -> bytes:
             return encode_token_log(rows.to_log(lineage=self._lineage, chain_hash=chain_hash)) if is_first else b""

@@ -83,19 +83,27 @@ class Context:
     _masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> torch.Tensor | None:
-        """Return which token attends to which within `window` tokens, bool [R, 1, L, L]; None if that is causal."""
+        """Return which token of whole rows attends to which, bool [R, 1, L, L]; None if the plain causal mask does.
+
+        A token attends to itself and earlier tokens of its own sample, with `window` to that many tokens in all.
+        `window` None means no limit. Masks are cached by window.
+        """
         if window not in self._masks:
             self._masks[window] = self._new_mask(window)
         return self._masks[window]
 
     def _new_mask(self, window: int | None) -> torch.Tensor | None:
+        """Compute the mask that `mask` returns and caches."""
         positions_RL = self.position_ids_RL
         length = positions_RL.shape[1]
+        # Positions restart at 0 with each sample of a packed row.
         is_packed = bool((positions_RL[:, 1:] == 0).any())
         if not is_packed and (window is None or window >= length):
             return None
+        # [1, 1, L, L], True where a token attends.
         mask_R1LL = causal_mask(length, device=positions_RL.device)
         if window is not None:
+            # `tril(-window)` is what is `window` or more tokens away: a window counts the token itself.
             mask_R1LL = mask_R1LL & ~torch.ones_like(mask_R1LL).tril(-window)
         if is_packed:
             sample_RL = (positions_RL == 0).cumsum(1)
@@ -119,7 +127,10 @@ class Share:
     group: dist.ProcessGroup
 
     def gathered(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the values of all ranks' tokens in the order of `scored_N`, from this rank's `own`. Collective."""
+        """Return the values of all tokens that need a log-prob, in their order in the rows, from those of all ranks.
+
+        `own` are this rank's values, in the order of `own_N`. Every rank gets the same result. Collective.
+        """
         shares = gather_shares(own, self.group, self.counts)
         return torch.empty_like(shares).index_copy(0, self.order_N, shares)
 
@@ -128,14 +139,16 @@ class ContextParallel:
     """The ranks that share rows, of which this process is one."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
+        """Hold the ranks of `mesh`, of one dimension, which share rows; this process is one of them."""
         self._group = mesh.get_group()
         self._size, self._piece = mesh.size(), mesh.get_local_rank()
 
     def share(self, rows: Rows) -> Share:
-        """Return this rank's piece of the rows, padded so that all pieces are equally long."""
+        """Return this rank's piece of the rows, after padding them so that the pieces of all ranks are equally long."""
         tokens_RL, positions_RL = _padded(rows, self._size)
         length, width = tokens_RL.shape[1] // self._size, rows.token_ids_RL.shape[1]
         piece = slice(self._piece * length, (self._piece + 1) * length)
+        # `before_N` counts places in rows without the padding that was just added.
         row_N, column_N = rows.before_N // width, rows.before_N % width
         piece_N = column_N // length
         own_N = (piece_N == self._piece).nonzero().squeeze(1)
@@ -150,6 +163,7 @@ class ContextParallel:
             own_N=own_N,
             before_N=(row_N * length + column_N % length)[own_N],
             counts=torch.bincount(piece_N, minlength=self._size).tolist(),
+            # Stable: a rank returns the values of its piece in the order of the rows.
             order_N=torch.argsort(piece_N, stable=True),
             group=self._group,
         )
@@ -159,25 +173,32 @@ _PARALLEL = WeakKeyDictionary[nn.Module, ContextParallel]()
 
 
 def cut_rows(model: Any, mesh: DeviceMesh) -> None:
-    """Replace a model's attention by one that computes pieces of rows, cut over a mesh of one dimension."""
-    ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
+    """Replace a model's attention, in place, by one for ranks that each compute a piece of the same rows.
+
+    `mesh` has these ranks, in one dimension. From then on `context_parallel_of` returns the ranks of the model.
+    """
+    # No compiled graph has the exchanges: ranks that compile differently could reorder them differently.
+    ALL_ATTENTION_FUNCTIONS.register(_NAME, torch.compiler.disable(_attend_to_rows))
     ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, sdpa_mask)
     model.set_attn_implementation(_NAME)
     _PARALLEL[model] = ContextParallel(mesh)
 
 
 def context_parallel_of(model: nn.Module) -> ContextParallel | None:
-    """Return the context parallelism of a model that `cut_rows` was called for; None if it computes whole rows."""
+    """Return the ranks that share a model's rows, as `cut_rows` was called for it; None if it computes whole rows."""
     return _PARALLEL.get(model)
 
 
 def causal_mask(length: int, *, device: torch.device) -> torch.Tensor:
-    """Return which token attends to which: itself and earlier ones, bool [1, 1, length, length]."""
+    """Return the causal mask, bool [1, 1, length, length]: each token attends to itself and to earlier ones."""
     return torch.ones((1, 1, length, length), dtype=torch.bool, device=device).tril()
 
 
 def _padded(rows: Rows, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad tokens and positions of rows to a multiple of `size`; the padding continues the last sample."""
+    """Return token ids and positions of the rows, [R, L], padded at their end to a length that `size` divides.
+
+    Padding has token id 0 and continues the positions of the last sample, so that it begins no sample.
+    """
     tokens_RL, positions_RL = rows.token_ids_RL, rows.position_ids_RL
     if not (missing := -tokens_RL.shape[1] % size):
         return tokens_RL, positions_RL
@@ -188,7 +209,7 @@ def _padded(rows: Rows, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def _attention(
+def _attend_to_rows(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -200,16 +221,21 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention over whole rows for this rank's piece: query, key, value [R, heads, l, D] → [R, l, heads, D].
 
-    The interface is that of transformers. Without `context` it is plain sdpa. Collective with `context`.
+    The interface is that of transformers, whose second result, the attention weights, is None. `context` has the ranks
+    and the positions of the whole rows, and `attention_mask` is ignored then. With `context` None it is plain sdpa.
+    Collective with `context`.
     """
     if context is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     group, size, mask = context.group, dist.get_world_size(context.group), context.mask(kwargs.get("sliding_window"))
+    # Grouped-query attention may have fewer heads of keys than ranks; then keys and values of all tokens are gathered.
     if query.shape[1] % size == key.shape[1] % size == 0:
         query, key, value = (_heads_of_all_tokens(each, group, size) for each in (query, key, value))
         found, _ = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
         return _tokens_of_all_heads(found, group, size), None
     length = query.shape[2]
+    # This rank's queries begin in the middle of the rows, which `is_causal` of sdpa cannot say: it needs the mask's
+    # rows.
     mask = causal_mask(length * size, device=query.device) if mask is None else mask
     own = slice(dist.get_rank(group) * length, (dist.get_rank(group) + 1) * length)
     key, value = gather_sequence(key, group), gather_sequence(value, group)
@@ -218,15 +244,18 @@ def _attention(
 
 
 def _heads_of_all_tokens(tensor: torch.Tensor, group: dist.ProcessGroup, size: int) -> torch.Tensor:
-    """Exchange pieces of all heads for a share of heads over all tokens: [R, heads, l, D] → [R, heads / size, L, D]."""
+    """Exchange this rank's tokens of all heads for all tokens of its share of the heads.
+
+    [R, heads, l, D] → [R, heads / size, L, D]; `size` is the number of ranks of `group`. Collective.
+    """
     heads = all_to_all(tensor.unflatten(1, (size, -1)).transpose(0, 1), group)  # [size, R, heads / size, l, D]
     return heads.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 def _tokens_of_all_heads(tensor: torch.Tensor, group: dist.ProcessGroup, size: int) -> torch.Tensor:
-    """Exchange a share of heads over all tokens for all heads of a piece.
+    """Exchange all tokens of this rank's share of the heads for its tokens of all heads.
 
-    [R, L, heads / size, D] → [R, l, heads, D].
+    [R, L, heads / size, D] → [R, l, heads, D]; `size` is the number of ranks of `group`. Collective.
     """
     tokens = all_to_all(tensor.unflatten(1, (size, -1)).transpose(0, 1), group)  # [size, R, l, heads / size, D]
     return tokens.permute(1, 2, 0, 3, 4).flatten(2, 3)
@@ -242,19 +271,21 @@ def _tokens_of_all_heads(tensor: torch.Tensor, group: dist.ProcessGroup, size: i
 logger = logging.getLogger(__name__)
 
 _ATTENTION_NAME = "millrace_varlen"
+# The limit of FlashAttention 2.
 _LARGEST_HEAD = 256
 _OLDEST = (8, 0)
 """Compute capability: Ampere."""
 
 
 def use_varlen_kernel(model: Any, *, compute_dtype: torch.dtype, device: torch.device) -> bool:
-    """Use the kernel for varying lengths as the model's attention if it computes the same; return whether it is used.
+    """Use the kernel for samples of varying lengths as the model's attention where it computes the same.
 
-    It is not used without a GPU that has it, for other formats than 16 bits, for attention that it lacks a feature of,
-    and if rows are cut over ranks, which needs its own attention.
+    Returns whether it is used. It is not used without a GPU that has it, for other compute dtypes than 16-bit ones, for
+    attention with a feature that it lacks, and if rows are split over ranks, which needs its own attention.
     """
     if context_parallel_of(model) is not None:
         return False
+    # FlashAttention 2 computes in 16-bit formats only, on Ampere and newer.
     if device.type != "cuda" or compute_dtype not in (torch.bfloat16, torch.float16):
         return False
     if torch.cuda.get_device_capability(device) < _OLDEST:
@@ -262,19 +293,22 @@ def use_varlen_kernel(model: Any, *, compute_dtype: torch.dtype, device: torch.d
     if reason := _unsuited(model):
         logger.info("attention over packed rows takes a dense mask", extra={"reason": reason})
         return False
-    ALL_ATTENTION_FUNCTIONS.register(_ATTENTION_NAME, _attention_attention)
+    ALL_ATTENTION_FUNCTIONS.register(_ATTENTION_NAME, _attend_to_samples)
     ALL_MASK_ATTENTION_FUNCTIONS.register(_ATTENTION_NAME, flash_attention_mask)
     model.set_attn_implementation(_ATTENTION_NAME)  # which leaves models that know no other attention as they are
     return model.config._attn_implementation == _ATTENTION_NAME
 
 
 def lengths_of_samples(model: Any, position_ids_RL: torch.Tensor) -> dict[str, Any]:
-    """Return the kernel's arguments for rows, for the model's forward; empty if the kernel is not used."""
+    """Return the keyword arguments of the model's forward with which the kernel for varying lengths separates samples.
+
+    Empty if the model does not use the kernel. A sample begins where a position is 0.
+    """
     return _lengths(position_ids_RL) if model.config._attn_implementation == _ATTENTION_NAME else {}
 
 
 def _unsuited(model: Any) -> str | None:
-    """Return which feature of the model's attention the kernel lacks; None if none."""
+    """Return why the kernel for varying lengths cannot compute the model's attention, in words; None if it can."""
     config = model.config.get_text_config()
     if not getattr(config, "num_attention_heads", 0):
         return "it has none"  # recurrent models
@@ -295,14 +329,17 @@ def _unsuited(model: Any) -> str | None:
 
 
 def _lengths(position_ids_RL: torch.Tensor) -> dict[str, Any]:
-    """Return the samples' offsets in the concatenated rows, [S + 1], and the longest length, by transformers' names."""
+    """Return where samples begin in the concatenated rows, [S + 1] with the end, and the longest sample's length.
+
+    The dict has both, for queries and for keys, by transformers' names of arguments.
+    """
     starts_S = (position_ids_RL.reshape(-1) == 0).nonzero().squeeze(1)
     bounds = nn.functional.pad(starts_S, (0, 1), value=position_ids_RL.numel()).int()
     longest = int(bounds.diff().max())
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 
-def _attention_attention(
+def _attend_to_samples(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -314,7 +351,13 @@ def _attention_attention(
     position_ids: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend, as transformers' interface has it: query, key, value [R, heads, L, D] → [R, L, heads, D]."""
+    """Attend within each sample of packed rows, by the kernel: query, key, value [R, heads, L, D] → [R, L, heads, D].
+
+    The interface is that of transformers, whose second result, the attention weights, is None. `scaling` None is 1 /
+    sqrt(D). `sliding_window` counts tokens, None is no limit. Without `lengths_of_samples` in `kwargs`, samples begin
+    at the zeros of `position_ids`, and without these each row is a sample. Raises ValueError for a mask, and for
+    arguments that the kernel does not have.
+    """
     if attention_mask is not None:
         raise ValueError("positions say where samples begin and end, not a mask")
     if unknown := [name for name in ("dropout", "softcap", "s_aux") if kwargs.get(name)]:
@@ -324,6 +367,7 @@ def _attention_attention(
         whole = torch.arange(length, device=query.device).expand(rows, -1)
         kwargs |= _lengths(whole if position_ids is None else position_ids.expand(rows, -1))
     bounds, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+    # [R, heads, L, D] → [R · L, heads, D]
     query_NHD, key_NHD, value_NHD = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
     found_NHD = varlen_attn(
         query_NHD,
@@ -334,6 +378,7 @@ def _attention_attention(
         longest,
         longest,
         scale=scaling,
+        # The kernel counts the tokens before a token; transformers counts the token itself, too.
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         enable_gqa=True,
     )

@@ -10,20 +10,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from millrace.config.sections.trainer import ModelLayoutConfig
 from millrace.decoding import decode_object
 from millrace.errors import InvalidSpecError, Violation
-from millrace.trainer.model import context_parallel, expert_parallel
+from millrace.trainer.model import context_parallel
 from millrace.trainer.model.mesh import RankLayout
 
 _CONFIG_REMEDY = "restore config.json of the model that model.name says"
 _SHARED_BY_TP = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _PIECEWISE = {"full_attention", "sliding_attention"}
 
 
 def fit_layout(config: ModelLayoutConfig, directory: Path, *, world_size: int, prefix: str) -> RankLayout:
-    """Return the layout of `world_size` ranks that `config` says, after checking that it fits the model in a directory.
+    """Return the layout of `world_size` ranks that `config` says, after checking that the model in `directory` fits it.
 
-    Reads only config.json. `prefix` is the name of the config's table. Raises InvalidSpecError (LAYOUT_IMPOSSIBLE) with
-    every key that does not fit.
+    Reads only config.json. `prefix` is the name of the config's table, for messages. Raises InvalidSpecError
+    (LAYOUT_IMPOSSIBLE) with every key that does not fit, and an error for a config.json that is not valid.
     """
     model: dict[str, Any] = {}
     if config.tp > 1 or config.cp > 1 or config.ep > 1:
@@ -40,14 +40,15 @@ def fit_layout(config: ModelLayoutConfig, directory: Path, *, world_size: int, p
 
 
 def require_layout(config: ModelLayoutConfig, model: Mapping[str, Any], *, world_size: int, prefix: str) -> None:
-    """Raise InvalidSpecError if a layout does not fit the number of ranks, or `model`, the model's config.
+    """Raise InvalidSpecError (LAYOUT_IMPOSSIBLE) if a layout does not fit the number of ranks or the model.
 
-    `model` may be empty if neither tp, cp nor ep is above 1.
+    `model` is the content of config.json, and may be empty if neither tp, cp nor ep is above 1. `prefix` is the name of
+    the config's table, for messages.
     """
     violations = RankLayout.violations(config, world_size=world_size, prefix=prefix)
     violations += [
         Violation(field=f"{prefix}.{key}", value=str(getattr(config, key)), message=message)
-        for key, message in _of_model(config, model)
+        for key, message in _misfits(config, model)
     ]
     if violations:
         raise InvalidSpecError(
@@ -55,13 +56,17 @@ def require_layout(config: ModelLayoutConfig, model: Mapping[str, Any], *, world
         )
 
 
-def _of_model(config: ModelLayoutConfig, model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the keys that do not fit the model, each with a sentence that says why."""
+def _misfits(config: ModelLayoutConfig, model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each of the keys tp, cp and ep that does not fit the model, with a sentence that says why and what to set.
+
+    `model` is the content of config.json.
+    """
     sizes = {name: model[name] for name in _SHARED_BY_TP if isinstance(model.get(name), int)}
     uneven = [f"{name} is {size}" for name, size in sizes.items() if size % config.tp]
     if config.tp > 1 and (unproved := _unproved(model, PROVED)):
         yield "tp", unproved
     elif uneven:
+        # A divisor of all sizes at once, which is what the message recommends.
         divisor = math.gcd(*sizes.values())
         yield "tp", f"{' and '.join(uneven)}, which {config.tp} ranks cannot share: set it to a divisor of {divisor}"
     if config.cp > 1 and model.get("model_type") == "gpt_oss":
@@ -70,11 +75,11 @@ def _of_model(config: ModelLayoutConfig, model: Mapping[str, Any]) -> Iterator[t
         yield "cp", f"the model has layers of {', '.join(others)}, which need whole rows: leave it out"
     elif config.cp > 1 and (unproved := _unproved(model, context_parallel.PROVED)):
         yield "cp", unproved
-    experts = next((model[name] for name in _NUM_EXPERTS if isinstance(model.get(name), int)), None)
+    # Experts of another form than transformers' are refused when they are cut, once there is a model to look at.
+    text = model.get("text_config") or model
+    experts = next((text[name] for name in _NUM_EXPERTS if isinstance(text.get(name), int)), None)
     if config.ep > 1 and experts is None:
         yield "ep", "the model has no experts: leave it out"
-    elif config.ep > 1 and (unproved := _unproved(model, expert_parallel.PROVED)):
-        yield "ep", unproved
     elif config.ep > 1 and experts and experts % config.ep:
         yield (
             "ep",
@@ -83,10 +88,10 @@ def _of_model(config: ModelLayoutConfig, model: Mapping[str, Any]) -> Iterator[t
 
 
 def _unproved(model: Mapping[str, Any], proved: Sequence[str]) -> str | None:
-    """Return why a key is unsupported for this type of model; None if the type is in `proved`.
+    """Return a sentence that this type of model is not supported; None if its `model_type` is in `proved`.
 
-    Other types may load, and then silently learn something else, because each type has its own code between the ranks'
-    exchanges.
+    `model` is the content of config.json. Other types may load, and then silently learn something else, because each
+    type has its own code between the ranks' exchanges.
     """
     if (found := model.get("model_type")) in proved:
         return None
@@ -136,10 +141,11 @@ _WHOLE = ("embed_tokens", "lm_head", ".experts")
 
 
 def cut_layers(model: Any, mesh: DeviceMesh, *, prefix: str = "trainer.model") -> None:
-    """Cut the layers of a whole model over a mesh of one dimension, in place. Call it before FSDP cuts them further.
+    """Split the layers of a whole model over the ranks of a one-dimensional mesh (tensor parallelism), in place.
 
-    Raises InvalidSpecError if transformers has no plan for its architecture, or one with styles that are not tested
-    here. `prefix` is the name of the config's table.
+    Call it before FSDP shards them further. Raises InvalidSpecError if transformers has no plan for the model's
+    architecture, or a plan with styles that are not tested here. `prefix` is the name of the config's table, for
+    messages.
     """
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -155,5 +161,9 @@ def cut_layers(model: Any, mesh: DeviceMesh, *, prefix: str = "trainer.model") -
 
 
 def _impossible(message: str, remedy: str, *, tp: int, prefix: str) -> InvalidSpecError:
+    """Make the error that the model's layers cannot be split over `tp` ranks.
+
+    `message` says why, `remedy` what helps.
+    """
     violation = Violation(field=f"{prefix}.tp", value=str(tp), message=message)
     return InvalidSpecError([violation], reason="LAYOUT_IMPOSSIBLE", remedy=remedy)

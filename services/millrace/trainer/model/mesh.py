@@ -44,9 +44,9 @@ class RankLayout:
 
     @classmethod
     def of(cls, config: ModelLayoutConfig, *, world_size: int) -> Self:
-        """Make the layout of a config without `violations`.
+        """Make the layout of `world_size` ranks that a config says; call it only if `violations` returns none.
 
-        `dp_shard` is what the other sides leave of `world_size`.
+        `dp_shard` is the number of ranks that the other sides leave.
         """
         return cls(
             dp_shard=world_size // (config.dp_replicate * config.cp * config.tp),
@@ -58,9 +58,13 @@ class RankLayout:
 
     @staticmethod
     def violations(config: ModelLayoutConfig, *, world_size: int, prefix: str) -> list[Violation]:
-        """Return a violation for each key that does not fit `world_size` ranks; `prefix` is the keys' table."""
+        """Return a violation for each key of the config that does not fit `world_size` ranks; empty if all fit.
+
+        `prefix` is the name of the keys' table, for messages.
+        """
 
         def of_keys(message: str, *names: str) -> list[Violation]:
+            """Return a violation with `message` for each of the keys `names` whose value is above 1."""
             values = {name: getattr(config, name) for name in names}
             return [
                 Violation(field=f"{prefix}.{name}", value=str(value), message=message)
@@ -84,49 +88,64 @@ class RankLayout:
         return self.dp_replicate * self.dp_shard
 
     def data_rank(self, rank: int) -> int:
-        """Return a rank's index among the ranks that compute on different samples."""
+        """Return which part of a batch's samples a rank computes on, an index below `data_size`.
+
+        Ranks with the same index compute on the same samples.
+        """
         return rank // (self.cp * self.tp)
 
     def is_first_part(self, rank: int) -> bool:
-        """Return whether a rank is the first of those that hold parts of the same layers."""
+        """Return whether a rank is the first of the tensor-parallel ranks that hold parts of the same layers."""
         return rank % self.tp == 0
 
-    def speaks_for_samples(self, rank: int) -> bool:
-        """Return whether a rank is the first of those that compute on the same samples."""
+    def is_first_of_samples(self, rank: int) -> bool:
+        """Return whether a rank is the first of those that compute on the same samples.
+
+        Sums over samples take the values of these ranks only.
+        """
         return rank % (self.cp * self.tp) == 0
 
-    def draw(self, rank: int) -> int:
-        """Return the index of a rank's random stream; ranks that hold parts of the same layers share one."""
+    def random_stream(self, rank: int) -> int:
+        """Return the index of a rank's random numbers (dropout); ranks that hold parts of the same layers share one."""
         return rank // self.tp
 
     def mesh(self, device: torch.device) -> DeviceMesh:
-        """Return the mesh of all ranks, whose dimension `dp_shard` includes cp. Collective the first time."""
+        """Return the mesh of all ranks, with dimensions dp_replicate, dp_shard (times cp) and tp.
+
+        Collective at the first call; cached from then on.
+        """
         sides = (self.dp_replicate, self.dp_shard * self.cp, self.tp)
         return _mesh(device, sides, (REPLICATE, SHARD, TENSOR))
 
     def data_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Return the part of the mesh over which FSDP shards and replicates parameters."""
+        """Return the dimensions of `mesh`, the mesh of all ranks, over which FSDP shards and replicates parameters."""
         return mesh[REPLICATE, SHARD] if self.dp_replicate > 1 else mesh[SHARD]
 
     def piece_mesh(self, device: torch.device) -> DeviceMesh:
-        """Return the one-dimensional mesh of ranks that compute pieces of the same rows. Collective the first time."""
+        """Return the one-dimensional mesh of this rank and those that compute other pieces of the same rows.
+
+        Collective at the first call; cached from then on.
+        """
         sides = (self.data_size, self.cp, self.tp)
         return _mesh(device, sides, ("data", PIECE, TENSOR))[PIECE]
 
     def expert_mesh(self, device: torch.device) -> DeviceMesh:
-        """Return the mesh of all ranks for the experts. Collective the first time."""
+        """Return the mesh of all ranks as experts are split: dimensions dp_replicate, expert_shard, ep and tp.
+
+        Collective at the first call; cached from then on.
+        """
         sides = (self.dp_replicate, self.dp_shard * self.cp // self.ep, self.ep, self.tp)
         return _mesh(device, sides, (REPLICATE, EXPERT_SHARD, EXPERT, TENSOR))
 
     def expert_data_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Return the part of the experts' mesh over which FSDP shards and replicates them."""
+        """Return the dimensions of `mesh`, from `expert_mesh`, over which FSDP shards and replicates experts."""
         return mesh[REPLICATE, EXPERT_SHARD] if self.dp_replicate > 1 else mesh[EXPERT_SHARD]
 
 
 def _mesh(device: torch.device, sides: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Return a cached mesh of these sides, so that a gang keeps its connections from run to run.
+    """Return the mesh with these sizes and names of dimensions, cached so that a gang keeps its connections.
 
-    Collective the first time.
+    Collective at the first call with the same arguments.
     """
     world = dist.group.WORLD
     assert world is not None  # the caller has joined them
@@ -159,45 +178,52 @@ class HeldRows:
     first_column: int | None = None
 
     def rows(self) -> torch.Tensor:
-        """Return the complete rows, live unless columns are sharded; then collective."""
+        """Return this rank's rows with all columns.
+
+        Live if columns are not split, else gathered in a collective call.
+        """
         if self.first_column is None:
             return self.local
+        # Only columns are gathered; rows stay as they are.
         columns = [Replicate() if isinstance(each, Shard) and each.dim == 1 else each for each in self.placements]
         return self.tensor.redistribute(placements=columns).to_local()
 
     @property
     def num_elements(self) -> int:
-        """Return how many elements the whole rows have."""
+        """Return how many elements this rank's rows have with all columns."""
         return self.local.shape[0] * math.prod(self.tensor.shape[1:])
 
     @property
     def shape(self) -> torch.Size:
-        """Return the shape of the whole rows."""
+        """Return the shape of this rank's rows with all columns."""
         return torch.Size((self.local.shape[0], *self.tensor.shape[1:]))
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """Return the tensor's placements on its mesh."""
+        """Return how the tensor is sharded or replicated, one placement for each dimension of its mesh."""
         return tuple(self.tensor.placements)
 
     def fill(self, rows: torch.Tensor) -> None:
-        """Copy this rank's columns of whole `rows` into `local`."""
+        """Copy `rows`, which have all columns, into this rank's live tensor; only its own columns are taken."""
         if self.first_column is not None:
+            # The last rank's columns may be fewer, so that the count comes from `local`.
             rows = rows[:, self.first_column : self.first_column + self.local.shape[1]]
         with torch.no_grad():
             self.local.copy_(rows)
 
 
 def held(tensor: DTensor, *, is_first_part: bool = True) -> HeldRows:
-    """Return this rank's share of a tensor.
+    """Return which rows of a sharded tensor this rank holds, and whether it is the one that writes them.
 
     `is_first_part` says whether the rank is the first of those that hold parts of the same layers: only that one writes
-    tensors that all of them have whole. A dimension of the mesh cuts the rows into equal chunks, of which the last ones
-    may be smaller or empty. Raises InternalError for placements that torch is not known to make.
+    tensors that all of them have whole. A dimension of the mesh splits the rows into equal chunks, of which the last
+    ones may be smaller or empty. Raises InternalError for placements that torch is not known to make.
     """
     rows, first, writes, first_column = tensor.shape[0], 0, True, None
     if TENSOR not in (tensor.device_mesh.mesh_dim_names or ()):
+        # A tensor on a mesh without the dimension tp was not split by tensor parallelism.
         writes = is_first_part  # every part has it whole
+    # Each dimension of the mesh cuts what the dimensions before it have left.
     for dimension, placement in _outermost_first(tensor):
         place, size = tensor.device_mesh.get_local_rank(dimension), tensor.device_mesh.size(dimension)
         if isinstance(placement, Replicate):
@@ -211,6 +237,7 @@ def held(tensor: DTensor, *, is_first_part: bool = True) -> HeldRows:
         else:
             raise _unknown(f"a tensor is cut as {tensor.placements}")
     local = tensor.to_local()
+    # A release of torch that cuts in another way than computed here is noticed by the number of rows.
     if local.shape[0] != rows:
         raise _unknown(
             f"a rank holds {local.shape[0]} rows of a tensor of {tensor.shape[0]}, expected were {rows} from row "
@@ -221,12 +248,16 @@ def held(tensor: DTensor, *, is_first_part: bool = True) -> HeldRows:
 
 
 def _outermost_first(tensor: DTensor) -> list[tuple[int, Placement]]:
-    """Return the mesh's dimensions with placements, in the order in which they cut; strided ones cut others' pieces."""
+    """Return each dimension of the tensor's mesh with its placement, in the order in which they split the tensor.
+
+    A strided placement comes last, because it splits the pieces that the others made.
+    """
     each = list(enumerate(tensor.placements))
     return sorted(each, key=lambda one: isinstance(one[1], _StridedShard))
 
 
 def _unknown(what: str) -> InternalError:
+    """Make the error that torch shards a tensor in a way that is not known here; `what` says which."""
     return InternalError(
         what,
         reason="SHARD_LAYOUT_UNKNOWN",
@@ -241,15 +272,16 @@ Splits = Sequence[int] | None
 
 
 def all_to_all(rows: torch.Tensor, group: Group, *, sends: Splits = None, receives: Splits = None) -> torch.Tensor:
-    """Send a slice of the rows to every rank of the group, in order of rank; return the rows received. Collective.
+    """Send a slice of the rows to every rank of the group, in order of rank.
 
-    `sends` and `receives` have the number of rows by rank; None: equally many.
+    Return the rows received, in order of rank. `sends` and `receives` have the number of rows by rank; None: equally
+    many for each. Collective, in the backward, too.
     """
     return _AllToAll.apply(rows, group, sends, receives)  # pyright: ignore[reportReturnType]
 
 
 def gather_sequence(piece: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the pieces [R, heads, l, D] of all ranks joined to [R, heads, L, D]. Collective.
+    """Return the pieces [R, heads, l, D] of all ranks joined to [R, heads, L, D]. Collective, in the backward, too.
 
     Every rank computes something different with the result: the gradient of a piece is summed over the ranks.
     """
@@ -257,7 +289,7 @@ def gather_sequence(piece: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def gather_shares(own: torch.Tensor, group: Group, counts: Sequence[int]) -> torch.Tensor:
-    """Return the rows of all ranks, `counts` by rank, joined. Collective.
+    """Return the rows `own` of all ranks joined in order of rank; `counts` are the numbers of rows by rank. Collective.
 
     Every rank must compute the same with the result: the gradient of a rank's rows is taken from that rank alone.
     """
@@ -265,6 +297,8 @@ def gather_shares(own: torch.Tensor, group: Group, counts: Sequence[int]) -> tor
 
 
 class _AllToAll(torch.autograd.Function):
+    """Exchanges slices of rows among ranks; the gradient takes the way back."""
+
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, group: Group, sends: Splits, receives: Splits) -> torch.Tensor:
         ctx.group, ctx.sends, ctx.receives = group, sends, receives
@@ -276,6 +310,10 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _exchange(rows: torch.Tensor, group: Group, sends: Splits, receives: Splits) -> torch.Tensor:
+    """Send `sends[i]` consecutive rows to each rank i of the group, and return `receives[i]` rows of each. Collective.
+
+    None: equally many of each.
+    """
     rows = rows.contiguous()
     received = rows.new_empty((len(rows) if receives is None else sum(receives), *rows.shape[1:]))
     dist.all_to_all_single(received, rows, _listed(receives), _listed(sends), group=group)
@@ -283,22 +321,30 @@ def _exchange(rows: torch.Tensor, group: Group, sends: Splits, receives: Splits)
 
 
 def _listed(splits: Splits) -> list[int] | None:
+    """Return the splits as a list, which torch demands; None stays None."""
     return None if splits is None else list(splits)
 
 
 class _GatherSequence(torch.autograd.Function):
+    """Joins pieces of sequences of all ranks; the gradient of a piece is the sum over all ranks."""
+
     @staticmethod
     def forward(ctx: Any, piece: torch.Tensor, group: Group) -> torch.Tensor:
+        """Return the pieces of all ranks joined to whole sequences. Collective."""
         ctx.group = group
         piece = piece.contiguous()
         size = dist.get_world_size(group)
+        # [size · R, heads, l, D], piece after piece.
         pieces = piece.new_empty((size * len(piece), *piece.shape[1:]))
         dist.all_gather_into_tensor(pieces, piece, group=group)
+        # [size, R, heads, l, D] → [R, heads, size, l, D] → [R, heads, L, D]
         return pieces.unflatten(0, (size, -1)).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradient of this rank's piece, summed over all ranks. Collective."""
         size = dist.get_world_size(ctx.group)
+        # [R, heads, L, D] → [size, R, heads, l, D]
         pieces = grads[0].unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4).contiguous()
         own = torch.empty_like(pieces[0])
         dist.reduce_scatter_tensor(own, pieces.flatten(0, 1), group=ctx.group)
@@ -306,10 +352,14 @@ class _GatherSequence(torch.autograd.Function):
 
 
 class _GatherShares(torch.autograd.Function):
+    """Joins rows of all ranks; the gradient of a rank's rows is its slice of its own gradient."""
+
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, group: Group, counts: Sequence[int]) -> torch.Tensor:
+        """Return the rows of all ranks joined; `counts` are the numbers of rows by rank. Collective."""
         rank = dist.get_rank(group)
         ctx.own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+        # `all_gather_into_tensor` takes equal shares only: each is padded to the largest one, and at least to one row.
         padded = own.new_zeros((max(*counts, 1), *own.shape[1:]))
         padded[: len(own)] = own
         shares = padded.new_empty((len(counts) * len(padded), *own.shape[1:]))

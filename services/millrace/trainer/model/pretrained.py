@@ -41,15 +41,19 @@ _TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def load_code() -> None:
-    """Import the modules that loading a model needs, which takes seconds, so that the first run does not wait."""
+    """Import the modules that loading a model needs.
+
+    The import takes seconds: a worker does it before its first run.
+    """
     import transformers.modeling_utils  # noqa: F401 - the import is the purpose
     from transformers import AutoModelForCausalLM  # noqa: F401
 
 
 def resolve_model_directory(name: str) -> Path:
-    """Return the local directory of a model named by path or Hub id; a model of the Hub is downloaded.
+    """Return the local directory of a model; `name` is a path, or a Hub id whose files are downloaded if needed.
 
-    Raises NotFoundError (MODEL_NOT_FOUND), and InvalidStateError (MODEL_IS_ADAPTER) for a directory of adapters.
+    Raises NotFoundError (MODEL_NOT_FOUND) if there is no such model, and InvalidStateError (MODEL_IS_ADAPTER) for a
+    directory of adapters.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -86,28 +90,32 @@ def load_model(directory: Path) -> nn.Module:
 
 
 def resolve_dtype(name: str, *, device: torch.device) -> torch.dtype:
-    """Resolve a dtype of the config; `auto` is bfloat16 on a GPU and float32 on a CPU."""
+    """Return the torch dtype of a name in the config; `auto` is bfloat16 on a GPU and float32 on a CPU."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def resolve_compute_dtype(model: TrainerModelConfig | SFTModelConfig, *, device: torch.device) -> torch.dtype:
-    """Return the dtype of forward and backward: bfloat16 if the optimizer's weights are, else `model.dtype`."""
+    """Return the dtype of forward and backward on `device`.
+
+    It is bfloat16 if `optimization_dtype` is, else the dtype that `model.dtype` names.
+    """
     return resolve_dtype("bfloat16" if model.optimization_dtype == "bfloat16" else model.dtype, device=device)
 
 
 def resolve_publish_dtype(model: TrainerModelConfig | SFTModelConfig, *, device: torch.device) -> torch.dtype:
-    """Return the dtype of published policies; `auto` is the dtype that the trainer computes in."""
+    """Return the dtype of published policies on `device`; `auto` is the dtype that the trainer computes in."""
     if model.publish_dtype == "auto":
         return resolve_compute_dtype(model, device=device)
     return resolve_dtype(model.publish_dtype, device=device)
 
 
 def policy_files(model: Any, directory: Path, *, dtype: torch.dtype) -> dict[str, bytes]:
-    """Return the small files of a loaded model by name: its config, which names `dtype`, and those of `directory`.
+    """Return the small files of a published policy (config, tokenizer) by name.
 
-    The tokenizer's config is adapted so that older transformers read it.
+    The config is that of the loaded `model`, and names `dtype`. The others come from `directory`, the model's own; its
+    tokenizer's config is adapted so that older transformers read it.
     """
     files = small_files(directory, (*MODEL_FILES, *TOKENIZER_FILES)) | {"config.json": saved_config(model, dtype=dtype)}
     source = read_object(directory / "config.json").get("model_type")
@@ -118,9 +126,9 @@ def policy_files(model: Any, directory: Path, *, dtype: torch.dtype) -> dict[str
 
 
 def _older_tokenizer_config(files: Mapping[str, bytes], directory: Path, **changes: str) -> dict[str, bytes]:
-    """Return the tokenizer's config of `directory` as older transformers read it; empty if it needs no change.
+    """Return {name: content} of the tokenizer's config of `directory`, rewritten so that older transformers read it.
 
-    `changes` replace its keys. Empty, too, if `files` have no tokenizer's config.
+    `changes` are keys to replace. Empty if nothing changes, or if `files` have no tokenizer's config.
     """
     if _TOKENIZER_CONFIG not in files:
         return {}
@@ -134,22 +142,26 @@ def _older_tokenizer_config(files: Mapping[str, bytes], directory: Path, **chang
 
 
 def vocabulary_of(model: Any) -> int:
-    """Return the number of token ids in the model's config."""
+    """Return the number of token ids that the model's config says."""
     return int(model.config.get_text_config().vocab_size)
 
 
 def with_tokenizer(files: dict[str, bytes], directory: Path) -> dict[str, bytes]:
-    """Return the small files of a model with their tokenizer files replaced by those in `directory`."""
+    """Return the model's own files among `files` (config.json, …), and the tokenizer's files of `directory`.
+
+    Other `files`, such as another tokenizer's, are left out. All are small files, contents by name.
+    """
     kept = {name: data for name, data in files.items() if name in MODEL_FILES}
     found = kept | small_files(directory, TOKENIZER_FILES)
     return found | _older_tokenizer_config(found, directory)
 
 
 def with_turn_stops(files: dict[str, bytes], directory: Path, *, tokenizer: Path) -> dict[str, bytes]:
-    """Return the small files of the model in `directory` with every token that ends a turn in the generation config.
+    """Return `files`, the small files of a model by name, with every token that ends a turn in the generation config.
 
-    Those are the tokens that its configs name, and those with which the tokenizer and chat template in the directory
-    `tokenizer` end turns. Files without a tokenizer, or with one that cannot be loaded here, stay as they are.
+    Those are the tokens that the configs in `directory`, the model's, name, and those with which the tokenizer and chat
+    template in the directory `tokenizer` end turns. Files without a tokenizer stay as they are, and so do all, with a
+    warning in the log, if the tokenizer is not found here.
     """
     if not any(name.startswith("tokenizer") for name in files):
         return files
@@ -163,15 +175,16 @@ def with_turn_stops(files: dict[str, bytes], directory: Path, *, tokenizer: Path
 
 @torch.no_grad()
 def probe(model: nn.Module, *, vocabulary: int, device: torch.device) -> Probe:
-    """Return the model's log-probs on a fixed prompt, which an engine with its weights must reproduce.
+    """Return the model's log-probs on a fixed prompt, which an engine with the same weights must reproduce.
 
-    The prompt is spread over the vocabulary, so that it uses embedding rows far apart. Raises InvalidStateError
-    (POLICY_NOT_FINITE) if a log-prob is not finite. Collective in a gang.
+    The prompt is spread over the `vocabulary` (number of token ids), so that it uses embedding rows far apart. Raises
+    InvalidStateError (POLICY_NOT_FINITE) if a log-prob is not finite. Collective in a gang.
     """
     token_ids = [(7919 * index + 13) % vocabulary for index in range(_PROBE_TOKENS)]
     tensor = torch.tensor([token_ids], device=device)
     logits_TV = model(input_ids=tensor, use_cache=False).logits[0, :-1].float()
     logprobs_T = torch.log_softmax(logits_TV, dim=-1).gather(-1, tensor[0, 1:, None]).squeeze(-1)
+    # Here and not where the manifest is encoded, whose error would have a gang restarted again and again.
     if not bool(logprobs_T.isfinite().all()):
         raise InvalidStateError(
             "the model gives log-probs that are not finite, so that no engine could serve it as a policy",

@@ -31,13 +31,13 @@ class PublishedTensor:
 
     @property
     def tag(self) -> str:
-        """Return the name of the number format in manifests."""
+        """Return the tensor's number format as manifests name it ("bfloat16")."""
         return str(self.dtype).removeprefix("torch.")
 
     def within(self, start: int, count: int) -> Iterator[tuple[SavedTensor, int, int]]:
-        """Yield the saved tensors that overlap the elements [start, start + count), with begin and end of the overlap.
+        """Yield the saved tensors that overlap the elements [start, start + count), with begin and end of each overlap.
 
-        All indices count from the first element of `tensor`. Empty tensors, and a single saved tensor, are always
+        All indices count elements from the first one of `tensor`. Empty tensors, and a single saved tensor, are always
         yielded.
         """
         for each in self.saved:
@@ -49,11 +49,12 @@ class PublishedTensor:
 def published_tensors(
     model: nn.Module, *, version: int, dtype: torch.dtype, is_merged: bool = False
 ) -> list[PublishedTensor]:
-    """Return the tensors of version `version`, floating-point ones in `dtype` unless kept in float32.
+    """Return the tensors of policy version `version`, live, with the names and formats in which they are published.
 
-    Names are those that transformers saves the model under. With adapters, versions after 0 have only the trained
-    tensors, under PEFT's names. In version 0 the weights that adapters are on, or replace, keep the live model's names,
-    by which PEFT finds them, unless `is_merged`.
+    Floating-point tensors have the format `dtype`, unless they are kept in float32. Names are those that transformers
+    saves the model under. With adapters, versions after 0 have only the trained tensors, under PEFT's names. In version
+    0 the weights that adapters are on, or replace, keep the live model's names, by which PEFT finds them, unless
+    `is_merged`.
     """
     kept = kept_in_float32(model, dtype=dtype)
     found: list[PublishedTensor] = []
@@ -62,6 +63,7 @@ def published_tensors(
             ends = next((end for end in (LOW, HIGH) if name.endswith(end)), None)
             weight = name if ends is None else f"{name.removesuffix(ends)}.weight"
             part = SavedTensor(name=published_name(name), source=name, start=0, shape=tuple(tensor.shape))
+            # An adapter has the format of the weight that it is on.
             given = _format(tensor, dtype, is_kept=weight in kept)
             found.append(PublishedTensor(name=name, tensor=tensor, dtype=given, saved=(part,)))
         return found
@@ -77,24 +79,27 @@ def published_tensors(
 
 
 def policy_tensors(model: nn.Module, *, dtype: torch.dtype, version: int = 0) -> Iterator[tuple[str, TensorBytes]]:
-    """Yield the tensors of version `version` by published name.
+    """Yield name and bytes of each tensor of policy version `version`, in the format `dtype`.
 
-    In a gang every rank must consume the iterator, because each sharded tensor is gathered. Float32 tensors on a CPU
-    are views of the live weights: use them before the next step.
+    With adapters, versions after 0 have only the trained tensors. In a gang every rank must consume the iterator,
+    because each sharded tensor is gathered. Float32 tensors on a CPU are views of the live weights: use them before the
+    next step.
     """
     for each in published_tensors(model, version=version, dtype=dtype):
         yield from _tensor_bytes(each, _whole(each.tensor))
 
 
 def merged_tensors(model: nn.Module, *, dtype: torch.dtype) -> Iterator[tuple[str, TensorBytes]]:
-    """Yield the model's tensors with the adapters merged in.
+    """Yield name and bytes of all the model's tensors in the format `dtype`, with the adapters added to the weights.
 
-    Collective in a gang, like `policy_tensors`.
+    In a gang every rank must consume the iterator, because each sharded tensor is gathered. The live model stays as it
+    is.
     """
     layers = adapted_layers(model)
     for each in published_tensors(model, version=0, dtype=dtype, is_merged=True):
         value = _whole(each.tensor)
         if (layer := layers.get(each.name.removesuffix(".weight"))) is not None and each.name.endswith(".weight"):
+            # In float32 and rounded once: in 16 bits most of a small B·A would vanish in the last bits of W.
             low, high = _whole(layer.lora_A.weight.detach()).float(), _whole(layer.lora_B.weight.detach()).float()
             value = value.float() + layer.scaling * (high @ low)
         yield from _tensor_bytes(each, value)
@@ -103,9 +108,10 @@ def merged_tensors(model: nn.Module, *, dtype: torch.dtype) -> Iterator[tuple[st
 def described_tensors(
     model: nn.Module, *, dtype: torch.dtype, version: int = 0
 ) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Yield name, number format and shape of the tensors that `policy_tensors` yields.
+    """Yield name, number format and shape of the tensors of policy version `version`, in the format `dtype`.
 
-    For version 0 they are those of `merged_tensors`.
+    They are those that `policy_tensors` yields, or for version 0 those of `merged_tensors`, in their order. No tensor
+    is gathered or copied.
     """
     for each in published_tensors(model, version=version, dtype=dtype, is_merged=not version):
         for part in each.saved:
@@ -113,10 +119,11 @@ def described_tensors(
 
 
 def published_share(tensor: torch.Tensor, *, rank: int, is_first_part: bool) -> tuple[torch.Tensor, int] | None:
-    """Return the part of a tensor that this rank publishes, and the row-major index of its first element; None if none.
+    """Return the part of a tensor that this rank publishes, and its first element's row-major index in the tensor.
 
-    A tensor that is not sharded is published by rank 0. `is_first_part` is that of `held`. Collective for a tensor
-    whose columns are cut.
+    None if it publishes nothing of it. A tensor that is not sharded is published by rank 0. `is_first_part` says
+    whether this rank is the first of those that hold parts of the same layers. Collective for a tensor whose columns
+    are split.
     """
     if not isinstance(tensor, DTensor):
         return (tensor, 0) if rank == 0 else None
@@ -126,17 +133,22 @@ def published_share(tensor: torch.Tensor, *, rank: int, is_first_part: bool) -> 
 
 
 def _format(tensor: torch.Tensor, dtype: torch.dtype, *, is_kept: bool) -> torch.dtype:
+    """Return the format in which a tensor is published: `dtype`, or float32 if `is_kept`.
+
+    A tensor of integers keeps its own.
+    """
     if not tensor.is_floating_point():
         return tensor.dtype
     return torch.float32 if is_kept else dtype
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole tensor; collective if it is sharded."""
+    """Return the whole tensor, gathered in a collective call if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _tensor_bytes(published: PublishedTensor, value: torch.Tensor) -> Iterator[tuple[str, TensorBytes]]:
+    """Yield name and bytes of each saved tensor that `value`, the whole tensor of `published`, consists of."""
     flat = value.to(published.dtype).cpu().contiguous().reshape(-1)
     for part in published.saved:
         piece = flat[part.start : part.end].reshape(part.shape)
@@ -170,6 +182,10 @@ class Snapshots:
         layout: RankLayout,
         are_shared: bool = False,
     ) -> None:
+        """Prepare snapshots of what `rank` publishes of the model in the format `dtype`; allocate nothing yet.
+
+        `device` is that of the model. With `are_shared` the buffers are in memory that another process can map.
+        """
         self._model = model
         self._dtype = dtype
         self._rank = rank
@@ -181,9 +197,10 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self, version: int) -> list[TensorPart]:
-        """Copy this rank's parts of version `version` into buffers, and return the parts.
+        """Copy what this rank publishes of policy version `version` into host buffers; return it as parts of tensors.
 
-        `give_back` them after use.
+        The weights may change as soon as it returns. Pass the same list to `give_back` after use, so that the buffers
+        are used again. Collective in a gang if columns of a tensor are split.
         """
         tensors = published_tensors(self._model, version=version, dtype=self._dtype)
         buffers = self._buffers_for([each.name for each in tensors])
@@ -192,20 +209,23 @@ class Snapshots:
             share = published_share(each.tensor, rank=self._rank, is_first_part=self._is_first_part)
             if share is not None:
                 parts += self._copied(each, *share, buffers=buffers)
+        # The copies were asynchronous, and the next step changes the weights that they read.
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         if parts:
+            # The first part identifies the list, and lives as long as the caller holds it.
             self._used[id(parts[0])] = buffers
         return parts
 
     def _copied(
         self, each: PublishedTensor, local: torch.Tensor, start: int, *, buffers: "_Buffers"
     ) -> Iterator[TensorPart]:
-        """Copy `local`, which begins at element `start` of its tensor, into a buffer.
+        """Copy `local` into a buffer, and yield its parts of the saved tensors.
 
-        Yield the parts of saved tensors.
+        `local` is a range of the tensor `each` that begins at element `start`.
         """
         buffer, place = buffers.buffer(each.name, local.shape, each.dtype)
+        # Asynchronous only from a GPU into pinned memory.
         buffer.copy_(local, non_blocking=True)
         bits = _bits(buffer, each.tag)
         for saved, begin, end in each.within(start, local.numel()):
@@ -220,7 +240,7 @@ class Snapshots:
             )
 
     def give_back(self, parts: list[TensorPart]) -> None:
-        """Make the buffers of these parts, as `take` returned them, free for the next snapshot."""
+        """Make the buffers of `parts`, a list that `take` returned, free for the next snapshot."""
         if parts and (buffers := self._used.pop(id(parts[0]), None)) is not None:
             self._free.append(buffers)
 
@@ -231,7 +251,10 @@ class Snapshots:
         self._free, self._used = [], {}
 
     def _buffers_for(self, names: Collection[str]) -> "_Buffers":
-        """Return free buffers of exactly these names, or new ones; free buffers of other names are released."""
+        """Return free buffers that were made for exactly these names of tensors, or new ones.
+
+        Free buffers of other names are released.
+        """
         while self._free:
             buffers = self._free.pop()
             if buffers.names == frozenset(names):
@@ -245,19 +268,25 @@ class _Buffers:
     """Host memory for one snapshot: `names` are those of the tensors that the version has."""
 
     def __init__(self, names: Collection[str], *, memory: SharedMemory | None, is_pinned: bool) -> None:
+        """Prepare buffers for a version's tensors `names`; allocate nothing yet.
+
+        `memory` None: the buffers are this process's own. `is_pinned`: lock them, so that a GPU copies into them
+        directly.
+        """
         self.names = frozenset(names)
         self._memory = memory
         self._is_pinned = is_pinned
         self._made: dict[str, tuple[torch.Tensor, SharedPlace | None]] = {}
 
     def buffer(self, name: str, shape: torch.Size, dtype: torch.dtype) -> tuple[torch.Tensor, SharedPlace | None]:
-        """Return the tensor's buffer, made or reused, and its place if memory is shared.
+        """Return a buffer for the tensor `name`, reused for the same shape and dtype, and its place in shared memory.
 
-        Raises CapacityError if full.
+        The place is None if memory is not shared. Raises CapacityError if there is no memory.
         """
         made = self._made.get(name)
         if made is not None and (made[0].shape, made[0].dtype) == (shape, dtype):
             return made
+        # An empty tensor takes no memory, but its description has a place.
         if self._memory is None or not math.prod(shape):
             made = torch.empty(shape, dtype=dtype, pin_memory=self._is_pinned), None
             if self._memory is not None:
@@ -268,7 +297,7 @@ class _Buffers:
         return made
 
     def close(self) -> None:
-        """Forget all buffers, after unpinning and closing the shared memory, if any."""
+        """Forget all buffers; unpin and close the shared memory, if there is any."""
         if self._memory is not None:
             for buffer, _ in self._made.values():
                 if self._is_pinned and buffer.numel():
@@ -277,6 +306,10 @@ class _Buffers:
         self._made = {}
 
     def _share(self, memory: SharedMemory, shape: torch.Size, dtype: torch.dtype) -> tuple[torch.Tensor, SharedPlace]:
+        """Allocate a buffer in shared memory, pinned if the buffers are, and return it with its place.
+
+        Raises CapacityError if there is no memory.
+        """
         count = math.prod(shape)
         try:
             offset, view = memory.allocate(count * dtype.itemsize)
@@ -289,7 +322,7 @@ class _Buffers:
 
 
 def pin(buffer: torch.Tensor) -> None:
-    """Lock memory that CUDA did not allocate, so that GPUs copy into it directly and asynchronously.
+    """Lock memory that CUDA did not allocate (cudaHostRegister), so that GPUs copy into it directly and asynchronously.
 
     Raises CapacityError if CUDA cannot lock it.
     """
@@ -298,7 +331,7 @@ def pin(buffer: torch.Tensor) -> None:
 
 
 def unpin(buffer: torch.Tensor) -> None:
-    """Undo `pin`, before the memory is released."""
+    """Undo `pin` for this buffer; call it before the memory is released."""
     _cuda_runtime().cudaHostUnregister(buffer.data_ptr())
 
 
@@ -307,7 +340,7 @@ def _cuda_runtime() -> Any:
 
 
 def share_bytes(model: nn.Module, *, dtype: torch.dtype, rank: int, layout: RankLayout) -> int:
-    """Return the number of bytes that this rank publishes of the whole model, version 0."""
+    """Return the number of bytes that this rank publishes of policy version 0, the whole model, as `dtype`."""
     is_first_part, found = layout.is_first_part(rank), 0
     for each in published_tensors(model, version=0, dtype=dtype):
         width = each.dtype.itemsize
@@ -320,6 +353,7 @@ def share_bytes(model: nn.Module, *, dtype: torch.dtype, rank: int, layout: Rank
 
 
 def _new_memory() -> SharedMemory:
+    """Make an empty shared memory; raise CapacityError if the system has none."""
     try:
         return SharedMemory()
     except OSError as error:
@@ -327,6 +361,7 @@ def _new_memory() -> SharedMemory:
 
 
 def _no_memory(why: str | None) -> CapacityError:
+    """Make the error that there is no memory for a snapshot; `why` is the system's reason."""
     return CapacityError(
         f"no memory for a snapshot of the weights, which the process that publishes shall see: {why}",
         reason="SNAPSHOT_MEMORY",
@@ -335,5 +370,7 @@ def _no_memory(why: str | None) -> CapacityError:
 
 
 def _bits(buffer: torch.Tensor, tag: str) -> np.ndarray:
+    """Return a buffer's content as a flat array of bit patterns, a view; `tag` is the number format in manifests."""
+    # numpy knows no bfloat16: bits go over as integers of the same size. An empty tensor has no view of another dtype.
     flat = buffer.reshape(-1).view(_SIGNED[buffer.element_size()]) if buffer.numel() else buffer.reshape(-1)
     return flat.numpy().view(bits_type(tag)) if buffer.numel() else np.empty(0, bits_type(tag))

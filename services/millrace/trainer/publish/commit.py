@@ -86,9 +86,11 @@ class Committer:
         upload_files: Callable[[], tuple[FileEntry, ...]] | None = None,
         share: ShareWriter | None = None,
     ) -> None:
-        """Take `share`, which compares, encodes and uploads for this rank; by default the calling thread does it.
+        """Take the run, rank and epoch of `target`. Collective calls of a gang must be made by all its ranks.
 
-        `should_stop` prevents commits once it is True; `upload_files` uploads the small files for `republish`.
+        `share` compares, encodes and uploads this rank's tensors; None: the calling thread does it. `files` are the
+        entries of the small files, and `upload_files` uploads them again for `republish`. `should_stop` prevents
+        commits once it is True. `is_strict` says whether equal steps give equal bits.
         """
         self._store = target.store
         self._names = target.names
@@ -106,14 +108,15 @@ class Committer:
         """Called at every rank each time that a publishing process has died, before the version is tried again."""
 
     def holds(self, parts: list[TensorPart]) -> bool:
-        """Return whether the next version will be compared with these parts, so that their buffers are in use."""
+        """Return whether the next version will be compared with these parts, whose buffers are in use then."""
         return self._share.holds(parts)
 
     def commit(self, version: VersionInput) -> PublishedPolicy | None:
-        """Commit a version, or prove that the committed one has equal weights; return it, None at ranks other than 0.
+        """Upload and commit a version, or prove that the committed one has equal weights.
 
-        If it has others: ConflictError naming both. Unless strict that can only be of a trainer that had the run before
-        and woke up: UnavailableError then, and the next try begins a lineage after it (`publish_plan`).
+        Return it at rank 0, else None. Raises ConflictError naming both if the committed version has other weights.
+        Without strictness that can only be of a trainer that had the run before and woke up: then raises
+        UnavailableError, and the next try begins a lineage after it. Collective in a gang.
         """
         deaths = _Deaths(version.version, on_death=self.on_death, should_stop=self._should_stop)
         try:
@@ -130,9 +133,9 @@ class Committer:
             ) from error
 
     def adopt(self, version: int, parts: list[TensorPart]) -> None:
-        """Compare the next version with these parts, if they equal the committed version's weights.
+        """Take `parts`, this rank's tensors of a committed version, as what the next version is compared with.
 
-        If they differ, the next version is published in full.
+        If their weights differ from the committed ones, the next version is published in full. Collective in a gang.
         """
         deaths = _Deaths(version, on_death=self.on_death, should_stop=self._should_stop)
         while True:
@@ -140,11 +143,11 @@ class Committer:
                 return self._adopt(VersionInput(version=version, parts=parts, probe=None))
 
     def republish(self, version: VersionInput, *, lineage: int, digest: str, sha256: bytes) -> PublishedPolicy | None:
-        """Publish a committed version again, in full, under the next revision of its manifest, if it is damaged.
+        """Publish a committed version of `lineage` again, in full, as its manifest's next revision, if it is damaged.
 
         `digest` and `sha256` are those that were announced, of the weights and of the manifest; `digest` is empty if
         only a damaged manifest was left. Returns None if nothing is damaged, and at ranks other than 0. Raises
-        InvalidStateError if `version` does not have the announced weights.
+        InvalidStateError if `version` does not have the announced weights. Collective in a gang.
         """
         deaths = _Deaths(version.version, on_death=self.on_death, should_stop=self._should_stop)
         while True:
@@ -152,6 +155,7 @@ class Committer:
                 return self._republish(version, lineage=lineage, digest=digest, sha256=sha256)
 
     def _commit(self, version: VersionInput) -> PublishedPolicy | None:
+        """Try once to commit a version, or to prove the committed one equal; return it at rank 0. Collective."""
         key, committed = self._find(version.version)
         if committed is None:
             return self.publish(version, key)
@@ -162,7 +166,10 @@ class Committer:
         return published
 
     def publish(self, version: VersionInput, key: str) -> PublishedPolicy | None:
-        """Upload a version and commit it under `key`."""
+        """Encode and upload a version, in full or as deltas, and write its manifest under `key`.
+
+        Return it at rank 0, else None. Collective in a gang.
+        """
         digests, entries, deltas = self._encode(version)
         previous = version.version - 1
         is_delta = bool(deltas) and deltas[0].base == previous
@@ -183,6 +190,7 @@ class Committer:
         return published and replace(published, changed_fraction=changed)
 
     def _adopt(self, version: VersionInput) -> None:
+        """Try once to take a committed version's parts as what the next version is compared with. Collective."""
         _, committed = self._find(version.version)
         digests, entries = self._digest(version)
         if committed is None or whole_digest(entries) != committed.digest:
@@ -191,6 +199,10 @@ class Committer:
         self._advance(version, committed, digests)
 
     def _republish(self, version: VersionInput, *, lineage: int, digest: str, sha256: bytes) -> PublishedPolicy | None:
+        """Try once to publish a damaged version again; return it at rank 0, or None. Collective.
+
+        Parameters and errors are those of `republish`.
+        """
         first_key = self._names.policy_manifest(lineage, version.version)
         found = self._gang.from_leader(lambda: find_damage(self._store, first_key, digest=digest, sha256=sha256))
         if found is None:
@@ -202,6 +214,7 @@ class Committer:
         with agreed(self._gang):  # the small files may be what is damaged; only rank 0's manifests name them
             if self._gang.is_leader and self._upload_files is not None:
                 self._files = self._upload_files()
+        # In full: a delta would need its base, which may be what is damaged.
         encodings = self._upload(version, is_anchor=True, bases=[])
         manifest = self._manifest(
             version, key, tensors=entries, encodings=encodings, anchor=version.version, lineage=lineage
@@ -212,7 +225,10 @@ class Committer:
         return published and replace(published, damage=damage)
 
     def _lost(self, name: str, *, digest: str, held: str) -> InvalidStateError:
-        """Make the error of a damaged version, such as `0-7`, whose weights this trainer does not have."""
+        """Make the error of a damaged version whose weights this trainer does not have.
+
+        `name` is its lineage and version ("0-7"), `digest` that of its weights, and `held` that of the live ones.
+        """
         # Cannot happen under trainer.determinism = "strict", where each version is verified to be the published one.
         why = "" if self._is_strict else " (it computed the step again, which best_effort does not make bit-exact)"
         return InvalidStateError(
@@ -224,9 +240,9 @@ class Committer:
         )
 
     def _find(self, version: int) -> "tuple[str, _Committed | None]":
-        """Return the key of a version's committed manifest with its facts, or the key to commit under with None.
+        """Return the key of a version's committed manifest, with its digest and anchor.
 
-        None is for a missing manifest, or a damaged one, whose next revision is the key. Collective in a gang.
+        If there is none, or a damaged one: the key to commit the version under, and None. Collective in a gang.
         """
         key, facts = self._gang.from_leader(
             lambda: find_committed(self._store, self._names, lineage=self._lineage, version=version)
@@ -234,24 +250,32 @@ class Committer:
         return key, None if facts is None else _Committed(**facts)
 
     def _digest(self, version: VersionInput) -> tuple[Digests, tuple[TensorEntry, ...]]:
-        """Return the digests of this rank's parts, and the tensors of the version over all ranks."""
+        """Return the digests of this rank's parts of a version, and the entries of its tensors over all ranks.
+
+        Collective.
+        """
         shares = self._gang.agree(
             lambda: pack_digests(version.parts, self._share.digests(version.parts, version.version))
         )
         return unpack_digests(shares[self._gang.rank]), merge_digests(shares)
 
     def _encode(self, version: VersionInput) -> tuple[Digests, tuple[TensorEntry, ...], list[EncodedDelta]]:
-        """Return what `_digest` does, and the deltas that all ranks have to upload, that to the version before
-        first.
+        """Return digests and tensor entries as `_digest` does, and the deltas that all ranks have encoded. Collective.
+
+        The delta to the version before comes first.
         """
         shares = self._gang.agree(lambda: encode_share(self._share, version))
         digests = unpack_digests(shares[self._gang.rank]["parts"])
         return digests, merge_digests(each["parts"] for each in shares), merge_deltas(each["deltas"] for each in shares)
 
     def _upload(self, version: VersionInput, *, is_anchor: bool, bases: list[int]) -> tuple[Encoding, ...]:
-        """Upload every rank's share of a version: in full if it is an anchor, and the deltas against `bases`."""
+        """Upload every rank's share of a version: in full if `is_anchor`, and the deltas against the versions `bases`.
+
+        Returns the encodings for the manifest. Collective in a gang.
+        """
         uid, prefix = self._names.uid, self._names.prefix
         place = PolicyPlace(prefix=prefix, uid=uid, lineage=self._lineage, version=version.version)
+        # Rank 0 chooses the prefix, below which every rank's objects have names of their own.
         base = self._gang.from_leader(lambda: upload_prefix(place, epoch=self._epoch))
         if not self._gang.is_alone:
             base += f"r{self._gang.rank:05d}-"
@@ -271,7 +295,10 @@ class Committer:
         anchor: int,
         lineage: int,
     ) -> PolicyManifest:
-        """Return the manifest of an uploaded version, to be committed under `key`."""
+        """Return the manifest of an uploaded version, to be committed under `key`.
+
+        `tensors` and `encodings` are those of all ranks, and `anchor` is the newest version that is stored in full.
+        """
         return PolicyManifest(
             key=key,
             lineage=lineage,
@@ -309,7 +336,10 @@ class Committer:
             return commit_policy(self._store, manifest.key, manifest)
 
     def _advance(self, version: VersionInput, committed: "_Committed", digests: Digests) -> None:
-        """Note a committed version's anchor, and compare the next version with it if deltas are published."""
+        """Record a committed version, and compare the next one with it if deltas are published.
+
+        `committed` has the digest and the anchor of its manifest; `digests` are those of this rank's parts.
+        """
         self._anchor = committed.anchor
         # Adapters are published whole: they are small, and a base for comparison would cost a copy of them.
         if self._config.delta and version.adapter is None:
@@ -333,6 +363,10 @@ class _Deaths:
     def __init__(
         self, version: int, *, on_death: Callable[[UnavailableError], None], should_stop: Callable[[], bool]
     ) -> None:
+        """Count deaths of the publishing process while `version` is published, and call `on_death` for each.
+
+        Once `should_stop` is True no further try is made.
+        """
         self._version = version
         self._on_death = on_death
         self._should_stop = should_stop
@@ -344,6 +378,11 @@ class _Deaths:
     def __exit__(
         self, kind: type[BaseException] | None, death: BaseException | None, traceback: TracebackType | None
     ) -> bool:
+        """Return True, which suppresses the error, if the publishing process died at any rank; log and report it.
+
+        The caller tries again then. Every other error passes, as does the third death, and any death once asked to
+        stop.
+        """
         if not isinstance(death, UnavailableError):
             return False
         self._count += 1
@@ -362,7 +401,7 @@ class _Deaths:
 def find_committed(
     store: ObjectStore, names: Names, *, lineage: int, version: int
 ) -> tuple[str, dict[str, Any] | None]:
-    """Return the key of a version's newest manifest with its digest and anchor, for the other ranks.
+    """Return the key of a version's newest manifest, with its digest and anchor as plain data.
 
     If there is none, or a damaged one: the key to commit the version under, and None.
     """
@@ -379,7 +418,10 @@ def find_committed(
 
 
 def find_damage(store: ObjectStore, first_key: str, *, digest: str, sha256: bytes) -> tuple[str, str] | None:
-    """Return the key that a damaged version is published anew under, and its damage; None if every byte is intact."""
+    """Return the key under which to publish a damaged version again, and the damage in words; None if it is intact.
+
+    `first_key` is its first manifest's. `digest` and `sha256` are those announced, of weights and manifest.
+    """
     if (damage := damage_of(store, first_key, digest=digest, sha256=sha256)) is None:
         logger.info("a policy that was reported damaged is whole", extra={"manifest": first_key})
         return None
@@ -387,7 +429,10 @@ def find_damage(store: ObjectStore, first_key: str, *, digest: str, sha256: byte
 
 
 def encode_share(share: ShareWriter, version: VersionInput) -> dict[str, Any]:
-    """Encode this rank's share of a version; return its digests and the sizes of its deltas, for the other ranks."""
+    """Encode this rank's share of a version.
+
+    Return its digests and its deltas' sizes as plain data for the other ranks.
+    """
     encoded = share.encode(version.parts, version.version)
     return {
         "parts": pack_digests(version.parts, encoded.digests),
@@ -396,7 +441,10 @@ def encode_share(share: ShareWriter, version: VersionInput) -> dict[str, Any]:
 
 
 def merge_deltas(shares: Iterable[list[dict[str, Any]]]) -> list[EncodedDelta]:
-    """Return the deltas that every rank has encoded, with sizes summed; a rank may lack the base of a skip delta."""
+    """Return the deltas that every rank has encoded, with sizes summed over the ranks.
+
+    `shares` has the deltas of each rank. A delta that a rank lacks is left out.
+    """
     found: list[dict[int, EncodedDelta]] = [{each["base"]: EncodedDelta(**each) for each in share} for share in shares]
     return [
         EncodedDelta(
@@ -411,7 +459,7 @@ def merge_deltas(shares: Iterable[list[dict[str, Any]]]) -> list[EncodedDelta]:
 
 
 def worthwhile_bases(deltas: Sequence[EncodedDelta], *, previous: int, full_bytes: int) -> list[int]:
-    """Return the bases of the deltas that are worth an upload, beside a full copy of `full_bytes`.
+    """Return the base versions of those deltas that are worth an upload; `full_bytes` is the size of a full copy.
 
     A delta against the `previous` version that saves too little is not worth its decoding. A skip over several versions
     must save more, since it only helps replicas that lack versions.

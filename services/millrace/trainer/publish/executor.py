@@ -28,7 +28,10 @@ class Executor(StrEnum):
 
     @classmethod
     def chosen(cls, environ: Mapping[str, str] = os.environ) -> "Executor":
-        """Return the executor that MILLRACE_TRAINER_PUBLISH names; raise InvalidSpecError if unknown or unsupported."""
+        """Return the executor that MILLRACE_TRAINER_PUBLISH in `environ` names; `auto` if it is not set.
+
+        Raises InvalidSpecError for an unknown one, and for a process where the system does not support it.
+        """
         choice = environ.get(VARIABLE) or cls.AUTO
         if choice not in tuple(cls):
             raise _wrong(choice, f"must be one of {', '.join(cls)}")
@@ -37,7 +40,10 @@ class Executor(StrEnum):
         return cls(choice)
 
     def is_process(self, *, share_bytes: int, store_url: str) -> bool:
-        """Return whether a separate process publishes a share of `share_bytes`; never without a `store_url` to open."""
+        """Return whether a separate process publishes this rank's share of a version, which has `share_bytes`.
+
+        It never does without a `store_url` that it can open.
+        """
         if not store_url or self is Executor.THREAD:
             return False
         return self is Executor.PROCESS or (share_bytes >= PROCESS_FROM_BYTES and hasattr(os, "memfd_create"))

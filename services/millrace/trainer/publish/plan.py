@@ -41,12 +41,15 @@ def plan_publishing(
     is_relaid: bool = False,
     lineage_begins: int = 0,
 ) -> PublishPlan:
-    """Return the plan of a trainer that starts at version `start_step`; `published` is the newest (lineage, version).
+    """Return what a trainer publishes that starts with the weights of version `start_step` in `start_lineage`.
 
-    `is_relaid` says that a strict run goes on with another number of ranks, so that its bits differ from here on. The
-    start lineage has no version below `lineage_begins` (`first_of_lineage`), though it may have checkpoints there.
+    `published` is the newest published (lineage, version), None without any. `is_strict` says whether equal steps give
+    equal bits; `is_relaid` that a strict run goes on with another number of ranks, so that its bits differ from here
+    on. The start lineage has no version below `lineage_begins`, though it may have checkpoints there.
     """
     if published is None or (is_strict and not is_relaid):
+        # A resumed state may be older than its lineage. The versions up to there are another lineage's, and the log
+        # refuses them of this one.
         return PublishPlan(lineage=start_lineage, first_version=max(start_step, lineage_begins))
     lineage, head = published
     if is_strict:
@@ -59,7 +62,10 @@ def plan_publishing(
 
 
 def newest_published(store: ObjectStore, names: Names) -> tuple[int, int] | None:
-    """Return (lineage, version) of the newest committed policy: highest version, then highest lineage."""
+    """Return (lineage, version) of the newest committed policy: highest version, then highest lineage.
+
+    None without any.
+    """
     for version, lineage in reversed(list_policies(store, names)):
         if store.head(names.policy_manifest(lineage, version)) is not None:
             return lineage, version
@@ -67,7 +73,10 @@ def newest_published(store: ObjectStore, names: Names) -> tuple[int, int] | None
 
 
 def first_of_lineage(store: ObjectStore, names: Names, lineage: int) -> int:
-    """Return the first version that a lineage may have: the one after all versions of earlier lineages."""
+    """Return the first version that a lineage may have: the one after all versions of earlier lineages.
+
+    0 if there are none.
+    """
     for version, other in reversed(list_policies(store, names)):
         if other < lineage and store.head(names.policy_manifest(other, version)) is not None:
             return version + 1
@@ -96,15 +105,20 @@ class Republisher:
         reported: Callable[[], DamageReport | None],
         raise_failure: Callable[[], None],
     ) -> None:
+        """Publish damaged policies again with `republish`, which starts it in the background.
+
+        `reported` returns the last report of damage, and `raise_failure` raises what publishing raised.
+        """
         self._republish = republish
         self._reported = reported
         self._raise_failure = raise_failure
         self._num_heard = 0
 
     def policy_to_republish(self, version: int) -> bytes | None:
-        """Return the policy of a new report, encoded, if it is of `version`, whose weights are live; else None.
+        """Return the encoded policy of a new report of damage if it is of `version`, whose weights are live; else None.
 
-        Raises what publishing raised in the background: without the policy the awaited batch may never come.
+        Each report is returned once. Raises what publishing raised in the background: without the policy the awaited
+        batch may never come.
         """
         self._raise_failure()
         report = self._reported()
@@ -120,7 +134,10 @@ class Republisher:
 
 
 def published_anew(name: str, *, damage: str, uri: str) -> event_pb2.Event:
-    """Log a warning, and return the event, for a version, such as `0-7`, that is published again at `uri`."""
+    """Log a warning, and return its event, that a damaged version is published again.
+
+    `name` is its lineage and version ("0-7"), `damage` says what was damaged, and `uri` is that of the new manifest.
+    """
     message = f"policy {name} was damaged ({damage}) and is published anew, in full, as {uri}"
     logger.warning(message)
     return event_pb2.Event(warning=event_pb2.Warning(reason="POLICY_PUBLISHED_ANEW", message=message))
@@ -146,11 +163,14 @@ class PublishTarget:
     """Whether a thread or a process publishes."""
 
     def is_process(self, *, share_bytes: int) -> bool:
-        """Return whether a process of its own publishes a share of that size."""
+        """Return whether a separate process publishes a share of `share_bytes`, as executor and store URL allow."""
         return self.executor.is_process(share_bytes=share_bytes, store_url=self.store_url)
 
     def share_writer(self, config: PolicyConfig, *, is_process: bool) -> ShareWriter:
-        """Make the writer of this rank's share of versions, on the calling thread or in a separate process."""
+        """Make the object that compares, encodes and uploads this rank's share of versions.
+
+        It works on the calling thread, or with `is_process` in a separate process that it starts.
+        """
         skip_deltas = tuple(config.skip_deltas) if config.delta else ()
         threads = max(1, decode_threads() // self.gang.world_size)
         if not is_process:

@@ -46,11 +46,11 @@ class PolicyLog(Protocol):
         ...
 
     def append_policy(self, entry: policy_pb2.PolicyEntry, *, is_replay: bool) -> None:
-        """Append to the policy stream."""
+        """Announce a published version; `is_replay`: the store had it already, with equal weights."""
         ...
 
     def write_event(self, event: event_pb2.Event) -> None:
-        """Append to the event stream."""
+        """Append an event to the run's events."""
         ...
 
 
@@ -73,6 +73,11 @@ class AdapterBase:
         upload_files: Callable[[], tuple[FileEntry, ...]],
         on_republished: Callable[[str, str], None],
     ) -> None:
+        """Prepare to publish the learner's frozen base as version 0 whenever it is missing or damaged.
+
+        `adapter` describes the adapters. `upload_files` uploads the small files; `on_republished` is called at rank 0
+        with what was damaged and the URI of the new manifest.
+        """
         self._model = learner.model
         self._dtype = learner.publish_dtype
         self._base_digest = learner.base_digest
@@ -86,9 +91,10 @@ class AdapterBase:
         self._entry: AdapterEntry | None = None
 
     def entry(self) -> AdapterEntry:
-        """Return the adapter's entry for manifests.
+        """Return the adapter's entry for manifests, which names the published base at rank 0.
 
-        The first call, after version 0, does `require_whole`, collectively.
+        At other ranks the key and the size of the base are missing. The first call, after version 0 is published, makes
+        sure that the base is there (`require_whole`); it is collective.
         """
         if self._entry is None:
             self.require_whole(is_thorough=False)
@@ -96,15 +102,17 @@ class AdapterBase:
         return self._entry
 
     def require_whole(self, *, is_thorough: bool) -> None:
-        """Publish the base, in full, if it is damaged or, in a fork, missing. Collective in a gang.
+        """Publish the base (version 0) of the adapters, in full, if it is damaged or, in a fork, missing.
 
-        Its manifest is always read; its data objects are only verified if `is_thorough`. Raises CorruptObjectError if
-        the published base has other weights, and InvalidStateError if this trainer lacks the weights to publish it.
+        Collective in a gang. Its manifest is always read; its data objects are only verified if `is_thorough`. Raises
+        CorruptObjectError if the published base has other weights, and InvalidStateError if this trainer lacks the
+        weights to publish it.
         """
         published: list[PolicyManifest | None] = []
 
         def look() -> list[str] | None:
             manifest, key, damage = self._look(is_thorough=is_thorough)
+            # The manifest stays at rank 0: only plain data goes to the other ranks.
             published.append(manifest)
             return [key, damage] if manifest is None else None
 
@@ -118,10 +126,12 @@ class AdapterBase:
         )
 
     def _look(self, *, is_thorough: bool) -> tuple[PolicyManifest | None, str, str]:
-        """Return the manifest of the published base; if it must be published, None, its key, and what is damaged.
+        """Return (manifest, "", "") of the published base; if it has to be published (None, key, damage).
 
-        A fork has no version 0: its copy of the base has a separate prefix, because versions under policies/ are
-        announced.
+        `key` is that of the manifest to write, and `damage` says in words what is damaged, empty if the base is
+        missing. With `is_thorough` data objects are verified, too. A fork has no version 0: its copy of the base has a
+        separate prefix, because versions under policies/ are announced. Raises CorruptObjectError if the published base
+        has other weights.
         """
         store, damage = self._store, ""
         keys = [
@@ -144,9 +154,10 @@ class AdapterBase:
         return None, next_revision(store, first_key), damage
 
     def _publish(self, key: str, damage: str) -> PolicyManifest | None:
-        """Publish the base with its manifest under `key`, and return the manifest, or None at ranks other than 0.
+        """Publish the base with its manifest under `key`; return the manifest at rank 0, and None at other ranks.
 
-        `damage` says what is replaced; empty in a fork. Raises InvalidStateError if the live base has another digest.
+        `damage` says in words what is replaced; empty in a fork. Raises InvalidStateError if the live base has another
+        digest. Collective in a gang.
         """
         held = []
         for tensor in policy_tensors(self._model, dtype=self._dtype, version=0):  # collective: every rank iterates
@@ -186,6 +197,7 @@ class AdapterBase:
         return f"{self._names.uid}/base"
 
     def _require_same(self, manifest: PolicyManifest) -> None:
+        """Raise CorruptObjectError if a published base has another digest than this trainer's."""
         if manifest.digest != self._base_digest:
             raise CorruptObjectError(
                 f"the base of run {self._names.uid} has digest {manifest.digest} as published, and this trainer's "
@@ -219,6 +231,12 @@ class Publisher(BackgroundWriter):
         base: AdapterBase | None = None,
         upload_files: Callable[[], tuple[FileEntry, ...]] | None = None,
     ) -> None:
+        """Prepare to publish the learner's model as `plan` says; allocate no buffers yet.
+
+        `log_client` announces versions, at rank 0 (None elsewhere). `files` are the entries of the small files,
+        `upload_files` uploads them again. `vocabulary` is the number of token ids. `base` is set if versions after 0
+        are adapters.
+        """
         gang, config = target.gang, learner.config.policy
         self._model = learner.model
         self._store = target.store
@@ -253,11 +271,12 @@ class Publisher(BackgroundWriter):
     def publish(self, version: int, *, step: int | None = None) -> float:
         """Wait for the previous version, snapshot the weights, and start to publish them as `version`.
 
-        Versions before the plan's first are not published. `step` is the batch that made it, None for the version that
-        training starts with. Returns the seconds that this call took. Raises what publishing the previous version
-        raised.
+        Collective in a gang. Versions before the plan's first are not published. `step` is the batch that made it, None
+        for the version that training starts with. Returns the seconds that this call took. Raises what publishing the
+        previous version raised.
         """
         began = time.monotonic()
+        # At most one version is under way, so that versions are committed in order.
         self.finish()
         if version < self._plan.first_version:
             if self._plan.is_continued and version == self._plan.first_version - 1:
@@ -274,10 +293,11 @@ class Publisher(BackgroundWriter):
     def republish(self, entry: policy_pb2.PolicyEntry) -> None:
         """Start to publish a damaged version again; the live weights must be those of `entry`. Collective in a gang.
 
-        A damaged base of adapters is published first, within this call.
+        Waits for the version under way first. A damaged base of adapters is published within this call.
         """
         self.finish()
         version = int(entry.version)
+        # The base first, which the version's manifest names.
         if self._base is not None and version:
             self._base.require_whole(is_thorough=True)
         parts = self._snapshots.take(version)
@@ -287,6 +307,7 @@ class Publisher(BackgroundWriter):
         self._begin(version, parts, lambda: self._republish(entry, made))
 
     def _republish(self, entry: policy_pb2.PolicyEntry, made: VersionInput) -> None:
+        """Publish a damaged version again, on the background thread, and write the event of that at rank 0."""
         republished = self._committer.republish(
             made, lineage=entry.lineage, digest=entry.digest, sha256=entry.manifest_sha256
         )
@@ -295,15 +316,20 @@ class Publisher(BackgroundWriter):
             self._log_client.write_event(published_anew(name, damage=republished.damage, uri=uri))
 
     def raise_failure(self) -> None:
-        """Raise what publishing raised, if it has ended, without waiting."""
+        """Raise what publishing raised in the background, if it has ended, without waiting."""
         self._work.raise_failure()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        """Wait for the version under way, or abandon it after an error of the training.
+
+        Then release process and buffers.
+        """
         try:
             super().__exit__(kind, error, traceback)
         finally:
+            # The process first, because it reads the buffers.
             self._share.close()
             self._snapshots.close()
 
@@ -316,7 +342,10 @@ class Publisher(BackgroundWriter):
             )
 
     def _begin(self, version: int, parts: list[TensorPart], work: Callable[[], None]) -> None:
-        """Run `work` for a version in the background, and afterwards release buffers that are not needed any more."""
+        """Run `work` for a version in the background, and release buffers that are not needed afterwards.
+
+        `parts` are the version's, as the snapshot returned them.
+        """
 
         def run() -> None:
             work()
@@ -325,7 +354,7 @@ class Publisher(BackgroundWriter):
         self._work.begin(f"policy {version} to be published", run)
 
     def _release(self, parts: list[TensorPart]) -> None:
-        """Give back the buffers of `parts`, or of the previous ones if the next version is compared with `parts`."""
+        """Give back the buffers of `parts`; if the next version is compared with `parts`, those of the parts before."""
         if self._committer.holds(parts):
             self._snapshots.give_back(self._previous)
             self._previous = parts
@@ -333,9 +362,15 @@ class Publisher(BackgroundWriter):
             self._snapshots.give_back(parts)
 
     def _commit(self, made: VersionInput, *, began: float, step: int | None) -> None:
+        """Commit a version, on the background thread, and announce it at rank 0.
+
+        `began` is when publishing began (monotonic seconds), and `step` the batch that made the version.
+        """
         published = self._committer.commit(made)
         if published is not None and self._log_client is not None:
             faults.reach(Point.TRAINER_AFTER_MANIFEST, version=made.version)
+            # The manifest is committed, and the trainer that continues the run announces the version when it takes the
+            # log over.
             if self._work.is_abandoned.is_set():
                 return
             self._announce(self._log_client, published, time.monotonic() - began)
@@ -343,6 +378,10 @@ class Publisher(BackgroundWriter):
             faults.reach(Point.TRAINER_AFTER_PUBLISH, step=step)
 
     def _announce(self, log_client: PolicyLog, published: PublishedPolicy, seconds: float) -> None:
+        """Append a committed version to the log, write its event, and record its metrics.
+
+        `seconds` is how long it took. A version that existed already is appended without an event.
+        """
         manifest = published.manifest
         entry = policy_pb2.PolicyEntry(
             lineage=manifest.lineage,

@@ -48,9 +48,9 @@ _WHAT = "directory of a model"
 
 
 def save_model(model: nn.Module, *, files: Mapping[str, bytes], target: Path, dtype: torch.dtype, gang: Gang) -> Path:
-    """Write the model with adapters merged, and `files`, as directory `target`, which is replaced at once.
+    """Write the model with adapters merged, in the format `dtype`, with the small `files`, as the directory `target`.
 
-    Collective.
+    Replaces a directory of that name once all is written, and returns it. Collective in a gang.
     """
     return write_directory(
         target,
@@ -72,10 +72,10 @@ def save_adapter(
     dtype: torch.dtype,
     gang: Gang,
 ) -> Path:
-    """Write the adapters alone as directory `target`, as PEFT reads it; it is replaced at once. Collective.
+    """Write the adapters alone as the directory `target`, as PEFT reads it, replaced once all is written. Collective.
 
-    `files` are the small files of the whole model, of which those stay that say how to use it. `base` is the config's
-    name of the base model.
+    `files` are the small files of the whole model, of which all but config.json are written, too. `base` is the
+    config's name of the base model. Returns the directory.
     """
     config = adapter.to_config(base_model=base_model_name(base))
     return write_directory(
@@ -104,8 +104,8 @@ def require_mergeable(model: nn.Module) -> None:
 def try_to_save(files: Mapping[str, bytes], *, target: Path, num_bytes: int) -> None:
     """Check that a model can be saved as `target`: write its small files to a directory beside it, and delete that.
 
-    Raises UnavailableError (DIRECTORY_UNUSABLE) if they cannot be written, and CapacityError (DISK_FULL) if the disk
-    has no room for the weights, which take `num_bytes`.
+    Raises PermissionDeniedError or UnavailableError (DIRECTORY_UNUSABLE) if they cannot be written, and CapacityError
+    (DISK_FULL) if the disk has no room for the weights, which take `num_bytes`.
     """
     fresh = target.with_name(f".{target.name}.new")
     with io_errors(target, "write", setting=None):
@@ -117,7 +117,10 @@ def try_to_save(files: Mapping[str, bytes], *, target: Path, num_bytes: int) -> 
 
 
 def require_room(directory: Path, num_bytes: int, *, what: str) -> None:
-    """Raise CapacityError (DISK_FULL) if the disk of `directory` lacks room for the bytes of `what`."""
+    """Raise CapacityError (DISK_FULL) if the disk of `directory` has less than `num_bytes` free.
+
+    `what` begins the sentence of what needs the room ("the model takes").
+    """
     with io_errors(directory, "look at", setting="output_dir"):
         free_bytes = shutil.disk_usage(directory).free
     if free_bytes < num_bytes:
@@ -142,10 +145,11 @@ def write_directory(
     tensors: Iterable[tuple[str, TensorBytes]],
     gang: Gang,
 ) -> Path:
-    """Write `files`, and tensors as safetensors file `weights`, at rank 0; replace `target` when all is written.
+    """Write the small `files`, and tensors as the safetensors file `weights`, as the directory `target`, at rank 0.
 
-    `described` has (name, number format, shape) of `tensors`, in order. Each tensor is written before the next one is
-    gathered, so that no rank holds more than one whole tensor. Collective.
+    Replaces a directory of that name once all is written, and returns it. `described` has (name, number format, shape)
+    of `tensors`, in order. Each tensor is written before the next one is gathered, so that no rank holds more than one
+    whole tensor. Collective.
     """
     fresh = target.with_name(f".{target.name}.new")
     with contextlib.ExitStack() as opened:
@@ -161,6 +165,7 @@ def write_directory(
                     file.write(tensor.data)
                 except OSError as error:  # the others wait for this rank at the next tensor, and raise it at the end
                     failure = error
+            # Freed before the next one is gathered.
             del tensor
         with agreed(gang), io_errors(target, "write", setting=None):
             if failure is not None:
@@ -172,10 +177,11 @@ def write_directory(
 
 
 def replace_directory(fresh: Path, target: Path) -> None:
-    """Rename directory `fresh` to `target`, and then delete the old `target`, which stays if the renaming fails."""
+    """Rename the directory `fresh` to `target`, and delete the old `target`, which stays if the renaming fails."""
     aside = target.with_name(f".{target.name}.old")
     if remove(aside, what=_WHAT) is not None:  # the remains of an earlier save cannot be removed: take another name
         aside = aside.with_name(f"{aside.name}-{secrets.token_hex(4)}")
+    # The old directory is deleted only after the new one is in its place.
     if target.exists():
         target.rename(aside)
     try:
@@ -188,7 +194,10 @@ def replace_directory(fresh: Path, target: Path) -> None:
 
 
 def _write_small(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Write files into a new directory, after removing one that an earlier attempt left."""
+    """Write files, by name, into a new directory, after removing one that an earlier attempt left.
+
+    Raises InvalidStateError if that cannot be removed.
+    """
     if (left := remove(directory, what=_WHAT)) is not None:
         raise InvalidStateError(
             str(left),
@@ -228,7 +237,10 @@ class Handover:
         dtype: torch.dtype,
         gang: Gang,
     ) -> None:
-        """Take `files` and `dtype` of the model to save at the end; without a config nothing is due."""
+        """Hand over weights of `model` below the run's directory `output`; with `config` None nothing is ever due.
+
+        `files` are the small files of a saved model, and `dtype` is its number format.
+        """
         self._config = config
         self._root = output / DIRECTORY
         self._model = model
@@ -238,13 +250,14 @@ class Handover:
 
     @property
     def most(self) -> int:
-        """Return the largest number of weights that may be on the disk for evaluation; 0 without a config."""
+        """Return how many saved weights may be waiting on the disk for evaluation; 0 if nothing is evaluated."""
         return 0 if self._config is None else self._config.max_pending
 
     def begin(self, step: int) -> None:
         """Remove weights and evaluations of steps after `step` (all of them at 0), which are trained again.
 
-        Writes `evals/begun`, for which the command that evaluates waits. Does nothing without a config.
+        Writes `evals/begun`, for which the command that evaluates waits. Does nothing if nothing is evaluated.
+        Collective.
         """
         if self._config is None:
             return
@@ -256,13 +269,15 @@ class Handover:
             left = [path for path in (self._root / DUE).iterdir() if path.name.startswith(".")]
             for path in [*left, *(path for path in again if step == 0 or step_of(path) > step)]:
                 remove(path, what="weights or evaluations of an earlier command")
+            # Last: the command that evaluates waits for it, and must not take weights that are trained again.
             (self._root / BEGUN).write_text(f"{step}\n")
 
     def maybe_hand_over(self, step: int, *, is_last: bool = False) -> None:
-        """Write the weights after a step if an evaluation is due at it and has not been done or handed over.
+        """Write the weights after step `step` if an evaluation is due then and has not been done or handed over.
 
-        Waits while `max_pending` weights are not evaluated; raises UnavailableError (EVALUATION_STUCK) if that takes
-        longer than the deadlines of their evaluations.
+        `is_last` says that they are the trained model's. Collective. Waits while `max_pending` weights are not
+        evaluated; raises UnavailableError (EVALUATION_STUCK) if that takes longer than the deadlines of their
+        evaluations.
         """
         config = self._config
         if config is None or not config.due(step, is_last=is_last) or self._gang.from_leader(lambda: self._has(step)):
@@ -272,10 +287,15 @@ class Handover:
         save_model(self._model, files=self._files, target=target, dtype=self._dtype, gang=self._gang)
 
     def _has(self, step: int) -> bool:
+        """Return whether the weights of a step are handed over, or evaluated already."""
         is_due = any(step_of(path) == step for path in found(self._root / DUE))
         return is_due or (self._root / f"step-{step}" / FIGURES).exists()
 
     def _wait_for_room(self, step: int, config: SFTEvalConfig) -> None:
+        """Wait until fewer than `max_pending` weights are not evaluated, before those of step `step` are written.
+
+        Collective. Raises UnavailableError (EVALUATION_STUCK) after the evaluations' deadlines.
+        """
         began, deadline_s = time.monotonic(), config.max_pending * (config.timeout_s + _SLACK_S)
         is_reported = False
         with waits.waiting(f"evaluations before that of step {step}", waits_on="inference", deadline_s=deadline_s):
@@ -304,6 +324,7 @@ def found(directory: Path) -> list[Path]:
 
 
 def _named(directory: Path) -> Iterator[Path]:
+    """Yield the entries of a directory that are named by a step, in any order."""
     for path in directory.iterdir() if directory.is_dir() else ():
         if _NAME.fullmatch(path.name):
             yield path
@@ -355,7 +376,11 @@ class SFTCheckpoints:
         data: Mapping[str, Any],
         base_digest: str = "",
     ) -> None:
-        """Take `data`, which identifies the rows: a training with other `data` is not continued."""
+        """Take the training's state; `directory` gets the checkpoints, unless the config has none.
+
+        `data` identifies the rows: a training with other `data` is not continued. `base_digest` is that of the base of
+        adapters, or "".
+        """
         self._model = model
         self._optimizer = optimizer
         self._gang = gang
@@ -377,23 +402,24 @@ class SFTCheckpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        """Wait for the checkpoint under way, or abandon it after an error of the training."""
         if self._checkpointer is not None:
             self._checkpointer.__exit__(kind, error, traceback)
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of one checkpoint's tensors; 0 if the config has no checkpoints."""
+        """Return the number of bytes of one checkpoint's tensors; 0 if the config has no checkpoints."""
         if self._checkpointer is None:
             return 0
         tensors = state_tensors(self._model, self._optimizer, gang=self._gang).values()
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def resume(self, *, max_steps: int | None) -> tuple[int, int, int]:
-        """Fill the state from the newest whole checkpoint, if there is one.
+        """Fill the training's state from the newest whole checkpoint, if there is one. Collective.
 
-        Returns the next step, the position of its rows, and the number of steps in a row before it that were skipped;
-        all 0 without a checkpoint. Raises InvalidSpecError if a key changed that may not, if `max_steps` is exceeded,
-        or if `ckpt.resume_step` is another step.
+        Returns the next step, the position of its rows in the data, and the number of steps in a row before it that
+        were skipped; all 0 without a checkpoint. Raises InvalidSpecError if a key changed that may not, if `max_steps`
+        is exceeded, or if `ckpt.resume_step` is another step.
         """
         if self._checkpointer is None:
             return 0, 0, 0
@@ -409,6 +435,7 @@ class SFTCheckpoints:
         if found.damaged:
             logger.warning(f"damaged checkpoints are left aside: {describe(found)}; going on from {found.start}")
         step, num_skipped = (0, 0) if found.manifest is None else (found.manifest.step, found.manifest.num_skipped)
+        # None and -1 are the newest checkpoint, whichever it is.
         if self._resume_step not in (None, -1, step):
             problem = Violation(
                 field="ckpt.resume_step",
@@ -426,9 +453,10 @@ class SFTCheckpoints:
         return step, int(self._position), num_skipped
 
     def maybe_save(self, step: int, *, position: int, num_skipped: int, is_last: bool) -> None:
-        """Save a checkpoint if `step` is due or the last; do nothing if the config has no checkpoints.
+        """Save a checkpoint after `step` steps if it is due or `is_last`; do nothing if the config has no checkpoints.
 
-        Raises what saving an earlier one raised.
+        `position` is that of the next rows in the data, and `num_skipped` the steps in a row that changed nothing.
+        Raises what saving an earlier one raised. Collective.
         """
         if self._checkpointer is None:
             return
@@ -439,7 +467,7 @@ class SFTCheckpoints:
             self._checkpointer.save(state, step=step, lineage=0, chain_hash=ZERO_CHAIN_HASH, num_skipped=num_skipped)
 
     def _require_same_training(self) -> None:
-        """Raise InvalidSpecError at rank 0 with each key that differs from the training that the checkpoints are of.
+        """Raise InvalidSpecError at rank 0 with each key that differs from the training whose checkpoints these are.
 
         Without checkpoints or record, write the record of this training.
         """
@@ -471,14 +499,14 @@ class SFTCheckpoints:
 
 
 def _training(config: SFTConfig) -> dict[str, Any]:
-    """Return the config's keys that decide what is learned."""
+    """Return the keys of the config that decide what is learned, without those that may change."""
     document = config.model_dump(mode="json")
     del document["model"]["publish_dtype"]
     return {key: value for key, value in document.items() if key not in _MAY_CHANGE}
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a tree of tables as one, with dotted keys."""
+    """Return a tree of tables as one table with dotted keys, each after `prefix`."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}

@@ -63,20 +63,25 @@ class ConversationEncoder:
     """
 
     def __init__(self, tokenizer: Any, loss_mask: LossMaskConfig, *, stops: TurnStops | None = None) -> None:
+        """Encode with the tokenizer's chat template; `loss_mask` says which roles are trained on.
+
+        `stops` are the tokens that end a turn, None: those that the tokenizer knows.
+        """
         self._tokenizer = tokenizer
         self._trained = loss_mask.model_dump()
         self._stops = stops or turn_stops(tokenizer)
         self.num_marked = self.num_without_tools = self.num_poor = 0
         self.lost = ""
 
-    def encode(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
-        """Return token ids and which are trained on; both empty if no message is to be trained on.
+    def encode(self, conversation: Conversation, *, num_prompt: int = 0) -> tuple[list[int], list[bool]]:
+        """Return the conversation's token ids, and which are trained on; both empty if no message is to be trained on.
 
-        An assistant's message that begins the conversation is not trained on. Raises BadRowError if the flags cannot be
-        determined, with the template argument that would help, if any.
+        The first `num_prompt` messages are not, nor is an assistant's message that begins the conversation. Raises
+        BadRowError if the flags cannot be determined, with the template argument that would help, if any.
         """
         self.lost = ""
-        flags = [self._is_trained(index, message) for index, message in enumerate(conversation.messages)]
+        trained = [self._is_trained(index, message) for index, message in enumerate(conversation.messages)]
+        flags = [flag and index >= num_prompt for index, flag in enumerate(trained)]
         if not any(flags):
             return [], []
         if conversation.messages[0]["role"] == "assistant" and flags[0]:
@@ -96,8 +101,8 @@ class ConversationEncoder:
     def _encode(self, conversation: Conversation, flags: Sequence[bool]) -> Encoded:
         """Encode the conversation in the first form that the template writes whole, else in that with least left out.
 
-        Forms differ in how tool calls and their arguments are given. Raises the BadRowError of a form that the template
-        renders, else of the first form.
+        `flags` say which messages are trained on. Forms differ in how tool calls and their arguments are given. Raises
+        the BadRowError of a form that the template renders, else of the first form.
         """
         refused: list[BadRowError] = []
         poor: list[Encoded] = []
@@ -124,6 +129,11 @@ class ConversationEncoder:
         raise next((error for error in refused if error.__cause__ is None), refused[0])
 
     def _encode_rendered(self, conversation: Conversation, rendering: Rendering, flags: Sequence[bool]) -> Encoded:
+        """Encode one form of a conversation; `flags` say which messages are trained on.
+
+        Raises BadRowError if the flags of tokens cannot be determined, or the template leaves out a part that is
+        trained on.
+        """
         stretches = self._stretches(conversation, rendering, flags)
         encoded = stretches if isinstance(stretches, str) else self._flagged(conversation, rendering, stretches)
         if isinstance(encoded, str):
@@ -147,8 +157,8 @@ class ConversationEncoder:
     ) -> bool:
         """Return whether a part that the template leaves out is needed, because the policy has to learn to sample it.
 
-        That is any part of a trained message, except for thoughts of earlier turns, which templates leave out, unless a
-        turn consists of its thought alone. `last` has the last trained turn.
+        That is any part of a trained message (`flags` by message), except for thoughts of earlier turns, which
+        templates leave out, unless a turn consists of its thought alone. `last` has the last trained turn.
         """
         if not flags[part.message] or part.kind != "reasoning":
             return flags[part.message]
@@ -158,7 +168,10 @@ class ConversationEncoder:
     def _stretches(
         self, conversation: Conversation, rendering: Rendering, flags: Sequence[bool]
     ) -> "list[_Stretch] | str":
-        """Return the stretches of the text in order, or, if the prefix property is broken, what changes."""
+        """Return the stretches of the rendered text in order, each trained on or not as `flags` say of the messages.
+
+        If the prefix property is broken, returns a sentence on what changes instead.
+        """
         found: list[_Stretch] = []
         messages = conversation.messages
         for index, opens_turn in self._cuts(messages, flags):
@@ -166,6 +179,8 @@ class ConversationEncoder:
             end = common_prefix(text, rendering.whole)
             is_whole = 0 < len(text) == end
             is_trained = flags[index] and not opens_turn
+            # An assistant's own turn may be rendered with another end once others follow: its first stop says where it
+            # ends.
             if not is_whole and not (is_trained and messages[index]["role"] == "assistant"):
                 return rendering.what_changed(index)
             is_prompt = opens_turn and flags[index + 1]
@@ -176,9 +191,14 @@ class ConversationEncoder:
     def _flagged(
         self, conversation: Conversation, rendering: Rendering, stretches: "Sequence[_Stretch]"
     ) -> Encoded | str:
-        """Return the tokens with flags of the trained stretches, or, if the prefix property is broken, what changes."""
+        """Return the tokens, with flags of those in trained stretches.
+
+        A trained last turn that the template does not end gets a token that ends it. If the prefix property is broken,
+        returns a sentence on what changes instead.
+        """
         tokens = TextTokens(self._tokenizer, rendering.whole)
-        prompts = {each.end: tokens.behind_prompt(each.end) for each in stretches if each.is_prompt}
+        # The prompts first: each may change the tokens in which the other bounds are looked up.
+        prompts = {each.end: tokens.begin_with_prompt(each.end) for each in stretches if each.is_prompt}
         bounds = [prompts[each.end] if each.is_prompt else tokens.before(each.end) for each in stretches]
         token_ids = tokens.token_ids
         trained = [False] * len(token_ids)
@@ -191,6 +211,7 @@ class ConversationEncoder:
                 if not stretch.is_whole:
                     return rendering.what_changed(stretch.index)
                 stop = end
+                # The template does not end the last turn, and the policy has to learn to end it.
                 if stretch is stretches[-1]:
                     self._append_stop(conversation.messages[-1], token_ids, trained)
                     stop = len(token_ids)
@@ -200,21 +221,26 @@ class ConversationEncoder:
     def _end_of_turn(self, token_ids: Sequence[int], start: int, end: int) -> int | None:
         """Return the index after the first stop in `start` to `end`, the tokens of an assistant's turn.
 
-        None without a stop.
-
-        `end` may include one token after the turn, because the token that opens the next turn may be the stop.
+        None without a stop. `end` may include one token after the turn, because the token that opens the next turn may
+        be the stop.
         """
         stops = self._stops.token_ids
         return next((at + 1 for at in range(start, min(end, len(token_ids))) if token_ids[at] in stops), None)
 
     def _end_of_others(self, token_ids: Sequence[int], start: int, end: int) -> int:
-        """Return the index after the last stop of a stretch of another role, if only space follows it, else `end`."""
+        """Return the index after the last stop in `start` to `end`, the tokens of another role, before space only.
+
+        Return `end` if there is no stop, or if text follows it.
+        """
         stops = self._stops.token_ids
         stop = next((at + 1 for at in range(end - 1, start - 1, -1) if token_ids[at] in stops), end)
         return end if self._tokenizer.decode(token_ids[stop:end]).strip() else stop
 
     def _append_stop(self, message: Message, token_ids: list[int], trained: list[bool]) -> None:
-        """Append the token that ends a turn after the last message, trained on, if the tokenizer has one."""
+        """Append the token that ends a turn to `token_ids`, and True to `trained`; do nothing if none is known.
+
+        `message` is the last one: a turn with tool calls may end with another token.
+        """
         shown = self._stops.call if message.get("tool_calls") else self._stops.answer
         stop = self._tokenizer.eos_token_id if shown is None else shown
         if stop is not None:
@@ -254,7 +280,10 @@ class ConversationEncoder:
         return self._trained[role]
 
     def _require_unbroken(self, conversation: Conversation, turns: Sequence[int]) -> None:
-        """Raise BadRowError if a trained turn has a stop within its text, after which no engine would continue."""
+        """Raise BadRowError if the text of one of the messages `turns` has a stop within it.
+
+        No engine would continue after it.
+        """
         words = self._tokenizer.convert_ids_to_tokens(sorted(self._stops.token_ids))
         for index in turns:
             for text in texts_of(conversation.messages[index]):
@@ -266,6 +295,7 @@ class ConversationEncoder:
                         )
 
     def _has_markers(self, conversation: Conversation) -> bool:
+        """Return whether the chat template has `{% generation %}` markers."""
         return bool(_MARKER.search(self._template(conversation)))
 
     def _template(self, conversation: Conversation) -> str:
@@ -279,9 +309,8 @@ class ConversationEncoder:
     def _marked(self, conversation: Conversation, flags: Sequence[bool], *, why: str) -> Encoded:
         """Return token ids with flags from the template's generation markers.
 
-        Raises BadRowError (`why`) without markers.
-
-        Templates also mark parts of the header, and text after the end of a turn: neither is flagged.
+        Raise BadRowError (`why`) without markers. Templates also mark parts of the header, and text after the end of a
+        turn: neither is flagged.
         """
         if not self._has_markers(conversation):
             raise BadRowError(f"{why}; and the template has no `{{% generation %}}` markers that say what to train on")
@@ -297,6 +326,7 @@ class ConversationEncoder:
             start = _opened(token_ids, first, end, headers)
             if start is None:  # no engine begins a turn so
                 continue
+            # Markers may leave out the token that ends the turn, which is the next one then.
             stop = self._end_of_turn(token_ids, start, end + 1)
             if stop is None and end == len(marks):
                 self._append_stop(conversation.messages[-1], token_ids, trained)
@@ -309,7 +339,11 @@ class ConversationEncoder:
         return Encoded(token_ids, trained, is_marked=True)
 
     def _end_of_text(self, token_ids: Sequence[int], start: int, end: int) -> int:
-        """Return the end of a turn without a stop, before its last token if that is special, which is never sampled."""
+        """Return the index after the last token that an engine would sample of an assistant's turn without a stop.
+
+        `start` to `end` are the turn's tokens. It is `end`, or that of the last token with text if this one is special,
+        which is never sampled.
+        """
         last = next(
             (at for at in range(end - 1, start - 1, -1) if self._tokenizer.decode(token_ids[at]).strip()), start
         )
@@ -358,7 +392,10 @@ class _Stretch:
 
 
 def _no_json(conversation: Conversation, flags: Sequence[bool]) -> str:
-    """Return which trained message has a tool call with arguments that are text but no JSON; empty if none has."""
+    """Return in words which trained message has a tool call with arguments that are text but not JSON.
+
+    Empty if none has.
+    """
     for index, message in enumerate(conversation.messages):
         for arguments in call_arguments(message):
             if flags[index] and isinstance(arguments, str) and isinstance(decoded_arguments(arguments), str):
@@ -368,7 +405,10 @@ def _no_json(conversation: Conversation, flags: Sequence[bool]) -> str:
 
 
 def _opened(token_ids: Sequence[int], first: int, end: int, headers: Sequence[list[int]]) -> int | None:
-    """Return the index after a header that ends within the run `first` to `end`, or at its begin; None if none does."""
+    """Return the index after a header that opens the turn marked from token `first` to before `end`; None without one.
+
+    It is the first of `headers` that begins at `first` or before it, and ends in `first` to `end`, both included.
+    """
     for header in headers:
         for at in range(first, min(first + len(header), end) + 1):
             if at >= len(header) and token_ids[at - len(header) : at] == header:

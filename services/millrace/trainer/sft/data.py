@@ -5,9 +5,9 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,7 +23,17 @@ from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.model.pretrained import resolve_model_directory
 from millrace.trainer.sft.conversation import ConversationEncoder
 from millrace.trainer.sft.rendering import BadRowError, TextTokens
-from millrace.trainer.sft.rows import Row, Source, conversation_of, digest_rows, joined, load_sources
+from millrace.trainer.sft.rows import (
+    Row,
+    Source,
+    conversation_of,
+    digest_rows,
+    joined,
+    load_sources,
+    num_prompt_messages,
+    sample_of,
+    sides_of,
+)
 
 # Rows as samples: tokens, and a cross-entropy weight of 1 on those that are trained on.
 #
@@ -61,7 +71,8 @@ class RowEncoder:
     ) -> None:
         """Take a tokenizer with its chat template, and `stops`, by default those that the tokenizer knows.
 
-        `key` is the config's table of the rows, and `length_key` the key of `seq_len`; both are for messages.
+        Samples are cut at `seq_len` tokens; `loss_mask` says which roles are trained on. `key` is the config's table of
+        the rows, and `length_key` the key of `seq_len`; both are for messages.
         """
         self._key = key
         self._length_key = length_key or f"{key}.seq_len"
@@ -74,51 +85,47 @@ class RowEncoder:
         self._count_from_zero()
 
     def encode(self, row: Row, *, place: str = "") -> TrainSample | None:
-        """Return a row as a sample, cut at `seq_len`; None if no trained token is left or the row cannot be used.
+        """Encode a row as a sample, cut at `seq_len`; of a preference pair the sample with the chosen response.
 
-        Raises InvalidSpecError with the first unusable row once more than a tenth of the rows seen are unusable.
-        `place` is the row's place in its file, for messages.
+        Return None if no trained token is left or the row cannot be used. Counts and raises as `encode_whole`.
+        """
+        samples = self.encode_whole(row, place=place)
+        return None if samples is None else samples[0]
+
+    def encode_whole(self, row: Row, *, place: str = "") -> list[TrainSample] | None:
+        """Encode a row as its sample, or a preference pair as its two, chosen and rejected; each is cut at `seq_len`.
+
+        Return None if one has no trained token left or the row cannot be used. Counts the row, and logs the first
+        unusable one. Raises InvalidSpecError once more than a tenth of the rows seen are unusable. `place` is the row's
+        place in its file, for messages.
         """
         self.num_rows += 1
         try:
-            token_ids, trained = self._encode(row)
+            if "chosen" in row:
+                encoded = [self._encode(side, is_response=True) for side in sides_of(row)]
+            else:
+                encoded = [self._encode(row)]
         except BadRowError as error:
             self._note_bad(Violation(field=f"{self._key}.name", message=str(error), source=place or None))
             return None
         if self._conversations.lost and self._conversations.num_poor == 1:
             what = {"row": place, "lost": self._conversations.lost}
             logger.warning("the chat template leaves out context of a row", extra=what)
-        end = max((at + 1 for at, flag in enumerate(trained) if flag), default=0)
-        self.longest = max(self.longest, end)
-        length = min(end, self._seq_len)
-        weights = np.array(trained[:length], np.float32)
-        weights[:1] = 0.0  # nothing precedes the first token, so it has no log-prob
-        if not weights.any():
+        # Nothing is learned from tokens after the last trained one.
+        ends = [max((at + 1 for at, flag in enumerate(trained) if flag), default=0) for _, trained in encoded]
+        self.longest = max(self.longest, *ends)
+        samples = [sample_of(*each, length=min(end, self._seq_len)) for each, end in zip(encoded, ends, strict=True)]
+        if not all(sample.ce_weights is not None and sample.ce_weights.any() for sample in samples):
             self.num_dropped += 1
             return None
-        self.num_cut += length < end
-        zeros = np.zeros(length, np.float32)
-        return TrainSample(
-            token_ids=np.array(token_ids[:length], np.int32),
-            loss_mask=np.zeros(length, np.uint8),
-            inference_logprobs=zeros,
-            advantages=zeros,
-            ce_weights=weights,
-            ordinal=0,
-            member=0,
-            attempt=0,
-            env="sft",
-            reward=0.0,
-            temperature=1.0,
-            min_version=0,
-            max_version=0,
-            lineage=0,
-        )
+        self.num_cut += any(end > self._seq_len for end in ends)
+        return samples
 
     def require_completion(self, rows: Iterable[tuple[Row, str]]) -> None:
         """Raise InvalidSpecError unless one of the rows keeps a trained token and few rows are unusable.
 
-        Encodes `_LOOKED_AT` of them, and more only up to the first one that keeps a token. Resets the counts.
+        `rows` are (row, place). Encodes `_LOOKED_AT` of them, and more only up to the first one that keeps a token.
+        Resets the counts.
         """
         is_found = False
         for row, place in rows:
@@ -175,9 +182,15 @@ class RowEncoder:
                 extra={"rows": self.num_rows, "rewritten": self._conversations.num_marked},
             )
 
-    def _encode(self, row: Row) -> tuple[list[int], list[bool]]:
+    def _encode(self, row: Row, *, is_response: bool = False) -> tuple[list[int], list[bool]]:
+        """Return the row's token ids, and which are trained on; raise BadRowError if it cannot be used.
+
+        With `is_response` the row has a `prompt`, of which no message is trained on. Raises InvalidSpecError if the row
+        has messages and the tokenizer no chat template.
+        """
         if self._tokenizer.chat_template is not None:
-            return self._conversations.encode(conversation_of(row))
+            num_prompt = num_prompt_messages(row) if is_response else 0
+            return self._conversations.encode(conversation_of(row), num_prompt=num_prompt)
         prompt, completion = row.get("prompt"), row.get("completion")
         if not isinstance(prompt, str) or not isinstance(completion, str) or row.get("messages") is not None:
             raise InvalidSpecError(
@@ -191,12 +204,13 @@ class RowEncoder:
         return self._encode_text(prompt, completion)
 
     def _encode_text(self, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
-        """Return the joined text's tokens, with the tokenizer's first tokens and one stop, and which are trained on.
+        """Return the token ids of prompt and completion joined, and which are trained on.
 
-        Raises BadRowError if the completion has no token of its own, or a stop within its text.
+        They begin with the tokenizer's first tokens, and end with one stop. Raises BadRowError if the completion has no
+        token of its own, or a stop within its text.
         """
         tokens = TextTokens(self._tokenizer, prompt + completion)
-        bound = tokens.behind_prompt(len(prompt))
+        bound = tokens.begin_with_prompt(len(prompt))
         if completion.strip() and bound == len(tokens.token_ids):
             raise BadRowError(
                 f"the tokenizer knows nothing of the completion {completion[:40]!r}: it has no token of its own"
@@ -204,6 +218,7 @@ class RowEncoder:
         token_ids, mask = tokens.token_ids, self._loss_mask
         stops = self._stops.token_ids
         stop = next((at for at in range(bound, len(token_ids)) if token_ids[at] in stops), None)
+        # A text does not end by itself, and the policy has to learn to end.
         if stop is None and self._tokenizer.eos_token_id is not None:
             stop = len(token_ids)
             token_ids.append(self._tokenizer.eos_token_id)
@@ -221,6 +236,7 @@ class RowEncoder:
         """Return the special tokens that the tokenizer puts before `text`, often one that begins every text."""
         token_ids = list(self._tokenizer(text)["input_ids"])
         plain = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        # The plain tokens begin after the special ones that were put before them.
         count = next((at for at in range(len(token_ids) + 1) if token_ids[at : at + len(plain)] == plain), 0)
         return [] if plain[:count] == token_ids[:count] else token_ids[:count]
 
@@ -234,6 +250,7 @@ class RowEncoder:
             self._require_few_bad()
 
     def _require_few_bad(self) -> None:
+        """Raise InvalidSpecError if more than a tenth of the rows seen cannot be used."""
         if self._first_bad is not None and self.num_bad > _MOST_BAD * self.num_rows:
             problem = Violation(
                 field=self._first_bad.field,
@@ -243,6 +260,7 @@ class RowEncoder:
             raise InvalidSpecError([problem], remedy=_BAD_REMEDY)
 
     def _count_from_zero(self) -> None:
+        """Reset the counts of rows."""
         self.num_rows = self.num_cut = self.num_dropped = self.num_bad = self.longest = 0
         self._conversations.num_marked = self._conversations.num_without_tools = self._conversations.num_poor = 0
 
@@ -251,29 +269,29 @@ class FineTuningData:
     """The rows that are trained on, and the samples of each step."""
 
     def __init__(self, config: SFTConfig, tokenizer: object, *, stops: TurnStops) -> None:
+        """Load the rows of training and validation, and encode some; `stops` are the tokens that end a turn.
+
+        Raises InvalidSpecError (DATA_INVALID) if they cannot be trained on, or NotFoundError (DATA_NOT_FOUND).
+        """
         data = config.data
-        sources = load_sources(data)
+        is_paired = config.dpo is not None
+        sources = load_sources(data, is_paired=is_paired)
         mixed = _mixed(sources, data)
         self._sizes = [len(source.rows) for source in sources]
         self.train = joined(sources)
         self._val = None if config.val is None else config.val.data
-        self._validated = [] if self._val is None else load_sources(self._val, key="val.data")
+        self._validated = [] if self._val is None else load_sources(self._val, key="val.data", is_paired=is_paired)
         self._order = Order(mixed, batch_size=data.batch_size, shuffle=data.shuffle, seed=data.seed)
         self._is_full = data.pack_function == "cat"
         self._max_steps = config.max_steps
         self._tokenizer, self._stops, self._data = tokenizer, stops, data
         self._encoder = self._new_encoder(data, key="data")
-        self._take = (
-            partial(take_full, count=data.batch_size, seq_len=data.seq_len)
-            if self._is_full
-            else partial(take_rows, count=data.batch_size)
-        )
         taken = self._order.first_pass(max_steps=None if self._is_full else config.max_steps)
         self._encoder.require_completion((self.train.rows[index], self.train.place(index)) for index in taken)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return values that identify the rows and the chat template: sizes and hashes."""
+        """Return sizes and hashes, by words for messages, that identify the rows and the chat template."""
         template = getattr(self._tokenizer, "chat_template", None)
         return {
             "the rows of each source": self._sizes,
@@ -283,36 +301,53 @@ class FineTuningData:
 
     @property
     def num_steps(self) -> int | None:
-        """Return the number of steps: `max_steps`, or one pass; None if it is known only at the end."""
+        """Return the number of optimizer steps: `max_steps`, or those of one pass.
+
+        None if it is known only at the end.
+        """
         return self._max_steps or (None if self._is_full else self._order.steps_per_pass)
 
     def expect_steps(self, step: int, following: int) -> int:
-        """Return the number of steps; if it is unknown, an estimate from `following`, the position after `step`."""
+        """Return the number of optimizer steps, estimated if it is unknown.
+
+        `following` is the position in the rows after step `step`.
+        """
         return self.num_steps or max(round(self._order.rows_per_pass * (step + 1) / following), step + 1)
 
     def is_over(self, step: int, position: int) -> bool:
-        """Return whether training ends before `step`: at `max_steps`, or, without it, after one pass over the rows."""
+        """Return whether training ends before step `step`, whose rows begin at `position`.
+
+        It ends at `max_steps`, or, without it, after one pass over the rows.
+        """
         return position >= self._order.rows_per_pass if self._max_steps is None else step >= self._max_steps
 
     def take(self, position: int) -> tuple[list[TrainSample], int]:
-        """Return the samples of the step that begins at a position in the passes, and the position after it."""
-        return self._take(self._order, self._encode, position)
+        """Return the samples of the step whose rows begin at `position`, and the position of the next step's rows.
+
+        Positions count rows over all passes. Of a preference pair the chosen sample is followed by the rejected one.
+        """
+        if self._is_full:
+            count, seq_len = self._data.batch_size, self._data.seq_len
+            return take_full(self._order, self._encode, position, count=count, seq_len=seq_len)
+        taken, following = take_rows(self._order, self._encode_whole, position, count=self._data.batch_size)
+        return [sample for samples in taken for sample in samples], following
 
     def validation_samples(self) -> list[TrainSample]:
-        """Return the samples of the validation set, each row once, or mixed as the config says.
+        """Encode the validation set, and return its samples: each row once, or mixed as the config says.
 
-        Raises InvalidSpecError if no row has a trained token, or too many are unusable.
+        Call it only if the config has one. Raises InvalidSpecError if no row has a trained token, or too many are
+        unusable.
         """
         assert self._val is not None
         rows, encoder = joined(self._validated), self._new_encoder(self._val, key="val.data")
         encoder.require_completion((row, rows.place(index)) for index, row in enumerate(rows.rows))
         taken = _mixed(self._validated, self._val) if self._val.is_mixed else range(len(rows.rows))
-        samples = [encoder.encode(rows.rows[index], place=rows.place(index)) for index in taken]
+        found = [encoder.encode_whole(rows.rows[index], place=rows.place(index)) for index in taken]
         encoder.warn_of_losses()
-        return [sample for sample in samples if sample is not None]
+        return [sample for samples in found if samples is not None for sample in samples]
 
     def warn_of_losses(self, position: int, following: int, *, is_first: bool) -> None:
-        """Log the losses of rows so far, if this is the first step or the one that ends the first pass.
+        """Log how many rows were cut or left out so far, if this is the first step or the one that ends the first pass.
 
         The step takes the rows from `position` to `following`.
         """
@@ -320,11 +355,17 @@ class FineTuningData:
             self._encoder.warn_of_losses()
 
     def _new_encoder(self, data: SFTDataConfig | SFTValDataConfig, *, key: str) -> RowEncoder:
+        """Make an encoder for the rows of a table of the config; `key` is the table's name."""
         loss_mask = data.loss_mask or self._data.loss_mask
         return RowEncoder(self._tokenizer, seq_len=data.seq_len, loss_mask=loss_mask, stops=self._stops, key=key)
 
     def _encode(self, index: int) -> TrainSample | None:
+        """Encode the training row with this index; None if it has no trained token or cannot be used."""
         return self._encoder.encode(self.train.rows[index], place=self.train.place(index))
+
+    def _encode_whole(self, index: int) -> list[TrainSample] | None:
+        """Encode the training row with this index as its samples; None if it has no trained token or is unusable."""
+        return self._encoder.encode_whole(self.train.rows[index], place=self.train.place(index))
 
 
 class DatasetRows:
@@ -334,9 +375,10 @@ class DatasetRows:
     """
 
     def __init__(self, config: DatasetConfig, tokenizer: object, *, seq_len: int, stops: TurnStops) -> None:
-        """Load the rows, and encode some of them; `seq_len` is the longest sample in tokens.
+        """Load the rows that steps learn beside rollouts, and encode some; `seq_len` is the longest sample in tokens.
 
-        Raises InvalidSpecError (DATA_INVALID) if they cannot be learned, or NotFoundError (DATA_NOT_FOUND).
+        `stops` are the tokens that end a turn. Raises InvalidSpecError (DATA_INVALID) if they cannot be learned, or
+        NotFoundError (DATA_NOT_FOUND).
         """
         sources = load_sources(config, key=KEY)
         self._rows = joined(sources)
@@ -360,9 +402,10 @@ class DatasetRows:
         """SHA-256 (hex) of the rows, in order, and of the chat template."""
 
     def samples(self, step: int) -> list[TrainSample]:
-        """Return the samples of a step's rows, without rows that have no trained token; log losses once a pass.
+        """Return the samples of the rows of step `step` (from 0), without rows that have no trained token.
 
-        Raises InvalidSpecError (DATA_INVALID) once more than a tenth of the rows seen cannot be encoded.
+        Log losses once a pass. Raises InvalidSpecError (DATA_INVALID) once more than a tenth of the rows seen cannot be
+        encoded.
         """
         rows = self._order.rows_of(step)
         found = [self._encoder.encode(self._rows.rows[row], place=self._rows.place(row)) for row in rows]
@@ -426,10 +469,11 @@ def _mixed(sources: Sequence[Source], data: SFTDataConfig | SFTValDataConfig | D
 
 
 def mix(sizes: Sequence[int], *, probabilities: Sequence[float] | None, stop_at_first: bool, seed: int) -> np.ndarray:
-    """Return the rows of one pass over several sources, as indices into the concatenated sources.
+    """Return the rows of one pass over several sources of `sizes` rows, as indices into the concatenated sources.
 
-    Sources take turns, or are drawn with `probabilities`, until all rows of one source (`stop_at_first`) or of every
-    source were taken; a source whose rows were all taken begins again. A single source is taken once, in order.
+    Sources take turns, or are drawn with `probabilities` (by `seed`), until all rows of one source (`stop_at_first`) or
+    of every source were taken; a source whose rows were all taken begins again. A single source is taken once, in
+    order.
     """
     if len(sizes) == 1:
         return np.arange(sizes[0])
@@ -445,15 +489,17 @@ def mix(sizes: Sequence[int], *, probabilities: Sequence[float] | None, stop_at_
 
 
 def _turns(sizes: Sequence[int], stop_at_first: bool) -> np.ndarray:
+    """Return the source of each row of a pass in which sources of `sizes` rows take turns, till one or all end."""
     return np.tile(np.arange(len(sizes)), min(sizes) if stop_at_first else max(sizes))
 
 
 def _draws(sizes: Sequence[int], probabilities: Sequence[float], stop_at_first: bool, seed: int) -> np.ndarray:
-    """Return the source of each row, drawn until the first source, or the last one, has given all its rows."""
+    """Return the source of each row, drawn until the first source, or the last one, has given all its `sizes` rows."""
     rng = np.random.default_rng([seed, len(sizes)])
     shares = np.array(probabilities) / sum(probabilities)
     drawn = np.empty(0, np.int64)
     while True:
+        # In blocks from one generator, so that a pass depends on the seed and the sizes only.
         drawn = np.concatenate([drawn, rng.choice(len(sizes), size=sum(sizes), p=shares)])
         given = [np.flatnonzero(drawn == source) for source in range(len(sizes))]
         ends = [int(at[size - 1]) + 1 for at, size in zip(given, sizes, strict=True) if len(at) >= size]
@@ -465,11 +511,12 @@ class Order:
     """Successive passes over the rows, each in a different order if they are shuffled."""
 
     def __init__(self, rows: int | Sequence[int] | np.ndarray, *, batch_size: int, shuffle: bool, seed: int) -> None:
-        """Take `rows`, the number of rows or the row indices of a pass."""
+        """Take `rows`: the number of rows, or the row indices of a pass in order. A step takes `batch_size` rows."""
         self._rows = np.arange(rows) if isinstance(rows, int) else np.asarray(rows)
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed
+        # Two, because a step may reach from one pass into the next.
         self._pass = lru_cache(maxsize=2)(self._make_pass)
 
     @property
@@ -483,21 +530,22 @@ class Order:
         return -(-len(self._rows) // self._batch_size)
 
     def row_at(self, position: int) -> int:
-        """Return the row at a position, counted over all passes."""
+        """Return the index of the row at a position, which counts rows over all passes."""
         number, place = divmod(position, len(self._rows))
         return int(self._pass(number)[place])
 
     def first_pass(self, *, max_steps: int | None) -> Iterator[int]:
-        """Yield the row indices of the first pass in order, up to `max_steps` steps of `batch_size` rows."""
+        """Yield the row indices of the first pass in order, at most those of `max_steps` steps; None: all."""
         end = None if max_steps is None else max_steps * self._batch_size
         return (int(index) for index in self._pass(0)[:end])
 
     def rows_of(self, step: int) -> list[int]:
-        """Return the row indices of a step of `batch_size` rows, which may reach into the next pass."""
+        """Return the row indices of step `step` (from 0), which may reach into the next pass."""
         first = step * self._batch_size
         return [self.row_at(position) for position in range(first, first + self._batch_size)]
 
     def _make_pass(self, number: int) -> np.ndarray:
+        """Return the row indices of pass `number` in order."""
         if not self._shuffle:
             return self._rows
         return self._rows[np.random.default_rng([self._seed, number]).permutation(len(self._rows))]
@@ -507,10 +555,16 @@ Encode = Callable[[int], TrainSample | None]
 """The sample of a row index, if it has one."""
 
 
-def take_rows(order: Order, encode: Encode, position: int, *, count: int) -> tuple[list[TrainSample], int]:
-    """Return the samples of `count` rows from a position on, and the position after them.
+Item = TypeVar("Item")
 
-    If none of these rows has a sample, the next `count` rows are taken, for one pass at most.
+
+def take_rows(
+    order: Order, encode: Callable[[int], Item | None], position: int, *, count: int
+) -> tuple[list[Item], int]:
+    """Return the samples of `count` rows from `position` on, and the position after them.
+
+    `encode` returns what a row index has, a sample for example, or None. If none of these rows has one, the next
+    `count` rows are taken, for one pass at most.
     """
     end = position + order.rows_per_pass
     while True:
@@ -524,9 +578,10 @@ def take_rows(order: Order, encode: Encode, position: int, *, count: int) -> tup
 def take_full(
     order: Order, encode: Encode, position: int, *, count: int, seq_len: int
 ) -> tuple[list[TrainSample], int]:
-    """Return as many samples from a position on as fit into `count` rows of `seq_len` tokens, and the position after.
+    """Return as many samples from `position` on as fit into `count` rows of `seq_len` tokens, and the position after.
 
-    Each goes into the first row that has room; the first sample that fits into none begins the next step.
+    `encode` returns the sample of a row index, or None. Each sample goes into the first row that has room; the first
+    one that fits into none begins the next step.
     """
     room = np.full(count, seq_len)
     samples: list[TrainSample] = []

@@ -5,41 +5,50 @@ trained, and `metrics.jsonl`, one line per step. With `[ckpt]` it saves checkpoi
 that is started again.
 """
 
+import contextlib
 import json
 import logging
 import math
 import os
+import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
+from transformers.utils.logging import disable_progress_bar
 
+from millrace.config.load import validate_document
 from millrace.config.sections.environments import have_conversations
 from millrace.config.sections.loss import LossConfig
 from millrace.config.sections.sft import SFTConfig
 from millrace.decoding import decode_json
-from millrace.errors import CorruptObjectError, InvalidStateError
+from millrace.errors import CorruptObjectError, InvalidSpecError, InvalidStateError, NotFoundError, Violation
+from millrace.models.torch_support import shortage_named
 from millrace.models.vocabulary import require_tokenizer
 from millrace.policies.stops import turn_stops
 from millrace.rollouts.types import TrainSample
 from millrace.storage.scratch import io_errors
+from millrace.telemetry.logging import FILE_ONLY, setup
 from millrace.trainer.gang.agreement import agreed
-from millrace.trainer.gang.devices import resolve_determinism, seed_rank, set_determinism
-from millrace.trainer.gang.distributed import Gang
+from millrace.trainer.gang.distributed import Gang, resolve_determinism, seed_rank, set_determinism
 from millrace.trainer.learning.batch import MicroBatch, build_micro_batch
-from millrace.trainer.learning.forward import token_logprobs
+from millrace.trainer.learning.forward import OnePass, token_logprobs
 from millrace.trainer.learning.learner import build_model
 from millrace.trainer.learning.optimizer import PolicyOptimizer
 from millrace.trainer.learning.packing import Utilization, packing_of
 from millrace.trainer.learning.plan import in_order, plan_micro_batches
-from millrace.trainer.losses import token_losses, total_loss
+from millrace.trainer.losses import Objective, token_losses
 from millrace.trainer.model.compiled import take_failures
 from millrace.trainer.model.lora import set_learning
-from millrace.trainer.model.memory import defer_sharing
+from millrace.trainer.model.memory import defer_resharding
 from millrace.trainer.model.pretrained import (
     policy_files,
     resolve_compute_dtype,
@@ -59,15 +68,17 @@ from millrace.trainer.sft.checkpoints import (
     try_to_save,
 )
 from millrace.trainer.sft.data import FineTuningData
+from millrace.trainer.sft.pairs import Preferences, plan_pairs
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SFTStep:
-    """The report of a step; `loss` is the mean per trained token.
+    """The report of a step; `loss` is the mean per trained token, or per pair with `[dpo]`.
 
-    `num_steps` is an estimate if the run ends with the data. `val_loss` is that of the weights before the step.
+    `preferences` are metrics of pairs, by name. `num_steps` is an estimate if the run ends with the data. `val_loss` is
+    that of the weights before the step.
     """
 
     step: int
@@ -82,13 +93,15 @@ class SFTStep:
     val_loss: float | None = None
     world_size: int = 1
     mfu: float | None = None
+    preferences: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def metrics(self) -> dict[str, float | int]:
-        """Return the metrics of the step for `metrics.jsonl`, under prime-rl's names."""
+        """Return the step's metrics for `metrics.jsonl`, under prime-rl's names."""
         throughput = self.num_tokens / self.seconds if self.seconds > 0 else 0.0
         return {
             "step": self.step,
             "loss/mean": self.loss,
+            **self.preferences,
             "optim/lr": self.lr,
             "optim/grad_norm": self.grad_norm,
             "optim/skipped": int(self.was_skipped),
@@ -105,7 +118,7 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
     """Fine-tune as the config says, save the model, and return its directory. Collective in a gang.
 
     `on_step` is called at rank 0 after each step. Before training raises InvalidSpecError for a config or rows that
-    cannot be used, and if files cannot be written or the disk lacks room.
+    cannot be used, the errors of `io_errors` if files cannot be written, and CapacityError if the disk lacks room.
     """
     determinism = resolve_determinism("auto", is_compiled=config.model.compile is not None)
     set_determinism(determinism, seed=config.seed, device=gang.device)
@@ -115,11 +128,17 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
     tokenizer = require_tokenizer(directory, model=directory, needs_template=needs_template)
     data = FineTuningData(config, tokenizer, stops=turn_stops(tokenizer, directory))
     built = build_model(
-        config.model, directory, gang=gang, seed=config.seed, prefix="model", context_length=config.data.seq_len
+        config.model,
+        directory,
+        gang=gang,
+        seed=config.seed,
+        prefix="model",
+        context_length=config.data.seq_len,
+        is_proved=config.dpo is not None,
     )
     if built.adapter is not None:
         require_mergeable(built.model)
-        seed_rank(config.seed, rank=gang.layout.draw(gang.rank))  # the adapters' dropout
+        seed_rank(config.seed, rank=gang.layout.random_stream(gang.rank))  # the adapters' dropout
     dtype = resolve_publish_dtype(config.model, device=gang.device)
     output = Path(config.output_dir) / (config.run.name or "sft")
     model_bytes = num_bytes_of(described_tensors(built.model, dtype=dtype))
@@ -155,7 +174,7 @@ def run_sft(config: SFTConfig, *, gang: Gang, on_step: Callable[[SFTStep], None]
         if gang.is_leader and (checkpoint_bytes := checkpoints.num_bytes):
             copies = model_bytes * (1 + handover.most)
             require_room(output, checkpoint_bytes + copies, what="a checkpoint and the model take")
-    learner = _Learner(config, gang=gang, model=built.model, optimizer=optimizer)
+    learner = _Learner(config, gang=gang, model=built.model, optimizer=optimizer, directory=directory)
     _train(config, data, learner, checkpoints, handover, start=start, output=output, on_step=on_step)
     if built.adapter is not None:
         save_adapter(
@@ -183,12 +202,14 @@ def _train(
 ) -> None:
     """Take the steps from `start` to the last, with metrics, validation, checkpoints and handed-over weights.
 
-    `start` is a step, the position of its rows, and the number of steps in a row before it that were skipped.
+    `start` is a step, the position of its rows in the data, and the number of steps in a row before it that were
+    skipped. `on_step` is called at rank 0 after each step. Collective in a gang.
     """
     step, position, num_skipped = start
     validate = _validation(config, data, learner)
     with _open_metrics(output, step, gang=learner.gang) as metrics, checkpoints:
         while not data.is_over(step, position):
+            # Both before the step, because they are of the weights that `step` steps have made.
             val_loss = validate(step)
             handover.maybe_hand_over(step)
             samples, following = data.take(position)
@@ -210,7 +231,7 @@ def _train(
 
 
 def _require_learning(config: SFTConfig, step: int, num_skipped: int) -> None:
-    """Raise InvalidStateError if `max_skipped_steps` steps in a row were skipped."""
+    """Raise InvalidStateError if `max_skipped_steps` steps in a row, up to step `step`, were skipped."""
     if num_skipped < config.max_skipped_steps:
         return
     raise InvalidStateError(
@@ -224,7 +245,13 @@ def _require_learning(config: SFTConfig, step: int, num_skipped: int) -> None:
 class _Learner:
     """Computes losses of samples, and takes optimizer steps."""
 
-    def __init__(self, config: SFTConfig, *, gang: Gang, model: nn.Module, optimizer: PolicyOptimizer) -> None:
+    def __init__(
+        self, config: SFTConfig, *, gang: Gang, model: nn.Module, optimizer: PolicyOptimizer, directory: Path
+    ) -> None:
+        """Take a model and its optimizer; try how rows can be packed, which is collective in a gang.
+
+        `directory` has the start model, with which `[dpo]` compares.
+        """
         self._config = config
         self.gang = gang
         self._model = model
@@ -233,6 +260,7 @@ class _Learner:
         validated = 0 if config.val is None else config.val.data.seq_len
         self._longest = max(config.data.seq_len, validated)
         self._packing = packing_of(model, config.pack, longest=self._longest, compute_dtype=dtype, gang=gang)
+        self._preferences = Preferences.of(config, model=model, directory=directory, packing=self._packing, gang=gang)
         self._utilization = Utilization.of(
             model,
             tflops=config.peak_tflops,
@@ -242,15 +270,18 @@ class _Learner:
         )
 
     def step(self, step: int, samples: Sequence[TrainSample]) -> SFTStep:
-        """Take one optimizer step on the mean cross-entropy of the samples' trained tokens. Collective in a gang."""
+        """Take optimizer step `step` on the mean loss of the samples' trained tokens or pairs; return its report.
+
+        `samples` are those of all ranks. Collective. A gradient that is not finite changes nothing.
+        """
         began = time.monotonic()
         micro_batches = self._micro_batches(samples)
         num_tokens, num_loss_tokens = self._counts(micro_batches)
-        total = 0.0
+        num_pairs, total = len(samples) // 2, 0.0
         set_learning(self._model, True)
         for at, micro_batch in enumerate(micro_batches):
-            defer_sharing(self._model, is_last=at == len(micro_batches) - 1)
-            loss = self._loss(micro_batch, num_loss_tokens)
+            defer_resharding(self._model, is_last=at == len(micro_batches) - 1)
+            loss = self._loss(micro_batch, num_loss_tokens if self._preferences is None else num_pairs)
             loss.backward()
             total += float(loss.detach())
         set_learning(self._model, False)
@@ -271,30 +302,44 @@ class _Learner:
             num_loss_tokens=num_loss_tokens,
             seconds=seconds,
             world_size=self.gang.world_size,
+            preferences={} if self._preferences is None else self._preferences.take_metrics(num_pairs, gang=self.gang),
             mfu=None if used is None else used.mfu([each.num_tokens for each in samples], seconds=seconds),
         )
 
     @torch.no_grad()
     def loss(self, samples: Sequence[TrainSample]) -> float:
-        """Return the mean cross-entropy of the samples' trained tokens. Collective in a gang."""
+        """Return the mean loss of the trained tokens, or of the pairs, of all ranks' `samples`. Collective."""
         micro_batches = self._micro_batches(samples)
-        _, num_loss_tokens = self._counts(micro_batches)
-        return self.gang.sum_of_data([sum(float(self._loss(each, num_loss_tokens)) for each in micro_batches)])[0]
+        if self._preferences is None:
+            _, count = self._counts(micro_batches)
+        else:
+            count = len(samples) // 2
+        loss = self.gang.sum_of_data([sum(float(self._loss(each, count)) for each in micro_batches)])[0]
+        if self._preferences is not None:
+            self._preferences.take_metrics(count, gang=self.gang)  # those of the next step begin anew
+        return loss
 
-    def _loss(self, micro_batch: MicroBatch, num_loss_tokens: int) -> torch.Tensor:
-        """Return a micro-batch's share of the mean over `num_loss_tokens`."""
-        logprobs_BT, _ = token_logprobs(self._model, micro_batch)
-        losses = token_losses(micro_batch.loss_inputs(logprobs_BT), LossConfig())
-        return total_loss(losses, rl_divisor=0, num_ce_tokens=num_loss_tokens)
+    def _loss(self, micro_batch: MicroBatch, count: int) -> torch.Tensor:
+        """Return a micro-batch's share of the mean loss over `count`, the trained tokens or the pairs of all ranks."""
+        if self._preferences is not None:
+            return self._preferences.loss(self._model, micro_batch, num_pairs=count)
+        objective = Objective(loss_of=token_losses, config=LossConfig(), rl_divisor=0, num_ce_tokens=count)
+
+        def loss_at(logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor) -> torch.Tensor:
+            return objective(micro_batch.loss_inputs(logprobs_BT))[1]
+
+        return loss_at(*token_logprobs(self._model, micro_batch, one_pass=OnePass(loss_at)))
 
     def _counts(self, micro_batches: Sequence[MicroBatch]) -> tuple[int, int]:
-        """Return the numbers of tokens and of trained tokens over all ranks."""
+        """Return the numbers of tokens and of trained tokens of the step over all ranks. Collective."""
         counts = [sum(each.num_tokens for each in micro_batches), sum(each.num_ce_tokens for each in micro_batches)]
         num_tokens, num_loss_tokens = self.gang.sum_of_data(counts)
         return int(num_tokens), int(num_loss_tokens)
 
     def _micro_batches(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
-        plan = plan_micro_batches(
+        """Return this rank's micro-batches of the samples of all ranks."""
+        plan_of = plan_micro_batches if self._preferences is None else plan_pairs
+        plan = plan_of(
             [sample.num_tokens for sample in samples],
             max_tokens=self._config.micro_batch_tokens,
             world_size=self.gang.layout.data_size,
@@ -312,7 +357,10 @@ class _Learner:
 
 
 def _validation(config: SFTConfig, data: FineTuningData, learner: _Learner) -> Callable[..., float | None]:
-    """Return a function from a step to the validation loss before it, or None if it is not due at that step."""
+    """Return a function from a step to the validation loss before it; None where it is not due at that step.
+
+    With `is_last` it is always due. The function is collective in a gang.
+    """
     if config.val is None:
         return lambda step, is_last=False: None
     val, samples = config.val, data.validation_samples()
@@ -325,7 +373,10 @@ def _validation(config: SFTConfig, data: FineTuningData, learner: _Learner) -> C
 
 
 def _open_metrics(output: Path, start: int, *, gang: Gang) -> IO[str]:
-    """Open `metrics.jsonl` to append, after deleting lines from step `start` on; other ranks than 0 get /dev/null."""
+    """Open `metrics.jsonl` in `output` to append, after deleting lines from step `start` on.
+
+    Other ranks than 0 get /dev/null.
+    """
     if not gang.is_leader:
         return Path(os.devnull).open("w", encoding="utf-8")
     path = output / "metrics.jsonl"
@@ -337,9 +388,10 @@ def _open_metrics(output: Path, start: int, *, gang: Gang) -> IO[str]:
 
 
 def _log_start(output: Path, step: int, *, saves: bool) -> None:
-    """Log at which step an earlier run of this directory is continued, and how far it had come; nothing for a new run.
+    """Log at which step an earlier run in this directory is continued, and how far it had come.
 
-    `saves` says whether the config has checkpoints.
+    Does nothing for a new run. `step` is the step of the checkpoint, 0 without one; `saves` says whether the config has
+    checkpoints.
     """
     path = output / "metrics.jsonl"
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
@@ -357,7 +409,7 @@ def _log_start(output: Path, step: int, *, saves: bool) -> None:
 
 
 def _is_before(line: str, start: int) -> bool:
-    """Return whether a line of metrics is of a step before `start`, or of a validation after that step."""
+    """Return whether a line of metrics is of a step before `start`, or only of a validation after `start` steps."""
     step, metrics = _metrics_of(line)
     return bool(metrics) and (step < start or (step == start and "loss/mean" not in metrics))
 
@@ -374,6 +426,116 @@ def _metrics_of(line: str) -> tuple[int, dict[str, Any]]:
 
 
 def _write_line(file: IO[str], metrics: dict[str, float | int]) -> None:
-    """Write one line; NaN and infinities, which JSON lacks, become null."""
+    """Append metrics as one line to the file; NaN and infinities, which JSON lacks, become null."""
     file.write(json.dumps({name: value if math.isfinite(value) else None for name, value in metrics.items()}) + "\n")
     file.flush()
+
+
+# `millrace-trainer sft --config FILE`: fine-tuning with a progress bar on a terminal and plain lines elsewhere.
+#
+# Progress goes to stderr; the last line on stdout is the directory of the model.
+
+_ETA_STEPS = 20  # steps whose mean duration is taken: enough to be steady, few enough to follow a change
+
+
+def run(path: Path, *, is_evaluated: bool = False) -> int:
+    """Fine-tune as the resolved config in the file `path` says, print the model's directory, and return 0.
+
+    `is_evaluated` says that the parent process, `millrace sft`, plays the config's evaluations: without it raises
+    InvalidSpecError for a config with evaluations.
+    """
+    config = load_config(path)
+    if config.eval is not None and not is_evaluated:
+        problem = Violation(field="eval", message="is played by `millrace sft`, and this process trains alone")
+        remedy = "leave it out and evaluate the model with `millrace eval`, or start `millrace sft`"
+        raise InvalidSpecError([problem], remedy=remedy)
+    setup("trainer", level=config.log.level, json_lines=config.log.json_logging)
+    logger.info("fine-tuning begins", extra={"config": str(path), FILE_ONLY: True})
+    disable_progress_bar()  # the bars of loading and saving a model would be between the lines of the steps
+    gang = Gang.join()
+    try:
+        with shortage_named("fine-tune the model"), _progress() as show:
+
+            def on_step(step: SFTStep) -> None:
+                _log(step)
+                show(step)
+
+            directory = run_sft(config, gang=gang, on_step=on_step)
+    finally:
+        gang.leave()
+    if gang.is_leader:
+        print(directory)
+    return 0
+
+
+def load_config(path: Path) -> SFTConfig:
+    """Load the resolved config in a JSON file; raise NotFoundError, or InvalidSpecError with every violation."""
+    try:
+        document = path.read_bytes()
+    except OSError as error:
+        raise NotFoundError(
+            f"config {path} cannot be read: {error.strerror}",
+            reason="CONFIG_NOT_FOUND",
+            remedy="pass the resolved config that `millrace sft --dry-run` prints",
+        ) from error
+    return validate_document(document, SFTConfig, source=str(path))
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[SFTStep], None]]:
+    """Yield a function that shows a step: in a progress bar on a terminal, else as a line on stderr."""
+    if not sys.stderr.isatty():
+        yield _Lines().show
+        return
+    columns = (
+        TextColumn("sft"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.4f}{task.fields[val]}  {task.fields[speed]:.0f} tokens/s  eta"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("sft", total=None, loss=float("nan"), val="", speed=0.0)
+
+        def update(step: SFTStep) -> None:
+            fields: dict[str, Any] = {"loss": step.loss, "speed": step.num_tokens / step.seconds}
+            if step.val_loss is not None:
+                fields["val"] = _val(step)
+            bar.update(task, total=step.num_steps, completed=step.step + 1, **fields)
+
+        yield update
+
+
+class _Lines:
+    """Prints one plain line per step, with the remaining time estimated from the last steps."""
+
+    def __init__(self) -> None:
+        self._ends: deque[float] = deque(maxlen=_ETA_STEPS)
+        self._last_s = time.monotonic()
+
+    def show(self, step: SFTStep) -> None:
+        """Print a line about a step, with the remaining time estimated from the time between calls."""
+        now = time.monotonic()
+        # The time before the first step includes loading, so only that step's own seconds count.
+        self._ends.append(now - self._last_s if self._ends else step.seconds)
+        self._last_s = now
+        rest_s = sum(self._ends) / len(self._ends) * (step.num_steps - step.step - 1)
+        print(
+            f"step {step.step + 1}/{step.num_steps}  loss {step.loss:.4f}{_val(step)}  lr {step.lr:.2e}  "
+            f"{step.num_tokens / step.seconds:.0f} tokens/s  eta {timedelta(seconds=round(rest_s))}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _log(step: SFTStep) -> None:
+    """Log a step to the log file only, because the terminal shows the progress."""
+    fields: dict[str, Any] = {"step": step.step + 1, "loss": step.loss, "lr": step.lr, "seconds": step.seconds}
+    if step.val_loss is not None:
+        fields["val_loss"] = step.val_loss
+    logger.info("step completed", extra={**fields, FILE_ONLY: True})
+
+
+def _val(step: SFTStep) -> str:
+    """Return the validation loss as text to append to a line; empty if there is none."""
+    return "" if step.val_loss is None else f"  val {step.val_loss:.4f}"

@@ -27,28 +27,33 @@ class FirstRows:
 
     @property
     def have_conversations(self) -> bool:
-        """Return whether one of them is a conversation."""
+        """Return whether one of the rows is a conversation rather than text."""
         return any(map(is_conversation, self.source.rows))
 
 
 def tables(config: SFTConfig) -> Mapping[str, DataSourceConfig]:
-    """Return the tables of a config that name data, by their keys."""
+    """Return the tables of a config that name data, by their keys ("data", "val.data")."""
     return {"data": config.data} | ({} if config.val is None else {"val.data": config.val.data})
 
 
-def first_rows(key: str, table: DataSourceConfig) -> FirstRows | None:
-    """Return the first rows of local files, as `load_sources` reads them.
+def first_rows(key: str, table: DataSourceConfig, *, is_paired: bool = False) -> FirstRows | None:
+    """Return at most `_MOST` rows of each local file; `key` is the name of `table` in the config.
 
-    None for the Hub, or if the path is missing.
+    With `is_paired` rows are preference pairs. None for a dataset of the Hub, or if the path is missing. Raises
+    NotFoundError for a subset or split that is missing, and InvalidSpecError for a wrong row, as `load_sources`.
     """
     if not is_local(table.name) or not is_there(table.name):
         return None
-    source = load_rows(table, key=key, most=_MOST)
+    source = load_rows(table, key=key, most=_MOST, is_paired=is_paired)
     return FirstRows(key, source, are_all=len(source.rows) < _MOST)
 
 
 def look_at_rows(config: SFTConfig, found: FirstRows, *, directory: Path) -> Iterator[str]:
-    """Encode rows for the model in `directory`; yield notes on rows that are cut or left out. Raises as `look`."""
+    """Encode the rows `found` for the model in `directory`; yield sentences on rows that are cut or left out.
+
+    `config` has the table from which they were read. Raises InvalidSpecError as `look`, and as `require_tokenizer` for
+    a tokenizer that does not fit.
+    """
     tokenizer = require_tokenizer(directory, model=directory, needs_template=found.have_conversations)
     data = config.data if config.val is None or found.key == "data" else config.val.data
     encoder = RowEncoder(
@@ -62,9 +67,10 @@ def look_at_rows(config: SFTConfig, found: FirstRows, *, directory: Path) -> Ite
 
 
 def look_at_dataset(config: RLConfig, *, directory: Path) -> Iterator[str]:
-    """Encode the first rows of `[trainer.dataset]` for the model in `directory`; yield notes on them.
+    """Encode the first rows of `[trainer.dataset]` for the model in `directory`.
 
-    Of a dataset that is not local, or not on this machine, no row is encoded. Raises as `look`.
+    Yield sentences on those cut or left out. Of a dataset that is not local, or not on this machine, no row is encoded.
+    Raises InvalidSpecError as `look`, and as `require_tokenizer` for a tokenizer that does not fit.
     """
     dataset, trainer = config.trainer.dataset, config.trainer
     if dataset is None:
@@ -87,10 +93,10 @@ def look_at_dataset(config: RLConfig, *, directory: Path) -> Iterator[str]:
 
 
 def look(found: FirstRows, encoder: RowEncoder, *, cut: str) -> Iterator[str]:
-    """Encode rows; yield notes on how many are cut at the length that `cut` names, or left out.
+    """Encode rows; yield sentences on how many are cut or left out, and `cut` names the length in them.
 
-    Raises InvalidSpecError as a starting run does, if these are all rows. Otherwise the error is a note, because a run
-    may find enough usable rows among the others.
+    Raises InvalidSpecError as a starting run does, if these are all rows. Otherwise the error is a sentence, because a
+    run may find enough usable rows among the others.
     """
     places = [found.source.place(index) for index in range(len(found.source.rows))]
     rows = list(zip(found.source.rows, places, strict=True))

@@ -28,6 +28,7 @@ _BOM = b"\xef\xbb\xbf"
 _PARQUET, _ARROW, _ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 _TABLES = (_PARQUET, _ARROW, _ARROW_STREAM)
 _ROW = 'write lines like {"prompt": …, "completion": …} or {"messages": […]}'
+_PAIR = _ROW.partition('"completion"')[0] + '"chosen": …, "rejected": …}'
 _ONE_A_LINE = "write each row in one line (jq -c . FILE > rows.jsonl), or all rows in one JSON array"
 _PLAIN_JSON = "write what every reader of JSON takes: null for NaN, each key once, numbers of at most 4,000 digits"
 _AGAIN = "fetch or write the file once more; no row of it is taken"
@@ -49,6 +50,7 @@ _FOREIGN: Mapping[bytes, tuple[str, str]] = {
     b"\x80\x04": ("is a pickle", _TABLE),
 }
 """First bytes of files that are not supported: what they are, and the remedy. The first match counts."""
+# Possessive, so that a string that never ends is not tried again from each of its characters.
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[][{},]', re.DOTALL)
 _LONGEST_SIGN = max(map(len, _FOREIGN))
 
@@ -79,7 +81,8 @@ TOOLS = ("tools", "tool_defs")
 """Columns of tools; the first one that is not empty counts."""
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 COLUMNS = ("messages", "prompt", "completion", *TOOLS, TEMPLATE_ARGUMENTS)
-"""Columns that are read; a row may have any others."""
+PAIR_COLUMNS = ("prompt", "chosen", "rejected", *COLUMNS[3:])
+"""Columns that are read, and those of preference pairs; a row may have any others."""
 
 _RESERVED = {"conversation", "messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message"} | {
     "return_dict",
@@ -100,20 +103,21 @@ class WrongColumnsError(ValueError):
 
 
 def take_row(found: Any, columns: Mapping[str, str]) -> JsonRow:
-    """Return the known columns of a row, checked and in one form.
+    """Return the known columns of a row of data, checked and in one form, by our names.
 
-    `columns` maps each of `COLUMNS` to its name in the data.
-
-    `messages` take precedence over `prompt` and `completion`. Raises ValueError with what is wrong with the row.
+    `columns` maps each of `COLUMNS`, or of `PAIR_COLUMNS` for a pair, to its name in the data. `messages` take
+    precedence over `prompt` and `completion`. Raises ValueError with what is wrong with the row.
     """
     if not isinstance(found, dict):
         raise ValueError(f"is {_kind(found)} instead of a JSON object")
-    row = {name: value for name in COLUMNS if (value := found.get(columns[name])) is not None}
-    if "messages" in row:
+    row = {name: value for name in columns if (value := found.get(columns[name])) is not None}
+    if "chosen" in columns:
+        row |= _pair(row, found)
+    elif "messages" in row:
         row = {name: value for name, value in row.items() if name not in ("prompt", "completion")}
         row["messages"] = _messages(row["messages"], name="messages")
     elif not {"prompt", "completion"} <= row.keys():
-        raise WrongColumnsError(f"{wanted()}; {_it_has(found)}")
+        raise WrongColumnsError(f"{wanted(columns)}; {_it_has(found)}")
     elif not all(isinstance(row[name], str) for name in ("prompt", "completion")):
         _require_lists(row)
         row |= {name: _messages(row[name], name=name) for name in ("prompt", "completion")}
@@ -125,24 +129,43 @@ def take_row(found: Any, columns: Mapping[str, str]) -> JsonRow:
     return JsonRow(row)
 
 
-def wanted() -> str:
-    """Return the part of a message that says which columns a row needs."""
+def _pair(row: Row, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return messages of a pair in one form, {} for text; raise ValueError if wrong. `row` is `found` by our names."""
+    there = [name for name in ("prompt", "chosen", "rejected") if name in row]
+    if not {"chosen", "rejected"} <= set(there):
+        raise WrongColumnsError(f"{wanted(PAIR_COLUMNS)}; {_it_has(found)}")
+    kinds = ", ".join(f"`{name}` is {_kind(row[name])}" for name in there)
+    if "prompt" in there and all(isinstance(row[name], str) for name in there):
+        return {}
+    if not all(isinstance(row[name], list | dict) for name in there):
+        raise ValueError(f"{wanted(PAIR_COLUMNS)}; {kinds}")
+    return {name: _messages(row[name], name=name) for name in there}
+
+
+def wanted(columns: Iterable[str] = COLUMNS) -> str:
+    """Return words for a message: which columns a row needs; a preference pair if `columns` has `chosen`."""
+    if "chosen" in columns:
+        return "needs `prompt`, `chosen` and `rejected`, all text or all messages, or two whole conversations"
     return "needs `messages`, or `prompt` and `completion`, both text or both lists of messages"
 
 
 def require_columns(names: Sequence[str], columns: Mapping[str, str]) -> None:
-    """Raise WrongColumnsError unless a table has the columns that make a conversation, each once."""
+    """Raise WrongColumnsError unless a table's columns `names` have those that make a conversation, each once.
+
+    `columns` maps each of `COLUMNS`, or of `PAIR_COLUMNS`, to its name in the data.
+    """
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise WrongColumnsError(f"has several columns called {named(twice)}")
-    there = {name for name in COLUMNS if columns[name] in names}
-    if not ("messages" in there or {"prompt", "completion"} <= there):
-        raise WrongColumnsError(f"{wanted()}; it has {named(names)}")
+    there = {name for name in columns if columns[name] in names}
+    if not ("messages" in there or {"prompt", "completion"} <= there or {"chosen", "rejected"} <= there):
+        raise WrongColumnsError(f"{wanted(columns)}; it has {named(names)}")
 
 
 def plain(value: Any, *, name: str) -> Any:
-    """Return a table's value in JSON types: dates as text, and without keys of null, which tables fill in.
+    """Return a table's value in JSON types: dates as text, and without keys whose value is null, which tables fill in.
 
-    Raises ValueError for values that JSON lacks: bytes, numbers that are not finite. `name` is for messages.
+    Raises ValueError for values that JSON lacks: bytes, numbers that are not finite. `name` is the value's, for
+    messages.
     """
     if isinstance(value, dict):
         if odd := next((key for key in value if not isinstance(key, str)), None):
@@ -160,7 +183,7 @@ def plain(value: Any, *, name: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return the value without keys of null at every depth; null items of lists stay."""
+    """Return a copy of the value without keys whose value is null, at every depth; null items of lists stay."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
@@ -173,23 +196,29 @@ def named(names: Sequence[str]) -> str:
 
 
 def _it_has(found: Mapping[str, Any]) -> str:
+    """Return words for a message: which columns a row has, and which of these are null."""
     empty = [name for name, value in found.items() if value is None]
     there = f"it has {named([name for name in found if name not in empty])}"
     return f"{there}; null are {named(empty)}" if empty else there
 
 
 def _kind(value: Any) -> str:
+    """Return words for the type of a JSON value ("a list")."""
     return "null" if value is None else _KINDS.get(type(value), type(value).__name__)
 
 
 def _require_lists(row: Row) -> None:
+    """Raise ValueError unless `prompt` and `completion` of a row are both lists (or objects of lists) of messages."""
     kinds = {name: _kind(row[name]) for name in ("prompt", "completion")}
     if not all(isinstance(row[name], list | dict) for name in kinds):
         raise ValueError(f"{wanted()}; `prompt` is {kinds['prompt']}, `completion` is {kinds['completion']}")
 
 
 def _messages(value: Any, *, name: str) -> list[Mapping[str, Any]]:
-    """Return a list of messages, parsed and checked; raise ValueError if it is none."""
+    """Return the messages in a column's value, parsed and checked; raise ValueError if it is not a list of messages.
+
+    `name` is the column's, for messages of errors.
+    """
     messages = _records(_parsed(value, name=name), key="role")
     if not isinstance(messages, list):
         raise ValueError(f"has `{name}` that are no list: it is {_kind(messages)}")
@@ -197,6 +226,11 @@ def _messages(value: Any, *, name: str) -> list[Mapping[str, Any]]:
 
 
 def _message(message: Any, *, name: str) -> Mapping[str, Any]:
+    """Return a message, checked, with parts of content and tool calls as lists of objects.
+
+    Tables may have these as an object of lists, and tool calls as JSON text. Text as content, and the arguments of
+    calls, stay as they are. Raises ValueError if the message is malformed; `name` is what the error calls it.
+    """
     if not isinstance(message, dict):
         raise ValueError(f"`{name}` is no message: it is {_kind(message)}, and needs a `role`")
     if not isinstance(message.get("role"), str):
@@ -213,6 +247,7 @@ def _message(message: Any, *, name: str) -> Mapping[str, Any]:
 
 
 def _tool_calls(value: Any, *, name: str) -> list[Any]:
+    """Return the tool calls of a message as a list of objects; raise ValueError if they are malformed."""
     calls = _records(_parsed(value, name=name), key="function")
     if not isinstance(calls, list):
         raise ValueError(f"`{name}` must be a list of calls, and is {_kind(calls)}")
@@ -223,6 +258,10 @@ def _tool_calls(value: Any, *, name: str) -> list[Any]:
 
 
 def _tools(value: Any, *, name: str) -> list[Any] | None:
+    """Return the tools of a row as a list of objects, None if there are none.
+
+    Raise ValueError if they are malformed.
+    """
     tools = _records(_parsed(value, name=name), key="function")
     if tools is not None and not isinstance(tools, list):
         raise ValueError(f"`{name}` must be a list of tools, or one as JSON text, and is {_kind(tools)}")
@@ -234,6 +273,10 @@ def _tools(value: Any, *, name: str) -> list[Any] | None:
 
 
 def _template_arguments(value: Any) -> Mapping[str, Any] | None:
+    """Return a row's arguments for the chat template, None if there are none.
+
+    Raises ValueError if they are no object, or set an argument that Millrace sets.
+    """
     arguments = _parsed(value, name=TEMPLATE_ARGUMENTS)
     if arguments is not None and not isinstance(arguments, dict):
         raise ValueError(f"`{TEMPLATE_ARGUMENTS}` must be an object, or one as JSON text, and is {_kind(arguments)}")
@@ -243,9 +286,9 @@ def _template_arguments(value: Any) -> Mapping[str, Any] | None:
 
 
 def _parsed(value: Any, *, name: str) -> Any:
-    """Return the value of JSON text, None for blank text, and any other value as it is.
+    """Return what JSON text says, None for blank text, and any value that is not text as it is.
 
-    Raises ValueError if not JSON.
+    Raises ValueError for text that is not JSON; `name` is the value's, for messages.
     """
     if not isinstance(value, str):
         return value
@@ -258,7 +301,10 @@ def _parsed(value: Any, *, name: str) -> Any:
 
 
 def _records(value: Any, *, key: str) -> Any:
-    """Return a list of objects for an object of equally long lists that has `key`, and other values as they are."""
+    """Return an object of equally long lists, one of them under `key`, as a list of objects; other values as they are.
+
+    Raises ValueError if the lists differ in length.
+    """
     if not isinstance(value, dict) or not isinstance(value.get(key), list):
         return value
     columns = {name: column for name, column in value.items() if column is not None}
@@ -272,14 +318,21 @@ def _records(value: Any, *, key: str) -> Any:
 class RowReader:
     """Reads the rows of files; `columns` maps our names of columns to the data's, `key` is the config's table."""
 
-    def __init__(self, columns: Mapping[str, str], *, key: str = "data") -> None:
-        self._columns = {name: columns.get(name, name) for name in COLUMNS}
+    def __init__(self, columns: Mapping[str, str], *, key: str = "data", is_paired: bool = False) -> None:
+        """Read rows whose column `columns[NAME]` is our column NAME; unnamed ones have our names.
+
+        `key` is the name of the config's table, for messages. With `is_paired` every row is a preference pair.
+        """
+        self._columns = {name: columns.get(name, name) for name in (PAIR_COLUMNS if is_paired else COLUMNS)}
         self._names = set(self._columns.values())
         self._unseen = {name: column for name, column in self._columns.items() if name != column}
         self._key = key
 
     def read(self, path: Path) -> Iterator[tuple[Place, Row]]:
-        """Yield the rows of a file with their places; raise InvalidSpecError with fault, place and remedy."""
+        """Yield the rows of a file, checked and in one form, each with its place.
+
+        Raises InvalidSpecError with fault, place and remedy.
+        """
         try:
             with path.open("rb") as file:
                 begin = file.read(_LONGEST_SIGN)
@@ -295,9 +348,10 @@ class RowReader:
             self.refuse(f"cannot be read: {error.strerror or error}", source=str(path), remedy=_AGAIN)
 
     def take(self, found: Any, place: Place, *, is_json: bool = False) -> Row:
-        """Return the known columns of a row, checked; raise InvalidSpecError naming `place` if the row is malformed.
+        """Return the known columns of a row, checked and in one form; raise InvalidSpecError if the row is malformed.
 
-        Without `is_json` the row is of a table, whose values are converted to JSON types.
+        `place` says where it is, for the error. Without `is_json` the row is of a table, whose values are converted to
+        JSON types.
         """
         if self._unseen and isinstance(found, Mapping):
             self._unseen = {name: column for name, column in self._unseen.items() if column not in found}
@@ -311,7 +365,7 @@ class RowReader:
             self.refuse(str(error), source=str(place), value=found)
 
     def require_seen(self, source: str) -> None:
-        """Raise InvalidSpecError if the config gives a column a name that no row taken so far has."""
+        """Raise InvalidSpecError if the config names a column that no row taken so far has; `source` names the data."""
         if self._unseen:
             self._refuse_names(self._unseen, "has rows", source=source)
 
@@ -326,7 +380,10 @@ class RowReader:
         )
 
     def refuse(self, message: str, *, source: str, value: Any = None, remedy: str = _ROW) -> NoReturn:
-        """Raise InvalidSpecError for a row or a file: `message` at `source`, with the begin of `value`."""
+        """Raise InvalidSpecError for a row or a file: `message` says what is wrong, `source` where it is.
+
+        The error shows the beginning of `value`, unless it is None.
+        """
         text = None if value is None else str(value).strip()[:_SHOWN]
         violation = Violation(field=f"{self._key}.name", value=text, message=message, source=source)
         raise InvalidSpecError([violation], reason=_REASON, remedy=remedy)
@@ -334,22 +391,25 @@ class RowReader:
     def _refuse_columns(
         self, error: WrongColumnsError, names: Sequence[str], *, source: str, value: Any = None
     ) -> NoReturn:
+        """Raise InvalidSpecError for a row or table whose columns `names` make no conversation, with a remedy."""
         mapped = {name: column for name, column in self._columns.items() if name != column and column not in names}
         if mapped:
             self._refuse_names(mapped, f"it has {named(names)}", source=source, value=value)
-        others = [name for name in names if name not in COLUMNS]
+        others = [name for name in names if name not in self._columns]
+        remedy = _PAIR if "chosen" in self._columns else _ROW
         name = next((name for name in ("messages", "prompt", "completion") if name not in names), None)
-        remedy = _ROW
-        if name and others:
+        if name and others and remedy == _ROW:
             remedy += f", or say what a column is called there: {self._key}.columns.{name} = {json.dumps(others[0])}"
         self.refuse(str(error), source=source, value=value, remedy=remedy)
 
     def _refuse_names(self, columns: Mapping[str, str], there: str, *, source: str, value: Any = None) -> NoReturn:
+        """Raise InvalidSpecError because columns that the config names are not in the data; `there` says what is."""
         named = ", ".join(f"{self._key}.columns.{name} = {json.dumps(column)}" for name, column in columns.items())
         remedy = "name columns that the data has, or leave these keys out"
         self.refuse(f"{there}, and not what {named} names", source=source, value=value, remedy=remedy)
 
     def _refuse_foreign(self, path: Path, begin: bytes) -> None:
+        """Raise InvalidSpecError if the file's first bytes, `begin`, or its name are of a format that is not read."""
         for sign, (message, remedy) in _FOREIGN.items():
             if begin.startswith(sign):
                 self.refuse(message, source=str(path), remedy=remedy.replace("FILE", path.name))
@@ -358,9 +418,11 @@ class RowReader:
             self.refuse("is a table of text, which does not say what its columns hold", source=str(path), remedy=remedy)
 
     def _json_rows(self, path: Path, pieces: Iterator[bytes]) -> Iterator[tuple[Place, Row]]:
+        """Yield the rows of JSON Lines, or of a JSON array, from the file's unpacked bytes."""
         number = 0
         try:
             begin = next(pieces, b"")
+            # A piece may be shorter than the longest sign, or blank.
             while (len(begin) < _LONGEST_SIGN or not begin.strip(_BLANK)) and (piece := next(pieces, b"")):
                 begin += piece
             begin = begin.removeprefix(_BOM)
@@ -379,9 +441,8 @@ class RowReader:
                 try:
                     found = self._parse(line, place)
                 except InvalidSpecError:
-                    collections.deque(
-                        pieces, maxlen=0
-                    )  # raises at the end if a packed file is damaged, which then is the cause
+                    # Reads on to the end, which raises if a packed file is damaged: that is then the cause.
+                    collections.deque(pieces, maxlen=0)
                     raise
                 yield place, self.take(found, place, is_json=True)
         except CorruptObjectError as error:
@@ -389,6 +450,7 @@ class RowReader:
             self.refuse(message, source=f"{path}:{number + 1}", remedy=_AGAIN)
 
     def _array_rows(self, path: Path, pieces: Iterator[bytes]) -> Iterator[tuple[Place, Row]]:
+        """Yield the rows of a JSON array from the file's unpacked bytes, which are held in memory, at most 1 GiB."""
         parts, size = [], 0
         for piece in pieces:
             parts.append(piece)
@@ -400,6 +462,8 @@ class RowReader:
         try:
             rows = decode_json(document, what="it", reason=_REASON, max_bytes=_MOST_ARRAY_BYTES)
         except CorruptObjectError:
+            # Each element by itself, so that the error names its row; then the document, whose fault may be between
+            # elements.
             for number, element in enumerate(_elements(document)):
                 self._parse(element, Place(f"{path}, row ", number))
             rows = self._parse(document, Place(f"{path}:", 1))
@@ -409,9 +473,8 @@ class RowReader:
     def _parse(self, data: bytes, place: Place) -> Any:
         """Return the JSON value of a line, an element or a document.
 
-        Raises InvalidSpecError with the place of the error.
-
-        For a place that counts lines, the line of the error within `data` is added to it.
+        Raise InvalidSpecError with the place of the error. For a place that counts lines, the line of the error within
+        `data` is added to it.
         """
         try:
             return decode_json(data, what="it", reason=_REASON, max_bytes=_MOST_ARRAY_BYTES)
@@ -453,13 +516,14 @@ def _lines(pieces: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
             raise CorruptObjectError(f"line {number + 1} has more than {MAX_JSON_BYTES} bytes", reason=_REASON)
         if others:
             for line in (b"".join(held), *others[:-1]):
+                # Only the last part of a piece may go on in the next one.
                 yield (number := number + 1), line
             held, size = [others[-1]], len(others[-1])
     yield number + 1, b"".join(held)
 
 
 def _elements(document: bytes) -> Iterator[bytes]:
-    """Yield the text of each element of a JSON array, valid or not; an empty one after a last comma."""
+    """Yield the text of each element of a JSON array, valid or not; empty text after a last comma."""
     depth, start = 0, 0
     for token in _TOKEN.finditer(document):
         if token[0] in (b"[", b"{"):
@@ -477,7 +541,10 @@ def _elements(document: bytes) -> Iterator[bytes]:
 
 
 def _what_is_wrong(error: CorruptObjectError, data: bytes) -> tuple[str, str, int]:
-    """Return the message of a decoding error, with `{column}` to fill in, the remedy, and the byte offset in `data`."""
+    """Return what is wrong with `data`, with `{column}` to fill in, a remedy, and the byte offset of the fault in it.
+
+    `error` is the decoding error.
+    """
     match error.__cause__:
         case UnicodeDecodeError(start=start):
             message = f"is no UTF-8 text: byte 0x{data[start]:02x} in column {{column}}"
@@ -493,11 +560,15 @@ def _what_is_wrong(error: CorruptObjectError, data: bytes) -> tuple[str, str, in
 
 
 def _braced(text: str) -> str:
+    """Return a text that `str.format` leaves as it was."""
     return text.replace("{", "{{").replace("}", "}}")
 
 
 def _open_table(path: Path, begin: bytes) -> tuple[list[str], Callable[[list[str]], Iterator[Any]]]:
-    """Open a Parquet or Arrow file; return its column names, and a function from column names to record batches."""
+    """Open a Parquet or Arrow file; return its column names, and a function from column names to record batches.
+
+    `begin` are the file's first bytes, which tell the format.
+    """
     if begin.startswith((_ARROW, _ARROW_STREAM)):
         ipc = _import("pyarrow.ipc")
         is_stream = begin.startswith(_ARROW_STREAM)
@@ -515,11 +586,13 @@ def _rows_of(batch: Any) -> Iterator[Mapping[str, Any]]:
     try:
         yield from batch.to_pylist(maps_as_pydicts="strict")
     except ValueError:
+        # One by one, so that the rows before the faulty one are given, and counted.
         for at in range(batch.num_rows):
             yield from batch.slice(at, 1).to_pylist(maps_as_pydicts="strict")
 
 
 def _import(name: str) -> ModuleType:
+    """Import a module of pyarrow; raise InvalidStateError (EXTRA_MISSING) if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -37,10 +37,10 @@ class Conversation:
 def render(
     tokenizer: Any, conversation: Conversation, count: int | None = None, *, opens_turn: bool = False, **options: Any
 ) -> Any:
-    """Render the first `count` messages (None: all); `opens_turn` adds the header of the next assistant's turn.
+    """Render the first `count` messages (None: all) with the chat template; return the text.
 
-    `options` are those of `apply_chat_template`; with `tokenize` the result is not text. Raises what a template raises
-    (`TEMPLATE_ERRORS`).
+    `opens_turn` adds the header of the next assistant's turn. `options` are those of `apply_chat_template`; with
+    `tokenize` the result is not text. Raises what a template raises (`TEMPLATE_ERRORS`).
     """
     return tokenizer.apply_chat_template(
         list(conversation.messages[:count]),
@@ -61,9 +61,10 @@ class Rendering:
         self.whole: str = render(tokenizer, conversation)
 
     def beginning(self, index: int, *, opens_turn: bool = False) -> str | None:
-        """Render up to message `index`; return None if the template cannot render a conversation that ends there.
+        """Return the rendering of the messages up to `index`, included.
 
-        With `opens_turn` the result is the prompt with which an engine samples the next message.
+        None if the template cannot render one that ends there. With `opens_turn` the result is the prompt with which an
+        engine samples the next message.
         """
         try:
             return render(self._tokenizer, self._conversation, index + 1, opens_turn=opens_turn)
@@ -71,7 +72,7 @@ class Rendering:
             return None
 
     def what_changed(self, index: int) -> str:
-        """Return a sentence on the first message up to `index` that is rendered differently when others follow.
+        """Return a sentence that says which message up to `index` is rendered differently when others follow.
 
         It says how, and which message causes it.
         """
@@ -121,6 +122,7 @@ def _difference(left: str, right: str) -> tuple[str, str]:
 
 
 def _shown(text: str, start: int) -> str:
+    """Return some characters of a text from `start` on, for a message."""
     return text[start : start + _SHOWN] + ("…" if len(text) > start + _SHOWN else "")
 
 
@@ -145,7 +147,7 @@ class _Piece:
 
 
 class TextTokens:
-    """The tokens of a text, which change so that they begin with the prompts of `behind_prompt`."""
+    """The tokens of a text, which change so that they begin with the prompts of `begin_with_prompt`."""
 
     def __init__(self, tokenizer: Any, text: str) -> None:
         """Tokenise the text; raise BadRowError if it has half of a surrogate pair."""
@@ -166,7 +168,7 @@ class TextTokens:
         return [token for piece in self._pieces for token in piece.token_ids]
 
     def before(self, end: int) -> int:
-        """Return the number of tokens that end at or before a character."""
+        """Return how many tokens end at or before character `end` of the text."""
         piece = next(piece for piece in reversed(self._pieces) if piece.start <= end)
         count = sum(len(each.token_ids) for each in self._pieces[: self._pieces.index(piece)])
         if piece.ends is not None:
@@ -174,14 +176,12 @@ class TextTokens:
         part = self._tokenized(self._text[piece.start : end], start=piece.start, anchor=piece.anchor)
         return count + (0 if part is None else common_prefix(part.token_ids, piece.token_ids))
 
-    def behind_prompt(self, end: int) -> int:
+    def begin_with_prompt(self, end: int) -> int:
         """Make the tokens begin with those of the text up to character `end`, tokenized alone.
 
-        Returns how many those are.
-
-        That is how an engine tokenizes a prompt. If the whole text's tokens do not begin with them, the text after
-        `end` is tokenized separately. Raises BadRowError if no sequence of tokens begins with this prompt and with
-        those of earlier calls.
+        Return how many those are. That is how an engine tokenizes a prompt. If the whole text's tokens do not begin
+        with them, the text after `end` is tokenized separately. Raises BadRowError if no sequence of tokens begins with
+        this prompt and with those of earlier calls.
         """
         prompt = self._encoded(self._text[:end])
         if self.token_ids[: len(prompt)] != prompt:
@@ -209,11 +209,9 @@ class TextTokens:
         return None
 
     def _tokenized(self, text: str, *, start: int, anchor: str = "") -> _Piece | None:
-        """Tokenize a text after an anchor, and remove the anchor's tokens.
+        """Tokenize `text` after the text `anchor`, whose tokens are removed.
 
-        Returns None if the result does not begin with them.
-
-        `start` is the character of the whole text at which `text` begins.
+        None if the result does not begin with them. `start` is the character of the whole text at which `text` begins.
         """
         (token_ids, ends), lead = self._measured(anchor + text), self._encoded(anchor) if anchor else []
         if token_ids[: len(lead)] != lead:
@@ -227,16 +225,19 @@ class TextTokens:
         if not getattr(self._tokenizer, "is_fast", False):
             return self._encoded(text), None
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        # Made ascending, for the bisection in `before`.
         return list(encoded["input_ids"]), list(accumulate((end for _, end in encoded["offset_mapping"]), max))
 
     def _encoded(self, text: str) -> list[int]:
+        """Return the token ids of a text alone, without special tokens at its ends."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _decoded(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _melted(self, prompt: Sequence[int], end: int) -> str:
-        """Return the message for a row in which the prompt up to `end` is no prefix of the tokens."""
+        """Return the message for a row whose tokens cannot begin with the prompt up to character `end`."""
         shown, at = self._text[max(end - 20, 0) : end], common_prefix(prompt, self.token_ids)
         if not self._prompts:
             return f"an engine begins to sample after {shown!r}, but the text there cannot be tokenised by itself"
@@ -247,6 +248,7 @@ class TextTokens:
         )
 
     def _words(self, token_ids: Sequence[int]) -> str:
+        """Return the texts of tokens, quoted, for a message."""
         return " ".join(repr(self._decoded([token])) for token in token_ids)
 
 
@@ -288,7 +290,10 @@ def with_calls(conversation: Conversation) -> Iterator[Conversation]:
 
 
 def _as_engines_give(message: Message) -> Message:
-    """Return the message as engines pass it to templates: one text, the thought under every key, calls as functions."""
+    """Return a message as engines pass it to templates.
+
+    Its content is one text, its thought is under every key, and its calls are functions.
+    """
     given = dict(message)
     content = given.get("content")
     if isinstance(content, list) and content:
@@ -305,10 +310,15 @@ def _as_engines_give(message: Message) -> Message:
 
 
 def writes_calls_badly(conversation: Conversation, text: str) -> bool:
-    """Return whether the rendered `text` has arguments as Python's repr or as quoted JSON, an error of the template."""
+    """Return whether the rendered `text` has arguments of tool calls as Python's repr or as quoted JSON.
+
+    That is an error of the template.
+    """
     for message in conversation.messages:
         for arguments in call_arguments(message):
             plain = json.dumps(arguments, ensure_ascii=False)
+            # Wrong are Python's repr of an object, and quoted JSON of arguments that are text already. An empty object
+            # is written alike in all forms.
             bad = {repr(arguments), *((plain, json.dumps(arguments)) if isinstance(arguments, str) else ())}
             if any(shown in text for shown in bad - {"{}"} if shown != plain or isinstance(arguments, str)):
                 return True
@@ -324,15 +334,16 @@ def call_arguments(message: Message) -> list[Any]:
 def unwritten_parts(
     tokenizer: Any, conversation: Conversation, *, whole: str, thoughts: Collection[int]
 ) -> list[MessagePart]:
-    """Return the parts of messages that the template leaves out.
+    """Return the parts of messages that the template leaves out of `whole`, the rendered conversation.
 
-    `whole` is the rendered conversation. `thoughts` are the indices of messages whose reasoning counts as a part.
+    `thoughts` are the indices of messages whose reasoning counts as a part.
     """
     parts = [
         part
         for index, message in enumerate(conversation.messages)
         for part in _parts(index, message, has_thought=index in thoughts)
     ]
+    # All words in one rendering; only parts whose word is missing are then changed one by one.
     words = {part: f"{_unused_word(whole)}{at}q" for at, part in enumerate(parts)}
     shown = _rendered(tokenizer, conversation, words) or ""
     missing = [part for part in parts if words[part] not in shown]
@@ -340,9 +351,9 @@ def unwritten_parts(
 
 
 def writes_tools(tokenizer: Any, conversation: Conversation, whole: str) -> bool:
-    """Return whether the list of tools changes the rendering.
+    """Return whether the list of tools changes the rendering `whole`.
 
-    True if there are no tools, or nothing renders without.
+    True as well if there are no tools, or if nothing renders without them.
     """
     try:
         return not conversation.tools or render(tokenizer, replace(conversation, tools=None)) != whole
@@ -351,7 +362,7 @@ def writes_tools(tokenizer: Any, conversation: Conversation, whole: str) -> bool
 
 
 def texts_of(message: Message) -> Iterator[str]:
-    """Yield the texts of a message that the template may write, tool call arguments included."""
+    """Yield the texts of a message that the template may write, reasoning and tool call arguments included."""
     content = message.get("content")
     for part in [content] if isinstance(content, str) else content or []:
         if isinstance(text := part.get("text") if isinstance(part, Mapping) else part, str):
@@ -364,7 +375,7 @@ def texts_of(message: Message) -> Iterator[str]:
 
 
 def _parts(index: int, message: Message, *, has_thought: bool) -> Iterator[MessagePart]:
-    """Yield the parts of a message that should be rendered."""
+    """Yield the parts of message `index` that should be rendered; reasoning only with `has_thought`."""
     content = message.get("content")
     for at, text in enumerate([content] if isinstance(content, str) else content or []):
         if _is_text(text):
@@ -384,12 +395,13 @@ def _thought(content: Any) -> str:
 
 
 def _is_text(part: Any) -> bool:
+    """Return whether a part of a content is text that is not blank."""
     text = part.get("text") if isinstance(part, Mapping) else part
     return isinstance(text, str) and bool(text.strip())
 
 
 def _changes(tokenizer: Any, conversation: Conversation, part: MessagePart, word: str, whole: str) -> bool:
-    """Return whether a word at the end or at the begin of a part changes the rendering, or makes it fail."""
+    """Return whether a rendering with `word` at the end or the beginning of a part is not `whole`, or fails."""
     for at_end in (True, False):
         text = _rendered(tokenizer, conversation, {part: word}, at_end=at_end)
         if text is None or text != whole:
@@ -400,7 +412,7 @@ def _changes(tokenizer: Any, conversation: Conversation, part: MessagePart, word
 def _rendered(
     tokenizer: Any, conversation: Conversation, words: Mapping[MessagePart, str], *, at_end: bool = True
 ) -> str | None:
-    """Render the conversation with words added to its parts, at their end or begin; None if the template raises."""
+    """Render the conversation with words added to its parts, at their end or beginning; None if the template raises."""
     messages = list(conversation.messages)
     for part, word in words.items():
         messages[part.message] = _with_word(messages[part.message], part, word, at_end=at_end)
@@ -411,6 +423,8 @@ def _rendered(
 
 
 def _with_word(message: Message, part: MessagePart, word: str, *, at_end: bool) -> Message:
+    """Return the message with `word` added to one of its parts, at its end or else at its beginning."""
+
     def put(text: Any) -> Any:
         if isinstance(text, Mapping):
             return {**text, "text": put(text["text"])}
@@ -459,7 +473,10 @@ def decoded_arguments(arguments: Any) -> Any:
 
 
 def _with_arguments(conversation: Conversation, *, as_text: bool) -> Conversation:
+    """Return the conversation with the arguments of tool calls as JSON text, or else as objects."""
+
     def changed(function: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a function with its arguments as JSON text, or else as an object."""
         arguments = function.get("arguments")
         arguments = {} if arguments is None else arguments
         if not as_text:
@@ -483,6 +500,7 @@ def _with_functions(
 
 
 def _calls(message: Message) -> list[Mapping[str, Any]]:
+    """Return the tool calls of a message; empty if it has none."""
     return message.get("tool_calls") or []
 
 
@@ -493,6 +511,7 @@ def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _unused_word(text: str) -> str:
+    """Return a word that does not occur in a text."""
     word = "qzwritten"
     while word in text:
         word += "q"

@@ -1,7 +1,8 @@
 """The rows of a fine-tuning: their sources, and rows as conversations.
 
 A row has `messages`, or `prompt` and `completion`, both text or both lists of messages. It may also have `tools` (or
-`tool_defs`) and `chat_template_kwargs`, as objects or as JSON text.
+`tool_defs`) and `chat_template_kwargs`, as objects or as JSON text. A preference pair has `chosen` and `rejected`
+instead, and a `prompt` unless they are whole conversations.
 """
 
 import hashlib
@@ -16,9 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from millrace.config.sections.data import DataSourceConfig
+from millrace.rollouts.types import TrainSample
 from millrace.trainer.sft.readers import TOOLS, JsonRow, Place, Row, RowReader, without_nulls
-from millrace.trainer.sft.rendering import Conversation, Message
+from millrace.trainer.sft.rendering import BadRowError, Conversation, Message
 
 logger = logging.getLogger(__name__)
 
@@ -31,21 +35,23 @@ class Source:
     places: list[Place]
 
     def place(self, index: int) -> str:
-        """Return the place of a row as text for people."""
+        """Return in words where the row with this index is (file and line)."""
         return str(self.places[index])
 
 
-def load_sources(config: DataSourceConfig, *, key: str = "data", most: int | None = None) -> list[Source]:
+def load_sources(
+    config: DataSourceConfig, *, key: str = "data", most: int | None = None, is_paired: bool = False
+) -> list[Source]:
     """Load the sources to mix: one for each subset or split, each with at least one row.
 
-    Of each local file at most the first `most` rows are read. `key` is the table of `config`, for messages. Raises
-    NotFoundError (DATA_NOT_FOUND) for data, a subset or a split that is missing, and InvalidSpecError (DATA_INVALID)
-    with the place of a wrong row.
+    Of each local file at most the first `most` rows are read; None: all. `key` is the table of `config`, for messages.
+    With `is_paired` rows are preference pairs. Raises NotFoundError (DATA_NOT_FOUND) for data, a subset or a split that
+    is missing, and InvalidSpecError (DATA_INVALID) with the place of a wrong row.
     """
     count = config.num_sources
     subsets: Sequence[str | None] = config.subsets or [None] * count
     splits: Sequence[str | None] = config.splits or [None] * count
-    reader = RowReader(config.columns.model_dump(), key=key)
+    reader = RowReader(config.columns.model_dump(), key=key, is_paired=is_paired)
     sources = [
         _load_source(config, subset, split, reader=reader, most=most)
         for subset, split in zip(subsets, splits, strict=True)
@@ -55,9 +61,15 @@ def load_sources(config: DataSourceConfig, *, key: str = "data", most: int | Non
     return sources
 
 
-def load_rows(config: DataSourceConfig, *, key: str = "data", most: int | None = None) -> Source:
-    """Load the rows of all sources into one, one after the other; parameters and errors are those of `load_sources`."""
-    return joined(load_sources(config, key=key, most=most))
+def load_rows(
+    config: DataSourceConfig, *, key: str = "data", most: int | None = None, is_paired: bool = False
+) -> Source:
+    """Load the rows of all sources into one, one after the other.
+
+    Of each local file at most the first `most` rows are read; None: all. `key` is the table of `config`, for messages.
+    With `is_paired` rows are preference pairs. Raises as `load_sources`.
+    """
+    return joined(load_sources(config, key=key, most=most, is_paired=is_paired))
 
 
 def joined(sources: Sequence[Source]) -> Source:
@@ -69,7 +81,7 @@ def joined(sources: Sequence[Source]) -> Source:
 
 
 def digest_rows(rows: Sequence[Row]) -> str:
-    """Return the SHA-256 (hex) of rows, in order."""
+    """Return the SHA-256 (hex) of rows in their order."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(json.dumps(row, sort_keys=True, default=repr).encode() + b"\n")
@@ -77,8 +89,10 @@ def digest_rows(rows: Sequence[Row]) -> str:
 
 
 def is_conversation(row: Row) -> bool:
-    """Return whether a row has messages rather than texts; a row with neither is refused when it is encoded."""
-    return row.get("messages") is not None or any(isinstance(row.get(key), list) for key in ("prompt", "completion"))
+    """Return whether a row has messages rather than texts; False for a row with neither."""
+    return row.get("messages") is not None or any(
+        isinstance(row.get(key), list) for key in ("prompt", "completion", "chosen")
+    )
 
 
 def conversation_of(row: Row) -> Conversation:
@@ -98,7 +112,75 @@ def conversation_of(row: Row) -> Conversation:
     )
 
 
+def sample_of(token_ids: Sequence[int], trained: Sequence[bool], *, length: int) -> TrainSample:
+    """Return a sample of the first `length` tokens, with a cross-entropy weight of 1 on the `trained` ones.
+
+    The first token has weight 0 in any case, because it has no log-prob.
+    """
+    weights = np.array(trained[:length], np.float32)
+    weights[:1] = 0.0  # nothing precedes the first token, so it has no log-prob
+    zeros = np.zeros(length, np.float32)
+    return TrainSample(
+        token_ids=np.array(token_ids[:length], np.int32),
+        # No token was sampled by a policy, so that none is in the policy loss.
+        loss_mask=np.zeros(length, np.uint8),
+        inference_logprobs=zeros,
+        advantages=zeros,
+        ce_weights=weights,
+        ordinal=0,
+        member=0,
+        attempt=0,
+        env="sft",
+        reward=0.0,
+        temperature=1.0,
+        min_version=0,
+        max_version=0,
+        lineage=0,
+    )
+
+
+def sides_of(row: Row) -> tuple[JsonRow, JsonRow]:
+    """Return a preference pair as two rows with `prompt` and `completion`: the chosen one, and the rejected one.
+
+    Without a `prompt` the messages with which both begin are the prompt. Raises BadRowError if there are none, if a
+    response is empty, or if both are the same.
+    """
+    sides = {name: row[name] for name in ("chosen", "rejected")}
+    given = {name: value for name, value in row.items() if name not in sides}
+    if row.get("prompt") is None:
+        # The messages with which both begin.
+        together = zip(sides["chosen"], sides["rejected"], strict=False)
+        shared = sum(1 for _ in itertools.takewhile(lambda both: both[0] == both[1], together))
+        if not shared:
+            raise BadRowError("`chosen` and `rejected` begin with no common message, and the row has no `prompt`")
+        if sides["chosen"] == sides["rejected"]:
+            raise BadRowError("`chosen` and `rejected` are the same")
+        given["prompt"] = sides["chosen"][:shared]
+        sides = {name: messages[shared:] for name, messages in sides.items()}
+    for name, response in sides.items():
+        if not _says_something(response):
+            raise BadRowError(f"`{name}` is empty: it has no text or call of the assistant's")
+    if sides["chosen"] == sides["rejected"]:
+        raise BadRowError("`chosen` and `rejected` are the same")
+    chosen, rejected = ({**given, "completion": response} for response in sides.values())
+    return JsonRow(chosen), JsonRow(rejected)
+
+
+def _says_something(response: Any) -> bool:
+    """Return whether a response, text or messages, has a text or a call of the assistant's."""
+    if isinstance(response, str):
+        return bool(response.strip())
+    own = [message for message in response if message.get("role") == "assistant"]
+    return any(message.get(key) for message in own for key in ("content", "tool_calls", "reasoning_content"))
+
+
+def num_prompt_messages(row: Row) -> int:
+    """Return how many messages of `conversation_of(row)` are of the row's `prompt`."""
+    return len(_turn(row["prompt"], role="user"))
+
+
 def _turn(content: Any, *, role: str) -> list[Message]:
+    """Return a prompt or completion as messages: text as one message of `role`, messages as they are."""
     return [{"role": role, "content": content}] if isinstance(content, str) else content
 
 
@@ -109,18 +191,22 @@ def _message(message: Message) -> Message:
 
 
 def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table without keys of null, which templates would treat as present."""
+    """Return a table without keys whose value is null, which templates would treat as present."""
     return {key: value for key, value in table.items() if value is not None}
 
 
 def _decoded(value: Any) -> Any:
+    """Return the value of JSON text, None for an empty value, and other values as they are."""
     return json.loads(value) if isinstance(value, str) and value.strip() else value or None
 
 
 def _load_source(
     config: DataSourceConfig, subset: str | None, split: str | None, *, reader: RowReader, most: int | None
 ) -> Source:
-    """Load one subset or split of a local path or Hub data set; raise NotFoundError if it is missing or empty."""
+    """Load one subset or split of a local path or Hub dataset; raise NotFoundError if it is missing or empty.
+
+    None is the whole of it. At most the first `most` rows of each local file are read; None: all.
+    """
     if is_local(config.name):
         found = _read_local(config.name, reader, subset=subset, split=split, most=most)
     else:
@@ -135,6 +221,7 @@ def _load_source(
 
 
 def _called(subset: str | None, split: str | None) -> str:
+    """Return words that name a subset and a split in messages."""
     names = [f"subset {subset!r}" if subset else "", f"split {split!r}" if split else ""]
     return ", ".join(filter(None, names)) or "it"
 
@@ -142,7 +229,10 @@ def _called(subset: str | None, split: str | None) -> str:
 def _read_local(
     name: str, reader: RowReader, *, subset: str | None, split: str | None, most: int | None
 ) -> Iterator[tuple[Place, Row]]:
-    """Yield the rows of local files, at most `most` of each; log notes on the choice of files."""
+    """Yield the rows of local files with their places, at most `most` of each.
+
+    Log warnings about the choice of files.
+    """
     try:
         chosen = choose_files(name, subset=subset, split=split)
     except NoFilesError as error:
@@ -159,7 +249,7 @@ def _read_local(
 
 
 def _read_hub(name: str, reader: RowReader, *, subset: str | None, split: str) -> Iterator[tuple[Place, Row]]:
-    """Download a Hub data set's subset and split with the package `datasets`, and yield its rows.
+    """Download a Hub dataset's subset and split with the package `datasets`, and yield its rows with their places.
 
     Raises NotFoundError if the package is not installed or cannot load them.
     """
@@ -211,12 +301,12 @@ class LocalFiles:
 
 
 def is_local(name: str) -> bool:
-    """Return whether the name of a data set is a path rather than an id of the Hub (`owner/name`, also with dots)."""
+    """Return whether the name of a dataset is a path rather than an id of the Hub (`owner/name`, also with dots)."""
     return is_there(name) or name.startswith((".", "/", "~")) or name.lower().endswith(SUFFIXES) or name.count("/") > 1
 
 
 def is_there(name: str) -> bool:
-    """Return whether the path exists; False for one that is not valid."""
+    """Return whether a file or directory with this path exists; False for a path that is not valid."""
     try:
         return Path(name).expanduser().exists()
     except (OSError, ValueError, RuntimeError):  # too long, a NUL, the home of nobody
@@ -224,7 +314,10 @@ def is_there(name: str) -> bool:
 
 
 def choose_files(name: str, *, subset: str | None, split: str | None) -> LocalFiles:
-    """Choose the files of a subset and a split, or all files; raise NoFilesError if there are none."""
+    """Choose the files of the path `name` that have a subset and a split; None: all.
+
+    Raises NoFilesError if there are none.
+    """
     try:
         path = Path(name).expanduser()
         if path.is_file() and not (subset or split):
@@ -235,6 +328,7 @@ def choose_files(name: str, *, subset: str | None, split: str | None) -> LocalFi
 
 
 def _choose(path: Path, *, subset: str | None, split: str | None) -> LocalFiles:
+    """Choose the files of a directory that have a subset and a split; raise NoFilesError if there are none."""
     _require_directory(path)
     if not (subset or split):
         return _all(path)
@@ -245,12 +339,13 @@ def _choose(path: Path, *, subset: str | None, split: str | None) -> LocalFiles:
 
 
 def _require_directory(path: Path) -> None:
+    """Raise NoFilesError unless the path is a directory."""
     if not path.is_dir():
         raise NoFilesError(f"{path.absolute()} {_NOT_ONE[path.is_file(), path.exists()]}")
 
 
 def _all(directory: Path) -> LocalFiles:
-    """Return all data files below a directory, with notes; raise NoFilesError if there are none."""
+    """Return all data files below a directory, with sentences for the user; raise NoFilesError if there are none."""
     found = list(_below(directory))
     files = [file for file in found if _stem(file) is not None]
     others = [file.relative_to(directory).as_posix() for file in found if _stem(file) is None and not _is_about(file)]
@@ -261,6 +356,10 @@ def _all(directory: Path) -> LocalFiles:
 
 
 def _notes(directory: Path, files: list[Path], others: list[str]) -> Iterator[str]:
+    """Yield sentences for the user: which files are not read, have equal names, or are read although held out.
+
+    `files` are those that are read, and `others` the names of those that are not.
+    """
     if others:
         yield f"{directory}: not read, because of what their names end in: {_shown(others)}"
     twice = [stem for stem, count in Counter(file.with_name(_stem(file) or "") for file in files).items() if count > 1]
@@ -328,14 +427,16 @@ def _stem(file: Path) -> str | None:
 
 
 def _split(stem: str) -> str:
-    """Return a name without its shard number."""
+    """Return a file's name without suffix and without its shard number ("train-00001-of-00002" → "train")."""
     return _SHARD.sub("", stem)
 
 
 def _is_about(file: Path) -> bool:
+    """Return whether a file describes the data, and so is not worth a warning."""
     return file.name in _ABOUT or file.name.partition(".")[0].lower() in _TEXTS or file.suffix in (".md", ".py")
 
 
 def _shown(names: list[str]) -> str:
+    """Return names as text for a message, shortened if there are many."""
     rest = len(names) - _MOST_NAMED
     return ", ".join(itertools.islice(names, _MOST_NAMED)) + (f" and {rest} others" if rest > 0 else "")

@@ -3,7 +3,7 @@
 import json
 
 from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
-from millrace.readers.replay.steps import Replayer
+from millrace.readers.replay import Replayer
 from millrace.runlog import Names
 from millrace.storage import ObjectStore
 

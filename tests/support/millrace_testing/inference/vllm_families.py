@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from millrace.errors import InternalError
+from millrace.policies.host_copy import read_manifest
 from millrace.policies.manifest import PolicyManifest
 from millrace.policies.proof import combine
-from millrace.policies.pull import read_manifest
 from millrace.policies.tensors import TensorBytes
 from millrace.storage.local import LocalStore
 from millrace.trainer.gang.distributed import Gang

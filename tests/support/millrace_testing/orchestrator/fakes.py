@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import grpc
 import numpy as np
 
-from millrace.errors import ConflictError, LogGoneError
+from millrace.errors import STORAGE_ERRORS, ConflictError, LogGoneError
 from millrace.internal.v1 import (
     batch_pb2,
     env_service_pb2,
@@ -29,7 +29,7 @@ from millrace.rollouts.types import PolicySpan, Purpose, Rollout, RolloutError, 
 from millrace.rollouts.wire import encode_rollout
 from millrace.rpc.worker import WorkerAgent
 from millrace.runlog import RunLog
-from millrace.runlog.redis.batch_reader import read_batch
+from millrace.trainer.log.client import read_batch
 
 
 @dataclass
@@ -282,7 +282,8 @@ class FakeTrainer:
                     await RunLog.open(self.deps["redis"], self.deps["store"], prefix=self.deps["prefix"], uid=uid)
                 )
                 return
-            except (LogGoneError, ConflictError):  # rebuilt: its policies are appended again
+            except (*STORAGE_ERRORS, ConflictError):
+                # As a real trainer does: a refusal passes, and after a rebuild its policies are appended again.
                 await asyncio.sleep(0.05)
 
     async def _train_on(self, log: RunLog) -> None:

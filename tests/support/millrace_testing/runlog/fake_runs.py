@@ -22,6 +22,7 @@ class FakeRuns(RunServiceServicer):
         self.runs: dict[str, run_pb2.Run] = {}
         self.events = recorded()
         self.requests: list[rs.CreateRunRequest] = []
+        self.deletions: list[rs.DeleteRunRequest] = []
         self.is_denied = False
         self.reasons: list[str] = []
 
@@ -66,6 +67,11 @@ class FakeRuns(RunServiceServicer):
         if run.state in (run_pb2.RUN_STATE_PAUSED, run_pb2.RUN_STATE_FAILED):
             run.state = run_pb2.RUN_STATE_QUEUED
         return rs.ResumeRunResponse(run=run)
+
+    async def DeleteRun(self, request, context):
+        self.deletions.append(request)
+        run = self.runs.get(request.name) or next(run for run in self.runs.values() if run.uid == request.name)
+        return rs.DeleteRunResponse(uid=run.uid, objects=[rs.DeletedObjects(kind="batch header", count=2)])
 
     async def WatchRun(self, request, context):
         for number, event in enumerate(self.events, 1):

@@ -26,15 +26,14 @@ from millrace.rollouts.types import (
     TrainSample,
 )
 from millrace.rollouts.wire import decode_archive, encode_archive, encode_rollout
-from millrace.runlog import EventWriter, Frontier, RunLog, Stream, chain_hash, commit_batch
+from millrace.runlog import Epoch, EventWriter, Frontier, RunLog, Stream, chain_hash, commit_batch
 from millrace.runlog import event_archive as event_archive
 from millrace.runlog.event_archive import EventArchive
 from millrace.runlog.names import Deployment
-from millrace.runlog.records import chain_points
+from millrace.runlog.records import frontier as frontier_module
 from millrace.runlog.records.known import KnownObjects
 from millrace.runlog.records.run_record import load_origin
-from millrace.runlog.records.scores import load_scores, name_scores, store_scores
-from millrace.runlog.records.token_logs import store_token_log
+from millrace.runlog.records.token_logs import load_scores, name_scores, store_scores, store_token_log
 from millrace.runlog.retention import Retention, RetentionRule, RunNeeds
 from millrace.runlog.seal import write_seal
 from millrace.storage import ObjectStore
@@ -229,6 +228,108 @@ def token_log(run: Recorded, step: int) -> event_pb2.Event:
     return event_pb2.Event(token_log_stored=body)
 
 
+class _Services:
+    """What orchestrator and trainer hold while they record a run, and what each of them writes."""
+
+    def __init__(self, run: Recorded, *, orchestrator: Epoch, trainer: Epoch) -> None:
+        """Make the writers of `run` under the epochs of the two services."""
+        self.run = run
+        self.orchestrator, self.trainer = orchestrator, trainer
+        self.events, self.reports = EventWriter(run.log, "orchestrator-1"), EventWriter(run.log, "trainer-1")
+        self.frontier = Frontier()
+        self.retention = Retention(run.store, run.names, first=0, by="orchestrator-1")
+        self.known = KnownObjects()
+        self.archive = EventArchive(run.log, on_written=self.known.announce)
+
+    async def announce(self, version: int) -> None:
+        """Publish a version and announce it in the log and in an event."""
+        run = self.run
+        entry = publish(run, version)
+        (await run.log.append_policy(self.trainer, entry.SerializeToString(), version)).require("policy")
+        self.known.announce(entry.manifest_key.removeprefix(run.names.root))
+        published = event_pb2.PolicyPublished(
+            version=version, digest=entry.digest, manifest_sha256=manifest_sha256(entry)
+        )
+        await self.reports.write(event_pb2.Event(policy_published=published))
+
+    async def play(self, ordinal: int, member: int, *, first_token: int, scored: bool) -> Rollout:
+        """Append a rollout to the log and return it as it is archived; if `scored`, with a teacher's log-probs."""
+        run = self.run
+        fields = {"ordinal": ordinal, "member": member, "dispatched_after": "0-0", "reward": member}
+        fields["first_token"] = first_token
+        entry_id = await append_rollout(run, rollout(run.log.uid, **fields))
+        one = rollout(run.log.uid, **fields, entry_id=entry_id)
+        if scored:
+            scores = [np.array([0, 0, -1, -2 - run.seed, ordinal], np.float32)]
+            store_scores(run.store, run.names, one, scores)
+            one = load_scores(run.store, run.names, one)
+        return one
+
+    async def commit(self, header: batch_pb2.BatchHeader, played: list[Rollout]) -> None:
+        """Commit `header` as the next of the chain, with the rollouts that it resolves and trains on."""
+        run = self.run
+        header.run_uid, header.run_hash, header.previous_chain_hash = run.log.uid, run.log.run_hash, run.chain
+        self.frontier.resolve(()).fill(header)
+        header.orchestrator_state = json.dumps({"num_duplicates": header.step}).encode()
+        chunks = pack_batch(header, [_train_sample(one) for one in played], target_chunk_bytes=100)
+        header.objects.extend(name_scores(run.names, played))
+        archive = encode_archive(played)
+        with mock.patch.object(frontier_module, "POINT_STEPS", POINT_STEPS):
+            stored = await commit_batch(run.log, self.orchestrator, header, chunks, archive, known=self.known)
+        run.chain = chain_hash(run.chain, stored)
+        run.chains.append(run.chain)
+        run.headers.append(batch_pb2.BatchHeader.FromString(stored))
+
+    async def commit_step(self, step: int, *, scored: bool) -> None:
+        """Commit the batch of a step: two groups are played and trained on, the third ordinal is dropped."""
+        ordinals = [3 * step, 3 * step + 1, 3 * step + 2]
+        first_token = self.run.seed + (step if scored else 0)
+        played = [
+            await self.play(ordinal, member, first_token=first_token, scored=scored)
+            for ordinal in ordinals[:2]
+            for member in range(MEMBERS)
+        ]
+        self.frontier = self.frontier.resolve(ordinals)
+        header = batch_pb2.BatchHeader(kind=batch_pb2.BATCH_KIND_TRAIN, step=step)
+        header.resolutions.extend([*map(_resolution, ordinals[:2]), _resolution(ordinals[2], "zero_advantage")])
+        await self.commit(header, played)
+        chain = self.run.chain.hex()
+        committed = event_pb2.BatchCommitted(step=step, num_trained=2, dropped={"zero_advantage": 1}, chain_hash=chain)
+        await self.events.write(event_pb2.Event(batch_committed=committed))
+
+    async def train_step(self, step: int, *, saves: bool, logs_tokens: bool) -> None:
+        """Write what the trainer makes of a step: a version, events, a checkpoint and a token log if asked for."""
+        run = self.run
+        await self.announce(step + 1)
+        if saves:
+            await self.reports.write(checkpoint(run, step + 1))
+        completed = event_pb2.StepCompleted(step=step, chain_hash=run.chain.hex())
+        await self.reports.write(event_pb2.Event(step_completed=completed))
+        if logs_tokens:
+            await self.reports.write(token_log(run, step))
+
+    async def archive_events(self, step: int) -> None:
+        """Write an intent, and move the events so far into an archive, as happens from time to time."""
+        await self.run.log.write_intent("pause", {"step": step})
+        await self.events.flush()
+        await self.reports.flush()
+        await self.archive.archive()
+
+    async def close(self, steps: int, *, ends: str) -> None:
+        """Commit the closing header of a run of `steps` steps that ends in the state `ends`, and write its event."""
+        self.frontier = self.frontier.resolve([3 * steps])
+        header = batch_pb2.BatchHeader(kind=batch_pb2.BATCH_KIND_CLOSE, step=steps, final_version=steps)
+        header.outcome = batch_pb2.RunOutcome.Value(f"RUN_OUTCOME_{ends}")
+        header.resolutions.append(_resolution(3 * steps, "run_ended"))
+        await self.commit(header, [])
+        end = event_pb2.Event()
+        end.time.FromSeconds(ENDED_AT)
+        end.state_changed.new_state = run_pb2.RunState.Value(f"RUN_STATE_{ends}")
+        end.state_changed.chain_hash = self.run.chain.hex()
+        await self.reports.flush()
+        await self.events.write(end)
+
+
 async def record(
     log: RunLog,
     redis: redis_asyncio.Redis,
@@ -243,97 +344,35 @@ async def record(
     ends: str = "SUCCEEDED",
     rules: Mapping[int, RetentionRule] = MappingProxyType({}),
 ) -> Recorded:
-    """Return two groups of two members a step (ordinals 3 n and 3 n + 1), and one that is dropped (3 n + 2).
+    """Record a run of two groups of two members a step (ordinals 3 n and 3 n + 1), and one that is dropped (3 n + 2).
 
-    `seed` changes weights and rewards; `scored`: a teacher has scored the rollouts, log-probs of the trainer are
-    stored, and each step has tokens of its own. `ends` is the state in which it ends, if it `closes`. `rules`: by
-    which rules of retention something is retired behind a step.
+    `checkpoints` are the versions of which there is one. `seed` changes weights and rewards. `scored`: a teacher has
+    scored the rollouts, log-probs of the trainer are stored, and each step has tokens of its own. `ends` is the state
+    in which the run ends, if it `closes`. `rules` are rules of retention by the step after which something is retired
+    by them.
     """
     run = Recorded(log=log, redis=redis, store=store, chain=load_origin(store, log.names).chain_hash, seed=seed)
     store.create(Deployment(log.names.prefix).name_object(name), log.uid.encode())
     orchestrator = await log.acquire_epoch("orchestrator", "o")
-    trainer = await log.acquire_epoch("trainer", "t")
-    events, reports = EventWriter(log, "orchestrator-1"), EventWriter(log, "trainer-1")
-    frontier, retention = Frontier(), Retention(store, log.names, first=0, by="orchestrator-1")
-    known = KnownObjects()
-    archive = EventArchive(log, on_written=known.announce)
-
-    async def announce(version: int) -> None:
-        entry = publish(run, version)
-        (await log.append_policy(trainer, entry.SerializeToString(), version)).require("policy")
-        known.announce(entry.manifest_key.removeprefix(log.names.root))
-        published = event_pb2.PolicyPublished(
-            version=version, digest=entry.digest, manifest_sha256=manifest_sha256(entry)
-        )
-        await reports.write(event_pb2.Event(policy_published=published))
-
-    async def commit(header: batch_pb2.BatchHeader, samples: list[TrainSample], played: list[Rollout]) -> None:
-        header.run_uid, header.run_hash, header.previous_chain_hash = log.uid, log.run_hash, run.chain
-        frontier.resolve(()).fill(header)
-        header.orchestrator_state = json.dumps({"num_duplicates": header.step}).encode()
-        chunks = pack_batch(header, samples, target_chunk_bytes=100)
-        header.objects.extend(name_scores(log.names, played))
-        with mock.patch.object(chain_points, "POINT_STEPS", POINT_STEPS):
-            stored = await commit_batch(log, orchestrator, header, chunks, encode_archive(played), known=known)
-        run.chain = chain_hash(run.chain, stored)
-        run.chains.append(run.chain)
-        run.headers.append(batch_pb2.BatchHeader.FromString(stored))
-
-    await announce(0)
+    services = _Services(run, orchestrator=orchestrator, trainer=await log.acquire_epoch("trainer", "t"))
+    await services.announce(0)
     for step in range(steps):
-        played = []
-        for ordinal in (3 * step, 3 * step + 1):
-            for member in range(MEMBERS):
-                fields = {"ordinal": ordinal, "member": member, "dispatched_after": "0-0", "reward": member}
-                fields["first_token"] = seed + (step if scored else 0)
-                one = rollout(log.uid, **fields)
-                entry_id = await append_rollout(run, one)
-                one = rollout(log.uid, **fields, entry_id=entry_id)
-                if scored:
-                    scores = [np.array([0, 0, -1, -2 - seed, ordinal], np.float32)]
-                    store_scores(store, log.names, one, scores)
-                    one = load_scores(store, log.names, one)
-                played.append(one)
-        ordinals = [3 * step, 3 * step + 1, 3 * step + 2]
-        frontier = frontier.resolve(ordinals)
-        header = batch_pb2.BatchHeader(kind=batch_pb2.BATCH_KIND_TRAIN, step=step)
-        header.resolutions.extend([*map(_resolution, ordinals[:2]), _resolution(ordinals[2], "zero_advantage")])
-        await commit(header, [_train_sample(one) for one in played], played)
-        chain = run.chain.hex()
-        committed = event_pb2.BatchCommitted(step=step, num_trained=2, dropped={"zero_advantage": 1}, chain_hash=chain)
-        await events.write(event_pb2.Event(batch_committed=committed))
-        await announce(step + 1)
-        if step + 1 in checkpoints:
-            await reports.write(checkpoint(run, step + 1))
-        await reports.write(event_pb2.Event(step_completed=event_pb2.StepCompleted(step=step, chain_hash=chain)))
-        if scored:
-            await reports.write(token_log(run, step))
+        await services.commit_step(step, scored=scored)
+        await services.train_step(step, saves=step + 1 in checkpoints, logs_tokens=scored)
         if step in rules:
             done = [each for each in checkpoints if each <= step + 1]
             view = RunNeeds(next_step=step + 1, checkpoints=done, newest_policy=(0, step + 1))
-            assert retention.run(rules[step], view) == []
+            assert services.retention.run(rules[step], view) == []
         if step % 5 == 4:
-            await log.write_intent("pause", {"step": step})
-            await events.flush()
-            await reports.flush()
-            await archive.archive()
+            await services.archive_events(step)
     if closes:
-        frontier = frontier.resolve([3 * steps])
-        header = batch_pb2.BatchHeader(kind=batch_pb2.BATCH_KIND_CLOSE, step=steps, final_version=steps)
-        header.outcome = batch_pb2.RunOutcome.Value(f"RUN_OUTCOME_{ends}")
-        header.resolutions.append(_resolution(3 * steps, "run_ended"))
-        await commit(header, [], [])
-        end = event_pb2.Event()
-        end.time.FromSeconds(ENDED_AT)
-        end.state_changed.new_state = run_pb2.RunState.Value(f"RUN_STATE_{ends}")
-        end.state_changed.chain_hash = run.chain.hex()
-        await reports.flush()
-        await events.write(end)
-    await events.close()
-    await reports.close()
-    await archive.archive()
+        await services.close(steps, ends=ends)
+    await services.events.close()
+    await services.reports.close()
+    await services.archive.archive()
     if closes:
-        assert write_seal(store, log.names, log.names.seal(0), known, chain=run.chain, state=ends, by="test")
+        key = log.names.seal(0)
+        assert write_seal(store, log.names, key, services.known, chain=run.chain, state=ends, by="test")
     return run
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from millrace.internal.v1 import batch_pb2
 from millrace.policies.fetch import prove_policies
-from millrace.readers.audit import Depth, audit_run
+from millrace.readers.audit import AuditRanges, Depth, audit_run
 from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog import RunLog, chain_hash, open_redis
 from millrace.runlog.attest import Attestation, SigningKey, load_key, unsigned, write_attestation
@@ -30,6 +30,7 @@ from millrace.v1 import audit_pb2
 from millrace_testing.runlog.recorded_log import record
 
 STEPS = 12
+RANGE_STEPS = 3  # so that the twelve steps have borders
 CHECKPOINTS = (5, 10, STEPS)
 RULES = {9: RetentionRule(batches=2), 10: RetentionRule(batches=2, policies=2)}
 PREFIX = "tampered"
@@ -67,6 +68,15 @@ class UndoStore(LocalStore):
             self._before[key] = self.get(key) if self.head(key) is not None else None
 
 
+def findings(report: audit_pb2.AuditReport) -> audit_pb2.AuditReport:
+    """Return a copy of a report whose findings are in an order of their own."""
+    copy = audit_pb2.AuditReport()
+    copy.CopyFrom(report)
+    for found in (copy.violations, copy.notes, copy.not_seen):
+        found.sort(key=lambda each: (each.check, each.message))
+    return copy
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scene:
     """A recorded run in a store of its own, another run beside it, and what is kept elsewhere."""
@@ -97,10 +107,19 @@ class Scene:
             "deep": Depth(is_deep=True, prove=prove_policies, compare=differences),
             "attested": Depth(key=self.key, attestations=(self.kept,)),
         }[how]
-        work = audit_run(
-            None, self.store, prefix=PREFIX, uid=self.names.uid, depth=depth, clock=lambda: time.time() + 7200
-        )
-        return asyncio.run(work)
+        now = time.time() + 7200
+
+        def audited(ranges: AuditRanges | None) -> audit_pb2.AuditReport:
+            work = audit_run(
+                None, self.store, prefix=PREFIX, uid=self.names.uid, depth=depth, clock=lambda: now, ranges=ranges
+            )
+            return asyncio.run(work)
+
+        report = audited(None)
+        if how == "fast":
+            ranged = audited(AuditRanges(store_url=self.directory.as_uri(), range_steps=RANGE_STEPS))
+            assert findings(ranged) == findings(report), "who reads ranges of steps finds the same"
+        return report
 
 
 async def record_run(store: LocalStore, redis_url: str, name: str, uid: str, *, seed: int = 0) -> Names:

@@ -23,12 +23,13 @@ Which S3 servers carry runs. `make test-stores` installs those that package regi
 | server | from | version | verdict | one PUT | self-test | the run |
 |---|---|---|---|---|---|---|
 """
+_NEEDED = tuple(name for name in TRIALS if name != "compare-and-swap")
 _TRIED = """
 *One PUT* is a conditional PUT while nobody else writes, the median of nine. The *self-test*, once per store: 16 writers
 race for seven objects, and parts, listings and a late writer are tried. Answers that a server delays (SeaweedFS lets
 losers of a race sleep for seconds) are judged afterwards, and end the orchestrator if a loser has won, too.
 
-Runs need create-only PUTs, ranges, pages and parts; compare-and-swap they never ask for. What failed:
+Runs need create-only PUTs, ranges, pages and parts, and never ask for compare-and-swap. What failed of these:
 
 | server | version | what failed |
 |---|---|---|
@@ -44,7 +45,7 @@ def render(found: dict[str, dict[str, Any]]) -> str:
         text += _line(row["title"], row["from"], row["version"], verdict, *_times(row), row["run"])
     text += _TRIED
     for row in rows:
-        failed = "; ".join(f"{name}: {_plain(row['tried'][name])}" for name in TRIALS if row["tried"][name])
+        failed = "; ".join(f"{name}: {_plain(row['tried'][name])}" for name in _NEEDED if row["tried"][name])
         text += _line(row["title"], row["version"], failed) if failed else ""
     return text
 

@@ -18,19 +18,17 @@ from millrace.trainer.sft.rendering import Conversation, render, with_calls
 EQUAL, UNEXPLAINED = "equal", "unexplained"
 CAUSES = {
     "both refuse": "neither makes a sample of the row",
-    "the template refuses": "the chat template raises; the peer writes something else than it, or takes another form",
-    "rewritten": "what an engine is given is not how the row begins, and no marker says what was sampled: Millrace "
-    "refuses, the peer trains tokens in a context that no engine makes",
-    "melts": "where a turn is sampled and where it is context it has other tokens, so no row can have both: Millrace "
-    "refuses, the peer trains one of them",
-    "not written": "the template leaves out text, a call or reasoning: Millrace refuses, the peer trains the rest",
+    "the template refuses": "the chat template raises; the peer writes something else",
+    "rewritten": "the row does not begin as the prompt that an engine is given, and no marker says what was sampled: "
+    "refused here, trained by the peer",
+    "melts": "a turn has other tokens where it is context than where it is sampled: refused here, trained by the peer",
+    "not written": "the template leaves out text, a call or reasoning: refused here; the peer trains the rest",
     "peer refuses": "the peer raises, or finds nothing to train on",
     "other text": "the peer writes another text than the template that the engine uses",
     "apart": "Millrace tokenises the answer apart from the prompt, where they melt into one token",
     "header": "the peer trains tokens of the prompt that the engine is given",
     "behind the stop": "the peer trains what the template writes behind the token that ends the turn",
-    "another stop": "behind the last answer, where the template writes no stop, Millrace takes the next role's token, "
-    "the peer the tokenizer's",
+    "another stop": "if the template writes no stop, Millrace takes the next role's token, the peer the tokenizer's",
     "another end": "the peer trains the token that opens the next role as the end of a turn, at which no engine stops",
     "no beginning": "the peer does not train the space with which a turn begins behind the prompt of an engine",
     "no stop": "the peer does not train the token that ends a turn, or there is none in its row",

@@ -28,9 +28,8 @@ the `{{% generation %}}` markers of its training templates, and renderers {rende
 `make test-templates` makes this page of {templates} templates ({packages}) and {conversations} conversations, and fails
 at a difference without one of the causes below.
 
-What is trained of a turn is what the policy would sample: the tokens after the prompt that an engine is given, up to
-the first one that ends the turn. If a template breaks that, the row is refused with what is lost or rewritten, and with
-the argument of the template that helps, if one does ([SFT](guides/sft.md)).
+What is trained of a turn is what the policy would sample. If a template breaks that, the row is refused
+([SFT](guides/sft.md)).
 """
 _FAMILIES = """
 ## Families

@@ -112,17 +112,45 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3, tied": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
 }
-"""Models that hold something apart: type and config. Fused experts, what stays float32, a text part, a tie."""
+"""Models that hold something apart: type and config. Fused experts, what stays float32, a text part, a tie, states."""
+
+_MIXED = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_STATES = {"ssm_state_size": 4, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "chunk_size": 8}
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "minimax": ("minimax", {**_MIXED, "head_dim": 8, "block_size": 8}),
+    "minimax_m2": ("minimax_m2", {**_MIXED, "head_dim": 8}),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            **_ROUTED,
+            **_STATES,
+            "moe_shared_expert_intermediate_size": 12,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+        },
+    ),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_next": ("qwen3_next", {**_HYBRID, **_EXPERTS, "shared_expert_intermediate_size": 12}),
+}
+"""Further models with experts: type and config. What transformers 4 and vLLM make of them was not looked at."""
+_TYPES = {**{name: (name, said) for name, said in FAMILIES.items()}, **OTHERS, **MIXTURES}
+EXPERTS = {
+    name: kind
+    for name, (kind, said) in _TYPES.items()
+    if any(key.endswith("_experts") and key != "n_shared_experts" for key in {**said, **said.get("text_config", {})})
+}
+"""The type of each model of all that has layers of experts, which ranks can share."""
 
 
 def keys_of(name: str) -> set[str]:
-    """Return what the config of one of `FAMILIES` or `OTHERS` says, or that of its text part."""
-    said = FAMILIES[name] if name in FAMILIES else OTHERS[name][1]
+    """Return what the config of one of these models says, or that of its text part."""
+    said = _TYPES[name][1]
     return set(said.get("text_config", {**_SIZES, **said}))
 
 
 def make_named(name: str, directory: Path, **changes: Any) -> Path:
-    """Write a tiny model of `FAMILIES` or `OTHERS`; `changes` are of its config, or that of its text part."""
+    """Write a tiny model of any of these; `changes` are of its config, or that of its text part."""
     return (make_family if name in FAMILIES else make_other)(name, directory, **changes)
 
 
@@ -137,11 +165,11 @@ def make_family(family: str, directory: Path, **changes: Any) -> Path:
 
 
 def make_other(name: str, directory: Path, **changes: Any) -> Path:
-    """Write one of `OTHERS`, in bfloat16 but for what transformers keeps in float32, as such models come."""
+    """Write one of `OTHERS` or `MIXTURES`, in bfloat16 but for what transformers keeps in float32: so they come."""
     import transformers
     from transformers import AutoConfig
 
-    kind, said = copy.deepcopy(OTHERS[name])
+    kind, said = copy.deepcopy(_TYPES[name])
     changes = copy.deepcopy(changes)
     if "text_config" in said:
         said["text_config"] |= changes
@@ -159,7 +187,7 @@ def make_other(name: str, directory: Path, **changes: Any) -> Path:
 def _write(model: Any, directory: Path) -> Path:
     with torch.no_grad():
         for tensor in model.state_dict(keep_vars=True).values():
-            if tensor.ndim == 1 and tensor.is_floating_point():
+            if tensor.is_floating_point() and (tensor.ndim == 1 or not tensor.any()):
                 tensor.add_(torch.randn_like(tensor), alpha=0.2)
     model.save_pretrained(directory)
     return directory

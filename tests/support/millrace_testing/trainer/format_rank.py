@@ -12,7 +12,7 @@ from millrace.config.sections.rl import FakeDataConfig, RLConfig
 from millrace.custom_code import CustomCode
 from millrace.runlog import Names
 from millrace.storage.local import LocalStore
-from millrace.trainer.bench.measure import fake_batch, fake_samples
+from millrace.trainer.bench import fake_batch, fake_samples
 from millrace.trainer.checkpoint.manifest import Author
 from millrace.trainer.checkpoint.resume import resume
 from millrace.trainer.checkpoint.store import CheckpointStore

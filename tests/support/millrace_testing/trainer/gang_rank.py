@@ -6,7 +6,7 @@ FAULTS_OF_RANKS names a directory in which each rank has a directory of faults o
 import os
 import sys
 
-from millrace.storage.opening import open_store
+from millrace.storage import open_store
 from millrace.telemetry import faults
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.job import JobContext, run_job

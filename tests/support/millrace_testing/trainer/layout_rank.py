@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from torch._dynamo.utils import counters
 
 from millrace.config.sections.rl import RLConfig
 from millrace.custom_code import CustomCode
@@ -50,7 +51,7 @@ def main(jobs: Path) -> None:
 
 
 def _work(job: dict[str, Any], output: Path, gang: Gang) -> None:
-    config = RLConfig.model_validate(job["config"])
+    config, before = RLConfig.model_validate(job["config"]), counters["stats"]["unique_graphs"]
     directory = Path(config.trainer.model.name)
     learner = Learner.of_start_model(
         config, gang=gang, directory=directory, start_directory=directory, code=CustomCode()
@@ -82,7 +83,9 @@ def _work(job: dict[str, Any], output: Path, gang: Gang) -> None:
         shapes = {part.name: part.shape for part in parts}
         rows = [row for rank in _plan(learner, gang) for micro_batch in rank for row in micro_batch]
         packed = sum(len(row) > 1 for row in rows)
-        Path(f"{output}.facts").write_text(json.dumps({**facts, "shapes": shapes, "packed_rows": packed}))
+        graphs = counters["stats"]["unique_graphs"] - before
+        counted = {"packed_rows": packed, "graphs": graphs}
+        Path(f"{output}.facts").write_text(json.dumps({**facts, "shapes": shapes, **counted}))
 
 
 def _plan(learner: Learner, gang: Gang) -> list[list[Rows]]:
@@ -107,7 +110,7 @@ def _logprobs(minibatch: Minibatch, learner: Learner, gang: Gang) -> dict[str, t
     found: dict[str, torch.Tensor] = {}
     for micro_batch, samples in zip(minibatch.micro_batches, minibatch.samples, strict=True):
         logprobs_BT, _ = learner.logprobs(micro_batch)
-        if gang.layout.speaks_for_samples(gang.rank):
+        if gang.layout.is_first_of_samples(gang.rank):
             found |= {f"{place}": logprobs_BT[row, : _LENGTHS[place]].clone() for row, place in enumerate(samples)}
     return found
 

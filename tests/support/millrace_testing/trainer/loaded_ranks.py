@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from millrace.device_digest import device_digest
 from millrace.models.loading import empty_model, fill_model
-from millrace.trainer.bench.measure import PeakMemory
+from millrace.trainer.bench import PeakMemory
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.model.memory import Sharding
 from millrace.trainer.model.mesh import RankLayout

@@ -16,7 +16,7 @@ from millrace.custom_code import CustomCode
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import MicroBatch, build_micro_batch, fake_sample
 from millrace.trainer.learning.learner import Learner
-from millrace.trainer.losses import divisor, total_loss
+from millrace.trainer.losses import Objective, divisor
 
 STEPS = 2
 
@@ -41,13 +41,18 @@ def measure(config: RLConfig, directory: Path) -> int:
 
 
 def _step(learner: Learner, micro_batch: MicroBatch, step: int) -> None:
+    objective = Objective(
+        loss_of=learner.loss_of,
+        config=learner.config.loss,
+        rl_divisor=divisor(learner.config.loss, num_tokens=micro_batch.num_rl_tokens, num_samples=1),
+        num_ce_tokens=0,
+    )
     with learner.learning():
         for _ in range(2):
-            inputs, _, _ = learner.loss_inputs(micro_batch)
-            losses = learner.loss_of(inputs, learner.config.loss)
-            by = divisor(learner.config.loss, num_tokens=micro_batch.num_rl_tokens, num_samples=1)
-            total_loss(losses, rl_divisor=by, num_ce_tokens=0).backward()
-            del inputs, losses
+            inputs, _, _ = learner.loss_inputs(micro_batch, objective)
+            losses, loss = objective(inputs)
+            loss.backward()
+            del inputs, losses, loss
     learner.optimizer.step(step)
 
 

@@ -13,9 +13,9 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from millrace.policies.host_copy import download_hf
 from millrace.policies.manifest import PolicyPlace
 from millrace.policies.publish import PolicyContents, publish_policy
-from millrace.policies.pull import download_hf
 from millrace.storage.local import LocalStore
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.model.pretrained import load_model, policy_files

@@ -538,6 +538,6 @@ def test_a_text_is_found_within_a_field_and_never_across_two(tmp_path):
         "ONE  two": [2], "three": [2], "pc": [], "ca": [], "ep": [], "ccc": [0, 1], "\u00c4\u00df": [2],
         "\u00e4": [], " ": [0, 1, 2, 3],
     }.items():  # fmt: skip
-        assert columns.saying(words, every).tolist() == expected, words
-    assert columns.saying("ccc", np.array([1, 3])).tolist() == [1]
-    assert columns.saying("ccc", np.array([], np.int64)).tolist() == []
+        assert columns.containing(words, every).tolist() == expected, words
+    assert columns.containing("ccc", np.array([1, 3])).tolist() == [1]
+    assert columns.containing("ccc", np.array([], np.int64)).tolist() == []

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from millrace.readers.dashboard.looking import StoreRefresh
+from millrace.readers.dashboard.query import StoreRefresh
 
 
 @pytest.fixture

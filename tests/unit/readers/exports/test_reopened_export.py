@@ -1,4 +1,4 @@
-"""A run that was reopened is exported, although its log still ends with the end before."""
+"""Exporters: a run that was reopened is exported, and an end that takes too long leaves nothing waiting."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ from millrace_testing.dashboard import NAMES, UID, RunWriter
 from millrace_testing.polling import until
 
 
-async def tell(reason: str, text: str) -> None:
+async def warn(reason: str, text: str) -> None:
     pytest.fail(f"{reason}: {text}")
 
 
@@ -27,7 +27,7 @@ async def test_what_a_reopened_run_writes_is_exported(tmp_path: Path, monkeypatc
     run.archive((run.clock + 1, event_pb2.Event(state_changed=failed)))
     with collecting(Collector()) as collector:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
-        exporter = Exporter("letters-1", TRACES, tell=tell)
+        exporter = Exporter("letters-1", TRACES, warn=warn)
         exporter.start(store_url=run.store.uri("").rstrip("/"), prefix=NAMES.prefix, uid=UID)
         try:
             await until(lambda: len(collector.spans) > 0, timeout_s=60)
@@ -40,3 +40,18 @@ async def test_what_a_reopened_run_writes_is_exported(tmp_path: Path, monkeypatc
         finally:
             await exporter.close()
         assert {"training step 0", "training step 1"} <= {span.name for span in collector.spans}
+
+
+async def test_a_rest_that_is_not_written_in_time_leaves_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start(*_: object, **__: object) -> None:
+        raise OSError("no process can be started")
+
+    async def ignore(reason: str, text: str) -> None:
+        pass
+
+    monkeypatch.setattr("millrace.readers.exports.of_run.ChildLink.start", start)
+    monkeypatch.setattr("millrace.readers.exports.of_run.STOP_S", 0.05)
+    exporter = Exporter("letters-1", TRACES, warn=ignore)
+    exporter.start()
+    await exporter.close(has_ended=True)
+    assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs millrace[otel]")
 
+from millrace.processes.channel import pack_frame, receive_frame
 from millrace.readers.exports.of_run import traces_wanted
 from millrace.readers.exports.traces import trace_id
 from millrace.storage.local import LocalStore
@@ -41,30 +42,29 @@ def end(run: RunWriter) -> None:
     run.archive((run.clock + 60, event_pb2.Event(state_changed=changed)))
 
 
-def start(run: RunWriter, **variables: str) -> subprocess.Popen[str]:
+def start(run: RunWriter, **variables: str) -> subprocess.Popen[bytes]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     process = subprocess.Popen(
         [sys.executable, "-m", "millrace.readers.exports.traces"],
         env={**clean, "OTEL_EXPORTER_OTLP_TIMEOUT": "1", **variables},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
     )
     assert process.stdin is not None
     order = {"store_url": run.store.uri("").rstrip("/"), "prefix": NAMES.prefix, "uid": UID, "run": "letters-1"}
-    process.stdin.write(json.dumps(order) + "\n")
+    process.stdin.write(pack_frame(json.dumps(order).encode()))
     process.stdin.flush()
     return process
 
 
-def reports(process: subprocess.Popen[str], until: str) -> list[dict]:
+def reports(process: subprocess.Popen[bytes], until: str) -> list[dict]:
     """Return what it says, up to a state."""
     assert process.stdout is not None
     found: list[dict] = []
     while not found or found[-1]["state"] != until:
-        line = process.stdout.readline()
-        assert line, f"it ended: {found}"
-        found.append(json.loads(line))
+        report = receive_frame(process.stdout.read, most=1 << 20)
+        assert report is not None, f"it ended: {found}"
+        found.append(json.loads(report))
     return found
 
 
@@ -137,7 +137,7 @@ def test_what_a_collector_did_not_take_comes_when_it_does(run: RunWriter, collec
         end(run)
         collector.status = 200
         assert process.stdin is not None
-        process.stdin.write("end\n")
+        process.stdin.write(pack_frame(b"end"))
         process.stdin.flush()
         reports(process, "done")
         process.kill()

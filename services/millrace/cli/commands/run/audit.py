@@ -21,7 +21,7 @@ from millrace.cli.options import FORMAT, RUN, SERVER, STORE, options
 if TYPE_CHECKING:
     from millrace.client import Client
     from millrace.readers.repair import Repair
-    from millrace.readers.replay.report import ReplayReport
+    from millrace.readers.replay_report import ReplayReport
     from millrace.runlog.attest import Attestation
     from millrace.runlog.names import Names
     from millrace.storage import ObjectStore
@@ -62,11 +62,30 @@ _FROM_HERE = options(
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
         help="From here: the key that attestations are signed with; else MILLRACE_ATTEST_KEY_FILE.",
     ),
+    click.option(
+        "--jobs",
+        metavar="N",
+        type=click.IntRange(min=1),
+        default=None,
+        help="From here: processes that read the contents of steps at once; else as many as this machine has "
+        "processors, fewer for a short run.",
+    ),
+    click.option(
+        "--resume",
+        metavar="FILE",
+        type=click.Path(dir_okay=False, path_type=Path),
+        default=None,
+        help="From here: keep in FILE what was read, and go on from there if the file exists, as after a kill. It is "
+        "removed when the audit is complete.",
+    ),
 )
 
 
 def _from_here(command: Callable[..., int]) -> Callable[..., int]:
-    """Add the options of an audit by this process to a command, which gets them as one `AuditRequest`."""
+    """Add the options of an audit by this process to a command.
+
+    The command is called with one `AuditRequest`, `as_json` (whether JSON is printed) and `server`.
+    """
 
     @functools.wraps(command)
     def with_request(name: str, as_json: bool, form: str, server: str | None, **options: Any) -> int:
@@ -87,22 +106,26 @@ def audit(request: AuditRequest, *, as_json: bool, server: str | None) -> int:
     Reads everything that the run has written, in Redis and in the object store, and changes nothing. Exits 0 if the log
     keeps every promise, 1 with each violation if not, and says what it could not see.
 
-    A server audits without reading the bytes of weights. --deep, --attestation and --store audit from here: the store
-    is --store, else outputs/RUN/store, MILLRACE_STORE_URL, outputs/local/store.
+    A server audits in a process of its own, without reading the bytes of weights. --deep, --attestation, --jobs,
+    --resume and --store audit from here: the store is --store, else outputs/RUN/store, MILLRACE_STORE_URL,
+    outputs/local/store.
     """
     if not request.is_here and (request.redis is not None or request.prefix is not None):
-        raise click.UsageError("--redis and --prefix belong to --store, --deep or --attestation")
+        raise click.UsageError("--redis and --prefix belong to --store, --deep, --attestation, --jobs or --resume")
     if request.is_here and server is not None:
-        raise click.UsageError("--store, --deep and --attestation audit without a server: leave --server out")
+        raise click.UsageError(
+            "--store, --deep, --attestation, --jobs and --resume audit without a server: leave --server out"
+        )
     if request.num_replays and not request.is_deep:
         raise click.UsageError("--replay belongs to --deep")
-    with _patience(request.name) as say:
+    with _shown_audit(request.name) as say:
         report = audit_here(request, say) if request.is_here else _by_server(request.name, server)
     _print(report, as_json=as_json)
     return EXIT_FAILED if report.violations else 0
 
 
 def _print(report: "audit_pb2.AuditReport", *, as_json: bool) -> None:
+    """Print the report as JSON or as text."""
     if as_json:
         from google.protobuf.json_format import MessageToDict
 
@@ -115,6 +138,9 @@ def _print(report: "audit_pb2.AuditReport", *, as_json: bool) -> None:
 
 
 def _by_server(name: str, server: str | None) -> "audit_pb2.AuditReport":
+    """Return the audit report of the run `name`, asked of the orchestrator at `server`, or of the one found without
+    it.
+    """
     from millrace.cli.options import resolve
 
     async def ask(client: "Client") -> "audit_pb2.AuditReport":
@@ -125,7 +151,7 @@ def _by_server(name: str, server: str | None) -> "audit_pb2.AuditReport":
 
 
 @contextlib.contextmanager
-def _patience(name: str) -> Iterator[Callable[[str], None]]:
+def _shown_audit(name: str) -> Iterator[Callable[[str], None]]:
     """Show on standard error, if it is a terminal, what the audit of run `name` reads and for how long.
 
     The block gets a function that sets the text; elsewhere that function does nothing.
@@ -257,6 +283,10 @@ def repair(
 def _repair(
     name: str, is_applied: bool, backup: str | None, store: str | None, redis: str | None, prefix: str | None
 ) -> "tuple[str, list[Repair]]":
+    """Return the run's uid, and what is damaged or missing in it; restore that if `is_applied`.
+
+    The other arguments are the values of the command's options. Raises NotFoundError if the store has no such run.
+    """
     from millrace.cli import interrupts
     from millrace.cli.offline.run_store import find_uid, naming, store_of, store_prefix
     from millrace.errors import CorruptObjectError, LogGoneError, NotFoundError
@@ -279,6 +309,7 @@ def _repair(
     names = Names(deployment, uid)
 
     async def work(_: interrupts.Interrupts) -> "list[Repair]":
+        """Find the damages of the run, and restore them if that is asked for."""
         with naming("--redis"):
             client = None if redis is None else open_redis(redis)
         try:
@@ -297,6 +328,10 @@ def _repair(
 
 
 def _lines(uid: str, repairs: "list[Repair]") -> list[str]:
+    """Return the found damages of a run as lines of text.
+
+    They are a table, a line of detail for each, and the number in each state.
+    """
     from millrace.cli.view.text import table
     from millrace.readers.repair import RepairState
 
@@ -314,6 +349,7 @@ def _lines(uid: str, repairs: "list[Repair]") -> list[str]:
 
 
 def _short(key: str, uid: str) -> str:
+    """Return an object's key without what all keys of the run begin with."""
     return key.partition(f"/runs/{uid}/")[2] or key
 
 
@@ -350,7 +386,7 @@ def replay(name: str, step: int, loss: str | None, store: str | None, prefix: st
     if loss == "":
         raise click.BadParameter("is empty; name a MODULE:FUNCTION or leave it out", param_hint="--loss")
     from millrace.cli.offline.run_store import open_run
-    from millrace.readers.replay.report import report_lines
+    from millrace.readers.replay_report import report_lines
     from millrace.runlog.names import Names
 
     objects, deployment, uid = open_run(name, store, prefix)
@@ -363,12 +399,12 @@ def replay(name: str, step: int, loss: str | None, store: str | None, prefix: st
 
 
 def _recompute() -> Callable[..., "ReplayReport"]:
-    """Return the function `replay` of `millrace.readers.replay.steps`.
+    """Return the function `replay` of `millrace.readers.replay`.
 
     It is imported by name, because the command line has to work without torch. Raises CliError if a package is missing.
     """
     try:
-        return importlib.import_module("millrace.readers.replay.steps").replay
+        return importlib.import_module("millrace.readers.replay").replay
     except ModuleNotFoundError as error:
         raise CliError(f"replay computes with {error.name}, which is not installed here", hint=_INSTALL) from error
 

@@ -46,7 +46,7 @@ def compare(
     from millrace.cli.view.records import chosen_metrics, compare_json, compare_lines, config_differences
     from millrace.telemetry.logging import secrets_of
 
-    runs = _looks(tuple(dict.fromkeys(names)), server=server, store=store, prefix=prefix)
+    runs = _snapshots(tuple(dict.fromkeys(names)), server=server, store=store, prefix=prefix)
     there = {name for run in runs for name in run.metrics}
     if unknown := [name for name in metrics if name not in there]:
         raise CliError(
@@ -62,18 +62,18 @@ def compare(
     return 0
 
 
-def _looks(
+def _snapshots(
     names: tuple[str, ...], *, server: str | None, store: str | None, prefix: str | None
 ) -> "Sequence[RunSnapshot]":
     """Return snapshots of the runs, in the order of `names`.
 
     Runs that are not readable here are asked of the server.
     """
-    from millrace.cli.offline.run_store import looks_here, looks_there
+    from millrace.cli.offline.run_store import snapshots_here, snapshots_of_server
 
-    found = {} if server is not None else looks_here(names, store=store, prefix=prefix, note=_note)
+    found = {} if server is not None else snapshots_here(names, store=store, prefix=prefix, note=_note)
     if others := [name for name in names if name not in found]:
-        found |= ask_server(server, lambda client: looks_there(client, others, note=_note), run=others[0])
+        found |= ask_server(server, lambda client: snapshots_of_server(client, others, note=_note), run=others[0])
     return [found[name] for name in names]
 
 
@@ -138,6 +138,7 @@ def _lineage_note(text: str) -> None:
 def _here(
     name: str, sample: str | None, version: int | None, store: str | None, prefix: str | None
 ) -> "rs.GetLineageResponse":
+    """Return the lineage of a sample or of a policy version, read from the object store; the other one is None."""
     from millrace.cli.offline.log_here import open_log
     from millrace.cli.offline.run_store import open_run
     from millrace.readers.dashboard import answers
@@ -149,6 +150,7 @@ def _here(
 
 
 def _there(name: str, sample: str | None, version: int | None, server: str | None) -> "rs.GetLineageResponse":
+    """Return the lineage of a sample or of a policy version, asked of a server; the other one is None."""
     from millrace.cli.options import resolve
 
     async def ask(client: "Client") -> "rs.GetLineageResponse":

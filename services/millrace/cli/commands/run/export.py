@@ -35,8 +35,8 @@ def export_policy(name: str, step: int, directory: Path, is_merged: bool, store:
     byte is proved by its digest. Reads the object store only, while the run goes on, too.
     """
     from millrace.cli.offline.run_store import open_run
-    from millrace.cli.view.bars import shown_work
-    from millrace.policies.pull import download_hf, download_merged
+    from millrace.cli.view.live import shown_work
+    from millrace.policies.host_copy import download_hf, download_merged
     from millrace.runlog.names import Names
     from millrace.telemetry import progress
     from millrace.telemetry.progress import Activity
@@ -64,7 +64,7 @@ def _find(store: "ObjectStore", names: "Names", step: int, *, run: str) -> "Poli
 
     Raises CliError if there is none.
     """
-    from millrace.policies.pull import read_manifest
+    from millrace.policies.host_copy import read_manifest
     from millrace.runlog.records.retirement import require_policy
     from millrace.runlog.records.run_record import published_policies
 

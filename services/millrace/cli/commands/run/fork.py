@@ -61,13 +61,17 @@ def fork(arguments: tuple[str, ...]) -> int:
 async def _fork(
     client: "Client", name: str, rest: tuple[str, ...], *, step: int, flags: Mapping[str, str | bool]
 ) -> str:
+    """Fork the run on the server, or with `--dry-run` only check it; return the text to print.
+
+    `rest` are the arguments after the run's name, `flags` the command's own among them.
+    """
     from millrace.cli.options import resolve
 
     parent = await resolve(client.runs, name)
     config = _config(parent, rest)
     run_id = flags.get("name")
     if flags.get("dry-run"):
-        from millrace.cli.offline.fork_check import check_fork
+        from millrace.cli.offline.ended import check_fork
 
         left = await check_fork(client, parent, config, step=step, name=str(run_id or ""))
         click.echo(f"dry run: nothing is made; left for the server to check: {left}", err=True)
@@ -105,6 +109,7 @@ def _flags(rest: tuple[str, ...]) -> Mapping[str, str | bool]:
 
 
 def _step(text: str | bool | None) -> int:
+    """Return the value of `--step` as a number; raise CliError if it is missing or no number of at least 0."""
     if not isinstance(text, str):
         raise CliError("--step is missing: which step shall the new run begin with?", hint=_EXAMPLE)
     if not text.isdigit():
@@ -126,6 +131,7 @@ def pause(name: str, reason: str, server: str | None) -> None:
     """
 
     async def ask(client: "Client", found: "run_pb2.Run") -> str:
+        """Ask for the pause, and return a text about it."""
         asked = await client.runs.pause(found.name, reason=reason)  # also of a paused run: a resume may be on its way
         if _state(found) == _state(asked) == "PAUSED":
             return f"{found.name} is already paused"
@@ -160,6 +166,7 @@ def resume(name: str, retain_batches: int | None, retain_policies: int | None, s
     """
 
     async def ask(client: "Client", found: "run_pb2.Run") -> str:
+        """Ask the run to go on, and return a text about it."""
         asked = await client.runs.resume(
             found.name, retain_batches=retain_batches, retain_policies=retain_policies
         )  # also of one that runs: a pause may be on its way
@@ -172,12 +179,17 @@ def resume(name: str, retain_batches: int | None, retain_policies: int | None, s
 
 
 def _state(run: "run_pb2.Run") -> str:
+    """Return the name of the run's state, such as `PAUSED`."""
     from millrace.runlog.run_status import state_name
 
     return state_name(run.state)
 
 
 def _ask(name: str, server: str | None, ask: "Callable[[Client, run_pb2.Run], Coroutine[Any, Any, str]]") -> None:
+    """Call `ask` with a client and the run `name`, and print its answer.
+
+    Raise CliError if the run's own stack has ended.
+    """
     from millrace.cli.offline.ended import ask_or_read, refuse
     from millrace.cli.options import resolve
 

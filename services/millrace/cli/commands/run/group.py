@@ -73,17 +73,22 @@ def panes(name: str, level: str | None, detach: bool, server: str | None) -> Non
             "tmux is not installed here, and it is what draws the panes",
             hint=f"install it (apt install tmux), or see one: millrace run logs {name} --component trainer -f",
         )
+    # tmux reads `.` and `:` as separators in a target, so the name of the session has neither.
     session = "millrace-" + "".join(char if char.isalnum() else "-" for char in name.removeprefix("runs/"))
     where = _reached(server)
     shown = [] if level is None else ["--level", level]
     watching = ["watch", name, "--plain", *where]
     commands = [watching] + [["logs", name, "--component", each, "-f", *shown, *where] for each in COMPONENTS]
+    # With `=` tmux compares the whole name; without it another session whose name begins so is found, too.
     if _tmux(tmux, "has-session", "-t", f"={session}", is_asked=True) != 0:
         first, *others = (_shell(words) for words in commands)
+        # Without a terminal tmux takes 80×24 characters, which is too small for all panes.
         _tmux(tmux, "new-session", "-d", "-s", session, "-c", os.getcwd(), "-x", "200", "-y", "50", first)
         for each in others:
             _tmux(tmux, "split-window", "-c", os.getcwd(), "-t", f"={session}:", each)
+            # After each split, because tmux refuses to split a pane that is too small.
             _tmux(tmux, "select-layout", "-t", f"={session}:", "tiled")
+    # Within tmux, `attach-session` is refused.
     attach = ["switch-client" if "TMUX" in os.environ else "attach-session", "-t", f"={session}"]
     if detach or not sys.stdout.isatty():
         click.echo(shlex.join(["tmux", "attach-session", "-t", session]))
@@ -92,7 +97,7 @@ def panes(name: str, level: str | None, detach: bool, server: str | None) -> Non
 
 
 def _reached(server: str | None) -> list[str]:
-    """Return the options with which a pane reaches the same server.
+    """Return the options with which a pane reaches the same server: address, token file, certificates.
 
     A pane cannot inherit them: its environment is that of the tmux server, which may have started earlier.
     """
@@ -107,7 +112,10 @@ def _reached(server: str | None) -> list[str]:
 
 
 def _shell(words: list[str]) -> str:
-    """Return the shell command of a pane. It waits for Enter at the end, so that the last lines remain readable."""
+    """Return the shell command of a pane that runs `millrace run` with `words`.
+
+    The command waits for Enter at its end, so that the last lines remain readable.
+    """
     command = shlex.join([sys.executable, "-m", "millrace.cli", "run", *words])
     return f"{command}; printf '(ended; Enter closes)'; read _"
 
@@ -167,6 +175,7 @@ def submit(arguments: tuple[str, ...]) -> int:
         return 0
 
     async def create(_: interrupts.Interrupts) -> str:
+        """Create the run, and return the line to print."""
         async with open_client(server) as client:
             begun = await begin_remote(client, prepared, note=lambda text: click.echo(text, err=True))
             return submitted_line(begun)
@@ -183,7 +192,7 @@ def submit(arguments: tuple[str, ...]) -> int:
 @SERVER
 def list_runs(states: tuple[str, ...], limit: int, form: str, server: str | None) -> None:
     """List runs, newest first, with the local ones whose own stack has ended; a server that is named is asked alone."""
-    from millrace.cli.connection import is_listening, server_address
+    from millrace.cli.connection import OUTPUTS, is_listening, server_address
     from millrace.cli.offline.ended import list_ended
 
     wanted = [_state(text) for text in states]
@@ -193,7 +202,14 @@ def list_runs(states: tuple[str, ...], limit: int, form: str, server: str | None
     here = [each for each in found if not wanted or each.run.state in wanted]
 
     async def show(client: "Client") -> None:
-        _print_runs(await client.runs.list(states=wanted, limit=limit), here, limit=limit, form=form)
+        listed = await client.runs.list(states=wanted, limit=limit)
+        _print_runs(listed, here, limit=limit, form=form)
+        if not listed and not here and form != "json":
+            which = f" that are {' or '.join(states)}" if states else ""
+            local = "" if is_named else f", and {OUTPUTS}/ here has no run whose own stack has ended"
+            begin = "" if states else "; `millrace run submit @ FILE` begins one there"
+            where = f"the orchestrator at {address} ({origin}) has none"
+            click.echo(f"no runs{which}: {where}{local}{begin}", err=True)
 
     if here and not is_listening(address):
         click.echo(f"note: no stack runs at {address} ({origin}); these are local runs whose stack has ended", err=True)
@@ -217,8 +233,6 @@ def _print_runs(served: "Sequence[run_pb2.Run]", here: "Sequence[EndedRun]", *, 
     elif runs:
         now = datetime.datetime.now(datetime.UTC)
         click.echo(runs_table(runs, now=now, ended=directories, paint=Paint.of(sys.stdout)))
-    else:
-        click.echo("no runs", err=True)
 
 
 @run.command()
@@ -233,6 +247,7 @@ def show(name: str, form: str, server: str | None) -> None:
     from millrace.cli.view.view import is_fancy
 
     async def act(client: "Client") -> None:
+        """Print the run as the server knows it, with checkpoints and curves."""
         found = await resolve(client.runs, name)
         if form == "json":
             click.echo(message_json(found))
@@ -243,6 +258,7 @@ def show(name: str, form: str, server: str | None) -> None:
         click.echo(run_details(found, saved, now=now, curves=curves, paint=Paint.of(sys.stdout)))
 
     def read(ended: "EndedRun") -> None:
+        """Print a run whose stack has ended, from its log."""
         if form == "json":
             click.echo(message_json(ended.run))
             return
@@ -296,6 +312,7 @@ def watch(name: str, plain: bool, form: str, server: str | None) -> None:
     from millrace.runlog.run_status import is_terminal
 
     async def act(client: "Client") -> None:
+        """Follow the run on the server to its end, and print the summary."""
         found = await resolve(client.runs, name)
         progress = Progress.of(found)
         with JsonView() if form == "json" else make_view(progress, plain=plain, stream=sys.stdout) as view:
@@ -304,6 +321,7 @@ def watch(name: str, plain: bool, form: str, server: str | None) -> None:
         require_success(progress)
 
     def read(ended: "EndedRun") -> None:
+        """Show the events of a run whose stack has ended, and the summary."""
         progress = Progress.of(ended.run)
         with JsonView() if form == "json" else make_view(progress, plain=True, stream=sys.stdout) as view:
             for event in ended.events:
@@ -315,6 +333,7 @@ def watch(name: str, plain: bool, form: str, server: str | None) -> None:
         require_success(progress, logs=ended.directory / "logs")
 
     def end(progress: "Progress") -> None:
+        """Print the summary, as JSON or as text."""
         if form == "json":
             click.echo(json.dumps({"summary": watched_summary(progress)}))
         elif progress.steps:
@@ -363,6 +382,7 @@ def logs(name: str, component: str | None, form: str, server: str | None, **opti
     asked = {"is_follow": options["is_follow"], "form": form, "level": options["level"]}
 
     def read(ended: "EndedRun") -> None:
+        """Print the events of a run whose stack has ended."""
         progress = Progress.of(ended.run)
         for event in ended.events:
             _show_event(event, progress, form=form, level=options["level"])
@@ -374,7 +394,9 @@ def logs(name: str, component: str | None, form: str, server: str | None, **opti
 def _show_event(
     event: "event_pb2.Event", progress: "Progress", *, form: str, level: str | None, writer: str = ""
 ) -> None:
-    """Apply an event to `progress`, and print it if its level and writer match."""
+    """Apply an event to `progress`, and print it unless it is below `level` or of a writer that does not begin with
+    `writer`.
+    """
     from millrace.cli.view.lines import is_of_level, log_line
     from millrace.cli.view.output import message_json
 
@@ -384,6 +406,10 @@ def _show_event(
 
 
 async def _component_logs(client: "Client", name: str, query: "LogQuery") -> None:
+    """Print what one service has written about the run `name`.
+
+    That is read from its log files here, else from the events of the run.
+    """
     from millrace.cli.log_files import elsewhere, require_component, show_shared, stack_logs
     from millrace.cli.options import resolve
 
@@ -398,6 +424,10 @@ async def _component_logs(client: "Client", name: str, query: "LogQuery") -> Non
 async def _event_lines(
     client: "Client", name: str, *, is_follow: bool, form: str = "table", writer: str = "", level: str | None = None
 ) -> None:
+    """Print the events of the run `name`, one per line; with `is_follow` go on until the run ends.
+
+    `form` is "table" or "json". Only events of this `level` or worse, whose writer begins with `writer`, are printed.
+    """
     from millrace.cli.log_files import process_logs
     from millrace.cli.options import resolve
     from millrace.cli.view.progress import Progress
@@ -409,6 +439,7 @@ async def _event_lines(
     progress = Progress.of(found)
 
     async def events() -> AsyncIterator["event_pb2.Event"]:
+        """Yield the events of the run so far, or until its end."""
         if is_follow:
             async for event in client.runs.watch(found.name):
                 yield event
@@ -439,6 +470,7 @@ def cancel(name: str, reason: str, server: str | None) -> None:
     from millrace.runlog.run_status import state_name
 
     async def act(client: "Client") -> None:
+        """Ask the server to cancel the run, and print what it says."""
         found = await resolve(client.runs, name)
         asked = await client.runs.cancel(found.name, reason=reason)
         if state_name(found.state) == "CANCELLED":
@@ -465,6 +497,7 @@ def why(name: str, form: str, server: str | None) -> None:
         click.echo(message_json(answer) if form == "json" else explanation(answer))
 
     async def act(client: "Client") -> None:
+        """Print what the server says of the run's waits."""
         try:  # the orchestrator knows its runs by heart: it answers also while nothing can be looked up
             answer = await client.runs.explain(name)
         except NotFoundError:
@@ -476,6 +509,7 @@ def why(name: str, form: str, server: str | None) -> None:
 
 
 def _state(text: str) -> "run_pb2.RunState":
+    """Return the state that `--state` names, in any case; raise BadParameter with the known names for another text."""
     from millrace.v1 import run_pb2
 
     name = f"RUN_STATE_{text.upper().removeprefix('RUN_STATE_')}"

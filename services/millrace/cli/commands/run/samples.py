@@ -66,7 +66,8 @@ def samples(
     objects, deployment, uid = open_run(name, store, prefix)
     if filters.get("step") is None:
         say_retired(objects, Names(deployment, uid))
-    if form == "sft" and filters["purpose"] is None and _trains(objects, deployment, uid):
+    trains = _trains(objects, deployment, uid)
+    if form == "sft" and filters["purpose"] is None and trains:
         filters["purpose"] = "train"  # held-out tasks are not trained on by accident
     found = read_samples(
         objects, deployment, uid, SampleFilter(**{key: value for key, value in filters.items() if value is not None})
@@ -83,10 +84,13 @@ def samples(
     from millrace.cli.view.records import sample_lines, sample_table
 
     if is_full:
-        click.echo("\n".join(line for each in shown for line in sample_lines(each)))
+        click.echo("\n".join(line for each in shown for line in sample_lines(each, has_versions=trains)))
     elif shown:
-        click.echo(sample_table(shown, paint=Paint.of(sys.stdout)))
-    click.echo(f"{len(shown)} of {total} samples" + ("" if is_full or not shown else "; --full shows conversations"))
+        click.echo(sample_table(shown, has_versions=trains, paint=Paint.of(sys.stdout)))
+    more = "; --full shows conversations" if shown and not is_full else ""
+    if not total and trains and filters["purpose"] == "eval":
+        more = " of an evaluation; --purpose train shows those of training"
+    click.echo(f"{len(shown)} of {total} samples{more}")
     return 0
 
 
@@ -105,7 +109,7 @@ def _trains(objects: "ObjectStore", prefix: str, uid: str) -> bool:
 
 def _write_rows(samples: "Iterable[SampleRecord]") -> None:
     """Print each usable sample as a row of JSON. The number of rows, and what was left out, goes to standard error."""
-    from millrace.cli.offline.training_rows import TrainingRows
+    from millrace.cli.offline.samples import TrainingRows
 
     rows = TrainingRows()
     for each in samples:

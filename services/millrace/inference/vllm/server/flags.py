@@ -76,8 +76,8 @@ def to_argv(
     """Return vLLM's arguments for the flags in `given`, and a violation for each flag that is wrong.
 
     `given` maps keys of the config (`inference.vllm.enforce_eager`, `inference.parallel.tp`) or bare names of flags to
-    JSON values. None leaves a flag out. Where vLLM cannot sleep (on a CPU) the key for sleeping is left out, and a
-    replica that is to sleep pauses instead.
+    JSON values; None leaves a flag out. `parser` is vLLM's. With `can_sleep` False (on a CPU) the key for sleeping is
+    left out, and a replica that is to sleep pauses instead.
     """
     if not can_sleep:
         given = {key: value for key, value in given.items() if key != SLEEP_KEY}
@@ -87,7 +87,7 @@ def to_argv(
     is_spread = any(_name(key) == "nnodes" and str(value) not in ("None", "1") for key, value in given.items())
     for key, value in given.items():
         name = _name(key)
-        problem = _owned(name, value) or _said_twice(seen.get(name)) or _out_of_reach(name, value, is_spread=is_spread)
+        problem = _owned(name, value) or _set_twice(seen.get(name)) or _out_of_reach(name, value, is_spread=is_spread)
         seen[name] = key
         action = _action(parser, name)
         if problem is None and action is None:
@@ -102,6 +102,7 @@ def to_argv(
 
 
 def _owned(name: str, value: object) -> str | None:
+    """Return why a flag that Millrace sets itself cannot have this value; None if it can, or is another flag."""
     if name not in OWNED:
         return None
     fine, why = OWNED[name]
@@ -112,13 +113,17 @@ def _owned(name: str, value: object) -> str | None:
 
 
 def _name(key: str) -> str:
+    """Return the name of vLLM's flag, with underscores, for a whole key of the config or the bare name of a flag.
+
+    `inference.parallel.tp` gives `tensor_parallel_size`, and `inference.vllm.max-num-seqs` gives `max_num_seqs`.
+    """
     return TYPED_FLAGS.get(key) or key.removeprefix(FREE).replace("-", "_")
 
 
 def _out_of_reach(name: str, value: object, *, is_spread: bool) -> str | None:
-    """Return why a flag is not possible for a replica whose policies must reach every worker; None if it is.
+    """Return why the flag keeps policies from reaching every worker of a replica; None if it does not.
 
-    `is_spread` says that the replica is over several nodes.
+    `is_spread` is whether the replica is over several nodes.
     """
     if value == "ray" and name == "distributed_executor_backend":
         return _SEVERAL_NODES[name][1]
@@ -127,23 +132,29 @@ def _out_of_reach(name: str, value: object, *, is_spread: bool) -> str | None:
     return f"is not possible over several nodes: {_SEVERAL_NODES[name][1]}"
 
 
-def _said_twice(other: str | None) -> str | None:
+def _set_twice(other: str | None) -> str | None:
+    """Return the problem of a flag that the key `other` has set already; None without one."""
     return None if other is None else f"says the same as `{other}`; keep one of them"
 
 
 def _action(parser: argparse.ArgumentParser, name: str) -> argparse.Action | None:
+    """Return the parser's action for a flag; None if it has no such flag."""
     option = f"--{name.replace('_', '-')}"
     return next((action for action in parser._actions if option in action.option_strings), None)
 
 
 def _unknown(parser: argparse.ArgumentParser, name: str) -> str:
+    """Return the problem of a flag that the parser does not have, with the most similar one that it has."""
     known = sorted({option[2:].replace("-", "_") for action in parser._actions for option in action.option_strings})
     near = difflib.get_close_matches(name, known, n=1, cutoff=_CUTOFF)
     return "vLLM has no such flag" + (f"; did you mean `{near[0]}`?" if near else "; see `vllm serve --help=all`")
 
 
 def _words(action: argparse.Action, name: str, value: Any) -> list[str]:
-    """Return the command-line words of one flag; `--flag=value`, because a value may begin with a dash."""
+    """Return the command-line words that set one flag to a JSON value; none for a switch that is off by default.
+
+    A word is `--flag=value`, because a value may begin with a dash; a flag with several values is followed by these.
+    """
     flag = f"--{name.replace('_', '-')}"
     if isinstance(value, bool) and action.nargs == 0:
         # `--no-flag`, where the parser has one; a switch that is off is left out.
@@ -155,20 +166,23 @@ def _words(action: argparse.Action, name: str, value: Any) -> list[str]:
 
 
 def _text(value: Any) -> str:
+    """Return a text as it is, and any other value as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _refusal(parser: argparse.ArgumentParser, words: Sequence[str]) -> str | None:
-    """Parse the words of one flag and return the parser's error; None if it accepts them."""
+    """Return why vLLM's parser refuses the words of one flag; None if it accepts them."""
     if not words:
         return None
     ordinary = parser.error
 
     def refuse(message: str) -> NoReturn:
+        """Raise the parser's message, where argparse would end the process."""
         raise _Refused(message)
 
     parser.error = refuse  # type: ignore[method-assign] - the parser is ours, and argparse would end the process
     try:
+        # One flag at a time, because argparse stops at the first error and all of them are to be reported.
         parser.parse_args(list(words))
     except (_Refused, argparse.ArgumentTypeError, ValueError, TypeError) as error:
         text = " ".join(str(error).split())

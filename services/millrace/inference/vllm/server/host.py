@@ -18,7 +18,7 @@ _PLUGIN_GROUPS = ("vllm.endpoint_plugins", "vllm.general_plugins")
 
 
 def main() -> None:
-    """Check the launcher's flags, then run vLLM's server, or headless workers, with the arguments that it sends.
+    """Check the flags that the launcher sends, then run vLLM's server, or headless workers, with the model's arguments.
 
     Exits with vLLM's code, or with 2 for flags that are refused or without a launcher.
     """
@@ -73,9 +73,9 @@ def _missing_plugins() -> list[dict[str, str | None]]:
 
 
 def _check(to_launcher: Line, problems: list[dict[str, str | None]]) -> list[str] | None:
-    """Receive the launcher's flags, check them with vLLM's parser and send the violations, with `problems` among them.
+    """Receive flags from the launcher, check them with vLLM's parser, and send all violations, `problems` among them.
 
-    Return the arguments for vLLM; None if there is a violation.
+    Returns the arguments for vLLM; None if there is a violation.
     """
     given = to_launcher.receive()["flags"]
     with without_gc():
@@ -99,7 +99,7 @@ def _check(to_launcher: Line, problems: list[dict[str, str | None]]) -> list[str
 
 
 def _warm_up() -> None:
-    """Import what the server needs in any case, while the model is still unknown."""
+    """Import what vLLM's server needs in any case, while the model is still unknown."""
     with without_gc():
         import vllm.entrypoints.launchers.api_server.entry  # pyright: ignore[reportMissingImports]
         import vllm.v1.engine.async_llm  # pyright: ignore[reportMissingImports]  # noqa: F401

@@ -26,7 +26,8 @@ def install() -> None:
 
 
 def use_our_parsers(manager: Any, *, call_type: Any) -> None:
-    """Wrap the composition of parsers in vLLM's `ParserManager`, for names that we have, too.
+    """Replace `get_parser` of vLLM's ParserManager, `manager`, so that it gives our parsers, where we have the named
+    ones.
 
     `call_type` is vLLM's `FunctionCall`.
     """
@@ -39,6 +40,10 @@ def use_our_parsers(manager: Any, *, call_type: Any) -> None:
         *args: Any,
         **options: Any,
     ) -> Any:
+        """Return vLLM's parser for these names, or one that parses whole completions with ours if we have both.
+
+        The parser of tool calls counts only with `enable_auto_tools`. None if vLLM has no parser for the names.
+        """
         made = compose(tool_parser_name, reasoning_parser_name, enable_auto_tools, *args, **options)
         tools = tool_parser_name if enable_auto_tools else None
         are_ours = (not tools or tools in TOOL_CALL_PARSERS) and (
@@ -52,10 +57,15 @@ def use_our_parsers(manager: Any, *, call_type: Any) -> None:
 
 
 def _with_ours(composed: Any, tool_calls: str | None, reasoning: str | None, call_type: Any) -> Any:
-    """Derive a parser class from one that vLLM has composed, which parses whole chat completions with ours."""
+    """Return a class derived from `composed`, vLLM's parser, which parses whole chat completions with ours.
+
+    `tool_calls` and `reasoning` are the names of the parsers; None is none.
+    """
     ours = ChatParsers(reasoning=reasoning, tool_calls=tool_calls or DEFAULT_TOOL_CALL_PARSER)
 
     class OurParser(composed):
+        """Parses whole chat completions with Millrace's parsers, and streams with vLLM's."""
+
         def parse(
             self,
             model_output: str,
@@ -63,6 +73,11 @@ def _with_ours(composed: Any, tool_calls: str | None, reasoning: str | None, cal
             enable_auto_tools: bool = False,
             model_output_token_ids: Sequence[int] = (),
         ) -> tuple[str | None, str | None, list[Any] | None]:
+            """Return (reasoning, content, tool calls) of a completion, by our parsers.
+
+            vLLM's own are used if the request is no chat, or requires a tool. Calls are looked for only with
+            `enable_auto_tools`.
+            """
             choice = getattr(request, "tool_choice", None)
             if not hasattr(request, "messages") or choice not in (None, "auto", "none"):
                 return super().parse(model_output, request, enable_auto_tools, model_output_token_ids)

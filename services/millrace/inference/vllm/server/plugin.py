@@ -43,13 +43,13 @@ class MillracePlugin:
     required_tasks = ("generate",)
 
     def attach_router(self, app: Any) -> None:
-        """Put our routes in place of vLLM's that generate, and add those of PRIME-RL."""
+        """Put our routes in place of vLLM's that generate, in the application `app`, and add those of PRIME-RL."""
         attach(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Start the replica: the gate before every serving object, a fixed model, registration.
+        """Start the replica in vLLM's server: the gate before every serving object, a fixed model, registration.
 
-        An error ends the server.
+        `state` is the application's, `args` are the server's arguments. An error ends the server.
         """
         parsers.install()  # before vLLM makes the objects that serve, which ask for their parsers once
         settings = Settings.from_env(os.environ, required=["listen"])
@@ -78,6 +78,7 @@ class MillracePlugin:
         replica = VllmReplica(engine=engine, gate=gate, slot=slot, updater=parts.updater, owner=owner)
         state.millrace = replica
         url = http_address(args.host or "0.0.0.0", args.port)
+        # From here on the launcher's front does not answer any more: the fixed model is served before.
         await take_over()
         replica.tasks.append(asyncio.create_task(_run(parts, replica, url, stopping, state), name="millrace replica"))
         replica.tasks.append(asyncio.create_task(_take_signal(state, stopping), name="millrace signals"))
@@ -91,7 +92,10 @@ def _own_directory(environ: Mapping[str, str]) -> str | TemporaryDirectory:
 
 
 async def _run(parts: ReplicaParts, replica: VllmReplica, url: Any, stopping: asyncio.Event, state: Any) -> None:
-    """Run the replica from start to drain; then, however it ended, have vLLM's server end."""
+    """Run the replica from start to drain; then, however it ended, have vLLM's server end.
+
+    `url` makes the registered URL from a host.
+    """
     try:
         await parts.run(url, drain=replica.drain, handle_signals=False)
     except MillraceError as error:
@@ -108,8 +112,9 @@ async def _run(parts: ReplicaParts, replica: VllmReplica, url: Any, stopping: as
 
 
 async def _take_signal(state: Any, stopping: asyncio.Event) -> None:
-    """Wait until vLLM has set its own signal handlers, then replace them: SIGTERM and SIGINT must drain the replica
-    first.
+    """Wait until vLLM has set its own signal handlers, then have SIGTERM and SIGINT set `stopping` instead.
+
+    The replica must drain before vLLM ends.
     """
     # unregistered wait: until vLLM's server has started; the launcher registers that wait
     while not getattr(getattr(state, "server", None), "started", False):  # noqa: ASYNC110 - vLLM has no event for it
@@ -120,7 +125,8 @@ async def _take_signal(state: Any, stopping: asyncio.Event) -> None:
 
 
 def _put_before(state: Any, client: Any, gated: GatedClient) -> None:
-    """Replace the client by the gated one in every serving object."""
+    """Replace the engine client by the gated one in every serving object of the application's state."""
+    # Starlette's `State` keeps its attributes in `_state`.
     for item in vars(state)["_state"].values():
         if getattr(item, "engine_client", None) is client:
             item.engine_client = gated

@@ -16,9 +16,9 @@ _DATA = "data: "
 
 
 def add_spans(body: dict[str, Any], calls: Calls) -> None:
-    """Add `policy_spans` to every choice of a whole answer, in place; the choices are those of the calls, in order.
+    """Add `policy_spans` to every choice of a whole answer, `body`, in place.
 
-    Raises UnavailableError if calls and choices do not correspond.
+    The choices are those of the engine's `calls`, in order. Raises UnavailableError if they do not correspond.
     """
     outputs = [found[index] for found in calls.outputs for index in sorted(found)]
     if len(outputs) != len(body["choices"]):
@@ -32,7 +32,7 @@ def add_spans(body: dict[str, Any], calls: Calls) -> None:
 def add_last_spans(chunk: dict[str, Any], calls: Calls, *, per_call: int) -> None:
     """Add `policy_spans` to every choice that ends in this chunk of a stream, in place.
 
-    A call has `per_call` choices.
+    The choices are those of the engine's `calls`, `per_call` of each.
     """
     for choice in chunk.get("choices") or []:
         if choice.get("finish_reason") is not None:
@@ -52,7 +52,7 @@ def name_tokens(body: dict[str, Any]) -> None:
 
 
 async def rewritten(events: AsyncGenerator[str, None], change: Callable[[dict[str, Any]], None]) -> AsyncIterator[str]:
-    """Yield vLLM's server-sent events, each JSON object changed by `change`.
+    """Yield vLLM's server-sent events, the JSON object of each changed in place by `change`.
 
     Other events, such as [DONE], pass unchanged.
     """
@@ -68,10 +68,13 @@ async def rewritten(events: AsyncGenerator[str, None], change: Callable[[dict[st
 
 
 def spans_of(output: Any) -> list[dict[str, int]]:
-    """Return the spans of a finished choice, [start, end) over its tokens, in order; empty if vLLM reports none."""
+    """Return which policy generated which tokens of a finished choice, [start, end) in order; [] if vLLM reports
+    none.
+    """
     return [_span(span) for span in output.weight_versions or ()]
 
 
 def _span(span: Any) -> dict[str, int]:
+    """Return one of vLLM's spans, whose version is `LINEAGE-VERSION`, as a JSON object."""
     lineage, _, version = str(span.version).partition("-")
     return {"lineage": int(lineage), "version": int(version), "start": span.start, "end": span.end}

@@ -99,7 +99,13 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
 
     @on_base
     def millrace_reload(self, order: dict[str, Any]) -> None:
-        """Load every tensor of an order through vLLM's layerwise reload, then trace the model's layout in memory."""
+        """Load every tensor of an order into this worker's model by vLLM's layerwise reload, and find out its layout in
+        memory.
+
+        The order is what `ranks.write_order` returned. Raises InvalidStateError if the model cannot be reloaded, or has
+        no place for a tensor.
+        """
+        # Before anything is written: if the load fails, what is known of the old weights is not true any more.
         self.millrace_held = None
         self.millrace_is_text_part = order.get("is_text_part", False)
         files = OrderFiles(self._millrace_here(order))
@@ -109,10 +115,9 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
         self.millrace_held = self._millrace_survey(model, files)
 
     def millrace_reload_directory(self, directory: str | None) -> None:
-        """Load the safetensors files of a directory through vLLM's own reload, and forget the layout, so that updates
-        need a load.
+        """Load the safetensors files of a directory by vLLM's own reload; None is the model that vLLM was started with.
 
-        None is the model that vLLM was started with.
+        The layout is unknown afterwards, so that the next policy needs a whole load.
         """
         self.millrace_held = None
         self.millrace_is_text_part = False
@@ -130,10 +135,10 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
         self._millrace_repack_shared(model)
 
     def millrace_check(self, places: list[Any]) -> list[list[str]]:
-        """Return the problems of tensors [name, dtype, shape] for this model, and the names that have no place on this
-        rank.
+        """Return [problems of these tensors for this model, the names that have no place on this rank].
 
-        Changes nothing. A rank of a pipeline has only some layers: a name is a problem if it has no place on any rank.
+        `places` has [name, dtype, shape] of each. Changes nothing. A rank of a pipeline has only some layers: a name is
+        a problem if it has no place on any rank.
         """
         held = self.millrace_held
         if held is None:
@@ -155,9 +160,12 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
 
     @on_base
     def millrace_stage(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Take an order; return the bytes of each unit for `millrace_prepare` and of each slice for `millrace_gather`.
+        """Begin to stage the version of an order, while the old one serves, and return how much work that is on this
+        rank.
 
-        `seconds`, here and in the other methods, is the time in which this worker did not decode.
+        The order is what `ranks.write_order` returned. `units` has the bytes of each unit for `millrace_prepare`,
+        `slices` those of each slice for `millrace_gather`. `seconds`, here and in the other methods, is the time in
+        which this worker did not decode.
         """
         began = time.monotonic()
         held = self._millrace_required()
@@ -183,9 +191,10 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
 
     @on_base
     def millrace_gather(self, first: int, last: int) -> float:
-        """Prepare the writes of slices [first, last), and read the present values that the digests need.
+        """Prepare the writes of slices [first, last) of the staged version, and read the present values for the
+        digests.
 
-        Return the seconds.
+        Returns the seconds that it took, in which this worker did not decode.
         """
         held, began = self._millrace_required(), time.monotonic()
         staged = held.staged
@@ -205,10 +214,11 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
         return time.monotonic() - began
 
     def millrace_foreseen(self) -> dict[str, Any]:
-        """Return the digests that this rank will have with the staged version, in `rows` as `millrace_digests` has
+        """Return the digests that this rank will have with the staged version: `rows`, as `millrace_digests` returns
         them.
 
-        `rows` is None while `is_pending`, and without it if they have to be read back after the version is written.
+        `rows` is None while `is_pending`, and also without it if they have to be read back after the version is
+        written.
         """
         staged = self._millrace_required().staged
         assert staged is not None and staged.num_gathered == len(staged.slices)
@@ -220,7 +230,10 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
 
     @on_base
     def millrace_prepare(self, first: int, last: int) -> float:
-        """Build units [first, last) of the staged version beside the served layers; return the seconds."""
+        """Build the packed weights [first, last) of the staged version beside the served layers.
+
+        Returns the seconds that it took, in which this worker did not decode.
+        """
         held, began = self._millrace_required(), time.monotonic()
         assert held.staged is not None
         model = self._millrace_model()
@@ -232,9 +245,9 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
 
     @on_base
     def millrace_activate(self, version: int) -> None:
-        """Write the staged version into the model, and read back what was written.
+        """Write the staged version into this worker's model, and read back what was written; generation must be paused.
 
-        A failure leaves the model undefined.
+        `version` is for fault points. A failure is raised, and leaves the model undefined.
         """
         held = self._millrace_required()
         staged, held.staged = held.staged, None
@@ -246,6 +259,7 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
             self._millrace_load(model, staged.files, list(staged.files.places))
             self.millrace_held = self._millrace_survey(model, staged.files)
             return
+        # From here on the memory is neither version, until every write has been read back.
         held.proved.begin_writing()
         with torch.no_grad():
             for write in staged.writes:
@@ -268,16 +282,19 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
 
     @on_base
     def millrace_digests(self, names: list[str]) -> list[Row]:
-        """Return [tensor, key of the box, elements, digest as hex] of every box of these tensors with the checkpoint's
-        bits.
+        """Digest the boxes of these tensors that have the checkpoint's bits here, keep that as proved, and return it.
 
-        This rank may have no box of a tensor. Ranks that have the same box return the same key.
+        Each row is [tensor, key of the box, elements, digest as hex]. This rank may have no box of a tensor. Ranks that
+        have the same box return the same key. Later versions continue the digests that are kept.
         """
         return self._millrace_required().proved.read(names)
 
     @on_base
     def millrace_verify_next(self) -> list[Any]:
-        """Verify a share; return [number of shares left, description of damage, whether the rest is proved]."""
+        """Verify a share of the weights in memory.
+
+        Returns [number of shares left, description of damage or "", whether all of the rest is proved].
+        """
         if self.millrace_held is None:
             return [0, "", False]
         return list(self.millrace_held.proved.verify_next())
@@ -285,11 +302,13 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
     # ---- the methods below are not called from outside ----
 
     def _millrace_model(self) -> torch.nn.Module:
+        """Return the model that policies are for: the worker's, or its text part."""
         model = self.model_runner.get_model()  # pyright: ignore[reportAttributeAccessIssue] - of the worker
         has_parts = self.millrace_is_text_part and hasattr(model, "get_language_model")
         return model.get_language_model() if has_parts else model
 
     def _millrace_required(self) -> Held:
+        """Return what is known of the model in memory; raise RuntimeError if no policy was loaded yet."""
         if self.millrace_held is None:
             raise RuntimeError("no policy was loaded into this worker yet")
         return self.millrace_held
@@ -332,6 +351,7 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
         for module in model.modules():
             weight = module._parameters.get("weight")
             if weight is not None and weight.numel() and is_repackable(module):
+                # Tied layers share the memory of their weight.
                 owners[weight.data_ptr()] = owners.get(weight.data_ptr(), 0) + 1
                 shared.append(module)
         for module in shared:
@@ -341,12 +361,15 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
                 build_packed(module, weight.data).put_into(module)
 
     def _millrace_tensors(self, files: OrderFiles, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor over the mapped file) of each of the named tensors."""
         for name in names:
             yield name, tensor_of(files, name)
 
     def _millrace_survey(self, model: torch.nn.Module, files: OrderFiles) -> Held:
-        """Trace the loaders, and compare the memory with the file to find the parameters that have the checkpoint's
-        bits.
+        """Find out where each tensor of the file is in the model, and which parameters have the file's bits; return
+        that.
+
+        The loaders are traced, and the memory is compared with the file, so the file's weights must be loaded.
         """
         layout = trace(model, files.places.values())
         self.millrace_shapes = {name: (place.dtype, place.shape) for name, place in files.places.items()}
@@ -378,7 +401,11 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
     def _millrace_packed_slot(
         self, model: torch.nn.Module, name: str, module: torch.nn.Module, by_slot: Mapping[Slot, Any]
     ) -> Slot | None:
-        """Return the slot whose weight a packed layer was built from: its own, or that of the layer it is tied to."""
+        """Return the slot whose weight the packed layer `module` was built from: its own, or that of the layer it is
+        tied to.
+
+        None if the layer is not packed, or its weight comes from no tensor in `by_slot`. `name` is the layer's.
+        """
         if not is_repackable(module):
             return None
         own = Slot(module=name, name="weight")
@@ -395,8 +422,13 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
     def _millrace_is_plain(
         self, model: torch.nn.Module, layout: Layout, files: OrderFiles, slot: Slot, regions: list[Region]
     ) -> bool:
+        """Return whether the slot's parameter has, in these regions, exactly the file's bits.
+
+        False also if its shape, strides or dtype are not those that it had while loaders filled it, which `layout` has.
+        """
         parameter = model.get_submodule(slot.module)._parameters.get(slot.name)
         shape, strides, dtype = layout.specs[slot]
+        # A parameter that vLLM has repacked after loading differs in one of these, or in its bits.
         if parameter is None or (tuple(parameter.shape), tuple(parameter.stride()), parameter.dtype) != (
             shape,
             strides,
@@ -408,7 +440,7 @@ class PolicyExtension(AnsweringWorker, FetchingWorker):
         )
 
     def _millrace_plain(self, held: Held, files: OrderFiles, slot: Slot) -> torch.Tensor:
-        """Return the parameter as the loaders would fill it from the file; padding is zero."""
+        """Return the slot's parameter as the loaders would fill it from the file; padding is zero."""
         shape, strides, dtype = held.layout.specs[slot]
         weight = torch.empty_strided(shape, strides, dtype=dtype).zero_()
         for regions in held.layout.regions.values():

@@ -47,12 +47,12 @@ class Region:
 
     @property
     def num_elements(self) -> int:
-        """Return the number of elements of the box."""
+        """Return the number of elements that the box has."""
         return math.prod(self.shape)
 
     @property
     def key(self) -> str:
-        """Return a name of the box among those of its tensor, equal on all ranks that have it."""
+        """Return a name of the box among those of its tensor, equal on all ranks that have the same box."""
         return f"{self.source_offset}:{self.shape}"
 
     @property
@@ -80,16 +80,15 @@ class Region:
 
     @property
     def end(self) -> int:
-        """Return the index in the tensor after the box's last element.
-
-        This and the methods below need a box in runs.
-        """
+        """Return the index in the tensor after the box's last element; only for a box in runs (`is_in_runs`)."""
         length, distance = self._run
         return self.source_offset + (self.num_elements // length - 1) * distance + length if length else 0
 
     def places(self, first: int, last: int) -> tuple[int, int]:
-        """Return the range [begin, end) of the box's elements, in order, that are in the tensor's elements [first,
+        """Return the range [begin, end) of the box's elements, counted in order, that are the tensor's elements [first,
         last).
+
+        Only for a box in runs (`is_in_runs`).
         """
         length, distance = self._run
         found: list[int] = []
@@ -101,20 +100,27 @@ class Region:
     def places_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the indices, among the box's elements in order, of the tensor's elements at `positions` [N].
 
-        All of these must be in the box.
+        All of these must be in the box, which is in runs (`is_in_runs`).
         """
         length, distance = self._run
         run, rest = np.divmod(positions - self.source_offset, distance)
         return run * length + rest
 
     def digest(self, bits: NDArray[np.unsignedinteger], begin: int) -> int:
-        """Return the digest of a part of the box; `bits` are its elements from index `begin` on."""
+        """Return the digest of a part of the box; `bits` are its elements from index `begin` on.
+
+        The digest depends on their places in the tensor, so that digests of parts can be combined. Only for a box in
+        runs (`is_in_runs`).
+        """
         if self.is_contiguous:
             return bits_digest(bits, start=self.source_offset + begin)
         return placed_digest(bits, self.positions(begin, begin + bits.size).numpy())
 
     def positions(self, begin: int, end: int, *, device: torch.device | None = None) -> torch.Tensor:
-        """Return the positions in the tensor of the box's elements [begin, end), int64."""
+        """Return the positions in the tensor of the box's elements [begin, end), int64, on `device`.
+
+        Only for a box in runs (`is_in_runs`).
+        """
         length, distance = self._run
         place = torch.arange(begin, end, device=device)
         return self.source_offset + place // length * distance + place % length
@@ -127,7 +133,8 @@ class Region:
         return self.shape[1], self.source_strides[0]
 
     def span_of(self, positions: NDArray[np.int64]) -> slice:
-        """Return the slice of ascending positions [N] between the box's first and last element.
+        """Return the slice of `positions` [N], which ascend, that is between the box's first and last element in the
+        tensor.
 
         Others are not in the box. A tensor of fused experts has two boxes for each, and the changes of one are a small
         part of all.
@@ -138,8 +145,8 @@ class Region:
         return slice(int(begin), int(end))
 
     def targets(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a mask of the tensor's row-major positions [N] that are in the box, and their indices in the
-        parameter's storage.
+        """Return a mask of the tensor's row-major `positions` [N] that are in the box, and the indices of these in
+        the parameter's storage.
         """
         # The common case: a contiguous range of the tensor lands in a contiguous range of the parameter.
         if self.is_contiguous:
@@ -175,7 +182,10 @@ class Layout:
 
 
 def trace(model: torch.nn.Module, places: Collection[TensorPlace]) -> Layout:
-    """Run the model's own loaders on the meta device and return the layout; the model is as before afterwards."""
+    """Return which part of each tensor of `places` the model's own loaders copy to which part of which parameter.
+
+    The loaders are run on the meta device; the model is as before afterwards.
+    """
     try:
         return _trace(model, places, keeps_views=True)
     except RuntimeError:  # of a loader that wants the memory which a view has not
@@ -183,7 +193,7 @@ def trace(model: torch.nn.Module, places: Collection[TensorPlace]) -> Layout:
 
 
 def _trace(model: torch.nn.Module, places: Collection[TensorPlace], *, keeps_views: bool) -> Layout:
-    """Trace as `trace` does.
+    """Return which part of each tensor of `places` the model's loaders copy to which part of which parameter.
 
     With `keeps_views`, a part of a tensor that a loader makes contiguous counts as that part; some loaders fail then.
     """
@@ -198,12 +208,14 @@ def _trace(model: torch.nn.Module, places: Collection[TensorPlace], *, keeps_vie
     )
 
     modules = dict(model.named_modules())
+    # Copies of the tables, from which the model's own parameters are put back whatever happens.
     saved = {
         module: (dict(module._parameters), dict(module._buffers), set(module._non_persistent_buffers_set))
         for module in modules.values()
     }
     recorder = _Recorder(modules, keeps_views=keeps_views)
     try:
+        # Parameters get the shapes that they have while loaders fill them, which vLLM keeps for its reload.
         for name, module in modules.items():
             info = get_layerwise_info(module)
             if any(info.restore_metadata):
@@ -214,6 +226,7 @@ def _trace(model: torch.nn.Module, places: Collection[TensorPlace], *, keeps_vie
                 if tensor is not None and tensor.is_meta:
                     _unwrap_loader(tensor)
                     recorder.add_target(Slot(module=name, name=parameter), tensor)
+        # Without memory, because only the copies that the loaders make of them are of interest.
         fakes = [(p.name, torch.empty(p.shape, dtype=DTYPES[p.dtype], device="meta")) for p in places]
         for name, fake in fakes:
             recorder.add_source(name, fake)
@@ -241,6 +254,9 @@ class _Recorder(TorchDispatchMode):
     """Notes copies from known tensors to known parameters."""
 
     def __init__(self, modules: Mapping[str, torch.nn.Module], *, keeps_views: bool) -> None:
+        """Record copies into parameters of `modules`, by name; with `keeps_views`, `contiguous()` of a source is no
+        copy.
+        """
         super().__init__()
         self._keeps_views = keeps_views
         self._modules = modules
@@ -252,18 +268,19 @@ class _Recorder(TorchDispatchMode):
         self._opaque: set[Slot] = set()
 
     def add_source(self, name: str, tensor: torch.Tensor) -> None:
+        """Note that copies from this tensor's memory are of the checkpoint's tensor `name`."""
         self._sources[_storage(tensor)] = name
         self._alive.append(tensor)
 
     def add_target(self, slot: Slot, tensor: torch.Tensor) -> None:
+        """Note that copies into this tensor's memory are into the parameter `slot`."""
         self._targets[_storage(tensor)] = slot
         self._specs[slot] = (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
         self._alive.append(tensor)
 
     def _late_slot(self, target: torch.Tensor) -> Slot | None:
-        """Return the slot of a parameter that a loader has registered with memory of its own, and copies into.
-
-        None if none.
+        """Return the slot of the parameter with this tensor's memory, if a loader has registered one since; else
+        None.
         """
         for name, module in self._modules.items():
             for each, parameter in module._parameters.items():
@@ -273,10 +290,17 @@ class _Recorder(TorchDispatchMode):
         return None
 
     def layout(self) -> Layout:
+        """Return which part of which tensor goes where in which parameter, by the copies that were noted so far."""
         regions = {name: tuple(found) for name, found in self._regions.items()}
         return Layout(regions=regions, specs=self._specs, opaque=frozenset(self._opaque))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note a copy from a known tensor into a known parameter; run this and every other operation, with two
+        exceptions.
+
+        With `keeps_views`, `contiguous()` of a known tensor returns the tensor as it is. A copy from the meta device to
+        a parameter with memory is only noted.
+        """
         is_copy = func is torch.ops.aten.clone.default and _storage(args[0]) in self._sources
         if self._keeps_views and is_copy and (kwargs or {}).get("memory_format") is torch.contiguous_format:
             return args[0].view(args[0].shape)  # of `contiguous()`: the same numbers in the same order
@@ -287,6 +311,7 @@ class _Recorder(TorchDispatchMode):
         slot = self._targets.get(_storage(target)) or (self._late_slot(target) if is_late else None)
         if slot is not None:
             name = self._sources.get(_storage(source))
+            # A copy that converts, or whose source is unknown, does not leave the file's bits in the parameter.
             if name is None or target.shape != source.shape or target.dtype != source.dtype:
                 self._opaque.add(slot)
             if name is not None and target.shape == source.shape:
@@ -304,10 +329,12 @@ class _Recorder(TorchDispatchMode):
 
 
 def _storage(tensor: torch.Tensor) -> int:
+    """Return a number by which tensors with the same memory are recognised."""
     return tensor.untyped_storage()._cdata
 
 
 def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a row-major tensor of this shape, in elements."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):
@@ -328,25 +355,27 @@ class ModelMemory:
     """Reads contiguous boxes of a model's parameters."""
 
     def __init__(self, model: Callable[[], torch.nn.Module]) -> None:
+        """Take a function that returns the model whose parameters are read."""
         self._model = model
 
     def read(self, part: Region, begin: int, end: int) -> Bits:
-        """Return a copy of the box's elements [begin, end)."""
+        """Return a copy of elements [begin, end) of the box `part` from the model's memory, as bits."""
         found = self._flat(part)[begin:end]
         return _as_numpy(found.clone() if found.device.type == "cpu" else found.cpu())
 
     def gather(self, part: Region, index: NDArray[np.int64]) -> Bits:
-        """Return a copy of the box's elements `index` [N]."""
+        """Return a copy of those elements of the box `part` that have the indices `index` [N], as bits."""
         return gather(self._flat(part), index)
 
     def digest(self, part: Region, begin: int, end: int) -> int:
-        """Return the digest of the box's elements [begin, end), computed on their device."""
+        """Return the digest of elements [begin, end) of the box `part`, computed on their device."""
         flat = self._flat(part)[begin:end]
         if part.is_contiguous:
             return device_digest(flat, start=part.source_offset + begin)
         return device_digest(flat, positions=part.positions(begin, end, device=flat.device))
 
     def _flat(self, part: Region) -> torch.Tensor:
+        """Return the box's elements in the model's memory, flat, as bits."""
         return box_of(parameter_of(self._model(), part), part).reshape(-1)
 
 
@@ -371,11 +400,15 @@ class Write:
         """
         if device.type == "cpu" or self.index is None or self.bits is None:
             return self
+        # torch lacks most operations for unsigned integers of more than 8 bits.
         bits = self.bits.view(f"i{self.bits.itemsize}") if self.bits.itemsize > 1 else self.bits
         return replace(self, staged=(torch.from_numpy(self.index).to(device), torch.from_numpy(bits).to(device)))
 
     def put(self, files: OrderFiles, parameter: torch.Tensor) -> None:
-        """Write into the parameter, and read it back at once; raise InternalError if other bits are there."""
+        """Write the bits into the parameter, and read them back at once; raise InternalError if others are there.
+
+        `files` has the whole box, for a write that copies it.
+        """
         if self.index is None or self.bits is None:
             source = source_of(files, self.region).to(parameter.device)
             box = box_of(parameter, self.region)
@@ -390,7 +423,7 @@ class Write:
             raise mismatch(f"the engine holds other bits than were written at {wrong} elements of {self.region.tensor}")
 
     def add_to(self, digests: NextDigests[Region], files: OrderFiles) -> None:
-        """Add the write to the digests of the next version, while the memory still has the old bits."""
+        """Add the write to the digests of the next version; must be called while the memory still has the old bits."""
         if self.positions is not None and self.bits is not None:
             digests.add_change(self.region, TensorChange(bits=self.bits, positions=self.positions))
         elif self.region.is_in_runs:
@@ -408,15 +441,18 @@ class ChangeSlice:
     last: int = 0
 
     def num_bytes(self, width: int) -> int:
-        """Return the bytes of positions and bits to process; 0 for a whole copy, whose file a thread reads.
+        """Return the bytes of the slice's positions and bits, where an element has `width` bytes.
 
-        `width` is the bytes of an element.
+        0 for a whole copy, whose file a thread reads.
         """
         return (self.last - self.first) * (8 + width)
 
 
 def slices_of(files: OrderFiles, name: str) -> Iterator[ChangeSlice]:
-    """Yield the order's changes of a tensor, in slices of at most `SLICE_ELEMENTS`; one slice for a whole copy."""
+    """Yield the changes of the tensor `name` in slices of at most `SLICE_ELEMENTS`; one slice if it is copied whole.
+
+    `files` has the order of the version, which says what changes.
+    """
     counts = files.counts(name)
     if counts is None:
         yield ChangeSlice(tensor=name)
@@ -427,9 +463,10 @@ def slices_of(files: OrderFiles, name: str) -> Iterator[ChangeSlice]:
 
 
 def writes_of(files: OrderFiles, region: Region, width: int, of: ChangeSlice | None = None) -> Iterator[Write]:
-    """Yield the writes into a box for the order's changes of its tensor, or for a slice `of` them.
+    """Yield the writes into a box for the order's changes of its tensor, or for the slice `of` them.
 
-    Computed before the pause.
+    One for each part of the changes. If the order has the tensor whole, a single one without `index`, which copies the
+    box from the file. `width` is the bytes of an element. Computed before the pause, because it takes time.
     """
     parts = files.sparse(region.tensor, width)
     if parts is not None and of is not None:
@@ -451,51 +488,57 @@ def writes_of(files: OrderFiles, region: Region, width: int, of: ChangeSlice | N
 
 
 def tensor_of(files: OrderFiles, name: str) -> torch.Tensor:
-    """Return a tensor over the mapped file, which must not be written to; its pages stay shared.
+    """Return a tensor of the policy over the mapped file; it must not be written to.
 
-    torch needs a mapping that could be written.
+    torch needs a mapping that could be written; the pages stay shared as long as nobody does.
     """
     place = files.places[name]
     return torch.from_numpy(files.raw(name)).view(DTYPES[place.dtype]).reshape(place.shape)
 
 
 def source_of(files: OrderFiles, region: Region) -> torch.Tensor:
-    """Return the region's part of the tensor in the file, as bits."""
+    """Return the part of the policy's tensor in the file that goes into the region, as bits."""
     tensor = tensor_of(files, region.tensor)
     flat = tensor.reshape(-1).view(BITS[tensor.element_size()])
+    # `as_strided` counts its offset from the beginning of the storage.
     return flat.as_strided(region.shape, region.source_strides, flat.storage_offset() + region.source_offset)
 
 
 def parameter_of(model: torch.nn.Module, region: Region) -> torch.Tensor:
-    """Return the parameter that contains the region."""
+    """Return the model's parameter that has the region."""
     parameter = model.get_submodule(region.slot.module)._parameters[region.slot.name]
     assert parameter is not None
     return parameter
 
 
 def flat_bits(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a parameter, from its first to its last element, as flat integers."""
+    """Return a parameter's memory, from its first to its last element, as flat integers of its element's width; a
+    view.
+    """
+    # Of strides, not of the shape: a parameter may have gaps between its rows.
     size = 1 + sum((n - 1) * stride for n, stride in zip(parameter.shape, parameter.stride(), strict=True))
     return parameter.data.as_strided((size,), (1,)).view(BITS[parameter.element_size()])
 
 
 def box_of(parameter: torch.Tensor, region: Region) -> torch.Tensor:
-    """Return the region's part of a parameter, as bits."""
+    """Return the region's part of a parameter, as bits; a view."""
+    # `as_strided` counts its offset from the beginning of the storage.
     return flat_bits(parameter).as_strided(
         region.shape, region.target_strides, parameter.storage_offset() + region.target_offset
     )
 
 
 def gather(flat: torch.Tensor, index: NDArray[np.int64]) -> Bits:
-    """Return a copy of the bits at some indices, in this process's own memory."""
+    """Return a copy of the elements of `flat` at the indices `index` [N], in this process's own memory."""
     if flat.device.type == "cpu":
         return _as_numpy(flat)[index]  # a fifth of the time that torch's indexing takes
     return _as_numpy(flat[torch.from_numpy(index).to(flat.device)].cpu())
 
 
 def scatter(flat: torch.Tensor, index: Any, bits: Any) -> None:
-    """Write bits at indices of a tensor: both numpy arrays for one on a CPU, both tensors on its device for any
-    other.
+    """Write `bits` [N] at the indices `index` [N] of `flat`.
+
+    Both are numpy arrays for a tensor on a CPU, and tensors on its device for any other.
     """
     if isinstance(bits, torch.Tensor):
         flat[index] = bits
@@ -504,11 +547,15 @@ def scatter(flat: torch.Tensor, index: Any, bits: Any) -> None:
 
 
 def count_other(flat: torch.Tensor, index: Any, bits: Any) -> int:
-    """Return the number of indices at which a tensor has other bits; arguments as for `scatter`."""
+    """Return at how many of the indices `index` [N] `flat` has other elements than `bits` [N].
+
+    Both are numpy arrays for a tensor on a CPU, and tensors on its device for any other.
+    """
     if isinstance(bits, torch.Tensor):
         return int(torch.count_nonzero(flat[index] != bits))
     return int(np.count_nonzero(_as_numpy(flat)[index] != bits))
 
 
 def _as_numpy(flat: torch.Tensor) -> Bits:
+    """Return a CPU tensor as unsigned integers of its element's width; a view."""
     return flat.numpy().view(f"u{flat.element_size()}")

@@ -23,7 +23,7 @@ from typing import Any
 from millrace.errors import CorruptObjectError, InternalError
 from millrace.inference.vllm.ranks import write_order
 from millrace.policies.host_copy import HostCopy
-from millrace.storage.opening import open_store
+from millrace.storage import open_store
 from millrace.storage.scratch import scratch_parent
 from millrace.telemetry.settings import Settings
 
@@ -38,6 +38,7 @@ class NodeCopy:
     """One rank's part in the copy of its node."""
 
     def __init__(self, directory: Path, copy: HostCopy) -> None:
+        """Take the directory that the node's ranks share, and the host copy into which policies are fetched there."""
         self._directory = directory
         self._copy = copy
         self._lock = (directory / "puller.lock").open("w")  # held for as long as this process lives
@@ -47,9 +48,10 @@ class NodeCopy:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "NodeCopy":
-        """Make the copy in the directory that the launcher made, with the object store of the environment.
+        """Make this rank's part in the copy of its node, with the object store that `environ` names.
 
-        Without a launcher each rank has a directory, and pulls, for itself.
+        The copy is in the directory that the launcher made. Without a launcher each rank has a directory, and pulls,
+        for itself.
         """
         settings = Settings.from_env(environ, required=["store_url"])
         shared = environ.get(DIRECTORY_VARIABLE)  # without a launcher each rank for itself
@@ -57,12 +59,14 @@ class NodeCopy:
         return cls(directory, HostCopy(open_store(settings.require("store_url")), directory=directory))
 
     def begin(self, order: Mapping[str, Any]) -> None:
-        """Begin to pull an order's policy in a thread, if this rank is, or becomes, the node's puller.
+        """Begin to pull an order's policy in a thread, if this rank is, or becomes, the one of its node that pulls.
 
         Else do nothing.
         """
         if not self.is_puller:
             try:
+                # The kernel releases the lock when its holder dies, so that another rank of the node pulls from then
+                # on.
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return
@@ -70,9 +74,9 @@ class NodeCopy:
         self._pulling = order["number"], self._thread.submit(self._pull, dict(order))
 
     def is_there(self, number: str) -> bool:
-        """Return whether the node has the files of the order with this number.
+        """Return whether this node has the files of the order with this number.
 
-        Raise InternalError if it failed to get them.
+        Raises InternalError if it failed to get them.
         """
         if self._pulling is not None and self._pulling[0] == number and self._pulling[1].done():
             error = self._pulling[1].exception()  # not even that could be written
@@ -86,9 +90,9 @@ class NodeCopy:
         return True
 
     def here(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the order with this node's files in place of the head's.
+        """Return the order with the paths of this node's files in place of the head's.
 
-        Raise InternalError if they were not fetched.
+        Raises InternalError if they were not fetched.
         """
         found = self._read()
         if found.get("number") != order["number"]:
@@ -96,8 +100,8 @@ class NodeCopy:
         return found if order["changed"] is not None else found | {"changed": None}
 
     def _pull(self, order: dict[str, Any]) -> None:
-        """Pull the policy, in the thread, and write the order or the error to `order.json`, for all ranks of the
-        node.
+        """Pull an order's policy, and write the node's own order, or the error, to `order.json` for all ranks of
+        the node.
         """
         try:
             found = self._stage(order["policy"])
@@ -106,11 +110,16 @@ class NodeCopy:
             self._copy.forget()
             found = {"error": f"{type(error).__name__}: {error}"}
         path = self._directory / _ORDER
+        # Other ranks read the file at any time, so it appears whole by a rename.
         fresh = path.with_suffix(".tmp")
         fresh.write_text(json.dumps(found | {"number": order["number"]}))
         fresh.rename(path)
 
     def _stage(self, policy: Mapping[str, Any]) -> dict[str, Any]:
+        """Fetch the policy that the order describes into this node's host copy, and return the node's own order for it.
+
+        Raises CorruptObjectError if it is not the head's policy, and the store's errors.
+        """
         base = None if policy["base"] is None else tuple(policy["base"])
         if base is None:
             self._copy.forget()  # the head begins anew, perhaps because what was held is not trusted
@@ -130,6 +139,7 @@ class NodeCopy:
         return write_order(staged, self._directory)
 
     def _read(self) -> dict[str, Any]:
+        """Return the content of the node's `order.json`; {} if there is none yet."""
         try:
             return json.loads((self._directory / _ORDER).read_text())
         except FileNotFoundError:
@@ -142,7 +152,7 @@ class FetchingWorker:
     millrace_node: NodeCopy | None = None
 
     def millrace_fetch(self, order: dict[str, Any]) -> None:
-        """Begin to pull the policy of an order; do nothing on the head's node, which has the files."""
+        """Begin to pull the policy of an order to this node; do nothing on the head's node, which has the files."""
         if self.parallel_config.node_rank == 0:  # pyright: ignore[reportAttributeAccessIssue] - of the worker
             return
         if self.millrace_node is None:
@@ -152,13 +162,15 @@ class FetchingWorker:
     def millrace_fetched(self, number: str) -> bool:
         """Return whether this rank can read the files of the order with this number.
 
-        Raise InternalError if they failed to come.
+        Raises InternalError if they could not be fetched.
         """
         return self.millrace_node is None or self.millrace_node.is_there(number)
 
     def _millrace_here(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Return the order with files that this rank can read: its node's own, or the head's."""
         return order if self.millrace_node is None else self.millrace_node.here(order)
 
 
 def _failed(why: str) -> InternalError:
+    """Make the error for a node that could not fetch the policy."""
     return InternalError(f"the node could not fetch the policy: {why}", reason="NODE_FETCH_FAILED", remedy="try again")

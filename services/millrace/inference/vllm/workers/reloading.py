@@ -24,7 +24,10 @@ Late = dict[tuple[torch.nn.Module, str], torch.nn.Parameter]
 
 @contextmanager
 def whole_reload(module: torch.nn.Module) -> Iterator[None]:
-    """Have vLLM's layerwise reload of a module, in this block, also load what loaders copy or register themselves."""
+    """Have vLLM's layerwise reload of `module`, which is made in this block, load all that the loaders write.
+
+    Without this block the reload loses what loaders copy into parameters, or register, by themselves.
+    """
     own = {(layer, name) for layer in module.modules() for name in layer._parameters}
     with _late_parameters(own) as late, _DirectCopies(module).active():
         yield
@@ -35,12 +38,14 @@ def whole_reload(module: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _late_parameters(own: Iterable[tuple[torch.nn.Module, str]]) -> Iterator[Late]:
-    """Yield a table that collects the parameters registered in this block under names not in `own`, the newest of
-    each.
+    """Yield a table of the parameters that are registered in this block, by layer and name, the newest of each.
+
+    Those in `own`, (layer, name), which are there already, are left out.
     """
     known, late = set(own), Late()
 
     def note(layer: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
+        """Keep a parameter that is registered under a name that was not there."""
         if (layer, name) not in known or layer._parameters.get(name) is None:
             late[layer, name] = parameter
 
@@ -55,6 +60,7 @@ class _DirectCopies(TorchDispatchMode):
     """Gives vLLM what a loader copies into a parameter on the meta device, as if it had called the `weight_loader`."""
 
     def __init__(self, module: torch.nn.Module) -> None:
+        """Take the module that is being reloaded."""
         from vllm.model_executor.model_loader.reload import layerwise  # pyright: ignore[reportMissingImports]
 
         super().__init__()
@@ -65,13 +71,14 @@ class _DirectCopies(TorchDispatchMode):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Hand vLLM what loaders copy into meta tensors in this block, as if they had called `weight_loader`.
+        """Give vLLM what loaders copy into meta tensors in this block, as if they had called `weight_loader`.
 
         Copies that vLLM makes only to count elements are left alone.
         """
         count = self._vllm.get_numel_loaded
 
         def counted(*args: Any) -> Any:
+            """Count elements as vLLM does, with copies into the meta device left alone."""
             self._is_counting = True
             try:
                 return count(*args)
@@ -86,6 +93,9 @@ class _DirectCopies(TorchDispatchMode):
             self._vllm.get_numel_loaded = count
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Give vLLM a loader's copy into a known parameter on the meta device, and run every other operation as it
+        is.
+        """
         if func is torch.ops.aten.copy_.default and not self._is_counting and args[0].is_meta and not args[1].is_meta:
             place = self._place_of(args[0])
             if place is not None:
@@ -106,6 +116,10 @@ class _DirectCopies(TorchDispatchMode):
         return self._places.get(_storage(target))
 
     def _take(self, layer: torch.nn.Module, name: str, *, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Add a copy of `source` into a part of the layer's parameter, `target`, to what vLLM will load.
+
+        If the layer is complete with it, it is loaded; a layer that was complete before gets the copy at once.
+        """
         info, parameter = self._vllm.get_layerwise_info(layer), getattr(layer, name)
         box = (tuple(target.shape), tuple(target.stride()), target.storage_offset())
         if not info.can_load():  # it was complete before
@@ -124,12 +138,13 @@ class _DirectCopies(TorchDispatchMode):
 
 
 def _placing(otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a weight loader that copies into a box (shape, strides, offset) of the parameter.
+    """Return a weight loader that copies into a box (shape, strides, offset) of the parameter if it is called with one.
 
-    Without one, `otherwise`.
+    Without a box it calls `otherwise`.
     """
 
     def place(param: Any, loaded_weight: torch.Tensor, *args: Any, box: Any = None, **kwargs: Any) -> Any:
+        """Copy the weight into the box of the parameter, or call the layer's own loader without a box."""
         if box is None:
             return otherwise(param, loaded_weight, *args, **kwargs)
         return param.data.as_strided(*box).copy_(loaded_weight)
@@ -139,6 +154,7 @@ def _placing(otherwise: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
+    """Return a number by which tensors with the same memory are recognised."""
     return tensor.untyped_storage()._cdata
 
 
@@ -194,6 +210,7 @@ def require_reloadable(model: torch.nn.Module) -> None:
 
 
 def _kept(name: str, attributes: dict[str, object], names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """Return those of a module's attributes with these names that are tensors, by `NAME.ATTRIBUTE`."""
     found = {f"{name}.{each}": attributes.get(each) for each in names}
     return {each: value for each, value in found.items() if isinstance(value, torch.Tensor)}
 
@@ -226,7 +243,10 @@ def is_repackable(layer: torch.nn.Module) -> bool:
 
 
 def build_packed(layer: torch.nn.Module, weight: torch.Tensor) -> Packed:
-    """Pack a plain weight, and the layer's bias, as the layer's own method does. `weight` may be reused afterwards."""
+    """Pack a plain weight with the layer's bias, as the layer's own method does; the layer stays as it is.
+
+    `weight` may be reused afterwards.
+    """
     shell: Any = torch.nn.Module()
     shell.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
     # A layer that vLLM leaves unpacked (`kv_b_proj` of multi-head latent attention) stays so.

@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,144 @@ from millrace.runlog.records.revisions import read_archive
 from millrace.storage import ObjectStore
 from millrace.telemetry.logging import MASK
 
+# From a sample back to the policies that made it and forward to what came of it; from a version in both directions.
+
+_MAX_VERSIONS = 64
+_SHOWN_SAMPLES = 12
+
+
+class Lineage:
+    """Answers about one run. Version v is what step v - 1 made; the batch of step s is trained on version s."""
+
+    def __init__(self, store: ObjectStore, names: Names, columns: Columns, facts: RunFacts) -> None:
+        """Create the view over a run's index (`columns`) and events (`facts`)."""
+        self._store = store
+        self._names = names
+        self._columns = columns
+        self._facts = facts
+
+    def of_sample(self, row: int, tokens: Mapping[int, int] | None = None) -> dict[str, Any]:
+        """Return the versions that made a sample's tokens, the step that resolved it, and the version that came of it.
+
+        `row` is its number in the index. `tokens` says how many tokens each version made; without it every version from
+        the oldest to the newest is named.
+        """
+        found = self._columns.rows()[row]
+        lowest, highest = int(found["version_min"]), int(found["version_max"])
+        versions = sorted(tokens) if tokens is not None else range(lowest, highest + 1) if lowest >= 0 else range(0)
+        step = int(found["step"])
+        is_trained = bool(found["trained"])
+        return {
+            "sample": row_json(self._columns, found, next(self._columns.texts([row]))),
+            "made_by": [
+                self.version(version) | {"tokens": (tokens or {}).get(version)} for version in versions[:_MAX_VERSIONS]
+            ],
+            "step": self.step(step),
+            "is_trained": is_trained,
+            "became": self.version(step + 1) if is_trained else None,
+        }
+
+    def of_version(self, version: int) -> dict[str, Any]:
+        """Return what is known of a policy version, the batch that it was trained on, and the samples made with it.
+
+        Of the samples of either, their number and the first ones are returned. NotFoundError if the version is unknown.
+        """
+        num_rows = self._columns.num_rows  # the index grows meanwhile: columns of one length
+
+        def column(name: str) -> np.ndarray:
+            return self._columns.column(name)[:num_rows]
+
+        with_it = np.flatnonzero((column("version_min") <= version) & (version <= column("version_max")))
+        # Version v is what the batch of step v - 1 made.
+        from_it = np.flatnonzero((column("step") == version - 1) & (column("trained") == 1))
+        about = self.version(version)
+        if not len(with_it) and not len(from_it) and not about["is_known"]:
+            newest = self._facts.newest_version
+            raise NotFoundError(
+                f"the run has no policy version {version}: the newest that its archived events name is {newest}",
+                reason="VERSION_NOT_FOUND",
+                remedy=f"choose one from 0, the start policy, to {newest}; events of a live run come within 10 s",
+            )
+        trained = [int(step) for step in np.unique(column("step")[with_it][column("trained")[with_it] == 1])]
+        return {
+            "version": about,
+            "made_from": None if version == 0 else self.step(version - 1) | self._samples(from_it),
+            "made": self._samples(with_it) | {"steps": trained[:200]},
+            "next": self.version(version + 1),
+        }
+
+    def version(self, version: int) -> dict[str, Any]:
+        """Return what events say of a policy version: its publication, its checkpoint, and its replicas."""
+        about: dict[str, Any] = {"version": version, "is_known": version == 0, "served": []}
+        about |= {"checkpoint": self._checkpoint(version), "batch": None if version == 0 else self._batch(version - 1)}
+        for event in self._facts.about(version):
+            match event.WhichOneof("body"):
+                case "policy_published" if event.policy_published.version == version:
+                    body = event.policy_published
+                    about |= {"is_known": True, "published": event.time.ToNanoseconds() / 1e9, "digest": body.digest}
+                    about |= {"uri": body.uri, "codec": body.codec, "size_bytes": body.size_bytes}
+                case "policy_served" if event.policy_served.version == version:
+                    body = event.policy_served
+                    served = {"replica": body.replica, "time": event.time.ToNanoseconds() / 1e9, "proof": body.proof}
+                    about["is_known"] = True
+                    about["served"].append(served)
+                case _:
+                    pass
+        about["served"] = about["served"][:_SHOWN_SAMPLES]
+        return about
+
+    def step(self, step: int) -> dict[str, Any]:
+        """Return the batch of a step, with the figures of its header; `problem` if that cannot be read.
+
+        Without a header in the index there are no figures.
+        """
+        about = self._batch(step) | {"trained": None, "reward": None}
+        if not about["key"]:
+            return about
+        try:
+            header = decode_header(self._store.get(about["key"], max_bytes=MAX_HEADER_BYTES))
+        except (CorruptObjectError, NotFoundError) as error:
+            return about | {"problem": error.message}
+        dropped: dict[str, int] = {}
+        for each in header.resolutions:
+            if each.reason:
+                dropped[each.reason] = dropped.get(each.reason, 0) + 1
+        members = {(each.ordinal, each.member, each.attempt) for each in header.samples}
+        return about | {
+            "trained": len(members),
+            "reward": header.reward_mean,
+            "tokens": header.num_tokens,
+            "dropped_groups": dropped,
+            "chain_hash_before": header.previous_chain_hash.hex(),
+            "epoch": header.writer_epoch,
+        }
+
+    def _batch(self, step: int) -> dict[str, Any]:
+        """Return what the index has of a step's batch, without reading its header."""
+        segments = [each for each in self._columns.segments if each.step == step]
+        return {
+            "step": step,
+            "is_done": self._facts.is_done(step),
+            "key": segments[-1].key if segments else "",
+            "rollouts": sum(each.count for each in segments),
+        }
+
+    def _checkpoint(self, version: int) -> dict[str, Any] | None:
+        """Return the newest checkpoint at a version or before it, as plain data; None without one."""
+        saved = self._facts.checkpoint_before(version)
+        return None if saved is None else {"step": saved.step, "uri": saved.uri, "size_bytes": saved.size_bytes}
+
+    def _samples(self, rows: np.ndarray) -> dict[str, Any]:
+        """Return how many samples there are in `rows` (numbers in the index), and the first of them."""
+        first = [int(row) for row in rows[:_SHOWN_SAMPLES]]
+        found = self._columns.rows()
+        texts = self._columns.texts(first)
+        return {
+            "num_samples": len(rows),
+            "samples": [row_json(self._columns, found[row], text) for row, text in zip(first, texts, strict=True)],
+        }
+
+
 MAX_TOKENS = 4096
 """On one page of tokens."""
 MAX_MEMBERS = 256
@@ -55,7 +194,10 @@ class RecentArchives:
         self._kept: OrderedDict[str, BatchArchive] = OrderedDict()
 
     def read(self, key: str) -> BatchArchive:
-        """Return the header under its key with the rollouts that it archives; large archives are not kept."""
+        """Return the header under its key with the rollouts that it archives.
+
+        The last few are kept, large ones are not.
+        """
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
@@ -80,7 +222,10 @@ class Details:
     def __init__(
         self, store: ObjectStore, names: Names, columns: Columns, facts: RunFacts, *, secrets: tuple[str, ...] = ()
     ) -> None:
-        """Create the view; `secrets` are values that no token may show, in addition to what `redact` recognizes."""
+        """Create the view over a run's index.
+
+        `secrets` are values that no token may show, besides what `redact` recognizes.
+        """
         self._store = store
         self._secrets = secrets
         self._names = names
@@ -90,7 +235,7 @@ class Details:
         self._vocabulary: Vocabulary | None = None
 
     def row(self, sample: str) -> int:
-        """Return the row of a sample in the index; NotFoundError if there is none of that id."""
+        """Return the row number in the index of the sample with this id; NotFoundError if there is none."""
         step, revision, place = parse_id(sample)
         segments = self._columns.segments
         segment = next((each for each in segments if (each.step, each.revision) == (step, revision)), None)
@@ -106,7 +251,10 @@ class Details:
         return segment.first + int(found[0])
 
     def tokens_by_version(self, sample: str) -> dict[int, int] | None:
-        """Count the tokens of a sample by policy version; None if its archive is missing or damaged."""
+        """Count a sample's sampled tokens by policy version; None if its archive is missing or damaged.
+
+        `sample` is its id.
+        """
         try:
             at, archive = self._read(sample)
         except (CorruptObjectError, NotFoundError):
@@ -118,7 +266,7 @@ class Details:
         return dict(found)
 
     def show(self, sample: str) -> dict[str, Any]:
-        """Return a sample with its conversation and group, without its tokens.
+        """Return the sample with this id, its conversation and its group as plain data, without its tokens.
 
         NotFoundError or CorruptObjectError if it cannot be read.
         """
@@ -144,7 +292,10 @@ class Details:
         }
 
     def _group(self, at: int) -> np.ndarray:
-        """Return the rows of a sample's group in order of member: of its batch, or of its evaluation in all batches."""
+        """Return the row numbers of a sample's group in order of member, for the sample's own row number `at`.
+
+        They are of its batch or, for an evaluation, of all batches.
+        """
         rows = self._columns.rows()
         segment, first, last = self._segment(rows[at]), 0, len(rows)
         if rows["evaluation"][at] < 0:
@@ -158,7 +309,8 @@ class Details:
     def tokens(self, sample: str, *, part: int, offset: int, size: int) -> dict[str, Any]:
         """Return columns over the tokens `[offset, offset + size)` of the token sequence number `part` of a sample.
 
-        They are at most `MAX_TOKENS` tokens. NotFoundError if there is no such sequence.
+        These are ids, texts, loss mask, log-probs, versions, advantages, and what the trainer computed. `sample` is the
+        sample's id. At most `MAX_TOKENS` tokens are returned. NotFoundError if there is no such sequence.
         """
         at, archive = self._read(sample)
         row = self._columns.rows()[at]
@@ -186,7 +338,10 @@ class Details:
         }
 
     def _readable(self, token_ids: np.ndarray, window: slice) -> tuple[list[int], list[str | None]]:
-        """Return the ids and texts of a window; those of secrets, which span several tokens, are -1 and masked."""
+        """Return ids and texts of the tokens in a window (a slice); None for a text that is unknown.
+
+        Tokens of a secret, which spans several, have the id -1 and a masked text.
+        """
         if self._vocabulary is None:
             self._vocabulary = Vocabulary.of_run(self._store, self._names)
         first = max(0, window.start - _SECRET_TOKENS)
@@ -197,9 +352,9 @@ class Details:
         return [-1 if hidden[at] else around[at] for at in shown], [MASK if hidden[at] else texts[at] for at in shown]
 
     def _of_trainer(self, row: Any, archive: BatchArchive, part: int, window: slice) -> dict[str, Any]:
-        """Return the trainer's columns of a sequence, or why there are none.
+        """Return the trainer's columns over a window of sequence `part`, or why there are none.
 
-        If it has those of other samples of the batch only, `samples` are their ids.
+        `row` is the sample's row. If the trainer's log has other samples of the batch only, `samples` are their ids.
         """
         asked = TrainedSequence(
             step=int(row["step"]),
@@ -216,6 +371,10 @@ class Details:
         return found
 
     def _read(self, sample: str) -> tuple[int, BatchArchive]:
+        """Return the row number of the sample with this id, and the archive that holds its rollout.
+
+        NotFoundError or CorruptObjectError if it cannot be read.
+        """
         at = self.row(sample)
         row = self._columns.rows()[at]
         archive = self._archives.read(self._segment(row).key)
@@ -228,14 +387,14 @@ class Details:
         return at, archive
 
     def _segment(self, row: Any) -> Segment:
-        """Return the segment of a row: the header that resolved it."""
+        """Return the index's segment of a row (columns of `ROW`): the header that resolved it."""
         wanted = (int(row["step"]), int(row["revision"]))
         return next(each for each in self._columns.segments if (each.step, each.revision) == wanted)
 
     def _advantages(self, header: batch_pb2.BatchHeader, rollout: Rollout, part: int) -> np.ndarray | None:
-        """Return the advantages of one sequence's tokens, as the batch has them (NaN after its cut).
+        """Return the advantages of one sequence's tokens, as the batch has them (NaN after the sequence was cut).
 
-        None where nothing of it was trained on, or where the batch is not kept any more.
+        None where nothing of the sequence was trained on, or where the batch is not kept any more.
         """
         member = (rollout.ordinal, rollout.member, rollout.attempt)
         own = [
@@ -257,10 +416,11 @@ class Details:
 
 
 def _trained_parts(trained: list[TrainSample], rollout: Rollout) -> list[TrainSample | None]:
-    """Match each token sequence of a rollout to the trained sample cut from it, or None if it was not trained on.
+    """Return for each token sequence of a rollout the sample in `trained` that was cut from it.
 
-    A batch has the sequences in their order, each cut, and leaves out those of which nothing sampled is left then: the
-    number of a sequence in the rollout is not its number in the batch.
+    None if it was not trained on. `trained` are the rollout's samples in the batch. A batch has the sequences in their
+    order, each cut, and leaves out those of which nothing sampled is left then: the number of a sequence in the rollout
+    is not its number in the batch.
     """
     found: list[TrainSample | None] = []
     waiting = iter(trained)
@@ -277,6 +437,7 @@ def _trained_parts(trained: list[TrainSample], rollout: Rollout) -> list[TrainSa
 
 
 def _no_sample(sample: str, why: str) -> NotFoundError:
+    """Make the error for a sample that there is not; `why` says what there is."""
     return NotFoundError(
         f"the run has no sample {sample}: {why}",
         reason="SAMPLE_NOT_FOUND",
@@ -286,6 +447,7 @@ def _no_sample(sample: str, why: str) -> NotFoundError:
 
 
 def _facts(rollout: Rollout) -> dict[str, Any]:
+    """Return what a page shows of a rollout beside its row: task, error, metrics, sampling."""
     error = rollout.error
     return {
         "task_id": rollout.task_id[:2000],
@@ -304,6 +466,7 @@ def _facts(rollout: Rollout) -> dict[str, Any]:
 
 
 def _sample_facts(sample: Sample) -> dict[str, Any]:
+    """Return token counts and policy spans of one token sequence as plain data."""
     return {
         "tokens": sample.num_tokens,
         "sampled": sample.num_loss_tokens,

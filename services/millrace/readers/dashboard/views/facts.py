@@ -10,7 +10,7 @@ import numpy as np
 
 from millrace.readers.dashboard.answers import of_message
 from millrace.readers.dashboard.index import Columns
-from millrace.readers.dashboard.looking import StoreRefresh
+from millrace.readers.dashboard.query import StoreRefresh
 from millrace.readers.exports.metrics import EventFollower, rows_of
 from millrace.runlog.names import Names
 from millrace.storage import ObjectStore
@@ -28,6 +28,7 @@ class RunFacts:
     """The events of one run, as far as they are archived. Any thread may ask."""
 
     def __init__(self, store: ObjectStore, names: Names) -> None:
+        """Make the facts of a run, without events; a refresh of `looking` reads them."""
         self._follower = EventFollower(store, names)
         self._lock = threading.Lock()
         self._keys: set[str] = set()
@@ -42,13 +43,13 @@ class RunFacts:
 
     @property
     def names(self) -> list[str]:
-        """Return the metrics that there are."""
+        """Return the names of all metrics that events have, sorted."""
         with self._lock:
             return sorted(self._series)
 
     @property
     def events(self) -> list[event_pb2.Event]:
-        """Return the events, oldest first."""
+        """Return the run's events that are held, oldest first."""
         with self._lock:
             return list(self._events)
 
@@ -58,18 +59,18 @@ class RunFacts:
         return len(self._events)
 
     def values(self, name: str) -> dict[int, float]:
-        """Return a metric's value by step: of a step that was computed again, the first one."""
+        """Return a metric's values by step; of a step that was computed again, the first one."""
         with self._lock:
             return dict(self._series.get(name, {}))
 
     def is_done(self, step: int) -> bool:
-        """Return whether the step is done."""
+        """Return whether an event says that the trainer has completed the step."""
         with self._lock:
             return step in self._series.get("reward/mean", ())
 
     @property
     def newest_version(self) -> int:
-        """Return the newest policy version that an event names."""
+        """Return the newest policy version that an event names; 0 if none does."""
         with self._lock:
             return max(self._versions, default=0)
 
@@ -85,7 +86,8 @@ class RunFacts:
     def by_step(
         self, names: Sequence[str], *, first: int, size: int, most: int
     ) -> tuple[list[tuple[int, dict[str, float]]], int | None]:
-        """Return metrics (all, if no name is given) by step from `first` on, and the next step, None at the end.
+        """Return values of metrics (of all, if no name is given) by step from `first` on, and the next step, None at
+        the end.
 
         These are at most `size` steps with `most` values in all, and at least one step.
         """
@@ -105,17 +107,19 @@ class RunFacts:
         return rows, None
 
     def about(self, version: int) -> list[event_pb2.Event]:
-        """Return the events about a policy version: published and served."""
+        """Return the events that say that a policy version was published, or is served."""
         with self._lock:
             return list(self._versions.get(version, ()))
 
     def _look(self) -> None:
+        """Read the events that were archived since the last look."""
         new = self._follower.read()
         with self._lock:
             for event in new:
-                self._take(event)
+                self._add(event)
 
-    def _take(self, event: event_pb2.Event) -> None:
+    def _add(self, event: event_pb2.Event) -> None:
+        """Keep an event, and add its metrics, versions and checkpoints to what is known."""
         # A full deque drops its oldest event for the new one.
         self._num_left_out += len(self._events) == MAX_EVENTS
         self._events.append(event)
@@ -136,7 +140,7 @@ class RunFacts:
                 self._series.setdefault(name, {}).setdefault(row.step, value)
 
     def matching(self, wanted: Iterable[str]) -> list[str]:
-        """Return the metrics of these names, each once, in their order.
+        """Return the metrics whose names fit one of `wanted`, each once, in that order.
 
         A `*` in a name represents any text, slashes too.
         """
@@ -158,7 +162,8 @@ class RunFacts:
         first: int = 0,
         last: int | None = None,
     ) -> dict[str, list[list[float]]]:
-        """Return by name the points (step, value) of some metrics, or of all, from step `first` to `last`.
+        """Return by name the points (step, value) of some metrics, or of all, from step `first` to `last` (None: the
+        end).
 
         They are thinned to about `points` each. A `*` in a wanted name matches any text.
         """
@@ -171,7 +176,9 @@ class RunFacts:
         }
 
     def axes(self, steps: Iterable[int]) -> list[list[float]]:
-        """Return (step, seconds since the first event, tokens trained on) for those of the steps that are done."""
+        """Return [step, seconds since the first event, tokens trained on so far] for those of the steps that are
+        done.
+        """
         with self._lock:
             tokens, ended, began = dict(self._series.get("progress/tokens", {})), dict(self._ended), self._began
         done, total = sorted(ended), 0.0
@@ -182,9 +189,10 @@ class RunFacts:
         return [[step, round(max(0.0, ended[step] - began), 3), trained[step]] for step in sorted({*steps} & {*done})]
 
     def page(self, *, kinds: Sequence[str], before: str, size: int) -> dict[str, Any]:
-        """Return `size` events of some kinds, or of all, the newest first.
+        """Return at most `size` events of some kinds (none: of all), the newest first, and whether there are more.
 
-        They are those before the cursor `before`, unless that is empty.
+        They are older than the event with the cursor `before`, unless that is empty. `left_out` in the answer is how
+        many events are not held any more.
         """
         found: list[dict[str, Any]] = []
         is_behind = not before
@@ -204,7 +212,7 @@ class RunFacts:
 
 
 def event_json(event: event_pb2.Event) -> dict[str, Any]:
-    """Return an event as plain data."""
+    """Return an event as plain data: cursor, time, writer, kind, body, and whether people should see it."""
     kind = event.WhichOneof("body") or "unknown"
     return {
         "cursor": event.cursor,
@@ -217,6 +225,7 @@ def event_json(event: event_pb2.Event) -> dict[str, Any]:
 
 
 def _version(event: event_pb2.Event) -> int | None:
+    """Return the policy version that an event says was published or is served; None for other events."""
     match event.WhichOneof("body"):
         case "policy_published":
             return event.policy_published.version
@@ -241,12 +250,12 @@ def _matches(name: str, parts: Sequence[str]) -> bool:
 
 
 def within(points: list[list[float]], first: int, last: int | None) -> list[list[float]]:
-    """Return the points from step `first` to step `last`."""
+    """Return the points [step, …] from step `first` to step `last` (None: the end)."""
     return [point for point in points if first <= point[0] and (last is None or point[0] <= last)]
 
 
 def thinned(points: list[list[float]], most: int) -> list[list[float]]:
-    """Return at most about `most` of the points: each n-th, and the last one."""
+    """Return about `most` of the points: each n-th, and the last one; all if they are fewer."""
     if len(points) <= most or most < 2:
         return points
     stride = -(-len(points) // most)
@@ -269,9 +278,11 @@ class Spread:
     def curves(
         self, columns: Columns, *, points: int, first: int = 0, last: int | None = None
     ) -> dict[str, list[list[float]]]:
-        """Return by name the points [step, value, …] from one step to another; of rewards value, low and high.
+        """Return by name the points [step, mean, low, high] or [step, mean] of a run's curves, thinned to about
+        `points` each.
 
-        Rows that the index has gained since the last call are added.
+        They are from step `first` to `last` (None: the end). Rows that the index has gained since the last call are
+        added.
         """
         with self._lock:
             num_rows = columns.num_rows
@@ -282,6 +293,9 @@ class Spread:
 
 
 def _curves(columns: Columns, rows: np.ndarray) -> dict[str, list[list[float]]]:
+    """Return by name the curves of rows of the index: rewards, lengths and staleness with spread, and shares of
+    rollouts.
+    """
     found: dict[str, list[list[float]]] = {}
     if not len(rows):
         return found
@@ -316,19 +330,24 @@ def _curves(columns: Columns, rows: np.ndarray) -> dict[str, list[list[float]]]:
 
 
 def _bounds(step: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the order of the rows by step, the distinct steps, and where each begins in that order."""
+    """Return the order of the rows by step, the distinct steps, and where each begins in that order.
+
+    `step` has each row's.
+    """
     order = np.argsort(step, kind="stable")
     steps, starts = np.unique(step[order], return_index=True)
     return order, steps, starts
 
 
 def _means(step: np.ndarray, values: np.ndarray) -> list[list[float]]:
+    """Return [step, mean of the values] for each step; `step` and `values` have one item per row."""
     order, steps, starts = _bounds(step)
     means = np.add.reduceat(values[order], starts) / np.diff([*starts, len(step)])
     return [[int(at), float(mean)] for at, mean in zip(steps, means, strict=True)]
 
 
 def _with_spread(step: np.ndarray, values: np.ndarray) -> list[list[float]]:
+    """Return [step, mean, 10 % quantile, 90 % quantile] for each step; `step` and `values` have one item per row."""
     order = np.lexsort((values, step))
     steps, starts = np.unique(step[order], return_index=True)
     ordered = values[order]

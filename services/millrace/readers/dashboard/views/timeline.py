@@ -58,36 +58,37 @@ class Step:
 
     @property
     def began(self) -> float:
-        """Return the time at which the step before ended."""
+        """Return when the step began, in seconds since 1970: at the end of the step before."""
         return self.ended - self.body.step_seconds
 
     @property
     def waited(self) -> float:
-        """Return seconds without a batch."""
+        """Return for how many seconds the trainer waited for the step's batch."""
         return min(self.body.wait_seconds, self.body.step_seconds)
 
     def held_up(self, cause: str) -> float:
-        """Return the seconds in which the trainer did not work because of `cause`, as it measured them."""
+        """Return the seconds in which the trainer did not work because of `cause` ("load", …), as it measured them."""
         return max(0.0, self.body.metrics.get(_MEASURED[cause], 0.0))
 
     def overlap(self, begin: float, end: float) -> float:
-        """Return the seconds of the step's wait that are between two times."""
+        """Return the seconds of the step's wait for its batch that are between two times (seconds since 1970)."""
         return max(0.0, min(end, self.began + self.waited) - max(begin, self.began))
 
 
 def shares_of(
     steps: Sequence[Step], way: Mapping[str, float], *, whole: Mapping[int, float], committed: Mapping[int, float]
 ) -> list[dict[str, Any]]:
-    """Return the causes of the steps' time, each with a share of 0 to 1, the largest first.
+    """Return the causes of the steps' time, each with its share (0 to 1), seconds per step and text, the largest first.
 
-    `whole` is when the last rollout of a step's batch was finished, and `committed` when the batch was in the
-    store: what of this a trainer waited for is measured. The rest of its wait is divided among the parts of `way`
-    in proportion to their seconds; without any it is a cause of its own.
+    By step, `whole` is when the last rollout of its batch was finished, and `committed` when the batch was in the store
+    (seconds since 1970): what of this a trainer waited for is measured. The rest of its wait is divided among the
+    causes in `way` in proportion to their seconds; without any it is a cause of its own ("batches").
     """
     total = sum(step.body.step_seconds for step in steps)
     if total <= 0:
         return []
     spent = {cause: sum(step.held_up(cause) for step in steps) for cause in _MEASURED}
+    # Measured as well: the part of the wait between the last rollout of a batch and its commit.
     spent["commit"] = sum(
         step.overlap(whole[number], committed[number])
         for step in steps
@@ -95,6 +96,7 @@ def shares_of(
     )
     wait = max(0.0, sum(step.waited for step in steps) - spent["commit"])
     spent["trainer"] = max(0.0, total - wait - sum(spent.values()))
+    # The rest of the wait is divided over the way of a batch, in proportion to the mean time of each part.
     length = sum(way.values())
     if length > 0:
         for cause, seconds in way.items():
@@ -110,9 +112,9 @@ def shares_of(
 
 
 def headline(shares: Sequence[Mapping[str, Any]]) -> str:
-    """Return the main cause of `shares` in a sentence.
+    """Return a sentence with the main cause of `shares`, which is not empty.
 
-    A slow object store counts as one cause, wherever it holds up.
+    What holds up at the object store counts as one cause, if together it is the largest.
     """
     first = shares[0]
     store = [each for each in shares if each["cause"] in STORE]
@@ -125,6 +127,7 @@ def headline(shares: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _verb(share: float) -> str:
+    """Return how a sentence about a cause with this share of the time begins."""
     return "Mostly" if share >= MAIN_SHARE else "First of all"
 
 
@@ -143,13 +146,19 @@ class _Window:
     marks: list[dict[str, Any]] = field(default_factory=list)
 
     def span(self, lane: str, kind: str, start: float, end: float, text: str, *, group: str) -> None:
+        """Add a span of one kind, from `start` to `end` (seconds since 1970), to the lane of that name.
+
+        Cut to the window. `text` describes the span, `group` is the service that the lane belongs to.
+        """
         found = self.lanes.setdefault(lane, {"name": lane, "group": group, "spans": []})
         if end > self.begin and start < self.end:
             found["spans"].append([kind, max(start, self.begin), min(end, self.end), text])
 
 
 def timeline(facts: RunFacts, columns: Columns, *, num_steps: int) -> dict[str, Any]:
-    """Return the lanes of the last `num_steps` steps, marks, shares of causes, and words about them."""
+    """Return the last `num_steps` steps as plain data: lanes of who did what when, marks, shares of causes, and
+    sentences.
+    """
     done: dict[int, Step] = {}
     for event in facts.events:
         if event.HasField("step_completed"):
@@ -162,7 +171,7 @@ def timeline(facts: RunFacts, columns: Columns, *, num_steps: int) -> dict[str, 
     window = _Window(steps=steps, begin=begin, end=steps[-1].ended)
     _trainer_lanes(window)
     for event in facts.events:
-        _take(window, event)
+        _add_event(window, event)
     rollouts = _rollout_lanes(window, columns)
     shares = _shares(window, columns, rollouts)
     return {
@@ -182,10 +191,12 @@ _ORDER = ["trainer", "publish", "orchestrator", "inference", "env-server"]
 
 
 def _time(event: event_pb2.Event) -> float:
+    """Return when an event was written, in seconds since 1970."""
     return event.time.ToNanoseconds() / 1e9
 
 
 def _trainer_lanes(window: _Window) -> None:
+    """Add a lane for each process that trained: of each step the wait, forward and backward passes, and the rest."""
     for step in window.steps:
         at, body, writer = step.ended, step.body, step.writer
         got = step.began + step.waited
@@ -196,9 +207,10 @@ def _trainer_lanes(window: _Window) -> None:
         window.span(writer, "other", learnt, at, f"step {body.step}: the rest of the step", group="trainer")
 
 
-def _take(window: _Window, event: event_pb2.Event) -> None:
+def _add_event(window: _Window, event: event_pb2.Event) -> None:
     """Add the spans and marks of one event to the window; events more than a minute outside of it add nothing."""
     at = _time(event)
+    # An event comes at the end of what it reports, which may have begun in the window.
     if not window.begin - 60 <= at <= window.end + 60:
         return
     match event.WhichOneof("body"):
@@ -232,6 +244,7 @@ def _take(window: _Window, event: event_pb2.Event) -> None:
 
 
 def _mark(window: _Window, event: event_pb2.Event, at: float) -> None:
+    """Add a mark for a warning, failed rollouts or a change of the run's state at the time `at`."""
     kind = event.WhichOneof("body")
     if kind == "warning":
         reason = event.warning.reason
@@ -246,11 +259,16 @@ def _mark(window: _Window, event: event_pb2.Event, at: float) -> None:
 
 
 def _short(text: str) -> str:
+    """Return a text, cut to 500 characters without cutting a secret in two."""
     return text if len(text) <= 500 else redacted_beginning(text, 500)  # what is whole is masked on its way out
 
 
 def _rollout_lanes(window: _Window, columns: Columns) -> dict[str, float]:
-    """Add a lane for each env-server with how many rollouts it played; return the means of their times."""
+    """Add a lane for each env-server with how many rollouts it played at each time.
+
+    Return by name how many rollouts there were, and means of their seconds (in all, in the engine, in the environment);
+    empty without rollouts.
+    """
     # Rollouts that ended before the window cannot be in it; those that began after its end are dropped next.
     near = np.flatnonzero(columns.column("finished") >= window.begin)
     rows = columns.rows()[near]
@@ -276,14 +294,18 @@ def _rollout_lanes(window: _Window, columns: Columns) -> dict[str, float]:
 
 
 def _in_flight(rows: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Return how many of the rollouts were being played at each of the times `edges`."""
+    """Return how many of the rollouts in `rows` were being played at each of the times `edges` (seconds since 1970)."""
     ends = np.sort(rows["finished"])
     starts = np.sort(rows["finished"] - rows["seconds"])
+    # Those that had begun by then, less those that had ended.
     return np.searchsorted(starts, edges, "right") - np.searchsorted(ends, edges, "left")
 
 
 def _shares(window: _Window, columns: Columns, rollouts: dict[str, float]) -> list[dict[str, Any]]:
-    """Return the shares of the steps' time by cause; see `shares_of`."""
+    """Return the shares of the steps' time by cause as `shares_of` does.
+
+    `rollouts` are the means of `_rollout_lanes`.
+    """
     way: dict[str, float] = {}
     if rollouts:  # without them the way is not known
         way = {"publish": _publish_gap(window), "update": _update_gap(window)}
@@ -292,7 +314,7 @@ def _shares(window: _Window, columns: Columns, rollouts: dict[str, float]) -> li
 
 
 def _whole(window: _Window, columns: Columns) -> dict[int, float]:
-    """Return by step when the last rollout of its batch was finished."""
+    """Return by step when the last rollout of its batch was finished, in seconds since 1970."""
     steps, finished = columns.column("step"), columns.column("finished")
     near = np.flatnonzero((steps >= window.steps[0].body.step) & (steps <= window.steps[-1].body.step))
     found, which = np.unique(steps[near], return_inverse=True)
@@ -316,7 +338,10 @@ def _update_gap(window: _Window) -> float:
 
 
 def _words(window: _Window, rollouts: dict[str, float], shares: list[dict[str, Any]]) -> list[str]:
-    """Return sentences that answer why a step takes as long as it does, the most important first."""
+    """Return sentences that say why a step takes as long as it does, the most important first.
+
+    `rollouts` are the means of `_rollout_lanes`, `shares` those of `shares_of`.
+    """
     count = len(window.steps)
     total = sum(step.body.step_seconds for step in window.steps)
     wait = sum(step.waited for step in window.steps)
@@ -350,4 +375,5 @@ def _words(window: _Window, rollouts: dict[str, float], shares: list[dict[str, A
 
 
 def _s(seconds: float) -> str:
+    """Return seconds as text with a unit."""
     return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s"

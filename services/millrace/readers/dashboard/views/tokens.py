@@ -44,7 +44,7 @@ class TrainedSequence:
 
     @property
     def rollout(self) -> Rollout:
-        """Return the rollout that it belongs to."""
+        """Return the rollout that the sequence belongs to."""
         return self.rollouts[self.place]
 
 
@@ -52,6 +52,7 @@ class TrainerLogprobs:
     """Answers for the samples of one run. Any thread may ask."""
 
     def __init__(self, store: ObjectStore, names: Names, facts: RunFacts) -> None:
+        """Create the view over a run's token logs; `facts` are its events."""
         self._store = store
         self._names = names
         self._facts = facts
@@ -61,8 +62,8 @@ class TrainerLogprobs:
     def of(self, asked: TrainedSequence) -> dict[str, Any]:
         """Return the trainer's columns over a window of a sequence's tokens; or only why there are none.
 
-        Then `reason` and `why` say it, and `places` names the rollouts of the step that are logged, if others
-        are.
+        Then `reason` (a name) and `why` (a sentence) say it, and `places` names the rollouts of the step that are
+        logged, if others are.
         """
         try:
             key = find_token_log(self._store, self._names, asked.step)
@@ -83,10 +84,12 @@ class TrainerLogprobs:
         return _not_chosen(log, asked)
 
     def _load(self, key: str) -> TokenLog:
+        """Return the token log under a whole key; the last few are kept, large ones are not."""
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
+        # Read without the lock, because that takes long: two who read the same log only do it twice.
         log = load_token_log(self._store, key)
         with self._lock:
             if sum(each.logprobs.nbytes for each in log.samples) <= _MAX_KEPT_BYTES:
@@ -96,6 +99,9 @@ class TrainerLogprobs:
         return log
 
     def _without_object(self, step: int) -> dict[str, Any]:
+        """Return why a step has no token log: the run stores none, the step is not done, or the log was never
+        written.
+        """
         if self._share() == 0:
             return _none("SHARE_IS_ZERO", "the run stores none: trainer.token_log.share is 0")
         if not self._facts.about(step + 1):
@@ -122,11 +128,15 @@ def _columns(found: LoggedSample, asked: TrainedSequence) -> dict[str, Any]:
     """Return the answer for a sequence that was logged: columns over the window, and figures over all of its tokens."""
     sample = asked.rollout.samples[asked.part]
     is_sampled = found.mask != 0
+    # The token log has sampled tokens alone, while the rollout's columns have every token.
     differences = found.logprobs - sample.inference_logprobs[: len(found.mask)][is_sampled]
     finite = np.abs(differences[np.isfinite(differences)])
 
     def column(values: np.ndarray) -> list[float | None]:
-        """Return values at their tokens, in the window; None elsewhere, and where a value is not finite."""
+        """Return the values, one per sampled token, at their places in the window.
+
+        None elsewhere, and where one is not finite.
+        """
         whole = np.full(sample.num_tokens, np.nan, np.float64)
         whole[: len(found.mask)][is_sampled] = values
         return [float(f"{value:.5g}") if np.isfinite(value) else None for value in whole[asked.window]]
@@ -147,14 +157,19 @@ def _columns(found: LoggedSample, asked: TrainedSequence) -> dict[str, Any]:
 
 
 def _outside(found: LoggedSample, num_tokens: int) -> list[int]:
-    """Return for each token 1 if it was sampled and the truncation leaves it out under the trainer's policy, else 0."""
+    """Return for each of the sequence's tokens 1 if it was sampled and truncated sampling leaves it out, else 0.
+
+    Truncated sampling (top-p and the like) counts under the trainer's policy, which gives such a token no probability.
+    """
     whole = np.zeros(num_tokens, np.uint8)
     whole[: len(found.mask)][found.mask != 0] = np.isneginf(found.logprobs)
     return whole.tolist()
 
 
 def _not_chosen(log: TokenLog, asked: TrainedSequence) -> dict[str, Any]:
-    """Return the answer for a rollout that is not in the logged share, with the places of those that are."""
+    """Return the answer for a rollout that is not among those that the token log holds, with the places of those
+    that are.
+    """
     logged = {each.key for each in log.samples}
     places = [place for place, each in enumerate(asked.rollouts) if _key(each) in logged and not each.is_duplicate]
     counted = f"of batch {asked.step}, {len(logged)} of {log.num_rollouts} rollouts are stored, and this one is not"
@@ -162,10 +177,12 @@ def _not_chosen(log: TokenLog, asked: TrainedSequence) -> dict[str, Any]:
 
 
 def _key(rollout: Rollout) -> tuple[int, int, int]:
+    """Return ordinal, member and attempt of a rollout."""
     return rollout.ordinal, rollout.member, rollout.attempt
 
 
 def _none(reason: str, why: str) -> dict[str, Any]:
+    """Return the answer that there are no columns: the name of the reason, and a sentence."""
     return {"reason": reason, "why": why}
 
 
@@ -189,9 +206,9 @@ class Vocabulary:
 
     @classmethod
     def of_run(cls, store: ObjectStore, names: Names) -> "Vocabulary":
-        """Read the vocabulary of the newest policy that has a readable tokenizer.
+        """Read the vocabulary of the newest policy of a run that has a readable `tokenizer.json`.
 
-        An empty one if the last three have none.
+        An empty one if the last three policies have none.
         """
         for version, lineage in reversed(list_policies(store, names)[-3:]):
             try:
@@ -206,14 +223,14 @@ class Vocabulary:
         return cls({})
 
     def text(self, token: int) -> str | None:
-        """Return the text of a token; None if it is unknown."""
+        """Return the text of a token id; None if it is unknown."""
         return self._pieces.get(token)
 
 
 def of_secrets(pieces: Sequence[str | None], secrets: tuple[str, ...]) -> list[bool]:
-    """Return for each of consecutive pieces whether it is part of a secret in their joined text.
+    """Return for each of consecutive pieces of a text whether it is part of a secret in their joined text.
 
-    `secrets` are known values, in addition to what `redact` recognizes.
+    A piece that is None is an unknown text. `secrets` are known values, besides what `redact` recognizes.
     """
     ends = list(accumulate(len(piece or "") for piece in pieces))
     hidden = [False] * len(pieces)
@@ -224,7 +241,10 @@ def of_secrets(pieces: Sequence[str | None], secrets: tuple[str, ...]) -> list[b
 
 
 def pieces_of(document: dict[str, Any]) -> dict[int, str]:
-    """Return the text of each token id in a `tokenizer.json`; empty for vocabularies that are no table of pieces."""
+    """Return the text of each token id in a decoded `tokenizer.json`.
+
+    Empty for vocabularies that are no table of pieces.
+    """
     model = document.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     found: dict[int, str] = {}
@@ -249,6 +269,7 @@ def pieces_of(document: dict[str, Any]) -> dict[int, str]:
 
 
 def _shown(piece: str, letters: dict[str, int] | None) -> str:
+    """Return the text of a vocabulary's piece; `letters` has the byte of each letter in byte-level ones, else None."""
     if letters is None:
         return piece.replace(_SPACE, " ")
     data = bytes(letters[letter] for letter in piece if letter in letters)
@@ -256,7 +277,7 @@ def _shown(piece: str, letters: dict[str, int] | None) -> str:
 
 
 def _names_type(part: Any, name: str) -> bool:
-    """Return whether a part of the document has this type, or contains a part that has."""
+    """Return whether a part of a `tokenizer.json` has the type `name`, or contains a part that has."""
     if isinstance(part, list):
         return any(_names_type(item, name) for item in part)
     if not isinstance(part, dict):
@@ -266,6 +287,7 @@ def _names_type(part: Any, name: str) -> bool:
 
 def _byte_letters() -> dict[str, int]:
     """Return the byte of each letter in byte-level vocabularies: printable Latin-1 is itself, others begin at 256."""
+    # As `bytes_to_unicode` of GPT-2's tokenizer.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     letters = {chr(byte): byte for byte in printable}
     rest = [byte for byte in range(256) if byte not in set(printable)]

@@ -1,1 +1,0 @@
-"""How an environment scores: its reward functions, and the endpoints that they ask."""

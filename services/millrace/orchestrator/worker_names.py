@@ -1,0 +1,37 @@
+"""Short names of workers for people, such as `trainer-1`: a worker keeps its own, and its successor gets the same."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Numbered(NamedTuple):
+    """A worker: what it is, and the slot that its successor takes over; "" for none."""
+
+    worker_id: str
+    kind: str
+    slot: str
+
+
+@dataclass(slots=True)
+class WorkerNames:
+    """Numbers the workers of each kind; the smallest number that is free goes to the next."""
+
+    _numbers: dict[str, tuple[Numbered, int]] = field(default_factory=dict)
+
+    def of(self, workers: Iterable[Numbered]) -> dict[str, str]:
+        """Return each worker's name by its id, such as `trainer-1`, and number the new ones.
+
+        `workers` are all that are registered, in order of registration: the number of one that is missing is
+        free, first for its successor in the slot.
+        """
+        living = {place.worker_id: place for place in workers}
+        gone = [self._numbers.pop(worker) for worker in list(self._numbers) if worker not in living]
+        left = {(place.kind, place.slot): number for place, number in gone if place.slot}
+        new = [place for worker, place in living.items() if worker not in self._numbers]
+        new.sort(key=lambda place: (place.kind, place.slot) not in left)  # others must not take a successor's number
+        for place in new:
+            taken = {number for other, number in self._numbers.values() if other.kind == place.kind}
+            free = next(each for each in range(1, len(taken) + 2) if each not in taken)
+            self._numbers[place.worker_id] = (place, left.pop((place.kind, place.slot), free))
+        return {worker: f"{place.kind}-{number}" for worker, (place, number) in self._numbers.items()}

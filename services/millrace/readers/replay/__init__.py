@@ -1,1 +1,0 @@
-"""Steps of a run computed again from its log."""

@@ -1,1 +1,0 @@
-"""Steps of the trainer in isolation, on fake samples: what `--bench` measures."""
