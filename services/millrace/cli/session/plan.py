@@ -25,7 +25,7 @@ class MeasuredFigure:
     """How it was measured, or where the page is that says so."""
 
 
-_EARLIER = "builds of the days before"
+_EARLIER = "an earlier build"
 _PERFORMANCE = "[performance](performance.md)"
 FIGURES: Mapping[str, MeasuredFigure] = {
     "read_token_s": MeasuredFigure(0.2e-6, "CPU s", "orchestrator, to read a token", _EARLIER),
