@@ -14,12 +14,19 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from millrace.errors import InvalidSpecError, InvalidStateError, NotFoundError, Violation
+from millrace.errors import (
+    CorruptObjectError,
+    InvalidSpecError,
+    InvalidStateError,
+    MillraceError,
+    NotFoundError,
+    Violation,
+)
 from millrace.orchestrator.catalog import RunView
 from millrace.runlog import Intent, Names
 from millrace.runlog.names import check_request_id
 from millrace.runlog.records.numbered import create_epoch, read_intents, write_intent
-from millrace.runlog.records.revisions import find_closing, load_reopenings, reopen
+from millrace.runlog.records.revisions import find_closing, has_ended, load_reopenings, reopen
 from millrace.runlog.records.run_record import require_exists
 from millrace.runlog.run_status import state_name
 from millrace.storage import ObjectStore
@@ -125,21 +132,22 @@ class IntentCalls:
     async def cancel(self, view: RunView, *, reason: str, request_id: str) -> None:
         """Write the intent to end the run, unless it is cancelled already or has that intent.
 
-        `reason` is the user's, `request_id` identifies the request. InvalidStateError if the run ended otherwise.
+        `reason` is the user's, `request_id` identifies the request. InvalidStateError if the run ended otherwise, or is
+        DAMAGED and the store does not show that it is open.
         """
         if view.run.state == run_pb2.RUN_STATE_CANCELLED:
             return
-        _require_open(view, "cancel")
+        await self._require_open(view, "cancel")
         if not (await self._desired(view)).is_cancelled:
             await self._write(view, "cancel", {"reason": reason, "request_id": request_id})
 
     async def pause(self, view: RunView, *, reason: str, request_id: str) -> None:
         """Write the intent to pause the run, unless it shall pause already.
 
-        `reason` is the user's, `request_id` identifies the request. InvalidStateError if the run is about to end or has
-        ended.
+        `reason` is the user's, `request_id` identifies the request. InvalidStateError if the run is about to end, has
+        ended, or is DAMAGED and the store does not show that it is open.
         """
-        _require_open(view, "pause")
+        await self._require_open(view, "pause")
         desired = await self._desired(view)
         if desired.is_cancelled or view.run.state == run_pb2.RUN_STATE_STOPPING:
             why = "it is being cancelled" if desired.is_cancelled else "every step is done"
@@ -157,15 +165,16 @@ class IntentCalls:
         """Write the intent that a paused run goes on, or reopen a failed one; else nothing, unless `retention` changes.
 
         `retention` has the new values of keys of the retention rule, None for no limit; `request_id` identifies the
-        request. Raises InvalidStateError if the run ended otherwise, was cancelled before it failed, or is being
-        deleted.
+        request. Raises InvalidStateError if the run ended otherwise, was cancelled before it failed, is DAMAGED, or is
+        being deleted.
         """
-        _require_readable(view, "resume")
+        if view.damage is not None:
+            raise _damaged(view, view.damage, "resume")
         await self._require_kept(view)
         if view.has_failed:
             await self._reopen(view, request_id, retention)
             return
-        _require_open(view, "resume")
+        await self._require_open(view, "resume")
         desired = await self._desired(view)
         if desired.is_paused or any(desired.retention.get(key, _UNSAID) != value for key, value in retention.items()):
             await self._write(view, "resume", {"request_id": request_id, "retention": dict(retention)})
@@ -201,6 +210,30 @@ class IntentCalls:
         view.reopen()
         await self._on_intent(view.record.uid)
 
+    async def _require_open(self, view: RunView, verb: str) -> None:
+        """Raise InvalidStateError if the run has ended, or is DAMAGED and the store does not show that it is open.
+
+        `verb` names the intent.
+        """
+        if view.is_terminal:
+            state = state_name(view.status.state)
+            raise InvalidStateError(
+                f"run {view.record.name!r} has already ended as {state}",
+                reason="RUN_ENDED",
+                remedy=f"nothing is left to {verb}",
+                metadata={"state": state},
+            )
+        # The events of a damaged run may lack its end, and an intent of an ended run would come after its seal.
+        if view.damage is not None and not await self._is_open(view.record.uid):
+            raise _damaged(view, view.damage, verb)
+
+    async def _is_open(self, uid: str) -> bool:
+        """Return whether the headers in the store show that the run has not ended; False for an unknown uid, ""."""
+        try:
+            return bool(uid) and not await asyncio.to_thread(has_ended, self._store, Names(self._prefix, uid))
+        except CorruptObjectError:
+            return False
+
     async def _require_kept(self, view: RunView) -> None:
         """Raise InvalidStateError if the run is being deleted, or is deleted."""
         try:
@@ -231,32 +264,19 @@ class IntentCalls:
         await self._on_intent(view.record.uid)
 
 
-def _require_readable(view: RunView, verb: str) -> None:
-    """Raise InvalidStateError if the run cannot be read, because no intent could be followed.
+def _damaged(view: RunView, damage: MillraceError, verb: str) -> InvalidStateError:
+    """Make the error for a run that cannot be read, so that no intent could be followed.
 
-    `verb` names the intent.
+    `damage` is why it cannot be read, `verb` names the intent.
     """
-    if view.damage is not None:
-        name = view.record.name
-        raise InvalidStateError(
-            f"run {name!r} is DAMAGED, and nothing can come of it to {verb} it: {view.damage.message}",
-            reason="RUN_DAMAGED",
-            remedy=f"`millrace run audit {name}` says what is damaged, `millrace run repair {name}` what can be "
-            "restored from what; the run goes on by itself when it can be read",
-            metadata={"state": "DAMAGED", "damage": view.damage.reason},
-        )
-
-
-def _require_open(view: RunView, verb: str) -> None:
-    """Raise InvalidStateError if the run has ended; `verb` names the intent."""
-    if view.is_terminal:
-        state = state_name(view.status.state)
-        raise InvalidStateError(
-            f"run {view.record.name!r} has already ended as {state}",
-            reason="RUN_ENDED",
-            remedy=f"nothing is left to {verb}",
-            metadata={"state": state},
-        )
+    name = view.record.name
+    return InvalidStateError(
+        f"run {name!r} is DAMAGED, and nothing can come of it to {verb} it: {damage.message}",
+        reason="RUN_DAMAGED",
+        remedy=f"`millrace run audit {name}` says what is damaged, `millrace run repair {name}` what can be "
+        "restored from what; the run goes on by itself when it can be read",
+        metadata={"state": "DAMAGED", "damage": damage.reason},
+    )
 
 
 def check_intent(reason: str, request_id: str) -> None:

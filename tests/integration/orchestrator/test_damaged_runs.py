@@ -105,6 +105,70 @@ async def test_a_run_json_of_any_form_is_named(stack, bad: str) -> None:
     assert list(stack.deps["store"].list(Names(stack.prefix, sick.uid).intents)) == [], "nobody could follow it"
 
 
+def request_of(verb: str, name: str):
+    """Return the stub's method and the request with which a user asks for an intent."""
+    method = f"{verb.capitalize()}Run"
+    return method, getattr(run_service_pb2, f"{method}Request")(name=name)
+
+
+@pytest.mark.parametrize("places", [("run.json",), ("events",), ("events", "header")])
+async def test_no_intent_comes_after_the_seal_of_a_damaged_run(stack, places: tuple[str, ...]) -> None:
+    await stack.env_server(), await stack.inference(), await stack.trainer()
+    sick = await create(stack, run_id="sick", max_steps=1)
+    assert states(await watch(stack, sick))[-1] == "SUCCEEDED"
+    store, names = stack.deps["store"], Names(stack.prefix, sick.uid)
+    await until(lambda: store.head(names.seal(0)) is not None, what="the seal")
+    await stack.kill_orchestrator()
+    closing = max(info.key for info in store.list(names.batches))
+    archived = next(info.key for info in store.list(names.event_archive))
+    for place in places:
+        overwrite(store, {"run.json": names.run_json, "header": closing, "events": archived}[place], b"{")
+    await wipe(stack)
+    await stack.start_orchestrator(int(stack.address.rpartition(":")[2]))
+    assert (await listed(stack))["sick"].state == run_pb2.RUN_STATE_DAMAGED
+    for verb in ("cancel", "pause", "resume"):
+        method, request = request_of(verb, "sick")
+        with pytest.raises(InvalidStateError, match=f"DAMAGED, and nothing can come of it to {verb} it") as caught:
+            await call(getattr(stack.runs, method), request)
+        assert caught.value.reason == "RUN_DAMAGED"
+    assert list(store.list(names.intents)) == []
+
+
+@pytest.mark.parametrize("verb", ["cancel", "pause"])
+async def test_a_damaged_run_that_is_open_takes_an_intent_for_when_it_is_repaired(stack, verb: str) -> None:
+    sick = await create(stack, run_id="sick")
+    store, names = stack.deps["store"], Names(stack.prefix, sick.uid)
+    await stack.kill_orchestrator()
+    archived = damage_of("events", names)
+    store.create(archived, b"{")
+    await wipe(stack)
+    await stack.start_orchestrator(int(stack.address.rpartition(":")[2]))
+    assert (await listed(stack))["sick"].state == run_pb2.RUN_STATE_DAMAGED
+    method, request = request_of(verb, "sick")
+    await call(getattr(stack.runs, method), request)
+    store.delete(archived)
+    wanted = {"cancel": run_pb2.RUN_STATE_CANCELLED, "pause": run_pb2.RUN_STATE_PAUSED}[verb]
+
+    async def is_followed() -> bool:
+        return (await listed(stack))["sick"].state == wanted
+
+    await until(is_followed, what=f"{verb} is followed")
+
+
+async def test_a_run_whose_uid_is_unknown_takes_no_intent(stack) -> None:
+    await create(stack, run_id="sick")
+    store = stack.deps["store"]
+    await stack.kill_orchestrator()
+    overwrite(store, Deployment(stack.prefix).name_object("sick"), b"\xff")
+    await wipe(stack)
+    await stack.start_orchestrator(int(stack.address.rpartition(":")[2]))
+    for verb in ("cancel", "pause", "resume"):
+        method, request = request_of(verb, "sick")
+        with pytest.raises(InvalidStateError, match="DAMAGED, and nothing can come of it") as caught:
+            await call(getattr(stack.runs, method), request)
+        assert caught.value.reason == "RUN_DAMAGED"
+
+
 async def test_it_goes_on_when_the_object_is_back(stack) -> None:
     sick = await create(stack, run_id="sick")
     store, key = stack.deps["store"], Names(stack.prefix, sick.uid).run_json
