@@ -160,7 +160,8 @@ def test_a_sampled_token_that_is_cut_away_is_counted_and_masked() -> None:
     taught_BT, _ = token_logprobs(model, weighted)
     assert torch.isfinite(taught_BT[0, 1:3]).all() and not torch.allclose(taught_BT[0, 1:3], taught_BT[0, :1])
     # Not to the bit: the head is multiplied with other rows, which several threads divide in another way.
-    torch.testing.assert_close(taught_BT[:, 3:], logprobs_BT[:, 3:], msg="what nobody sampled was not cut, and the rest was")
+    rest, before = taught_BT[:, 3:], logprobs_BT[:, 3:]
+    torch.testing.assert_close(rest, before, msg="what nobody sampled was not cut, and the rest was")
     with_ce = token_losses(weighted.loss_inputs(logprobs_BT.detach()), LossConfig())
     assert with_ce.ce[0, -1] == 0 and not with_ce.ce_members[0, -1] and with_ce.ce_members[0, 1:3].all()
     total_loss(losses, rl_divisor=11, num_ce_tokens=0).backward()

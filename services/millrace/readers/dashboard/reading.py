@@ -38,6 +38,14 @@ class ReaderAnswer:
     body: bytes
 
 
+@dataclass(slots=True)
+class _Question:
+    """A question that is not answered yet, and the process that it is sent to, once that is started."""
+
+    future: asyncio.Future[ReaderAnswer]
+    process: ChildLink | None = None
+
+
 class ReaderClient:
     """The reader of this orchestrator; started with the first question, and again after its death."""
 
@@ -45,10 +53,10 @@ class ReaderClient:
         """Create the client; the process starts with the first question. Indexes are kept in `directory`."""
         self._order = {"store_url": store_url, "prefix": prefix, "directory": str(directory)}
         self._process: ChildLink | None = None
-        self._listening: asyncio.Task[None] | None = None
+        self._listening: set[asyncio.Task[None]] = set()
         self._starting = asyncio.Lock()
         self._numbers = itertools.count(1)
-        self._open: dict[int, asyncio.Future[ReaderAnswer]] = {}
+        self._open: dict[int, _Question] = {}
 
     @classmethod
     def of(cls, *, store_url: str, prefix: str) -> Self:
@@ -74,12 +82,13 @@ class ReaderClient:
                 field="request", message=f"has {len(data)} bytes, and at most {MAX_QUESTION_BYTES} are taken"
             )
             raise InvalidSpecError([wrong], remedy="ask with shorter filters or ids")
-        future = self._open[number] = asyncio.get_running_loop().create_future()
+        asked = self._open[number] = _Question(asyncio.get_running_loop().create_future())
         try:
             with waits.waiting("an answer of the dashboard's reader", waits_on="object store", deadline_s=ANSWER_S):
                 async with asyncio.timeout(ANSWER_S):
-                    await (await self._started()).send(data)
-                    return await future
+                    asked.process = await self._started()
+                    await asked.process.send(data)
+                    return await asked.future
         except (TimeoutError, OSError) as error:
             raise UnavailableError(
                 f"the log of the run could not be read within {ANSWER_S:.0f} s",
@@ -90,17 +99,20 @@ class ReaderClient:
             self._open.pop(number, None)
 
     async def close(self) -> None:
-        """End the reader's process; open questions get an UnavailableError."""
-        if self._listening is not None:
-            self._listening.cancel()
-            await asyncio.gather(self._listening, return_exceptions=True)
+        """End the reader's process; the questions that were sent to it get an UnavailableError."""
+        listening = [*self._listening]
+        for task in listening:
+            task.cancel()
+        await asyncio.gather(*listening, return_exceptions=True)
 
     async def _started(self) -> ChildLink:
         """Return the reader's process, started if none runs."""
         async with self._starting:
             if self._process is None or self._process.is_ended:
                 self._process = await ChildLink.start("millrace.readers.dashboard.reader_process", self._order)
-                self._listening = asyncio.create_task(self._listen(self._process), name="reader of the dashboard")
+                task = asyncio.create_task(self._listen(self._process), name="reader of the dashboard")
+                self._listening.add(task)
+                task.add_done_callback(self._listening.discard)
             return self._process
 
     async def _listen(self, process: ChildLink) -> None:
@@ -111,9 +123,9 @@ class ReaderClient:
         try:
             while (answer := await process.receive(most=MAX_ANSWER_BYTES)) is not None:
                 number, data = split_number(answer)
-                future = self._open.get(number)
-                if future is not None and not future.done():
-                    future.set_result(ReaderAnswer(status=int(data[:3]), body=data[3:]))
+                asked = self._open.get(number)
+                if asked is not None and not asked.future.done():
+                    asked.future.set_result(ReaderAnswer(status=int(data[:3]), body=data[3:]))
             logger.info("the reader of the dashboard ended")
         except (CorruptObjectError, ValueError) as error:
             logger.warning("the reader of the dashboard sent no answer and is ended", extra={"error": str(error)})
@@ -121,14 +133,14 @@ class ReaderClient:
             # Another process may have been started since.
             if self._process is process:
                 self._process = None
-            self._fail()
+            self._fail(process)
             await process.end()
 
-    def _fail(self) -> None:
-        """Have every open question raise that the reader died."""
+    def _fail(self, process: ChildLink) -> None:
+        """Have every open question that was sent to this process raise that the reader died."""
         error: MillraceError = UnavailableError(
             "the process that reads for the dashboard died", reason="READER_DIED", remedy="nothing: ask again"
         )
-        for future in self._open.values():
-            if not future.done():
-                future.set_exception(error)
+        for asked in self._open.values():
+            if asked.process is process and not asked.future.done():
+                asked.future.set_exception(error)
