@@ -203,7 +203,7 @@ class AdapterBase:
                 f"the base of run {self._names.uid} has digest {manifest.digest} as published, and this trainer's "
                 f"base has {self._base_digest}",
                 reason="POLICY_BASE_DIFFERS",
-                remedy="give the trainer the model that the run began with, under trainer.model.name",
+                remedy="give the model that the run began with (`model.name` of the config)",
             )
 
 
