@@ -225,3 +225,26 @@ async def test_an_engine_that_has_become_another_is_asked_alone():
         assert asked == [1, 1, 2, 1, 1, 1, 1]
     finally:
         await runner.cleanup()
+
+
+async def test_the_whole_answer_to_a_request_with_one_choice_is_its_answer():
+    async def chat(request: web.Request) -> web.StreamResponse:
+        asked.append((await request.json()).get("n"))
+        headers = {parameters.HEADER: parameters.LINES} if len(asked) == 1 else {}
+        return web.json_response({"choices": [{"index": 0, "token_ids": [len(asked)]}]}, headers=headers)
+
+    asked: list[int | None] = []
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", chat)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        async with asking(f"http://127.0.0.1:{runner.addresses[0][1]}") as client:
+            answers = [await client.ask("a") for _ in range(3)]
+        assert [answer["choices"][0]["token_ids"] for answer in answers] == [[1], [2], [3]]
+        # The second one is not asked for again, and says that the engine does not split choices any more.
+        assert asked == [None, 1, None]
+    finally:
+        await runner.cleanup()

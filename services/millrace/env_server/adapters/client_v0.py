@@ -103,7 +103,7 @@ class Reply:
     body: Any = b""
     retry_after: str | None = None
     streams_choices: bool = False
-    """Whether the server declares that it can send choices one by one."""
+    """Whether it came as a line of a stream of choices."""
     error: Exception | None = None
 
 
@@ -187,7 +187,8 @@ class AskedTogether:
     async def _answer_choices(self, key: bytes, asking: _Asking) -> None:
         """Post the body `key` with `n` choices, one for each waiter, and give each its choice when its line arrives.
 
-        If the answer is no stream of choices, each gets all of it, or None for status 200: its choices cannot be split.
+        If the answer is no stream of choices, each gets all of it, or None where it has choices for several: they
+        cannot be split.
         """
         waiting = asking.waiting
         more = orjson.dumps({"n": len(waiting), parameters.FIELD: True})
@@ -195,9 +196,9 @@ class AskedTogether:
         async with self._post(combined, asking.session_id) as reply:
             if reply.status != 200 or reply.content_type != parameters.CONTENT_TYPE:
                 raw, after = await reply.read(), reply.headers.get("Retry-After")
-                whole = None if reply.status == 200 else Reply(status=reply.status, body=raw, retry_after=after)
+                whole = Reply(status=reply.status, body=raw, retry_after=after)
                 for waiter in waiting:
-                    _give(waiter, whole)
+                    _give(waiter, whole if reply.status != 200 or len(waiting) == 1 else None)
                 return
             rest = bytearray()
             async for part in reply.content.iter_any():
@@ -329,7 +330,8 @@ class LeanClient(OpenAIChatCompletionsClient):
         # function has a deadline of its own.
         if self._streams_choices and not body.keys() & {"seed", "n", "stream"} and not judges.is_scoring():
             reply = await self._together.ask(body, session_id)
-            self._streams_choices = reply is not None
+            # What comes whole is from an engine that has become another.
+            self._streams_choices = reply is not None and (reply.status != 200 or reply.streams_choices)
             if reply is not None:
                 return reply
         return await self._ask_alone(orjson.dumps(body), session_id)
