@@ -216,7 +216,8 @@ class ArchivePages:
         """For each of `_spans` the highest id in it and in those before it: this is sorted, too."""
         self._fetched: dict[str, bytes | MillraceError] = {}
         self._decoded: dict[str, list[Entry]] = {}
-        self._reported: set[str] = set()
+        self._lost: set[str] = set()
+        """Objects that were found damaged or missing, which are not fetched again."""
 
     def read(self, *, after: str, before: str, count: int) -> list[Entry]:
         """Return the first `count` archived events with ids above `after` and below `before`, in order; [] if none.
@@ -248,7 +249,9 @@ class ArchivePages:
             stop = bisect_right(self._spans, end, key=lambda span: span[0])
             keys = [key for first, last, key in self._spans[at:stop] if last > position and first < highest]
             ahead = [key for first, _, key in self._spans[stop : stop + _AHEAD] if first < highest]
-            self._decoded = {key: self._decoded.get(key) or self._load(key, [*keys, *ahead]) for key in keys}
+            self._decoded = {
+                key: self._decoded[key] if key in self._decoded else self._load(key, [*keys, *ahead]) for key in keys
+            }
             found = {entry.id: entry for entries in self._decoded.values() for entry in entries}
             ordered = sorted((id_order(id_), id_) for id_ in found)
             if page := [found[id_] for at, id_ in ordered if position < at < highest and at <= end]:
@@ -256,14 +259,16 @@ class ArchivePages:
             position = end
 
     def _load(self, key: str, ahead: Sequence[str]) -> list[Entry]:
-        """Return the events of an object; [], with a warning at the first time, if it is damaged or missing.
+        """Return the events of an object; [], with a warning when it is found out, if it is damaged or missing.
 
         An object that was not fetched yet is fetched with those of `ahead`, which are the next ones that are read.
         """
+        if key in self._lost:
+            return []
         if key not in self._fetched:
             # What a reader has passed, or will not read next, is dropped: `_AHEAD` bounds the memory.
             self._fetched = {each: self._fetched[each] for each in ahead if each in self._fetched}
-            wanted = [each for each in ahead if each not in self._fetched]
+            wanted = [each for each in ahead if each not in self._fetched and each not in self._lost]
             with ThreadPoolExecutor(_PARALLEL_GETS, thread_name_prefix="events") as pool:
                 self._fetched.update(zip(wanted, pool.map(self._fetch, wanted), strict=True))
         data = self._fetched.pop(key)
@@ -272,12 +277,11 @@ class ArchivePages:
                 raise data
             return decode_archive(data, self._store.uri(key))
         except (CorruptObjectError, NotFoundError) as error:
-            if key not in self._reported:
-                logger.warning(
-                    "an object of the archive of events is damaged or missing: its events are lost to this reader",
-                    extra={"uid": self._names.uid, "key": key, "error": str(error)},
-                )
-            self._reported.add(key)
+            logger.warning(
+                "an object of the archive of events is damaged or missing: its events are lost to this reader",
+                extra={"uid": self._names.uid, "key": key, "error": str(error)},
+            )
+            self._lost.add(key)
             return []
 
     def _fetch(self, key: str) -> bytes | MillraceError:
