@@ -102,21 +102,17 @@ def _listed(directory: Path, config: Mapping[str, Any]) -> WeightFiles:
 def require_finite(weights: WeightFiles, *, report: Callable[[str], None] = lambda how_far: None) -> None:
     """Raise CorruptObjectError (MODEL_CORRUPT) naming the tensors with a number that is infinite or NaN.
 
-    Reads all weights, in several threads; `report` is called with a text on the progress after each tensor.
+    Reads all weights, in several threads; `report` is called by the caller's thread, with a text on the progress after
+    each tensor.
     """
-    left, bad = len(weights.tensors), list[str]()
-
-    def look(name: str) -> None:
-        """Read one tensor, and note its name if a number in it is not finite."""
-        nonlocal left
-        if not _is_finite(slices[name][...]):
-            bad.append(name)
-        left -= 1
-        report(f"{len(weights.tensors) - left} of {len(weights.tensors)} tensors looked at")
-
+    names, bad = list(weights.tensors), list[str]()
     with weights.open() as slices, ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
-        for _ in pool.map(look, weights.tensors):
-            pass
+        found = pool.map(lambda name: _is_finite(slices[name][...]), names)
+        # Counted here: threads that count for themselves would report numbers twice, or in another order.
+        for number, (name, is_finite) in enumerate(zip(names, found, strict=True), start=1):
+            if not is_finite:
+                bad.append(name)
+            report(f"{number} of {len(names)} tensors looked at")
     if bad:
         number = f"{len(bad)} tensor{'s' if len(bad) > 1 else ''}"
         raise model_corrupt(weights.directory, f"{number} not finite: {first_names(bad)}")

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,6 +40,26 @@ def served(copy: Path) -> Path:
 
 def test_a_sound_model_is_served_where_it_lies(served: Path) -> None:
     assert look(served) == CheckedModel(directory=served, notes=())
+
+
+def test_the_progress_counts_every_tensor_once_and_in_order(served: Path) -> None:
+    told: list[tuple[int, str]] = []
+
+    def report(how_far: str) -> None:
+        if "tensors looked at" in how_far:
+            told.append((threading.get_ident(), how_far))
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads that counted for themselves would be changed between the count and its text
+    try:
+        for _ in range(20):
+            validate_served(served, place=served / "links", needs_tokenizer=False, needs_template=False, report=report)
+    finally:
+        sys.setswitchinterval(before)
+    number = len(load_file(served / "model.safetensors"))
+    expected = [f"{count} of {number} tensors looked at" for count in range(1, number + 1)]
+    assert [text for _, text in told] == 20 * expected
+    assert {thread for thread, _ in told} == {threading.get_ident()}, "who asks need not guard what it does with them"
 
 
 def _with(name: str, tensor: torch.Tensor) -> Change:
