@@ -13,6 +13,7 @@ A deletion that dies goes on when it is asked for again, by uid or by the name t
 """
 
 import asyncio
+import contextlib
 import datetime
 import json
 import secrets
@@ -78,7 +79,8 @@ class _Tombstone:
 def plan_deletion(store: ObjectStore, names: Names) -> Deletion:
     """Look at a run and at all others, and return what its deletion would remove, and which forks need it.
 
-    Remove nothing. `NotFoundError` if the store has nothing of it.
+    Remove nothing. `NotFoundError` if the store has nothing of it. Where neither its record nor its tombstone has its
+    name, every name and request of the deployment is read, for those that lead to the run.
     """
     counts, sizes = Counter[str](), Counter[str]()
     for info in store.list(names.root):
@@ -86,13 +88,15 @@ def plan_deletion(store: ObjectStore, names: Names) -> Deletion:
         name = "other object" if kind is None else kind.name
         counts[name] += 1
         sizes[name] += info.size_bytes
-    if not counts:
+    name, request_id = _identity(store, names)
+    if not name:
+        name, request_id = _leading(store, names)
+    if not (counts or name):
         raise NotFoundError(
             f"{store.describe()} holds nothing of a run {names.uid}",
             reason="RUN_NOT_FOUND",
             remedy="check --store and --prefix",
         )
-    name, request_id = _identity(store, names)
     tombstone = _read_tombstone(store, names)
     return Deletion(
         names=names,
@@ -312,6 +316,29 @@ def _identity(store: ObjectStore, names: Names) -> tuple[str, str]:
         except (NotFoundError, CorruptObjectError, ValueError):
             continue
     return "", ""
+
+
+def _leading(store: ObjectStore, names: Names) -> tuple[str, str]:
+    """Return the name and the request id whose objects in the index hold the run's uid; empty where none does
+    (blocking).
+    """
+    deployment = Deployment(names.prefix)
+
+    def found(prefix: str, key_of: Callable[[str], str]) -> str:
+        """Return what comes after `prefix` in the first key there that leads to the run; `key_of` makes such a key."""
+        keys = [info.key for info in store.list(prefix)]
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="index") as pool:
+            leads = pool.map(lambda key: _leads_to(store, key, names.uid), keys)
+            for key, leads_here in zip(keys, leads, strict=True):
+                with contextlib.suppress(InvalidSpecError):  # else it is none of ours
+                    if leads_here and key_of(key.removeprefix(prefix)) == key:
+                        return key.removeprefix(prefix)
+        return ""
+
+    return (
+        found(deployment.names_prefix, deployment.name_object),
+        found(deployment.requests_prefix, deployment.request_object),
+    )
 
 
 def _read_tombstone(store: ObjectStore, names: Names) -> _Tombstone | None:

@@ -201,11 +201,22 @@ def test_a_tombstone_of_an_older_version_is_read_and_an_open_run_asks_for_the_op
     assert not [key for key in keys(scene) if scene.names.uid in key]
 
 
-def test_a_run_without_its_record_is_deleted(scene):
-    scene.store.delete(scene.names.run_json)
+@pytest.mark.parametrize("left", ["all but its record", "nothing but its name"])
+def test_a_run_without_its_record_is_deleted_and_its_name_is_free(scene, left):
+    deployment = Deployment(PREFIX)
+    scene.store.create(deployment.request_object("asked-once"), scene.names.uid.encode())
+    scene.store.create(f"{deployment.names_prefix}a folder/foreign", scene.names.uid.encode())
+    for info in list(scene.store.list(scene.names.root)):
+        if info.key == scene.names.run_json or left == "nothing but its name":
+            scene.store.delete(info.key)
     plan = plan_deletion(scene.store, scene.names)
+    assert (plan.name, plan.request_id, plan.is_open) == ("demo", "asked-once", False)
     assert delete_run(scene.store, plan, by="me") == []
     assert not list(scene.store.list(scene.names.root))
+    assert read_names(scene.store, deployment).runs.keys() == {"other"}
+    assert scene.store.head(deployment.request_object("asked-once")) is None
+    with pytest.raises(NotFoundError, match="holds nothing of a run"):
+        plan_deletion(scene.store, scene.names)
 
 
 # Two deletions at once.

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from millrace.cli.view.progress import Progress
 from millrace.errors import InvalidSpecError, MillraceError, NotFoundError, UnavailableError
 from millrace.orchestrator.catalog import ConfigText
 from millrace.readers.dashboard import index as columns_module
@@ -19,10 +20,11 @@ from millrace.readers.dashboard.index import ROW, Columns, IndexDirectory, Texts
 from millrace.readers.dashboard.reader import Reader
 from millrace.readers.dashboard.views.tokens import of_secrets, pieces_of
 from millrace.readers.exports.conversation import content_of
+from millrace.runlog.event_archive import decode_event, load_archived_events
 from millrace.storage.base import revision_key
 from millrace.storage.local import LocalStore
 from millrace.telemetry.logging import masked
-from millrace_testing.dashboard import NAMES, UID, RunWriter
+from millrace_testing.dashboard import NAMES, START, UID, RunWriter
 from millrace_testing.full_disk import largest_file
 from millrace_testing.polling import block_until
 
@@ -410,6 +412,27 @@ def test_the_timeline_names_what_is_slow(local_store, tmp_path, slow, cause):
     assert ("The trainer stood still" in " ".join(found["words"])) == ("held_up" in slow)
     assert {lane["group"] for lane in found["lanes"]} >= {"trainer", "publish", "inference", "env-server"}
     assert (found["first_step"], found["last_step"]) == (1, 3)
+    reader.close()
+
+
+def test_the_steps_that_a_resumed_trainer_repeats_count_once(local_store, tmp_path):
+    writer = RunWriter(store=local_store)
+    for step in range(5):
+        writer.step(step)
+    writer.clock, writer.trainer_s = START + 100, 9.0
+    for step in range(2, 5):
+        writer.events(step)
+    reader = Reader(local_store, "millrace", tmp_path / "i")
+    settled(reader, 5)
+    found = reader.ask("timeline", UID, {"steps": "20"})
+    assert (found["steps"], found["first_step"], found["last_step"]) == (5, 0, 4)
+    assert math.isclose(sum(each["seconds"] for each in found["shares"]), 3.0, abs_tol=0.01), "of the first reports"
+    work = [text for lane in found["lanes"] for kind, _, _, text in lane["spans"] if kind == "work"]
+    assert work == [f"step {step}: forward and backward" for step in range(5)]
+    progress = Progress(name="runs/x")
+    for entry in load_archived_events(local_store, NAMES):
+        progress.apply(decode_event(entry))
+    assert [point.number for point in progress.steps] == [1, 2, 3, 4, 5], "and so says `millrace run watch`"
     reader.close()
 
 
