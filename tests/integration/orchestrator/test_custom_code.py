@@ -1,5 +1,6 @@
 """A run whose config names a function of the user's own: refused unless the operator allows it, then in its log."""
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from millrace_testing.polling import until
 from millrace_testing.runlog.committed import load_headers
 
 MODULE = """
+import threading
 calls = []
 def by_reward(rewards, lengths, factor=1.0):
     return factor * rewards + 0.125
@@ -34,6 +36,12 @@ def every_third(ordinal, tasks, *, step, seed, first=0):
     [(env, indices)] = tasks.items()
     assert seed == 0 and step >= 0
     return env, indices[(first + 3 * ordinal) % len(indices)]
+entered, may_go = threading.Event(), threading.Event()
+def slow_once(ordinal, tasks, *, step, seed):
+    if ordinal == 9:  # beyond those of the trial
+        entered.set()
+        assert may_go.wait(60), "the orchestrator stood still"
+    return every_third(ordinal, tasks, step=step, seed=seed)
 def at_random(ordinal, tasks, **kwargs):
     import random
     return "reverse-text", random.randrange(1 << 30) % len(tasks["reverse-text"])
@@ -125,6 +133,22 @@ async def test_a_sampler_draws_the_same_tasks_after_a_restart(allowing) -> None:
     drawn = {item.ordinal: item.task_id for header in headers for item in header.resolutions}
     assert len(drawn) >= 12
     assert drawn == {ordinal: f"train/{(1 + 3 * ordinal) % 20}" for ordinal in drawn}
+
+
+async def test_a_sampler_that_is_slow_holds_up_its_run_and_nobody_else(allowing) -> None:
+    await allowing.env_server(), await allowing.inference(), await allowing.trainer()
+    run = await create(allowing, run_id="slow", eval=None, max_steps=6, buffer=buffer("slow_once"))
+    own_credit = importlib.import_module("own_credit")
+    await until(own_credit.entered.is_set, what="the function is called")
+    assert (await get(allowing, run)).state == run_pb2.RUN_STATE_RUNNING, "it answers, and takes heartbeats"
+
+    async def is_shown() -> bool:
+        answer = await call(allowing.runs.ExplainRun, run_service_pb2.ExplainRunRequest(name=run.name))
+        return "the task of ordinal 9" in str(answer)
+
+    await until(is_shown, what="`run why` says so")
+    own_credit.may_go.set()
+    assert bodies(await watch(allowing, run), "state_changed")[-1].new_state == run_pb2.RUN_STATE_SUCCEEDED
 
 
 async def test_a_sampler_that_is_no_function_of_its_arguments_ends_the_run_with_the_remedy(allowing) -> None:

@@ -1,5 +1,6 @@
 """The states of a play, and what changes them; what a takeover makes of the plays of a predecessor."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -132,3 +133,31 @@ def test_what_is_read_before_the_environments_are_known_is_noted_and_can_be_reso
     ]
     assert len(archived(book)) == 2 and book.frontier == Frontier(resolved_below=3)
     assert counted == [(2, 0), (0, 1)], "they count as all others do"
+
+
+async def test_the_plays_that_a_predecessor_began_are_drawn_beside_the_event_loop() -> None:
+    """The stream and the takeover have tasks drawn before the plays that they open."""
+    drawn: list[int] = []
+
+    async def draw(ordinals: Iterable[int]) -> None:
+        drawn.extend(ordinals)
+
+    def opened(ordinal: int, step: int) -> Play:
+        assert ordinal in drawn
+        return make_play(ordinal)
+
+    book = Book()
+    book.restore(step=1, frontier=Frontier(resolved_below=1))
+    policies = SimpleNamespace(replica_at=lambda url: "x", suspect=lambda worker_id: None)
+    intake = Intake(book=book, evaluations={}, policies=cast("Any", policies))
+    intake.begin(opened, has_predecessor=True, draw=draw)
+    rollouts = [make_rollout(ordinal, 0, group_size=2) for ordinal in (2, 0, 1, 2)]
+    await intake.prepare(rollouts)
+    assert drawn == [1, 2], "0 is resolved"
+    for rollout in rollouts:
+        intake.take(rollout)
+    groups = [
+        PlayingGroup(purpose=rollout_pb2.PURPOSE_TRAIN, ordinal=ordinal, attempt=0, members=[1]) for ordinal in (1, 3)
+    ]
+    await intake.take_over(cast("Any", ReadStream()), {"a": groups})
+    assert drawn == [1, 2, 3] and sorted(book.plays) == [1, 2, 3]

@@ -182,7 +182,9 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig, *, reported_
         # A run that is nothing but an evaluation keeps the best rollout of each place by itself, at its end.
         keeps_evaluated=training is not None,
     )
-    stream = RolloutStream(run_log, take=intake.take, is_scored=is_scored, on_damaged=damage.note)
+    stream = RolloutStream(
+        run_log, take=intake.take, prepare=intake.prepare, is_scored=is_scored, on_damaged=damage.note
+    )
     identity = RunIdentity(uid=uid, epoch=epoch, generation=run_log.generation)
     player = Player(run=identity, envs=envs, policies=policies, stream=stream, router=router)
     evals = Evaluator(settings=evaluation, epoch=epoch, envs=envs, player=player, evaluations=evaluations)
@@ -269,6 +271,7 @@ def make_loop(
         max_steps=parts.max_steps,
         rule=rule,
         make_play=make_play,
+        draw=buffer.choose,
         is_exhausted=buffer.is_exhausted,
         book=parts.book,
         failures=parts.failures,

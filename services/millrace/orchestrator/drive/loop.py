@@ -40,7 +40,7 @@ from millrace.orchestrator.drive.batch_writer import BatchWriter, cut, teaches
 from millrace.orchestrator.events import RunEvents
 from millrace.orchestrator.play.book import Book
 from millrace.orchestrator.play.failures import Failures, by_status
-from millrace.orchestrator.play.intake import MakePlay
+from millrace.orchestrator.play.intake import Draw, MakePlay, draw_nothing
 from millrace.orchestrator.play.play import Play, PlayState, num_rollouts
 from millrace.orchestrator.play.player import Player
 from millrace.orchestrator.play.routing import AdmissionRule, Policies
@@ -84,6 +84,8 @@ class RolloutLoop:
     """Time after which a play counts as lost."""
     is_stopping: Callable[[], bool]
     """Whether the run was asked to pause or to end."""
+    draw: Draw = draw_nothing
+    """Draws the tasks of ordinals before `make_play` makes their plays."""
     is_exhausted: Callable[[int], bool] = lambda ordinal: False
     """Whether an ordinal has no task left to draw."""
     wait: LastingWait = field(default_factory=LastingWait)
@@ -201,6 +203,10 @@ class RolloutLoop:
                 if self.is_exhausted(ordinal):
                     self.require_groups()
                     return
+                await self.draw([ordinal])
+                # While a user's function drew it, a rollout of a predecessor may have opened its play.
+                if ordinal != self.book.next_ordinal():
+                    continue
                 group = plays[ordinal] = self.make_play(ordinal, planned)
                 # If nobody takes it, it stays open, and `place_open` tries again.
                 await placing.place(group)

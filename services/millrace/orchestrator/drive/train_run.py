@@ -56,7 +56,8 @@ class TrainRunDriver(RunDriver):
         Long-lived work is appended to `background`. Raises RunStoppedError when the run shall pause or end.
         """
         loop = await self._unless_stopped(self._start())
-        self._parts.intake.begin(loop.make_play, has_predecessor=self._context.epoch.number > 1)
+        has_predecessor = self._context.epoch.number > 1
+        self._parts.intake.begin(loop.make_play, has_predecessor=has_predecessor, draw=loop.draw)
         await self._take_over()
         background.append(tasks.create_task(lasting(self._parts.stream.follow)))
         await self._events.state_changed(

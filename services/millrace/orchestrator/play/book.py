@@ -10,7 +10,7 @@ the header that resolves its ordinal.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -334,17 +334,20 @@ class RolloutStream:
         run_log: RunLog,
         *,
         take: Callable[[Rollout], None],
+        prepare: Callable[[Sequence[Rollout]], Awaitable[None]] | None = None,
         is_scored: bool = False,
         on_damaged: OnDamaged | None = None,
     ) -> None:
         """Make a reader of the log's rollout stream, at the beginning.
 
-        `take` gets every rollout once, with its `entry_id`; `on_damaged` (None: nothing) gets the stream and each
+        `take` gets every rollout once, with its `entry_id`; `prepare` (None: nothing) gets some before, all that `take`
+        gets among them, and may await what that needs; `on_damaged` (None: nothing) gets the stream and each
         skipped entry. With `is_scored` a teacher scores the rollouts that are trained on, and they are taken with its
         scores.
         """
         self._log = run_log
         self._take = take
+        self._prepare = prepare
         self._on_damaged = on_damaged
         self._is_scored = is_scored
         self._cursor = START
@@ -388,6 +391,8 @@ class RolloutStream:
         rewinds = self._rewinds
         entries = await self._log.read("rollouts", after=self._cursor, count=READ_COUNT, block_s=block_s)
         rollouts = await self._decode(entries)
+        if rollouts and self._prepare is not None:
+            await self._prepare(list(rollouts.values()))
         if rewinds != self._rewinds:
             # These were read after the old position, and the new copy may have others before them.
             return True

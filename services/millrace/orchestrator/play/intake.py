@@ -1,7 +1,7 @@
 """What becomes of each rollout that the log holds: its play takes it. What a predecessor left is taken over here."""
 
 import logging
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 
 from millrace.internal.v1.play_pb2 import PlayingGroup
 from millrace.orchestrator.play.book import Book, RolloutStream
@@ -15,6 +15,12 @@ logger = logging.getLogger(__name__)
 
 MakePlay = Callable[[int, int], Play]
 """From ordinal and planned step to an unplaced play."""
+Draw = Callable[[Iterable[int]], Awaitable[None]]
+"""Draws the tasks of ordinals whose plays are made next, as far as a function of the user's does that."""
+
+
+async def draw_nothing(ordinals: Iterable[int]) -> None:
+    """Do nothing, because every play has its task without an await."""
 
 
 class Intake:
@@ -40,20 +46,25 @@ class Intake:
         self._keeps_evaluated = keeps_evaluated
         self._policies = policies
         self._make_play: MakePlay | None = None
+        self._draw: Draw = draw_nothing
         self.is_taking_over = False
         """Whether what is read was played for a predecessor; ends with `take_over`."""
         self.has_begun = False
         """The environments are known, so that rollouts find their plays; before, they are only noted."""
         self.noted: list[Rollout] = []
 
-    def begin(self, make_play: MakePlay | None, *, has_predecessor: bool) -> None:
+    def begin(self, make_play: MakePlay | None, *, has_predecessor: bool, draw: Draw = draw_nothing) -> None:
         """Put rollouts into their plays from now on, instead of only noting them.
 
-        `make_play` makes plays of training, by ordinal and planned step, that a predecessor began; None if the run does
-        not train. With `has_predecessor` what is read first was played for one.
+        `make_play` makes plays of training, by ordinal and planned step, that a predecessor began, after `draw` has
+        drawn their tasks; None if the run does not train. With `has_predecessor` what is read first was played for one.
         """
-        self.has_begun, self._make_play = True, make_play
+        self.has_begun, self._make_play, self._draw = True, make_play, draw
         self.is_taking_over = has_predecessor
+
+    async def prepare(self, rollouts: Iterable[Rollout]) -> None:
+        """Draw the tasks of the plays that `take` opens for these rollouts; it comes before `take`."""
+        await self._draw_unknown(each.ordinal for each in rollouts if each.purpose is Purpose.TRAIN)
 
     def take(self, rollout: Rollout) -> None:
         """Give one rollout of the stream to the play of its task: into the book, or into an open evaluation.
@@ -84,6 +95,8 @@ class Intake:
         await stream.catch_up()
         # The stream is at its end: from here on an unknown attempt is a late one, not a predecessor's.
         self.is_taking_over = False
+        groups = [group for each in playing.values() for group in each]
+        await self._draw_unknown(each.ordinal for each in groups if purpose_from_wire(each.purpose) is Purpose.TRAIN)
         offers = [(self._offered(group), server, group) for server, groups in playing.items() for group in groups]
         # First bring all plays to the attempt that is being played, then place them: two env-servers may offer one
         # group.
@@ -138,6 +151,14 @@ class Intake:
             return self._opened(group.ordinal, group.planned_step)
         evaluation = self._evaluations.get(group.eval_id)
         return evaluation.plays.get(group.ordinal) if evaluation is not None else None
+
+    async def _draw_unknown(self, ordinals: Iterable[int]) -> None:
+        """Draw the tasks of those of the ordinals whose plays `_opened` would make."""
+        if self._make_play is not None:
+            book = self._book
+            await self._draw(
+                sorted({each for each in ordinals if each not in book.plays and not book.is_resolved(each)})
+            )
 
     def _opened(self, ordinal: int, planned_step: int) -> Play | None:
         """Return the play of an ordinal from the book, opened for `planned_step` if the book has none.

@@ -338,19 +338,35 @@ class TaskBuffer:
         self._seen = Pools()
         self._draws: dict[int, tuple[int, Placed]] = {}
         self._normal: dict[tuple[int, str], np.ndarray] = {}
+        self._chosen: dict[int, TaskRef] = {}
+        """What the sampler chose for ordinals whose task was not asked for yet."""
+
+    async def choose(self, ordinals: Iterable[int]) -> None:
+        """Have the sampler, if there is one, choose the tasks of these ordinals, one after the other; `task` then
+        returns them.
+
+        Nothing is done without a sampler, for an ordinal whose task it has chosen, and where no task is left to draw.
+        """
+        if self._sampler is None:
+            return
+        for ordinal in ordinals:
+            if ordinal not in self._chosen and not self.is_exhausted(ordinal):
+                step, placed = self._at(ordinal)
+                left = {env: self._normal_of(env, placed) for env in self._sources}
+                env, index = await self._sampler.choose(ordinal, left, step=step)
+                self._chosen[ordinal] = TaskRef(ordinal=ordinal, env=env, task_index=index)
 
     def task(self, ordinal: int) -> TaskRef:
         """Return the task that `ordinal` (from 0) draws: from pools, by ratios or by the sampler, where there are any.
 
-        Otherwise, or if no task is normal, it is that of the task order.
+        Otherwise, or if no task is normal, it is that of the task order. With a sampler `choose` comes first.
         """
         if not self._is_on:
             return self._order.task(ordinal)
+        if (chosen := self._chosen.pop(ordinal, None)) is not None:
+            return chosen
         step, placed = self._at(ordinal)
-        if self._sampler is not None and not self.is_exhausted(ordinal):
-            left = {env: self._normal_of(env, placed) for env in self._sources}
-            env, index = self._sampler.choose(ordinal, left, step=step)
-            return TaskRef(ordinal=ordinal, env=env, task_index=index)
+        assert self._sampler is None or self.is_exhausted(ordinal), f"nobody had ordinal {ordinal} chosen"
         ref, ratios = self._order.task(ordinal), self._ratios(step)
         # A generator per ordinal: no draw depends on the draws before it, which a successor does not repeat.
         rng = random_of(self._seed, ordinal)

@@ -9,7 +9,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Self
 
 import numpy as np
@@ -18,6 +18,7 @@ from millrace.config.sections.buffer import BufferConfig
 from millrace.custom_code import CustomCode, bad_code
 from millrace.errors import InvalidSpecError
 from millrace.race import in_own_thread
+from millrace.telemetry import waits
 
 CYCLE_SLOTS = 1000
 """Ordinals after which the interleaving of environments repeats; bounds the error of a weight to 1/1000."""
@@ -110,7 +111,9 @@ FIELD = "orchestrator.buffer.sampler"
 _NUM_TRIED = 8
 _TRIED_WITHIN_S = 10.0
 _CALL_WITHIN_S = 0.1
-"""The event loop of the orchestrator waits for every call."""
+"""The loop of the run waits for every call."""
+_CHOSEN_WITHIN_S = 60.0
+"""The limit of one call of a run: a function that was quick in the trial may wait for something later."""
 
 
 class Sampler:
@@ -128,6 +131,8 @@ class Sampler:
         """
         self._function, self._import_path = function, import_path
         self._kwargs, self._seed = dict(kwargs), seed
+        # One call at a time: what the function keeps for itself need not be safe for threads.
+        self._turn = asyncio.Lock()
 
     @classmethod
     def load(cls, config: BufferConfig, code: CustomCode, *, seed: int) -> Self | None:
@@ -140,12 +145,25 @@ class Sampler:
         function = code.load(config.sampler, field=FIELD)
         return cls(function, import_path=config.sampler, kwargs=config.sampler_kwargs, seed=seed)
 
-    def choose(self, ordinal: int, tasks: Mapping[str, np.ndarray], *, step: int) -> tuple[str, int]:
-        """Call the user's function for an ordinal, and return the environment and the index of the task that it names.
+    async def choose(self, ordinal: int, tasks: Mapping[str, np.ndarray], *, step: int) -> tuple[str, int]:
+        """Call the user's function for an ordinal in a thread of its own, and return the environment and the index of
+        the task that it names.
 
         `tasks` has by environment the indices that may be drawn; `step` is the step at which the ordinal is drawn.
-        Raises InvalidSpecError if the function fails, or names none of them.
+        Raises InvalidSpecError if the function fails, names none of them, or does not return in time: its thread cannot
+        be stopped then.
         """
+        async with self._turn:
+            reason = f"the task of ordinal {ordinal}, which {self._import_path!r} chooses"
+            with waits.waiting(reason, waits_on="orchestrator", deadline_s=_CHOSEN_WITHIN_S, quiet_s=1.0):
+                try:
+                    async with asyncio.timeout(_CHOSEN_WITHIN_S):
+                        return await in_own_thread(partial(self._call, ordinal, tasks, step=step))
+                except TimeoutError as error:
+                    raise self._bad(f"it took more than {_CHOSEN_WITHIN_S:g} s for ordinal {ordinal}") from error
+
+    def _call(self, ordinal: int, tasks: Mapping[str, np.ndarray], *, step: int) -> tuple[str, int]:
+        """Call the user's function as `choose` does, but in this thread and without a limit (blocking)."""
         # Copies: the arrays are cached, and the function may change what it gets.
         given = {env: indices.copy() for env, indices in tasks.items()}
         try:
@@ -170,7 +188,7 @@ class Sampler:
         tasks = {source.env: np.arange(source.num_tasks) for source in sources}
 
         def ask() -> list[tuple[str, int]]:
-            return [self.choose(ordinal, tasks, step=0) for ordinal in range(_NUM_TRIED)]
+            return [self._call(ordinal, tasks, step=0) for ordinal in range(_NUM_TRIED)]
 
         begun = time.monotonic()
         try:
@@ -180,7 +198,7 @@ class Sampler:
             raise self._bad(f"{2 * _NUM_TRIED} calls took more than {_TRIED_WITHIN_S:g} s") from error
         per_call = (time.monotonic() - begun) / (2 * _NUM_TRIED)
         if per_call > _CALL_WITHIN_S:
-            raise self._bad(f"a call takes {per_call:.2f} s, and the whole orchestrator waits for each; be faster")
+            raise self._bad(f"a call takes {per_call:.2f} s, and the run waits for each; be faster")
         for ordinal, answers in enumerate(zip(first, second, strict=True)):
             if answers[0] != answers[1]:
                 raise self._bad(
