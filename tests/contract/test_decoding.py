@@ -52,7 +52,7 @@ ALLOWED = {
     "env_server/adapters/client_v0.py:_parsed": ANSWER,
     "env_server/adapters/renderer.py:choose_renderer": "a tokenizer config, in a worker, which ends with what it loads",
     "env_server/adapters/renderer.py:generate_with_spans": ANSWER,
-    "env_server/adapters/client_v0.py:_take": ANSWER,
+    "env_server/adapters/asked_together.py:_take": ANSWER,
     "env_server/teacher/client.py:answer_object": ANSWER,
     "rollouts/requests.py:request_parameters": CHECKED,
     "inference/settings.py:_json_table": USERS,

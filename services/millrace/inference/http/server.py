@@ -42,6 +42,7 @@ from millrace.errors import (
     NotFoundError,
     UnavailableError,
     Violation,
+    first_error,
 )
 from millrace.inference import updater
 from millrace.inference.engine import STALL_S, Engine, EngineState, EngineStatus, FinishReason, GenerateRequest
@@ -349,7 +350,7 @@ class HttpApi:
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(self._generate_one(model, request)) for request in requests]
             except BaseExceptionGroup as errors:
-                raise _first(errors) from None
+                raise first_error(errors) from None
             return [task.result() for task in tasks]
 
     def _lines(
@@ -562,14 +563,6 @@ def _tokenizer(model: ServedModel) -> PreTrainedTokenizerBase:
             remedy="publish the policy with its tokenizer",
         )
     return model.tokenizer
-
-
-def _first(group: BaseExceptionGroup) -> BaseException:
-    """Return the innermost first error of a group: the others are its consequences."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 class _Ids:

@@ -84,14 +84,10 @@ COLUMNS = ("messages", "prompt", "completion", *TOOLS, TEMPLATE_ARGUMENTS)
 PAIR_COLUMNS = ("prompt", "chosen", "rejected", *COLUMNS[3:])
 """Columns that are read, and those of preference pairs; a row may have any others."""
 
-_RESERVED = {"conversation", "messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message"} | {
-    "return_dict",
-    "return_tensors",
-    "return_assistant_tokens_mask",
-    "padding",
-    "truncation",
-    "max_length",
-}
+_RESERVED = {
+    "conversation", "messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict",
+    "return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length",
+}  # fmt: skip
 """Arguments of `apply_chat_template` that a row's `chat_template_kwargs` may not set."""
 _KINDS = {str: "text", list: "a list", dict: "an object", bool: "true or false", int: "a number", float: "a number"}
 _PLAIN = (str, bool, int, float, type(None))
@@ -119,7 +115,7 @@ def take_row(found: Any, columns: Mapping[str, str]) -> JsonRow:
     elif not {"prompt", "completion"} <= row.keys():
         raise WrongColumnsError(f"{wanted(columns)}; {_it_has(found)}")
     elif not all(isinstance(row[name], str) for name in ("prompt", "completion")):
-        _require_lists(row)
+        _require_lists(row, ("prompt", "completion"), COLUMNS)
         row |= {name: _messages(row[name], name=name) for name in ("prompt", "completion")}
     for name in TOOLS:
         if name in row:
@@ -134,11 +130,9 @@ def _pair(row: Row, found: Mapping[str, Any]) -> dict[str, Any]:
     there = [name for name in ("prompt", "chosen", "rejected") if name in row]
     if not {"chosen", "rejected"} <= set(there):
         raise WrongColumnsError(f"{wanted(PAIR_COLUMNS)}; {_it_has(found)}")
-    kinds = ", ".join(f"`{name}` is {_kind(row[name])}" for name in there)
     if "prompt" in there and all(isinstance(row[name], str) for name in there):
         return {}
-    if not all(isinstance(row[name], list | dict) for name in there):
-        raise ValueError(f"{wanted(PAIR_COLUMNS)}; {kinds}")
+    _require_lists(row, there, PAIR_COLUMNS)
     return {name: _messages(row[name], name=name) for name in there}
 
 
@@ -207,11 +201,14 @@ def _kind(value: Any) -> str:
     return "null" if value is None else _KINDS.get(type(value), type(value).__name__)
 
 
-def _require_lists(row: Row) -> None:
-    """Raise ValueError unless `prompt` and `completion` of a row are both lists (or objects of lists) of messages."""
-    kinds = {name: _kind(row[name]) for name in ("prompt", "completion")}
+def _require_lists(row: Row, names: Iterable[str], columns: Iterable[str]) -> None:
+    """Raise ValueError unless columns of a row, `names`, are all lists (or objects of lists) of messages.
+
+    `columns` says for the error whether the row is a pair, as in `wanted`.
+    """
+    kinds = {name: _kind(row[name]) for name in names}
     if not all(isinstance(row[name], list | dict) for name in kinds):
-        raise ValueError(f"{wanted()}; `prompt` is {kinds['prompt']}, `completion` is {kinds['completion']}")
+        raise ValueError(f"{wanted(columns)}; " + ", ".join(f"`{name}` is {kind}" for name, kind in kinds.items()))
 
 
 def _messages(value: Any, *, name: str) -> list[Mapping[str, Any]]:
