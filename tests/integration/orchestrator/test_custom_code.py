@@ -1,6 +1,9 @@
 """A run whose config names a function of the user's own: refused unless the operator allows it, then in its log."""
 
+import asyncio
 import importlib
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -112,6 +115,39 @@ async def test_a_function_that_raises_during_the_run_ends_it_with_its_error(allo
     last = bodies(await watch(allowing, run), "state_changed")[-1]
     assert last.new_state == run_pb2.RUN_STATE_FAILED
     assert "own_credit:raises_later" in last.reason and "ValueError: third call" in last.reason
+
+
+SLOW_MODULE = """
+import threading
+may_go = threading.Event()
+times = globals().get("times", 0) + 1
+assert may_go.wait(60), "the orchestrator stood still"
+def by_reward(rewards, lengths):
+    return rewards
+"""
+
+
+async def test_a_module_that_is_slow_to_import_holds_up_nobody_else(allowing, tmp_path: Path) -> None:
+    path = tmp_path / "own_slow.py"
+    path.write_text(SLOW_MODULE)
+    await allowing.kill_orchestrator()
+    allowing.custom_code = "own_slow"
+    await allowing.start_orchestrator(int(allowing.address.rpartition(":")[2]))
+
+    async def is_imported(times: int) -> None:
+        """Wait until the module is being imported for that time, ask the orchestrator, and let the import end."""
+        await until(lambda: getattr(sys.modules.get("own_slow"), "times", 0) == times, what=f"import {times}")
+        await call(allowing.runs.ListRuns, run_service_pb2.ListRunsRequest())
+        sys.modules["own_slow"].may_go.set()
+
+    algorithm = {"type": "custom", "import_path": "own_slow:by_reward"}
+    creating = asyncio.create_task(create(allowing, run_id="slow", algo=algorithm))
+    await is_imported(1)
+    run = await creating
+    os.utime(path, ns=(0, 0))  # it is imported again by the run, as after an edit
+    await allowing.env_server(), await allowing.inference(), await allowing.trainer()
+    await is_imported(2)
+    assert bodies(await watch(allowing, run), "state_changed")[-1].new_state == run_pb2.RUN_STATE_SUCCEEDED
 
 
 def buffer(function: str, **kwargs: int) -> dict[str, object]:

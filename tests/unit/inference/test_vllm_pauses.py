@@ -1,6 +1,7 @@
 """Pauses, proofs and loads of the vLLM engine that meet each other, or fail, over a client that the test directs."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from millrace.errors import InternalError, InvalidStateError, UnavailableError
 from millrace.inference import service
 from millrace.inference.engine import EngineState, PolicyIdentity
 from millrace.inference.service import CallerPause
+from millrace.inference.vllm import engine as engine_module
 from millrace.inference.vllm import ranks, staging
 from millrace.inference.vllm.engine import VllmEngine
 from millrace.inference.vllm.gate import GenerationGate
@@ -21,6 +23,7 @@ from millrace.policies.digest import digest_hex
 from millrace.policies.manifest import Probe, TensorEntry
 from millrace.telemetry import waits
 from millrace_testing.inference import vllm_fakes as fakes
+from millrace_testing.patience import patient
 from millrace_testing.polling import until
 
 client, gate, engine = fakes.client, fakes.gate, fakes.engine
@@ -294,3 +297,46 @@ async def test_what_is_not_known_is_not_called_proved(
         await update(engine)
         await until(lambda: "what they should be is not known" in caplog.text, timeout_s=20)
     assert "as they were proved" not in caplog.text
+
+
+async def load(engine: VllmEngine, tmp_path: Path) -> None:
+    await engine.load(tmp_path, policy(), identity=SECOND)
+
+
+async def apply_without_a_look_ahead(engine: VllmEngine, tmp_path: Path) -> None:
+    await update(engine)
+
+
+async def check_and_apply(engine: VllmEngine, tmp_path: Path) -> None:
+    staged = policy()
+    await engine.check(staged)
+    await update(engine, staged)
+
+
+@pytest.mark.parametrize(
+    ("act", "method", "limit"),
+    [
+        (load, "millrace_reload", "_RELOAD_DEADLINE_S"),
+        (apply_without_a_look_ahead, "millrace_activate", "_RELOAD_DEADLINE_S"),
+        (check_and_apply, "millrace_activate", "_RPC_DEADLINE_S"),
+    ],
+)
+async def test_a_load_of_all_weights_has_longer_than_a_change_of_some_and_neither_is_waited_for_without_end(
+    engine: VllmEngine,
+    client: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    act: Callable[[VllmEngine, Path], Awaitable[None]],
+    method: str,
+    limit: str,
+) -> None:
+    for name in ("_RELOAD_DEADLINE_S", "_RPC_DEADLINE_S"):
+        monkeypatch.setattr(engine_module, name, 0.05 if name == limit else 3600.0)
+    client.block(method)
+    async with asyncio.timeout(patient(20)):
+        with pytest.raises(UnavailableError, match="did not answer within 0 s") as raised:
+            await act(engine, tmp_path)
+    assert raised.value.reason == "ENGINE_SILENT"
+    assert client.calls[-1] != "probe" and method in client.calls
+    assert engine.status().state is EngineState.FAILED and "failed half-way" in engine.status().error
+    assert not client.is_paused, "who waits behind the pause is answered with the failure"
