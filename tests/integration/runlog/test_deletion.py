@@ -211,7 +211,9 @@ def test_a_run_without_its_record_is_deleted_and_its_name_is_free(scene, left):
             scene.store.delete(info.key)
     plan = plan_deletion(scene.store, scene.names)
     assert (plan.name, plan.request_id, plan.is_open) == ("demo", "asked-once", False)
-    assert delete_run(scene.store, plan, by="me") == []
+    options = ["--store", scene.directory.as_uri(), "--prefix", PREFIX]
+    done = CliRunner().invoke(delete, ["demo", "--yes", *options], standalone_mode=False)
+    assert "is deleted" in done.output
     assert not list(scene.store.list(scene.names.root))
     assert read_names(scene.store, deployment).runs.keys() == {"other"}
     assert scene.store.head(deployment.request_object("asked-once")) is None
