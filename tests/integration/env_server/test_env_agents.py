@@ -83,6 +83,7 @@ async def test_limits_of_agents_are_refused_where_no_role_of_v1_has_one(server):
     assert "agent: has limits of agents with a loop of their own" in reply.error_message
 
 
+@pytest.mark.long
 async def test_limits_of_the_run_count_in_the_place_of_the_environments(server):
     few = {"limits": {"max_requests": 1}}
     assert "403: the rollout may make 1 model calls" in (await played(server, "turns", agent=few)).error.message

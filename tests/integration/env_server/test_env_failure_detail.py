@@ -89,8 +89,8 @@ async def test_an_environment_that_ends_its_worker_is_to_blame(server: Any) -> N
     ("env", "task", "args"),
     [
         ("faulty-v0", 0, {"kind": "image", "modes": ["ok"]}),
-        ("faulty-v0", 0, {"kind": "image", "modes": ["ok"], "renderer": "default"}),
-        ("faulty-v0", 0, {"modes": ["image_reply"]}),
+        pytest.param("faulty-v0", 0, {"kind": "image", "modes": ["ok"], "renderer": "default"}, marks=pytest.mark.long),
+        pytest.param("faulty-v0", 0, {"modes": ["image_reply"]}, marks=pytest.mark.long),
         ("faulty-v1", V1["image"], {}),
     ],
     ids=["v0", "v0-renderer", "v0-second-turn", "v1"],
@@ -109,7 +109,10 @@ async def test_an_image_is_refused_before_it_meets_the_template(
 
 @pytest.mark.parametrize(
     ("env", "task", "args"),
-    [("faulty-v0", 1, {"kind": "image", "modes": ["ok", "image"]}), ("faulty-v1", V1["image"], {})],
+    [
+        pytest.param("faulty-v0", 1, {"kind": "image", "modes": ["ok", "image"]}, marks=pytest.mark.long),
+        ("faulty-v1", V1["image"], {}),
+    ],
     ids=["v0", "v1"],
 )
 async def test_a_task_with_an_image_is_refused_when_the_environment_is_loaded(

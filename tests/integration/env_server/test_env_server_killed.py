@@ -214,6 +214,7 @@ async def test_killed_with_finished_rollouts_around_their_append(place: Place, t
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.long
 async def test_killed_mid_episode_leaves_no_worker_and_no_rollout(place: Place, tmp_path: Path) -> None:
     await place.start()
     workers = place.workers
@@ -296,6 +297,7 @@ async def test_sigterm_finishes_what_is_played_and_takes_nothing_new(place: Plac
     assert not any(map(is_running, place.workers))
 
 
+@pytest.mark.long
 async def test_two_env_servers_on_one_spool(place: Place) -> None:
     await place.start()
     second = await asyncio.create_subprocess_exec(

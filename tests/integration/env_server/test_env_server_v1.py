@@ -140,7 +140,9 @@ async def test_a_conversation_that_outgrows_the_context_is_scored_as_it_stands(s
     assert num_sampled == rollout.num_turns * len(server.engine.generated_ids)
 
 
-@pytest.mark.parametrize(("task", "is_of_agent"), [(1, True), (1, False), (3, False)])
+@pytest.mark.parametrize(
+    ("task", "is_of_agent"), [(1, True), *(pytest.param(task, False, marks=pytest.mark.long) for task in (1, 3))]
+)
 async def test_a_repetition_that_ends_well_is_no_failure(server: Any, task: int, is_of_agent: bool) -> None:
     args = AGENT_REPEATS if is_of_agent else {"env": {"retries": {"max_retries": 1}}}
     assert (await server.open("talks-v1", args)).state == env_service_pb2.ENV_STATE_READY
@@ -205,7 +207,9 @@ async def test_metrics_that_are_no_finite_numbers_are_left_out(server: Any) -> N
     assert "two" not in rollout.metrics and rollout.metrics["reward/one"] == 1.0
 
 
-@pytest.mark.parametrize(("mode", "stage"), [("setup_slow", "setup"), ("reward_slow", "scoring")])
+@pytest.mark.parametrize(
+    ("mode", "stage"), [("setup_slow", "setup"), pytest.param("reward_slow", "scoring", marks=pytest.mark.long)]
+)
 async def test_timeouts_of_the_environment(server: Any, mode: str, stage: str) -> None:
     args = {"env": {"agent": {"timeout": {"setup": 1.0, "scoring": 1.0}}}}
     rollout = await faulty(server, mode, args=args)
@@ -283,7 +287,9 @@ async def test_v1_plays_an_external_endpoint_without_tokens(server: Any) -> None
             {},
             "args.env: DuelEnv trains 2 of its roles (white, black), and the algorithm of",
         ),
-        ("duel-v1", {"trained": []}, "args.env: DuelEnv trains 0 of its roles (none), and"),
+        pytest.param(
+            "duel-v1", {"trained": []}, "args.env: DuelEnv trains 0 of its roles (none), and", marks=pytest.mark.long
+        ),
     ],
 )
 async def test_not_one_trainable_trace_is_refused_when_loaded(server: Any, env_id: str, env: Any, text: str) -> None:
@@ -292,7 +298,11 @@ async def test_not_one_trainable_trace_is_refused_when_loaded(server: Any, env_i
 
 
 @pytest.mark.parametrize(
-    ("env_id", "env"), [("rev-text-v1", {"id": "best-of-n", "n": 1}), ("duel-v1", {"trained": ["black"]})]
+    ("env_id", "env"),
+    [
+        pytest.param("rev-text-v1", {"id": "best-of-n", "n": 1}, marks=pytest.mark.long),
+        ("duel-v1", {"trained": ["black"]}),
+    ],
 )
 async def test_one_trained_role_of_several_is_played(server: Any, env_id: str, env: Any) -> None:
     opened = await server.open(env_id, {"env": env})
@@ -314,10 +324,10 @@ async def test_traces_that_only_an_episode_shows_fail_their_rollout(server: Any)
     ("env_id", "env", "agents"),
     [
         ("duel-v1", {}, ["white", "black"]),
-        ("duel-v1", {"setup_asks_more": True}, None),
-        ("duel-v1", {"trained": ["white"], "plays": 2}, ["white", "white"]),
-        ("duel-v1", {"trained": ["white"]}, []),
-        ("rev-text-v1", {"id": "best-of-n", "n": 3}, ["agent"] * 3),
+        pytest.param("duel-v1", {"setup_asks_more": True}, None, marks=pytest.mark.long),
+        pytest.param("duel-v1", {"trained": ["white"], "plays": 2}, ["white", "white"], marks=pytest.mark.long),
+        pytest.param("duel-v1", {"trained": ["white"]}, [], marks=pytest.mark.long),
+        pytest.param("rev-text-v1", {"id": "best-of-n", "n": 3}, ["agent"] * 3, marks=pytest.mark.long),
     ],
 )
 async def test_each_trained_agent_has_its_own_reward_and_samples(
@@ -338,11 +348,13 @@ async def test_each_trained_agent_has_its_own_reward_and_samples(
         assert {f"{agent}/reward" for agent in agents} <= rollout.metrics.keys()
 
 
+@pytest.mark.long
 async def test_an_environment_that_trains_nobody_is_refused_whatever_the_algorithm(server: Any) -> None:
     opened = await server.open("duel-v1", {"env": {"trained": []}, "takes_several_traces": True})
     assert opened.state == env_service_pb2.ENV_STATE_FAILED and "trains 0 of its roles" in opened.error_message
 
 
+@pytest.mark.long
 async def test_roles_that_cannot_be_told_before_an_episode_are_left_to_it(server: Any) -> None:
     opened = await server.open("duel-v1", {"env": {"setup_asks_more": True}})
     assert opened.state == env_service_pb2.ENV_STATE_READY, opened

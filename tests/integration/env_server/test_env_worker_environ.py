@@ -77,7 +77,7 @@ async def test_which_variables_no_run_may_name_as_a_key() -> None:
     assert not is_ours("MILLRACE_KEY_TEACHER") and not is_ours("JUDGE_API_KEY")
 
 
-@pytest.mark.parametrize("forks", [True, False])
+@pytest.mark.parametrize("forks", [True, pytest.param(False, marks=pytest.mark.long)])
 async def test_a_real_worker_does_not_have_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, forks: bool) -> None:
     for name, value in {**OURS, **THEIRS}.items():
         monkeypatch.setenv(name, value)

@@ -88,7 +88,8 @@ def test_interrupt_while_running(project, number, code):
     assert leftovers(project) == []
 
 
-@pytest.mark.parametrize("delay_s", [0.3, *(pytest.param(each, marks=pytest.mark.long) for each in (1.0, 2.0))])
+@pytest.mark.long
+@pytest.mark.parametrize("delay_s", [0.3, 1.0, 2.0])
 def test_interrupt_at_any_time_of_the_start(project, delay_s):
     process = start(project, "rl", "@", "rl.toml", FAKE_DEAF="trainer")
     time.sleep(delay_s)
@@ -101,6 +102,7 @@ def test_interrupt_at_any_time_of_the_start(project, delay_s):
     assert leftovers(project) == []
 
 
+@pytest.mark.long
 def test_sigkill_leaves_nothing_behind(project):
     process = start(project, "rl", "@", "rl.toml", FAKE_SLOW="1")
     block_until((project / "created").exists, what="the run")
@@ -193,6 +195,7 @@ def test_up_serves_runs_and_its_directory_is_locked(project):
     assert leftovers(project) == []
 
 
+@pytest.mark.long
 def test_detaching_from_a_server_leaves_the_run(project):
     address = f"127.0.0.1:{free_port()}"
     up = start(project, "up", "--listen", address, "--http-port", str(free_port()), FAKE_SLOW="1")

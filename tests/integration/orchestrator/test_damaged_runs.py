@@ -1,5 +1,8 @@
 """One run that cannot be read is shown as DAMAGED; the others are listed and driven as if it were not there."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 from millrace.cli.offline.run_store import find_uid
@@ -54,8 +57,18 @@ def damage_of(place: str, names: Names) -> str:
     }[place]
 
 
-@pytest.mark.parametrize("place", ["run.json", "header", "events", "intent", "epochs"])
-@pytest.mark.parametrize("bad", ["no JSON", "nested", "not UTF-8"])
+PLACES = ["run.json", "header", "events", "intent", "epochs"]
+FORMS = ["no JSON", "nested", "not UTF-8"]
+
+
+def each_once() -> Iterator[Any]:
+    """Yield each place with each form of damage; of each place all forms but one are marked long."""
+    for number, place in enumerate(PLACES):
+        for form, bad in enumerate(FORMS):
+            yield pytest.param(place, bad, marks=() if form == number % len(FORMS) else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("place", "bad"), each_once())
 async def test_the_others_go_on(stack, place: str, bad: str) -> None:
     sick = await create(stack, run_id="sick")
     healthy = await create(stack, run_id="healthy")

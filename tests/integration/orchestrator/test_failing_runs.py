@@ -18,6 +18,7 @@ from millrace.rollouts.types import Purpose, RoleSpan, Rollout, RolloutError, Ro
 from millrace.rpc.channel import call, stream
 from millrace.rpc.status import abort
 from millrace.v1 import run_pb2, run_service_pb2
+from millrace_testing.lanes import one_by_default
 from millrace_testing.orchestrator.fakes import FakeReplica
 from millrace_testing.orchestrator.runs import (
     CONFIG,
@@ -36,6 +37,8 @@ from millrace_testing.runlog.committed import load_headers
 
 WITHIN_S = 60.0
 FRAMES = "my_env/reward.py:12 in score"
+LOST = [(RolloutStatus.ENGINE_LOST, False), pytest.param(RolloutStatus.MODEL_ERROR, True, marks=pytest.mark.long)]
+"""What the infrastructure lost: by its status, and as the rollout's error says."""
 
 
 def failing(status: RolloutStatus, *, share: float = 1.0, **error):
@@ -128,7 +131,7 @@ async def test_a_share_below_the_limit_is_shown_and_ends_nothing(stack) -> None:
     assert shown.num_failed * 5 <= shown.num_rollouts + 4
 
 
-@pytest.mark.parametrize(("status", "flag"), [(RolloutStatus.ENGINE_LOST, False), (RolloutStatus.MODEL_ERROR, True)])
+@pytest.mark.parametrize(("status", "flag"), LOST)
 async def test_what_the_infrastructure_lost_is_played_again_and_never_counts(stack, status, flag) -> None:
     lost = failing(status, is_infrastructure=flag)
 
@@ -142,7 +145,7 @@ async def test_what_the_infrastructure_lost_is_played_again_and_never_counts(sta
     assert not bodies(events, "rollouts_failed") and "failed" not in events[-1].state_changed.reason
 
 
-@pytest.mark.parametrize(("status", "flag"), [(RolloutStatus.ENGINE_LOST, False), (RolloutStatus.MODEL_ERROR, True)])
+@pytest.mark.parametrize(("status", "flag"), LOST)
 async def test_an_engine_that_fails_every_request_is_told_of_and_the_run_goes_on_when_it_works(
     stack, status, flag
 ) -> None:
@@ -250,7 +253,7 @@ async def test_refilling_that_never_finds_a_group_ends_the_run(stack) -> None:
     assert events[-1].state_changed.error.reason == "NO_ADVANTAGE"
 
 
-@pytest.mark.parametrize("filter_zero_advantages", [True, "refill"])
+@pytest.mark.parametrize("filter_zero_advantages", [True, pytest.param("refill", marks=pytest.mark.long)])
 async def test_filters_that_leave_nothing_are_named(stack, filter_zero_advantages) -> None:
     await workers(stack, shape=lambda rollout: replace(rollout, is_truncated=True))
     filters = [{"type": "truncated", "action": "drop"}]
@@ -286,7 +289,7 @@ async def test_batches_without_one_rollout_that_came_to_its_own_end_are_told(sta
     assert events[-1].state_changed.new_state == run_pb2.RUN_STATE_SUCCEEDED
 
 
-@pytest.mark.parametrize("earned", ["nothing", "all", "more"])
+@pytest.mark.parametrize("earned", one_by_default(["more", "nothing", "all"]))
 async def test_credit_by_turn_without_rewards_of_turns_that_add_up_is_told(stack, earned) -> None:
     def rewarded(rollout: Rollout) -> Rollout:
         ends = [int(np.flatnonzero(sample.loss_mask)[-1]) + 1 for sample in rollout.samples]
@@ -305,7 +308,7 @@ async def test_credit_by_turn_without_rewards_of_turns_that_add_up_is_told(stack
     assert all("verifiers" in text for text in warned.values())
 
 
-@pytest.mark.parametrize("role", ["tool", "user", None])
+@pytest.mark.parametrize("role", ["user", *(pytest.param(role, marks=pytest.mark.long) for role in ("tool", None))])
 async def test_echo_without_anything_to_learn_is_told_with_who_has_spoken(stack, role) -> None:
     def said(rollout: Rollout) -> Rollout:
         spans = (RoleSpan(role=role, start=0, end=1),) if role else ()
@@ -320,7 +323,7 @@ async def test_echo_without_anything_to_learn_is_told_with_who_has_spoken(stack,
     assert all(f"(tool), but of: {role or 'nobody'};" in text for text in warned)
 
 
-@pytest.mark.parametrize("strategy", ["interleaved", "branching"])
+@pytest.mark.parametrize("strategy", one_by_default(["interleaved", "branching"]))
 async def test_rewritten_history_is_told_where_one_sample_is_expected(stack, strategy) -> None:
     await workers(stack, shape=lambda rollout: replace(rollout, samples=rollout.samples * 2))
     run = await create(stack, trajectory_strategy=strategy)
@@ -356,7 +359,7 @@ async def test_groups_that_are_all_too_old_are_told(stack) -> None:
     assert (await watch(stack, run))[-1].state_changed.new_state == run_pb2.RUN_STATE_SUCCEEDED
 
 
-@pytest.mark.parametrize("is_cancelled", [False, True])
+@pytest.mark.parametrize("is_cancelled", [True, pytest.param(False, marks=pytest.mark.long)])
 async def test_a_run_does_not_go_on_without_a_part_of_its_drive(stack, monkeypatch, is_cancelled) -> None:
     async def end(_: Housekeeper) -> None:
         if is_cancelled:

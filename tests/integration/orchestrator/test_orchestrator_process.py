@@ -110,7 +110,7 @@ POINTS = [
 ]
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", by_default(POINTS, POINTS[-1:]))
 async def test_it_continues_soon_after_it_was_killed(stack, process, point, record_property) -> None:
     env, trainer = await workers(stack)
     fired = faults.arm(process.faults_dir, faults.Fault(point=point, when={"step": 2}))

@@ -93,7 +93,7 @@ async def test_an_environment_that_did_not_load_is_mended(stack) -> None:
     assert [(h.step, h.revision, h.kind == CLOSE) for h in headers[:2]] == [(0, 0, True), (0, 1, False)]
 
 
-@pytest.mark.parametrize("is_wiped", [False, True])
+@pytest.mark.parametrize("is_wiped", [True, pytest.param(False, marks=pytest.mark.long)])
 async def test_a_run_that_failed_in_the_middle_goes_on_at_its_step(stack, is_wiped: bool) -> None:
     run, env, trainer = await start(stack, max_steps=5)
     await fail(stack, run, env, trainer)
@@ -143,6 +143,7 @@ async def test_a_run_is_reopened_again_and_again_also_at_one_step(stack) -> None
     assert len(load_reopenings(stack.deps["store"], names_of(stack, run))) == 4
 
 
+@pytest.mark.long
 async def test_a_failed_run_that_was_read_after_a_wipe_goes_on(stack) -> None:
     """What is put back into Redis for who reads has no batch, so that the reopened run goes on with it."""
     run, env, trainer = await start(stack, max_steps=4)

@@ -22,6 +22,7 @@ from millrace.runlog.names import Names
 from millrace.telemetry import waits
 from millrace.v1 import run_pb2, run_service_pb2
 from millrace_testing import wandb_files
+from millrace_testing.lanes import one_by_default
 from millrace_testing.orchestrator.runs import CONFIG, bodies, states, watch
 from millrace_testing.polling import until
 from millrace_testing.wandb_server import WandbServer, serving
@@ -150,7 +151,7 @@ async def test_an_online_run_has_every_value_once_though_its_exporter_was_killed
     assert (stored.project, stored.num_repeated, server.unknown) == ("letters", 0, [])
 
 
-@pytest.mark.parametrize("kind", ["refused", "down", "slow"])
+@pytest.mark.parametrize("kind", one_by_default(["refused", "down", "slow"]))
 async def test_a_run_goes_on_while_wandb_does_not_take_it(
     stack, directory: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

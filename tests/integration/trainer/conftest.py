@@ -340,7 +340,14 @@ def new_recorder(background: BackgroundLoop, local_store: LocalStore, redis_url:
     return lambda: Recorder(background, local_store, redis_url)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
+def recorder_of_module(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[Recorder]:
+    """Yield a recorder whose run several tests read."""
+    with BackgroundLoop("test-module") as loop:
+        yield Recorder(loop, LocalStore(tmp_path_factory.mktemp("module") / "store"), redis_url)
+
+
+@pytest.fixture(scope="session")
 def make_config(tiny_model: Path) -> Callable[..., RLConfig]:
     """Return a config of the tiny model; keyword arguments are merged into `trainer`."""
 

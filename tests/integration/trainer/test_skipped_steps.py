@@ -93,14 +93,8 @@ def test_from_every_checkpoint_the_same_policies_follow(recorder: Recorder, make
     assert recorder.digests() == digests and digests[1] == digests[2] == digests[3] != digests[4]
 
 
-@pytest.mark.parametrize(
-    "point",
-    [
-        Point.TRAINER_AFTER_STEP,
-        pytest.param(Point.TRAINER_MID_BACKWARD, marks=pytest.mark.long),
-        pytest.param(Point.TRAINER_MID_CHECKPOINT, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("point", [Point.TRAINER_AFTER_STEP, Point.TRAINER_MID_BACKWARD, Point.TRAINER_MID_CHECKPOINT])
 async def test_a_trainer_killed_in_a_skipped_step_goes_on_alike(
     orchestrator: Any, trainers: Any, recorder: Recorder, make_config: MakeConfig, tmp_path: Path, point: Point
 ) -> None:

@@ -122,8 +122,13 @@ async def test_a_frozen_trainer_that_was_replaced_lets_go(
     ("changes", "code", "words"),
     [
         ({"MILLRACE_REDIS_URL": ""}, 2, ["MILLRACE_REDIS_URL", "is not set"]),
-        ({"MILLRACE_STORE_URL": "ftp://x"}, 2, ["MILLRACE_STORE_URL", "file://"]),
-        ({"MILLRACE_TRAINER_PUBLISH": "fork"}, 2, ["MILLRACE_TRAINER_PUBLISH", "auto, thread, process"]),
+        pytest.param({"MILLRACE_STORE_URL": "ftp://x"}, 2, ["MILLRACE_STORE_URL", "file://"], marks=pytest.mark.long),
+        pytest.param(
+            {"MILLRACE_TRAINER_PUBLISH": "fork"},
+            2,
+            ["MILLRACE_TRAINER_PUBLISH", "auto, thread, process"],
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_bad_settings_end_the_process_with_one_line(

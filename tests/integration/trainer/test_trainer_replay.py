@@ -34,13 +34,24 @@ MakeConfig = Callable[..., RLConfig]
 LOSSES = "millrace_testing.trainer.other_losses"
 
 
-@pytest.fixture
-def trained(recorder: Recorder, make_config: MakeConfig) -> Recorder:
-    """Return a finished run of 5 steps with checkpoints 2, 4 and 5 and a name."""
-    recorder.record(make_config(ckpt={"interval": 2}), steps=5)
+def train(recorder: Recorder, config: RLConfig) -> Recorder:
+    """Return the recorder with a finished run of 5 steps, which has checkpoints 2, 4 and 5 and a name."""
+    recorder.record(config, steps=5)
     recorder.train()
     recorder.store.create(f"{recorder.prefix}/names/tiny-run", recorder.uid.encode())
     return recorder
+
+
+@pytest.fixture
+def trained(recorder: Recorder, make_config: MakeConfig) -> Recorder:
+    """Return a finished run that the test may change."""
+    return train(recorder, make_config(ckpt={"interval": 2}))
+
+
+@pytest.fixture(scope="module")
+def finished(recorder_of_module: Recorder, make_config: MakeConfig) -> Recorder:
+    """Return a finished run that no test changes."""
+    return train(recorder_of_module, make_config(ckpt={"interval": 2}))
 
 
 def _replay(recorder: Recorder, batch: int, *more: str, run: str = "tiny-run") -> int:
@@ -56,17 +67,17 @@ def _objects(recorder: Recorder) -> list[Any]:
     ("step", "start"), [(1, 0), *(pytest.param(*each, marks=pytest.mark.long) for each in ((2, 2), (3, 2), (4, 4)))]
 )
 def test_every_step_is_recomputed_bit_for_bit_and_nothing_is_written(
-    trained: Recorder, capsys: pytest.CaptureFixture[str], step: int, start: int
+    finished: Recorder, capsys: pytest.CaptureFixture[str], step: int, start: int
 ) -> None:
-    before = _objects(trained)
-    assert _replay(trained, step) == 0
+    before = _objects(finished)
+    assert _replay(finished, step) == 0
     out, err = capsys.readouterr()
-    assert f"recomputed step {step + 1} (batch {step}) of tiny-run ({trained.uid}) from version {start}" in out
-    assert f"equal: version {step + 1} has digest {trained.digests()[step + 1]}" in out
+    assert f"recomputed step {step + 1} (batch {step}) of tiny-run ({finished.uid}) from version {start}" in out
+    assert f"equal: version {step + 1} has digest {finished.digests()[step + 1]}" in out
     assert [line for line in err.splitlines() if "steps" in line] == [
         f"replaying tiny-run: {done} of {step + 1 - start} steps" for done in range(step + 2 - start)
     ]
-    assert _objects(trained) == before
+    assert _objects(finished) == before
 
 
 def test_a_version_that_was_published_with_other_weights_is_told_tensor_by_tensor(
@@ -95,9 +106,11 @@ def test_a_version_that_was_published_with_other_weights_is_told_tensor_by_tenso
     assert table == [["TENSOR", "DIFFERING", "MAX", "ABS"], ["model.norm.weight", "2", "of", "16", "0.5"]]
 
 
-def test_metrics_under_another_loss_beside_the_originals(trained: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
-    before = _objects(trained)
-    assert _replay(trained, 3, "--loss", f"{LOSSES}:doubled") == 0
+def test_metrics_under_another_loss_beside_the_originals(
+    finished: Recorder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = _objects(finished)
+    assert _replay(finished, 3, "--loss", f"{LOSSES}:doubled") == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("equal:") for line in lines)  # trying a loss leaves the step itself as it was
     header = next(index for index, line in enumerate(lines) if line.startswith("METRIC OF STEP 4"))
@@ -109,10 +122,10 @@ def test_metrics_under_another_loss_beside_the_originals(trained: Recorder, caps
     assert norms[1] == pytest.approx(2 * norms[0], rel=1e-4)
     assert len(set(metrics["mismatch_kl/mean"])) == 1
     step = next(
-        e.step_completed for e in trained.events() if e.HasField("step_completed") and e.step_completed.step == 3
+        e.step_completed for e in finished.events() if e.HasField("step_completed") and e.step_completed.step == 3
     )
     assert mine == pytest.approx(step.metrics["loss/mean"], rel=1e-4)
-    assert _objects(trained) == before
+    assert _objects(finished) == before
 
 
 def test_regularizers_of_the_run_add_to_another_loss_as_they_do_in_a_run(
@@ -165,29 +178,29 @@ def test_a_damaged_checkpoint_is_left_aside_and_noted(trained: Recorder, capsys:
     ],
 )
 def test_a_bad_loss_is_told_in_words(
-    trained: Recorder, capsys: pytest.CaptureFixture[str], loss: str, words: str
+    finished: Recorder, capsys: pytest.CaptureFixture[str], loss: str, words: str
 ) -> None:
-    assert _replay(trained, 4, "--loss", loss) == 2
+    assert _replay(finished, 4, "--loss", loss) == 2
     err = capsys.readouterr().err
     assert f"--loss: {words}" in err or (words in err and "--loss: " in err)
     assert "remedy: write it like millrace.trainer.losses.policy_losses" in err and "Traceback" not in err
 
 
 def test_a_replay_that_makes_rows_otherwise_says_so(
-    trained: Recorder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished: Recorder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(learner, "packing_of", lambda *args, **keys: None)
-    _replay(trained, 4)
+    _replay(finished, 4)
     told = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("note: "))
     assert "last bits may differ, because rows was packed by cost: " in told and ", is one sample each" in told
 
 
 @pytest.mark.parametrize("step", [5, 6, 400])
 def test_a_step_that_was_not_taken_names_the_range(
-    trained: Recorder, capsys: pytest.CaptureFixture[str], step: int
+    finished: Recorder, capsys: pytest.CaptureFixture[str], step: int
 ) -> None:
-    assert _replay(trained, step) == 2
-    assert f"step {step + 1} of run {trained.uid} is not there (yet): it has 5" in capsys.readouterr().err
+    assert _replay(finished, step) == 2
+    assert f"step {step + 1} of run {finished.uid} is not there (yet): it has 5" in capsys.readouterr().err
 
 
 def test_steps_before_the_oldest_checkpoint_end_with_their_batches(
@@ -211,10 +224,10 @@ def test_a_version_that_is_not_published_has_only_metrics(
     assert "version 5 is not published" in capsys.readouterr().out
 
 
-def test_runs_are_found_by_name_beginning_uid_and_age(trained: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
-    for run in ("runs/tiny-run", "tiny", trained.uid, "-"):
-        assert _replay(trained, 4, run=run) == 0
-    assert _replay(trained, 4, run="tinyrun") == 3
+def test_runs_are_found_by_name_beginning_uid_and_age(finished: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
+    for run in ("runs/tiny-run", "tiny", finished.uid, "-"):
+        assert _replay(finished, 4, run=run) == 0
+    assert _replay(finished, 4, run="tinyrun") == 3
     assert "did you mean tiny-run?" in capsys.readouterr().err
 
 

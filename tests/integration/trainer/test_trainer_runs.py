@@ -26,6 +26,7 @@ from millrace.runlog import Lease, Stream
 from millrace.storage.base import with_checksum
 from millrace.storage.local import LocalStore
 from millrace.trainer import job
+from millrace_testing.lanes import one_by_default
 
 MakeConfig = Callable[..., RLConfig]
 Recorder = Any  # conftest.Recorder; tests are not importable from one another
@@ -102,11 +103,16 @@ def test_two_trainings_of_equal_logs_are_bit_equal(
 @pytest.mark.parametrize(
     "keys",
     [
-        {},
-        {"loss": {"kl": {"coef": 0.1}, "entropy_coef": 0.01}},
-        {"loss": {"kl": {"coef": 0.1, "place": "reward"}}, "model": {"seq_len": 32, "lora": {"rank": 2}}},
+        pytest.param({}, id="default"),
+        pytest.param(
+            {"loss": {"kl": {"coef": 0.1}, "entropy_coef": 0.01}}, id="near the start model", marks=pytest.mark.long
+        ),
+        pytest.param(
+            {"loss": {"kl": {"coef": 0.1, "place": "reward"}}, "model": {"seq_len": 32, "lora": {"rank": 2}}},
+            id="near the base of adapters",
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["default", "near the start model", "near the base of adapters"],
 )
 def test_stop_and_resume_equals_an_unbroken_run(
     new_recorder: Callable[[], Recorder], make_config: MakeConfig, keys: dict[str, Any]
@@ -178,7 +184,7 @@ def test_best_effort_replay_begins_a_new_lineage_above_what_is_published(
     assert [e.warning.reason for e in recorder.events() if e.HasField("warning")] == ["NEW_LINEAGE"]
 
 
-@pytest.mark.parametrize("determinism", ["strict", "best_effort"])
+@pytest.mark.parametrize("determinism", one_by_default(["strict", "best_effort"]))
 def test_a_policy_whose_announcement_was_lost_is_announced_at_once(
     recorder: Recorder, make_config: MakeConfig, determinism: str
 ) -> None:

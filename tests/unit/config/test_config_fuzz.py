@@ -44,7 +44,7 @@ def _check(error: InvalidSpecError) -> None:
 
 
 @pytest.mark.computes
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(PATHS | KNOWN, VALUES), max_size=12).map(_document))
 def test_any_document(document: dict):
     try:
@@ -68,7 +68,7 @@ ARGUMENTS = st.one_of(
 
 
 @pytest.mark.computes
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(ARGUMENTS, max_size=8))
 def test_any_command_line(argv: list[str]):
     try:
@@ -83,7 +83,7 @@ VARIABLES = st.dictionaries(
 
 
 @pytest.mark.computes
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(VARIABLES)
 def test_any_environment(env: dict[str, str]):
     try:

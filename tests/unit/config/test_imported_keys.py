@@ -521,7 +521,9 @@ def test_every_leaf_of_a_file_counts(text, keys):
 
 @pytest.mark.computes
 @pytest.mark.parametrize("keys", [RL_KEYS, SFT_KEYS, EVAL_KEYS], ids=["rl", "sft", "eval"])
-@pytest.mark.parametrize("value", [{"inner": 1}, 1, "x"], ids=str)
+@pytest.mark.parametrize(
+    "value", [{"inner": 1}, *(pytest.param(value, marks=pytest.mark.long) for value in (1, "x"))], ids=str
+)
 def test_every_key_of_the_tables_counts(keys, value):
     unheard = []
     for name in keys:

@@ -426,7 +426,9 @@ def test_the_tables_fit_our_schema(keys, model):
 
 @pytest.mark.computes
 @pytest.mark.parametrize(("keys", "model"), [(RL_KEYS, RLConfig), (SFT_KEYS, SFTConfig)])
-@pytest.mark.parametrize("value", [False, 3, "x", [3], [None], {"x": 1}])
+@pytest.mark.parametrize(
+    "value", [3, {"x": 1}, *(pytest.param(value, marks=pytest.mark.long) for value in (False, "x", [3], [None]))]
+)
 def test_a_value_of_any_type_is_taken_or_refused(keys, model, value):
     for key in keys:
         document = value

@@ -62,7 +62,7 @@ def test_frequencies_and_logprobs_are_those_of_the_distribution(temperature, top
     np.testing.assert_allclose(logprobs.numpy(), np.log(probs[tokens.numpy()]), atol=1e-5)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     logits=st.lists(st.floats(-30, 30, width=32) | st.just(float("-inf")), min_size=VOCAB, max_size=VOCAB).filter(
         lambda row: max(row) > float("-inf")

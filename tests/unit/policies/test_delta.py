@@ -75,7 +75,7 @@ def _bf16(size: int, share: float, *, seed: int = 0) -> tuple[Bits, Bits]:
 
 
 @pytest.mark.usefixtures("blocks")
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(versions=changes(), start=st.sampled_from([0, 1, 1000]))
 def test_any_change_comes_back_exactly_and_only_once(versions: tuple[Bits, Bits], start: int) -> None:
     base, new = versions

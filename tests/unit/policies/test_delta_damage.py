@@ -60,7 +60,7 @@ def _right_or_refused(frame: bytes, base: Bits, new: Bits) -> None:
 
 
 @given(kind=_KINDS, data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_every_flipped_byte_is_found(kind: str, data: st.DataObject) -> None:
     frame, base, _ = _FRAMES[kind]
     damaged = bytearray(frame)
@@ -70,7 +70,7 @@ def test_every_flipped_byte_is_found(kind: str, data: st.DataObject) -> None:
 
 
 @given(kind=_KINDS, data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_damage_behind_a_right_checksum_never_gives_wrong_bits(kind: str, data: st.DataObject) -> None:
     frame, base, new = _FRAMES[kind]
     damaged = bytearray(frame)
@@ -82,7 +82,7 @@ def test_damage_behind_a_right_checksum_never_gives_wrong_bits(kind: str, data: 
 
 
 @given(kind=_KINDS, data=st.data(), sealed=st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_cut_and_longer_frames_are_refused(kind: str, data: st.DataObject, sealed: bool) -> None:
     frame, base, _ = _FRAMES[kind]
     cut = frame[: data.draw(st.integers(0, len(frame) - 1))]

@@ -55,7 +55,7 @@ def _publish(store: LocalStore) -> bytes:
 
 
 @pytest.mark.computes
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_mutated_manifest_is_whole_or_refused(manifest: bytes, data: st.DataObject) -> None:
     mutated = data.draw(st.one_of(mutated_json(manifest), mutated_bytes(manifest)))
@@ -91,7 +91,7 @@ def test_what_is_wrong_with_a_manifest_is_said(manifest: bytes, change: dict[str
 
 
 @pytest.mark.computes
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_mutated_safetensors_header_is_whole_or_refused(data: st.DataObject) -> None:
     whole, _ = pack_safetensors(_TENSORS)
@@ -107,7 +107,7 @@ def test_a_mutated_safetensors_header_is_whole_or_refused(data: st.DataObject) -
 
 
 @pytest.mark.computes
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_mutated_adapter_config_is_whole_or_refused(data: st.DataObject) -> None:
     config = AdapterSpec(rank=2, alpha=4.0, target_modules=("q",), modules_to_save=("head",)).to_config()

@@ -45,7 +45,7 @@ _MANIFEST = CheckpointManifest(
 
 
 @pytest.mark.computes
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.one_of(mutated_json(_INDEX), mutated_bytes(_INDEX)))
 def test_a_mutated_index_is_whole_or_refused(data: bytes) -> None:
     try:
@@ -59,7 +59,7 @@ def test_a_mutated_index_is_whole_or_refused(data: bytes) -> None:
 
 
 @pytest.mark.computes
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_mutated_manifest_is_whole_or_refused(data: st.DataObject) -> None:
     mutated = data.draw(st.one_of(mutated_json(_MANIFEST), mutated_bytes(_MANIFEST)))

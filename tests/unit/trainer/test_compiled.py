@@ -91,8 +91,8 @@ PADDED, PACKED = None, [[0, 1], [2]]
 @pytest.mark.parametrize(
     ("mode", "rows"),
     [
-        pytest.param(None, PACKED, id="packed"),
-        pytest.param("full", PADDED, id="full-padded"),
+        pytest.param(None, PACKED, id="packed", marks=pytest.mark.long),
+        pytest.param("full", PADDED, id="full-padded", marks=pytest.mark.long),
         pytest.param("selective", PACKED, id="selective-packed"),
         pytest.param(None, PADDED, id="padded", marks=pytest.mark.long),
         pytest.param("full", PACKED, id="full-packed", marks=pytest.mark.long),

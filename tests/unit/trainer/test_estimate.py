@@ -98,6 +98,7 @@ def alone() -> Simulated:
     return simulate_whole(trainer(), model_config(blocks=1), num_gpus=1)
 
 
+@pytest.mark.long
 def test_ranks_of_tp_hold_parts_of_layers_and_the_whole_of_the_rest(alone: Simulated):
     of_two = simulate_whole(trainer(tp=2), model_config(blocks=1), num_gpus=2)
     attention, mlp = 2 * 64 * 64 + 2 * 64 * 32, 3 * 64 * 128  # queries and output, keys and values; gate, up, down
@@ -110,6 +111,7 @@ def test_ranks_of_tp_hold_parts_of_layers_and_the_whole_of_the_rest(alone: Simul
     assert of_two.learning["activations"] < 0.75 * alone.learning["activations"]
 
 
+@pytest.mark.long
 def test_ranks_of_cp_hold_shares_of_the_state_and_a_part_of_each_row(alone: Simulated):
     sharded, of_two = (simulate_whole(trainer(cp=cp), model_config(blocks=1), num_gpus=2) for cp in (1, 2))
     assert sharded.learning["activations"] == alone.learning["activations"], "each of FSDP's ranks has whole rows"
