@@ -24,6 +24,7 @@ from millrace.trainer.learning.plan import Packing, in_order, plan_micro_batches
 from millrace.trainer.model.pretrained import probe
 from millrace_testing import scaled_positions
 from millrace_testing.inference import tiny
+from millrace_testing.lanes import pairs_by_default
 from millrace_testing.scaled_positions import BORDER
 
 CPU = torch.device("cpu")
@@ -106,8 +107,7 @@ def scored(model: torch.nn.Module, samples: list[TrainSample], packing: Packing 
     return score.reduce(Gang())
 
 
-@pytest.mark.parametrize("length", [BORDER, LONG])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "length"), pairs_by_default(KINDS, [BORDER, LONG]))
 async def test_log_probs_are_the_trainers_on_both_sides(
     kind: str, length: int, directories: Path, engines: Any
 ) -> None:

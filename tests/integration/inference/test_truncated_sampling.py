@@ -16,6 +16,7 @@ from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import build_micro_batch
 from millrace.trainer.learning.forward import token_logprobs
 from millrace.trainer.learning.metrics import Score, ScoreResult
+from millrace_testing.lanes import by_default
 
 TOKENS = 60
 CPU = torch.device("cpu")
@@ -73,7 +74,7 @@ async def played(served: Any, sampling: Sampling, seeds: range) -> list[TrainSam
     return samples
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("name", by_default(SAMPLINGS, {"full", "all"}))
 async def test_log_probs_are_the_trainers(served: Any, name: str) -> None:
     samples = await played(served, SAMPLINGS[name], range(8))
     result = scored(served.model, samples)

@@ -1,8 +1,5 @@
 """One run that cannot be read is shown as DAMAGED; the others are listed and driven as if it were not there."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 
 from millrace.cli.offline.run_store import find_uid
@@ -11,6 +8,7 @@ from millrace.rpc.channel import call
 from millrace.runlog.index import read_index
 from millrace.runlog.names import Deployment, Names
 from millrace.v1 import run_pb2, run_service_pb2
+from millrace_testing.lanes import pairs_by_default
 from millrace_testing.orchestrator.runs import create, states, watch
 from millrace_testing.polling import until
 
@@ -58,17 +56,9 @@ def damage_of(place: str, names: Names) -> str:
 
 
 PLACES = ["run.json", "header", "events", "intent", "epochs"]
-FORMS = ["no JSON", "nested", "not UTF-8"]
 
 
-def each_once() -> Iterator[Any]:
-    """Yield each place with each form of damage; of each place all forms but one are marked long."""
-    for number, place in enumerate(PLACES):
-        for form, bad in enumerate(FORMS):
-            yield pytest.param(place, bad, marks=() if form == number % len(FORMS) else pytest.mark.long)
-
-
-@pytest.mark.parametrize(("place", "bad"), each_once())
+@pytest.mark.parametrize(("place", "bad"), pairs_by_default(PLACES, ["no JSON", "nested", "not UTF-8"]))
 async def test_the_others_go_on(stack, place: str, bad: str) -> None:
     sick = await create(stack, run_id="sick")
     healthy = await create(stack, run_id="healthy")

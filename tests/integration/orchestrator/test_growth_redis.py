@@ -51,7 +51,7 @@ async def num_commands(redis: redis_asyncio.Redis) -> int:
     return sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("hgetall", "hset", "hget", "hdel"))
 
 
-@pytest.mark.parametrize("is_wiped", [False, True])
+@pytest.mark.parametrize("is_wiped", [True, pytest.param(False, marks=pytest.mark.long)])
 async def test_batches_policies_and_events_in_redis_are_those_of_a_window(stack, monkeypatch, is_wiped) -> None:
     """The run writes no checkpoint. With `is_wiped` Redis loses everything before the last step."""
     monkeypatch.setattr(housekeeping, "TRIM_S", 0.05)
@@ -132,7 +132,7 @@ async def test_an_ended_run_expires_from_redis_and_is_shown_from_the_store(stack
     await require_clean(stack, run)
 
 
-@pytest.mark.parametrize("is_wiped", [False, True])
+@pytest.mark.parametrize("is_wiped", [True, pytest.param(False, marks=pytest.mark.long)])
 async def test_the_look_for_open_runs_costs_the_same_however_many_have_ended(stack_urls, is_wiped) -> None:
     """With `is_wiped` Redis has lost everything, and the open runs come from the store."""
     redis, store, prefix = open_redis(stack_urls[0]), CountedStore(open_store(stack_urls[1])), f"g{new_uid()}"

@@ -23,6 +23,7 @@ from millrace.rpc.channel import call
 from millrace.telemetry import waits
 from millrace.v1 import run_pb2, run_service_pb2
 from millrace_testing.collector import Collector, collecting
+from millrace_testing.lanes import one_by_default
 from millrace_testing.orchestrator.runs import CONFIG, bodies, states, watch
 from millrace_testing.polling import until
 
@@ -125,7 +126,7 @@ async def test_a_run_that_has_ended_is_held_until_its_traces_are_sent_and_why_sa
         assert not (await client.runs.explain(run.name)).waits
 
 
-@pytest.mark.parametrize("kind", ["down", "refusing"])
+@pytest.mark.parametrize("kind", one_by_default(["down", "refusing"]))
 async def test_a_run_goes_on_while_no_collector_takes_its_traces(
     stack, collector: Collector, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

@@ -23,6 +23,7 @@ from millrace.runlog.deletion import (
 from millrace.runlog.index import read_names
 from millrace.runlog.names import Deployment, Names
 from millrace.storage.local import LocalStore
+from millrace_testing.lanes import pairs_by_default
 from millrace_testing.runlog.scene import PREFIX, Scene, record_scene
 
 
@@ -87,7 +88,9 @@ class Dying(LocalStore):
         super().delete(key)
 
 
-@pytest.mark.parametrize("lives", [0, 1, 2, 3, 60, -2, -1])
+@pytest.mark.parametrize(
+    "lives", [0, 2, -1, *(pytest.param(lives, marks=pytest.mark.long) for lives in (1, 3, 60, -2))]
+)
 def test_a_deletion_that_dies_is_ended_by_the_next_one(scene, lives):
     store, plan = Dying(scene.directory), plan_deletion(scene.store, scene.names)
     store.left = lives if lives >= 0 else sum(plan.counts.values()) + 3 + lives  # a tombstone and two names besides
@@ -163,8 +166,7 @@ async def die_after(scene: Scene, redis_url: str, point: str) -> None:
             delete_run(store, plan, by="one that dies")
 
 
-@pytest.mark.parametrize("has_redis", [True, False])
-@pytest.mark.parametrize("point", ["tombstone", "Redis", "names"])
+@pytest.mark.parametrize(("point", "has_redis"), pairs_by_default(["tombstone", "Redis", "names"], [True, False]))
 def test_a_deletion_of_an_open_run_that_dies_is_ended_by_the_next_one(scene, redis_url, point, has_redis):
     scene.store.delete(scene.names.batch_header(12))
     scene.store.create(Deployment(PREFIX).open_object(scene.names.uid), b"demo")

@@ -18,6 +18,7 @@ from millrace.runlog.names import Deployment
 from millrace.runlog.redis.entry import FORMAT_MAJOR
 from millrace.storage.local import LocalStore
 from millrace.v1 import event_pb2
+from millrace_testing.lanes import pairs_by_default
 from millrace_testing.runlog.recorded_log import STEPS, audit, flip, publish_anew, record
 
 
@@ -81,8 +82,7 @@ async def test_a_whole_run_needs_no_repair(run, backup) -> None:
     assert await repair(run, backup=backup, with_redis=True, is_applied=True) == []
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("kind", [*FROM_REDIS, *FROM_ITSELF, *FROM_BACKUP])
+@pytest.mark.parametrize(("kind", "how"), pairs_by_default([*FROM_REDIS, *FROM_ITSELF, *FROM_BACKUP], HOW))
 async def test_what_is_damaged_is_restored_and_kept(run, backup, kind: str, how: str) -> None:
     before = [finding.check for finding in (await audit(run)).violations]
     key = key_of(run, kind)
@@ -284,8 +284,7 @@ def _fields(data: bytes) -> dict:
     return {"v": str(FORMAT_MAJOR), "h": hashlib.sha256(data).hexdigest(), "d": data, "tp": ""}
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("kind", ["policy manifest", "policy object"])
+@pytest.mark.parametrize(("kind", "how"), pairs_by_default(["policy manifest", "policy object"], HOW))
 async def test_what_a_successor_stands_in_for_is_not_needed(run, kind: str, how: str) -> None:
     key = {"policy manifest": run.names.policy_manifest(0, 2), "policy object": policy_object(run)}[kind]
     publish_anew(run, 2)
@@ -296,8 +295,7 @@ async def test_what_a_successor_stands_in_for_is_not_needed(run, kind: str, how:
     assert list((await audit(run)).violations) == []
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("what", ["manifest", "object"])
+@pytest.mark.parametrize(("what", "how"), pairs_by_default(["manifest", "object"], HOW))
 async def test_a_successor_is_restored_from_a_backup(run, tmp_path, what: str, how: str) -> None:
     successor = publish_anew(run, 2)
     source = run.store.uri("x").removesuffix("/x").removeprefix("file://")

@@ -15,6 +15,7 @@ from millrace.runlog.event_archive import EventArchive
 from millrace.runlog.records.run_record import RunRecord
 from millrace.telemetry import waits
 from millrace.v1 import event_pb2
+from millrace_testing.lanes import pairs_by_default
 from millrace_testing.patience import patient
 
 
@@ -230,8 +231,7 @@ async def _follow(log: RunLog, after: str = "") -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("how", ["damaged", "missing"])
-@pytest.mark.parametrize("lost", [0, 2, 5, 8])
+@pytest.mark.parametrize(("lost", "how"), pairs_by_default([0, 2, 5, 8], ["damaged", "missing"]))
 async def test_an_archive_object_that_is_lost_hides_no_other_event(
     redis, local_store, prefix, run_json, monkeypatch, caplog, how, lost
 ):

@@ -18,6 +18,7 @@ from millrace.runlog.rebuild import open_reopened
 from millrace.runlog.records.revisions import find_closing, reopen
 from millrace.storage.base import newest_revision, revision_key, with_checksum
 from millrace.storage.local import LocalStore
+from millrace_testing.lanes import by_default, pairs_by_default
 from millrace_testing.runlog.recorded_log import STEPS, Recorded, audit, flip, publish_anew, record
 
 
@@ -87,8 +88,7 @@ async def test_the_untampered_run_is_clean(run) -> None:
     assert [f"{each.check}: {each.message}" for each in (await audit(run, offline=True)).violations] == []
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "way"), pairs_by_default(KINDS, WAYS))
 async def test_a_tampered_successor_is_found(run, kind: str, way: str) -> None:
     key = KINDS[kind](run)
     WAYS[way](run, key)
@@ -118,7 +118,7 @@ PARENTS = {
 }
 
 
-@pytest.mark.parametrize("name", PARENTS)
+@pytest.mark.parametrize("name", by_default(PARENTS, {"chain", "nothing of it"}))
 async def test_a_tampered_parent_of_a_fork_is_found(log, redis, local_store, name: str) -> None:
     parent = await record(log, redis, local_store)
     plan = plan_fork(local_store, parent.names, name="demo", step=2)

@@ -18,6 +18,7 @@ from millrace.storage.clean_up import RetryPolicy
 from millrace.storage.s3 import S3Store
 from millrace.telemetry import waits
 from millrace_testing.chaos.fault_proxy import Effect, Fault, FaultProxy
+from millrace_testing.lanes import pairs_by_default
 
 DATA = bytes(range(256)) * 400
 """100 kB that is different at each half and offset."""
@@ -52,7 +53,9 @@ TORN_WRITES = [
 ]
 
 
-def _name(fault: Fault) -> str:
+def _name(fault: Fault | str) -> str:
+    if isinstance(fault, str):
+        return fault
     return f"{fault.effect}-{fault.code}" if fault.effect is Effect.ANSWER else str(fault.effect)
 
 
@@ -66,8 +69,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("fault", [*BROKEN, *TORN_WRITES], ids=_name)
-@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize(("name", "fault"), pairs_by_default(WRITES, [*BROKEN, *TORN_WRITES]), ids=_name)
 def test_a_write_survives_failures_and_stores_its_bytes(proxy: FaultProxy, faulty_store, directory, name, fault):
     method, operation = WRITES[name]
     if name == "create" and fault.effect is Effect.TORN_WRITE:
@@ -78,8 +80,9 @@ def test_a_write_survives_failures_and_stores_its_bytes(proxy: FaultProxy, fault
     assert faulty_store.get("w") == DATA
 
 
-@pytest.mark.parametrize("fault", [*BROKEN, Fault(effect=Effect.CUT_ANSWER)], ids=_name)
-@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize(
+    ("name", "fault"), pairs_by_default(READS, [*BROKEN, Fault(effect=Effect.CUT_ANSWER)]), ids=_name
+)
 def test_a_read_survives_failures_and_gives_every_byte(proxy: FaultProxy, faulty_store, directory, name, fault):
     method, operation, expected = READS[name]
     faulty_store.put("r", DATA)

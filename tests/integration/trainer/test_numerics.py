@@ -115,7 +115,9 @@ def test_a_gang_with_adapters_saves_masters_also_of_the_root(
         assert len(set(facts["digests"])) == 5 and facts["again"] == facts["digests"][3:]
 
 
-@pytest.mark.parametrize("model", [MODELS["bfloat16"], MODELS["lora and norms"]], ids=["whole", "lora"])
+@pytest.mark.parametrize(
+    "model", [MODELS["bfloat16"], pytest.param(MODELS["lora and norms"], marks=pytest.mark.long)], ids=["whole", "lora"]
+)
 def test_a_run_in_bfloat16_is_published_resumed_and_replayed(
     model: dict[str, Any], new_recorder: Callable[[], Recorder], make_config: Callable[..., RLConfig]
 ) -> None:

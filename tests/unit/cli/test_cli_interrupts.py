@@ -33,6 +33,7 @@ def test_a_swallowed_interrupt_is_remembered(monkeypatch: pytest.MonkeyPatch) ->
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.computes
 def test_an_import_that_an_interrupt_broke_off_is_an_interrupt() -> None:
     """Libraries turn a KeyboardInterrupt during their import into errors of their own."""
     code = (
@@ -50,6 +51,7 @@ def test_an_import_that_an_interrupt_broke_off_is_an_interrupt() -> None:
     assert done.returncode == 130 and "half-made" not in done.stderr
 
 
+@pytest.mark.computes
 def test_the_command_listens_before_its_imports(tmp_path: Path) -> None:
     """What Python swallows while the command's own modules are imported ends it, too."""
     code = (
@@ -73,6 +75,7 @@ def test_the_command_listens_before_its_imports(tmp_path: Path) -> None:
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.computes
 @pytest.mark.parametrize("where", ["finalizer", "weak reference", "collector"])
 def test_one_that_a_callback_swallows_ends_a_command_without_an_event_loop(where: str) -> None:
     code = (

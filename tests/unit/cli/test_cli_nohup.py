@@ -4,6 +4,10 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.computes
+
 CODE = """
 import asyncio, os, signal
 from millrace.cli import interrupts

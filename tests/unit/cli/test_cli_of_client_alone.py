@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import sys
 
@@ -24,6 +26,7 @@ print("imported")
 """
 
 
+@pytest.mark.computes
 def test_submitting_and_following_need_no_package_of_the_services() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 and "imported" in done.stdout, done.stderr

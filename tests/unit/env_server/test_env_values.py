@@ -240,6 +240,7 @@ def test_a_spool_that_cannot_be_a_directory_is_named(tmp_path: Path) -> None:
         EnvServerSettings.from_env({"MILLRACE_SPOOL_DIR": str(tmp_path / "file" / "spool")})
 
 
+@pytest.mark.computes
 def test_the_service_never_imports_verifiers() -> None:
     code = (
         "import sys, millrace.env_server.run, millrace.env_server.service\n"

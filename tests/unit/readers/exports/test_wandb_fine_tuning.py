@@ -20,6 +20,8 @@ from millrace_testing.polling import block_until
 
 pytest.importorskip("wandb", reason="needs millrace[wandb]")
 
+pytestmark = pytest.mark.computes
+
 # Stands in for the trainer: writes lines until a file says to end.
 TRAINER = """
 import json, pathlib, sys, time
