@@ -18,7 +18,7 @@ from millrace.readers.exports.samples import read_samples
 from millrace.readers.repair import repair_run
 from millrace.rollouts.batch_wire import decode_header
 from millrace.runlog import chain_hash
-from millrace.runlog.catalogue import KINDS, RUN_JSON, SCORES
+from millrace.runlog.catalogue import EPOCH, KINDS, RUN_JSON, SCORES
 from millrace.runlog.event_archive import encode_archive
 from millrace.runlog.names import Deployment
 from millrace.runlog.records.run_record import published_policies
@@ -103,7 +103,8 @@ def with_epoch(scene: Scene, number: int) -> str:
 
 
 ADDED: dict[str, Callable[[Scene], str]] = {
-    **{f"the next {kind.name}": partial(add, kind=kind) for kind in KINDS if kind not in (RUN_JSON, SCORES)},
+    **{f"the next {kind.name}": partial(add, kind=kind) for kind in KINDS if kind not in (RUN_JSON, SCORES, EPOCH)},
+    "an epoch that no trainer can have": lambda s: copied(s, s.names.epoch("trainer", 1), s.names.epoch("trainer", 3)),
     "an evaluation in an archive of events": lambda s: archive(s, first_id="1-9999"),
     "an archive of a later generation": lambda s: archive(s, first_id="2-1"),
     "a copy of an archive under a wider name": lambda s: copied(
@@ -175,6 +176,20 @@ def test_files_of_a_trainer_that_came_when_all_was_done_are_a_note(scene) -> Non
     report = scene.audit("deep")
     assert [each.check for each in report.violations] == before
     assert any("policy-files/e2-" in each.message for each in report.notes if each.check == "WRITTEN_BEHIND_SEAL")
+
+
+def test_an_epoch_that_a_trainer_took_while_the_seal_was_written_is_a_note(scene) -> None:
+    """It looks for the seal first, so that it takes one epoch at most; nobody takes one after that."""
+    before = [each.check for each in scene.audit("deep").violations]
+    epoch = scene.store.get(scene.names.epoch("trainer", 1))
+    scene.store.put(scene.names.epoch("trainer", 2), epoch)
+    report = scene.audit("deep")
+    assert [each.check for each in report.violations] == before
+    notes = [each.message for each in report.notes if each.check == "WRITTEN_BEHIND_SEAL"]
+    assert any("epochs/trainer/00000002" in note for note in notes)
+    scene.store.put(scene.names.epoch("trainer", 3), epoch)
+    added = [each.message for each in scene.audit("deep").violations if each.check == "EPOCH_UNNAMED"]
+    assert len(added) == 1 and "epochs/trainer/00000003" in added[0]
 
 
 def test_what_dead_writers_left_before_the_end_is_a_note(scene) -> None:

@@ -122,6 +122,7 @@ class ReferencedObjects:
 #     new          neither: somebody has added it
 
 _UNNAMED_AT_ONCE = 16  # objects fetched at once
+_TRAINER_EPOCHS = "epochs/trainer/"
 _SHOWN = 8
 
 
@@ -230,6 +231,9 @@ class _Late:
             its_files = f"policy-files/e{epoch}-"
             has_published = any(each.startswith(its_files) for each in self._sealed)
             return own.startswith(its_files) and (self._state != "SUCCEEDED" or not has_published)
+        if own.startswith(_TRAINER_EPOCHS):
+            # A trainer looks for the seal before it takes its epoch, and the seal may be written between the two.
+            return own == f"{_TRAINER_EPOCHS}{self._newest_epoch + 1:08d}"
         if self._state == "SUCCEEDED":
             return False
         if own.startswith("retirements/"):
@@ -246,6 +250,14 @@ class _Late:
         if self._state != "FAILED":
             return False
         return self._is_resumed if own.startswith("epochs/orchestrator/") else self._asks_to_resume(own)
+
+    @functools.cached_property
+    def _newest_epoch(self) -> int:
+        """Return the newest epoch of the trainer that the seal lists, or a manifest names; 0 if there is none."""
+        root = self._audit.names.root
+        known = {*self._sealed, *(key.removeprefix(root) for key in self._audit.named)}
+        numbers = [own.removeprefix(_TRAINER_EPOCHS) for own in known if own.startswith(_TRAINER_EPOCHS)]
+        return max((int(number) for number in numbers if number.isdecimal()), default=0)
 
     @functools.cached_property
     def _is_resumed(self) -> bool:
