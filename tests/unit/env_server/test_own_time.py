@@ -36,6 +36,26 @@ def test_what_others_take_of_the_loop_is_not_counted() -> None:
     assert own < 0.2 < 0.4 <= passed, "the quick one has waited for the blocking ones"
 
 
+def test_nothing_is_kept_of_a_play_that_is_over() -> None:
+    """Each leaves callbacks that run after its end, the last step of its own task among them."""
+
+    async def play(number: int) -> None:
+        own = OwnTime(number)
+        asyncio.get_running_loop().call_soon(time.sleep, 0.001)
+        own.close()
+
+    async def main() -> list[float]:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, OwnTimeLoop)
+        for number in range(20):
+            await asyncio.create_task(play(number))
+            await asyncio.sleep(0)
+        return [loop.own_s(number) for number in range(20)]
+
+    with asyncio.Runner(loop_factory=OwnTimeLoop) as runner:
+        assert runner.run(main()) == [0.0] * 20
+
+
 @pytest.mark.parametrize("raised", [SystemExit(3), KeyboardInterrupt()])
 def test_an_exit_of_one_play_does_not_end_the_others(raised: BaseException) -> None:
     async def leaves() -> None:

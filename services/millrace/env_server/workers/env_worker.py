@@ -15,7 +15,6 @@ import signal
 import socket
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -65,7 +64,7 @@ class OwnTimeLoop(asyncio.SelectorEventLoop):
         """Make the loop in the thread that will run it, with no time measured."""
         self.busy_s = 0.0
         """Seconds that all callbacks took, of whichever play."""
-        self._own_s: defaultdict[int, float] = defaultdict(float)
+        self._own_s: dict[int, float] = {}
         self._num_begun = 0
         self._is_running_one = False
         self._looked_at = -1
@@ -97,7 +96,8 @@ class OwnTimeLoop(asyncio.SelectorEventLoop):
             took = time.monotonic() - began
             self._is_running_one = False
             self.busy_s += took
-            if (play := _PLAY.get()) is not None:
+            # A play's last callbacks run after its time was deleted, which is then not measured any more.
+            if (play := _PLAY.get()) in self._own_s:
                 self._own_s[play] += took
 
     def stuck_at(self) -> str | None:
@@ -109,6 +109,10 @@ class OwnTimeLoop(asyncio.SelectorEventLoop):
             before, self._looked_at = self._looked_at, self._num_begun
             is_stuck = self._is_running_one and before == self._looked_at
         return own_line_of(self._thread) if is_stuck else None
+
+    def measure(self, play: int) -> None:
+        """Begin to measure the play with this id, until `forget`."""
+        self._own_s[play] = 0.0
 
     def own_s(self, play: int) -> float:
         """Return the seconds that callbacks of the play with this id took so far."""
@@ -129,6 +133,8 @@ class OwnTime:
         self._play = play
         self._began = time.monotonic()
         self._busy_s = 0.0 if self._loop is None else self._loop.busy_s
+        if self._loop is not None:
+            self._loop.measure(play)
         _PLAY.set(play)
 
     def close(self) -> None:
