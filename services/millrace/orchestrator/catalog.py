@@ -33,6 +33,7 @@ from millrace.runlog.records.revisions import has_ended, is_end, load_reopenings
 from millrace.runlog.records.run_record import UNKNOWN, RunRecord
 from millrace.runlog.records.sealed import is_sealed
 from millrace.runlog.recover import load_history
+from millrace.runlog.redis.news import LogState, read_states
 from millrace.runlog.run_status import TERMINAL, RunStatus, state_name
 from millrace.storage import ObjectStore
 from millrace.telemetry import faults
@@ -67,6 +68,8 @@ class RunView:
         """How often it was reopened, at the last look."""
         self.damage: MillraceError | None = None
         """Why the run cannot be read at the moment."""
+        self.state: LogState | None = None
+        """What Redis held of the log before the events were read last; None if that is not known."""
         self._run = record.describe()
         self.status = RunStatus.begin(self._run)
 
@@ -84,6 +87,10 @@ class RunView:
             message += f"; `millrace run repair {self.record.name}` says what can be restored from what"
         run.error.CopyFrom(run_pb2.RunError(reason=self.damage.reason, message=message, component="orchestrator"))
         return run
+
+    def is_current(self, state: LogState) -> bool:
+        """Return whether the view of an open run has all that its log held when it was in this state."""
+        return self.state == state and self.damage is None and not self.is_terminal
 
     @property
     def is_terminal(self) -> bool:
@@ -136,6 +143,7 @@ class RunCatalog:
     async def refresh(self) -> list[RunView]:
         """Read the new events of every run that may not have ended, and return the views of these runs, oldest first.
 
+        One request asks Redis which of them have any. The others are not read.
         A run that ended since the last call is among them once more. A run that cannot be read is DAMAGED. While Redis
         or the store does not answer for a run, its view stays as it is; what fails to answer for the list of runs is
         raised. At each call one of the failed runs is checked in the store for a reopening.
@@ -146,13 +154,20 @@ class RunCatalog:
             self._compare_at = time.monotonic() + COMPARE_S
         # Runs that the list has lost are still looked at, because Redis may have lost the entry alone.
         runs |= {uid: view.record.name for uid, view in self._views.items() if view.record.uid and not view.is_terminal}
+        states = await read_states(self._redis, [Names(self._prefix, uid) for uid in runs])
         failed = [uid for uid in runs if uid in self._views and self._views[uid].has_failed]
         self._turn += 1
         # One at a time: each look costs requests to the store, and there may be hundreds of failed runs.
         looked_at = failed[self._turn % len(failed)] if failed else ""
         found: list[RunView] = []
         for uid, name in runs.items():
-            if (view := await self._try_to_look_at(uid, name, is_looked_at=uid == looked_at)) is not None:
+            view, state = self._views.get(uid), states.get(uid)
+            if view is None or state is None or not view.is_current(state):
+                view = await self._try_to_look_at(uid, name, is_looked_at=uid == looked_at)
+                # What came after `state` was read is found at the next refresh, at the latest.
+                if view is not None and uid not in self._unread:
+                    view.state = state
+            if view is not None:
                 found.append(view)
         return sorted(found, key=lambda view: view.record.uid)
 
