@@ -263,6 +263,7 @@ class _EnvWorker:
             else:
                 live.add(assignment.run_uid)
                 self._sink.note_run(assignment.run_uid, assignment.resolved_below, assignment.log_instance)
+                self._service.groups.forget_finished(assignment.run_uid, resolved_below=assignment.resolved_below)
         self._keeper.live_runs = frozenset(live)
 
 

@@ -54,7 +54,8 @@ class Admits:
 
 # The groups that are being played: their identity, what is left of them, and which were played before.
 
-# Keys of finished groups, so that a repeated call does not play them again. At 300 bytes each this is 6 MB.
+# Keys of finished groups, so that a repeated call does not play them again. At 300 bytes each this is 6 MB. Those of
+# training groups are dropped once their ordinals are resolved, so that only many evaluations come so far.
 MAX_FINISHED = 20_000
 
 
@@ -151,6 +152,15 @@ class Groups:
             while len(self._finished) > MAX_FINISHED:
                 self._finished.popitem(last=False)
 
+    def forget_finished(self, run_uid: str, *, resolved_below: int | None = None) -> None:
+        """Drop the finished groups of a run that nobody asks for again, which are all where the run has ended.
+
+        While it goes on, they are those of training with ordinals below `resolved_below`.
+        """
+        for key in [key for key in self._finished if key.run_uid == run_uid]:
+            if resolved_below is None or (not key.eval_id and key.ordinal < resolved_below):
+                del self._finished[key]
+
     def of_run(self, run_uid: str) -> list[GroupInPlay]:
         """Return the groups of a run that are being played here."""
         return [group for group in self._playing.values() if group.request.run_uid == run_uid]
@@ -233,6 +243,7 @@ class EnvService(env_service_pb2_grpc.EnvServiceServicer):
             return  # the next heartbeat says it again
         for group in self.groups.of_run(run_uid):
             self.groups.cancel(group)
+        self.groups.forget_finished(run_uid)
         if self._teachers is not None:
             self._teachers.forget(run_uid)
 

@@ -1,6 +1,7 @@
 """Tasks, outcomes, groups, frames and settings: no services."""
 
 import asyncio
+import itertools
 import json
 import math
 import os
@@ -157,6 +158,21 @@ def test_group_ends_with_its_last_member_and_is_remembered() -> None:
     groups.finish_member(group, 1)
     assert groups.num_rollouts == 0 and groups.of_run("r1") == []
     assert groups.is_known(group.key) and not groups.is_known(group.key._replace(attempt=1))
+
+
+def test_finished_groups_are_remembered_until_they_are_resolved_and_those_of_evaluations_until_the_run_ends() -> None:
+    groups = Groups()
+    keys = list[GroupKey]()
+    for uid, eval_id, ordinal in itertools.product(("r1", "r2"), ("", "e"), range(50)):
+        group = GroupInPlay(request=request(run_uid=uid, eval_id=eval_id, ordinal=ordinal), left={0})
+        groups.add(group)
+        groups.finish_member(group, 0)
+        keys.append(group.key)
+    assert all(map(groups.is_known, keys))
+    groups.forget_finished("r1", resolved_below=48)
+    assert not any(map(groups.is_known, keys[:48])) and all(map(groups.is_known, keys[48:]))
+    groups.forget_finished("r1")
+    assert not any(map(groups.is_known, keys[:100])) and all(map(groups.is_known, keys[100:]))
 
 
 def test_cancelled_group_may_be_played_again() -> None:
