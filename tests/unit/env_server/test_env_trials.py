@@ -3,6 +3,7 @@
 import random
 import time
 
+from millrace.env_server.workers import probes
 from millrace.env_server.workers.probes import DANGEROUS, HOPELESS, RECENT_S, WINDOW, TaskTrials
 
 
@@ -92,3 +93,15 @@ def test_while_tasks_of_a_blocked_worker_are_not_settled_new_ones_are_suspects(m
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + RECENT_S + 1)
     assert not trials.is_suspect("new")
+
+
+def test_of_the_tasks_that_ended_well_the_last_ones_are_remembered(monkeypatch) -> None:
+    """What is remembered does not grow with the run."""
+    monkeypatch.setattr(probes, "MAX_CLEARED", 10)
+    trials = TaskTrials()
+    for number in range(100):
+        trials.clear(f"t{number}")
+    for number in range(DANGEROUS):
+        trials.quarantine(f"bad{number}", "it ended its worker", end="killed")
+    assert trials.is_dangerous
+    assert [number for number in range(100) if not trials.is_suspect(f"t{number}")] == list(range(90, 100))

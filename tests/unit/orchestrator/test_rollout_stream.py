@@ -2,6 +2,7 @@ import asyncio
 import hashlib
 from dataclasses import dataclass, field, replace
 
+from millrace.orchestrator.play import book
 from millrace.orchestrator.play.book import RolloutStream
 from millrace.rollouts.types import Rollout
 from millrace.rollouts.wire import encode_rollout
@@ -67,6 +68,20 @@ async def test_after_a_restart_only_what_is_new_is_taken_under_whatever_id() -> 
         (2, "12-0"),
         (3, "22-0"),
     ]
+
+
+async def test_of_what_was_taken_the_newest_entries_are_remembered(monkeypatch) -> None:
+    """What is remembered does not grow with the run."""
+    monkeypatch.setattr(book, "MAX_SEEN", 4)
+    log = ListLog()
+    stream, taken = reading(log)
+    for member in range(20):
+        log.append(make_rollout(0, member), at=10 + member)
+    await stream.catch_up()
+    del log.entries[:-5]
+    stream.rewind()
+    await stream.catch_up()
+    assert [rollout.member for rollout in taken] == [*range(20), 15], "the four that are remembered are known"
 
 
 async def test_a_read_from_before_the_restart_does_not_hide_what_the_new_copy_begins_with() -> None:

@@ -227,7 +227,7 @@ HOPELESS = 8
 RECENT_S = 60.0
 """How long suspects of a blocked worker make the environment dangerous: they may never be played again."""
 # Ids of tried tasks, 100 bytes each; one that falls out is tried again where the environment is dangerous.
-_MAX_CLEARED = 50_000
+MAX_CLEARED = 50_000
 _MAX_NAMED = 8
 
 
@@ -293,7 +293,7 @@ class TaskTrials:
         if task_id not in self._cleared and task_id not in self._quarantined:
             self._trials.append(False)
             self._cleared[task_id] = None
-            if len(self._cleared) > _MAX_CLEARED:
+            if len(self._cleared) > MAX_CLEARED:
                 self._cleared.popitem(last=False)
 
     def quarantine(self, task_id: str, reason: str, *, end: str) -> None:
