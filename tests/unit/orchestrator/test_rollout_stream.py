@@ -75,13 +75,13 @@ async def test_of_what_was_taken_the_newest_entries_are_remembered(monkeypatch) 
     monkeypatch.setattr(book, "MAX_SEEN", 4)
     log = ListLog()
     stream, taken = reading(log)
-    for member in range(20):
-        log.append(make_rollout(0, member), at=10 + member)
+    for ordinal in range(20):
+        log.append(make_rollout(ordinal, 0), at=10 + ordinal)
     await stream.catch_up()
     del log.entries[:-5]
     stream.rewind()
     await stream.catch_up()
-    assert [rollout.member for rollout in taken] == [*range(20), 15], "the four that are remembered are known"
+    assert [rollout.ordinal for rollout in taken] == [*range(20), 15], "the four that are remembered are known"
 
 
 async def test_a_read_from_before_the_restart_does_not_hide_what_the_new_copy_begins_with() -> None:
