@@ -40,7 +40,6 @@ async def read_states(redis: redis_asyncio.Redis, names: Sequence[Names]) -> dic
         for each in names:
             pipeline.hmget(each.meta, _META_FIELDS)
             pipeline.xrevrange(each.stream(Stream.EVENTS), count=1)
-        # unregistered wait: it is handed to `connection.call`
         return await pipeline.execute(raise_on_error=False)
 
     info, *answers = await connection.call(redis, "asking which runs have news", ask)
