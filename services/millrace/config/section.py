@@ -33,6 +33,8 @@ IMAGE_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.:/@-]{0,511}$"
 _MOST_INT = 2**63 - 1
 _LEAST_FLOAT, _MOST_FLOAT = 1.18e-38, 3.4e38
 RUN_NAME_PATTERN = r"^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$"
+GROUP_PATTERN = RUN_NAME_PATTERN
+"""The name of a group of runs in the queue."""
 
 
 class ConfigSection(BaseModel):

@@ -16,7 +16,7 @@ from millrace.orchestrator.catalog import ConfigText, RunCatalog, RunView
 from millrace.orchestrator.chain import boxes
 from millrace.orchestrator.manager import RunManager
 from millrace.orchestrator.service import RunServicer
-from millrace.orchestrator.why import chain_of, explain, unanswered
+from millrace.orchestrator.why import chain_of, unanswered
 from millrace.orchestrator.workers import QUIET_S, WorkerKind, WorkerRecord, WorkerRegistry
 from millrace.runlog.records.run_record import EVAL
 from millrace.runlog.run_status import state_name
@@ -145,8 +145,7 @@ class OrchestratorSource:
         A run that has ended has no chain.
         """
         view = self._known(name)
-        is_held = self._manager.holds(view.record.uid)
-        found = explain(view, self._registry, owner=self._owner, name_of=self._name_of, is_held=is_held)
+        found = self._manager.explain(view, name_of=self._name_of)
         ended = view.is_terminal
         return {
             "summary": found.summary,

@@ -44,6 +44,11 @@ class RunEvents:
         self.meters.state_changed(state, failed_in=error.component if error is not None else "")
         await self._writer.write(event_pb2.Event(state_changed=body))
 
+    async def workers_assigned(self, *, trainer: int, replicas: int) -> None:
+        """Write the event that the run has so many accelerators from now on: of its trainer and of its replicas."""
+        body = event_pb2.WorkersAssigned(trainer_accelerators=trainer, replica_accelerators=replicas)
+        await self._writer.write(event_pb2.Event(workers_assigned=body))
+
     async def batch_committed(
         self,
         *,

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -15,11 +15,15 @@ from millrace.orchestrator.catalog import RunCatalog, RunView
 from millrace.orchestrator.chain import storage_of
 from millrace.orchestrator.drive.assembly import RunParts
 from millrace.orchestrator.drive.run_driver import RunDriver
+from millrace.orchestrator.drive.sealer import Sealer, ended_lately
 from millrace.orchestrator.drive.train_run import EvalRunDriver, TrainRunDriver
 from millrace.orchestrator.events import RunContext, RunEvents
 from millrace.orchestrator.intents import POLL_S, ROLE, DesiredState, DesiredStates
+from millrace.orchestrator.queue.groups import NO_GROUPS
+from millrace.orchestrator.queue.order import QueueGroup
+from millrace.orchestrator.waiting import RunQueue
 from millrace.orchestrator.watchdog import Watchdog, report_takeover
-from millrace.orchestrator.why import HeldUp
+from millrace.orchestrator.why import HeldUp, NameOf, explain
 from millrace.orchestrator.workers import RETIRED_S, WorkerKind, WorkerRegistry
 from millrace.runlog import EventWriter, Lease, RunLog
 from millrace.runlog.names import Names
@@ -27,63 +31,9 @@ from millrace.runlog.records.revisions import load_reopenings
 from millrace.runlog.records.run_record import EVAL
 from millrace.runlog.records.sealed import is_sealed
 from millrace.runlog.redis.lease import read_held
-from millrace.runlog.run_status import TERMINAL, state_name
-from millrace.runlog.seal import seal_late
+from millrace.runlog.run_status import TERMINAL
 from millrace.telemetry import faults, waits
-from millrace.v1 import run_pb2
-
-# Runs whose process died between their end and their seal get the seal here.
-
-RETRY_S = 30.0
-"""When a run is tried again that could not be sealed."""
-
-
-class Sealer:
-    """Seals ended runs that have no seal, and retires each when `RETIRED_S` have passed since its end.
-
-    One run at a time.
-    """
-
-    def __init__(self, catalog: RunCatalog, *, owner: str) -> None:
-        """Make a sealer without a queued run; `owner` names this orchestrator in seals."""
-        self._catalog = catalog
-        self._owner = owner
-        self._queued: set[str] = set()
-        self._not_before: dict[str, float] = {}
-        self._todo: asyncio.Queue[RunView] = asyncio.Queue()
-
-    def note(self, view: RunView) -> None:
-        """Queue an ended run to be sealed and retired, unless it is queued.
-
-        A run that could not be sealed is queued again after `RETRY_S`.
-        """
-        uid = view.record.uid
-        if uid not in self._queued and time.monotonic() >= self._not_before.get(uid, 0.0):
-            self._queued.add(uid)
-            self._todo.put_nowait(view)
-
-    async def run(self) -> None:
-        """Seal the queued runs that have no seal, and retire those that ended long enough ago; until cancelled.
-
-        A run that fails is logged, and can be queued again.
-        """
-        while True:
-            view = await self._todo.get()
-            uid = view.record.uid
-            state = state_name(view.status.state)
-            # Before the try, so that the looks meanwhile do not queue the run again, whatever comes of it.
-            self._not_before[uid] = time.monotonic() + RETRY_S
-            try:
-                run_log = await self._catalog.open_log(uid)
-                if await seal_late(run_log, state=state, by=f"{self._owner}, later"):
-                    logger.info("run sealed that had ended without", extra={"run": view.record.name})
-                # A successor, too, tells the workers that the run has ended: it is listed for so long.
-                if not _ended_lately(view) and await self._catalog.retire(run_log):
-                    del self._not_before[uid]
-            except Exception as error:  # noqa: BLE001 - the edge of a run: whatever is wrong with it, the others go on
-                logger.warning("run not sealed, trying again", extra={"run": view.record.name, "error": str(error)})
-            self._queued.discard(uid)
-
+from millrace.v1 import run_pb2, run_service_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -131,11 +81,12 @@ class RunManager:
         readers: Readers,
         on_scan: Callable[[], None],
         custom_code: CustomCode | None = None,
+        groups: Mapping[str, QueueGroup] = NO_GROUPS,
     ) -> None:
         """Make a manager that has no run; `owner` names this orchestrator.
 
         `on_scan` is called at each look for runs, which shows that the manager works. `custom_code` are the modules of
-        users' code that runs may load, None for none.
+        users' code that runs may load, None for none. `groups` are those of the queue.
         """
         self._owner = owner
         self._redis, self._store, self._prefix = place.redis, place.store, place.prefix
@@ -144,6 +95,8 @@ class RunManager:
         self._readers = readers
         self._on_scan = on_scan
         self.custom_code = custom_code or CustomCode()
+        self.queue = RunQueue(catalog=catalog, registry=registry, groups=groups)
+        """Who waits for workers, and why."""
         self._desired = DesiredStates(place.store, place.prefix)
         self._claims: dict[str, _Claim] = {}
         self._sealed: dict[str, float] = {}
@@ -179,6 +132,22 @@ class RunManager:
         """
         return uid in self._claims
 
+    def explain(self, view: RunView, *, name_of: NameOf, note: str = "") -> run_service_pb2.ExplainRunResponse:
+        """Return why a run does not move (`why.explain`), with its place in the queue if it waits for workers.
+
+        `name_of` gives a run's name for a uid; `note` says why the view may be old, "" if it is not.
+        """
+        uid = view.record.uid
+        return explain(
+            view,
+            self._registry,
+            owner=self._owner,
+            note=note,
+            name_of=name_of,
+            is_held=self.holds(uid),
+            place=self.queue.words(uid),
+        )
+
     def driven(self) -> list[tuple[RunParts, bool]]:
         """Return the parts of each run that this process drives, and whether it may write to the run: its lease is
         fresh.
@@ -205,6 +174,7 @@ class RunManager:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._registry.keep_pulse())
                 tasks.create_task(self._sealer.run())
+                tasks.create_task(self.queue.read_ended())
                 tasks.create_task(self.held_up.run(lambda: self._catalog.views))
                 while True:
                     self._wake.clear()
@@ -241,7 +211,7 @@ class RunManager:
         at_rest = (*TERMINAL, run_pb2.RUN_STATE_QUEUED, run_pb2.RUN_STATE_PAUSED)
         self._registry.going_on = frozenset(view.record.uid for view in views if view.status.state not in at_rest)
         found: list[tuple[RunView, DesiredState]] = []
-        for view in [view for view in self._ended.values() if not view.is_terminal or not _ended_lately(view)]:
+        for view in [view for view in self._ended.values() if not view.is_terminal or not ended_lately(view)]:
             del self._ended[view.record.uid]
             if view.is_terminal:
                 run_meters.forget(view.record.name)
@@ -259,10 +229,13 @@ class RunManager:
                 except Exception as error:  # noqa: BLE001 - the edge of a run: the other runs go on
                     self._put_off(view, error)
         found = await self._unheld(found)
-        # Without an await in between: a trainer that registers now goes to the run that was tried longest ago, of those
-        # that were never tried to the oldest. Else a few that cannot be driven would keep the trainer from the others.
+        # Without an await in between: a trainer that registers now goes to the first in the queue. Of equal ones that
+        # is the run that was tried longest ago, of those that were never tried the oldest. Else a few that cannot be
+        # driven would keep the trainer from the others.
         found.sort(key=lambda each: self._not_before.get(each[0].record.uid, 0.0))
-        works = [(view, self._work_on(view, desired)) for view, desired in found]
+        waiting = [view for view, desired in found if _waits_for_workers(view, desired)]
+        claimed = self.queue.claim([(view, self._not_before.get(view.record.uid, 0.0)) for view in waiting])
+        works = [(view, self._work_on(view, desired, claimed)) for view, desired in found]
         for view, work in works:
             if work is None:
                 self._end_pause(view.record.uid)
@@ -299,16 +272,16 @@ class RunManager:
         self._sealed = {other: since for other, since in self._sealed.items() if now - since < RETIRED_S}
         return now - self._sealed.setdefault(uid, now) < SEALED_S
 
-    def _work_on(self, view: RunView, desired: DesiredState) -> Work | None:
+    def _work_on(self, view: RunView, desired: DesiredState, claimed: Container[str]) -> Work | None:
         """Return what is to be done with a run now: drive it, reopen it or queue it again; None if nothing.
 
-        Assigns a free trainer to a run that trains. Without one, a run is driven only if it shall pause or end, or is
-        closing.
+        `claimed` are the runs that got their workers. Another one that trains is driven only if it shall pause or end,
+        or is closing, with a trainer if one is free.
         """
         if view.status.is_reopened:
             return self._reopen
         is_paused = view.status.state == run_pb2.RUN_STATE_PAUSED
-        is_closing = view.is_closed or view.status.state == run_pb2.RUN_STATE_STOPPING
+        is_closing = _is_closing(view)
         if desired.is_paused and not is_closing:
             if is_paused:
                 self._retire_once(view, has_ended=False)
@@ -318,10 +291,11 @@ class RunManager:
         if view.record.kind == EVAL:
             # An evaluation run has endpoints of its own: it needs neither a trainer nor a replica.
             return self._drive
-        kind, uid = WorkerKind.TRAINER, view.record.uid
-        # For a run that is closing, a trainer that has finished the run is the right one.
-        trainers = self._registry.claim(kind, uid, limit=1, fresh=not is_closing)
-        if trainers or desired.is_cancelled or is_closing:
+        uid = view.record.uid
+        if uid not in claimed and (desired.is_cancelled or is_closing):
+            # For a run that is closing, a trainer that has finished the run is the right one.
+            self._registry.claim(WorkerKind.TRAINER, uid, limit=1, fresh=not is_closing)
+        if uid in claimed or desired.is_cancelled or is_closing:
             # Another orchestrator may try the same: of the trainers that are free with each, one begins to work.
             self._registry.reserve(uid)
             return self._drive
@@ -453,6 +427,7 @@ class RunManager:
                 tasks.create_task(self._renew(lease, run_log)),
                 tasks.create_task(self._follow_intents(claim, run_log.uid)),
                 tasks.create_task(watchdog.run()),
+                tasks.create_task(self.queue.record(run_log.uid, driver.parts.context.events)),
             ]
             await driver.run()
             for keeper in keepers:
@@ -536,7 +511,7 @@ class RunManager:
         Its metrics are removed when it has ended that long ago. It is not queued while this process still works on it.
         """
         self._ended[view.record.uid] = view
-        if _ended_lately(view):
+        if ended_lately(view):
             self._retire_once(view, has_ended=True)
         self._desired.forget(view.record.uid)
         self._not_before.pop(view.record.uid, None)
@@ -560,10 +535,16 @@ class RunManager:
             self._registry.retire(view.record.uid, has_ended=has_ended)
 
 
-def _ended_lately(view: RunView) -> bool:
-    """Return whether a run ended within the last `RETIRED_S`."""
-    end_time = view.status.end_time
-    return end_time is not None and time.time() - end_time.ToNanoseconds() / 1e9 < RETIRED_S
+def _is_closing(view: RunView) -> bool:
+    """Return whether a run has its closing header, or is about to get it."""
+    return view.is_closed or view.status.state == run_pb2.RUN_STATE_STOPPING
+
+
+def _waits_for_workers(view: RunView, desired: DesiredState) -> bool:
+    """Return whether an open run that nobody holds is to be driven as soon as it gets workers, and not before."""
+    if view.record.kind == EVAL or view.status.is_reopened or desired.is_cancelled or _is_closing(view):
+        return False
+    return not desired.is_paused
 
 
 def _is_gone(causes: Iterable[BaseException]) -> bool:

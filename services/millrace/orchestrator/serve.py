@@ -22,6 +22,7 @@ from millrace.orchestrator.chain import storage_of
 from millrace.orchestrator.dashboard_source import OrchestratorSource
 from millrace.orchestrator.manager import RunManager
 from millrace.orchestrator.meters import registry_of
+from millrace.orchestrator.queue.groups import parse_groups
 from millrace.orchestrator.service import RunServicer
 from millrace.orchestrator.workers import HEARTBEAT_S, KINDS, WorkerRegistry
 from millrace.race import first_of
@@ -98,6 +99,7 @@ class _Process:
 
 def _assemble(settings: Settings) -> _Process:
     """Make the parts of an orchestrator process and connect them to each other; nothing works yet."""
+    groups = parse_groups(settings.queue_groups)  # before anything is opened, as it may be malformed
     owner = new_worker_id("orchestrator")
     redis_url = settings.require("redis_url")
     redis = open_redis(redis_url)
@@ -115,6 +117,7 @@ def _assemble(settings: Settings) -> _Process:
         readers=readers,
         on_scan=lambda: board.touch(PROCESS),
         custom_code=CustomCode.parse(settings.custom_code),
+        groups=groups,
     )
     return _Process(
         settings=settings,

@@ -34,7 +34,7 @@ from millrace.orchestrator.manager import RunManager
 from millrace.orchestrator.new_run import make_record, validate
 from millrace.orchestrator.play.env_servers import IMAGE_REMEDY, EnvServers, KeyVariables, images_in_words
 from millrace.orchestrator.play.tasks import Sampler
-from millrace.orchestrator.why import explain, unanswered
+from millrace.orchestrator.why import unanswered
 from millrace.orchestrator.workers import WorkerKind, WorkerRegistry
 from millrace.race import in_own_thread
 from millrace.runlog.deletion import (
@@ -395,8 +395,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
                     remedy="see whether Redis and the object store answer",
                 ) from error
             view, note = known, "the run's log cannot be read now, its state is that of the last look"
-        is_held = self._manager.holds(view.record.uid)
-        return explain(view, self._registry, owner=self._owner, note=note, name_of=self._name_of, is_held=is_held)
+        return self._manager.explain(view, note=note, name_of=self._name_of)
 
     async def _validated(self, request: run_service_pb2.CreateRunRequest) -> tuple[RLConfig | EvalRunConfig, RunRecord]:
         """Check a request to create a run in a thread, and return the config and the record of the new run.
@@ -419,6 +418,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
                 config, record = await in_own_thread(check)
         if isinstance(config, RLConfig):
             require_loadable_loss(config, self._registry)
+            self._manager.queue.require_place(config)
         return config, record
 
     def _name_of(self, uid: str) -> str:

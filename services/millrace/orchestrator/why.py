@@ -33,12 +33,13 @@ def explain(
     note: str = "",
     name_of: NameOf = str,
     is_held: bool = False,
+    place: tuple[str, str] = ("", ""),
 ) -> run_service_pb2.ExplainRunResponse:
     """Return the waits of a run's processes, longest first, and a one-line summary of why it does not move.
 
     `owner` is this orchestrator. `note` says why the view may be old, "" if it is not. A run that has ended has waits
     only while this orchestrator still works on it (`is_held`): its exports write the rest. `name_of` gives a run's name
-    for a uid.
+    for a uid. `place` is its place in the queue and why it waits there, in words (`RunQueue.words`).
     """
     if view.is_terminal:
         last = _last_waits(view.record.uid, owner) if is_held else []
@@ -50,7 +51,7 @@ def explain(
     found = components(uid, registry, owner=owner)
     shown = [wait for component in found for wait in _collapsed(component.waits)]
     shown.sort(key=lambda wait: -wait.age_s)
-    summary = _summary(view, registry, found, owner=owner, name_of=name_of)
+    summary = _summary(view, registry, found, owner=owner, name_of=name_of, place=place)
     return run_service_pb2.ExplainRunResponse(waits=to_proto(shown), summary=f"{note}; {summary}" if note else summary)
 
 
@@ -177,15 +178,24 @@ def _chain(found: Sequence[Component], *, owner: str) -> Chain:
 
 
 def _summary(
-    view: RunView, registry: WorkerRegistry, found: Sequence[Component], *, owner: str, name_of: NameOf
+    view: RunView,
+    registry: WorkerRegistry,
+    found: Sequence[Component],
+    *,
+    owner: str,
+    name_of: NameOf,
+    place: tuple[str, str],
 ) -> str:
     """Return one line about the run: what is special about its state, then its troubles and its chain of waits.
 
-    `found` are its components; `owner` is this orchestrator; `name_of` gives a run's name for a uid.
+    `found` are its components; `owner` is this orchestrator; `name_of` gives a run's name for a uid;
+    `place` is its place in the queue and why it waits there.
     """
     match view.run.state:
         case run_pb2.RUN_STATE_QUEUED:
-            return f"queued: {_held_up(view.record.uid, found) or _why_queued(view.record.uid, registry, name_of)}"
+            uid, (where, why) = view.record.uid, place
+            why = _held_up(uid, found) or why or _why_queued(uid, registry, name_of)
+            return f"queued: {where}: {why}" if where else f"queued: {why}"
         case run_pb2.RUN_STATE_DAMAGED:
             return f"damaged, nothing works on it: {view.run.error.message}"
         case run_pb2.RUN_STATE_PAUSED:

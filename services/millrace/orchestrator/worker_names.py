@@ -1,8 +1,28 @@
-"""Short names of workers for people, such as `trainer-1`: a worker keeps its own, and its successor gets the same."""
+"""Kinds of workers, and short names for people, such as `trainer-1`: a worker keeps its own, and its successor gets
+the same.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import NamedTuple
+
+from millrace.internal.v1 import worker_service_pb2
+
+
+class WorkerKind(StrEnum):
+    """What a worker does for runs, by the name of its service."""
+
+    TRAINER = "trainer"
+    ENV_SERVER = "env-server"
+    INFERENCE = "inference"
+
+
+KINDS = {
+    worker_service_pb2.WORKER_KIND_TRAINER: WorkerKind.TRAINER,
+    worker_service_pb2.WORKER_KIND_ENV_SERVER: WorkerKind.ENV_SERVER,
+    worker_service_pb2.WORKER_KIND_INFERENCE: WorkerKind.INFERENCE,
+}
 
 
 class Numbered(NamedTuple):

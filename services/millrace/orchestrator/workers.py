@@ -9,13 +9,13 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from millrace.errors import CapacityError
 from millrace.internal.v1 import policy_pb2, policy_service_pb2, worker_service_pb2
-from millrace.orchestrator.worker_names import Numbered, WorkerNames
+from millrace.orchestrator.queue.limits import GivenWorker, Limits, Terms
+from millrace.orchestrator.worker_names import KINDS, Numbered, WorkerKind, WorkerNames
 from millrace.rpc.worker import from_proto, gpus_from_proto
 from millrace.telemetry.gpus import GpuUse
 from millrace.telemetry.waits import Wait
@@ -54,21 +54,6 @@ MAX_WORKERS = 4096
 """Most workers that are registered at once."""
 MAX_WAITS = 512
 """Most waits that are kept of one worker's report."""
-
-
-class WorkerKind(StrEnum):
-    """What a worker does for runs, by the name of its service."""
-
-    TRAINER = "trainer"
-    ENV_SERVER = "env-server"
-    INFERENCE = "inference"
-
-
-KINDS = {
-    worker_service_pb2.WORKER_KIND_TRAINER: WorkerKind.TRAINER,
-    worker_service_pb2.WORKER_KIND_ENV_SERVER: WorkerKind.ENV_SERVER,
-    worker_service_pb2.WORKER_KIND_INFERENCE: WorkerKind.INFERENCE,
-}
 
 
 @dataclass(slots=True)
@@ -134,6 +119,11 @@ class WorkerRecord:
     def gpus(self) -> list[GpuUse]:
         """Return the use of the devices that the worker may use, as last reported."""
         return gpus_from_proto(self._request.gpus)
+
+    @property
+    def accelerators(self) -> int:
+        """Return how many accelerators the worker uses: a trainer's ranks, the GPUs of another one, and 1 without."""
+        return max(1, self.worker.num_ranks or len(self._request.gpus))
 
     @property
     def silent_since(self) -> float:
@@ -213,6 +203,7 @@ class WorkerRegistry:
         self._retired: dict[str, _Retired] = {}
         self._reserved = set[str]()
         """Runs whose lease this orchestrator tries to get: workers that do not report them do not hear of them."""
+        self.limits = Limits()
         self.on_lost: list[Callable[[WorkerRecord, str], None]] = []
         """Called with each worker that is gone, and the reason: `WORKER_LOST` or `WORKER_REPLACED`."""
         self._pulse = 0.0
@@ -337,27 +328,50 @@ class WorkerRegistry:
         record.news.set()
         self._lists.clear()
 
-    def claim(self, kind: WorkerKind, run_uid: str, *, limit: int | None = None, fresh: bool = False) -> int:
-        """Assign free workers of a kind to a run, up to `limit`; return how many it has then.
+    def free_for(self, kind: WorkerKind, run_uid: str, *, fresh: bool = False) -> list[WorkerRecord]:
+        """Return the workers of a kind that a run may be given, first those that have it already and keep its state.
 
-        `limit` None is all that are free, of replicas the run's share. Workers that are leaving do not count.
-        A worker that already reports the run, as after a restart of this process, goes first; one that reports another
-        run is not free, a replica for `HOME_S` if that run goes on. With `fresh`, neither is a trainer that reports
-        how the run ended for it: that may be from before a reopening, and a trainer without an assignment forgets it.
+        A worker that reports another run is not free, a replica for `HOME_S` if that run goes on. With `fresh`, neither
+        is a trainer that reports how the run ended for it: that may be from before a reopening, and a trainer without
+        an assignment forgets it.
+        """
+        free = [record for record in self.owned(kind, "") if record.takes_work and record.reported in ("", run_uid)]
+        free = [each for each in free if not (fresh and each.is_over(run_uid)) and not self._has_home(each, run_uid)]
+        # False sorts first.
+        return sorted(free, key=lambda record: run_uid not in (record.reported, record.served))
+
+    def claim(self, kind: WorkerKind, run_uid: str, *, limit: int | None = None, fresh: bool = False) -> int:
+        """Assign free workers of a kind (`free_for`) to a run, up to `limit`; return how many it has then.
+
+        `limit` None is all that are free; of replicas what the run's share and the queue's limits leave. Workers that
+        are leaving do not count.
         """
         self._retired.pop(run_uid, None)
         mine = [record for record in self.owned(kind, run_uid) if not record.is_leaving]
-        free = [record for record in self.owned(kind, "") if record.takes_work and record.reported in ("", run_uid)]
-        free = [each for each in free if not (fresh and each.is_over(run_uid)) and not self._has_home(each, run_uid)]
+        free = self.free_for(kind, run_uid, fresh=fresh)
         if limit is None and kind is WorkerKind.INFERENCE and free:
-            limit = self._share(run_uid)
-        # False sorts first: a worker that has the run already keeps its state.
-        for record in sorted(free, key=lambda record: run_uid not in (record.reported, record.served)):
+            replicas = self.alive(WorkerKind.INFERENCE)
+            others = (record.run_uid for record in (*replicas, *self.alive(WorkerKind.TRAINER)))
+            limit = self.limits.share(run_uid, others, len(replicas))
+            free = self.limits.allowed(run_uid, free, num_replicas=len(mine), held=self.held())
+        for record in free:
             if limit is not None and len(mine) >= limit:
                 break
             self._give(record, run_uid)
             mine.append(record)
         return len(mine)
+
+    def held(self) -> list[GivenWorker]:
+        """Return the trainers and replicas that are given to runs."""
+        given = (each for each in self.by_id.values() if each.run_uid)
+        return [GivenWorker(each.run_uid, each.kind is WorkerKind.INFERENCE, each.accelerators) for each in given]
+
+    def give(self, run_uid: str, worker_ids: Iterable[str], terms: Terms) -> None:
+        """Assign all of these free workers to a run, under the queue's terms."""
+        self._retired.pop(run_uid, None)
+        self.limits.admit(run_uid, terms)
+        for worker_id in worker_ids:
+            self._give(self.by_id[worker_id], run_uid)
 
     def reserve(self, run_uid: str) -> None:
         """Keep a run out of its workers' assignments until `announce`: another orchestrator may hold its lease.
@@ -381,18 +395,6 @@ class WorkerRegistry:
         """
         return record.served in self.going_on - {run_uid} and time.monotonic() - record.registered < HOME_S
 
-    def _share(self, run_uid: str) -> int:
-        """Return how many replicas a run may have: all, divided by the runs that have a trainer or replicas.
-
-        What the division leaves over goes to the first runs by their uids, so that no run is left without a replica
-        as long as there are as many replicas as runs.
-        """
-        replicas = self.alive(WorkerKind.INFERENCE)
-        runs = {record.run_uid for record in (*replicas, *self.alive(WorkerKind.TRAINER))} | {run_uid}
-        runs.discard("")
-        each, left = divmod(len(replicas), len(runs))
-        return max(1, each + (sorted(runs).index(run_uid) < left))
-
     def release(self, run_uid: str) -> None:
         """Free all workers of a run that this orchestrator does not drive any more, and forget what they are to be
         informed of.
@@ -403,6 +405,7 @@ class WorkerRegistry:
             if record.run_uid == run_uid:
                 self._give(record, "")
         self._reserved.discard(run_uid)
+        self.limits.forget(run_uid)
         self._resolved_below.pop(run_uid, None)
         self._log_instances.pop(run_uid, None)
         self._damaged.pop(run_uid, None)

@@ -10,6 +10,7 @@ from typing import Self
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from millrace.decoding import MAX_INTEGER
+from millrace.runlog.usage import AcceleratorUsage
 from millrace.v1 import event_pb2, run_pb2
 
 GONE_BEHIND = 8
@@ -17,6 +18,8 @@ GONE_BEHIND = 8
 MAX_ENVIRONMENTS = 1000
 """Environments that are kept of one run, whatever its events name."""
 TERMINAL = frozenset({run_pb2.RUN_STATE_SUCCEEDED, run_pb2.RUN_STATE_FAILED, run_pb2.RUN_STATE_CANCELLED})
+WORKING = frozenset({run_pb2.RUN_STATE_STARTING, run_pb2.RUN_STATE_RUNNING, run_pb2.RUN_STATE_STOPPING})
+"""States in which a run has workers."""
 _SHOWN_VERSIONS = 10
 
 
@@ -218,6 +221,8 @@ class RunStatus:
     """By environment."""
     batches: BatchAge = field(default_factory=BatchAge)
     """On the clocks of the events' writers."""
+    usage: AcceleratorUsage = field(default_factory=AcceleratorUsage)
+    """Of accelerators, as far as the log says which the run had."""
     resumed: event_pb2.TrainingResumed | None = None
     """How training began again, until it is as far as it was before."""
     last_time: float = 0.0
@@ -291,6 +296,10 @@ class RunStatus:
                 self._add_step(event.step_completed)
                 if self.resumed is not None and event.step_completed.step >= self.resumed.published:
                     self.resumed = None
+            case "workers_assigned":
+                given = event.workers_assigned
+                if self.state in WORKING:
+                    self.usage.change(given.trainer_accelerators + given.replica_accelerators, self.last_time)
             case "training_resumed":
                 self.resumed = event_pb2.TrainingResumed()
                 self.resumed.CopyFrom(event.training_resumed)
@@ -336,6 +345,8 @@ class RunStatus:
             self.error = run_pb2.RunError()
             self.error.CopyFrom(change.error)
         self.batches.state_changed(change.new_state, self.last_time)
+        if change.new_state not in WORKING:
+            self.usage.change(0, self.last_time)
 
     def _leave_end(self, state: run_pb2.RunState) -> None:
         """Set the state; one that is not terminal has neither an end time nor an error."""

@@ -159,6 +159,10 @@ class Settings:
     comma-separated, with what is below them; `*` allows all. None by default: who may submit runs must not thereby run
     code in the service. The local stack allows all, as it runs as its user."""
 
+    queue_groups: str = _variable(_text, "")
+    """Orchestrator: groups of runs that share the workers, such as `research:weight=2:quota=16,batch`: accelerators are
+    shared by weight, and `quota` is the most that a group's runs have at once."""
+
     tls_cert: str | None = _variable(_text)
     """PEM chain that this process shows: as a server, and as a client of servers that ask for one."""
     tls_key: str | None = _variable(_text)

@@ -56,6 +56,7 @@ def run(settings: Settings, *, train: Callable[[Any], None] | None = None) -> in
         min_log_format=FORMAT_MAJOR,
         max_log_format=FORMAT_MAJOR,
         custom_modules=CustomCode.parse(settings.custom_code).modules,
+        num_ranks=int(os.environ.get("WORLD_SIZE", "1")),
     )
     with BackgroundLoop() as background:
         registered = RegisteredWorker(

@@ -11,7 +11,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Event(_message.Message):
-    __slots__ = ("cursor", "time", "writer", "writer_sequence", "state_changed", "step_completed", "eval_completed", "policy_published", "checkpoint_saved", "warning", "wait_reported", "score_completed", "batch_committed", "policy_served", "rollouts_failed", "token_log_stored", "training_resumed")
+    __slots__ = ("cursor", "time", "writer", "writer_sequence", "state_changed", "step_completed", "eval_completed", "policy_published", "checkpoint_saved", "warning", "wait_reported", "score_completed", "batch_committed", "policy_served", "rollouts_failed", "token_log_stored", "training_resumed", "workers_assigned")
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     TIME_FIELD_NUMBER: _ClassVar[int]
     WRITER_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,7 @@ class Event(_message.Message):
     ROLLOUTS_FAILED_FIELD_NUMBER: _ClassVar[int]
     TOKEN_LOG_STORED_FIELD_NUMBER: _ClassVar[int]
     TRAINING_RESUMED_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_ASSIGNED_FIELD_NUMBER: _ClassVar[int]
     cursor: str
     time: _timestamp_pb2.Timestamp
     writer: str
@@ -46,7 +47,8 @@ class Event(_message.Message):
     rollouts_failed: RolloutsFailed
     token_log_stored: TokenLogStored
     training_resumed: TrainingResumed
-    def __init__(self, cursor: _Optional[str] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., writer: _Optional[str] = ..., writer_sequence: _Optional[int] = ..., state_changed: _Optional[_Union[StateChanged, _Mapping]] = ..., step_completed: _Optional[_Union[StepCompleted, _Mapping]] = ..., eval_completed: _Optional[_Union[EvalCompleted, _Mapping]] = ..., policy_published: _Optional[_Union[PolicyPublished, _Mapping]] = ..., checkpoint_saved: _Optional[_Union[CheckpointSaved, _Mapping]] = ..., warning: _Optional[_Union[Warning, _Mapping]] = ..., wait_reported: _Optional[_Union[WaitReported, _Mapping]] = ..., score_completed: _Optional[_Union[ScoreCompleted, _Mapping]] = ..., batch_committed: _Optional[_Union[BatchCommitted, _Mapping]] = ..., policy_served: _Optional[_Union[PolicyServed, _Mapping]] = ..., rollouts_failed: _Optional[_Union[RolloutsFailed, _Mapping]] = ..., token_log_stored: _Optional[_Union[TokenLogStored, _Mapping]] = ..., training_resumed: _Optional[_Union[TrainingResumed, _Mapping]] = ...) -> None: ...
+    workers_assigned: WorkersAssigned
+    def __init__(self, cursor: _Optional[str] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., writer: _Optional[str] = ..., writer_sequence: _Optional[int] = ..., state_changed: _Optional[_Union[StateChanged, _Mapping]] = ..., step_completed: _Optional[_Union[StepCompleted, _Mapping]] = ..., eval_completed: _Optional[_Union[EvalCompleted, _Mapping]] = ..., policy_published: _Optional[_Union[PolicyPublished, _Mapping]] = ..., checkpoint_saved: _Optional[_Union[CheckpointSaved, _Mapping]] = ..., warning: _Optional[_Union[Warning, _Mapping]] = ..., wait_reported: _Optional[_Union[WaitReported, _Mapping]] = ..., score_completed: _Optional[_Union[ScoreCompleted, _Mapping]] = ..., batch_committed: _Optional[_Union[BatchCommitted, _Mapping]] = ..., policy_served: _Optional[_Union[PolicyServed, _Mapping]] = ..., rollouts_failed: _Optional[_Union[RolloutsFailed, _Mapping]] = ..., token_log_stored: _Optional[_Union[TokenLogStored, _Mapping]] = ..., training_resumed: _Optional[_Union[TrainingResumed, _Mapping]] = ..., workers_assigned: _Optional[_Union[WorkersAssigned, _Mapping]] = ...) -> None: ...
 
 class StateChanged(_message.Message):
     __slots__ = ("old_state", "new_state", "reason", "error", "chain_hash")
@@ -61,6 +63,14 @@ class StateChanged(_message.Message):
     error: _run_pb2.RunError
     chain_hash: str
     def __init__(self, old_state: _Optional[_Union[_run_pb2.RunState, str]] = ..., new_state: _Optional[_Union[_run_pb2.RunState, str]] = ..., reason: _Optional[str] = ..., error: _Optional[_Union[_run_pb2.RunError, _Mapping]] = ..., chain_hash: _Optional[str] = ...) -> None: ...
+
+class WorkersAssigned(_message.Message):
+    __slots__ = ("trainer_accelerators", "replica_accelerators")
+    TRAINER_ACCELERATORS_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_ACCELERATORS_FIELD_NUMBER: _ClassVar[int]
+    trainer_accelerators: int
+    replica_accelerators: int
+    def __init__(self, trainer_accelerators: _Optional[int] = ..., replica_accelerators: _Optional[int] = ...) -> None: ...
 
 class StepCompleted(_message.Message):
     __slots__ = ("step", "reward_mean", "staleness_mean", "staleness_max", "num_tokens", "num_rollouts", "step_seconds", "wait_seconds", "metrics", "chain_hash")

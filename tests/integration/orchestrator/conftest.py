@@ -32,6 +32,7 @@ class Stack:
         self.orchestrator: asyncio.Task | None = None
         self.address = ""
         self.custom_code = ""
+        self.queue_groups = ""
 
     async def start(self) -> None:
         self.deps = {"redis": open_redis(self.redis_url), "store": open_store(self.store_url), "prefix": self.prefix}
@@ -50,6 +51,7 @@ class Stack:
             drain_s=0.0,
             grace_s=1.0,
             custom_code=self.custom_code,
+            queue_groups=self.queue_groups,
         )
         self.orchestrator = asyncio.create_task(
             serve_orchestrator(settings, on_started=started.set_result, handle_signals=False)

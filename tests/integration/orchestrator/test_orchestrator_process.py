@@ -210,13 +210,14 @@ async def test_a_term_gives_runs_back_before_the_drain_and_tells_watchers_where_
 
 SMALL_WINDOWS = """
 from millrace.orchestrator import main, manager
-from millrace.orchestrator.drive import housekeeping
+from millrace.orchestrator.drive import housekeeping, sealer
 from millrace.runlog import event_archive, rebuild
 from millrace.runlog.records import frontier
 
 housekeeping.ARCHIVE_S, housekeeping.TRIM_S, frontier.POINT_STEPS = 0.1, 0.1, 2
 event_archive.KEPT_EVENTS = rebuild.KEPT_EVENTS = 4
-manager.RETIRED_S, manager.RETRY_S = 0.0, 0.5
+manager.RETIRED_S = sealer.RETIRED_S = 0.0
+sealer.RETRY_S = 0.5
 main.main()
 """
 """A script that is an orchestrator whose windows are so small that a short run fills them."""

@@ -112,6 +112,9 @@ def _event_words(event: event_pb2.Event, progress: Progress) -> str:
             return f"checkpoint of step {saved.step} saved  {size(saved.size_bytes)}  {saved.uri}"
         case "training_resumed":
             return resumed_words(event.training_resumed)
+        case "workers_assigned":
+            given = event.workers_assigned
+            return f"accelerators: {given.trainer_accelerators} train, {given.replica_accelerators} generate"
         case "score_completed":
             done = event.score_completed
             return (

@@ -7,7 +7,7 @@ from millrace.config.section import BrokenRule, ConfigSection, broken, option, r
 from millrace.config.sections.environments import have_conversations
 from millrace.config.sections.inference import CONSTRAINING_PARSERS, InferenceConfig
 from millrace.config.sections.orchestrator import OrchestratorConfig
-from millrace.config.sections.shared import PresetConfig, RunConfig, SharedKeys
+from millrace.config.sections.shared import PresetConfig, QueueConfig, RunConfig, SharedKeys
 from millrace.config.sections.trainer import (
     TrainerConfig,
     broken_compile_rules,
@@ -31,6 +31,7 @@ class RLConfig(SharedKeys):
     )
     algo: PresetConfig = table(PresetConfig, "An algorithm by one word.")
     run: RunConfig = table(RunConfig, "What the run is called.")
+    queue: QueueConfig = table(QueueConfig, "When the run gets workers, and which.")
     trainer: TrainerConfig = table(TrainerConfig, "The trainer.")
     orchestrator: OrchestratorConfig = required("The loop.")
     inference: InferenceConfig = table(InferenceConfig, "The engine.")

@@ -7,6 +7,7 @@ from pydantic import model_validator
 
 from millrace.config.layers import as_tree
 from millrace.config.section import (
+    GROUP_PATTERN,
     RUN_NAME_PATTERN,
     BrokenRule,
     ConfigSection,
@@ -16,7 +17,7 @@ from millrace.config.section import (
     required,
     table,
 )
-from millrace.config.tree import Facts
+from millrace.config.tree import Facts, Limit
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 SHARED_MODEL = Facts(shared="model.name")
@@ -40,6 +41,35 @@ class RunConfig(ConfigSection):
         "Lower-case letters, digits and dashes, at most 63, beginning with a letter. By default made from the "
         "environments and a short random id.",
         pattern=RUN_NAME_PATTERN,
+    )
+
+
+class QueueConfig(ConfigSection):
+    """When the run gets workers, and which. docs/operations.md has the rules."""
+
+    priority: int = option(
+        0,
+        "Runs of a higher one get workers first. A run that waits gains 1 in 15 minutes, up to the highest that waits.",
+        ge=-1000,
+        le=1000,
+    )
+    group: str = option(
+        "default",
+        "Group whose weight and quota count (`MILLRACE_QUEUE_GROUPS` of the orchestrator).",
+        pattern=GROUP_PATTERN,
+    )
+    min_replicas: int = option(
+        0,
+        "Replicas that the run gets together with its trainer, or not at all. 0: it begins with a trainer, and takes "
+        "replicas as they become free.",
+        ge=0,
+        le=1000,
+    )
+    max_replicas: int | None = option(
+        None,
+        "Most replicas that the run takes; its share of all if left out.",
+        facts=Facts(limit=Limit("at least", ".min_replicas", "the run gets so many when it begins")),
+        ge=1,
     )
 
 

@@ -27,31 +27,31 @@ from millrace.internal.v1 import policy_service_pb2 as millrace_dot_internal_dot
 from millrace.v1 import event_pb2 as millrace_dot_v1_dot_event__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)millrace/internal/v1/worker_service.proto\x12\x14millrace.internal.v1\x1a!millrace/internal/v1/policy.proto\x1a)millrace/internal/v1/policy_service.proto\x1a\x17millrace/v1/event.proto\"\xfa\x01\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12.\n\x04kind\x18\x02 \x01(\x0e\x32 .millrace.internal.v1.WorkerKind\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x10\n\x08http_url\x18\x04 \x01(\t\x12\x0f\n\x07version\x18\x05 \x01(\t\x12\x16\n\x0emin_log_format\x18\x06 \x01(\r\x12\x16\n\x0emax_log_format\x18\x07 \x01(\r\x12\x10\n\x08\x63\x61pacity\x18\x08 \x01(\r\x12\x0c\n\x04slot\x18\t \x01(\t\x12\x16\n\x0e\x63ustom_modules\x18\n \x03(\t\x12\x11\n\tenv_image\x18\x0b \x01(\t\"\xaa\x01\n\rTrainerStatus\x12\x0f\n\x07run_uid\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x13\n\x0bis_finished\x18\x04 \x01(\x08\x12\x14\n\x0c\x65rror_reason\x18\x05 \x01(\t\x12\x15\n\rerror_message\x18\x06 \x01(\t\x12\x13\n\x0b\x64\x65vice_turn\x18\x07 \x01(\x04\x12\x14\n\x0c\x65rror_remedy\x18\x08 \x01(\t\"E\n\x15RegisterWorkerRequest\x12,\n\x06worker\x18\x01 \x01(\x0b\x32\x1c.millrace.internal.v1.Worker\"J\n\x16RegisterWorkerResponse\x12\x19\n\x11heartbeat_seconds\x18\x01 \x01(\x01\x12\x15\n\rlease_seconds\x18\x02 \x01(\x01\"\xf5\x01\n\x06GpuUse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04uuid\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x1e\n\x11memory_used_bytes\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x1f\n\x12memory_total_bytes\x18\x05 \x01(\x04H\x01\x88\x01\x01\x12\x18\n\x0butilization\x18\x06 \x01(\x01H\x02\x88\x01\x01\x12\x18\n\x0bpower_watts\x18\x07 \x01(\x01H\x03\x88\x01\x01\x42\x14\n\x12_memory_used_bytesB\x15\n\x13_memory_total_bytesB\x0e\n\x0c_utilizationB\x0e\n\x0c_power_watts\"\x9c\x02\n\x10HeartbeatRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12 \n\x05waits\x18\x02 \x03(\x0b\x32\x11.millrace.v1.Wait\x12\x32\n\x06policy\x18\x03 \x01(\x0b\x32\".millrace.internal.v1.PolicyStatus\x12\x34\n\x07trainer\x18\x04 \x01(\x0b\x32#.millrace.internal.v1.TrainerStatus\x12\x13\n\x0bnum_playing\x18\x05 \x01(\r\x12\x12\n\nis_leaving\x18\x06 \x01(\x08\x12\x14\n\x0chold_seconds\x18\x07 \x01(\x01\x12*\n\x04gpus\x18\x08 \x03(\x0b\x32\x1c.millrace.internal.v1.GpuUse\"\xc8\x01\n\nAssignment\x12\x0f\n\x07run_uid\x18\x01 \x01(\t\x12\x16\n\x0eresolved_below\x18\x02 \x01(\x04\x12\x14\n\x0clog_instance\x18\x03 \x01(\t\x12\x39\n\x0e\x64\x61maged_policy\x18\x04 \x01(\x0b\x32!.millrace.internal.v1.PolicyEntry\x12\x1a\n\x12num_damage_reports\x18\x05 \x01(\x04\x12\x0f\n\x07is_over\x18\x06 \x01(\x08\x12\x13\n\x0b\x64\x65vice_turn\x18\x07 \x01(\x04\"\x8d\x01\n\x11HeartbeatResponse\x12\x16\n\x0eregister_again\x18\x01 \x01(\x08\x12\x35\n\x0b\x61ssignments\x18\x02 \x03(\x0b\x32 .millrace.internal.v1.Assignment\x12\x0e\n\x06let_go\x18\x03 \x03(\t\x12\x19\n\x11heartbeat_seconds\x18\x04 \x01(\x01*y\n\nWorkerKind\x12\x1b\n\x17WORKER_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16WORKER_KIND_ENV_SERVER\x10\x01\x12\x19\n\x15WORKER_KIND_INFERENCE\x10\x02\x12\x17\n\x13WORKER_KIND_TRAINER\x10\x03\x32\xda\x01\n\rWorkerService\x12k\n\x0eRegisterWorker\x12+.millrace.internal.v1.RegisterWorkerRequest\x1a,.millrace.internal.v1.RegisterWorkerResponse\x12\\\n\tHeartbeat\x12&.millrace.internal.v1.HeartbeatRequest\x1a\'.millrace.internal.v1.HeartbeatResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)millrace/internal/v1/worker_service.proto\x12\x14millrace.internal.v1\x1a!millrace/internal/v1/policy.proto\x1a)millrace/internal/v1/policy_service.proto\x1a\x17millrace/v1/event.proto\"\x8d\x02\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12.\n\x04kind\x18\x02 \x01(\x0e\x32 .millrace.internal.v1.WorkerKind\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x10\n\x08http_url\x18\x04 \x01(\t\x12\x0f\n\x07version\x18\x05 \x01(\t\x12\x16\n\x0emin_log_format\x18\x06 \x01(\r\x12\x16\n\x0emax_log_format\x18\x07 \x01(\r\x12\x10\n\x08\x63\x61pacity\x18\x08 \x01(\r\x12\x0c\n\x04slot\x18\t \x01(\t\x12\x16\n\x0e\x63ustom_modules\x18\n \x03(\t\x12\x11\n\tenv_image\x18\x0b \x01(\t\x12\x11\n\tnum_ranks\x18\x0c \x01(\r\"\xaa\x01\n\rTrainerStatus\x12\x0f\n\x07run_uid\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x13\n\x0bis_finished\x18\x04 \x01(\x08\x12\x14\n\x0c\x65rror_reason\x18\x05 \x01(\t\x12\x15\n\rerror_message\x18\x06 \x01(\t\x12\x13\n\x0b\x64\x65vice_turn\x18\x07 \x01(\x04\x12\x14\n\x0c\x65rror_remedy\x18\x08 \x01(\t\"E\n\x15RegisterWorkerRequest\x12,\n\x06worker\x18\x01 \x01(\x0b\x32\x1c.millrace.internal.v1.Worker\"J\n\x16RegisterWorkerResponse\x12\x19\n\x11heartbeat_seconds\x18\x01 \x01(\x01\x12\x15\n\rlease_seconds\x18\x02 \x01(\x01\"\xf5\x01\n\x06GpuUse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04uuid\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x1e\n\x11memory_used_bytes\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x1f\n\x12memory_total_bytes\x18\x05 \x01(\x04H\x01\x88\x01\x01\x12\x18\n\x0butilization\x18\x06 \x01(\x01H\x02\x88\x01\x01\x12\x18\n\x0bpower_watts\x18\x07 \x01(\x01H\x03\x88\x01\x01\x42\x14\n\x12_memory_used_bytesB\x15\n\x13_memory_total_bytesB\x0e\n\x0c_utilizationB\x0e\n\x0c_power_watts\"\x9c\x02\n\x10HeartbeatRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12 \n\x05waits\x18\x02 \x03(\x0b\x32\x11.millrace.v1.Wait\x12\x32\n\x06policy\x18\x03 \x01(\x0b\x32\".millrace.internal.v1.PolicyStatus\x12\x34\n\x07trainer\x18\x04 \x01(\x0b\x32#.millrace.internal.v1.TrainerStatus\x12\x13\n\x0bnum_playing\x18\x05 \x01(\r\x12\x12\n\nis_leaving\x18\x06 \x01(\x08\x12\x14\n\x0chold_seconds\x18\x07 \x01(\x01\x12*\n\x04gpus\x18\x08 \x03(\x0b\x32\x1c.millrace.internal.v1.GpuUse\"\xc8\x01\n\nAssignment\x12\x0f\n\x07run_uid\x18\x01 \x01(\t\x12\x16\n\x0eresolved_below\x18\x02 \x01(\x04\x12\x14\n\x0clog_instance\x18\x03 \x01(\t\x12\x39\n\x0e\x64\x61maged_policy\x18\x04 \x01(\x0b\x32!.millrace.internal.v1.PolicyEntry\x12\x1a\n\x12num_damage_reports\x18\x05 \x01(\x04\x12\x0f\n\x07is_over\x18\x06 \x01(\x08\x12\x13\n\x0b\x64\x65vice_turn\x18\x07 \x01(\x04\"\x8d\x01\n\x11HeartbeatResponse\x12\x16\n\x0eregister_again\x18\x01 \x01(\x08\x12\x35\n\x0b\x61ssignments\x18\x02 \x03(\x0b\x32 .millrace.internal.v1.Assignment\x12\x0e\n\x06let_go\x18\x03 \x03(\t\x12\x19\n\x11heartbeat_seconds\x18\x04 \x01(\x01*y\n\nWorkerKind\x12\x1b\n\x17WORKER_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16WORKER_KIND_ENV_SERVER\x10\x01\x12\x19\n\x15WORKER_KIND_INFERENCE\x10\x02\x12\x17\n\x13WORKER_KIND_TRAINER\x10\x03\x32\xda\x01\n\rWorkerService\x12k\n\x0eRegisterWorker\x12+.millrace.internal.v1.RegisterWorkerRequest\x1a,.millrace.internal.v1.RegisterWorkerResponse\x12\\\n\tHeartbeat\x12&.millrace.internal.v1.HeartbeatRequest\x1a\'.millrace.internal.v1.HeartbeatResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'millrace.internal.v1.worker_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERKIND']._serialized_start=1625
-  _globals['_WORKERKIND']._serialized_end=1746
+  _globals['_WORKERKIND']._serialized_start=1644
+  _globals['_WORKERKIND']._serialized_end=1765
   _globals['_WORKER']._serialized_start=171
-  _globals['_WORKER']._serialized_end=421
-  _globals['_TRAINERSTATUS']._serialized_start=424
-  _globals['_TRAINERSTATUS']._serialized_end=594
-  _globals['_REGISTERWORKERREQUEST']._serialized_start=596
-  _globals['_REGISTERWORKERREQUEST']._serialized_end=665
-  _globals['_REGISTERWORKERRESPONSE']._serialized_start=667
-  _globals['_REGISTERWORKERRESPONSE']._serialized_end=741
-  _globals['_GPUUSE']._serialized_start=744
-  _globals['_GPUUSE']._serialized_end=989
-  _globals['_HEARTBEATREQUEST']._serialized_start=992
-  _globals['_HEARTBEATREQUEST']._serialized_end=1276
-  _globals['_ASSIGNMENT']._serialized_start=1279
-  _globals['_ASSIGNMENT']._serialized_end=1479
-  _globals['_HEARTBEATRESPONSE']._serialized_start=1482
-  _globals['_HEARTBEATRESPONSE']._serialized_end=1623
-  _globals['_WORKERSERVICE']._serialized_start=1749
-  _globals['_WORKERSERVICE']._serialized_end=1967
+  _globals['_WORKER']._serialized_end=440
+  _globals['_TRAINERSTATUS']._serialized_start=443
+  _globals['_TRAINERSTATUS']._serialized_end=613
+  _globals['_REGISTERWORKERREQUEST']._serialized_start=615
+  _globals['_REGISTERWORKERREQUEST']._serialized_end=684
+  _globals['_REGISTERWORKERRESPONSE']._serialized_start=686
+  _globals['_REGISTERWORKERRESPONSE']._serialized_end=760
+  _globals['_GPUUSE']._serialized_start=763
+  _globals['_GPUUSE']._serialized_end=1008
+  _globals['_HEARTBEATREQUEST']._serialized_start=1011
+  _globals['_HEARTBEATREQUEST']._serialized_end=1295
+  _globals['_ASSIGNMENT']._serialized_start=1298
+  _globals['_ASSIGNMENT']._serialized_end=1498
+  _globals['_HEARTBEATRESPONSE']._serialized_start=1501
+  _globals['_HEARTBEATRESPONSE']._serialized_end=1642
+  _globals['_WORKERSERVICE']._serialized_start=1768
+  _globals['_WORKERSERVICE']._serialized_end=1986
 # @@protoc_insertion_point(module_scope)

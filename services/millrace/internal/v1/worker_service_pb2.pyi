@@ -22,7 +22,7 @@ WORKER_KIND_INFERENCE: WorkerKind
 WORKER_KIND_TRAINER: WorkerKind
 
 class Worker(_message.Message):
-    __slots__ = ("worker_id", "kind", "address", "http_url", "version", "min_log_format", "max_log_format", "capacity", "slot", "custom_modules", "env_image")
+    __slots__ = ("worker_id", "kind", "address", "http_url", "version", "min_log_format", "max_log_format", "capacity", "slot", "custom_modules", "env_image", "num_ranks")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class Worker(_message.Message):
     SLOT_FIELD_NUMBER: _ClassVar[int]
     CUSTOM_MODULES_FIELD_NUMBER: _ClassVar[int]
     ENV_IMAGE_FIELD_NUMBER: _ClassVar[int]
+    NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     kind: WorkerKind
     address: str
@@ -45,7 +46,8 @@ class Worker(_message.Message):
     slot: str
     custom_modules: _containers.RepeatedScalarFieldContainer[str]
     env_image: str
-    def __init__(self, worker_id: _Optional[str] = ..., kind: _Optional[_Union[WorkerKind, str]] = ..., address: _Optional[str] = ..., http_url: _Optional[str] = ..., version: _Optional[str] = ..., min_log_format: _Optional[int] = ..., max_log_format: _Optional[int] = ..., capacity: _Optional[int] = ..., slot: _Optional[str] = ..., custom_modules: _Optional[_Iterable[str]] = ..., env_image: _Optional[str] = ...) -> None: ...
+    num_ranks: int
+    def __init__(self, worker_id: _Optional[str] = ..., kind: _Optional[_Union[WorkerKind, str]] = ..., address: _Optional[str] = ..., http_url: _Optional[str] = ..., version: _Optional[str] = ..., min_log_format: _Optional[int] = ..., max_log_format: _Optional[int] = ..., capacity: _Optional[int] = ..., slot: _Optional[str] = ..., custom_modules: _Optional[_Iterable[str]] = ..., env_image: _Optional[str] = ..., num_ranks: _Optional[int] = ...) -> None: ...
 
 class TrainerStatus(_message.Message):
     __slots__ = ("run_uid", "epoch", "step", "is_finished", "error_reason", "error_message", "device_turn", "error_remedy")

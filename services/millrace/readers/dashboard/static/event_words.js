@@ -12,6 +12,7 @@ const SAY = {
   checkpoint_saved: (body) => `checkpoint v${body.step || 0}, ${bytes(body.size_bytes || 0)}`,
   token_log_stored: (body) => `log-probs of step ${(body.step || 0) + 1} are stored, ${bytes(body.size_bytes || 0)}`,
   training_resumed: (body) => `training goes on ${body.step ? `behind step ${body.step} (${body.start})` : `from ${body.start}`}${(body.published || 0) > (body.step || 0) ? `, up to step ${body.published} it is trained again` : ""}: ${body.reason}`,
+  workers_assigned: (body) => `accelerators: ${body.trainer_accelerators || 0} train, ${body.replica_accelerators || 0} generate`,
   warning: (body) => `${body.message} [${body.reason}]`,
   wait_reported: (body) => `${body.wait.owner} waits for ${body.wait.reason}${body.wait.waits_on ? ` ← ${body.wait.waits_on}` : ""} (${seconds(body.wait.age_seconds || 0)})`,
   score_completed: (body) => `policy v${body.version || 0}: mismatch KL ${number(body.mismatch_kl || 0)} over ${number(body.num_tokens || 0)} tokens`,

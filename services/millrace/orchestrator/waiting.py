@@ -1,0 +1,258 @@
+"""The queue of this orchestrator's runs: who waits, for how long, what is free and what was used, and the claims.
+
+`queue.order` decides; this gathers what it decides by. Nothing of it is only in memory: what a run wants is in its
+record, since when it waits and what it used are in its log, and who is free is what workers report. An orchestrator
+that starts after `kill -9` decides the same.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Container, Mapping, Sequence
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from millrace.config import RLConfig
+from millrace.config.sections.shared import QueueConfig
+from millrace.errors import InvalidSpecError, MillraceError, Violation
+from millrace.orchestrator.catalog import MAX_ENDED, RunCatalog, RunView
+from millrace.orchestrator.events import RunEvents
+from millrace.orchestrator.queue.groups import NO_GROUPS
+from millrace.orchestrator.queue.limits import Terms
+from millrace.orchestrator.queue.order import (
+    DEFAULT_GROUP,
+    GroupUse,
+    QueuedRun,
+    QueueGroup,
+    QueuePlace,
+    WaitReason,
+    WorkerPool,
+    least_accelerators,
+    place_runs,
+)
+from millrace.orchestrator.workers import WorkerKind, WorkerRegistry
+from millrace.runlog.records.run_record import RL, RunRecord
+from millrace.runlog.run_status import WORKING
+from millrace.telemetry import waits
+
+logger = logging.getLogger(__name__)
+
+WINDOW_S = 86400.0
+"""How far back the use of a group counts for its share."""
+RETRY_S = 5.0
+RECORD_S, REST_S = 5.0, 0.1
+"""How often it is looked what a run has, and the shortest time between two looks."""
+
+
+class RunQueue:
+    """Decides which waiting runs get this orchestrator's free workers, and says why the others wait."""
+
+    def __init__(
+        self, *, catalog: RunCatalog, registry: WorkerRegistry, groups: Mapping[str, QueueGroup] = NO_GROUPS
+    ) -> None:
+        """Make a queue over the runs of `catalog` and the workers of `registry`.
+
+        `groups` are the server's; without any no use is recorded, and every run is of one group.
+        """
+        self._catalog, self._registry, self._groups = catalog, registry, groups
+        self._asked: dict[str, QueueConfig] = {}
+        self._places: dict[str, QueuePlace] = {}
+        registry.limits.groups = groups
+
+    def claim(self, waiting: Sequence[tuple[RunView, float]]) -> set[str]:
+        """Give the free workers to the runs whose turn it is, and return their uids.
+
+        `waiting` are all runs that wait for workers, each with the time from which it may be tried again after a claim
+        that failed, 0 if none did.
+        """
+        now = time.time()
+        asked = {view.record.uid: self._asked_of(view.record) for view, _ in waiting}
+        if any(each.min_replicas for each in asked.values()):
+            # Runs that began without a replica, or lost theirs, come before those that wait.
+            for uid in {each.uid for each in self._registry.held() if not each.is_replica}:
+                num_replicas = len(self._registry.owned(WorkerKind.INFERENCE, uid))
+                if num_replicas < self._registry.limits.least(uid):
+                    self._registry.claim(WorkerKind.INFERENCE, uid)
+        runs = [self._as_waiting(view, tried, asked[view.record.uid]) for view, tried in waiting]
+        used = self._used(now, {view.record.uid for view, _ in waiting}) if self._groups else {}
+        places = place_runs(runs, groups=self._groups, used=used, pool=self._pool(), now=now)
+        for place in places:
+            if place.workers:
+                least, most = max(1, asked[place.uid].min_replicas), asked[place.uid].max_replicas
+                terms = Terms(group=place.group, least_replicas=least, most_replicas=most)
+                self._registry.give(place.uid, place.workers, terms)
+        self._registry.limits.kept = {worker: place.uid for place in places for worker in place.kept}
+        self._places = {place.uid: place for place in places}
+        return {place.uid for place in places if place.workers}
+
+    def _as_waiting(self, view: RunView, tried: float, asked: QueueConfig) -> QueuedRun:
+        """Return a run as the order looks at it."""
+        uid, free, is_interrupted = view.record.uid, self._registry.free_for, view.status.state in WORKING
+        return QueuedRun(
+            uid=uid,
+            group=asked.group,
+            priority=asked.priority,
+            since=_waits_since(view),
+            # One that was interrupted goes on with the replicas that are left.
+            num_replicas=0 if is_interrupted else asked.min_replicas,
+            is_interrupted=is_interrupted,
+            tried=tried,
+            trainers=[each.worker_id for each in free(WorkerKind.TRAINER, uid, fresh=True)],
+            replicas=[each.worker_id for each in free(WorkerKind.INFERENCE, uid)] if asked.min_replicas else (),
+        )
+
+    def _asked_of(self, record: RunRecord) -> QueueConfig:
+        """Return what a run's config says of the queue; the defaults for an older config, or one without."""
+        if (found := self._asked.get(record.uid)) is None:
+            try:
+                found = QueueConfig.model_validate((record.config or {}).get("queue") or {})
+            except ValueError:
+                found = QueueConfig()  # the driver of the run reports what is wrong with its config
+            if len(self._asked) >= 2 * MAX_ENDED:
+                self._asked.clear()
+            self._asked[record.uid] = found
+        return found
+
+    def _pool(self) -> WorkerPool:
+        """Return the registered workers that take work, with their accelerators."""
+        trainers, replicas = (
+            {each.worker_id: each.accelerators for each in self._registry.accepting(kind)}
+            for kind in (WorkerKind.TRAINER, WorkerKind.INFERENCE)
+        )
+        return WorkerPool(trainers=trainers, replicas=replicas)
+
+    def _used(self, now: float, waiting: Container[str]) -> dict[str, GroupUse]:
+        """Return the use by group: what the logs say for the last `WINDOW_S`, and what runs have now.
+
+        Runs that this orchestrator drives have the workers that the registry gives them, others what their logs say.
+        Sets what runs of other orchestrators have in the registry's limits.
+        """
+        here = self._registry.limits.counted(self._registry.held())
+        held, elsewhere = Counter[str](), Counter[str]()
+        seconds: dict[str, float] = defaultdict(float)
+        for view in self._catalog.views:
+            if view.record.kind != RL:
+                continue
+            uid, group, usage = view.record.uid, self._asked_of(view.record).group, view.status.usage
+            seconds[group] += usage.seconds(now, since=now - WINDOW_S)
+            if uid in here:
+                held[group] += here[uid]
+            elif uid not in waiting:
+                elsewhere[group] += usage.held
+        self._registry.limits.elsewhere = elsewhere
+        return {
+            group: GroupUse(seconds=seconds[group], held=held[group] + elsewhere[group]) for group in {*seconds, *held}
+        }
+
+    async def read_ended(self) -> None:
+        """Read the runs that ended before this process began, whose use counts; nothing without groups."""
+        while self._groups:
+            try:
+                await self._catalog.read_listed((await self._catalog.list_names())[:MAX_ENDED])
+                return
+            except MillraceError as error:
+                logger.warning("cannot read what ended runs have used, trying again", extra={"error": str(error)})
+            with waits.waiting("another look at what ended runs have used"):
+                await asyncio.sleep(RETRY_S)
+
+    async def record(self, uid: str, events: RunEvents) -> None:
+        """Write an event whenever the accelerators of a driven run change, until cancelled; nothing without groups."""
+        written: tuple[int, int] | None = None
+        # unregistered wait: a periodic look, which awaits nothing else
+        while self._groups:
+            changed = self._registry.changed
+            trainer, replicas = (
+                sum(each.accelerators for each in self._registry.owned(kind, uid))
+                for kind in (WorkerKind.TRAINER, WorkerKind.INFERENCE)
+            )
+            # At rest a run has none: what it still gives back does not count.
+            if events.state in WORKING and (trainer, replicas) != written:
+                await events.workers_assigned(trainer=trainer, replicas=replicas)
+                written = trainer, replicas
+            await asyncio.sleep(REST_S)
+            try:
+                async with asyncio.timeout(RECORD_S if written else REST_S):
+                    await changed.wait()
+            except TimeoutError:
+                continue
+
+    def require_place(self, config: RLConfig) -> None:
+        """Raise InvalidSpecError if a run names a group that the server does not have, or needs more than its quota."""
+        asked = config.queue
+        known = sorted({DEFAULT_GROUP, *self._groups})
+        if asked.group not in known:
+            problem = Violation(
+                field="queue.group",
+                value=asked.group,
+                message=f"is no group of this server, which has: {', '.join(known)} (`MILLRACE_QUEUE_GROUPS`)",
+            )
+            raise InvalidSpecError([problem], reason="GROUP_UNKNOWN")
+        quota = self._groups.get(asked.group, QueueGroup()).quota
+        least = least_accelerators(self._pool(), asked.min_replicas)
+        if quota is not None and least > quota:
+            message = (
+                f"needs {least} accelerators at once, with the trainer, and group {asked.group!r} may have {quota}: "
+                "lower it, or choose another group"
+            )
+            problem = Violation(field="queue.min_replicas", value=str(asked.min_replicas), message=message)
+            raise InvalidSpecError([problem], reason="QUOTA_TOO_SMALL")
+
+    def words(self, uid: str) -> tuple[str, str]:
+        """Return in words a run's place in the queue, and why it waits there with what would free it.
+
+        Both are empty if the run does not wait, the place if no other one waits and the run has neither group nor
+        priority, the reason if only no trainer is free.
+        """
+        place = self._places.get(uid)
+        if place is None or place.reason is None:
+            return "", ""
+        asked = self._asked.get(uid, QueueConfig())
+        where = f"place {place.position} of {len(self._places)}"
+        terms = [f"group {place.group}"] if self._groups else []
+        if asked.priority or place.priority:
+            aged = f", {place.priority} by waiting" if place.priority != asked.priority else ""
+            terms.append(f"priority {asked.priority}{aged}")
+        where += f" ({', '.join(terms)})" if terms else ""
+        is_alone = len(self._places) == 1 and not terms
+        return "" if is_alone else where, self._why(place, asked)
+
+    def _why(self, place: QueuePlace, asked: QueueConfig) -> str:
+        """Return in words why a run at this place waits, and what would free it."""
+        match place.reason:
+            case WaitReason.REPLICAS:
+                free = sum(each in self._pool().replicas for each in place.kept)
+                return (
+                    f"{free} of the {asked.min_replicas} replicas that it needs are free"
+                    + (", and kept for it" if free else "")
+                    + "; it begins when runs that have replicas end, or with more replicas"
+                )
+            case WaitReason.KEPT:
+                head = next((each for each in self._places.values() if each.kept), None)
+                name = self._name_of(head.uid) if head is not None else "another run"
+                return f"what is free is kept for run {name}, which comes before it"
+            case WaitReason.QUOTA:
+                quota = self._groups.get(place.group, QueueGroup()).quota
+                return f"its group may have {quota} accelerators at once; it begins when runs of the group end"
+            case WaitReason.TOO_LARGE:
+                there = len(self._pool().replicas)
+                return f"it needs {asked.min_replicas} replicas, registered are {there}; it begins with more"
+            case _:
+                return ""
+
+    def _name_of(self, uid: str) -> str:
+        """Return the name of a run by its uid; the uid itself if it is unknown."""
+        known = self._catalog.known(uid)
+        return known.record.name if known is not None else uid
+
+
+def _waits_since(view: RunView) -> float:
+    """Return since when a run waits, in seconds since the epoch: since its newest event, or its creation without any.
+
+    A run that waits writes no events.
+    """
+    if view.status.last_time or not view.record.create_time:
+        return view.status.last_time
+    created = Timestamp()
+    created.FromJsonString(view.record.create_time)
+    return created.ToNanoseconds() / 1e9
