@@ -17,15 +17,22 @@ ROOMS = tuple(
     f"services/millrace/{room}"
     for room in (
         "algorithms",
+        "cli",
+        "client",
+        "config",
         "env_server",
         "inference",
+        "local",
+        "models",
         "orchestrator",
         "policies",
+        "processes",
         "readers",
         "rollouts",
         "rpc",
         "runlog",
         "storage",
+        "telemetry",
         "trainer",
     )
 )
@@ -40,19 +47,19 @@ VERBS = frozenset(
         Compress Compute Condemn Configure Confine Connect Continue Convert Copy Count Cover Create
         Credit Cut Deal Decide
         Declare Decode Delete Deliver Demand Derive Describe Digest Discard Divide Do Download Drain Draw Drive Drop
-        Encode End Enter Estimate Evaluate Examine Exchange Explain Export Extend Extrapolate Fail Feed Fetch
+        Encode End Enter Estimate Evaluate Examine Exchange Expect Explain Export Extend Extrapolate Fail Feed Fetch
         Fill Find Fine-tune Finish Fit Flip Flush Fold Follow Forget Fork Format Free Freeze Fuzz Gather Generate Get
         Give Go Group Grow Guard Halve Hand Handle Hang Hash Have Hear Hide Hold Host Identify Ignore Import
         Insert Install Interrupt Iterate Join Judge Keep Kill Launch Lay Learn Leave Lend Let Limit List Listen
         Load Lock Log Look Lower Make Map Mark Match Measure Merge Mount Move Multiply Name Normalise Note Notice
         Offer Open Order Pack Pad Parse Pass Pause Place Plan Play Post Prepare Print Probe Process Prove
-        Provide Publish Pull Put Quarantine Queue Raise Rank Read Reap Receive Recompute Record Reduce Refuse Register
-        Release Remember Remove Rename Render Renew Renumber Reopen Repeat Replace Replay Report Request
+        Provide Publish Pull Put Quarantine Queue Raise Rank Read Reap Receive Recompute Record Redraw Reduce Refuse
+        Register Release Remember Remove Rename Render Renew Renumber Reopen Repeat Replace Replay Report Request
         Require Reset Reshard Resolve Restore Resume Retire Return Rewrite Rotate Round Route Run Sample Save Say
         Scale Scan Schedule Scrape Score Seal See Select Send Serialise Serialize Serve Set Share Show Sign Signal
         Simulate Skip Sleep Sort Split Spread Stage Start Stay Step Stop Store Submit Sum Suspect Switch
-        Take Tell Tokenise Tokenize Trace Track Train Translate Treat Trim Try Turn Undo Unmount Update Upload Use
-        Validate Verify Wait Wake Walk Warn Watch Whiten Work Wrap Write Yield Zero
+        Take Tell Test Tick Tokenise Tokenize Trace Track Train Translate Treat Trim Try Turn Undo Unmount Update Upload
+        Use Validate Verify Wait Wake Walk Warn Watch Whiten Work Wrap Write Yield Zero
         """,
     )
 )

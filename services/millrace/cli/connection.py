@@ -274,7 +274,10 @@ def _is_alive(pid: int, ticks: int) -> bool:
 
 
 def _looks_in(stack: RunningStack | None) -> list[str] | None:
-    """Return the directory and the venv in which a stack searches environments; None if its file does not say."""
+    """Return the directory and the venv in which a stack searches environments, as a list of two.
+
+    None if `stack` is None, or if its `stack.json` does not name them.
+    """
     found = stack.says.get("looks_in") if stack is not None else None
     is_pair = isinstance(found, list) and len(found) == 2 and all(isinstance(each, str) for each in found)
     return found if is_pair else None

@@ -21,13 +21,13 @@ class Interrupts:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         """The first signal that came."""
-        self._hurry: list[Callable[[], object]] = []
+        self._on_second: list[Callable[[], object]] = []
 
     def on_second(self, callback: Callable[[], object]) -> None:
-        """Register a callback for the second signal and each later one: the user does not want to wait for the
+        """Register a callback that is called at the second signal and at each later one: the user wants a shorter
         clean-up.
         """
-        self._hurry.append(callback)
+        self._on_second.append(callback)
 
     def receive(self, number: signal.Signals, task: "asyncio.Task[Any]") -> None:
         """Handle a signal: the first cancels `task`, each later one calls the callbacks of `on_second`."""
@@ -35,7 +35,7 @@ class Interrupts:
             self.received = number
             task.cancel()
             return
-        for callback in self._hurry:
+        for callback in self._on_second:
             callback()
 
 

@@ -35,9 +35,9 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def process_logs(address: str, run_name: str, *, component: str | None = None, root: Path | None = None) -> list[Path]:
-    """Return the log files of the stack that listens on `address`, and of the run's own stack, below `root`.
+    """Return the log files of the stack that listens on `address`, and of the own stack of the run `run_name`.
 
-    With `component`, only those of that component.
+    Both are looked for below `root`; None: below `outputs`. With `component`, only that component's files are returned.
     """
     base = root or OUTPUTS
     directories = [base / run_name.removeprefix("runs/") / "logs", *stack_logs(address, root=root)]
@@ -172,7 +172,9 @@ class LogTail:
                 yield from map(_text, whole)
 
     def _identity(self) -> tuple[int, int] | None:
-        """Return inode and time of the rotated file, to notice a rotation; None if there is none."""
+        """Return inode and modification time of the rotated file, by which a rotation is noticed; None if there is no
+        such file.
+        """
         try:
             found = self._old.stat()
         except FileNotFoundError:
@@ -224,10 +226,10 @@ def require_component(name: str, directories: Iterable[Path]) -> None:
 
 
 def own_logs(text: str) -> Path | None:
-    """Return the log directory of a run that has its own stack or trainer; None if there is none.
+    """Return the log directory of a run that has its own stack or trainer; None if no such run is found.
 
-    `text` is a path, the run's name or the beginning of one. `-` is the newest, unless a shared stack (`millrace up`)
-    works here.
+    `text` is a path, the run's name or the unique beginning of one. With `-` the newest directory is returned; None if
+    a shared stack (`millrace up`) is running, because the newest run may be one of that stack.
     """
     if (Path(text) / "logs").is_dir():
         return Path(text) / "logs"
@@ -242,7 +244,10 @@ def own_logs(text: str) -> Path | None:
 
 
 async def show_own(directory: Path, query: LogQuery) -> None:
-    """Print the logs of a stack that serves a single run; following ends when the stack ends."""
+    """Print the log lines that `query` selects in `directory`, the logs of a stack that serves a single run.
+
+    With `query.is_follow` new lines are printed until the stack ends.
+    """
     await _print(lambda: files_of(directory, query.component), query, is_over=lambda: not _is_running(directory.parent))
 
 
@@ -311,10 +316,11 @@ async def _print(
     is_over: Callable[[], bool],
     of_run: Callable[[], RunLines] | None = None,
 ) -> None:
-    """Print the lines of `files` that the query selects, then those that are added until `is_over`.
+    """Print the lines of `files()` that the query selects; with `is_follow` also those that are added until
+    `is_over()`.
 
-    `files` is asked again and again, for new replicas. `of_run` makes what selects the lines of a run; None selects
-    all. With several files, each line begins with its file's name.
+    `files` is called before each read, because replicas may have started. `of_run` makes the object that selects the
+    lines of a run in one file; None selects all lines. With several files, each line begins with its file's name.
     """
     tails: dict[Path, LogTail] = {}
     chosen: dict[Path, list[RunLines | LevelLines]] = {}

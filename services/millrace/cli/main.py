@@ -91,11 +91,20 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group(cls=LazyGroup, lazy=_COMMANDS, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+_ABOUT = "Millrace: asynchronous reinforcement learning of language models. Rollouts stream in; the policy turns."
+
+
+@click.group(
+    cls=LazyGroup,
+    lazy=_COMMANDS,
+    help=_ABOUT,
+    epilog=_EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.option("--debug", is_flag=True, help="Show tracebacks and request ids of errors.")
 @click.version_option(millrace.__version__, prog_name="millrace")
 def cli(debug: bool) -> None:
-    """Millrace: asynchronous reinforcement learning of language models. Rollouts stream in; the policy turns."""
+    """Hold the commands of `millrace`; `debug` is read by `main`, because it may be anywhere in the command line."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -129,7 +129,7 @@ class SyncRuns:
         return self._runner.run(self._runs.resume(name, **options))
 
     def fork(self, name: str, *, step: int, **options: Any) -> run_pb2.Run:
-        """Make a new run that continues from `step` of this one, and return it.
+        """Make a new run that continues from `step` of the run `name`, and return the new run.
 
         `options` are the keyword arguments of `RunsClient.fork`: `run_id`, `config_json`, `labels` and `request_id`.
         """

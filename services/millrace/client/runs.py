@@ -154,9 +154,8 @@ class RunsClient:
     async def cancel(self, name: str, *, reason: str = "", request_id: str | None = None) -> run_pb2.Run:
         """Ask a run to end as CANCELLED, for a reason that its log records.
 
-        The returned run may still show the state before.
-
-        The same `request_id` (a UUID; a new one if None) counts once.
+        The returned run may still show the state before. Calls with the same `request_id` (a UUID; a new one if None)
+        count once.
         """
         request = rs.CancelRunRequest(name=name, reason=reason, request_id=request_id or str(uuid.uuid4()))
         response = await call(self._stub.CancelRun, request, timeout_s=CALL_TIMEOUT_S, to=self._to)
@@ -165,10 +164,9 @@ class RunsClient:
     async def pause(self, name: str, *, reason: str = "", request_id: str | None = None) -> run_pb2.Run:
         """Ask a run to stop at a step boundary and to release its workers.
 
-        The returned run may still show the state before.
-
-        Its log records the reason. The same `request_id` (a UUID; a new one if None) counts once. Raises
-        InvalidStateError for a run that has ended or is about to. Pausing a paused run changes nothing.
+        The returned run may still show the state before. The run's log records the reason. Calls with the same
+        `request_id` (a UUID; a new one if None) count once. Raises InvalidStateError for a run that has ended or is
+        about to end. Pausing a paused run changes nothing.
         """
         request = rs.PauseRunRequest(name=name, reason=reason, request_id=request_id or str(uuid.uuid4()))
         response = await call(self._stub.PauseRun, request, timeout_s=CALL_TIMEOUT_S, to=self._to)
@@ -207,12 +205,11 @@ class RunsClient:
         request_id: str | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> run_pb2.Run:
-        """Make a new run that continues from `step` of this one, and return it.
+        """Make a new run that continues from `step` of the run `name`, and return the new run.
 
-        An empty `config_json` is the same config.
-
-        `run_id` is its name, "" for one that the server makes. Raises InvalidStateError, with the kept steps, if this
-        one is not kept. A repeated `request_id` completes a copy that was interrupted.
+        `run_id` is the new run's name, "" for one that the server makes. `config_json` is its config; empty means the
+        config of the run `name`. Raises InvalidStateError, with the steps that are kept, if `step` is not kept. A call
+        with the `request_id` of an interrupted one completes its copy.
         """
         request = rs.ForkRunRequest(
             name=name,
@@ -237,10 +234,11 @@ class RunsClient:
     async def delete(
         self, name: str, *, even_needed: bool = False, validate_only: bool = False, timeout_s: float = DELETE_TIMEOUT_S
     ) -> rs.DeleteRunResponse:
-        """Delete every object of an ended run, for good, and return what it had; with `validate_only` only that.
+        """Delete every object of an ended run, for good, and return what the run had; with `validate_only` nothing is
+        deleted.
 
-        A deletion whose answer was lost goes on when it is asked for again. InvalidStateError if the run has not
-        ended, if a process still holds it, or if forks need it and `even_needed` does not allow that.
+        A deletion whose answer was lost goes on when it is asked for again. Raises InvalidStateError if the run has not
+        ended, if a process still holds it, or if forks need it and `even_needed` is false.
         """
         request = rs.DeleteRunRequest(name=name, even_needed=even_needed, validate_only=validate_only)
         return await call(self._stub.DeleteRun, request, timeout_s=timeout_s, to=self._to)
@@ -265,7 +263,8 @@ class RunsClient:
     async def metrics(
         self, name: str, *, names: Sequence[str] = (), on_note: Callable[[str], None] | None = None
     ) -> Columns:
-        """Return a run's metrics by step as columns, for `pandas.DataFrame`; with `names` only those.
+        """Return a run's metrics by step as columns, for `pandas.DataFrame`; with `names` only the metrics of these
+        names.
 
         `on_note` gets the server's progress while it reads a log for the first time.
         """
@@ -332,9 +331,8 @@ class RunsClient:
     async def _read_log(self, method: Any, request: Any, on_note: Callable[[str], None] | None) -> Any:
         """Call a method that reads a run's log, and return the answer.
 
-        Call again while the server reads it for the first time.
-
-        `on_note` gets the server's progress. Raises the server's error, and UnavailableError after `READ_LOG_S`.
+        While the server reads the log for the first time, the call is repeated, and `on_note` gets the server's
+        progress. Raises the server's error, and UnavailableError after `READ_LOG_S` seconds.
         """
         begun, num_asked = time.monotonic(), 0
         # unregistered wait: reports the server's progress to its caller (`on_note`), and gives up after READ_LOG_S
@@ -358,15 +356,14 @@ class RunsClient:
         give_up_s: float = GIVE_UP_S,
         silence_s: float = SILENCE_S,
     ) -> AsyncGenerator[event_pb2.Event, None]:
-        """Yield every event of a run after the cursor `after` ("": all), then new ones as they come.
+        """Yield every event of a run after the cursor `after` ("": all), then new ones as they come, up to the terminal
+        state.
 
-        End after the terminal state.
-
-        FAILED does not end it if the run was reopened since. A lost server is called again with the last cursor, so
-        that no event is missed or comes twice; `on_reconnect` gets the error and the seconds until the next try. A
-        connection that is silent for `silence_s` seconds counts as lost. Raises UnavailableError after `give_up_s`
-        seconds without a message from any server, and RefusedError (RUN_HELD_UP) once the run has made no progress for
-        a minute because something that it needs refuses.
+        The state FAILED does not end the stream if the run was reopened since. A lost server is called again with the
+        last cursor, so that no event is missed or comes twice; `on_reconnect` gets the error and the seconds until the
+        next try. A connection that is silent for `silence_s` seconds counts as lost. Raises UnavailableError after
+        `give_up_s` seconds without a message from any server, and RefusedError (RUN_HELD_UP) once the run has made no
+        progress for a minute because something that it needs refuses.
         """
         cursor = after
         heard = time.monotonic()
@@ -465,11 +462,11 @@ class RunsClient:
             return ""
 
     async def replay(self, name: str, *, idle_s: float = 1.0) -> Sequence[event_pb2.Event]:
-        """Return the events of a run so far: all of an ended run, else those until `idle_s` seconds pass without a new
-        one.
+        """Return the events of a run so far: all events of an ended run, else those that come until `idle_s` seconds
+        pass without one.
 
-        A tenth of a second suffices once the step has come at which the run was at the call, because a run that trains
-        adds events all the time. Raises UnavailableError if the server is lost meanwhile.
+        Once the run has reached the step at which it was when this was called, a tenth of a second without an event
+        suffices. Raises UnavailableError if the server is lost meanwhile.
         """
         found_run = await self.get(name)
         has_ended, num_steps = is_terminal(found_run.state), found_run.progress.step

@@ -260,9 +260,9 @@ class _Reader:
         )
 
     def _peek(self) -> str | None:
-        """Return the next argument if it can be a value, and leave it there.
+        """Return the next argument without taking it, if it can be a value.
 
-        None before a flag, before `@`, and at the end.
+        None if the next argument is a flag or begins with `@`, and at the end.
         """
         # At the end there is as little a value as before a file.
         argument = self._arguments[-1] if self._arguments else "@"
@@ -368,9 +368,10 @@ class _Reader:
         return None
 
     def _switch_off(self, name: str, key: Key) -> None:
-        """Record that the flag `name` switches off a key: false for a switch, None for one that may be left out.
+        """Record that the flag `name` switches off the key `key`: false for a switch, None for a key that may be left
+        out.
 
-        Refuse others.
+        For any other key record an error instead.
         """
         is_boolean_key = key.node is not None and key.node.is_switch
         if is_boolean_key or (key.node is not None and key.node.is_optional):

@@ -161,9 +161,10 @@ def _summarise(tree: Tree, shared: SharedKey) -> None:
 
 
 def _settle(tree: Tree, shared: SharedKey, written: dict[Path, Any]) -> list[Conflict]:
-    """Return a conflict if values of a shared key differ from the first one, and remove these from the tree.
+    """Return a conflict if values of a shared key differ from the first value, and remove the differing values from the
+    tree.
 
-    `written` has the values by path.
+    `written` has the values by path. Returns an empty list if all values are equal, or if there is none.
     """
     first = next(iter(written), None)
     clashes = [path for path in written if first and path != first and written[path] != written[first]]
@@ -277,9 +278,9 @@ def apply_preset(tree: Tree) -> None:
 
 
 def _fill(tree: Tree, path: Path, value: Any) -> None:
-    """Fill a key that nobody has written with the value of the preset.
+    """Fill the key at `path` with the value of the preset, unless the key has a value.
 
-    A path as `value` means the value of the key there.
+    If `value` is a tuple, it is the path of another key, whose value (or default) is taken.
     """
     if tree.get(path) is not ABSENT:
         return

@@ -132,9 +132,9 @@ class Tree:
         return here
 
     def fill(self, path: Path, value: Any, source: Path) -> None:
-        """Set the key at `path` to `value`, which is written at `source`.
+        """Set the key at `path` to `value`, and remember that it was filled from the key at `source`.
 
-        Nothing if something on the way is no table.
+        Do nothing if something on the way to `path` is no table.
         """
         if put(self.values, path, as_tree(value)):
             self.filled[path] = source
@@ -289,9 +289,10 @@ class Tree:
         self.violations.append(Violation(field=dotted(path), value=text, message=message, source=where))
 
     def _origin(self, path: Path) -> Provenance | None:
-        """Return the origin of the value at a path, of the nearest table above it, or of a key below it.
+        """Return the origin of the value at a path: its own, that of the nearest table above it, or that of a key below
+        it.
 
-        None for none.
+        None if none of them has an origin.
         """
         for length in range(len(path), 0, -1):
             if path[:length] in self.origins:

@@ -64,7 +64,7 @@ class StackId:
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """Parse the text of an id; return None if it is none."""
+        """Parse the text of a stack's id; return None if the text is not such an id."""
         match text.split("-"):
             case [pid, ticks, place, random] if pid.isdecimal() and ticks.isdecimal():
                 return cls(supervisor=int(pid), start_ticks=int(ticks), place=place, random=random)
@@ -173,9 +173,10 @@ def _read(file: IO[str]) -> str:
 
 
 def holders(file: IO[str]) -> set[int]:
-    """Return the ids of processes that hold the lock of the file, rather than only have it open, as far as can be seen.
+    """Return the ids of the other processes that hold the lock of the file; processes that only have it open do not
+    count.
 
-    Processes of other users cannot be seen.
+    Processes of other users cannot be seen, and are missing.
     """
     file_stat = os.fstat(file.fileno())
     found: set[int] = set()

@@ -53,9 +53,8 @@ def machine_gpus(environ: Mapping[str, str] = os.environ) -> tuple[int, ...]:
 def memory_gib(gpus: Sequence[int], environ: Mapping[str, str] = os.environ) -> float | None:
     """Return the memory of the smallest of these GPUs (numbers of nvidia-smi), in GiB.
 
-    None if the driver does not report all.
-
-    `environ` has the PATH on which nvidia-smi is found.
+    None if `gpus` is empty, or if the driver does not report the memory of each. `environ` has the PATH on which
+    nvidia-smi is found.
     """
     found = _asked("memory.total", environ, "nounits")
     sizes = [found.get(index, "") for index in gpus]
@@ -128,11 +127,11 @@ def assign(
     inference: Sequence[int] | None = None,
     trainer: Sequence[int] | None = None,
 ) -> dict[str, tuple[int, ...]]:
-    """Return the GPUs of each service, by its name: the configured ones (`inference`, `trainer`), else a choice of
-    `gpus`.
+    """Return the GPUs of the services `inference` and `trainer`, by name.
 
-    The engine gets the first `engine_size`, the trainer the rest; with too few GPUs both share them. Without GPUs only
-    configured services have an entry.
+    `inference` and `trainer`, if not None, are the configured GPUs, and are returned as they are. Otherwise the engine
+    gets the first `engine_size` of `gpus` that the trainer does not have, and the trainer gets the rest; with too few
+    GPUs both share them. Without `gpus` only configured services have an entry.
     """
     given = {name: tuple(ids) for name, ids in (("inference", inference), ("trainer", trainer)) if ids is not None}
     if not gpus:
@@ -249,9 +248,11 @@ class _Plan:
         return has_slept and self._left_gib(sleeps=sleeps) >= self.engine_gib
 
     def share(self, *, sleeps: bool) -> float:
-        """Return vLLM's part of the GPU, 0 to 1, rounded down to a hundredth.
+        """Return vLLM's part of the GPU, 0 to 1, rounded down to a hundredth: at most what the trainer leaves while
+        vLLM generates.
 
-        `sleeps` says that vLLM sleeps while a step is computed.
+        `sleeps` says that vLLM sleeps while a step is computed: then it gets up to `MOST_OF_GPU`; otherwise
+        `SHARED_UTILIZATION`, or more if its weights need that.
         """
         part = MOST_OF_GPU if sleeps else max(SHARED_UTILIZATION, self.engine_gib / self._memory_gib)
         return math.floor(min(part, self._left_gib(sleeps=sleeps) / self._memory_gib) * 100) / 100

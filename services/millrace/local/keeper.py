@@ -113,8 +113,9 @@ class AnswerHistory:
         self._is_named = False
 
     def silent_s(self, now: float) -> float:
-        """Return for how many seconds before `now` (monotonic) the process has not served, as far as the supervisor
-        was on time.
+        """Return for how many seconds before `now` (monotonic) the process has not served.
+
+        Times in which the supervisor itself was not running are left out (see `hear`).
         """
         return now - self._well_at
 
@@ -345,8 +346,8 @@ class RestartHistory:
     def __init__(self, *, settled_after_s: float = SETTLED_AFTER_S) -> None:
         """Begin with a process that has not been ready.
 
-        A life that has served for `settled_after_s` seconds is a good one; that is longer for a process that answers
-        long before it works.
+        A life that has served for `settled_after_s` seconds ends the count of deaths in a row. A process that answers
+        long before it works gets a larger number.
         """
         self._settled_after_s = settled_after_s
         self.restarts = 0

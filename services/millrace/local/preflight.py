@@ -20,10 +20,8 @@ _OWN_REMEDY = ("BUCKET_MISSING", "CLOCK_SKEWED", "STORE_FAILING")
 async def check_redis(url: str, *, prefix: str) -> None:
     """Test whether runs can work with the Redis at a URL, with keys below `prefix`.
 
-    Raise its error without the password.
-
-    Raises UnavailableError if it does not answer, InvalidStateError if it cannot hold runs, InvalidSpecError if it is
-    no URL.
+    Raises UnavailableError if it does not answer, InvalidStateError if it cannot hold runs, InvalidSpecError if the URL
+    is malformed. No error has the password in it.
     """
     with waits.waiting("redis to answer", waits_on="redis", deadline_s=DEADLINE_S):
         client = open_redis(url)  # as the services do; a malformed URL is not repeated
@@ -42,11 +40,11 @@ async def check_redis(url: str, *, prefix: str) -> None:
 
 
 async def check_store(url: str, *, prefix: str) -> Future[None]:
-    """Test the object store at a URL with objects below `prefix`.
+    """Test the object store at a URL with objects below `prefix`; return a future of the answers that are still to
+    come.
 
-    Return the future of its last answers, which may raise later.
-
-    Raises UnavailableError if the store does not answer, and InvalidStateError if runs cannot work with it.
+    The future ends without an error if they are right, too. Raises UnavailableError if the store does not answer, and
+    InvalidStateError if runs cannot work with it; the future may raise these later.
     """
     with waits.waiting("the object store to answer", waits_on="store", deadline_s=STORE_TIMEOUT_S):
         try:

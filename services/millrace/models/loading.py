@@ -228,7 +228,7 @@ def _faults(model: Any, info: Any, *, nothing: set[str], is_trial: bool) -> list
         if names:
             found.append(f"{len(names)} tensor{'s' if len(names) > 1 else ''} {what}: {first_names(names)}")
 
-    # Of tied weights the files may have one, which stands for both, or both, which then must be equal.
+    # Of tied weights the files may have one, which both then have, or both, which then must be equal.
     tied = {each: source for each, source in model.all_tied_weights_keys.items() if each not in info.missing_keys}
     both = {each: source for each, source in tied.items() if source not in info.missing_keys}
     apart = [] if is_trial else [each for each, source in both.items() if not _is_same(model, each, source)]

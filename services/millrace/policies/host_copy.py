@@ -116,7 +116,8 @@ class HostCopy:
     """
 
     def __init__(self, store: ObjectStore, *, directory: Path | None = None) -> None:
-        """Begin empty. `directory` gets the copy as a file, for engines in other processes; None: host memory.
+        """Begin without a policy. `directory` gets the copy as a file, for engines in other processes; None: host
+        memory.
 
         A file that an earlier process left there is not used.
         """
@@ -312,7 +313,7 @@ class _Fetched:
 
 
 def layout_of(tensors: tuple[TensorEntry, ...]) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-    """Return names, dtypes and shapes of tensors, to compare: two versions of one buffer have equal ones."""
+    """Return (name, dtype, shape) of each tensor: two versions fit into the same buffer if these are equal."""
     return tuple((entry.name, entry.dtype, entry.shape) for entry in tensors)
 
 
@@ -372,9 +373,9 @@ def _note_part(parts: Parts, part: tuple[int, int], digest: int) -> None:
 
 
 def _read_full(store: ObjectStore, link: Link, buffer: _Buffer, fetched: _Fetched) -> None:
-    """Read a full encoding's objects into the buffer, verifying the objects but not the tensors.
+    """Read the objects of a full encoding into `buffer`, verifying each object's sha256, but not the tensors' digests.
 
-    Count bytes in `fetched`.
+    Adds the bytes read to `fetched`.
     """
     pieces: dict[str, list[Piece]] = {}
     for piece in link.encoding.pieces:

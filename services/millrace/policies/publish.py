@@ -172,7 +172,7 @@ def merge_digests(shares: Iterable[list[Any]]) -> tuple[TensorEntry, ...]:
             raise InternalError(
                 f"the ranks hold {held} elements of tensor {name}, which has {entry.num_elements}",
                 reason="SHARD_LAYOUT_UNKNOWN",
-                remedy="this is a defect of Millrace; train with one rank until it is mended",
+                remedy="this is a defect of Millrace; train with one rank until it is fixed",
             )
         entries.append(entry)
     return tuple(entries)
@@ -304,13 +304,14 @@ def publish_policy(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     successor: str = "",
 ) -> PublishedPolicy:
-    """Write a version in full and commit it, or prove that the committed one has equal weights.
+    """Write a version in full and commit it, or prove that the committed one has equal weights; return the committed
+    one.
 
-    Return the committed one. For one writer that holds every tensor. `epoch` goes into the objects' names. `successor`
-    is the key to commit a damaged version under (`storage.base.next_revision`); empty for the version's own.
+    This is for one writer that holds every tensor. `epoch` goes into the objects' names. `successor` is the key to
+    commit a damaged version under (`storage.base.next_revision`); empty for the version's own.
 
-    A replayed step publishes again (recovery is checkpoint plus replay): nothing is uploaded then, the digests are
-    compared, and a difference raises ConflictError naming both, because it means that the replay was not exact.
+    A replayed step publishes its version again (recovery is checkpoint plus replay): then nothing is uploaded, and the
+    digests are compared. If they differ, the replay was not exact: ConflictError names both.
     """
     key = successor or place.manifest_key
     parts = whole_parts(contents.tensors)

@@ -85,7 +85,9 @@ class Rewind:
         return self._size_bytes
 
     def note(self, old: Bits, positions: NDArray[np.int64]) -> None:
-        """Record the bits at `positions` of the part before they change; `old` are the part's flat bits now."""
+        """Record the bits at `positions` of the part before they change; `old` are the part's flat bits before the
+        change.
+        """
         if self._whole is not None or not positions.size:
             return
         held = positions.astype(_POSITION) if old.size <= np.iinfo(_POSITION).max else positions.astype("<u8")
@@ -99,9 +101,10 @@ class Rewind:
         self._size_bytes += size_bytes
 
     def bits(self, now: Bits) -> Bits:
-        """Return the flat bits of the part as they were when this was made; `now` are those of today.
+        """Return the flat bits that the part had when this object was made; `now` are the flat bits that the part has
+        now.
 
-        It is `now` itself if nothing was recorded. Do not write to the result.
+        `now` itself is returned if no change was recorded. Do not write to the result.
         """
         if self._whole is not None:
             return self._whole

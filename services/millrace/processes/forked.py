@@ -51,9 +51,10 @@ class ForkedProcess:
         os.kill(self.pid, number)
 
     def end(self, code: int, *, peak_bytes: int = 0) -> None:
-        """Record that the process ended with `code` (negative: by that signal), and wake those that wait.
+        """Record that the process ended with exit code `code` (minus the signal's number after a signal), and wake its
+        waiters.
 
-        Only once has effect. `peak_bytes` is the most resident memory that it had; 0 if that is unknown.
+        Later calls change nothing. `peak_bytes` is the most resident memory that it had; 0 if that is unknown.
         """
         if self.returncode is None:
             self.returncode, self.peak_bytes = code, peak_bytes
@@ -212,7 +213,7 @@ class ForkServerClient:
         self._answers[number] = answer
         try:
             self._channel.send(message, list(files.values()))
-            said = await _answer_within(answer, timeout_s=timeout_s)
+            answered = await _answer_within(answer, timeout_s=timeout_s)
         except ValueError as error:
             raise ForkServerError(str(error)) from None
         except (OSError, TimeoutError) as error:
@@ -220,9 +221,9 @@ class ForkServerClient:
             raise ForkServerError(f"the fork server does not answer and was killed: {error!r}") from None
         finally:
             self._answers.pop(number, None)
-        if "pid" not in said:
-            raise ForkServerError(f"the fork server refuses {module}: {said.get('refused', '')}")
-        return said["child"]
+        if "pid" not in answered:
+            raise ForkServerError(f"the fork server refuses {module}: {answered.get('refused', '')}")
+        return answered["child"]
 
     def stop(self) -> None:
         """Kill the server and refuse pending requests; its children live on and are watched without it. Idempotent."""
@@ -249,28 +250,28 @@ class ForkServerClient:
         logger.warning("the fork server is gone", extra={"of": self._module, "why": why})
         self.stop()
 
-    def _handle(self, said: Message) -> None:
+    def _handle(self, message: Message) -> None:
         """Handle a message of the server: that it has loaded, that a child has ended, or its answer to a request.
 
         A child that was forked for a request whose caller waits no more is killed.
         """
-        if "loaded" in said:
+        if "loaded" in message:
             logger.info("the fork server is ready", extra={"pid": self.pid, "of": self._module})
             self._loaded.set()
             self._is_first = False
-        elif "ended" in said:
-            if child := self._children.pop(said["ended"], None):
-                child.end(said["code"], peak_bytes=said["peak_bytes"])
+        elif "ended" in message:
+            if child := self._children.pop(message["ended"], None):
+                child.end(message["code"], peak_bytes=message["peak_bytes"])
         else:
-            answer = self._answers.get(said["id"])
-            if "pid" in said:
+            answer = self._answers.get(message["id"])
+            if "pid" in message:
                 # Registered here, and not when the caller wakes: the next message may already report its end.
-                child = self._children[said["pid"]] = ForkedProcess(said["pid"])
-                said = {**said, "child": child}
+                child = self._children[message["pid"]] = ForkedProcess(message["pid"])
+                message = {**message, "child": child}
                 if answer is None or answer.done():
-                    _kill_unwanted(said)
+                    _kill_unwanted(message)
             if answer is not None and not answer.done():
-                answer.set_result(said)
+                answer.set_result(message)
 
 
 async def _answer_within(answer: asyncio.Future[Message], *, timeout_s: float) -> Message:
@@ -287,8 +288,8 @@ async def _answer_within(answer: asyncio.Future[Message], *, timeout_s: float) -
         raise
 
 
-def _kill_unwanted(said: Message) -> None:
+def _kill_unwanted(answered: Message) -> None:
     """Kill the process that an answer of the server names, if it names one: nobody waits for it any more."""
-    if "child" in said:
+    if "child" in answered:
         with contextlib.suppress(ProcessLookupError):
-            said["child"].send_signal(signal.SIGKILL)
+            answered["child"].send_signal(signal.SIGKILL)

@@ -115,9 +115,10 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL, *, parent: int | No
 
 
 def main(parent: str, program: str, *arguments: str) -> None:
-    """Replace this process by `program`, which gets SIGTERM when the process `parent` (a pid) ends.
+    """Replace this process by `program` with `arguments`; the kernel sends it SIGTERM when the process `parent` (a pid)
+    ends.
 
-    Exit if that has ended.
+    Exits with a message if `parent` has ended already.
     """
     die_with_parent(signal.SIGTERM)
     if os.getppid() != int(parent):  # it was gone before the kernel was asked

@@ -56,7 +56,7 @@ class SharedMemory:
         return offset, memoryview(self._segment)[inside : inside + size_bytes]
 
     def close(self) -> None:
-        """Close the file of the shared memory. What is mapped stays until the last view of it is gone. Idempotent."""
+        """Close the file of the shared memory; mapped memory stays until the last view of it is gone. Idempotent."""
         self._finalize()
 
 

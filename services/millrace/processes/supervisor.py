@@ -143,9 +143,8 @@ class Supervisor:
 
     @property
     def children(self) -> Mapping[str, Child]:
-        """Return every process that was started, by name, also those that ended.
-
-        Of a name that was started again, the newest.
+        """Return every process that was started, by name, also those that have ended; of a restarted one the newest
+        life.
         """
         return self._children
 
@@ -239,9 +238,9 @@ class Supervisor:
     async def _execute(
         self, spec: ProcessSpec, env: Mapping[str, str], sink: IO[bytes] | None
     ) -> asyncio.subprocess.Process:
-        """Start the process as a program that writes to `sink` (None: where ours goes).
+        """Start the process as a program of its own, with output to `sink` (None: where this process's output goes).
 
-        NotFoundError if there is none.
+        Raises NotFoundError if there is no such program.
         """
         try:
             return await sessions.start(
@@ -469,9 +468,9 @@ class WatchedReaper:
             self._process.stdin.write(f"{line}\n".encode())
 
     async def end(self, *, is_done: bool) -> None:
-        """End the reaper, and wait for that, within a bound. Idempotent.
+        """End the reaper and wait for its end, for a bounded time. Idempotent.
 
-        With `is_done` it ends at once; without, it first ends what is left of the stack's processes.
+        With `is_done` it ends at once. Otherwise it first ends the processes that are left of the stack.
         """
         # The watch ends first: it would take this end of the reaper for a death, and start another one.
         if self._watch is not None:

@@ -198,7 +198,7 @@ def _wrong_sample(
 def _check_sampling(entry: batch_pb2.SampleEntry, *, where: str) -> None:
     """Raise `CorruptObjectError` if a sample's truncation or its ranges of own sampling are out of range.
 
-    `where` names it.
+    `where` names the sample in the error.
     """
     truncation_from_wire(entry)
     if problem := own_sampling_problem(own_sampling_from_wire(entry.own_sampling), entry.length):
@@ -567,7 +567,7 @@ def runs_from_proto(message: batch_pb2.RunColumn, num_tokens: int, where: str) -
 
 
 def _fixed(column: np.ndarray) -> np.ndarray:
-    """Make an array read-only and return it."""
+    """Make the array `column` read-only, in place, and return it."""
     column.flags.writeable = False
     return column
 

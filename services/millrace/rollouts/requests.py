@@ -19,9 +19,8 @@ M = TypeVar("M", bound=Message)
 
 
 def changed(message: M, **fields: Any) -> M:
-    """Return a copy of a protobuf message with other values in `fields`, none of which is None.
-
-    The message stays as it is.
+    """Return a copy of a protobuf message with other values in `fields`, none of which is None; the message stays as it
+    is.
     """
     copy = type(message)()
     copy.CopyFrom(message)

@@ -131,9 +131,9 @@ def encode_token_log(log: TokenLog) -> bytes:
 
 
 def decode_token_log(data: bytes, *, where: str) -> TokenLog:
-    """Decode an object of the store into the log of a step.
+    """Decode an object of the store into the token log of a step.
 
-    `CorruptObjectError`, which names it by `where`, if it is none.
+    CorruptObjectError, naming the object by `where`, if it is damaged or is no token log.
     """
     head, body = data[:_HEAD_BYTES], data[_HEAD_BYTES:]
     if head != _MAGIC + hashlib.sha256(body).digest():
@@ -276,9 +276,8 @@ def encode_scores(
 
 
 def with_scores(rollout: Rollout, data: bytes, *, where: str) -> Rollout:
-    """Return a copy of the rollout with a teacher's scores in its samples.
-
-    `data` is the object that `encode_scores` made.
+    """Return a copy of the rollout with a teacher's scores in its samples; `data` is the object that `encode_scores`
+    made.
 
     CorruptObjectError, naming the object by `where`, if it is damaged or does not fit the rollout.
     """

@@ -405,10 +405,7 @@ def _require_pair(settings: Settings) -> None:
 
 
 def _bearer(authorizations: Sequence[str]) -> str:
-    """Return the bearer token of authorization headers.
-
-    Empty, which equals no token, unless there is just one header.
-    """
+    """Return the bearer token in the only authorization header; empty, which no file accepts, in all other cases."""
     if len(authorizations) != 1 or not authorizations[0].lower().startswith(_SCHEME):
         return ""
     return authorizations[0][len(_SCHEME) :].strip()

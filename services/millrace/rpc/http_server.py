@@ -224,9 +224,8 @@ class _Connection(HttpToolsProtocol):
         self._shaking.add_done_callback(lambda _: self._shaken(link))
 
     async def _shake(self, link: socket.socket, context: Any) -> None:
-        """Connect the socket to this protocol, with a TLS handshake if there is a context.
-
-        A failed one is only logged.
+        """Connect the socket to this protocol, with a TLS handshake if there is a context; a failed handshake is only
+        logged.
         """
         try:
             await self.loop.connect_accepted_socket(lambda: self, link, ssl=context)

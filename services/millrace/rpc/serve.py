@@ -301,9 +301,10 @@ class RegisteredWorker:
         """Prepare a worker process; `serve` runs it. `worker` has id, kind, log formats and capacity.
 
         Its address is added later: it follows from the settings and the port. `report` makes each heartbeat,
-        `on_assignments` gets each reply. With `is_held` the orchestrator holds its reply until there is something new.
+        `on_assignments` gets each reply, and `on_silence` is called when the orchestrator has not answered for long,
+        and when it answers again. With `is_held` the orchestrator holds its reply until there is something new.
         `stopping` is set to end the worker. `http_url` makes the registered URL from the host under which others reach
-        this process.
+        this process; None registers no URL.
         """
         self.stopping = stopping or asyncio.Event()
         """Set it to end; signals do so where they are handled."""

@@ -216,7 +216,7 @@ def _load_chain(context: ssl.SSLContext, cert: Path, key: Path) -> None:
 def _load_roots(context: ssl.SSLContext, path: Path, *, field: str) -> None:
     """Have the context trust the CA certificates of a PEM file.
 
-    InvalidSpecError, naming `field` and the file, if it is none.
+    InvalidSpecError, naming the variable `field` and the file, if it cannot be read or has no certificate.
     """
     _require_readable(path, field=field)
     try:

@@ -119,7 +119,7 @@ def parse_line(text: str) -> AcceptedToken:
 def _expiry(text: str | None) -> float | None:
     """Return the time of an `expires=` entry in seconds since 1970; None stays None.
 
-    ValueError if it has no zone or is none.
+    ValueError if the text is no time, or a time without a zone.
     """
     if text is None:
         return None
@@ -193,9 +193,9 @@ class WatchedFile(Generic[T]):
         return items
 
     def _read(self) -> tuple[tuple[T, ...], list[str]]:
-        """Read the file; return the lines that parse, and in words what is wrong with the others.
+        """Read the file; return the items of the lines that parse, and in words what is wrong with the other lines.
 
-        Keeps the file's stamp.
+        Remembers the file's stamp, by which `items` notices a change.
         """
         # The stamp is taken before the read: a file that changes meanwhile is read again at the next call.
         self._stamp, self._is_settled = _stamp(self.path), False

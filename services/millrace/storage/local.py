@@ -68,7 +68,7 @@ class LocalStore:
     def create(self, key: str, data: bytes) -> bool:
         """Write an object only if the key is free; return False if it exists. Of racing writers one gets True.
 
-        Where an earlier try of this call had written it already, and then failed, that counts as ours: True.
+        True is also returned where an earlier try of this same call had written the object and then failed.
         """
         path = self._path(key)
         # Only to save the write: the link below decides.
@@ -209,7 +209,7 @@ class LocalStore:
     def _reading(self, key: str) -> Iterator[Path]:
         """Provide the file of a key for reading in the block.
 
-        NotFoundError if there is none, our errors for those of the system.
+        Raises NotFoundError if there is no such object; errors of the operating system become Millrace's (`io_errors`).
         """
         path = self._path(key)
         with io_errors(path, "read", setting=self._setting):

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _until_it_answers(store: S3Store, *, timeout_s: float) -> None:
     """Create the bucket if it is missing, trying again while the server does not answer.
 
-    Raise its error after `timeout_s`.
+    Raises the last UnavailableError after `timeout_s` seconds.
     """
     ends = time.monotonic() + timeout_s
     # unregistered wait: a command of its own, which prints what it waits for

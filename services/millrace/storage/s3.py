@@ -471,9 +471,9 @@ class S3Store:
         return True
 
     def _raise_with_reason(self, error: ClientError) -> NoReturn:
-        """Raise the error of a HEAD request.
+        """Raise the error of a HEAD request, with a reason if the server gives one; never returns.
 
-        A HEAD's error may be a bare status: then the same is asked by a listing, whose error has a reason.
+        A HEAD's error may be a bare status. Then the bucket is listed: the error of that request has a reason.
         """
         if error_code(error).isdecimal():
             self.client.list_objects_v2(Bucket=self._bucket, MaxKeys=1)
@@ -491,8 +491,8 @@ class S3Store:
         """Return what `attempt(number)` returns, tried again as the policy says, for `_NOT_URGENT_S` if it is not
         urgent.
 
-        `action` and `key` name the operation in messages. Errors of the client become ours. With `is_read` an absent
-        object is NotFoundError, else it means a missing bucket.
+        `action` and `key` name the operation in messages. Errors of the client become errors of Millrace. With
+        `is_read` an absent object is NotFoundError, else it means a missing bucket.
         """
         where, uri = self.describe(), self.uri(key)
         what = f"{action} {uri}"

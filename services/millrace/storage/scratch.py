@@ -30,7 +30,7 @@ _FRESH_S = 60.0  # a directory is locked and has its name microseconds after it 
 
 @contextlib.contextmanager
 def scratch_errors(path: Path) -> Iterator[None]:
-    """Turn errors of the operating system in the block, about a scratch directory, into ours.
+    """Turn errors of the operating system in the block, about the scratch directory `path`, into errors of Millrace.
 
     CapacityError if the disk is full, PermissionDeniedError if `path` may not be written, else UnavailableError.
     """
@@ -83,10 +83,7 @@ def owned_directory(purpose: str, *, parent: Path | None = None) -> Iterator[Pat
 
 
 def sweep(parent: Path) -> None:
-    """Remove the scratch directories in `parent` whose owners are dead.
-
-    Those without a lock file are not ours, and stay.
-    """
+    """Remove the scratch directories in `parent` whose owners are dead; directories without a lock file stay."""
     for path in [*parent.glob(f"{_PREFIX}*/{_LOCK}"), *_forsaken(parent)]:
         # Its owner lives, or another process removes it at this moment.
         with contextlib.suppress(OSError):
@@ -151,10 +148,11 @@ _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 def io_errors(
     path: Path, action: str, *, needed_bytes: int | None = None, setting: str | None = STORE
 ) -> Iterator[None]:
-    """Turn errors of the operating system in the block, while `action` (such as "write") is done to `path`, into ours.
+    """Turn errors of the operating system in the block into errors of Millrace; `action` (such as "write") is done to
+    `path`.
 
-    A full disk or quota is CapacityError with the free space and, where it is known, the space that was needed, or
-    InvalidStateError for a disk that is too small; what is not allowed, or read-only, is PermissionDeniedError; a
+    A full disk or quota is CapacityError with the free space and `needed_bytes`, the space that was needed, if known,
+    or InvalidStateError for a disk that is too small; what is not allowed, or read-only, is PermissionDeniedError; a
     directory in place of a file is ConflictError; everything else may be an outage, and is UnavailableError.
     FileExistsError passes: it is how a lost race shows. `setting` is the variable or key that says where `path` is;
     None if its user named it.

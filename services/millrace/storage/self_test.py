@@ -55,10 +55,10 @@ def require_tested(store: ObjectStore, *, prefix: str) -> Future[None]:
 def self_test(store: ObjectStore, *, prefix: str, passed: Callable[[], None] | None = None) -> Future[None]:
     """Write, read and delete a few small objects under `prefix`; InvalidStateError names what the store gets wrong.
 
-    About 40 requests, while which it blocks. Errors of the store itself (no such bucket, wrong credentials) pass
-    through. It does not wait for writers whose answers take far longer than the winners': SeaweedFS lets losers that
-    wait for its lock sleep for whole seconds. The returned future ends after the last of them, with the error if one
-    has won, too. Then what was written is deleted, and `passed` is called if all was right.
+    It blocks for about 40 requests. Errors of the store itself (no such bucket, wrong credentials) pass through. It
+    does not wait for writers whose answers take far longer than the winners': SeaweedFS lets losers that wait for its
+    lock sleep for whole seconds. The returned future ends after the last of them, with an error if one of them has won,
+    too. Then what was written is deleted, and `passed` is called if all was right.
     """
     base = f"{prefix}/self-test/{secrets.token_hex(8)}/"
     single = f"{base}{len(_RACES)}"

@@ -42,7 +42,9 @@ class Leftover:
 
     @property
     def is_reportable(self) -> bool:
-        """Return whether to log a warning: at the first try alone, if its number within its kind is a power of two."""
+        """Return whether this failure is logged as a warning: it is the first try to remove the object, and `number` is
+        a power of 2.
+        """
         return self.num_tries == 1 and self.number & (self.number - 1) == 0
 
 
@@ -58,9 +60,10 @@ class Leftovers:
         self._lock = threading.Lock()
 
     def is_paused(self, name: str) -> Leftover | None:
-        """Return what is known of the object `name` that could not be removed, if it must not be tried yet.
+        """Return the record of the object `name` if it could not be removed and must not be tried again yet; otherwise
+        None.
 
-        Else None.
+        The record has the error of the last try, and the time of the next one.
         """
         with self._lock:
             known = self._known.get(name)

@@ -78,7 +78,7 @@ class LongWork:
         self._change(done=done, total=total)
 
     def expect(self, count: int) -> None:
-        """Add `count` to the known total of the work."""
+        """Add `count` to the total of the work."""
         self._change(expect=count)
 
     def detail(self, text: str) -> None:
@@ -150,9 +150,9 @@ class LongWork:
             _say(f"{self}: done in {time.monotonic() - self._began:.1f} s")
 
     def _change(self, *, done: int | None = None, total: int | None = None, add: int = 0, expect: int = 0) -> None:
-        """Set what is done and the total (None: as they are), add `add` to the one and `expect` to the other.
+        """Set what is done and the total (None: as they are), add `add` to what is done and `expect` to the total.
 
-        Update the wait.
+        Updates the reason of the wait.
         """
         with self._lock:
             self._done = (self._done if done is None else done) + add

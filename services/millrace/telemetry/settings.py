@@ -24,7 +24,10 @@ _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "fals
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Split `host:port` (`[::1]:port` for IPv6) into both; raise ValueError if it is none."""
+    """Split `host:port` (`[::1]:port` for IPv6) into host and port; raise ValueError for any other text.
+
+    An IPv6 host keeps its brackets.
+    """
     match = _ADDRESS.fullmatch(text)
     if match is None or int(match["port"]) > 65535:
         raise ValueError("must be host:port, such as 127.0.0.1:50051")
@@ -72,14 +75,14 @@ def _prefix(text: str) -> str:
 
 
 def _level(text: str) -> str:
-    """Return the level of logs in upper case; ValueError if it is none."""
+    """Return a log level in upper case; raise ValueError if the text is none of `LEVELS`."""
     if text.upper() not in LEVELS:
         raise ValueError(f"must be one of {', '.join(LEVELS)}")
     return text.upper()
 
 
 def _boolean(text: str) -> bool:
-    """Return the boolean that a text such as `1` or `false` means; ValueError if it is none."""
+    """Return the boolean that a text such as `1` or `false` means; raise ValueError for any other text."""
     if text.lower() not in _BOOLEANS:
         raise ValueError("must be 1 or 0")
     return _BOOLEANS[text.lower()]
@@ -109,11 +112,10 @@ def _token(text: str) -> str:
 
 
 def _variable(parse: Callable[[str], Any], default: Any = None, *, is_secret: bool = False) -> Any:
-    """Return a dataclass field of `Settings` whose variable is read by `parse`.
+    """Return a dataclass field of `Settings` whose environment variable is read by `parse`.
 
-    `default` is its value without the variable.
-
-    The value of a secret one is not in the repr of the settings.
+    `default` is its value without the variable. The value of a field with `is_secret` is not in the repr of the
+    settings.
     """
     return field(default=default, repr=not is_secret, metadata={"parse": parse})
 

@@ -16,11 +16,10 @@ _depth = 0
 
 @contextlib.contextmanager
 def without_gc() -> Iterator[None]:
-    """Switch the cyclic garbage collector off in this block, for imports.
+    """Switch the cyclic garbage collector off in this block, for imports; afterwards it is on.
 
-    Afterwards it ignores all objects there are, for good.
-
-    Blocks may overlap in threads. Not for code that makes much garbage in cycles.
+    Objects that exist at the end of the block are never collected later (`gc.freeze`). Blocks may overlap in threads:
+    the end of the last one counts. Not for code that makes much garbage in cycles.
     """
     global _depth
     with _LOCK:

@@ -44,7 +44,7 @@ class Refusal:
 
     @classmethod
     def of(cls, error: BaseException | None) -> "Refusal | None":
-        """Return the refusal that an error is; None for an error that may pass with time, and for None."""
+        """Return the refusal that an error is; None for an error that may pass with time, and if `error` is None."""
         if not isinstance(error, MillraceError) or not is_refusal(error):
             return None
         return cls(reason=error.reason, message=error.message, remedy=error.remedy or "")
@@ -117,10 +117,9 @@ class Waiting:
     ) -> None:
         """Make a wait that begins with its `with` block.
 
-        `reason` says what is waited for, `waits_on` which component must act.
-
-        It is overdue once it is older than `deadline_s` (0: never), and is not shown while it is younger than
-        `quiet_s`. `refusal` is that of something that answers and refuses.
+        `reason` says what is waited for, `waits_on` which component must act. The wait is overdue once it is older than
+        `deadline_s` (0: never), and is not shown while it is younger than `quiet_s`. `refusal` is the last refusal by
+        what is waited for; None if it has refused nothing.
         """
         self._registry = registry
         self._reason = reason
@@ -214,9 +213,8 @@ class SharedWait:
         self.reason = reason or self.reason
 
     def describe(self, owner: str, age_of: AgeOf) -> Wait | None:
-        """Return the waits as one, as old as the oldest, for a snapshot of `owner`'s.
-
-        None while they are too young to be shown.
+        """Return the waits as one, as old as the oldest, for a snapshot of `owner`'s waits; None while too young to be
+        shown.
 
         `age_of` returns the seconds since a moment on the registry's clock. The caller has the registry's lock.
         """
@@ -269,9 +267,9 @@ class WaitRegistry:
     ) -> Waiting:
         """Return a context manager that registers a wait while its block runs.
 
-        `reason` says what is waited for, `waits_on` which component has to act. `deadline_s` is the age from which it
-        counts as overdue, 0 for never; it is shown once it is `quiet_s` old. `refusal` is that of something that
-        answers and refuses.
+        `reason` says what is waited for, `waits_on` which component has to act. The wait counts as overdue once it is
+        older than `deadline_s` (0: never), and is shown once it is `quiet_s` old. `refusal` is the last refusal by what
+        is waited for; None if it has refused nothing.
         """
         return Waiting(self, reason, waits_on, deadline_s, quiet_s, refusal)
 
@@ -319,7 +317,9 @@ class WaitRegistry:
             self._waits.pop(key, None)
 
     def snapshot(self, owner: str, *, min_age_s: float = 0.0) -> list[Wait]:
-        """Return the present waits that are at least `min_age_s` old, longest first; `owner` is who waits in each."""
+        """Return the present waits that are at least `min_age_s` seconds old, longest first; each names `owner` as who
+        waits.
+        """
         now = self.clock()
 
         def age_of(began: float) -> float:
@@ -357,12 +357,12 @@ class LastingWait:
         deadline_s: float = 0.0,
         refusal: Refusal | None = None,
     ) -> None:
-        """Wait, or go on waiting, for the thing that `key` names.
+        """Wait, or go on waiting, for the thing that `key` names; another key ends the present wait and begins a new
+        one.
 
-        Another key ends the present wait and begins a new one.
-
-        `reason` says what it is, in words that may change, `waits_on` which component must act. It is overdue once it
-        is older than `deadline_s` (0: never). `refusal` is that of the last try.
+        `reason` describes what is waited for, in words that may change meanwhile; `waits_on` says which component must
+        act. The wait is overdue once it is older than `deadline_s` (0: never). `refusal` is that of the last try, None
+        if it was not refused.
         """
         if self._waiting is not None and self._key == key:
             self._waiting.update(reason=reason, waits_on=waits_on, deadline_s=deadline_s, refusal=refusal)
@@ -464,16 +464,19 @@ class Meter:
         self._ticked, self._due_s = self._clock(), due_s
 
     def within(self, began: float, ended: float) -> float:
-        """Return for how many of the seconds between two monotonic moments this process did not run.
+        """Return for how many of the seconds between the moments `began` and `ended` (monotonic) this process did not
+        run.
 
-        A gap counts that is not over yet, because no tick has come since.
+        A gap that is not over yet, because no tick has come since, counts up to now.
         """
         gap = self._gap(self._clock()) if self._is_ticking() else None
         gaps = [*self.found, gap] if gap is not None else self.found
         return sum(max(0.0, min(ended, each.ended) - max(began, each.began)) for each in gaps)
 
     def _gap(self, now: float) -> Standstill | None:
-        """Return the standstill since the last due tick, up to `now`; None if there is none worth the name."""
+        """Return the standstill from the moment at which the last tick was due until `now`; None if it is at most
+        `LEAST_S` long.
+        """
         if self._ticked is None or now - self._ticked - self._due_s <= LEAST_S:
             return None
         return Standstill(began=self._ticked + self._due_s, ended=now)
@@ -533,9 +536,9 @@ def waiting(
 ) -> Waiting:
     """Return a context manager that registers a wait of this process while its block runs.
 
-    `reason` says what is waited for, `waits_on` which component has to act. `deadline_s` is the age from which it
-    counts as overdue, 0 for never; it is shown once it is `quiet_s` old. `refusal` is that of something that answers
-    and refuses.
+    `reason` says what is waited for, `waits_on` which component has to act. The wait counts as overdue once it is older
+    than `deadline_s` (0: never), and is shown once it is `quiet_s` old. `refusal` is the last refusal by what is waited
+    for; None if it has refused nothing.
     """
     return REGISTRY.waiting(reason, waits_on=waits_on, deadline_s=deadline_s, quiet_s=quiet_s, refusal=refusal)
 
@@ -555,6 +558,6 @@ def shared(
 def snapshot(owner: str, *, min_age_s: float = 0.0) -> list[Wait]:
     """Return the waits of this process that are at least `min_age_s` seconds old, longest first.
 
-    `owner` is who waits in each.
+    Each names `owner` as who waits.
     """
     return REGISTRY.snapshot(owner, min_age_s=min_age_s)

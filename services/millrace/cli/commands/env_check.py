@@ -175,9 +175,9 @@ def _lines(result: dict[str, Any]) -> list[str]:
 
 
 def _text(content: Any) -> str:
-    """Return the content of a message as text; what is no text as JSON.
+    """Return the content of a message as text; content that is not a string is written as JSON.
 
-    A long one is cut, with the number of characters.
+    A text longer than `_SHOWN_CHARS` is cut there, and ends with how many characters are left out.
     """
     text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}… ({len(text) - _SHOWN_CHARS} characters more)"

@@ -64,9 +64,9 @@ def estimate(arguments: tuple[str, ...]) -> int:
 
 
 def _document(arguments: Sequence[str]) -> "type[RLConfig | SFTConfig]":
-    """Return the config class of the first file: that of `millrace sft` or of `millrace rl`.
+    """Return the config class that the command line is for: SFTConfig (`millrace sft`) or RLConfig (`millrace rl`).
 
-    RLConfig if the file does not show which.
+    The first file (`@ FILE`) whose keys show the command decides; RLConfig if no file does.
     """
     from millrace.cli.session.config_file import read_raw
     from millrace.config import RLConfig, SFTConfig
@@ -83,7 +83,7 @@ def _document(arguments: Sequence[str]) -> "type[RLConfig | SFTConfig]":
 def _estimate(loaded: "Loaded[Any]") -> "Estimate":
     """Return the estimate for a loaded config, with GPUs, memory and speed from the command's flags.
 
-    GPUs are hidden from torch before it is imported.
+    Sets CUDA_VISIBLE_DEVICES to an empty text before torch is imported, so that torch uses no GPU.
     """
     from millrace.config import SFTConfig
 
@@ -136,9 +136,9 @@ def _number(
 
 
 def _choice(flags: Mapping[str, str | bool], name: str, choices: Sequence[str]) -> str:
-    """Return the value of the flag `name`, the first of `choices` if it is not given.
+    """Return the value of the flag `name`, or the first of `choices` if the flag is not given.
 
-    Raise InvalidSpecError for others.
+    Raises InvalidSpecError if the value is none of `choices`.
     """
     value = str(flags.get(name, choices[0]))
     if value not in choices:

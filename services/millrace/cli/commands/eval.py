@@ -44,7 +44,7 @@ def evaluate(arguments: tuple[str, ...]) -> int:
     variable that client.api_key_var names. Without it model.name is a directory, which the local stack serves.
 
     `millrace eval show RUN` shows the prompts, replies and rewards of evaluations alone, also of a run that trains;
-    `--help` behind it lists filters.
+    `millrace eval show --help` lists filters.
     """
     if arguments[:1] == ("show",):
         from millrace.cli.commands.run.samples import samples

@@ -20,7 +20,7 @@ _FLAGS = {
     "name": True,
     _NUM_RANKS: True,
     "dry-run": False,
-    "check-environments": False,  # is refused, and told where it belongs
+    "check-environments": False,  # refused, with a message that names its commands
     "plain": False,
     "debug": False,
     "help": False,

@@ -109,7 +109,7 @@ async def _serve(options: "StackOptions", signals: "Interrupts") -> None:
             click.echo(f"The dashboard is at {stack.dashboard_url}; `millrace dashboard` opens it")
             await stack.guard(asyncio.Event().wait())
         except asyncio.CancelledError:
-            note("stopping the stack; a second Ctrl-C hurries")
+            note("stopping the stack; a second Ctrl-C skips the wait")
             raise
 
 

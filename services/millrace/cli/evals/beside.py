@@ -112,7 +112,7 @@ class Evaluations:
             click.echo(f"warning: {text}", err=True)
 
     def _due(self) -> list[Path]:
-        """Return the directories of weights that are to be evaluated, by step."""
+        """Return the directories of weights that are to be evaluated, sorted by step."""
         places = self._root / DUE
         found = [path for path in places.iterdir() if path.name[0] != "."] if places.is_dir() else []
         return sorted(found, key=_step_of)

@@ -76,7 +76,8 @@ class RunPolicies:
         return self.record.training.model.name
 
     def find(self) -> dict[int, str]:
-        """Return the manifest's key of each published version that is kept, from the newest lineage with that version.
+        """Map each published version that is kept, in ascending order, to the key of its manifest in the newest
+        lineage.
 
         Versions that were retired are left out.
         """

@@ -80,7 +80,9 @@ def audit_here(request: AuditRequest, say: Say) -> "audit_pb2.AuditReport":
 
 
 def _depth(request: AuditRequest) -> "Depth":
-    """Return how deep the audit looks, by the options of the request: which bytes are read, which attestations hold."""
+    """Return how deep the audit reads: whether weights are read and recomputed, and which attestations and key it
+    checks.
+    """
     from millrace.readers.audit import Depth
     from millrace.runlog.attest import Attestation, load_key
 

@@ -29,7 +29,8 @@ class LogHere:
     def ask(self, question: str, params: Mapping[str, str]) -> dict[str, Any]:
         """Return the answer to a question of the dashboard's reader, such as "get-lineage", with its parameters.
 
-        While the index is being built, wait and report the progress with `note`.
+        While the index is being built, wait and report the progress with `note`. Raises UnavailableError if the index
+        is not built within `GIVE_UP_S` seconds.
         """
         begun = time.monotonic()
         while True:

@@ -63,9 +63,9 @@ def _run_store_url(url: str | None, environ: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def naming(option: str | None) -> Iterator[None]:
-    """Make an InvalidSpecError of the block name the command-line option as its field.
+    """Name the command-line option in an InvalidSpecError of the block: `option` replaces the field of each violation.
 
-    Unchanged if `option` is None.
+    With `option` None the error is raised unchanged.
     """
     try:
         yield
@@ -240,7 +240,9 @@ class RunSnapshot:
 
     @property
     def num_steps(self) -> int:
-        """Return how many steps are done, counted by the mean reward."""
+        """Return the number of steps that are done: the last step with a mean reward, counted from 1; 0 if no step has
+        one.
+        """
         done = self.points("reward/mean")
         return done[-1][0] + 1 if done else 0
 

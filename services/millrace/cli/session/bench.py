@@ -144,9 +144,9 @@ async def run_bench(
 
 
 def _number(given: Mapping[str, str | bool], name: str, default: int, least: int, wrong: list[Violation]) -> int:
-    """Return the value of a flag as a whole number, `default` if it is not given.
+    """Return the value of the flag `name` as a whole number, or `default` if the flag is not given.
 
-    A value that is none, or is below `least`, is added to `wrong`, and `default` returned.
+    A value that is no whole number, or is below `least`, is added to `wrong` as a violation, and `default` is returned.
     """
     text = given.get(name)
     if text is None:

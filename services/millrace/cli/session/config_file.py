@@ -327,7 +327,7 @@ def _comments(notes: Sequence[Note]) -> list[str]:
     return [f"# without effect yet: {dotted(note.path)}: {note.text}" for note in notes]
 
 
-# What a config was taken to mean where its words say something else here: said once, before anything starts.
+# What a config was taken to mean where its words mean something else here: printed once, before anything starts.
 
 _UNBUILT = (Effect.LATER, Effect.BLOCKS)
 

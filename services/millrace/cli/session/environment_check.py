@@ -104,12 +104,11 @@ async def _load(
 
 
 def require_installed(envs: Sequence[NamedEnv], key: str) -> None:
-    """Raise InvalidSpecError (ENV_NOT_FOUND) if this machine lacks environments that a stack started here would play.
+    """Raise InvalidSpecError if this machine cannot play the environments `envs` of a stack that is started here.
 
-    So it is (ENV_PYTHON_REFUSED) if that stack could not use the interpreter that one of them names.
-
-    `key` is the config key of the list `envs`. Nothing is loaded. An environment in a container image is not looked
-    for, and none is if the env-server is not installed here.
+    The reason is ENV_NOT_FOUND if an environment is missing, and ENV_PYTHON_REFUSED if the stack could not use the
+    interpreter that an environment names. `key` is the config key of the list `envs`. Nothing is loaded. An environment
+    in a container image is not looked for. Nothing is checked if the env-server is not installed here.
     """
     try:
         from millrace.env_server.interpreters import own_pythons, problem_of, why_missing

@@ -93,7 +93,7 @@ class RunPlan:
 
     @property
     def first_limit(self) -> PlanLine:
-        """Return the resource that is used up first when the run grows."""
+        """Return the line of the resource that a growing run uses up first: the one with the largest share."""
         return max(self.lines, key=lambda line: line.share)
 
     def render(self) -> list[str]:
@@ -115,7 +115,7 @@ class RunPlan:
 
 
 def plan_run(config: "RLConfig", load: RunLoad) -> RunPlan:
-    """Return what a run of this config takes under this load."""
+    """Return what a run of this config takes of each resource under this load, from the figures in `FIGURES`."""
     settings = config.orchestrator
     rollouts = settings.batch_size * settings.oversampling_factor
     tokens, seconds = rollouts * load.rollout_tokens, load.step_seconds

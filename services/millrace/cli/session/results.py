@@ -160,7 +160,10 @@ def _moved(moved: TransferredBytes) -> dict[str, Any]:
 
 
 def phases_of(progress: Progress) -> dict[str, float]:
-    """Return the seconds of each phase of the run, from the times of its state changes."""
+    """Return the seconds of the phases `start_s`, `train_s` and `finish_s`, from the times of the run's state changes.
+
+    A phase whose beginning or end is not known is left out.
+    """
     marks = [
         ("start_s", run_pb2.RUN_STATE_STARTING, run_pb2.RUN_STATE_RUNNING),
         ("train_s", run_pb2.RUN_STATE_RUNNING, run_pb2.RUN_STATE_STOPPING),

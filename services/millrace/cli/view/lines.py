@@ -54,7 +54,8 @@ def progress_line(event: event_pb2.Event, progress: Progress) -> str | None:
 
 
 def is_of_level(event: event_pb2.Event, level: str | None) -> bool:
-    """Return whether the event has at least this level.
+    """Return whether the event has the level `level`, "error" or "warning", or a worse one; True for any other level
+    and None.
 
     A failure of the run is an error; warnings and failed rollouts are warnings.
     """

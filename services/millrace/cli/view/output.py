@@ -45,15 +45,18 @@ class Paint:
         return cls(has_colours(stream))
 
     def __call__(self, text: str, colour: str | None = None, *, bold: bool = False, dim: bool = False) -> str:
-        """Return the text in a style that ends with the text."""
+        """Return the text with codes for colour, bold and dim around it; unchanged if `is_on` is false or the text is
+        blank.
+        """
         if not self.is_on or not text.strip():
             return text
         return click.style(text, fg=colour, bold=bold or None, dim=dim or None)
 
     def run_cell(self, column: str, cell: str, padded: str) -> str:
-        """Return a cell of a table of runs with the colour of its column, the header `column`.
+        """Return `padded`, a cell of a table of runs in its column's width, in the colour of the column with the header
+        `column`.
 
-        `padded` is the cell in the column's width, which is what is returned.
+        `cell` is the cell's text without padding; it decides the colour of a state.
         """
         match column.upper():
             case "STATE":
@@ -64,9 +67,9 @@ class Paint:
                 return padded
 
     def sample_cell(self, column: str, cell: str, padded: str) -> str:
-        """Return a cell of a table of samples with the colour of its column, the header `column`.
+        """Return `padded`, a cell of a table of samples in its column's width, in the colour of the column `column`.
 
-        `padded` is the cell in the column's width, which is what is returned.
+        `cell` is the cell's text without padding; it decides the colour of a status.
         """
         match column:
             case "status":

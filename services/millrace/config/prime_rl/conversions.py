@@ -54,9 +54,9 @@ def evaluated_ids(target: Target, path: Path, value: Any) -> None:
 
 @explained("may be a list, one for each environment")
 def per_environment(target: Target, path: Path, value: Any) -> None:
-    """Translate a count of evaluations, written at `path`.
+    """Translate a count of the evaluations of a run, written at `path`.
 
-    Put a number, and defer a list of one per environment to `finish`.
+    A number is put; a list with one number per environment is deferred to `finish`.
     """
     if isinstance(value, list):
         target.deferred[str(path[-1])] = (path, value)
@@ -184,9 +184,9 @@ def _zero_advantage(target: Target, path: Path, value: dict[str, Any], *, is_bef
 
 @explained("may be a list, one for each environment")
 def evaluated_counts(target: Target, path: Path, value: Any) -> None:
-    """Translate a count of an evaluation, written at `path`.
+    """Translate a count of a whole evaluation, such as `num_examples`, written at `path`.
 
-    Put a number, and defer a list of one per environment to `finish`.
+    A number is put; a list with one number per environment is deferred to `finish`.
     """
     if isinstance(value, list):
         target.deferred[f"each {path[-1]}"] = (path, value)

@@ -32,7 +32,7 @@ VF_RL_DEFAULTS: dict[Path, Any] = {
 """What verifiers' RLTrainer takes where its file is silent (verifiers 0.1.9)."""
 _ENDPOINTS = "configs/endpoints.toml"
 _SEQ_LEN = 2048
-"""Tokens of a rollout where nothing else is said."""
+"""Longest sample of Hosted Training in tokens, where its file has no `seq_len` and its replies are shorter."""
 _ITEM = {"env_id": "id", "env_args": "args"}
 _PER_EVAL = ("model", "endpoint_id", "provider", "api_base_url", "api_key_var", "api_client_type", "save")
 """Keys of one of several evaluations that one evaluation here has once."""
@@ -69,9 +69,9 @@ def hosted_loss(target: Target, path: Path, value: Any) -> None:
 
 @explained('"lora": `[trainer.model.lora]`; "full": all weights')
 def adapters(target: Target, path: Path, value: Any) -> None:
-    """Translate what is trained, written at `path`: put `[trainer.model.lora]` for "lora", nothing for "full".
+    """Translate what is trained, written at `path`: put an empty `[trainer.model.lora]` for "lora".
 
-    Refuse others.
+    "full" and "full_finetune" are noted as the default; other values are refused.
     """
     if value == "lora":
         target.note(path, Effect.MEANS, "is `[trainer.model.lora]` here, with its rank and alpha")
@@ -85,9 +85,10 @@ def adapters(target: Target, path: Path, value: Any) -> None:
 
 @explained("`[[orchestrator.env]]`; `[[eval]]`: `[[env]]`")
 def environments(target: Target, path: Path, value: Any) -> None:
-    """Translate a table or list of environments, written at `path`, key by key.
+    """Translate a table or a list of environments, written at `path`, key by key.
 
-    `[[env]]` becomes `[[orchestrator.env]]`; `[[eval]]` becomes `[[env]]` of an evaluation.
+    At `env` they become `[[orchestrator.env]]`; at any other path, such as `eval`, they become `[[env]]` of an
+    evaluation.
     """
     to = TRAIN_ENVS if path == ("env",) else ("env",)
     items = [value] if isinstance(value, dict) else value

@@ -177,7 +177,7 @@ _AUTUMN_IPO_EPS = 0.3
 def algorithm(target: Target, path: Path, value: Any) -> None:
     """Translate the type of an algorithm, written at `path`: put it.
 
-    Note that one which is not built blocks the run.
+    For an algorithm that is not built here, a note blocks the run.
     """
     is_unbuilt = isinstance(value, str) and value in UNBUILT_ALGORITHMS
     if is_unbuilt:
@@ -228,9 +228,10 @@ def nested_type(target: Target, path: Path, value: Any) -> None:
 
 @explained('0 in a linear schedule: `type = "constant"`')
 def no_decay(target: Target, path: Path, value: Any) -> None:
-    """Translate `decay_steps`, written at `path`.
+    """Translate `decay_steps`, written at `path`: put it.
 
-    Put it, and defer that of a file to `finish_learning`, where 0 is constant.
+    In a file it is also deferred to `finish_learning`, which makes a linear schedule with 0 steps of decay a constant
+    one.
     """
     if target.layer.origin.strength is Strength.FILE:
         target.deferred[f"no decay {dotted(path[:-1])}"] = (path[:-1], value)

@@ -44,7 +44,7 @@ PER_AGENT = ("rae", "hierarchical_grpo")
 DISTILLING = ("opd", "opsd")
 """Algorithms whose advantages are a teacher's log-probabilities minus the policy's."""
 HINT = "{demonstration}"
-"""Stands for a task's demonstration in the template of opsd."""
+"""The place of a task's demonstration in the template of opsd."""
 _OPSD_ONLY = Facts(only_for=OnlyFor(".type", ("opsd",)))
 _SHAPED = ("grpo", "rloo", "opo", "reinforce_pp", "custom", "echo")
 """Those that may compare shaped rewards: max_rl divides by their mean, which has to stay a pass rate."""

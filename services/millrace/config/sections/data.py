@@ -70,7 +70,10 @@ class DataSourceConfig(ConfigSection):
     @field_validator("probabilities")
     @classmethod
     def _above_zero(cls, values: list[float] | None) -> list[float] | None:
-        """Return the shares; raise ValueError if one is not above 0: a pass could never exhaust its rows."""
+        """Return the probabilities; raise ValueError if the list is empty or a number is not above 0.
+
+        The rows of a source with probability 0 would never be exhausted.
+        """
         if values is not None and not (values and all(value > 0 for value in values)):
             raise ValueError("must be numbers above 0; leave a subset out that is not wanted")
         return values

@@ -63,8 +63,8 @@ class AgentConfig(ConfigSection):
         Empty where all have their defaults.
         """
         counts = {"max_requests": self.max_requests, "max_tokens": self.max_tokens}
-        said = {**counts, "max_concurrent": self.max_concurrent, "deadline_s": self.timeout_s}
-        limits = {name: value for name, value in said.items() if value is not None}
+        limits_given = {**counts, "max_concurrent": self.max_concurrent, "deadline_s": self.timeout_s}
+        limits = {name: value for name, value in limits_given.items() if value is not None}
         if not limits and self.branches == "used":
             return ""
         return json.dumps({"branches": self.branches, "limits": limits}, sort_keys=True)
@@ -225,13 +225,13 @@ def selection_json(
     """
     if train is None and evaluated is None:
         return ""
-    said: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
     if train is not None:
-        said["train"] = train.to_wire()
+        chosen["train"] = train.to_wire()
     if evaluated is not None:
-        said["eval"] = evaluated.to_wire(most=num_evaluated)
-        said["apart_from"] = [(each or SelectConfig()).to_wire() for each in trained]
-    return json.dumps(said, sort_keys=True)
+        chosen["eval"] = evaluated.to_wire(most=num_evaluated)
+        chosen["apart_from"] = [(each or SelectConfig()).to_wire() for each in trained]
+    return json.dumps(chosen, sort_keys=True)
 
 
 def _range_of(part: str) -> list[int | None]:

@@ -132,7 +132,7 @@ class InferenceConfig(ConfigSection):
 
     @property
     def context_length(self) -> int | None:
-        """Return the longest sequence in tokens that the engine is told to serve.
+        """Return the longest sequence in tokens that the engine is configured to serve.
 
         None where the config does not say.
         """

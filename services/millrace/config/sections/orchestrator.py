@@ -173,7 +173,7 @@ class OrchestratorConfig(ConfigSection):
     def baseline_decays(self) -> dict[str, float]:
         """Return the decay of agents' moving averages of rewards, by name of the environment.
 
-        Only of those that rae trains.
+        Environments that another algorithm than rae trains are left out.
         """
         return {env.name: self.algo_of(env).decay for env in self.env if self.algo_of(env).type == "rae"}
 
@@ -184,9 +184,10 @@ class OrchestratorConfig(ConfigSection):
 
     @property
     def groups_per_step(self) -> int:
-        """Return the number of groups in a batch.
+        """Return the number of groups in a batch: `batch_size` divided by the group size.
 
-        The fewest possible where environments have groups of different sizes.
+        With groups of different sizes it is the least possible number: `batch_size` divided by the largest size,
+        rounded up.
         """
         sizes = set(self.group_sizes.values())
         return self.batch_size // max(sizes) if len(sizes) == 1 else -(-self.batch_size // max(sizes))
@@ -360,7 +361,7 @@ class OrchestratorConfig(ConfigSection):
 
     def _group_rules(self) -> Iterator[BrokenRule]:
         """Yield a violation for each algorithm that compares rewards of the same task and has groups of one."""
-        told: set[Path] = set()
+        reported: set[Path] = set()
         for index, env in enumerate(self.env):
             there: Path = ("orchestrator", "env", index)
             algorithm = self.algo_of(env).type
@@ -368,8 +369,8 @@ class OrchestratorConfig(ConfigSection):
             has_own = env.rollouts_per_example is not None
             size: Path = (*there, "rollouts_per_example") if has_own else tuple(_GROUP.split("."))
             is_compared = algorithm in (*COMPARING, "hierarchical_grpo")
-            if is_compared and self.group_sizes[env.name] < 2 and (size + path) not in told:
-                told.add(size + path)
+            if is_compared and self.group_sizes[env.name] < 2 and (size + path) not in reported:
+                reported.add(size + path)
                 message = (
                     f"must be at least 2 for {algorithm}: it compares rollouts of the same task, so with one every "
                     "advantage is 0; set it to 8 or 16"

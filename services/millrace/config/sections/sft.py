@@ -133,9 +133,10 @@ class SFTEvalConfig(ConfigSection):
     )
 
     def due(self, step: int, *, is_last: bool) -> list[PeriodicEvalEnvConfig]:
-        """Return the environments to evaluate after `step` (0: before the first step) by their intervals.
+        """Return the environments to evaluate after `step` (0: before the first step), by their intervals.
 
-        After the last, all. Before the first step none are due with `skip_first_step`.
+        After the last step (`is_last`) all environments are returned. Before the first step none is, if
+        `skip_first_step` is set.
         """
         if step == 0 and self.skip_first_step and not is_last:
             return []
@@ -224,9 +225,8 @@ class SFTConfig(Document):
         ]
 
     def _broken_engine_rules(self) -> Iterator[BrokenRule]:
-        """Yield a violation if the engine of evaluations is to sleep while the trainer trains.
-
-        It has GPUs of its own.
+        """Yield a violation if the engine of evaluations is to sleep while the trainer trains: that engine has GPUs of
+        its own.
         """
         if self.inference.sleep_while_training:
             yield broken("is for RL, whose trainer may share GPUs with vLLM", "inference.sleep_while_training")

@@ -115,7 +115,9 @@ class PeftConfig:
         return not self.layers_to_transform or self._number(layer) in self.layers_to_transform
 
     def targets_parameter(self, name: str) -> bool:
-        """Return whether the parameter with this name, which is not a layer's weight, has an adapter."""
+        """Return whether `target_parameters` names the parameter `name` (one that is not a layer's weight): it has an
+        adapter.
+        """
         return bool(self.target_parameters) and _is_named(self.target_parameters, name)
 
     def tokens(self, layer: str) -> tuple[int, ...]:
@@ -242,7 +244,10 @@ class _Raw:
         return tuple(require_integer(each, what=name) for each in listed)
 
     def table(self, name: str) -> dict[str, Any]:
-        """Return a field's values by regular expression; empty if it is left out."""
+        """Return a field's table as a dict, by regular expression; empty if the field is null or left out.
+
+        Raises ValueError if the field is no table, or a key no regular expression.
+        """
         found = self.value.get(name) or {}
         if not isinstance(found, dict):
             raise ValueError(f"{name} is a JSON {type(found).__name__} instead of an object")
@@ -287,7 +292,7 @@ def _pattern_value(patterns: Mapping[str, T], layer: str, default: T) -> T:
 
 
 def _is_empty(value: object) -> bool:
-    """Return whether a field's value says nothing."""
+    """Return whether a field's value sets nothing: null, false, or an empty table, list or text."""
     return value is None or value is False or value in ({}, [], "")
 
 

@@ -532,7 +532,9 @@ def _embedding(base: Mapping[str, Shape]) -> str | None:
 
 
 def _fits(layer: str, shape: tuple[int, ...], old: tuple[int, ...]) -> bool:
-    """Return whether a layer's new shape is its old one, except for the number of tokens in an embedding or head."""
+    """Return whether the shape `shape` may replace a layer's shape `old`: both are equal, or, in an embedding or head,
+    they differ in the number of tokens (rows) only.
+    """
     return shape == old or (is_vocabulary(layer) and len(shape) == 2 and shape[1:] == old[1:])
 
 

@@ -82,9 +82,9 @@ _FROM_HERE = options(
 
 
 def _from_here(command: Callable[..., int]) -> Callable[..., int]:
-    """Add the options of an audit by this process to a command.
+    """Return `command` with the options of an audit that this process makes itself, such as `--store` and `--deep`.
 
-    The command is called with one `AuditRequest`, `as_json` (whether JSON is printed) and `server`.
+    `command` is called with one `AuditRequest` made of the options, `as_json` (whether JSON is printed) and `server`.
     """
 
     @functools.wraps(command)
@@ -138,8 +138,9 @@ def _print(report: "audit_pb2.AuditReport", *, as_json: bool) -> None:
 
 
 def _by_server(name: str, server: str | None) -> "audit_pb2.AuditReport":
-    """Return the audit report of the run `name`, asked of the orchestrator at `server`, or of the one found without
-    it.
+    """Return the audit report of the run `name`, made by the orchestrator at `server`.
+
+    `server` is the value of `--server`; None: the orchestrator is looked for (`ask_server`).
     """
     from millrace.cli.options import resolve
 
@@ -152,9 +153,9 @@ def _by_server(name: str, server: str | None) -> "audit_pb2.AuditReport":
 
 @contextlib.contextmanager
 def _shown_audit(name: str) -> Iterator[Callable[[str], None]]:
-    """Show on standard error, if it is a terminal, what the audit of run `name` reads and for how long.
+    """Show on standard error, if that is a terminal, what the audit of run `name` reads and for how long.
 
-    The block gets a function that sets the text; elsewhere that function does nothing.
+    The block gets a function that sets the shown text; the function does nothing if standard error is no terminal.
     """
     if not sys.stderr.isatty():
         yield lambda text: None
@@ -349,7 +350,9 @@ def _lines(uid: str, repairs: "list[Repair]") -> list[str]:
 
 
 def _short(key: str, uid: str) -> str:
-    """Return an object's key without what all keys of the run begin with."""
+    """Return an object's key without its beginning up to the run's directory; the whole key if it is not of the run
+    `uid`.
+    """
     return key.partition(f"/runs/{uid}/")[2] or key
 
 

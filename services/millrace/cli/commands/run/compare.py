@@ -67,7 +67,8 @@ def _snapshots(
 ) -> "Sequence[RunSnapshot]":
     """Return snapshots of the runs, in the order of `names`.
 
-    Runs that are not readable here are asked of the server.
+    They are read from the object store, and only runs that are not found there are asked of a server. If `server` is
+    given, all are asked of that server. `store` and `prefix` are the values of the options.
     """
     from millrace.cli.offline.run_store import snapshots_here, snapshots_of_server
 

@@ -219,7 +219,11 @@ def list_runs(states: tuple[str, ...], limit: int, form: str, server: str | None
 
 
 def _print_runs(served: "Sequence[run_pb2.Run]", here: "Sequence[EndedRun]", *, limit: int, form: str) -> None:
-    """Print the runs of a server (`served`) and the ended local runs (`here`) as one list, newest first."""
+    """Print the runs of a server (`served`) and the ended local runs (`here`) as one list, newest first.
+
+    A run in both is printed once, as the server knows it. At most `limit` runs are printed, all if `limit` is 0. `form`
+    is "json" or "table".
+    """
     from millrace.cli.view.output import Paint, runs_json, runs_table
 
     known = {run.uid for run in served}
@@ -426,7 +430,8 @@ async def _event_lines(
 ) -> None:
     """Print the events of the run `name`, one per line; with `is_follow` go on until the run ends.
 
-    `form` is "table" or "json". Only events of this `level` or worse, whose writer begins with `writer`, are printed.
+    `form` is "table" or "json". Only events of this `level` or worse (None: all), whose writer begins with `writer`,
+    are printed. Without a `writer` the paths of the log files on this machine go to standard error first.
     """
     from millrace.cli.log_files import process_logs
     from millrace.cli.options import resolve
@@ -453,7 +458,7 @@ async def _event_lines(
 
 
 def _say_names(progress: "Progress", form: str) -> None:
-    """Print which process each short name in the lines stands for."""
+    """Print a note on standard error: which process each short name in the printed lines means. Nothing for JSON."""
     if progress.shown_as and form != "json":
         names = ", ".join(f"{name} is {process}" for process, name in progress.shown_as.items())
         click.echo(f"note: {names}", err=True)
