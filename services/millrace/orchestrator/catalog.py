@@ -276,9 +276,9 @@ class RunCatalog:
         return run_log
 
     async def is_end(self, uid: str, state: run_pb2.RunState) -> bool:
-        """Return whether the store confirms an event that says that the run ended in this terminal state.
+        """Return whether the store confirms that the run ended in the terminal state `state`, as an event says.
 
-        It does if a closing header says so, also one after which the run was reopened, or if the run is deleted.
+        It does if a closing header says so, even if the run was reopened after it, or if the run is deleted.
         """
         return await asyncio.to_thread(is_end, self._store, Names(self._prefix, uid), state_name(state))
 

@@ -128,9 +128,11 @@ class _Graph:
         return max(paths, key=_weight)
 
     def _along(self, component: Component, wait: Wait, seen: tuple[str, ...]) -> Chain:
-        """Return the path that begins with this wait of a component, and whose end explains most.
+        """Return the path that begins with the wait `wait` of a component, and goes on with whichever cause explains
+        most.
 
-        `seen` are the names of the components on the path so far, this one's included.
+        `seen` has the names of the components on the path so far, `component` included. The path ends with `wait` if
+        nobody is named as its cause, or only components in `seen`.
         """
         link = WaitLink(text=_describe(component, wait), wait=wait)
         # A wait may name several, such as all engines.

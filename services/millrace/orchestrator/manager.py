@@ -493,7 +493,7 @@ class RunManager:
     async def _follow_intents(self, claim: _Claim, uid: str) -> None:
         """Read the run's intents every `POLL_S` and apply them to its claim, until cancelled; an error is logged.
 
-        So those count, too, that another replica acknowledged.
+        In this way the claim also learns of intents that another orchestrator has acknowledged.
         """
         # unregistered wait: a periodic look; what it awaits is registered where it is awaited
         while True:
@@ -555,9 +555,8 @@ def _is_gone(causes: Iterable[BaseException]) -> bool:
 async def resumed_events(catalog: RunCatalog, view: RunView, *, owner: str) -> RunEvents:
     """Return a new writer of a run's events that goes on from the state in the run's view.
 
-    `owner` is this orchestrator.
-
-    It has a log object of its own, because it adopts a rebuilt log in place, which the driver must notice by itself.
+    `owner` is this orchestrator. The writer has a log object of its own: a writer takes over a rebuilt log in place,
+    and the driver has to notice a rebuild by itself.
     """
     events = RunEvents(EventWriter(await catalog.open_log(view.record.uid), owner), run=view.record.name)
     events.state = view.status.state

@@ -98,7 +98,7 @@ def _label_problems(request: run_service_pb2.CreateRunRequest) -> list[Violation
 
 
 def _violations(check: Callable[[str], object], value: str) -> tuple[Violation, ...]:
-    """Return the violations with which `check` refuses a value; empty if it accepts the value."""
+    """Return the violations that `check` raises for a value; empty if it accepts the value."""
     try:
         check(value)
     except InvalidSpecError as error:

@@ -447,9 +447,9 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         return (await self._catalog.find(record.uid)).run
 
     async def _earlier(self, uid: str, record: RunRecord) -> run_pb2.Run:
-        """Return the run `uid`, which an earlier request with the same id created.
+        """Return the run `uid`, which an earlier request with the same request id created.
 
-        AlreadyExistsError if it is another than asked.
+        AlreadyExistsError if that run's config or its fork differs from the one in `record`, which is asked for now.
         """
         view = await self._catalog.find(uid)
         if view.record.run_hash != record.run_hash or not new_run.is_same_fork(record, view.record):

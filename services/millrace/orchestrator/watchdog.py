@@ -1,6 +1,6 @@
 """Names what a run waits for: a silent worker, the end of the chain when nothing moves, a wait that is overdue.
 
-One watchdog per driven run. It only looks and tells, through events of the run, so that nobody has to ask
+One watchdog per driven run. It only looks, and reports in events of the run, so that nobody has to ask
 `millrace run why` at the right moment; who restarts what is frozen is the supervisor or the platform.
 
 | what                                                     | event                                              |

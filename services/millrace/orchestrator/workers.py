@@ -153,7 +153,7 @@ class WorkerRecord:
         return self.policy.run_uid if self.policy is not None else ""
 
     async def hold(self, longest_s: float) -> None:
-        """Wait until there are news for the worker, `longest_s` seconds at most, and mark the news as answered."""
+        """Wait until there is news for the worker, `longest_s` seconds at most, and mark the news as answered."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(longest_s):
                 await self.news.wait()
@@ -251,7 +251,7 @@ class WorkerRegistry:
     def heartbeat(self, request: worker_service_pb2.HeartbeatRequest) -> WorkerRecord | None:
         """Store a worker's report and return its record, None if the worker is not registered.
 
-        Wake waiters if it has news.
+        Waiters are woken if the report has news.
         """
         record = self.by_id.get(request.worker_id)
         if record is None:
@@ -268,7 +268,9 @@ class WorkerRegistry:
         return record
 
     def _hear(self, record: WorkerRecord) -> None:
-        """Note that a worker was heard now, choose its next interval, and begin the next round if this one is over."""
+        """Note that a worker's heartbeat came now, choose its next interval, and begin the next round if this one is
+        over.
+        """
         now = record.last_seen = self._heard = time.monotonic()
         # A worker that is heard twice shows that heartbeats of a whole interval were taken: those sent before have had
         # a turn.
@@ -374,9 +376,9 @@ class WorkerRegistry:
             self._give(self.by_id[worker_id], run_uid)
 
     def reserve(self, run_uid: str) -> None:
-        """Keep a run out of its workers' assignments until `announce`: another orchestrator may hold its lease.
+        """Send the run's workers no assignment until `announce`: another orchestrator may hold the run's lease.
 
-        A trainer that already reports the run gets the assignment all the same.
+        A trainer that already reports the run gets its assignment at once.
         """
         self._reserved.add(run_uid)
 
@@ -389,17 +391,17 @@ class WorkerRegistry:
                     record.news.set()
 
     def _has_home(self, record: WorkerRecord, run_uid: str) -> bool:
-        """Return whether a replica serves another run than `run_uid` that goes on, and has registered within `HOME_S`.
+        """Return whether a replica registered less than `HOME_S` ago and serves a run that goes on, other than
+        `run_uid`.
 
-        The orchestrator of that run may just have died: its successor gets the replica.
+        The orchestrator of that run may just have died: the replica is left to the one that takes the run over.
         """
         return record.served in self.going_on - {run_uid} and time.monotonic() - record.registered < HOME_S
 
     def release(self, run_uid: str) -> None:
-        """Free all workers of a run that this orchestrator does not drive any more, and forget what they are to be
-        informed of.
+        """Free all workers of a run that is no longer driven here, and forget what was still to be sent to them.
 
-        The run may go on elsewhere.
+        The run may go on under another orchestrator.
         """
         for record in self.by_id.values():
             if record.run_uid == run_uid:

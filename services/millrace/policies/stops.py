@@ -71,7 +71,7 @@ def configured_stops(directory: Path) -> tuple[int, ...]:
 def with_stops(files: Mapping[str, bytes], stops: Iterable[int]) -> dict[str, bytes]:
     """Return a model's small files, by name, with a generation config that says to stop at exactly the tokens `stops`.
 
-    They stay as they are if a config says so already, or `stops` is empty.
+    The files are returned unchanged if a config in them says so already, or `stops` is empty.
     """
     wanted = sorted(set(stops))
     source = next((name for name in (GENERATION_CONFIG, "config.json") if name in files), None)

@@ -378,8 +378,8 @@ class ChildLink:
     async def start(cls, module: str, order: Mapping[str, Any], *, stderr: IO[bytes] | None = None) -> Self:
         """Start `python -m module`, which has to make a `ParentLink`, and send it `order` as JSON in the first frame.
 
-        `order` says what the process shall do. It leads a session of its own, and has the environment of this process.
-        What it prints goes to `stderr`, or where our own errors go. Raises OSError if it cannot be started.
+        `order` says what the process shall do. The process leads a session of its own, and has the environment of this
+        one. What it prints goes to `stderr`, or where our own errors go. Raises OSError if it cannot be started.
         """
         process = await sessions.start(
             [sys.executable, "-m", module], env=None, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr

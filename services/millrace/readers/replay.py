@@ -244,7 +244,7 @@ def _first_manifest(checkpoints: CheckpointStore) -> CheckpointManifest | None:
     It says under which conditions the steps before it were trained, as far as is known.
     """
     for step in checkpoints.steps():
-        with contextlib.suppress(CorruptObjectError):  # the audit's to tell; the next one says as much
+        with contextlib.suppress(CorruptObjectError):  # an audit reports it; the next manifest has the same conditions
             return checkpoints.read(step)
     return None
 

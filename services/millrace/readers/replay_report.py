@@ -71,7 +71,11 @@ def report_lines(report: ReplayReport) -> list[str]:
 
 
 def _row(difference: TensorDifference) -> tuple[str, str, str]:
-    """Return the table's cells for a tensor that differs."""
+    """Return the table's cells for a tensor that differs: its name, how many elements differ, and the largest
+    difference.
+
+    Of a tensor that one side lacks, the second cell says which side.
+    """
     if difference.missing_in:
         return difference.name, f"not {difference.missing_in}", "–"
     share = f"{difference.num_differing} of {difference.num_elements}"

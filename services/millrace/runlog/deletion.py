@@ -177,9 +177,9 @@ def mark_deleted(store: ObjectStore, deletion: Deletion, *, by: str) -> None:
     is not looked at again.
     """
     names, time = deletion.names, datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-    said = {"name": deletion.name, "request_id": deletion.request_id, "by": by, "time": time}
-    said |= {"was_open": deletion.is_open, "nonce": deletion.nonce}
-    is_new = store.create(names.tombstone, json.dumps(said, sort_keys=True).encode())
+    content = {"name": deletion.name, "request_id": deletion.request_id, "by": by, "time": time}
+    content |= {"was_open": deletion.is_open, "nonce": deletion.nonce}
+    is_new = store.create(names.tombstone, json.dumps(content, sort_keys=True).encode())
     # A tombstone of a deletion that died says nothing of the look below. The name is what a deletion removes first:
     # after it, headers may be missing, and the look would find an open run.
     if not is_new and not _has_name(store, names, deletion.name):

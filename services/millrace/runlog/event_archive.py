@@ -123,10 +123,12 @@ class EventArchive:
         return count
 
     async def _read_new(self, *, is_again: bool = False) -> list[Entry]:
-        """Return a page of the events in Redis after the last that is archived, as far as this archiver knows.
+        """Return a page of the events in Redis that follow the event which this archiver knows as the last archived
+        one.
 
-        Where Redis has lost that one, look once more, after the newest event in the store: another archiver may have
-        come further. `is_again` says that this is that second look. LogGoneError if Redis has lost that event, too.
+        If Redis does not have that last one any more, it looks a second time, from the newest event in the store on,
+        because another archiver may have come further. `is_again` says that this is the second look. LogGoneError if
+        Redis lacks that event, too.
         """
         first = self._last.id if self._last else "-"
         entries = await read_page(self._log, first)
@@ -460,7 +462,10 @@ class EventReader:
         return []
 
     async def _read_entries(self, after: str, *, count: int, block_s: float) -> list[Entry]:
-        """Return at most `count` entries after the cursor `after`, of Redis or of the archive, as `read` does."""
+        """Return at most `count` entries after the cursor `after`, from Redis or from the archive.
+
+        It waits up to `block_s` seconds for a first entry.
+        """
         entries = await self._log.read(Stream.EVENTS, after=after or "0", count=count, block_s=block_s)
         # A gap is of events that were trimmed, which the archive has, or of damaged ones.
         if entries and entries[0].id != _next_id(after):

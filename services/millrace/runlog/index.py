@@ -324,7 +324,7 @@ def _name_in(run_json: bytes, where: str) -> str:
 
 
 async def _promote(redis: redis_asyncio.Redis, deployment: Deployment, runs: Mapping[str, str]) -> None:
-    """List runs (name → uid) in the Redis hash, and remove the marks that they are pending or damaged."""
+    """List runs (name → uid) in the Redis hash as whole ones: their marks as pending or damaged are removed."""
     for some in _pages(runs):
         await _hash(redis, deployment, "HSET", *chain.from_iterable(some))
         marks = ((_PENDING + uid, _DAMAGED + name) for name, uid in some)

@@ -179,9 +179,9 @@ def _sequences(newest: dict[str, tuple[int, str]]) -> dict[str, str | int]:
 
 
 def _note(newest: dict[str, tuple[int, str]], event: event_pb2.Event, entry_hash: str) -> None:
-    """Set in `newest` the number and hash of an event's writer, if the event is its newest.
+    """Set in `newest` the number and the hash of an event's writer, if the event is the writer's newest.
 
-    Ignore a number out of reach.
+    An event whose number no writer can have reached is ignored.
     """
     known, _ = newest.get(event.writer, (0, ""))
     # A number above that is foreign: no writer has made so many events. It might leave its writer no next number.
@@ -202,10 +202,11 @@ def _roles(store: ObjectStore, names: Names) -> list[str]:
 
 
 def _first_batch(store: ObjectStore, names: Names, origin: RunOrigin, policies: Sequence[tuple[int, int]]) -> int:
-    """Return the first batch that Redis has to hold: that after those of which the newest published policy is made.
+    """Return the first batch that Redis has to hold: the one after the batches that the newest published policy is made
+    of.
 
-    `policies` are version and lineage of each that was begun, ascending. A trainer that begins earlier reads the
-    batches before it from the store.
+    `policies` has the version and the lineage of each policy that was begun, ascending. A trainer that begins earlier
+    reads the batches before it from the store.
     """
     version = next((version for version, lineage in reversed(policies) if _is_there(store, names, version, lineage)), 0)
     is_backed = version > origin.base_step and store.head(names.batch_header(version - 1)) is not None
@@ -464,10 +465,10 @@ async def _rebuild(log: RunLog, stale: _Stale, owner: str) -> None:
 
 
 async def _put_back(log: RunLog, stale: _Stale) -> bool:
-    """Install in Redis the log of a sealed run as it ended; return False if the store has no event of it.
+    """Install in Redis the log of a sealed run as it ended; return False if the store has no event of the run.
 
-    The store is only read. Nobody appends to the log any more, so that of two who do so both install the same. It
-    expires after `ENDED_S`.
+    The store is only read. Nobody appends to such a log any more, so two processes that do this at once install the
+    same. The log in Redis expires after `ENDED_S`.
     """
     generation = await asyncio.to_thread(_newest_installed, log.store, log.names)
     restored = as_sealed(await asyncio.to_thread(load_restored, log.store, log.names))

@@ -156,7 +156,7 @@ class ChainWalk:
         self._last = step, revision, data
 
     def _committed(self, *, is_reopened: bool) -> Committed:
-        """Return what is committed up to the last header that was added."""
+        """Return what is committed up to the last header that was added; `is_reopened` is passed on into the result."""
         last = None if self._last is None else decode_stored(decode_header, self._store, self._names, *self._last)
         return Committed(last=last, chain=self.chain, is_reopened=is_reopened, known=self.known)
 

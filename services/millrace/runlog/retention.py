@@ -219,10 +219,10 @@ class Retention:
         return self._anchors[lineage, version]
 
     def _read_anchor(self, lineage: int, version: int) -> int:
-        """Return, from the version's manifest in the store, the oldest version whose objects a policy version is made
-        of.
+        """Return the oldest version whose stored objects are needed to restore a policy version, as its manifest says.
 
-        Of the version's lineages up to `lineage` the newest counts. It is `version` itself if there is no manifest.
+        The manifest is that of the newest lineage up to `lineage` which has the version. Without a manifest the result
+        is `version` itself.
         """
         for number in range(lineage, -1, -1):
             key = find_newest(self._store, self._names.policy_manifest(number, version))
@@ -300,10 +300,12 @@ def added(retired: Retired, before: Retired) -> Iterator[int]:
 
 
 def remove_place(store: ObjectStore, names: Names, kept: KeptAs, **place: int) -> list[Leftover]:
-    """Remove the objects of a class that one step or version has, also what dead writers left there (blocking).
+    """Remove the objects of the class `kept` that belong to one step or version, and what dead writers left there
+    (blocking).
 
-    `place` is `step=…`, or `lineage=…` and `version=…`. Commit points go first. If one of them stays, so does what it
-    names, so that a checkpoint is never incomplete. Returns what could not be removed.
+    `place` is `step=…`, or `lineage=…` and `version=…`. The objects that make it count as complete go first; if one of
+    them cannot be removed, neither is what it names, so that a checkpoint is never incomplete. Returns what could not
+    be removed.
     """
     keys = keys_at(store, names, kept, **place)
     # The commit points are among the kinds with revisions.

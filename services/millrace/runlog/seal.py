@@ -55,7 +55,7 @@ def write_seal(
             data = store.get(names.root + own, max_bytes=MAX_JSON_BYTES)
         except NotFoundError:  # a checkpoint that was pruned just now
             continue
-        except CorruptObjectError as error:  # nothing of ours is so large; the audit tells of it
+        except CorruptObjectError as error:  # Millrace writes nothing so large; an audit reports it
             logger.warning("an object is not sealed", extra={"uid": names.uid, "error": error.message})
             continue
         objects[own] = hashlib.sha256(data).hexdigest()

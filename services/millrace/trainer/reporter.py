@@ -93,9 +93,10 @@ class Reporter:
     def step_completed(
         self, batch: Batch, *, metrics: dict[str, float], optimizer: OptimizerReport, phases: Phases
     ) -> None:
-        """Write event, metrics and log line of a finished step at rank 0; it took the time since the last call.
+        """Write the event, the metrics and the log line of a finished step at rank 0.
 
-        Adds to `metrics`, in place, staleness, optimizer, throughput, times and memory. `phases` are seconds.
+        The step's time is counted from the last call of this method, or of `start` before the first one. Adds to
+        `metrics`, in place, staleness, optimizer, throughput, times and memory. `phases` has seconds.
         """
         now = time.monotonic()
         step_s, self._last = now - self._last, now

@@ -221,8 +221,8 @@ class TrainerWorker:
     def should_stop(self) -> bool:
         """Return whether the job has to release the run; a call counts as progress for health.
 
-        That is if this process stops, if the run is to be released or another one assigned, or after 30 s without any
-        assignment.
+        It has to if this process is to stop, if the run is to be released, if another run is assigned, or after 30 s
+        without any assignment.
         """
         self._board.touch(PROCESS)
         if self.stopping.is_set():

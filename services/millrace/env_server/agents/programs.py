@@ -13,9 +13,9 @@ from millrace.processes.sessions import describe_exit, kill_group, start
 _MAX_OUTPUT_BYTES = 1 << 20
 _FRAME = re.compile(r'^[ |]*File "[^"]+", line \d+')
 _EXIT = re.compile(
-    r"\A(?P<what>[^\n]*? exited -?\d+|[^\n]*?\(exit -?\d+\)|[^\n]*? to interception failed): (?P<said>.+)\Z", re.S
+    r"\A(?P<what>[^\n]*? exited -?\d+|[^\n]*?\(exit -?\d+\)|[^\n]*? to interception failed): (?P<output>.+)\Z", re.S
 )
-_TRACEBACK = re.compile(r"\A(?P<what>.*?)(?P<said>Traceback \(most recent call last\).+)\Z", re.S)
+_TRACEBACK = re.compile(r"\A(?P<what>.*?)(?P<output>Traceback \(most recent call last\).+)\Z", re.S)
 _CAUSE_CHARS, _SHOWN_CHARS = 400, 1200
 
 
@@ -118,6 +118,6 @@ def cause_first(message: str) -> str:
     returned unchanged.
     """
     found = _EXIT.match(message) or _TRACEBACK.match(message)
-    if found is None or "\n" not in found["said"]:
+    if found is None or "\n" not in found["output"]:
         return message
-    return ": ".join(filter(None, (found["what"].strip(" :\n"), cause_of(found["said"])))) + f"\n{found['said']}"
+    return ": ".join(filter(None, (found["what"].strip(" :\n"), cause_of(found["output"])))) + f"\n{found['output']}"

@@ -177,8 +177,8 @@ class Teachers:
     ) -> None:
         """Make the teachers of runs, none at first.
 
-        Runs are read and scores are kept in `store` below `prefix`. `key_problem` returns why this process has no key
-        in a variable, or "".
+        Runs are read and scores are kept in `store` below `prefix`. `tokenizers` fetches the policies' tokenizers.
+        `key_problem` gets the name of a variable and returns why this process has no key in the variable, or "".
         """
         self._store = store
         self._tokenizers = tokenizers

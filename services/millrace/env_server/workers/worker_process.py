@@ -237,7 +237,7 @@ class WorkerProcess:
         await asyncio.wait({answer}, timeout=timeout_s)
         while not answer.done():
             if self.echo.stuck_s >= self.blocked_grace_s:
-                where = f"; its event loop stands in {self.echo.place}" if self.echo.place else ""
+                where = f"; its event loop is in {self.echo.place}" if self.echo.place else ""
                 self.kill(f"blocked: no answer {self.blocked_grace_s:g} s after a rollout's deadline{where}")
                 await self._ended.wait()  # SIGKILL: the kernel ends it
                 break

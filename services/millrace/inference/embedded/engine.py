@@ -256,6 +256,7 @@ class EmbeddedEngine:
             max_num_seqs=self._max_num_seqs,
             max_model_len=self._model_len,
             is_dead=bool(self._death),
+            # An engine without work makes no progress, and is not stuck.
             progress_age_s=time.monotonic() - self._progress if is_busy or self._commands else 0.0,
             num_generated_tokens=scheduler.num_generated_tokens if scheduler else 0,
             num_finished=scheduler.num_finished if scheduler else 0,

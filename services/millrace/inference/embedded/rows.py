@@ -261,9 +261,10 @@ class Turns:
         return len(self._call_of)
 
     def push(self, entry: Running) -> bool:
-        """Queue a request in its call (`fairness_key`); a call that has no other request becomes the last.
+        """Queue a request after the others of its call, which are those with its `fairness_key`.
 
-        Returns False if the request's id waits already.
+        A call that had no request waiting gets the last turn. Returns False, and queues nothing, if a request with the
+        same id waits already.
         """
         request = entry.request
         if request.request_id in self._call_of:

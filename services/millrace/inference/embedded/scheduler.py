@@ -408,6 +408,7 @@ def uniforms(seeds: NDArray[np.uint64], counters: NDArray[np.int64]) -> NDArray[
     2014).
     """
     with np.errstate(over="ignore"):
+        # Counter + 1, because the finaliser maps 0 to 0: with seed 0 the first number would always be 0.
         x = seeds + (counters.astype(np.uint64) + np.uint64(1)) * _GOLDEN
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

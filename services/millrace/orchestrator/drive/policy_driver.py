@@ -359,7 +359,10 @@ class PolicyDriver:
             self._take(record, response.status)
 
     def _take(self, record: WorkerRecord, status: policy_service_pb2.PolicyStatus) -> None:
-        """Record what a replica says that it serves, and call `on_change`; what is of another run counts as nothing."""
+        """Record which version a replica says it serves, and call `on_change`.
+
+        A replica that says it serves another run counts as serving nothing.
+        """
         # A replica may still serve another run: to this one it serves nothing then.
         if status.run_uid == self._run_uid:
             self._served[record.worker_id] = status
@@ -385,6 +388,7 @@ class PolicyDriver:
             return False
         if not status.has_version or status.state != policy_service_pb2.POLICY_STATE_SERVING:
             return False
+        # The lineage first: a version of a newer lineage replaces all versions of older ones, whatever their numbers.
         served, wanted = (status.lineage, status.version), (desired.lineage, desired.version)
         is_exact = desired is self._held and worker_id == self._holder
         return served == wanted if is_exact else served >= wanted

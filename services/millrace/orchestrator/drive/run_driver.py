@@ -84,7 +84,7 @@ class RunDriver(ABC):
         """
 
     def apply(self, desired: DesiredState) -> None:
-        """Take what the user asks of the run: its rule of retention counts from now on.
+        """Take over what the user asks of the run; what is to be retained follows the new rule from now on.
 
         A pause or a cancellation stops the loop at its next turn.
         """

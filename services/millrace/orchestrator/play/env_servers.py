@@ -151,7 +151,7 @@ class EnvServers:
         return "".join(f"; {name} is {env.played_in}" for name, env in sorted(self.envs.items()) if env.played_in)
 
     def is_complete(self, specs: Sequence[EnvSpec]) -> bool:
-        """Return whether every environment is ready on every living env-server that may play it."""
+        """Return whether each of `specs` is ready on every living env-server that may play it."""
         return all(self._ready.get(spec.name, set()).issuperset(self.places_of(spec)) for spec in specs)
 
     async def refresh(self, specs: Sequence[EnvSpec]) -> None:
@@ -306,10 +306,11 @@ class EnvServers:
         self._ready.setdefault(spec.name, set()).add(worker_id)
 
     async def play(self, worker_id: str, request: PlayGroupRequest) -> bool:
-        """Ask an env-server to play a group; return whether it took the group.
+        """Ask an env-server to play a group; return whether the env-server took the group.
 
-        It does not if it is full, gone, draining or of another token. One that did not answer gets no groups for
-        `SILENCE_S`; one whose environment failed gets no group of the environment until it is ready again.
+        It refuses if it is full, gone, draining, or has another token. An env-server that did not answer gets no groups
+        for `SILENCE_S`. One whose environment failed gets no group of the environment until the environment is ready
+        there again.
         """
         try:
             await call(self._stub(worker_id).PlayGroup, request, timeout_s=PLAY_TIMEOUT_S, waits_on=worker_id)

@@ -329,14 +329,15 @@ _Z95 = 1.959964
 def figures(plays: Sequence[Play], *, pass_threshold: float) -> dict[str, float]:
     """Return all figures of an evaluation but the mean reward, by name.
 
-    A rollout passes with a reward of `pass_threshold`.
+    A rollout passes with a reward of `pass_threshold` or more.
 
-    All of them are over the same rollouts, those that were asked for: one that failed has reward 0 and does not pass.
+    All figures are over the same rollouts, those that were asked for: one that failed has reward 0 and does not pass.
     `reward/sem` is the standard error over tasks, because rollouts of one task are not independent. pass@k and pass^k
     (k = 1, 2, 4, ... up to the rollouts of a task) are the unbiased estimates of "at least one of k passes" and "all of
     k pass" (Chen et al., 2021, https://arxiv.org/abs/2107.03374, equation 1). `pass@k/low` and `pass@k/high` are the
-    bounds of its 95 % confidence interval. What only a finished rollout has (turns, seconds, whether it was truncated,
-    the environment's own metrics) is a mean over those. An environment's metric with a name of ours is `env/<name>`.
+    bounds of the 95 % confidence interval of pass@k. What only a finished rollout has (turns, seconds, whether it was
+    truncated, the environment's own metrics) is a mean over the finished ones. An environment's metric that has the
+    name of such a figure is returned as `env/<name>`.
     """
     found: dict[str, float] = {}
     played = [[rollout.reward for rollout in play.rollouts()] for play in plays]

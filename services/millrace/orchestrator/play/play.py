@@ -223,9 +223,11 @@ class Play:
         self.state, self.reason = PlayState.RESOLVED, reason
 
     def follow(self, attempt: int) -> None:
-        """Move on to a later attempt, which may be a predecessor's, and forget the failures of this one.
+        """Move on to a later attempt, which a predecessor may have begun, and forget the failures of the current
+        attempt.
 
-        An earlier attempt, or a play that is over, changes nothing. A task that is scored whole loses its members, too.
+        An earlier attempt changes nothing, and neither does any attempt once the play is over. A task that is scored as
+        a whole loses its members, too.
         """
         if attempt > self.attempt and self.is_open:
             self.attempt = attempt

@@ -83,9 +83,10 @@ class Round:
         self._tasks.create_task(self._place(play))
 
     async def _place(self, play: Play) -> None:
-        """Place a play that is still unplaced, and free the slot.
+        """Ask for a play that is still unplaced to be played, and free the slot that it took.
 
-        If nobody can take it, its environment is noted as refused; of a refused environment nothing is placed.
+        If no replica or env-server can take it, its environment is added to `refused`, and no other play of it is
+        placed.
         """
         try:
             is_wanted = play.state is PlayState.UNPLACED and play.task.env not in self.refused

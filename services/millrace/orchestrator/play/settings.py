@@ -125,7 +125,7 @@ def _temperature_at(schedule: TemperatureSchedule | None, *, max_steps: int | No
     last = 1 if steps is None else max(steps - 1, 1)
 
     def at(step: int) -> float:
-        """Return the temperature at a step."""
+        """Return the temperature at a step; from the last step of the schedule on it is the end temperature."""
         done = min(step / last, 1.0)
         share = done if schedule.type == "linear" else (1 - math.cos(math.pi * done)) / 2
         return schedule.start_temperature + share * (schedule.end_temperature - schedule.start_temperature)

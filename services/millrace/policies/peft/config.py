@@ -401,6 +401,7 @@ def adapter_problems(
             continue
         dtype, wanted = whole
         if layer != name:
+            # A weight W is [out, in]; the adapter's A is [rank, in], and its B is [out, rank].
             wanted = (spec.rank, wanted[1]) if name.endswith(LOW) else (wanted[0], spec.rank)
         if found != (dtype, wanted):
             problems.append(f"{name} is {found[0]}{list(found[1])}, the model takes {dtype}{list(wanted)}")

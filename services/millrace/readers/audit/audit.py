@@ -222,7 +222,7 @@ class Mirror:
             return
         what = f"policy {policy.lineage}-{policy.version} in Redis"
         if entry.id != f"{policy.version}-1":
-            audit.findings.violation("MIRROR_DIFFERS", f"{what} stands at {entry.id}")
+            audit.findings.violation("MIRROR_DIFFERS", f"{what} has the id {entry.id}")
         if policy.manifest_key != audit.names.policy_manifest(policy.lineage, policy.version):
             audit.findings.violation("MIRROR_DIFFERS", f"{what} names the manifest {policy.manifest_key}")
             return
@@ -519,7 +519,7 @@ def _note_unseen(audit: Audit, headers: HeaderCheck) -> None:
     if headers.closing is None:
         audit.findings.not_seen(
             "SPOOLS",
-            "the run is not closed: rollouts that lie only in the spools of its env-servers, and events that are not "
+            "the run is not closed: rollouts that are only in the spools of its env-servers, and events that are not "
             "archived or in Redis yet, were not seen",
         )
     elif not headers.ordinals.num_trained and not headers.ordinals.dropped:

@@ -162,8 +162,8 @@ class EventCheck:
 
 # What the events of a run say of its batches, versions, checkpoints and its end, against what is there.
 #
-# Orchestrator and trainer write their events apart from the objects, and each event names the hash of what it tells
-# of: a header, a manifest or a checkpoint that was taken away or changed contradicts them.
+# Orchestrator and trainer write their events apart from the objects, and each event names the hash of what it
+# reports: a header, a manifest or a checkpoint that was taken away or changed contradicts them.
 
 TERMINAL = {
     run_pb2.RUN_STATE_SUCCEEDED: batch_pb2.RUN_OUTCOME_SUCCEEDED,

@@ -188,7 +188,7 @@ def check_other_names(audit: Audit, *, own: Collection[str]) -> None:
         try:
             return audit.store.get(key, max_bytes=1 << 10).strip() == uid
         except (NotFoundError, CorruptObjectError):
-            return False  # the audit of its own run tells of it
+            return False  # the audit of that run reports it
 
     for prefix, check in ((deployment.names_prefix, "NAME"), (deployment.requests_prefix, "REQUEST")):
         others = [info.key for info in audit.store.list(prefix) if info.key not in own]

@@ -262,7 +262,7 @@ def check_token_logs(audit: Audit, claims: EventClaims, chains: Mapping[int, byt
     if unclaimed:
         where = audit.uri(audit.names.root + unclaimed[0])
         audit.findings.not_seen(
-            "TOKEN_LOGS", f"no event tells of {len(unclaimed)} token logs, such as {where}: they were not compared"
+            "TOKEN_LOGS", f"no event names {len(unclaimed)} token logs, such as {where}: they were not compared"
         )
 
 

@@ -111,11 +111,11 @@ class _Answers:
         return {"report": base64.b64encode(report.SerializeToString()).decode()}
 
     def _hear(self, text: str) -> None:
-        """Keep what is being read, for the next heartbeat."""
+        """Keep the text that says what is being read, for the next heartbeat."""
         self.progress = text
 
     def _store(self, url: str) -> ObjectStore:
-        """Return the store of a URL, opened once."""
+        """Return the store at a URL, which is opened the first time only."""
         if url not in self._stores:
             self._stores[url] = open_store(url)
         return self._stores[url]

@@ -279,7 +279,8 @@ class KeptAnswers:
     def __init__(self, path: Path, place: Mapping[str, str]) -> None:
         """Open the file at `path`, and read the answers that an earlier audit of the same run left in it.
 
-        `place` says which run is audited; a file of another one is begun anew. UnavailableError if it cannot be opened.
+        `place` says which run is audited; a file of another run's audit is overwritten. UnavailableError if the file
+        cannot be opened, or is no file of an audit.
         """
         self._path, self._lock = path, threading.Lock()
         self._answers: dict[str, dict[str, Any]] = {}

@@ -140,7 +140,7 @@ def check_attestations(
         where = audit.uri(stored_key)
         if place["number"] != attestation.number:
             findings.violation(
-                "ATTESTATION_MISNAMED", f"{where} is attestation {attestation.number}, and stands elsewhere"
+                "ATTESTATION_MISNAMED", f"{where} is attestation {attestation.number}, and is stored under another key"
             )
         _check(audit, attestation, where, chains, closings, key=key)
     for number, attestation in enumerate(kept, start=1):

@@ -139,9 +139,9 @@ class Sessions:
         return secret
 
     def find(self, secret: str) -> Session | None:
-        """Return the session with the `secret` of a cookie.
+        """Return the session with the `secret` of a cookie; None if there is none.
 
-        None, and the session is removed, if it or its token is over.
+        None also if the session or its token has expired; the session is then removed.
         """
         digest = token_digest(secret)
         session = self._sessions.get(digest)
@@ -253,7 +253,10 @@ class Guard:
 
 
 def _is_own(value: str) -> bool:
-    """Return whether a `Host` is an address or `localhost`, with or without a port, and so not another site's name."""
+    """Return whether a `Host` header is an IP address or `localhost`, with or without a port.
+
+    Anything else may be a name of another site that leads here.
+    """
     name, bracket, rest = value.partition("]") if value.startswith("[") else ("", "", "")
     if bracket:
         host, port = name[1:], rest.removeprefix(":")
@@ -326,7 +329,7 @@ class Dashboard:
                 raise InvalidSpecError([wrong], reason="QUERY_INVALID")
             self._guard.check_host(request.headers.getlist("host"))
             response = await handle(request)
-        except Exception as error:  # noqa: BLE001 - the edge of a request: the browser hears what is wrong
+        except Exception as error:  # noqa: BLE001 - the edge of a request: the browser gets the error
             status, body = problem_of(error)
             response = _Answer(to_json(body), status)
             if status == 401:
@@ -369,13 +372,16 @@ class Dashboard:
         return _Answer(await asyncio.to_thread(to_json, answer))  # thousands of runs take seconds
 
     async def _run(self, request: Request, run: str) -> Response:
-        """Answer with one run, why it does not move, and what of Redis or the store does not answer."""
+        """Answer with the run `run`, with why it does not move, and with what of Redis or the store does not answer."""
         self._caller(request)
         found = await self._source.find_run(run)
         return _Answer(to_json(found | {"why": self._source.explain(run), "trouble": self._source.trouble()}))
 
     async def _question(self, request: Request, run: str, question: str) -> Response:
-        """Answer a question about a run: from the orchestrator for its checkpoints and waits, else from the reader."""
+        """Answer the question `question` about a run.
+
+        The orchestrator answers for checkpoints and waits, the reader for everything else.
+        """
         self._caller(request)
         if question == "checkpoints":
             return _Answer(to_json({"checkpoints": await self._source.checkpoints(run)}))
@@ -386,12 +392,14 @@ class Dashboard:
         return await self._ask(question, run, _params(request))
 
     async def _sample(self, request: Request, run: str, sample: str) -> Response:
-        """Answer with one sample of a run."""
+        """Answer with the sample `sample` (its id) of the run `run`."""
         self._caller(request)
         return await self._ask("sample", run, {"id": sample})
 
     async def _tokens(self, request: Request, run: str, sample: str) -> Response:
-        """Answer with a page of a sample's tokens."""
+        """Answer with a page of the tokens of a run's sample `sample` (its id); the request's parameters choose the
+        page.
+        """
         self._caller(request)
         return await self._ask("tokens", run, {**_params(request), "id": sample})
 
@@ -449,15 +457,15 @@ class Dashboard:
         return response
 
     async def _static(self, request: Request, name: str) -> Response:
-        """Answer with a file of the package; 304 if the browser has it."""
+        """Answer with the file `name` of the package; with 304 if the browser has it already."""
         if name not in self._files:
             raise NotFoundError("there is no such file", reason="PAGE_NOT_FOUND")
         return self._file(name, 200, seen=request.headers.get("if-none-match", ""))
 
     async def _page(self, request: Request, path: str) -> Response:
-        """Answer with the one document of all pages, whose script draws what the address names; or with the login page.
+        """Answer with the one document of all pages, whose script draws what the address names, or with the login page.
 
-        Where no token is demanded, a browser gets its session here.
+        Where no token is demanded, a browser gets its session here. NotFoundError if there is no page at `path`.
         """
         if path.startswith("api/") or not (f"/{path}" in _PAGES or path.startswith("runs/")):
             raise NotFoundError("there is no such page", reason="PAGE_NOT_FOUND", remedy="begin at /")

@@ -265,8 +265,10 @@ def passing(columns: Columns, query: SampleQuery) -> np.ndarray:
     column = columns.column
     mask = np.ones(columns.num_rows, bool)
     for kind, wanted in query.names.items():
+        # Rows without such a name have the number -1; a name that no row has fits none.
         numbers = [-1 if name == "none" else columns.names.find(kind, name) for name in wanted]
         mask &= np.isin(column(kind), [number for number in numbers if number is not None])
+    # A value that is missing is NaN, which passes no bound.
     with np.errstate(invalid="ignore"):
         for name, limit in query.lowest.items():
             mask &= column(RANGES[name]) >= _as_value(name, limit)

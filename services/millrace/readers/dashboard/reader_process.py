@@ -52,7 +52,7 @@ def main() -> NoReturn:
         number, question = split_number(found)
         asked = _decoded(question)
         pools[asked.get("question") in _ASKS_STORE].submit(answer, number, asked)
-    os._exit(0)  # nobody hears what is still being answered
+    os._exit(0)  # nobody reads the answers that are still being made
 
 
 def _decoded(data: bytes) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class FineTuningExport(RunExport):
             fresh.replace(self._kept)
 
     def _write(self, run: WandbRun, row: MetricRow) -> None:
-        """Write a row to W&B as the next one."""
+        """Write a row to the run in W&B, as the one after all that were written before."""
         self._keys.add(row.key)
         run.write(self.rows, row)
         self.rows += 1

@@ -75,7 +75,7 @@ _Found = tuple[str, int, dict[str, float]]
 
 
 def _step(event: event_pb2.Event) -> _Found:
-    """Return key, step and metrics of a completed step."""
+    """Return the row's key (`step/<step>`), its step and the metrics of a completed step."""
     body = event.step_completed
     values = dict(body.metrics) | {
         "reward/mean": body.reward_mean,
@@ -90,7 +90,7 @@ def _step(event: event_pb2.Event) -> _Found:
 
 
 def _batch(event: event_pb2.Event) -> _Found:
-    """Return key, step and metrics of a committed batch."""
+    """Return the row's key (`batch/<step>`), its step and the metrics of a committed batch."""
     body = event.batch_committed
     values = dict(body.metrics) | {
         "batch/trained_groups": float(body.num_trained),
@@ -105,7 +105,7 @@ def _batch(event: event_pb2.Event) -> _Found:
 
 
 def _eval(event: event_pb2.Event) -> _Found:
-    """Return key, step and metrics of an evaluation."""
+    """Return the row's key (`eval/<env>/<step>`), its step and the metrics of an evaluation."""
     body = event.eval_completed
     prefix = f"eval/{body.env}"
     values = {
@@ -129,7 +129,7 @@ def _place(name: str) -> str:
 
 
 def _published(event: event_pb2.Event) -> _Found:
-    """Return key, version and metrics of a published policy."""
+    """Return the row's key (`published/<version>`), the version as its step, and the metrics of a published policy."""
     body = event.policy_published
     values = {
         "policy/published_bytes": float(body.size_bytes),
@@ -140,7 +140,9 @@ def _published(event: event_pb2.Event) -> _Found:
 
 
 def _served(event: event_pb2.Event) -> _Found:
-    """Return key, version and metrics of a policy that a replica serves."""
+    """Return the row's key (`served/<version>`), the version as its step, and the metrics of a policy that a replica
+    serves.
+    """
     body = event.policy_served
     values = {
         "time/update_weights": body.update_seconds,
@@ -151,13 +153,15 @@ def _served(event: event_pb2.Event) -> _Found:
 
 
 def _checkpoint(event: event_pb2.Event) -> _Found:
-    """Return key, step and metrics of a saved checkpoint."""
+    """Return the row's key (`checkpoint/<step>`), its step and the metrics of a saved checkpoint."""
     body = event.checkpoint_saved
     return f"checkpoint/{body.step}", body.step, {"checkpoint/size_bytes": float(body.size_bytes)}
 
 
 def _score(event: event_pb2.Event) -> _Found:
-    """Return key, version and metrics of the trainer's scores of the final evaluation."""
+    """Return the row's key (`score/<version>`), the version as its step, and the metrics of the trainer's scores of the
+    final evaluation.
+    """
     body = event.score_completed
     values = {"score/mismatch_kl": body.mismatch_kl, "score/max_abs_logprob_diff": body.max_abs_logprob_diff}
     return f"score/{body.version}", body.version, values

@@ -275,7 +275,7 @@ def time_of(event: event_pb2.Event) -> float:
 
 
 class TraceExport(LogExport):
-    """Sends the spans of each step as the log tells of them; a step's own span when its version is published."""
+    """Sends the spans of each step as the log has events of them; a step's own span when its version is published."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         """Create the export of an order, which names the run and its store.
@@ -433,7 +433,7 @@ class Collector:
 class _LastProblem(logging.Handler):
     """Keeps the last line that the SDK logged: its answer is only whether the spans were taken."""
 
-    text = "it said nothing"
+    text = "it logged no reason"
 
     def emit(self, record: logging.LogRecord) -> None:
         self.text = record.getMessage()[:300]

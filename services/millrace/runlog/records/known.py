@@ -121,7 +121,7 @@ class KnownObjects:
     def named(self, store: ObjectStore, names: Names) -> NamedObjects:
         """Return everything that headers name (blocking): all chain points are read, from the newest back to the first.
 
-        NotFoundError or CorruptObjectError if one of these is missing or damaged.
+        NotFoundError or CorruptObjectError if a chain point is missing or damaged.
         """
         whole, before = NamedObjects(), self._before
         whole.add(self._page)

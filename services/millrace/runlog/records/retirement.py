@@ -66,7 +66,7 @@ class Retirement:
     """On its writer's clock, ISO 8601 with a zone."""
 
     def of(self, kept: KeptAs) -> Retired:
-        """Return what is retired of a class; of one that the record does not name, nothing."""
+        """Return what is retired of a class of objects: nothing if the record does not name the class."""
         return self.retired.get(kept, _NOTHING)
 
     def covers(self, own: str) -> bool:

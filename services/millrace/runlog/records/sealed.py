@@ -60,7 +60,7 @@ class Seal:
 def seal_key(store: ObjectStore, names: Names) -> str:
     """Return the key that the seal of the run's current end has, stored or not (blocking).
 
-    Each reopening begins the next number.
+    The key is numbered by how often the run was reopened, so that each end has a seal of its own.
     """
     return names.seal(sum(1 for _ in store.list(names.reopenings)))
 

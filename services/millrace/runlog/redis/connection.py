@@ -406,7 +406,7 @@ async def _check_version(client: redis_asyncio.Redis, address: str) -> None:
     try:
         # unregistered wait: bounded by DEADLINE_S
         found = await client.info("server")
-    except ResponseError:  # one that does not tell everybody: what it can do is tried anyway
+    except ResponseError:  # it refuses INFO to this user: what it can do is tried later anyway
         return
     version = str(found.get("redis_version", ""))
     numbers = _major_and_minor(version)
@@ -418,7 +418,7 @@ async def _check_version(client: redis_asyncio.Redis, address: str) -> None:
             remedy=f"use Redis from {least} on, or Valkey",
             metadata={"version": version},
         )
-    # Valkey calls itself a Redis of the release that it left it at, and tells its own beside it.
+    # Valkey reports the release of Redis from which it was forked, and its own release in a field of its own.
     kind = "Valkey" if "valkey_version" in found else "Redis"
     version = str(found.get("valkey_version", version))
     newest = NEWEST_TRIED[kind]

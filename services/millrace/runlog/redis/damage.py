@@ -2,7 +2,7 @@
 
 Redis is the fast copy. What is there and cannot be used, or claims what the store does not know, never ends a run:
 
-* rollouts and events: the entry is skipped (`Entry.damage`); the run's orchestrator counts it, tells of it, removes it
+* rollouts and events: the entry is skipped (`Entry.damage`); the run's orchestrator counts it, reports it, removes it
 * batches, policies, meta, and ids after which nothing can be appended: `mark_damaged` takes the copy's generation away,
   in one atomic step. From then on nobody appends to it or reads from it, as if Redis had lost it, until an orchestrator
   has rebuilt it
@@ -123,10 +123,11 @@ async def require_committed(log: LogCopy, step: int, data: bytes) -> None:
 
 
 async def require_own(log: LogCopy, stream: Stream, position: int, data: bytes) -> None:
-    """Raise `LogGoneError`, and mark the Redis copy as damaged, if the store lacks what it has at `position`.
+    """Check the Redis copy against the store, after `data` could not be appended to a stream at `position`.
 
-    It is called where `data` could not be appended at `position`. Its newest entry must be in the store, too. Returns
-    without a look if Redis has not come as far as `position`, or if the store does not have `data` itself.
+    Raises `LogGoneError`, and marks the copy as damaged, if the store lacks the entry that Redis has at `position`, or
+    the newest entry of the stream. Does nothing if Redis has not come as far as `position`, or if the store lacks
+    `data` itself.
     """
     # A stream that is only further on has this entry in its past.
     newest = await log.next_position(stream) - 1

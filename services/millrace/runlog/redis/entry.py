@@ -90,9 +90,9 @@ def id_order(id_: str) -> tuple[int, int]:
 
 
 def read_entry(key: str, id_: bytes, fields: Mapping[bytes, bytes]) -> Entry:
-    """Return an entry of Redis' stream `key` from its id and fields.
+    """Return an entry of Redis' stream `key` from its id and its fields.
 
-    A damaged one as a placeholder with `damage` set.
+    A damaged entry is returned as a placeholder whose `damage` is set; nothing is raised.
     """
     try:
         return decode_entry(key, id_, fields)

@@ -227,10 +227,10 @@ async def read_held(redis: redis_asyncio.Redis, names: Sequence[Names], role: st
 
 
 async def _expire(run_log: RunLog, role: str, held: bytes, ttl_s: float, error: CorruptObjectError) -> None:
-    """Have a lease's value `held` that is no lease expire within a ttl, so that it does not keep everybody out for
+    """Set a value `held` that is no lease to expire within `ttl_s` seconds, so that it does not block the role for
     ever.
 
-    `error` says what is wrong with it, for the log.
+    `error` says what is wrong with the value, for the log. A key that holds another value by now is left as it is.
     """
     key = run_log.names.lease(role)
     is_bounded = await run_log.call(
@@ -250,12 +250,19 @@ def _fields(key: str, error: Exception) -> dict[str, object]:
 
 
 def _value(owner: str, token: str, epoch: int, slot: str) -> str:
-    """Return the JSON that a lease's key holds."""
+    """Return the JSON that a lease's key holds.
+
+    `token` is a random text by which its holder knows the lease as its own. `epoch` is the holder's, 0 before it has
+    one. `slot` is the place that only one process can have at a time, or empty.
+    """
     return json.dumps({"owner": owner, "token": token, "epoch": epoch, "slot": slot}, sort_keys=True)
 
 
 def _decode(value: bytes, role: str, uid: str) -> LeaseHolder:
-    """Return who holds a lease, by its value; CorruptObjectError if that is no lease."""
+    """Return who holds a lease, read from the `value` of its key; `role` and `uid` name the lease in the message.
+
+    CorruptObjectError if the value is no lease.
+    """
     try:
         fields = Fields(decode_object(value, what="it", reason="LEASE_CORRUPT", max_bytes=64 << 10))
         return LeaseHolder(fields.text("owner"), fields.integer("epoch"), fields.text("slot"))

@@ -577,7 +577,7 @@ for i, entry in ipairs(entries) do
     if entry[2][j] == 'h' then hashes[#hashes + 1] = entry[2][j + 1] end
   end
 end
-if last == '18446744073709551615-18446744073709551615' then last = '' end  -- nothing can be read behind it
+if last == '18446744073709551615-18446744073709551615' then last = '' end  -- nothing can be read after it
 return {'OK', last, hashes}
 """
 )

@@ -22,7 +22,7 @@ class Script:
 
     @staticmethod
     def of(source: str) -> "Script":
-        """Make a script of its Lua source."""
+        """Make a script from its Lua source."""
         return Script(source, hashlib.sha1(source.encode()).hexdigest())
 
     async def run(self, client: redis_asyncio.Redis, keys: Sequence[str], args: Sequence[Any]) -> Any:

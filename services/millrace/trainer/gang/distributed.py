@@ -67,6 +67,8 @@ def choose_device(environ: Mapping[str, str] = os.environ, *, gpu: Path = _GPU, 
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if local_rank < found:
         return torch.device("cuda", local_rank)
+    # Where the kernel has a GPU and torch was built for CUDA, the driver is broken: training for hours on the CPU
+    # instead would hide that.
     if choice == "auto" and not found and not (gpu.exists() and torch.version.cuda):
         return torch.device("cpu")
     raise _unusable(environ, local_rank=local_rank, found=found, driver=driver)

@@ -42,6 +42,7 @@ class Packing:
             return 0.0
         width = max(sum(lengths[index] for index in row) for row in rows)
         is_packed = any(len(row) > 1 for row in rows)
+        # The kernel for varying lengths computes pairs of tokens of one sample only, a dense mask all pairs of a row.
         if is_packed and self.is_varlen:
             pairs = self.causal_cost * sum(lengths[index] ** 2 for row in rows for index in row)
         else:

@@ -202,6 +202,7 @@ def _saved_modules(model: nn.Module, config: LoraConfig) -> list[str]:
     Raises InvalidStateError for a pattern that fits no layer, and for a layer whose weight is tied to another layer's.
     """
     found: list[str] = []
+    # Modules without parameters have nothing to train, and the root, whose name is empty, would be the whole model.
     names = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
     for pattern in config.modules_to_save:
         fits = [name for name in names if _fits(pattern, name)]

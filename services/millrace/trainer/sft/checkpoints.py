@@ -299,6 +299,7 @@ class Handover:
         began, deadline_s = time.monotonic(), config.max_pending * (config.timeout_s + _SLACK_S)
         is_reported = False
         with waits.waiting(f"evaluations before that of step {step}", waits_on="inference", deadline_s=deadline_s):
+            # Rank 0 decides for all: ranks that saw other directories or clocks would leave the loop at other turns.
             while self._gang.from_leader(lambda: len(found(self._root / DUE))) >= config.max_pending:
                 age_s = time.monotonic() - began
                 if self._gang.is_leader and not is_reported and age_s > SAY_AFTER_S:

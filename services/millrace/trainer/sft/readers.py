@@ -107,7 +107,7 @@ def take_row(found: Any, columns: Mapping[str, str]) -> JsonRow:
     if not isinstance(found, dict):
         raise ValueError(f"is {_kind(found)} instead of a JSON object")
     row = {name: value for name in columns if (value := found.get(columns[name])) is not None}
-    if "chosen" in columns:
+    if "chosen" in columns:  # the data are preference pairs
         row |= _pair(row, found)
     elif "messages" in row:
         row = {name: value for name, value in row.items() if name not in ("prompt", "completion")}

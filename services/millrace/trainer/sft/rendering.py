@@ -159,7 +159,7 @@ class TextTokens:
         self._text = text
         self._prompts: list[list[int]] = []
         whole = self._tokenized(text, start=0)
-        assert whole is not None, "nothing stands before it"
+        assert whole is not None, "nothing is before it"
         self._pieces = [whole]
 
     @property
@@ -190,7 +190,7 @@ class TextTokens:
             if following is None:
                 raise BadRowError(self._melted(prompt, end))
             before = self._tokenized(self._text[:end], start=0)
-            assert before is not None, "nothing stands before it"
+            assert before is not None, "nothing is before it"
             self._pieces = [before, following]
         self._prompts.append(prompt)
         return len(prompt)
@@ -299,6 +299,7 @@ def _as_engines_give(message: Message) -> Message:
     if isinstance(content, list) and content:
         texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
         given["content"] = "\n".join(text or "" for text in texts)
+    # Templates differ in which of the keys they read.
     if thought := next((given[name] for name in REASONING if given.get(name)), None):
         given |= dict.fromkeys(REASONING, thought)
     if calls := _calls(message):
