@@ -253,7 +253,7 @@ WARNINGS: Texts = {
 FAILURES: Texts = {
     "ADVANTAGES_SLOW": (
         "a function of `orchestrator.algo` took longer than `orchestrator.advantage_timeout_s`: it waits for something",
-        "mend it, or raise the key if it computes for so long; then `millrace run resume`",
+        "correct it, or raise the key if it computes for so long; then `millrace run resume`",
     ),
     "BLOCKS_UNTRACEABLE": (
         "torch's compiler failed in a block in which ranks exchange tensors (`cp`, `ep`)",

@@ -22,8 +22,7 @@ from millrace.config.sections.trainer import TrainerConfig
 from millrace.config.tree import schema_tree
 
 ROOT = Path(__file__).parents[2]
-MISTAKES = ROOT / "docs/first_mistakes.md"
-DOCUMENTS = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")} - {MISTAKES})
+DOCUMENTS = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")})
 EVERYWHERE = {"--debug", "--help", "--token-file", "--tls-ca", "--insecure", "--KEY"}
 MODELS: dict[str, tuple[type[BaseModel], ...]] = {
     "rl": (RLConfig,),

@@ -418,7 +418,10 @@ def is_place(key: str) -> bool:
 
 
 def table() -> str:
-    """Return the table of all kinds for the documents, in Markdown; a cell with the usual answer is empty."""
+    """Return the table of all kinds for the documents, in Markdown.
+
+    A cell with the usual answer is empty, and the usual hash, sha256, is left out.
+    """
     usual = {KeptAs.RUN, _BACKUP, _PROVED_BY_HASH}
     heads = ("object", "key", "named by", "kept", "if it is damaged", "a repair takes")
     rows: list[tuple[str, ...]] = [heads, ("---",) * len(heads)]
@@ -427,7 +430,7 @@ def table() -> str:
         cells = (
             kind.name,
             f"`{key}`",
-            "; ".join(kind.named_by),
+            "; ".join(each.removesuffix(", by sha256") for each in kind.named_by),
             kind.kept,
             kind.remedy,
             kind.repair or "nothing",

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from millrace_testing.repository import REPOSITORY
 from millrace_testing.templates.conversations import CONVERSATIONS
 from millrace_testing.templates.families import FAMILIES, TRAINED
 from millrace_testing.templates.judge import CAUSES, EQUAL, UNEXPLAINED, Judge, Sample
@@ -72,11 +71,12 @@ def test_every_turn_is_trained_up_to_one_stop(comparison: dict[str, Any]) -> Non
             assert text.endswith(tuple(stops[row["family"]])), row
 
 
-def test_the_page_is_up_to_date(template_packages: Path, comparison: dict[str, Any]) -> None:
-    from millrace_testing.templates.page import page
+def test_page_and_report_are_up_to_date(template_packages: Path, comparison: dict[str, Any]) -> None:
+    from millrace_testing.templates.page import PAGE, REPORT, page, report
 
-    remedy = "run: PYTHONPATH=.venv-templates python -m millrace_testing.templates.page > docs/chat_templates.md"
-    assert (REPOSITORY / "docs/chat_templates.md").read_text() == page(comparison), remedy
+    remedy = "run: PYTHONPATH=.venv-templates python -m millrace_testing.templates.page"
+    assert PAGE.read_text() == page(comparison), remedy
+    assert REPORT.read_text() == report(comparison), remedy
 
 
 @pytest.mark.templates

@@ -1,4 +1,6 @@
-"""`python -m millrace_testing.mistakes PLACE > docs/first_mistakes.md`: make every mistake, and print the table.
+"""Make every mistake of a first day, and print the table of benchmarks/results/first_mistakes.md.
+
+python -m millrace_testing.mistakes PLACE > benchmarks/results/first_mistakes.md
 
 PLACE is an empty directory, or one of an earlier run. Exit code 1 where a mistake took longer than a minute to be told,
 was told without a remedy, or ended with a traceback; standard error names it.
@@ -33,11 +35,11 @@ _LIMIT_S = 180.0
 _LONGEST = 100
 _HEAD = """# Mistakes of a first day
 
-<!-- .venv/bin/python -m millrace_testing.mistakes PLACE > docs/first_mistakes.md -->
+<!-- .venv/bin/python -m millrace_testing.mistakes PLACE > benchmarks/results/first_mistakes.md -->
 
 Each was made for real, with the tiny model of `examples/reverse_text` on a CPU. Seconds are from the command to the
 message, on two cores with a load of 1 to 20. Messages are shown as they begin; each goes on with the place and the
-remedy. [Troubleshooting](troubleshooting.md) goes by symptom, [events](events.md) by reason.
+remedy. [Troubleshooting](../../docs/troubleshooting.md) goes by symptom, [events](../../docs/events.md) by reason.
 
 | mistake | seconds | the message |
 |---|---|---|

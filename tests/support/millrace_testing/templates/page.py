@@ -1,6 +1,6 @@
-"""Writes docs/chat_templates.md from a comparison.
+"""Writes docs/chat_templates.md, and the report of differences from the peers, from a comparison.
 
-PYTHONPATH=.venv-templates python -m millrace_testing.templates.page > docs/chat_templates.md
+PYTHONPATH=.venv-templates python -m millrace_testing.templates.page
 """
 
 import re
@@ -21,12 +21,11 @@ _PEERS = ("TRL", "renderers")
 
 _HEAD = """# Chat templates
 
-<!-- PYTHONPATH=.venv-templates python -m millrace_testing.templates.page > docs/chat_templates.md -->
+<!-- PYTHONPATH=.venv-templates python -m millrace_testing.templates.page -->
 
-What `millrace sft` makes of real chat templates, and where its loss mask differs from that of two peers: TRL {trl}, by
-the `{{% generation %}}` markers of its training templates, and renderers {renderers}, by its own programs.
-`make test-templates` makes this page of {templates} templates ({packages}) and {conversations} conversations, and fails
-at a difference without one of the causes below.
+What `millrace sft` makes of {templates} real chat templates ({packages}) and {conversations} conversations.
+`make test-templates` makes this page; where the loss mask differs from that of TRL and renderers:
+[report](../benchmarks/results/chat_templates.md).
 
 What is trained of a turn is what the policy would sample. If a template breaks that, the row is refused
 ([SFT](guides/sft.md)).
@@ -45,8 +44,13 @@ prompt that an engine was given, or *melts* the end of a prompt and the beginnin
 _TRAINED = """
 With TRL's training templates as the models' own, their markers say what is trained of {count} more rows: {families}.
 """
-_DIFFERENCES = """
-## Differences from the peers
+_DIFFERENCES = """# Chat templates: differences from the peers
+
+<!-- PYTHONPATH=.venv-templates python -m millrace_testing.templates.page -->
+
+Where the loss mask of `millrace sft` differs from that of TRL {trl}, by the `{{% generation %}}` markers of its
+training templates, and of renderers {renderers}, by its own programs. `make test-templates` fails at a difference
+without one of these causes.
 
 {rows} rows were compared with {peers}. A row may differ by several causes.
 
@@ -55,20 +59,32 @@ _DIFFERENCES = """
 """
 
 
+PAGE, REPORT = REPOSITORY / "docs/chat_templates.md", REPOSITORY / "benchmarks/results/chat_templates.md"
+
+
 def page(found: Mapping[str, Any]) -> str:
-    """Return the page for a comparison."""
+    """Return the text of `PAGE` for a comparison."""
     return "".join(_parts(found["rows"], found["ends"]))
+
+
+def report(found: Mapping[str, Any]) -> str:
+    """Return the text of `REPORT` for a comparison: its differences from the peers."""
+    return "".join(_differences(found["rows"]))
+
+
+def _pins() -> dict[str, str]:
+    """Return the release of each package that templates are taken from, by name."""
+    text = (REPOSITORY / "requirements/templates.txt").read_text()
+    return dict(re.findall(r"^([\w-]+)==(\S+)", text, re.MULTILINE))
 
 
 def _parts(rows: list[dict[str, Any]], ends: list[dict[str, Any]]) -> Iterator[str]:
     by_family: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         by_family[row["family"]].append(row)
-    pins = dict(re.findall(r"^([\w-]+)==(\S+)", (REPOSITORY / "requirements/templates.txt").read_text(), re.MULTILINE))
+    pins = _pins()
     llama = re.findall(r"llama-cpp-python==\S+", (REPOSITORY / "scripts/setup_templates.sh").read_text())
     yield _HEAD.format(
-        trl=pins["trl"],
-        renderers=pins["renderers"],
         packages=", ".join([*(f"{name} {pin}" for name, pin in pins.items()), llama[0].replace("==", " ")]),
         templates=len(by_family),
         conversations=len(CONVERSATIONS),
@@ -90,7 +106,6 @@ def _parts(rows: list[dict[str, Any]], ends: list[dict[str, Any]]) -> Iterator[s
     }
     families = ", ".join(f"{name} {count}" for name, count in marked.items() if count)
     yield _TRAINED.format(count=sum(marked.values()), families=families)
-    yield from _differences(rows)
 
 
 def _differences(rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -99,7 +114,9 @@ def _differences(rows: list[dict[str, Any]]) -> Iterator[str]:
         counts.update((peer, cause) for peer, causes in row["peers"].items() for cause in causes)
     compared = {peer: sum(peer in row["peers"] for row in rows) for peer in _PEERS}
     peers = " and ".join(f"{peer} ({compared[peer]}, {counts[peer, EQUAL]} of them equal)" for peer in _PEERS)
-    yield _DIFFERENCES.format(rows=sum(bool(row["peers"]) for row in rows), peers=peers)
+    pins = _pins()
+    rows_compared = sum(bool(row["peers"]) for row in rows)
+    yield _DIFFERENCES.format(trl=pins["trl"], renderers=pins["renderers"], rows=rows_compared, peers=peers)
     for cause, words in CAUSES.items():
         numbers = [str(counts[peer, cause]) for peer in _PEERS]
         if any(number != "0" for number in numbers):
@@ -118,4 +135,6 @@ def _numbers(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    print(page(compare()), end="")
+    comparison = compare()
+    PAGE.write_text(page(comparison))
+    REPORT.write_text(report(comparison))
