@@ -16,11 +16,13 @@ def lint_imports(cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=110, check=False)
 
 
+@pytest.mark.computes
 def test_the_import_contracts_hold() -> None:
     done = lint_imports(ROOT, "--config", str(ROOT / "pyproject.toml"))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.computes
 def test_the_contracts_see_a_sideways_import(tmp_path: Path) -> None:
     rooms = [
         "cli",
@@ -63,6 +65,7 @@ def test_the_contracts_see_a_sideways_import(tmp_path: Path) -> None:
     assert "torch only in the trainer and the engines BROKEN" in broken.stdout
 
 
+@pytest.mark.computes
 def test_the_command_line_starts_without_heavy_imports() -> None:
     code = (
         "import sys, millrace.cli.main;"

@@ -13,6 +13,7 @@ from millrace.errors import InvalidSpecError
 from millrace.internal.v1 import env_service_pb2, play_pb2
 from millrace.rollouts.types import RolloutStatus
 from millrace.rpc.channel import call
+from millrace_testing.lanes import one_by_default, pairs_by_default
 from millrace_testing.patience import patient
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
@@ -105,7 +106,7 @@ async def test_a_judge_scores_with_a_key_that_is_named(
     assert f"Bearer {KEY}" in judge.keys
 
 
-@pytest.mark.parametrize("kind", ["judge", "asked"])
+@pytest.mark.parametrize("kind", one_by_default(["judge", "asked"]))
 async def test_calls_wait_for_their_turn(server: Any, judge: Judge, kind: str) -> None:
     judge.most_open = 0
     wanted = spec(server, "judged-v0", v0_args(judge.base_url("slow"), "", kind=kind), max_concurrent=2, timeout_s=60.0)
@@ -132,8 +133,7 @@ async def test_a_judge_that_hangs_fails_its_rollout_in_time(
     assert rollout.samples == () and rollout.is_environment_failure
 
 
-@pytest.mark.parametrize("mode", ["500", "429"])
-@pytest.mark.parametrize("kind", ["judge", "asked"])
+@pytest.mark.parametrize(("kind", "mode"), pairs_by_default(["judge", "asked"], ["500", "429"]))
 async def test_a_judge_that_answers_with_an_error_fails_its_rollout(
     server: Any, judge: Judge, mode: str, kind: str
 ) -> None:

@@ -143,6 +143,7 @@ async def test_eight_gigabytes_at_once_fail_that_rollout_alone(limited: WorkerSt
         assert pool.num_deaths == 0
 
 
+@pytest.mark.long
 async def test_eight_gigabytes_in_pieces_end_the_worker_by_its_limit(limited: WorkerStarter, engine: Any) -> None:
     async with opened(limited, [{"mode": "leak", "bytes": 2 * GIB}, {"mode": "slow"}]) as pool:
         [greedy, other] = await asyncio.gather(play(pool, engine, 0), play(pool, engine, 1))
@@ -153,6 +154,7 @@ async def test_eight_gigabytes_in_pieces_end_the_worker_by_its_limit(limited: Wo
         assert len(pool.quarantined_tasks) == 1
 
 
+@pytest.mark.long
 async def test_too_many_processes_end_the_worker_by_its_limit(limited: WorkerStarter, engine: Any) -> None:
     async with opened(limited, [{"mode": "fork", "count": 60}]) as pool:
         rollout = await play(pool, engine, 0)
@@ -164,6 +166,7 @@ async def test_too_many_processes_end_the_worker_by_its_limit(limited: WorkerSta
         assert [p for p in left if p.status() != psutil.STATUS_ZOMBIE] == []
 
 
+@pytest.mark.long
 async def test_a_huge_file_fails_that_rollout_alone(limited: WorkerStarter, engine: Any) -> None:
     async with opened(limited, [{"mode": "write", "bytes": GIB}, {"mode": "slow"}]) as pool:
         [greedy, other] = await asyncio.gather(play(pool, engine, 0), play(pool, engine, 1))

@@ -250,6 +250,7 @@ async def test_a_wiped_redis_gets_back_what_is_unresolved(place: Place) -> None:
     assert await place.in_log() == expected
 
 
+@pytest.mark.long
 async def test_a_full_disk_and_a_full_spool_take_no_groups_and_lose_nothing(place: Place) -> None:
     place.environ["MILLRACE_SPOOL_BYTES"] = "5000"
     await place.start()

@@ -131,6 +131,7 @@ async def test_process_names_every_wrong_setting_and_exits_2():
     assert code == 2 and "MILLRACE_LISTEN" in errors and "MILLRACE_ORCHESTRATOR" in errors
 
 
+@pytest.mark.long
 async def test_an_interpreter_that_is_a_wrapper_is_entered_once(tmp_path: Path):
     """As pyenv's shims are: what they start has another name, which is no reason to start them again."""
     wrapper = tmp_path / "python"

@@ -241,7 +241,8 @@ TRIMS = {
 RETIREMENTS = [faults.Point.ORCHESTRATOR_MID_EXPIRE, faults.Point.ORCHESTRATOR_MID_UNLIST]
 
 
-@pytest.mark.parametrize("row", by_default(TRIMS, ("events trimmed",)))
+@pytest.mark.long
+@pytest.mark.parametrize("row", TRIMS)
 async def test_a_kill_around_a_trim_or_a_chain_point_loses_nothing(stack, small_windows, row) -> None:
     """The successor reads every event of the run, which Redis keeps a window of, and the audit is clean."""
     process, (point, step) = small_windows, TRIMS[row]
@@ -262,7 +263,8 @@ async def test_a_kill_around_a_trim_or_a_chain_point_loses_nothing(stack, small_
     await require_clean(stack, run)
 
 
-@pytest.mark.parametrize("point", by_default(RETIREMENTS, RETIREMENTS[-1:]))
+@pytest.mark.long
+@pytest.mark.parametrize("point", RETIREMENTS)
 async def test_a_kill_while_an_ended_run_is_retired_is_made_good_by_the_next(stack, small_windows, point) -> None:
     process = small_windows
     await restart(process)

@@ -90,6 +90,7 @@ async def test_let_go_and_sigterm_save_a_checkpoint_and_give_the_lease_back(
     assert orchestrator.is_leaving and orchestrator.status.run_uid == ""
 
 
+@pytest.mark.long
 async def test_a_frozen_trainer_that_was_replaced_lets_go(
     orchestrator: FakeOrchestrator, trainers: TrainerProcesses, recorder: Recorder, make_config: Any
 ) -> None:

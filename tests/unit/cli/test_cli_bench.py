@@ -59,6 +59,7 @@ def test_the_trainer_prints_tokens_memory_and_the_phases_of_a_step(
     assert 0.5 * found["step_s"] <= sum(found[f"{name}_s"] for name in phases) <= 1.5 * found["step_s"]
 
 
+@pytest.mark.long
 def test_the_engine_prints_tokens_of_prompts_and_completions(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     flags = "--model.name model --max-num-seqs 4 --bench.steps 2"
     title, figures, found = bench(place, capfd, f"inference --bench {flags}")

@@ -93,6 +93,7 @@ async def test_a_vllm_that_sleeps_gets_what_is_left_between_two_steps(shows, con
     assert refused.value.reason == "GPU_TOO_SMALL" and "let vLLM sleep" not in str(refused.value.remedy)
 
 
+@pytest.mark.long
 async def test_without_an_answer_vllm_gets_its_share_and_the_reason_is_told(shows, config, tmp_path):
     notes: list[str] = []
     shows(8 * 1024)
