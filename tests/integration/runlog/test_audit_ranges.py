@@ -16,6 +16,7 @@ from millrace.readers.audit import ranges as audit_ranges
 from millrace.readers.audit.process import audit_beside
 from millrace.readers.audit.ranges import KeptAnswers
 from millrace.runlog import new_uid
+from millrace_testing.full_disk import largest_file
 from millrace_testing.patience import patient
 from millrace_testing.polling import until
 from millrace_testing.runlog.recorded_log import (
@@ -171,6 +172,31 @@ async def test_a_file_of_somebody_else_is_left_as_it_is(run, tmp_path):
 async def test_a_file_that_cannot_be_opened_is_named(run, tmp_path):
     with pytest.raises(UnavailableError, match=r"nowhere/audit\.jsonl, which is to keep what the audit has read"):
         await ranged(run, resume=tmp_path / "nowhere" / "audit.jsonl")
+
+
+async def test_a_disk_that_is_full_is_named_and_what_was_kept_before_counts(run, tmp_path, monkeypatch):
+    resume, add = tmp_path / "audit.jsonl", KeptAnswers.add
+
+    def add_to_a_full_disk(kept: KeptAnswers, sha256: str, answer) -> None:
+        with largest_file(resume.stat().st_size + 40 if b"question" in resume.read_bytes() else 1 << 20):
+            add(kept, sha256, answer)
+
+    monkeypatch.setattr(KeptAnswers, "add", add_to_a_full_disk)
+    with pytest.raises(UnavailableError, match=r"cannot write .*audit\.jsonl: File too large"):
+        await ranged(run, resume=resume)
+    monkeypatch.undo()
+    report = await ranged(run, resume=resume)
+    told = [each.message for each in report.notes if each.check == "RESUMED"]
+    assert len(told) == 1 and told[0].startswith("the contents of 1 ranges of steps were read")
+
+
+async def test_a_range_that_ends_with_a_timeout_ends_the_audit(run, monkeypatch):
+    def time_out(audit, question):
+        raise TimeoutError(110, "Connection timed out")
+
+    monkeypatch.setattr(audit_ranges, "answer_steps", time_out)
+    with pytest.raises(TimeoutError, match="Connection timed out"):
+        await asyncio.wait_for(ranged(run), 60)
 
 
 async def test_a_process_that_is_killed_is_replaced_and_one_that_dies_again_ends_the_audit(run, monkeypatch):

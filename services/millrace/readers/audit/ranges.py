@@ -17,7 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import wait as wait_for
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,6 +31,7 @@ from millrace.readers.audit.findings import Audit, AuditFindings, RetirementChec
 from millrace.readers.audit.rollouts import ContentCheck, RolloutFact, StepContents
 from millrace.readers.dashboard.answers import error_of
 from millrace.rollouts.batch_wire import decode_header
+from millrace.storage.scratch import io_errors
 from millrace.telemetry import waits
 
 MODULE = "millrace.readers.audit.process"
@@ -200,13 +201,11 @@ class ContentsInRanges:
     def _take(self) -> None:
         """Wait until the oldest range is read, report what was found in it, and count what was read."""
         answered, headers = self._pending.popleft()
-        while True:
+        self._audit.progress(f"the contents of step {headers[0].step}")
+        # Not `result(_LOOK_S)`, whose TimeoutError could also be one that the range has ended with.
+        while not wait_for([answered], _LOOK_S).done:
             self._audit.progress(f"the contents of step {headers[0].step}")
-            try:
-                answer = answered.result(_LOOK_S)
-                break
-            except FutureTimeoutError:
-                continue
+        answer = answered.result()
         for header in headers:  # the other process noted these keys for itself
             for key in (*(chunk.key for chunk in header.chunks), header.rollouts_key):
                 _ = key and self._audit.is_own(key)
@@ -297,7 +296,8 @@ class KeptAnswers:
                     remedy="name another file with --resume",
                 )
             is_ours = bool(before) and self._read(before, head)
-            self._file = path.open("a" if is_ours else "w", encoding="utf-8")
+            # Unbuffered, so that a line that cannot be written is not tried again when the file is closed.
+            self._file = path.open("ab" if is_ours else "wb", buffering=0)
             path.chmod(0o600)
             if not is_ours:
                 self._write({**head, "time": datetime.now(UTC).isoformat(timespec="seconds")})
@@ -319,8 +319,9 @@ class KeptAnswers:
         return found
 
     def add(self, sha256: str, answer: Mapping[str, Any]) -> None:
-        """Write an answer into the file, by the sha256 (hex) of its question."""
-        self._write({"question": sha256, "answer": answer})
+        """Write an answer into the file, by the sha256 (hex) of its question; raise the errors of `io_errors`."""
+        with io_errors(self._path, "write", setting=None):
+            self._write({"question": sha256, "answer": answer})
 
     def describe(self) -> str:
         """Return in words what was taken from an earlier audit."""
@@ -357,8 +358,10 @@ class KeptAnswers:
         with self._lock:
             if not self._file.closed:
                 # A line break first: the line before may be the torn one of an audit that was killed.
-                self._file.write(json.dumps(line) + "\n" if self._file.tell() == 0 else f"\n{json.dumps(line)}")
-                self._file.flush()
+                text = json.dumps(line) + "\n" if self._file.tell() == 0 else f"\n{json.dumps(line)}"
+                left = text.encode()
+                while left:  # a disk that is nearly full takes a part
+                    left = left[self._file.write(left) :]
 
 
 def _is_kept(data: bytes, path: Path) -> bool:
