@@ -16,9 +16,10 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoConfig
 
 from millrace.config.sections.trainer import TrainerModelConfig
-from millrace.errors import InvalidSpecError, MillraceError
+from millrace.errors import InvalidSpecError, InvalidStateError, MillraceError
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.learner import build_model
 from millrace.trainer.model import expert_parallel
@@ -30,6 +31,7 @@ from millrace.trainer.model.expert_parallel import (
     grouped_by_kernel,
     grouped_by_loop,
     has_kernel,
+    require_no_router_loss,
 )
 from millrace_testing.lanes import by_default
 
@@ -241,6 +243,28 @@ def test_a_model_that_asks_for_a_balancing_loss_is_refused_before_its_weights_ar
     assert told.reason == "ROUTER_LOSS_UNSUPPORTED" and "router_aux_loss_coef 0.02" in told.message
     for allowed in ({"output_router_logits": False}, {"router_aux_loss_coef": 0.0}):
         assert refusal(**allowed, **SMALL).reason != "ROUTER_LOSS_UNSUPPORTED", "there are no weights"
+
+
+@pytest.mark.parametrize(
+    ("config", "weight"),
+    [
+        ({"model_type": "jetmoe", "aux_loss_coef": 0.03}, "aux_loss_coef 0.03"),
+        ({"model_type": "dbrx", "ffn_config": {"moe_loss_weight": 0.04}}, "moe_loss_weight 0.04"),
+    ],
+)
+def test_a_balancing_loss_is_refused_under_every_name_of_its_weight(config: dict[str, Any], weight: str) -> None:
+    asked = AutoConfig.for_model(**config, output_router_logits=True)
+    with pytest.raises(InvalidStateError, match=f"with {weight}"):
+        require_no_router_loss(asked)
+    require_no_router_loss(AutoConfig.for_model(**config))
+
+
+def test_transformers_has_no_other_name_for_the_weight_of_a_balancing_loss() -> None:
+    import transformers.models
+
+    paths = Path(str(transformers.models.__file__)).parent.glob("*/modeling_*.py")
+    found = {name for path in paths for name in re.findall(r"loss \+= self\.([\w.]+) \* aux_loss", path.read_text())}
+    assert {name.rpartition(".")[2] for name in found} == {"router_aux_loss_coef", "aux_loss_coef"}
 
 
 def test_experts_that_cannot_be_cut_are_refused_by_name() -> None:

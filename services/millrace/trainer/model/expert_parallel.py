@@ -27,6 +27,10 @@ from millrace.trainer.model.mesh import all_to_all
 _FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
 """Attributes of every module of experts that follows transformers' interface."""
 
+_LOSS_WEIGHTS = (("", "router_aux_loss_coef"), ("", "aux_loss_coef"), ("ffn_config", "moe_loss_weight"))
+"""Where configs have the weight of the loss that balances experts: the config in it, if any, and the key. The second
+is that of JetMoE, the third that of DBRX."""
+
 
 def experts_of(model: nn.Module) -> Iterator[nn.Module]:
     """Yield, layer by layer, the modules that hold all experts of a layer; none for experts of another form."""
@@ -60,18 +64,25 @@ def cut_experts(model: nn.Module, mesh: DeviceMesh, *, prefix: str = "trainer.mo
 def require_no_router_loss(model_config: Any) -> None:
     """Raise InvalidStateError (ROUTER_LOSS_UNSUPPORTED) if a model's config asks for a loss that balances its experts.
 
-    transformers adds that loss with `output_router_logits`, times `router_aux_loss_coef`; no step here computes it.
+    transformers adds that loss with `output_router_logits`, times a weight (`_LOSS_WEIGHTS`); no step here computes it.
     """
     text = model_config.get_text_config()
-    weight = getattr(text, "router_aux_loss_coef", 0.0)
-    if getattr(text, "output_router_logits", False) and weight:
+    found = [(name, getattr(level, name, None)) for level, name in _loss_weights(text)]
+    weight = next((f"{name} {value}" for name, value in found if value), None)
+    if getattr(text, "output_router_logits", False) and weight is not None:
         raise InvalidStateError(
             f"config.json of the model asks for a loss that balances its experts (output_router_logits, with "
-            f"router_aux_loss_coef {weight}), which is not computed here",
+            f"{weight}), which is not computed here",
             reason="ROUTER_LOSS_UNSUPPORTED",
             remedy="set output_router_logits to false in config.json: the routers learn by the run's own loss, and "
             "max_vio shows how even the experts' load is",
         )
+
+
+def _loss_weights(text: Any) -> Iterator[tuple[Any, str]]:
+    """Yield each place where a config may have the weight of a balancing loss: the config or one in it, and the key."""
+    for inner, name in _LOSS_WEIGHTS:
+        yield (getattr(text, inner, None) if inner else text), name
 
 
 def _unfit(model: nn.Module, found: list[Any], *, size: int) -> str | None:
