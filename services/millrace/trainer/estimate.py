@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from millrace.config.sections.sft import SFTConfig
 from millrace.config.sections.trainer import ActivationCheckpointConfig, LoraConfig, TrainerConfig
 from millrace.errors import NotFoundError
 from millrace.models.configs import read_config
@@ -15,23 +16,25 @@ _GIB = 2**30
 
 
 def estimate(
-    config: TrainerConfig,
+    config: TrainerConfig | SFTConfig,
     *,
     num_gpus: int,
     gpu_memory: float,
     reserve: float,
     mfu: float,
     tflops: float | None,
-    prefix: str = "trainer.",
     on_trial: Callable[[], None] = lambda: None,
 ) -> Estimate:
     """Simulate a step to estimate the memory of a run and, if it exceeds the limit, try keys that reduce it.
 
-    The limit is `gpu_memory` less `reserve`, in GiB. With `num_gpus` 0 it is one process on a CPU. `mfu` (0 to 1) and
-    `tflops` (a GPU's peak; None: unknown) serve only for the speed. `prefix` is put before the section's keys in
-    messages; `on_trial` is called before each simulated step. Raises NotFoundError (MODEL_NOT_FOUND) if transformers
+    `config` is the run's `[trainer]`, or a fine-tuning. The limit is `gpu_memory` less `reserve`, in GiB. With
+    `num_gpus` 0 it is one process on a CPU. `mfu` (0 to 1) and `tflops` (a GPU's peak; None: unknown) serve only for
+    the speed. `on_trial` is called before each simulated step. Raises NotFoundError (MODEL_NOT_FOUND) if transformers
     has no such model, and InvalidSpecError for a number of ranks that a run would not start with.
     """
+    prefix, is_paired = "trainer.", False
+    if isinstance(config, SFTConfig):
+        prefix, is_paired, config = "", config.dpo is not None, config.as_trainer()
     model_config = load_config(config.model.name)
     require_layout(config.model, model_config.to_dict(), world_size=max(num_gpus, 1), prefix=f"{prefix}model")
 
@@ -42,7 +45,7 @@ def estimate(
     found, limit = step(config, num_gpus), int((gpu_memory - reserve) * _GIB)
     tried = []
     if found.peak > limit:
-        tried = list(trials(config, num_gpus=num_gpus, limit=limit, simulate=step, prefix=prefix))
+        tried = list(trials(config, num_gpus=num_gpus, limit=limit, simulate=step, prefix=prefix, is_paired=is_paired))
     length = config.model.seq_len
     per_token = found.flops.of_samples([length]) / length
     speed = None if tflops is None else mfu * tflops * 1e12 * max(num_gpus, 1) / per_token
@@ -102,13 +105,16 @@ Simulate = Callable[[TrainerConfig, int], Simulated]
 _MOST_GPUS = 1024
 
 
-def trials(config: TrainerConfig, *, num_gpus: int, limit: int, simulate: Simulate, prefix: str) -> Iterator[Trial]:
+def trials(
+    config: TrainerConfig, *, num_gpus: int, limit: int, simulate: Simulate, prefix: str, is_paired: bool = False
+) -> Iterator[Trial]:
     """Simulate and yield changes of the config up to the first that fits into `limit` bytes.
 
     They are each key alone, then the keys cumulatively, then all of them with twice as many GPUs, and so on. `simulate`
-    simulates a step of a config on a number of GPUs; `prefix` is put before the keys.
+    simulates a step of a config on a number of GPUs; `prefix` is put before the keys. With `is_paired` a micro-batch
+    has two samples at least.
     """
-    changes = list(_changes(config, num_gpus=num_gpus, prefix=prefix))
+    changes = list(_changes(config, num_gpus=num_gpus, prefix=prefix, is_paired=is_paired))
     for key, update in changes:
         trial = _trial((key,), simulate(_changed(config, update), num_gpus), limit)
         yield trial
@@ -135,12 +141,15 @@ def _trial(keys: tuple[str, ...], simulated: Simulated, limit: int) -> Trial:
     return Trial(keys=keys, peak=simulated.peak, fits=simulated.peak <= limit)
 
 
-def _changes(config: TrainerConfig, *, num_gpus: int, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _changes(
+    config: TrainerConfig, *, num_gpus: int, prefix: str, is_paired: bool
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each setting that saves memory and is not in use: as written in a config, and the fields to update.
 
-    They come in the order of what they cost. `prefix` is put before the keys.
+    They come in the order of what they cost. `prefix` is put before the keys; `is_paired` is as in `trials`.
     """
     model = config.model
+    least = model.seq_len * (2 if is_paired else 1)
     if model.ac is None:
         selective = ActivationCheckpointConfig(mode="selective")
         yield f'{prefix}model.ac.mode = "selective"', {"model": {"ac": selective}}
@@ -149,8 +158,8 @@ def _changes(config: TrainerConfig, *, num_gpus: int, prefix: str) -> Iterator[t
     is_kept = model.reshard_after_forward is False or (model.reshard_after_forward is None and num_gpus == 1)
     if num_gpus and is_kept:
         yield f"{prefix}model.reshard_after_forward = true", {"model": {"reshard_after_forward": True}}
-    if config.micro_batch_tokens >= 2 * model.seq_len:
-        yield f"{prefix}micro_batch_tokens = {model.seq_len}", {"micro_batch_tokens": model.seq_len}
+    if config.micro_batch_tokens >= 2 * least:
+        yield f"{prefix}micro_batch_tokens = {least}", {"micro_batch_tokens": least}
     if num_gpus and not model.fsdp_cpu_offload:
         yield f"{prefix}model.fsdp_cpu_offload = true", {"model": {"fsdp_cpu_offload": True}}
     if model.lora is None:

@@ -1,6 +1,7 @@
 """The estimate of a run: memory by kind from fake tensors, the keys that bring it down, tokens/s, the command."""
 
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from millrace.cli.main import main
+from millrace.config.sections.sft import SFTConfig
 from millrace.config.sections.trainer import TrainerConfig
 from millrace.trainer.estimate import estimate, trials
 from millrace.trainer.estimate_report import KINDS
@@ -148,7 +150,7 @@ def _real() -> Any:
 
 def fake_simulate(config: TrainerConfig, num_gpus: int) -> Simulated:
     """Return a step whose memory is easy to foresee."""
-    size = 100 // num_gpus
+    size = 100 // max(num_gpus, 1)
     size -= 40 if config.model.lora else 0
     size -= 20 if config.model.ac else 0
     return Simulated(
@@ -185,6 +187,22 @@ def test_the_first_change_that_fits_is_named(limit: int, keys: tuple[str, ...]):
     assert tried[-1].keys == keys
 
 
+def test_of_preference_pairs_the_reference_and_both_responses_are_counted():
+    tree = {"model": {"name": "x"}, "data": {"name": "x", "seq_len": 64}, "micro_batch_tokens": 64}
+    plain, pairs = (SFTConfig.model_validate(tree | extra).as_trainer() for extra in ({}, {"dpo": {}}))
+    one, two = (simulate_whole(config, model_config(blocks=1), num_gpus=0) for config in (plain, pairs))
+    assert two.learning["parameters"] == 2 * one.learning["parameters"]
+    assert two.learning["optimizer"] == one.learning["optimizer"]
+    assert (one.rows, two.rows) == (1, 2)
+
+
+def test_a_micro_batch_of_pairs_is_made_no_smaller_than_a_pair():
+    of_pairs = trials(trainer(rows=4), num_gpus=0, limit=0, simulate=fake_simulate, prefix="", is_paired=True)
+    assert {key for each in islice(of_pairs, 3) for key in each.keys if "tokens" in key} == {"micro_batch_tokens = 128"}
+    others = trials(trainer(rows=2), num_gpus=0, limit=0, simulate=fake_simulate, prefix="", is_paired=True)
+    assert not [key for each in others for key in each.keys if "tokens" in key]
+
+
 def test_more_gpus_come_last():
     tried = list(trials(trainer(rows=1), num_gpus=1, limit=0, simulate=fake_simulate, prefix=""))
     assert tried[-1].fits and tried[-1].keys[-1] == "--gpus 2"
@@ -197,6 +215,14 @@ def test_tokens_per_s_come_from_the_formula_of_the_trainers_mfu(tmp_path: Path):
     flops = simulate(config, model_config(), num_gpus=0).flops
     assert found.flops_per_token == flops.of_samples([64]) / 64
     assert found.tokens_per_s == pytest.approx(0.5 * 2e12 / found.flops_per_token)
+
+
+def test_a_fine_tuning_on_pairs_is_estimated_as_it_is(tmp_path: Path):
+    model_config(blocks=1).save_pretrained(tmp_path)
+    tree = {"model": {"name": str(tmp_path)}, "data": {"name": "x", "seq_len": 64}, "micro_batch_tokens": 64}
+    config = SFTConfig.model_validate(tree | {"dpo": {}})
+    found = estimate(config, num_gpus=0, gpu_memory=1, reserve=0, mfu=0.5, tflops=None)
+    assert (found.rows, found.seq_len) == (2, 64)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from millrace.trainer.sft.fine_tune import run_sft
 from millrace.trainer.sft.pairs import Preferences, plan_pairs, preference_losses
 from millrace.trainer.sft.rows import load_rows
 
-USER = {"role": "user", "content": "toma"}
+USER, OTHER = ({"role": "user", "content": content} for content in ("toma", "vo"))
 
 
 def says(content: str) -> dict[str, str]:
@@ -74,7 +74,8 @@ def test_earlier_answers_of_the_common_beginning_do_not_count(tokenizer: Any) ->
     [
         ({"prompt": "a", "chosen": "b", "rejected": " "}, "`rejected` is empty"),
         ({"prompt": [USER], "chosen": [], "rejected": [says("b")]}, "`chosen` is empty"),
-        ({"prompt": [USER], "chosen": [USER], "rejected": [says("b")]}, "`chosen` is empty"),
+        ({"prompt": [USER], "chosen": [OTHER], "rejected": [says("b")]}, "`chosen` is empty"),
+        ({"prompt": [USER], "chosen": [USER, says("b")], "rejected": [USER, says("c")]}, "`chosen` begins with the"),
         ({"chosen": [USER, says("b")], "rejected": [USER]}, "`rejected` is empty"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same"),
         ({"chosen": [USER, says("b")], "rejected": [USER, says("b")]}, "are the same"),

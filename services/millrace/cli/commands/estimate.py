@@ -101,9 +101,8 @@ def _estimate(loaded: "Loaded[Any]") -> "Estimate":
     numbers["tflops"] = _number(flags, "gpu-tflops", default) or None
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch shall not look for what is not used
     code = _code()
-    trainer = config.as_trainer() if is_sft else config.trainer
     say: Callable[[], None] = lambda: click.echo("taking a step of no tensors …", err=True)  # noqa: E731
-    return code.estimate(trainer, **numbers, prefix="" if is_sft else "trainer.", on_trial=say)
+    return code.estimate(config if is_sft else config.trainer, **numbers, on_trial=say)
 
 
 def _code() -> Any:

@@ -70,9 +70,8 @@ def sft(arguments: tuple[str, ...]) -> int:
     from millrace.cli.session.fine_tune import fine_tune
 
     if benches:
-        bench = trainer_bench(
-            config.as_trainer(), loaded.flags, batch_size=config.data.batch_size, seed=config.seed, is_sft=True
-        )
+        num_samples = config.data.batch_size * (1 if config.dpo is None else 2)
+        bench = trainer_bench(config.as_trainer(), loaded.flags, batch_size=num_samples, seed=config.seed, is_sft=True)
         return interrupts.run(
             lambda signals: run_bench(
                 bench, signals, output_dir=config.output_dir, num_ranks=num_ranks, wandb=config.wandb

@@ -8,6 +8,7 @@ from millrace.config.sections.data import DataSourceConfig, LossMaskConfig, Stop
 from millrace.config.sections.environments import PeriodicEvalEnvConfig, env_names
 from millrace.config.sections.eval import FixedSamplingConfig
 from millrace.config.sections.inference import InferenceConfig
+from millrace.config.sections.loss import KlConfig, LossConfig
 from millrace.config.sections.sampling import extra_body_rules
 from millrace.config.sections.shared import DEFAULT_MODEL, CheckpointConfig, LogConfig, RunConfig, WandbConfig
 from millrace.config.sections.trainer import (
@@ -201,11 +202,18 @@ class SFTConfig(Document):
     wandb: WandbConfig | None = option(None, "Weights & Biases; off if left out.")
 
     def as_trainer(self) -> TrainerConfig:
-        """Return the `[trainer]` section of an RL run whose steps take the same time and memory."""
+        """Return the `[trainer]` section of an RL run whose steps take the same time and memory.
+
+        With `[dpo]` that is one with the start model as a reference, and a micro-batch holds both responses of a pair.
+        """
         shared = {name: getattr(self.model, name) for name in type(self.model).model_fields}
         model = TrainerModelConfig(**shared, seq_len=self.data.seq_len)
         same = ("optim", "scheduler", "max_steps", "micro_batch_tokens", "pack", "peak_tflops")
-        return TrainerConfig(model=model, **{name: getattr(self, name) for name in same})
+        values = {name: getattr(self, name) for name in same}
+        if self.dpo is not None:
+            values["loss"] = LossConfig(kl=KlConfig(coef=self.dpo.beta))
+            values["micro_batch_tokens"] = max(self.micro_batch_tokens, 2 * self.data.seq_len)
+        return TrainerConfig(model=model, **values)
 
     def remarks(self) -> list[BrokenRule]:
         """Return notes about a schedule that may be unintended."""

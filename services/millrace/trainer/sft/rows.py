@@ -143,7 +143,7 @@ def sides_of(row: Row) -> tuple[JsonRow, JsonRow]:
     """Return a preference pair as two rows with `prompt` and `completion`: the chosen one, and the rejected one.
 
     Without a `prompt` the messages with which both begin are the prompt. Raises BadRowError if there are none, if a
-    response is empty, or if both are the same.
+    response is empty or begins with the messages of `prompt` once more, or if both are the same.
     """
     sides = {name: row[name] for name in ("chosen", "rejected")}
     given = {name: value for name, value in row.items() if name not in sides}
@@ -158,6 +158,8 @@ def sides_of(row: Row) -> tuple[JsonRow, JsonRow]:
         given["prompt"] = sides["chosen"][:shared]
         sides = {name: messages[shared:] for name, messages in sides.items()}
     for name, response in sides.items():
+        if isinstance(row.get("prompt"), list) and row["prompt"] and response[: len(row["prompt"])] == row["prompt"]:
+            raise BadRowError(f"`{name}` begins with the messages of `prompt` once more: leave one of the two out")
         if not _says_something(response):
             raise BadRowError(f"`{name}` is empty: it has no text or call of the assistant's")
     if sides["chosen"] == sides["rejected"]:
