@@ -24,6 +24,9 @@ KINDS = {
     worker_service_pb2.WORKER_KIND_INFERENCE: WorkerKind.INFERENCE,
 }
 
+MAX_LEFT = 1024
+"""Most numbers that are remembered of workers that are gone."""
+
 
 class Numbered(NamedTuple):
     """A worker: what it is, and the slot that its successor takes over; "" for none."""
@@ -38,20 +41,25 @@ class WorkerNames:
     """Numbers the workers of each kind; the smallest number that is free goes to the next."""
 
     _numbers: dict[str, tuple[Numbered, int]] = field(default_factory=dict)
+    _left: dict[tuple[str, str], int] = field(default_factory=dict)
+    """Numbers of workers that are gone, by kind and slot, for their successors; the newest `MAX_LEFT`."""
 
     def of(self, workers: Iterable[Numbered]) -> dict[str, str]:
         """Return each worker's name by its id, such as `trainer-1`, and number the new ones.
 
         `workers` are all that are registered, in order of registration: the number of one that is missing is
-        free, first for its successor in the slot.
+        free, first for its successor in the slot, which may come later.
         """
         living = {place.worker_id: place for place in workers}
         gone = [self._numbers.pop(worker) for worker in list(self._numbers) if worker not in living]
-        left = {(place.kind, place.slot): number for place, number in gone if place.slot}
+        self._left |= {(place.kind, place.slot): number for place, number in gone if place.slot}
+        self._left = dict(list(self._left.items())[-MAX_LEFT:])
         new = [place for worker, place in living.items() if worker not in self._numbers]
-        new.sort(key=lambda place: (place.kind, place.slot) not in left)  # others must not take a successor's number
+        # Others must not take a successor's number.
+        new.sort(key=lambda place: (place.kind, place.slot) not in self._left)
         for place in new:
             taken = {number for other, number in self._numbers.values() if other.kind == place.kind}
             free = next(each for each in range(1, len(taken) + 2) if each not in taken)
-            self._numbers[place.worker_id] = (place, left.pop((place.kind, place.slot), free))
+            number = self._left.pop((place.kind, place.slot), free)
+            self._numbers[place.worker_id] = (place, free if number in taken else number)
         return {worker: f"{place.kind}-{number}" for worker, (place, number) in self._numbers.items()}

@@ -382,8 +382,9 @@ class LastingWait:
 class Ahead:
     """Work that is done before anyone needs its result, such as a read of the next batch during a step.
 
-    Its waits hold nobody up: they are hidden until `need` is called, and their ages count from that call. Used as a
-    context manager around the work, in the task that does it.
+    Its waits hold nobody up: they are hidden until `need` is called, and their ages count from that call. Those of
+    `shared` are shown all the same: that Redis does not answer concerns others, too. Used as a context manager around
+    the work, in the task that does it.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:

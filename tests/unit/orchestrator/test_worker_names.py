@@ -34,6 +34,25 @@ def test_a_successor_has_the_name_of_its_place() -> None:
     }  # fmt: skip
 
 
+def test_successors_have_the_names_of_their_places_in_whatever_order_and_however_late_they_come() -> None:
+    names = WorkerNames()
+    first, second = (Numbered(f"old-{number}", "trainer", f"host/{number}") for number in (1, 2))
+    names.of([first, second])
+    assert names.of([]) == {}, "a look when both are gone"
+    late = [Numbered(f"new-{number}", "trainer", f"host/{number}") for number in (2, 1)]
+    assert names.of(late[:1]) == {"new-2": "trainer-2"}
+    assert names.of(late) == {"new-2": "trainer-2", "new-1": "trainer-1"}
+
+
+def test_a_number_that_another_worker_has_got_meanwhile_is_not_given_twice() -> None:
+    names = WorkerNames()
+    names.of([Numbered("old", "trainer", "host/1")])
+    names.of([])
+    other, new = Numbered("other", "trainer", "host/9"), Numbered("new", "trainer", "host/1")
+    assert names.of([other]) == {"other": "trainer-1"}
+    assert names.of([other, new]) == {"other": "trainer-1", "new": "trainer-2"}
+
+
 def test_the_host_stands_in_the_id() -> None:
     assert host_of("trainer-node-7-412-9f3ac1d2", "trainer") == "node-7"
     assert host_of("mine", "inference") == ""
