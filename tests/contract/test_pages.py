@@ -27,7 +27,7 @@ PAGES = {
 
 def made_by(script: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / script)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 
 @pytest.mark.parametrize("page", sorted(PAGES))
@@ -75,7 +75,7 @@ def test_an_event_without_cause_and_remedy_is_refused(gone: str, tmp_path: Path)
     assert gone in text
     (tmp_path / "scripts/page.py").write_text(text.replace(gone, gone.replace('": (', '_X": (')))
     done = subprocess.run(
-        [sys.executable, str(tmp_path / "scripts/page.py")], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, str(tmp_path / "scripts/page.py")], capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 1 and "without cause and remedy" in done.stderr
     assert gone.split('"')[1] in done.stderr

@@ -186,9 +186,10 @@ async def test_worker_killed_from_outside_costs_no_rollout(server: Any) -> None:
     await server.open("faulty-v0")
     request = server.request("faulty-v0", 11, size=4, rollout_timeout_seconds=30.0)
     await play_group(server, request)
-    await asyncio.sleep(0.5)
     pools: list[EnvPool] = [pool for pool in server.service.pools if pool.info is not None]
-    [worker] = [worker for pool in pools for worker in pool.slots if worker is not None and worker.num_playing]
+    [worker] = await until(
+        lambda: [worker for pool in pools for worker in pool.slots if worker is not None and worker.num_playing]
+    )
     os.kill(worker.process.pid, signal.SIGKILL)
     rollouts = await server.collect(request)
     assert {rollout.status for rollout in rollouts} == {RolloutStatus.OK}

@@ -28,6 +28,7 @@ from millrace.rpc.channel import call, open_channel
 from millrace.rpc.serve import Shutdown, serve
 from millrace.storage.local import LocalStore
 from millrace.telemetry import waits
+from millrace_testing.patience import patient
 from millrace_testing.polling import until
 
 
@@ -306,13 +307,13 @@ async def test_a_pause_is_a_wait_until_it_is_resumed(client, local_store, publis
 
 
 async def test_a_pause_that_nobody_ends_ends_by_itself(client, local_store, publish, make_model, monkeypatch, caplog):
-    monkeypatch.setattr(service, "PAUSE_LIMIT_S", 0.5)
+    monkeypatch.setattr(service, "PAUSE_LIMIT_S", limit_s := patient(1.0))
     await client.update(publish(local_store, make_model(0), 0))
     await call(client.stub.PauseGeneration, pb.PauseGenerationRequest())
     task = asyncio.create_task(client.generate())
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.6 * limit_s)
     await call(client.stub.PauseGeneration, pb.PauseGenerationRequest())  # prolongs it
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.6 * limit_s)
     assert not task.done() and client.engine.status().is_paused
     assert [wait.reason for wait in pause_waits()] == ["paused by an operator"]
     with caplog.at_level(logging.WARNING):

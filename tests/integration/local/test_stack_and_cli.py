@@ -77,8 +77,8 @@ def test_a_failed_run_exits_1_with_the_reason(project):
 def test_interrupt_while_running(project, number, code):
     process = start(project, "rl", "@", "rl.toml", "--run.name", "demo", FAKE_SLOW="1")
     block_until((project / "created").exists, what="the run")
-    time.sleep(0.5)
-    assert len(leftovers(project)) == 9  # the command, its reaper, the fork server, five processes, a worker
+    # The command, its reaper, the fork server, five processes, a worker.
+    block_until(lambda: len(leftovers(project)) == 9, what="every process")
     began = time.monotonic()
     process.send_signal(number)
     got, out, err = finish(process, timeout=30)

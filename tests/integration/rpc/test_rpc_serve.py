@@ -23,6 +23,8 @@ from millrace.rpc.channel import call, open_channel, stream
 from millrace.rpc.health import HealthBoard
 from millrace.v1 import run_service_pb2 as pb
 from millrace.v1.run_service_pb2_grpc import RunServiceServicer, RunServiceStub, add_RunServiceServicer_to_server
+from millrace_testing.patience import patient
+from millrace_testing.polling import until
 
 NAME = "millrace.v1.RunService"
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -117,20 +119,29 @@ async def test_an_open_watch_does_not_hold_up_the_end(running_server) -> None:
 
 
 async def test_a_call_under_way_finishes_within_the_grace(running_server) -> None:
-    async with running_server(register, grace_s=10.0) as server, open_channel(server.address) as channel:
-        pending = asyncio.create_task(call(RunServiceStub(channel).GetRun, pb.GetRunRequest(), timeout_s=10))
-        await asyncio.sleep(0.2)
+    watching = Watching(asyncio.Event())
+
+    def serves(server, draining):
+        add_RunServiceServicer_to_server(watching, server)
+        return [NAME]
+
+    async with running_server(serves, grace_s=60.0) as server, open_channel(server.address) as channel:
+        pending = asyncio.create_task(call(RunServiceStub(channel).GetRun, pb.GetRunRequest(), timeout_s=60))
+        await asyncio.wait_for(watching.got_call.wait(), 60)
         server.stopping.set()
         assert await pending == pb.GetRunResponse()
 
 
 async def test_while_draining_health_says_no_and_calls_still_work(running_server) -> None:
-    async with running_server(register, drain_s=1.0) as server, open_channel(server.address) as channel:
+    async with running_server(register, drain_s=patient(2.0)) as server, open_channel(server.address) as channel:
         stub = RunServiceStub(channel)
         await call(stub.GetRun, pb.GetRunRequest())
         server.stopping.set()
-        await asyncio.sleep(0.1)
-        assert await check(server.address, NAME) == NOT_SERVING
+
+        async def says_no() -> bool:
+            return await check(server.address, NAME) == NOT_SERVING
+
+        await until(says_no)
         assert await check(server.address, "") == NOT_SERVING
         assert not server.draining.is_set()
         await call(stub.GetRun, pb.GetRunRequest())
@@ -150,9 +161,9 @@ async def test_names_start_not_serving_until_the_board_says_ready(running_server
 async def test_liveness_fails_when_the_loop_makes_no_progress(running_server) -> None:
     board = HealthBoard()
     async with running_server(register, health_board=board) as server:
-        board.expect_progress("", within_s=0.3)
+        board.expect_progress("", within_s=(within_s := patient(1.0)))
         assert await check(server.address, "") == SERVING
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1.5 * within_s)
         assert await check(server.address, "") == NOT_SERVING
         board.touch("")
         assert await check(server.address, "") == SERVING

@@ -96,7 +96,7 @@ async def test_it_registers_reports_and_hears_assignments(running_server) -> Non
         assert running.agent.silence_s == math.inf
         with waits.waiting("a slot", waits_on="inference", deadline_s=9):
             await registry.until(lambda: len(registry.heartbeats) >= 3)
-        assert running.agent.silence_s < 5
+        assert running.agent.silence_s < patient(5)
     assert registry.num_registered == 1
     heartbeat = registry.heartbeats[0]
     assert (heartbeat.worker_id, heartbeat.num_playing) == ("env-1", 3)
@@ -150,9 +150,9 @@ async def test_it_survives_a_restart_visibly_and_with_one_log_line_each_way(
     assert not running.task.done()
     async with running_server(second.register, address=address):
         await second.until(lambda: len(second.heartbeats) >= 2)
-        assert running.agent.silence_s < 5
+        assert running.agent.silence_s < patient(5)
         running.stopping.set()
-        await asyncio.wait_for(running.task, 5)
+        await asyncio.wait_for(running.task, patient(5))
     assert second.num_registered == 1
     assert [w for w in waits.snapshot("env-1") if address in w.reason] == []
     lines = [record.getMessage() for record in caplog.records]
@@ -197,7 +197,7 @@ async def test_stopping_does_not_wait_for_the_next_heartbeat(running_server) -> 
     async with running_server(registry.register) as server, running_agent(server.address) as running:
         await registry.until(lambda: len(registry.heartbeats) == 1)
         running.stopping.set()
-        await asyncio.wait_for(running.task, 2)
+        await asyncio.wait_for(running.task, patient(2))
 
 
 async def test_an_orchestrator_that_hangs_is_a_wait_not_a_hang(running_server) -> None:
@@ -219,8 +219,11 @@ async def test_an_orchestrator_that_hangs_is_a_wait_not_a_hang(running_server) -
 async def test_an_interval_of_zero_is_not_a_busy_loop(running_server) -> None:
     registry = Registry(heartbeat_s=0.0)
     async with running_server(registry.register) as server, running_agent(server.address):
+        began = time.monotonic()
+        await registry.until(lambda: len(registry.heartbeats) >= 2)
         await asyncio.sleep(0.5)
-    assert 1 <= len(registry.heartbeats) <= 0.5 / worker_module.MIN_INTERVAL_S + 1
+        num_heard, took_s = len(registry.heartbeats), time.monotonic() - began
+    assert 2 <= num_heard <= took_s / worker_module.MIN_INTERVAL_S + 2
 
 
 async def test_an_answer_is_held_until_there_is_news_or_somebody_asks_at_once(running_server) -> None:
@@ -251,11 +254,14 @@ async def test_an_answer_is_held_until_there_is_news_or_somebody_asks_at_once(ru
         assert min(took) < 0.4, "by the interval alone it is 0.8 s"
         await asyncio.sleep(0.3)
         heard = len(running.replies)
+        began = time.monotonic()
         assert await running.agent.heartbeat_now(timeout_s=patient(0.3))
-        assert len(running.replies) == heard + 1
-        num_heard = len(running.replies)
+        # One that is asked for, and what came by the interval meanwhile.
+        assert heard + 1 <= len(running.replies) <= heard + 2 + (time.monotonic() - began)
+        num_heard, began = len(running.replies), time.monotonic()
         await asyncio.sleep(2.0)
-        assert len(running.replies) <= num_heard + 3, "without news it hears once per interval"
+        most = num_heard + 1 + (time.monotonic() - began)
+        assert len(running.replies) <= most, "without news it hears once per interval"
 
 
 def test_worker_ids_are_new_every_time() -> None:

@@ -1,6 +1,7 @@
 """Leases: one holder, renewal by comparison, and the half-ttl rule on the holder's own clock."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -9,6 +10,7 @@ from millrace.runlog import Lease, RunLog
 from millrace.runlog.names import Names
 from millrace.runlog.redis.lease import last_end, read_held
 from millrace_testing.leases import lease_holder
+from millrace_testing.patience import patient
 
 
 @pytest.fixture
@@ -49,12 +51,13 @@ async def test_a_lease_says_whose_it_was_if_nobody_gave_it_back(log, other):
 
 
 async def test_renewal_keeps_it_beyond_its_ttl_and_tells_the_epoch(log, other):
-    lease = await Lease.acquire(log, "orchestrator", "a", 0.6)
+    lease = await Lease.acquire(log, "orchestrator", "a", ttl_s := patient(1.0))
     assert lease is not None
-    for _ in range(5):
-        await asyncio.sleep(0.2)
+    ends = time.monotonic() + 1.7 * ttl_s
+    while time.monotonic() < ends:
+        await asyncio.sleep(0.2 * ttl_s)
         assert await lease.renew(epoch=7)
-    assert await Lease.acquire(other, "orchestrator", "b", 0.6) is None
+    assert await Lease.acquire(other, "orchestrator", "b", ttl_s) is None
     assert await lease_holder(log, "orchestrator") == ("a", 7, "")
     assert await lease.renew()
     assert await lease_holder(log, "orchestrator") == ("a", 7, "")

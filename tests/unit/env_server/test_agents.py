@@ -13,6 +13,7 @@ from millrace.env_server.agents.listen import AgentListen
 from millrace.env_server.agents.server import AgentServer
 from millrace.env_server.agents.sessions import AgentLimits, CallRefusedError
 from millrace.errors import InvalidSpecError
+from millrace_testing.patience import patient
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
@@ -313,9 +314,11 @@ async def test_a_deadline_ends_the_address(server, policy):
 async def test_a_repeated_request_gets_the_answer_of_the_first(server, policy):
     policy.wait.clear()
     async with server.opened(policy, model="policy") as (address, session):
-        client = openai.AsyncOpenAI(base_url=address.base_url, api_key=address.api_key, max_retries=1, timeout=0.5)
+        client = openai.AsyncOpenAI(
+            base_url=address.base_url, api_key=address.api_key, max_retries=1, timeout=(timeout_s := patient(1.0))
+        )
         call = asyncio.create_task(client.chat.completions.create(**CHAT))
-        await asyncio.sleep(0.7)
+        await asyncio.sleep(1.2 * timeout_s)
         policy.wait.set()
         assert (await call).choices[0].message.content == "heard hello"
         await client.close()

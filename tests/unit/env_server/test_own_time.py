@@ -15,12 +15,15 @@ from millrace_testing.polling import block_until
 
 def test_what_others_take_of_the_loop_is_not_counted() -> None:
     seen: dict[int, tuple[float, float]] = {}
+    blocked: dict[int, float] = {}
 
     async def play(number: int, blocks_s: float) -> None:
         own, began = OwnTime(number), time.monotonic()
 
         async def reward() -> None:  # a task of its own belongs to the play that made it
+            reward_began = time.monotonic()
             time.sleep(blocks_s)
+            blocked[number] = time.monotonic() - reward_began
 
         await asyncio.gather(asyncio.sleep(0.05), asyncio.create_task(reward()))
         seen[number] = (own.seconds, time.monotonic() - began)
@@ -31,9 +34,10 @@ def test_what_others_take_of_the_loop_is_not_counted() -> None:
 
     with asyncio.Runner(loop_factory=OwnTimeLoop) as runner:
         runner.run(main())
-    assert all(0.1 <= own < 0.3 for own, _ in (seen[number] for number in range(4))), seen
-    own, passed = seen[4]
-    assert own < 0.2 < 0.4 <= passed, "the quick one has waited for the blocking ones"
+    total = sum(blocked.values())
+    for number in range(5):  # each less than its own and half of what the four others took of the loop
+        assert blocked[number] <= seen[number][0] < blocked[number] + (total - blocked[number]) / 2, (seen, blocked)
+    assert seen[4][1] >= 0.4, "the quick one has waited for the blocking ones"
 
 
 def test_nothing_is_kept_of_a_play_that_is_over() -> None:
@@ -99,7 +103,7 @@ def test_a_loop_that_runs_one_callback_is_told_from_a_busy_one() -> None:
         for _ in range(8):
             time.sleep(0.1)
             probe.ask()
-        assert probe.stuck_s < 0.4, "it gets ahead"
+        assert probe.stuck_s < patient(0.4), "it gets ahead"
         stop.set()
 
         def is_stuck() -> bool:

@@ -78,6 +78,7 @@ async def test_a_task_that_stands_gives_its_place_to_another(monkeypatch: pytest
 
     tasks = [asyncio.create_task(probe("computes", standing_s=0.0))]
     tasks += [asyncio.create_task(probe(f"stands {n}", standing_s=STANDS_S)) for n in range(2 * MOST_STANDING)]
+    await until(lambda: probes.num_probing == 1 and bool(started), timeout_s=20.0)
     await asyncio.sleep(0.1)
     assert probes.num_probing == 1 and not told, "what computes keeps its place"
     cast("Any", started[0]).standing_s = STANDS_S
