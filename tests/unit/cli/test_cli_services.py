@@ -64,6 +64,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.computes
 def test_the_section_is_printed_and_the_help_names_every_flag():
     done = run("trainer", "--optim.lr", "1e-4", "--dry-run")
     assert done.returncode == 0 and json.loads(done.stdout)["trainer"]["optim"]["lr"] == 1e-4
