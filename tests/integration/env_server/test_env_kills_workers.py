@@ -95,6 +95,7 @@ async def test_one_task_in_five_kills_its_worker_and_the_others_are_played(start
         assert len(pool.probes.workers) <= PoolLimits().num_probes + 1
 
 
+@pytest.mark.long
 async def test_an_environment_of_which_most_tasks_kill_is_given_up(starter: WorkerStarter, engine: Any) -> None:
     async with opened(starter, [{"mode": "exit" if n % 2 else "segfault"} for n in range(40)]) as pool:
         began = time.monotonic()

@@ -95,6 +95,7 @@ def up(tmp_path) -> Iterator:
     block_until(lambda: not leftovers(tmp_path), what="everything to end")
 
 
+@pytest.mark.long
 def test_a_killed_reaper_is_replaced_and_its_successor_knows_all_processes(up, tmp_path):
     stack = up().ready()
     for _ in range(2):
@@ -156,6 +157,7 @@ def test_what_cannot_notice_is_ended_by_the_next_stack_before_it_starts(up, tmp_
     assert len(leftovers(tmp_path)) == OF_STACK
 
 
+@pytest.mark.long
 def test_services_that_are_still_starting_end_as_well(up, tmp_path):
     first = up()
     block_until(lambda: len(leftovers(tmp_path)) >= 4, what="processes")

@@ -111,6 +111,7 @@ def test_sigkill_leaves_nothing_behind(project):
     block_until(lambda: not leftovers(project), what="all processes to end", timeout_s=15)
 
 
+@pytest.mark.long
 def test_a_process_that_dies_at_the_start_is_named_with_its_last_lines(project):
     code, _, err = run(project, "rl", "@", "rl.toml", FAKE_DIE="inference")
     assert code == 1
@@ -153,6 +154,7 @@ def test_port_in_use_names_port_purpose_and_remedy(project):
     assert leftovers(project) == []
 
 
+@pytest.mark.long
 def test_unreachable_redis_and_store_exit_5(project):
     code, _, err = run(project, "rl", "@", "rl.toml", MILLRACE_REDIS_URL="redis://user:hunter22@127.0.0.1:1/0")
     assert code == 5

@@ -74,6 +74,7 @@ def all_batches(collector: Collector) -> bool:
     return all(collector.named(f"batch {step}") for step in range(STEPS))
 
 
+@pytest.mark.long
 async def test_what_a_run_that_has_ended_leaves_is_sent_though_its_orchestrator_stops_that_moment(
     stack, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,7 @@ def test_a_step_that_is_not_finite_changes_nothing_says_where_and_replays_alike(
     assert not [each for each in report.violations if each.check.startswith(ours)]
 
 
+@pytest.mark.long
 def test_from_every_checkpoint_the_same_policies_follow(recorder: Recorder, make_config: MakeConfig) -> None:
     record(recorder, make_config(ckpt={"interval": 1}, determinism="strict"), steps=4, bad=(1, 2))
     recorder.train()
