@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from millrace.errors import InvalidStateError
 from millrace.policies.manifest import AdapterEntry, StagedPolicy
 from millrace.policies.peft.config import AdapterSpec, Shape, adapter_problems
-from millrace.rollouts.types import PolicySpan
+from millrace.rollouts.types import PolicySpan, RoutedArray
 
 STALL_S = 60.0
 """An engine that has work and did nothing for this long counts as hanging."""
@@ -136,6 +136,8 @@ class Generation:
     `token_ids` int32 [T]. `logprobs` float32 [T]: of each token under the distribution that it was sampled from, that
     is after temperature, min-p, top-k and top-p (under plain softmax for greedy requests). `policy_spans` cover [0, T)
     in order. `stop_reason` is the stop token id or stop string that ended it, None for an end-of-sequence token.
+    `routed_experts` are those of each token of prompt and completion but the last, [tokens, layers, top_k]; None if the
+    engine does not record them.
     """
 
     token_ids: NDArray[np.int32]
@@ -143,6 +145,7 @@ class Generation:
     policy_spans: tuple[PolicySpan, ...]
     finish_reason: FinishReason
     stop_reason: int | str | None = None
+    routed_experts: RoutedArray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -32,6 +32,7 @@ TYPED_FLAGS: Mapping[str, str] = {
     "inference.max_num_seqs": "max_num_seqs",
     "inference.gpu_memory_utilization": "gpu_memory_utilization",
     "inference.sleep_while_training": "enable_sleep_mode",
+    "inference.return_routed_experts": "enable_return_routed_experts",
 }
 """Keys of the config that are flags of vLLM under another name."""
 
@@ -68,6 +69,7 @@ def vllm_flags(config: InferenceConfig, *, max_model_len: int | None = None) -> 
         "inference.parallel.dp": config.parallel.dp if config.parallel.dp > 1 else None,
         "inference.gpu_memory_utilization": config.gpu_memory_utilization,
         "inference.sleep_while_training": config.sleep_while_training or None,
+        "inference.return_routed_experts": config.return_routed_experts or None,
     }
     flags = {key: value for key, value in typed.items() if value is not None}
     if "max_num_seqs" not in named:
@@ -93,6 +95,7 @@ def engine_environ(config: InferenceConfig, *, max_model_len: int | None = None)
         "MILLRACE_TOOL_CALL_PARSER": model.tool_call_parser,
         "MILLRACE_REASONING_PARSER": model.reasoning_parser,
         "MILLRACE_ENABLE_AUTO_TOOL_CHOICE": None if auto is None else int(auto),
+        "MILLRACE_RETURN_ROUTED_EXPERTS": 1 if config.return_routed_experts else None,
     }
     texts = {variable: str(value) for variable, value in given.items() if value is not None}
     return {"MILLRACE_ENGINE": "embedded", **texts}

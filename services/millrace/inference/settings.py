@@ -41,6 +41,8 @@ class InferenceSettings:
     """`MILLRACE_ENABLE_AUTO_TOOL_CHOICE`: 1 or 0, whether the model may choose to call the tools of a request."""
     needs_chat_template: bool = False
     """`MILLRACE_NEEDS_CHAT_TEMPLATE`: 1 or 0, whether MILLRACE_MODEL is refused without a chat template."""
+    return_routed_experts: bool = False
+    """`MILLRACE_RETURN_ROUTED_EXPERTS`: 1 or 0, whether answers have the experts of their tokens."""
     engine: str = "embedded"
     """`MILLRACE_ENGINE`: embedded or vllm."""
     vllm_flags: Mapping[str, Any] = field(default_factory=dict)
@@ -117,7 +119,7 @@ def _parsers(environ: Mapping[str, str], violations: list[Violation], *, engine:
 def _switches(environ: Mapping[str, str], violations: list[Violation]) -> dict[str, Any]:
     """Return the switches that are set, as bools by setting; add values other than 1 and 0 to `violations`."""
     found: dict[str, Any] = {}
-    for name in ("enable_auto_tool_choice", "needs_chat_template"):
+    for name in ("enable_auto_tool_choice", "needs_chat_template", "return_routed_experts"):
         variable = f"MILLRACE_{name.upper()}"
         if text := environ.get(variable, ""):
             if text not in _SWITCH:
@@ -147,8 +149,9 @@ def _json_table(text: str, violations: list[Violation]) -> dict[str, Any]:
 def _with_shared(flags: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return vLLM's flags with the settings in `values` that both engines have, where no flag sets the same."""
     names = {key.rpartition(".")[2].replace("-", "_") for key in flags}
-    shared = ("max_num_seqs", "max_model_len", *EMBEDDED_PARSERS, "enable_auto_tool_choice")
-    return {name: values[name] for name in shared if name in values and name not in names} | dict(flags)
+    same = ("max_num_seqs", "max_model_len", *EMBEDDED_PARSERS, "enable_auto_tool_choice")
+    shared = {**{name: name for name in same}, "return_routed_experts": "enable_return_routed_experts"}
+    return {flag: values[name] for name, flag in shared.items() if name in values and flag not in names} | dict(flags)
 
 
 # The registration of a replica, whichever of its processes registers.

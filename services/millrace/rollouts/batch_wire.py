@@ -15,6 +15,7 @@ import numpy as np
 from millrace.decoding import KEY_RULE, decode_message, require_key
 from millrace.errors import CorruptObjectError, InvalidStateError
 from millrace.internal.v1 import batch_pb2
+from millrace.rollouts.routed_experts import RoutedColumn, check_experts, experts_to_proto, shape_of
 from millrace.rollouts.types import Float32Array, Int32Array, TrainSample, Uint8Array
 from millrace.rollouts.wire import (
     check_column,
@@ -268,6 +269,7 @@ class _Columns:
     advantages: np.ndarray
     rl_weights: np.ndarray | None
     ce_weights: np.ndarray | None
+    routed: RoutedColumn | None = None
 
     def sample(self, header: batch_pb2.BatchHeader, index: int) -> TrainSample:
         """Return sample `index` of the batch as views of these columns, which are those of the chunk that the header
@@ -295,24 +297,27 @@ class _Columns:
             max_version=entry.max_policy_version,
             lineage=entry.lineage,
             mean_version=entry.mean_policy_version if entry.HasField("mean_policy_version") else None,
+            routed_experts=None if self.routed is None else self.routed.of(part),
         )
 
 
 def _split(samples: Sequence[TrainSample], target_bytes: int) -> Iterator[list[TrainSample]]:
     """Yield the samples in their order, in lists of about `target_bytes` encoded.
 
-    A larger sample is in a list of its own.
+    A larger sample is in a list of its own. Experts of one list have one shape.
     """
     group: list[TrainSample] = []
-    size = 0
+    size, shape = 0, None
     for sample in samples:
         weights = (sample.rl_weights is not None) + (sample.ce_weights is not None)
         sample_bytes = sample.num_tokens * (_BYTES_PER_TOKEN + weights * _WEIGHT_BYTES_PER_TOKEN)
-        if group and size + sample_bytes > target_bytes:
+        sample_bytes += 0 if sample.routed_experts is None else sample.routed_experts.nbytes
+        own_shape = shape_of(sample.routed_experts)
+        if group and (size + sample_bytes > target_bytes or (None not in (shape, own_shape) and shape != own_shape)):
             yield group
-            group, size = [], 0
+            group, size, shape = [], 0, None
         group.append(sample)
-        size += sample_bytes
+        size, shape = size + sample_bytes, shape or own_shape
     if group:
         yield group
 
@@ -366,6 +371,7 @@ def _encode_chunk(group: Sequence[TrainSample], *, first: int) -> bytes:
         advantages=np.concatenate([sample.advantages for sample in group]),
         rl_weights=join(rl),
         ce_weights=join(ce),
+        routed=RoutedColumn.joined([s.routed_experts for s in group], [s.num_tokens for s in group]),
     )
     try:
         _check_values(columns, where="samples")
@@ -383,6 +389,8 @@ def _encode_chunk(group: Sequence[TrainSample], *, first: int) -> bytes:
         advantages=runs_to_proto(columns.advantages),
         rl_weights=None if columns.rl_weights is None else runs_to_proto(columns.rl_weights),
         ce_weights=None if columns.ce_weights is None else runs_to_proto(columns.ce_weights),
+        routed_experts=None if columns.routed is None else experts_to_proto(columns.routed.experts),
+        routed_tokens=None if columns.routed is None else mask_to_bytes(columns.routed.is_known),
     )
     return chunk.SerializeToString(deterministic=True)
 
@@ -403,6 +411,10 @@ def decode_chunk(data: bytes, num_tokens: int | None = None, *, where: str) -> _
 
     ids = ids_from_bytes(chunk.token_ids_low, chunk.token_ids_high, num_tokens, f"{where}.token_ids")
     mask = mask_from_bytes(chunk.loss_mask, num_tokens, f"{where}.loss_mask")
+    routed = None
+    if chunk.HasField("routed_experts"):
+        known = mask_from_bytes(chunk.routed_tokens, num_tokens, f"{where}.routed_tokens")
+        routed = RoutedColumn.decoded(chunk.routed_experts, known, where=f"{where}.routed_experts")
     columns = _Columns(
         token_ids=ids,
         loss_mask=mask,
@@ -410,6 +422,7 @@ def decode_chunk(data: bytes, num_tokens: int | None = None, *, where: str) -> _
         advantages=runs("advantages"),
         rl_weights=runs("rl_weights") if chunk.HasField("rl_weights") else None,
         ce_weights=runs("ce_weights") if chunk.HasField("ce_weights") else None,
+        routed=routed,
     )
     _check_values(columns, where=where)
     return columns
@@ -429,6 +442,7 @@ def _check_sample(sample: TrainSample, *, where: str) -> None:
         values = getattr(sample, name)
         if values is not None:
             check_column(values, np.float32, length, f"{where}.{name}")
+    check_experts(sample.routed_experts, length, where=f"{where}.routed_experts")
     if not (math.isfinite(sample.reward) and math.isfinite(sample.temperature)):
         raise _corrupt(f"{where}.reward", (sample.reward, sample.temperature), "is not finite")
     if problem := own_sampling_problem(sample.own_sampling, length):

@@ -137,7 +137,7 @@ _SAMPLING: dict[str, Parameter] = {
     "cache_salt": _CACHE,
     "priority": _PLACE,
     "request_id": _LABEL,
-    "routed_experts_prompt_start": _harmless("says from where routes of experts are wanted; none are given"),
+    "routed_experts_prompt_start": _answered("has an effect where the engine records experts"),
     **dict.fromkeys(("extra_headers", "extra_query", "timeout"), _CLIENTS),
     "extra_body": _IN_BODY,
 }
@@ -205,6 +205,7 @@ AGENT_CHAT: Mapping[str, Parameter] = {
     "chat_template_kwargs": _refused("set them for the run: `orchestrator.sampling.extra_body`", {}),
     "add_generation_prompt": _refused(_WHOLE, True),
     "continue_final_message": _refused(_WHOLE, False),
+    "routed_experts_prompt_start": _harmless("an agent is given no experts"),
 }
 """`POST /v1/chat/completions` at the address of an agent."""
 

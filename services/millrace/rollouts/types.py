@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 Int32Array: TypeAlias = NDArray[np.int32]
 Uint8Array: TypeAlias = NDArray[np.uint8]
 Float32Array: TypeAlias = NDArray[np.float32]
+RoutedArray: TypeAlias = NDArray[np.uint8 | np.uint16]
+"""Experts of tokens, [tokens, layers, top_k]; see `routed_experts.py`."""
 
 MAX_ERROR_MESSAGE_CHARS = 2000  # bound of `RolloutError.message`, stated in rollout.proto
 MAX_ERROR_FRAMES_CHARS = 1000  # bound of `RolloutError.frames`, stated in rollout.proto
@@ -193,6 +195,8 @@ class Sample(_TokenColumns):
     """Its model calls, in order, where the environment gave any turn of the rollout a reward of its own."""
     teacher_logprobs: Float32Array | None = None
     """float32 [T] of the teacher of a distillation, 0 where the mask is 0; kept beside the log (`token_logs.py`)."""
+    routed_experts: RoutedArray | None = None
+    """Experts of its first tokens, [tokens, layers, top_k]; None where the engine does not say."""
     taught: Taught | None = None
     """How the policy itself scored it as its teacher; None where another model did. Kept with `teacher_logprobs`."""
 
@@ -382,7 +386,8 @@ class TrainSample(_TokenColumns):
     `rl_weights` None means 1 where the mask is 1; `ce_weights` None means 0 everywhere (float32 [T] otherwise).
     `reference_kl` is not 0 where the advantages are that times the log-ratio of a reference to the behaviour policy.
     `mean_version` is over the sampled tokens, None where it is not known. `own_sampling` are ranges of tokens that were
-    sampled in another way than `temperature` and `truncation` say.
+    sampled in another way than `temperature` and `truncation` say. `routed_experts` are those of its first tokens,
+    [tokens, layers, top_k], None where the engine does not say.
     """
 
     token_ids: Int32Array
@@ -404,6 +409,7 @@ class TrainSample(_TokenColumns):
     own_sampling: tuple[OwnSampling, ...] = ()
     reference_kl: float = 0.0
     mean_version: float | None = None
+    routed_experts: RoutedArray | None = None
 
 
 # What numbers rewards may be, when two of them are the same, and when one reaches a threshold.

@@ -10,7 +10,7 @@ views of the bytes.
 import io
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ import zstandard
 from millrace.decoding import decode_message, decompress
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import batch_pb2, rollout_pb2
+from millrace.rollouts.routed_experts import check_experts, experts_from_proto, experts_to_proto
 from millrace.rollouts.types import (
     FULL,
     MAX_AGENT_CHARS,
@@ -102,7 +103,8 @@ def decode_rollout(data: bytes) -> Rollout:
 def encode_archive(rollouts: Iterable[Rollout]) -> bytes:
     """Return a zstd-compressed `RolloutArchive` message of rollouts, in order of ordinal, attempt and member.
 
-    The rollouts were decoded, and are not checked anew. `CorruptObjectError` if the archive would be larger than what
+    The rollouts were decoded, and are not checked anew. Experts of tokens are left out: those that are trained with are
+    in the batch. `CorruptObjectError` if the archive would be larger than what
     `decode_archive` reads.
     """
     ordered = sorted(rollouts, key=lambda r: (r.ordinal, r.attempt, r.member))
@@ -129,7 +131,8 @@ def encode_archive(rollouts: Iterable[Rollout]) -> bytes:
 
 def _archive_of(rollout: Rollout) -> rollout_pb2.RolloutArchive:
     """Return an archive message of one rollout; the bytes of such messages, joined, are those of one message of all."""
-    return rollout_pb2.RolloutArchive(rollouts=[_to_proto(rollout)])
+    samples = tuple(replace(sample, routed_experts=None) for sample in rollout.samples)
+    return rollout_pb2.RolloutArchive(rollouts=[_to_proto(replace(rollout, samples=samples))])
 
 
 def decode_archive(data: bytes) -> list[Rollout]:
@@ -344,6 +347,7 @@ def validate_sample(sample: Sample, *, where: str, needs_spans: bool) -> None:
         if span.role not in ROLES or not is_of_others:
             raise _corrupt(f"{where}.roles[{number}]", f"{span.role}[{span.start}:{span.end}]", "is no message's")
         end = span.end
+    check_experts(sample.routed_experts, length, where=f"{where}.routed_experts")
     if sample.turns:
         _validate_turns(sample, where=where)
 
@@ -413,6 +417,7 @@ def _sample_to_proto(sample: Sample) -> rollout_pb2.Sample:
         turns=[rollout_pb2.TurnReward(end=turn.end, reward=turn.reward) for turn in sample.turns],
         own_sampling=own_sampling_to_wire(sample.own_sampling),
         roles=[rollout_pb2.RoleSpan(role=each.role, start=each.start, end=each.end) for each in sample.roles],
+        routed_experts=experts_to_proto(sample.routed_experts),
     )
 
 
@@ -429,6 +434,11 @@ def _sample_from_proto(message: rollout_pb2.Sample) -> Sample:
         turns=tuple(TurnReward(end=turn.end, reward=turn.reward) for turn in message.turns),
         own_sampling=own_sampling_from_wire(message.own_sampling),
         roles=tuple(RoleSpan(role=each.role, start=each.start, end=each.end) for each in message.roles),
+        routed_experts=(
+            experts_from_proto(message.routed_experts, where="routed_experts")
+            if message.HasField("routed_experts")
+            else None
+        ),
     )
 
 

@@ -22,6 +22,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
     parser.add_argument("--disable-log-stats", action="store_true")
     parser.add_argument("--enable-sleep-mode", action="store_true")
+    parser.add_argument("--enable-return-routed-experts", action="store_true")
     parser.add_argument("--middleware", action="append")
     parser.add_argument("--hf-overrides", type=json.loads)
     parser.add_argument("--lora-modules", nargs="+")
@@ -130,6 +131,24 @@ def test_a_tool_parser_switches_tool_choice_on():
     ):
         flags = launch_env.vllm_flags(config.model_validate({**config.model_dump(), **more}))
         assert [value for key, value in flags.items() if key.replace("-", "_").endswith("auto_tool_choice")] == [False]
+
+
+def test_experts_are_recorded_by_either_engine_and_not_by_vllm_on_cpus(parser):
+    flags = launch_env.vllm_flags(InferenceConfig(engine="vllm", return_routed_experts=True))
+    given = {"inference.return_routed_experts": flags["inference.return_routed_experts"]}
+    assert to_argv(parser, given) == (["--enable-return-routed-experts"], [])
+    for asked in (given, {"inference.vllm.enable_return_routed_experts": True}, {"enable_return_routed_experts": True}):
+        _, [violation] = to_argv(parser, asked, can_record=False)
+        assert violation.field == next(iter(asked)) and "on CUDA only" in violation.message
+    plain = launch_env.vllm_flags(InferenceConfig(engine="vllm"))
+    assert "inference.return_routed_experts" not in plain
+    environ = launch_env.engine_environ(InferenceConfig(engine="embedded", return_routed_experts=True))
+    assert InferenceSettings.from_env(environ).return_routed_experts
+    assert not InferenceSettings.from_env(
+        launch_env.engine_environ(InferenceConfig(engine="embedded"))
+    ).return_routed_experts
+    of_variable = InferenceSettings.from_env({"MILLRACE_ENGINE": "vllm", "MILLRACE_RETURN_ROUTED_EXPERTS": "1"})
+    assert of_variable.vllm_flags == {"enable_return_routed_experts": True}
 
 
 def test_parsers_reach_the_embedded_engine():

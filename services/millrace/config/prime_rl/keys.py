@@ -7,7 +7,6 @@ feature that gets built later needs no removal here, though it should go.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from millrace.config.messages import Effect
 from millrace.config.prime_rl import conversions, lab, meanings, sources
 from millrace.config.prime_rl.lab_keys import HOSTED, VF_RL, VF_SFT
 from millrace.config.prime_rl.meanings import Meaning, blocks, converted, later, moved, nothing, only, refused, same
@@ -387,12 +386,10 @@ HEAD: dict[str, Meaning] = {
     ),
     "trainer.enable_token_export": converted(conversions.token_export),
     "inference.vllm_extra": moved("inference.vllm"),
-    "inference.enable_return_routed_experts": moved("inference.vllm.enable_return_routed_experts"),
+    "inference.enable_return_routed_experts": moved("inference.return_routed_experts"),
     "pd_disagg": nothing("prefill and decoding are not parted here: this changes speed alone", {}),
     "inference.vllm.model": moved("inference.model.name", is_native=True),
-    "inference.vllm.enable_return_routed_experts": Meaning(
-        effect=Effect.LATER, text="routing of experts is not replayed: no effect", is_native=True
-    ),
+    "inference.vllm.enable_return_routed_experts": moved("inference.return_routed_experts", is_native=True),
     "inference.vllm.tool_call_parser": moved("inference.model.tool_call_parser", neutral=("auto",), is_native=True),
     "inference.vllm.reasoning_parser": moved("inference.model.reasoning_parser", neutral=("auto",), is_native=True),
     "inference.server.liveness_timeout_seconds": nothing("an engine that does not answer is seen by the orchestrator"),

@@ -123,6 +123,11 @@ class InferenceConfig(ConfigSection):
         "`async_level = 0`; the embedded engine only pauses. A running stack needs replicas with vLLM's "
         "`enable_sleep_mode`.",
     )
+    return_routed_experts: bool = option(
+        False,
+        "Mixtures of experts: record the experts of every token that the engine computes, and keep them with rollouts "
+        "and batches, at a byte for each expert of a token in each layer (2 from 257 experts on). vLLM: on CUDA only.",
+    )
     vllm: FreeTable = table(
         dict,
         "Any other flag of `vllm serve` under its own name (`enable_prefix_caching = true`), checked by vLLM's parser "

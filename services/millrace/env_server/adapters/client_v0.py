@@ -43,7 +43,9 @@ from millrace.env_server.library.v0 import (
     Usage,
 )
 from millrace.env_server.own_sampling import completed, merged, sent_of
+from millrace.errors import CorruptObjectError
 from millrace.rollouts import parameters
+from millrace.rollouts.routed_experts import RoutedCall, from_answer
 
 logger = logging.getLogger(__name__)
 
@@ -285,7 +287,8 @@ class LeanClient(OpenAIChatCompletionsClient):
         message = choice["message"]
         tokens = _tokens(response, choice)
         if tokens is not None and response["_session_id"]:
-            SPANS.note(response["_session_id"], tokens.completion_ids, engine_spans(choice), response["_sent"])
+            spans, routed = engine_spans(choice), _routed(choice, tokens)
+            SPANS.note(response["_session_id"], tokens.completion_ids, spans, response["_sent"], routed)
         finish_reason = choice.get("finish_reason")
         return Response(
             id=str(response.get("id") or ""),
@@ -424,6 +427,17 @@ def _tokens(response: Mapping[str, Any], choice: Mapping[str, Any]) -> ResponseT
         completion_mask=[1] * len(completion_ids),
         completion_logprobs=logprobs,
     )
+
+
+def _routed(choice: Mapping[str, Any], tokens: ResponseTokens) -> RoutedCall | None:
+    """Return the experts of an answer's choice; None if the engine records none.
+
+    Raises vf.InvalidModelResponseError for what are not the experts of its `tokens`.
+    """
+    try:
+        return from_answer(choice, num_tokens=len(tokens.prompt_ids) + len(tokens.completion_ids))
+    except CorruptObjectError as error:
+        raise vf.InvalidModelResponseError(str(error)) from error
 
 
 def _usage(usage: Any, tokens: ResponseTokens | None) -> Usage:

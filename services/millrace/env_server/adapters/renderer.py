@@ -1,11 +1,11 @@
 """Client-side tokenization with the `renderers` package: the choice of a renderer, and the spans that it leaves out.
 
 `renderers.client.generate` posts token ids to `/inference/v1/generate` and returns a dictionary of the fields that it
-knows; the engine's `policy_spans` are not among them. So `generate` is replaced by a function that hands the original a
-client of our own in place of OpenAI's, whose body it reads the spans from and notes them under the request's
-`X-Session-ID`. That client asks with aiohttp: OpenAI's on httpx, whose pool looks at every connection for each request,
-took half of a short rollout's CPU. Both generations of `verifiers` look `generate` up by name, so one replacement
-serves both.
+knows; the engine's `policy_spans` are not among them, and of `routed_experts` it reads another form than vLLM's. So
+`generate` is replaced by a function that hands the original a client of our own in place of OpenAI's, whose body it
+reads both from and notes them under the request's `X-Session-ID`. That client asks with aiohttp: OpenAI's on httpx,
+whose pool looks at every connection for each request, took half of a short rollout's CPU. Both generations of
+`verifiers` look `generate` up by name, so one replacement serves both.
 
 The other known incompatibility, log-prob entries without `"token": "token_id:N"`, is not patched here: Millrace's
 engines send that shape.
@@ -41,6 +41,7 @@ from millrace.env_server.engine_access import (
 from millrace.env_server.library import releases
 from millrace.env_server.own_sampling import completed, sent_of
 from millrace.errors import CorruptObjectError
+from millrace.rollouts.routed_experts import FIELD, START_FIELD, RoutedCall, from_answer
 
 SESSION_HEADER = "X-Session-ID"
 # Marks a provider error that is really a reply without usable tokens, through layers that keep only its text.
@@ -89,6 +90,8 @@ class GenerateClient:
         """Body of the last answer to a `post`."""
         self.sent: Mapping[str, Any] | None = None
         """The last `post`'s request without its prompt."""
+        self._routed: dict[str, Any] = {}
+        self._num_prompt, self._prompt_start = 0, 0
 
     async def get(self, path: str, **_: object) -> Any:
         """Return the JSON value that the engine answers at `path` below the base URL.
@@ -112,6 +115,8 @@ class GenerateClient:
         """
         body = {**body, "sampling_params": completed(body.get("sampling_params") or {})}
         self.sent = sent_of(body)
+        self._num_prompt = len(body.get("token_ids") or ())
+        self._prompt_start = body["sampling_params"].get(START_FIELD) or 0
         raw, headers = orjson.dumps(body), (options or {}).get("headers") or {}
         # unregistered wait: in an environment worker, all of whose rollouts are one wait of the env-server
         for attempt in range(1, MAX_ATTEMPTS + 1):
@@ -125,6 +130,7 @@ class GenerateClient:
                     raise EngineLostReplyError(why) from error
             else:
                 if _is_good(status):
+                    self._take_experts()
                     return self
                 problem = _status_error("POST", url, status, self.content)
                 if (is_last and status in LOST_STATUSES) or _is_lost_at_once(status):
@@ -133,6 +139,26 @@ class GenerateClient:
                     raise problem
             await asyncio.sleep(retry_pause_s(attempt))
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _take_experts(self) -> None:
+        """Take the experts out of the answer in `content`, as `renderers` expects another form; other fields stay."""
+        if f'"{FIELD}"'.encode() not in self.content:
+            return
+        try:
+            answer = decode_json(self.content, what="the engine's answer", reason=_NOT_JSON)
+        except CorruptObjectError:
+            return  # the original reads it next, and says what is wrong with it
+        choices = answer.get("choices") if isinstance(answer, dict) else None
+        if isinstance(choices, list) and choices and isinstance(choices[0], dict):
+            self._routed = {FIELD: choices[0].pop(FIELD, None)}
+            self.content = orjson.dumps(answer)
+
+    def routed(self, num_sampled: int) -> RoutedCall | None:
+        """Return the experts of the last answer's prompt and `num_sampled` tokens; None if the engine records none.
+
+        Raises CorruptObjectError for what are not the experts of these tokens.
+        """
+        return from_answer(self._routed, num_tokens=self._num_prompt + num_sampled, start=self._prompt_start)
 
     async def _ask(
         self, method: str, url: str, body: bytes = b"", headers: Mapping[str, str] | None = None
@@ -199,8 +225,12 @@ async def generate_with_spans(*, client: Any, **kwargs: Any) -> dict[str, Any]:
         shown = lean.content[:300].decode("utf-8", "replace")
         raise GenerateResponseError(f"{UNREADABLE_MARK} {type(error).__name__}: {error}: {shown}") from error
     if session_id:
-        choice = (orjson.loads(lean.content).get("choices") or [{}])[0]
-        SPANS.note(session_id, result.get("completion_ids") or (), engine_spans(choice), lean.sent)
+        choice, ids = (orjson.loads(lean.content).get("choices") or [{}])[0], result.get("completion_ids") or ()
+        try:
+            routed = lean.routed(len(ids))
+        except CorruptObjectError as error:
+            raise GenerateResponseError(f"{UNREADABLE_MARK} {error}") from error
+        SPANS.note(session_id, ids, engine_spans(choice), lean.sent, routed)
     return result
 
 

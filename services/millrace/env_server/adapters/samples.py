@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from millrace.env_server.own_sampling import Way
-from millrace.rollouts.types import ROLES, OwnSampling, PolicySpan, RoleSpan, Sample, TurnReward
+from millrace.rollouts.routed_experts import RoutedCall, extended
+from millrace.rollouts.types import ROLES, OwnSampling, PolicySpan, RoleSpan, RoutedArray, Sample, TurnReward
 
 # Engines write minus infinity as this value, because JSON has no infinity: nobody samples such a token.
 _NO_EVIDENCE = -9999.0
@@ -48,6 +49,8 @@ class Turn:
     """How it was sampled, where that is not how the run asks for it."""
     reward: float | None = None
     """What the environment gave for this turn by itself, if it gave anything."""
+    routed: RoutedCall | None = None
+    """Experts that the engine computed its tokens with; None where it does not say."""
     asked_by: str = ""
     """Role of all messages after the last reply in the prompt; empty where they are of several, or not known."""
 
@@ -211,6 +214,7 @@ class _SampleBuilder:
         self.turns: list[TurnReward] = []
         self.roles: list[RoleSpan] = []
         self.own = OwnRanges()
+        self.experts: RoutedArray | None = None
 
     def is_extended_by(self, prompt_ids: Sequence[int]) -> bool:
         """Return whether the prompt begins with all tokens of this sample."""
@@ -235,6 +239,7 @@ class _SampleBuilder:
                 PolicySpan(lineage=span.lineage, version=span.version, start=start + span.start, end=start + span.end)
             )
         self.own.add(start, len(self.token_ids), turn.own_way)
+        self.experts = extended(self.experts, turn.routed)
 
     def _extend(self, token_ids: Sequence[int], mask: Sequence[int], logprobs: Sequence[float]) -> None:
         """Append tokens with their loss mask and log-probs, all of one length."""
@@ -253,13 +258,15 @@ class _SampleBuilder:
             turns=tuple(self.turns),
             roles=tuple(self.roles),
             own_sampling=self.own.ranges,
+            routed_experts=self.experts,
         )
 
 
-# The parameters of each model call and the policy versions that answered it; records of `verifiers` cannot have them.
+# The parameters of each model call, the policy versions that answered it and the experts of its tokens; records of
+# `verifiers` cannot have them.
 #
-# The engine returns `policy_spans` in the body of a completion. Neither generation of `verifiers` carries unknown
-# fields of a response into its records, so the HTTP layer notes them here under the rollout's id (v0:
+# The engine returns `policy_spans` and `routed_experts` in the body of a completion. Neither generation of `verifiers`
+# carries unknown fields of a response into its records, so the HTTP layer notes them here under the rollout's id (v0:
 # `trajectory_id`, v1: the trace id, which its clients send as `X-Session-ID`), and the adapter takes them when the
 # rollout is over. A completion is found again by its token ids, in the order of the calls. The sampling parameters of
 # its request are noted with it.
@@ -271,11 +278,26 @@ MAX_ROLLOUTS = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A model call: the tokens that came of it, the versions that made them, and the request's parameters."""
+    """A model call: the tokens that came of it, the versions that made them, and the request's parameters.
+
+    `routed` are the experts of its tokens, if the engine records them.
+    """
 
     completion_ids: tuple[int, ...] = ()
     spans: tuple[PolicySpan, ...] = ()
     sent: Mapping[str, Any] | None = None
+    routed: RoutedCall | None = None
+
+    def routed_of(self, num_prompt: int, num_sampled: int) -> RoutedCall | None:
+        """Return the experts of the call for a turn that keeps so many tokens of its prompt and its completion.
+
+        None if the engine recorded none, or the prompt was not that long. The last token that is kept has experts only
+        if more of the completion followed it.
+        """
+        routed = self.routed
+        if routed is None or routed.end + 1 != num_prompt + len(self.completion_ids):
+            return None
+        return replace(routed, experts=routed.experts[: max(num_prompt + num_sampled - routed.start, 0)])
 
 
 NO_CALL = Call()
@@ -293,14 +315,16 @@ class SpanLog:
         completion_ids: Sequence[int],
         spans: tuple[PolicySpan, ...],
         sent: Mapping[str, Any] | None = None,
+        routed: RoutedCall | None = None,
     ) -> None:
         """Add one model call to those of a rollout. A call without tokens is a request that the engine refused.
 
         `spans` are indices into `completion_ids`, and `sent` has the request's sampling parameters, None if they are
-        not known. Beyond MAX_ROLLOUTS rollouts the oldest one's calls are dropped.
+        not known; `routed` are the experts of its tokens, None if they are not recorded. Beyond MAX_ROLLOUTS rollouts
+        the oldest one's calls are dropped.
         """
         self._notes.setdefault(rollout_id, []).append(
-            Call(completion_ids=tuple(completion_ids), spans=spans, sent=sent)
+            Call(completion_ids=tuple(completion_ids), spans=spans, sent=sent, routed=routed)
         )
         while len(self._notes) > MAX_ROLLOUTS:
             self._notes.popitem(last=False)

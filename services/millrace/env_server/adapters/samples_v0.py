@@ -92,6 +92,7 @@ def turns_of(steps: Sequence[Mapping[str, Any]], spans: Spans, asked: AskedSampl
                 own_way=own_way,
                 reward=reward,
                 asked_by=_asked_by(step.get("prompt")),
+                routed=call.routed_of(len(tokens["prompt_ids"]), len(completion_ids)),
             )
         )
     return KeptTurns(kept=kept, num_cut=num_cut, why_cut=why, num_left_out=num_left_out, is_agent=is_agent)

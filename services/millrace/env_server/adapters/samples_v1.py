@@ -19,7 +19,8 @@ from millrace.env_server.adapters.samples import (
 )
 from millrace.env_server.agents.branches import AgentCall, trained_calls
 from millrace.env_server.own_sampling import AskedSampling
-from millrace.rollouts.types import ROLES, PolicySpan, RoleSpan, Sample
+from millrace.rollouts.routed_experts import extended
+from millrace.rollouts.types import ROLES, PolicySpan, RoleSpan, RoutedArray, Sample
 
 
 def kept_nodes(trace: Any, mode: str) -> set[int]:
@@ -86,6 +87,7 @@ def branch_samples(
         policy_spans: list[PolicySpan] = []
         own = OwnRanges()
         roles: list[RoleSpan] = []
+        experts: RoutedArray | None = None
         is_after_reply = False
         for node in branch.nodes:
             num_sampled = sum(node.mask)
@@ -102,6 +104,9 @@ def branch_samples(
                 with_roles.add(id(node))
                 roles += spans_of_roles(_roles_of(node), start=len(token_ids))
             is_after_reply |= bool(node.sampled)
+            if node.sampled:
+                num_before = len(token_ids) + len(node.token_ids) - num_sampled
+                experts = extended(experts, noted[id(node)].routed_of(num_before, num_sampled))
             token_ids += node.token_ids
             num_prompt = len(node.token_ids) - (num_sampled if is_new else 0)
             mask += [0] * num_prompt + [1] * (len(node.token_ids) - num_prompt)
@@ -116,6 +121,7 @@ def branch_samples(
                     policy_spans=tuple(policy_spans),
                     own_sampling=own.ranges,
                     roles=tuple(roles),
+                    routed_experts=experts,
                 )
             )
     if not samples:

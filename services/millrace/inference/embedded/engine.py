@@ -46,6 +46,7 @@ from millrace.inference.engine import (
     PolicyIdentity,
     PromptScores,
 )
+from millrace.models.routing import Routers
 from millrace.policies.manifest import StagedPolicy
 from millrace.policies.stops import turn_stops
 from millrace.telemetry import faults
@@ -74,6 +75,7 @@ class EmbeddedEngine:
 
     `max_num_seqs` is how many requests generate at once, `max_model_len` bounds the context in tokens (None: the
     model's), `kv_bytes` the KV cache. `num_threads` is for torch's operators; more than one rarely helps small models.
+    With `returns_experts` results have the experts of their tokens, where the model has any.
     """
 
     def __init__(
@@ -83,16 +85,19 @@ class EmbeddedEngine:
         max_model_len: int | None = None,
         kv_bytes: int = DEFAULT_KV_BYTES,
         num_threads: int = 1,
+        returns_experts: bool = False,
     ) -> None:
         """Start the engine's thread, without a model: `load` must follow.
 
         At most `max_num_seqs` requests generate at once, `max_model_len` bounds the context in tokens (None: the
-        model's), and `kv_bytes` the KV cache. `num_threads` is the number of threads for torch's operators.
+        model's), and `kv_bytes` the KV cache. `num_threads` is the number of threads for torch's operators. With
+        `returns_experts` results have the experts of their tokens, where the model has any.
         """
         self._max_num_seqs = max_num_seqs
         self._max_model_len_limit = max_model_len
         self._kv_bytes = kv_bytes
         self._num_threads = num_threads
+        self._returns_experts = returns_experts
         self._model_len = 0
         self._vocab_size = 0
         self._state = EngineState.EMPTY
@@ -286,6 +291,9 @@ class EmbeddedEngine:
         model_len = loader.context_length(config, most=self._max_model_len_limit, probe=probe)
         model = loader.load_model(model_dir, tensors, context_length=model_len)
         tokenizer = model_files.load_tokenizer(model_dir)
+        routers = Routers.of(model) if self._returns_experts else None
+        if self._returns_experts and routers is None:
+            logger.warning("the model has no experts that can be recorded", extra={"model": type(model).__name__})
         scheduler = Scheduler(
             model,
             identity=identity,
@@ -294,6 +302,7 @@ class EmbeddedEngine:
             max_num_seqs=self._max_num_seqs,
             kv_bytes=self._kv_bytes,
             token_bytes=loader.cache_token_bytes(config, next(model.parameters()).dtype),
+            routers=routers,
         )
         return scheduler, model_len, int(config.vocab_size)
 

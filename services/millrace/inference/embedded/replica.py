@@ -37,6 +37,7 @@ class EmbeddedReplica:
             max_model_len=own.max_model_len,
             kv_bytes=own.kv_cache_bytes,
             num_threads=own.num_threads,
+            returns_experts=own.return_routed_experts,
         )
         slot = ModelSlot()
         names = () if own.model_name is None else (own.model_name,)

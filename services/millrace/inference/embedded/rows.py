@@ -13,7 +13,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from millrace.inference.engine import FinishReason, GenerateRequest, Generation, PolicyIdentity
-from millrace.rollouts.types import PolicySpan
+from millrace.rollouts.types import PolicySpan, RoutedArray
 
 _NO_TOKEN = -1
 
@@ -63,10 +63,12 @@ class Running:
         tokens: np.ndarray | None = None,
         logprobs: np.ndarray | None = None,
         stop_reason: int | str | None = None,
+        routed_experts: RoutedArray | None = None,
     ) -> None:
         """Deliver the result of the request: `tokens` [T] and `logprobs` [T], or an empty completion without them.
 
-        `stop_reason` is the stop token or stop string that ended it. Does nothing if the request has ended already.
+        `stop_reason` is the stop token or stop string that ended it, and `routed_experts` are those of all tokens but
+        the last, if they are recorded. Does nothing if the request has ended already.
         """
         if self.is_finished:
             return
@@ -78,6 +80,7 @@ class Running:
                 policy_spans=self.spans(len(ids)),
                 finish_reason=reason,
                 stop_reason=stop_reason,
+                routed_experts=None if routed_experts is None else routed_experts.copy(),
             )
         )
         self.is_finished = True
@@ -93,10 +96,14 @@ class RowTable:
     """The running requests as columns, a row per request.
 
     `tokens` int64 [rows, length] has prompt and completion, `logprobs` float32 those of the completion's tokens.
+    `experts` [rows, length, layers, top_k] has the experts of each token that was computed, if they are recorded.
     """
 
-    def __init__(self) -> None:
-        """Make a table without rows; columns grow as requests are added."""
+    def __init__(self, experts: np.ndarray | None = None) -> None:
+        """Make a table without rows; columns grow as requests are added.
+
+        `experts` is an empty array of the form of the column of experts; None: they are not recorded.
+        """
         self.count = 0
         self.running: list[Running] = []
         self.tokens = np.zeros((0, 0), np.int64)
@@ -112,6 +119,7 @@ class RowTable:
         self.stop_ids = np.zeros((0, 1), np.int64)
         self.has_stop_strings = np.zeros(0, np.bool_)
         self.has_penalties = np.zeros(0, np.bool_)
+        self.experts = np.zeros((0, 0, 0, 0), np.uint8) if experts is None else experts
 
     def add(self, entries: Sequence[Running], eos_token_ids: Sequence[int]) -> slice:
         """Append a row for each request and return the rows as a slice.
@@ -173,6 +181,10 @@ class RowTable:
         """Return the log-probs of the row's sampled tokens, float32; a view."""
         return self.logprobs[row, self.prompt_length[row] : self.length[row]]
 
+    def routed_experts(self, row: int) -> RoutedArray | None:
+        """Return the experts of the row's tokens but the last, a view; None if they are not recorded."""
+        return self.experts[row, : self.length[row] - 1] if self.experts.shape[2] else None
+
     def remove(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
         """Remove rows and move the last rows into the holes.
 
@@ -211,6 +223,7 @@ class RowTable:
             self.stop_ids,
             self.has_stop_strings,
             self.has_penalties,
+            self.experts,
         )
 
     def _reserve(self, rows: int, length: int, stops: int) -> None:
@@ -227,6 +240,7 @@ class RowTable:
         grown = {
             "tokens": grow_column(self.tokens, (rows, length)),
             "logprobs": grow_column(self.logprobs, (rows, length)),
+            "experts": grow_column(self.experts, (rows, length, *self.experts.shape[2:])),
             "stop_ids": grow_column(self.stop_ids, (rows, stops), fill=_NO_TOKEN),
         }
         scalars = ("length", "prompt_length", "limit", "temperature", "top_p", "top_k", "min_p", "seed")

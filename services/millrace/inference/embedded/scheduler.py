@@ -9,7 +9,7 @@ happen in the engine's thread.
 import logging
 import math
 from collections import Counter
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 from millrace.errors import InternalError
 from millrace.inference.embedded.rows import RowCache, RowTable, Running, Turns
 from millrace.inference.engine import FinishReason, InflightMode, PolicyIdentity, SamplingParams
+from millrace.models.routing import Routers
 from millrace.rollouts.parameters import kept_tokens
+from millrace.rollouts.routed_experts import dtype_of
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
 
@@ -57,12 +59,14 @@ class Scheduler:
         max_num_seqs: int,
         kv_bytes: int,
         token_bytes: int,
+        routers: Routers | None = None,
     ) -> None:
         """Take the model, whose weights are those of the policy `identity`, with an empty KV cache of at most
         `kv_bytes`.
 
         `token_bytes` is the cache's size per token. At most `max_num_seqs` requests run. A completion ends with one of
-        `eos_token_ids`, unless its request ignores them. Without a `decoder` no stop strings are found.
+        `eos_token_ids`, unless its request ignores them. Without a `decoder` no stop strings are found. Results have
+        the experts of their tokens if the model's `routers` are given.
         """
         self.model = model
         self.identity = identity
@@ -72,7 +76,8 @@ class Scheduler:
         self._decoder = decoder
         self._max_num_seqs = max_num_seqs
         self._kv_tokens = kv_bytes // token_bytes
-        self._rows = RowTable()
+        self._routers = routers
+        self._rows = self._new_rows()
         self._cache = RowCache()
         self._waiting = Turns()
         self._is_decode_due = False
@@ -86,6 +91,13 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Return the number of requests that wait to begin."""
         return len(self._waiting)
+
+    def _new_rows(self) -> RowTable:
+        """Return an empty table of rows, with a column for experts if these are recorded."""
+        if self._routers is None:
+            return RowTable()
+        shape = self._routers.shape
+        return RowTable(np.zeros((0, 0, len(shape.layers), shape.top_k), dtype_of(shape.num_experts)))
 
     def submit(self, entry: Running) -> None:
         """Queue a request; one whose id waits already ends with an InternalError."""
@@ -106,7 +118,7 @@ class Scheduler:
         """
         entries = [*self._rows.running, *self._waiting.all()]
         self.num_finished += len(self._rows.running)
-        self._rows, self._waiting = RowTable(), Turns()
+        self._rows, self._waiting = self._new_rows(), Turns()
         self._cache.release()
         for entry in entries:
             try:
@@ -142,8 +154,9 @@ class Scheduler:
         if mode is InflightMode.RECOMPUTE and self._rows.count:
             # The last token of each row is not in the cache yet: the next decode step feeds it.
             known = self._rows.length[: self._rows.count] - 1
+            # Recorded experts stay: they are those that the tokens behind were sampled with.
             for rows in _chunks(0, known):
-                self._forward_prompts(rows, known[rows], wants_logits=False)
+                self._forward_prompts(rows, known[rows], is_again=True)
 
     def _admit(self) -> list[Running]:
         """Take waiting requests out of the queue by turns and return them, as many as rows, cache and one pass allow.
@@ -220,13 +233,13 @@ class Scheduler:
                 entry.fail(InternalError(problem, reason="REQUEST_NOT_ADMITTED", remedy="check its parameters"))
         return slice(first, self._rows.count)
 
-    def _forward_prompts(self, rows: slice, lengths: np.ndarray, *, wants_logits: bool = True) -> torch.Tensor:
+    def _forward_prompts(self, rows: slice, lengths: np.ndarray, *, is_again: bool = False) -> torch.Tensor:
         """Compute the first `lengths` tokens of contiguous rows into the cache; return logits [N, V] of each row's last
         one.
 
         Rows are padded on the right: no real token attends to a later one, and the padding's entries in the cache are
-        masked until they are overwritten. Rows with the same tokens, such as a group's, are computed once. Without
-        `wants_logits` the result has no meaning.
+        masked until they are overwritten. Rows with the same tokens, such as a group's, are computed once. Experts are
+        recorded, unless the tokens are computed again (`is_again`); the result has no meaning then.
         """
         longest = int(lengths.max())
         tokens = self._rows.tokens[rows, :longest]
@@ -236,16 +249,28 @@ class Scheduler:
         self._cache.begin_prefill(rows.start, torch.from_numpy(prompt_of) if is_shared else None)
         # Logits of the last positions alone, each length once: those of all positions would fill the memory.
         keep, position = np.unique(lengths - 1, return_inverse=True)
-        logits = self.model(
+        logits, experts = self._forward(
+            is_recorded=not is_again,
             input_ids=torch.from_numpy(tokens[firsts] if is_shared else tokens),
             attention_mask=None,  # plain causal attention, which needs no [T, T] mask in memory
             position_ids=torch.arange(longest).expand(len(firsts), longest),
             past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=torch.from_numpy(keep) if wants_logits else 1,
-        ).logits
+            logits_to_keep=1 if is_again else torch.from_numpy(keep),
+        )
+        if experts is not None:
+            # [contents, T, layers, top_k] → [rows, T, layers, top_k]
+            self._rows.experts[rows, :longest] = experts[prompt_of]
         # [contents, lengths, V] → [rows, V]
-        return logits[torch.from_numpy(prompt_of), torch.from_numpy(position)] if wants_logits else logits
+        return logits if is_again else logits[torch.from_numpy(prompt_of), torch.from_numpy(position)]
+
+    def _forward(self, *, is_recorded: bool = True, **inputs: Any) -> tuple[torch.Tensor, np.ndarray | None]:
+        """Run the model; return its logits, and the experts of its input [B, T, layers, top_k] if they are recorded."""
+        if self._routers is None or not is_recorded:
+            return self.model(use_cache=True, **inputs).logits, None
+        with self._routers.recording() as recorded:
+            logits = self.model(use_cache=True, **inputs).logits
+        experts = recorded()
+        return logits, experts.reshape(*inputs["input_ids"].shape, *experts.shape[1:])
 
     def _decode(self) -> None:
         """Compute one forward pass over the last token of every row, sample the next one of each, and end rows that
@@ -258,15 +283,16 @@ class Scheduler:
         self._cache.reserve(count, span)
         index = torch.from_numpy(positions)
         self._cache.begin_decode(index, span)
-        logits = self.model(
+        logits, experts = self._forward(
             input_ids=torch.from_numpy(self._rows.tokens[np.arange(count), positions])[:, None],
             # [B, 1, 1, span]: beyond its own length a row of the cache has values of earlier requests.
             attention_mask=(torch.arange(span) <= index[:, None])[:, None, None],
             position_ids=index[:, None],
             past_key_values=self._cache,
-            use_cache=True,
-        ).logits[:, -1]
-        self._retire(self._append(slice(0, count), logits))
+        )
+        if experts is not None:
+            self._rows.experts[np.arange(count), positions] = experts[:, 0]
+        self._retire(self._append(slice(0, count), logits[:, -1]))
 
     def _append(self, rows: slice, logits: torch.Tensor) -> list[int]:
         """Sample one token per row from `logits` [N, V] and add it to the table; return the rows that end with it."""
@@ -336,7 +362,11 @@ class Scheduler:
             if why is FinishReason.ERROR:
                 poisoned.append(row)
             self._rows.running[row].finish(
-                why, tokens=self._rows.completion(row), logprobs=logprobs, stop_reason=stop_reason
+                why,
+                tokens=self._rows.completion(row),
+                logprobs=logprobs,
+                stop_reason=stop_reason,
+                routed_experts=self._rows.routed_experts(row),
             )
         self.num_finished += len(rows)
         if poisoned:

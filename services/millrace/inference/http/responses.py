@@ -25,6 +25,7 @@ from millrace.errors import (
     MillraceError,
     NotFoundError,
     UnavailableError,
+    Violation,
 )
 from millrace.inference.engine import FinishReason, GenerateRequest, Generation, PromptScores
 from millrace.inference.http.access import Receive, Send
@@ -32,6 +33,7 @@ from millrace.inference.http.parsers import ChatParsers, ToolCall
 from millrace.inference.http.schema import ChatBody, CompletionBody, CompletionCommon, GenerateBody, SamplingBody
 from millrace.rollouts import parameters
 from millrace.rollouts.parameters import CONTENT_TYPE, HEADER, LINES
+from millrace.rollouts.routed_experts import FIELD, START_FIELD, to_answer
 
 MIN_LOGPROB = -9999.0
 """Written for minus infinity, which JSON does not have; vLLM writes the same."""
@@ -105,7 +107,7 @@ def chat_body(
             finish = "tool_calls"
         choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": finish}
         choice["logprobs"] = _chat_logprobs(body, tokenizer, item.generation) if body.logprobs else None
-        choices.append({**choice, **_extras(body, item.generation)})
+        choices.append({**choice, **_extras(body, item)})
     whole = _envelope(request_id, "chat.completion", model, choices, _usage(completed, body.n))
     if body.return_token_ids:
         whole["prompt_token_ids"] = list(completed[0].prompt_ids)
@@ -160,7 +162,7 @@ def text_body(
             choice["logprobs"] = {parameters.LOGPROBS: item.generation.logprobs.tolist()}
             if not body.stream_choices:  # whose clients read one column, without a name for every token
                 choice["logprobs"]["tokens"] = _token_names(body, tokenizer, item.generation)
-        choice |= _extras(body, item.generation)
+        choice |= _extras(body, item)
         if body.return_token_ids:
             choice["prompt_token_ids"] = list(item.prompt_ids)
         choices.append(choice)
@@ -189,6 +191,7 @@ def generate_body(request_id: str, body: GenerateBody, completed: list[Completed
                 "finish_reason": str(item.generation.finish_reason),
                 "stop_reason": item.generation.stop_reason,
                 "policy_spans": _spans(item.generation),
+                **_experts(body.sampling_params, item),
             }
         )
     return {
@@ -285,14 +288,33 @@ def _usage(completed: list[Completed], num_choices: int) -> dict[str, int]:
     return {"prompt_tokens": prompts, "completion_tokens": tokens, "total_tokens": prompts + tokens}
 
 
-def _extras(body: CompletionCommon, generation: Generation) -> dict[str, Any]:
-    """Return the fields that Millrace and vLLM add to a choice: stop reason, policy spans, and token ids if asked
-    for.
+def _extras(body: CompletionCommon, item: Completed) -> dict[str, Any]:
+    """Return the fields that Millrace and vLLM add to a choice.
+
+    They are stop reason and policy spans, token ids if asked for, and experts if the engine records them and the answer
+    is no stream.
     """
+    generation = item.generation
     extras: dict[str, Any] = {"stop_reason": generation.stop_reason, "policy_spans": _spans(generation)}
     if body.return_token_ids:
         extras["token_ids"] = generation.token_ids.tolist()
-    return extras
+    return extras if body.stream else extras | _experts(body, item)
+
+
+def _experts(sampling: SamplingBody, item: Completed) -> dict[str, str]:
+    """Return the field of a choice with the experts of its tokens, in vLLM's form; none if they are not recorded.
+
+    Those of the first tokens of the prompt are left out, as many as the request says. Raises InvalidSpecError if it has
+    fewer.
+    """
+    experts, start = item.generation.routed_experts, sampling.routed_experts_prompt_start or 0
+    if experts is None:
+        return {}
+    if start > len(item.prompt_ids):
+        message = f"the prompt has {len(item.prompt_ids)} tokens"
+        wrong = Violation(field=START_FIELD, value=str(start), message=message)
+        raise InvalidSpecError([wrong], reason="REQUEST_INVALID", remedy="send at most as many")
+    return {FIELD: to_answer(experts[start:])}
 
 
 def _spans(generation: Generation) -> list[dict[str, int]]:

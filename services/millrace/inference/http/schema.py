@@ -57,6 +57,7 @@ class SamplingBody(Body):
     max_tokens: TokenCount | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    routed_experts_prompt_start: int | None = Field(default=None, ge=0)
 
     @field_validator("temperature")
     @classmethod

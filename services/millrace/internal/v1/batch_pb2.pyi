@@ -198,7 +198,7 @@ class BatchLink(_message.Message):
     def __init__(self, run_uid: _Optional[str] = ..., kind: _Optional[_Union[BatchKind, str]] = ..., step: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[ChunkRef, _Mapping]]] = ..., previous_chain_hash: _Optional[bytes] = ..., rollouts_key: _Optional[str] = ..., outcome: _Optional[_Union[RunOutcome, str]] = ..., objects: _Optional[_Iterable[_Union[ObjectRef, _Mapping]]] = ..., revision: _Optional[int] = ...) -> None: ...
 
 class BatchChunk(_message.Message):
-    __slots__ = ("token_ids_low", "token_ids_high", "loss_mask", "inference_logprobs", "advantages", "rl_weights", "ce_weights")
+    __slots__ = ("token_ids_low", "token_ids_high", "loss_mask", "inference_logprobs", "advantages", "rl_weights", "ce_weights", "routed_experts", "routed_tokens")
     TOKEN_IDS_LOW_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_HIGH_FIELD_NUMBER: _ClassVar[int]
     LOSS_MASK_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +206,8 @@ class BatchChunk(_message.Message):
     ADVANTAGES_FIELD_NUMBER: _ClassVar[int]
     RL_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     CE_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     token_ids_low: bytes
     token_ids_high: bytes
     loss_mask: bytes
@@ -213,7 +215,9 @@ class BatchChunk(_message.Message):
     advantages: RunColumn
     rl_weights: RunColumn
     ce_weights: RunColumn
-    def __init__(self, token_ids_low: _Optional[bytes] = ..., token_ids_high: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., inference_logprobs: _Optional[bytes] = ..., advantages: _Optional[_Union[RunColumn, _Mapping]] = ..., rl_weights: _Optional[_Union[RunColumn, _Mapping]] = ..., ce_weights: _Optional[_Union[RunColumn, _Mapping]] = ...) -> None: ...
+    routed_experts: _rollout_pb2.RoutedExperts
+    routed_tokens: bytes
+    def __init__(self, token_ids_low: _Optional[bytes] = ..., token_ids_high: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., inference_logprobs: _Optional[bytes] = ..., advantages: _Optional[_Union[RunColumn, _Mapping]] = ..., rl_weights: _Optional[_Union[RunColumn, _Mapping]] = ..., ce_weights: _Optional[_Union[RunColumn, _Mapping]] = ..., routed_experts: _Optional[_Union[_rollout_pb2.RoutedExperts, _Mapping]] = ..., routed_tokens: _Optional[bytes] = ...) -> None: ...
 
 class RunColumn(_message.Message):
     __slots__ = ("values", "lengths")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"millrace/internal/v1/rollout.proto\x12\x14millrace.internal.v1\"J\n\nPolicySpan\x12\x0f\n\x07lineage\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\r\n\x05start\x18\x03 \x01(\r\x12\x0b\n\x03\x65nd\x18\x04 \x01(\r\"\x9b\x02\n\x06Sample\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x11\n\tloss_mask\x18\x02 \x01(\x0c\x12\x1a\n\x12inference_logprobs\x18\x03 \x01(\x0c\x12\x36\n\x0cpolicy_spans\x18\x04 \x03(\x0b\x32 .millrace.internal.v1.PolicySpan\x12/\n\x05turns\x18\x05 \x03(\x0b\x32 .millrace.internal.v1.TurnReward\x12\x37\n\x0cown_sampling\x18\x06 \x03(\x0b\x32!.millrace.internal.v1.OwnSampling\x12-\n\x05roles\x18\x07 \x03(\x0b\x32\x1e.millrace.internal.v1.RoleSpan\"4\n\x08RoleSpan\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\"t\n\x0bOwnSampling\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\x34\n\ntruncation\x18\x04 \x01(\x0b\x32 .millrace.internal.v1.Truncation\")\n\nTurnReward\x12\x0b\n\x03\x65nd\x18\x01 \x01(\r\x12\x0e\n\x06reward\x18\x02 \x01(\x01\"X\n\x0cRolloutError\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06\x66rames\x18\x03 \x01(\t\x12\x19\n\x11is_infrastructure\x18\x04 \x01(\x08\"9\n\nTruncation\x12\r\n\x05top_p\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05min_p\x18\x03 \x01(\x01\"N\n\x05Trace\x12\r\n\x05\x61gent\x18\x01 \x01(\t\x12\x0e\n\x06reward\x18\x02 \x01(\x01\x12\x13\n\x0bnum_samples\x18\x03 \x01(\r\x12\x11\n\tnum_turns\x18\x04 \x01(\r\"\x8c\x07\n\x07Rollout\x12\x0f\n\x07run_uid\x18\x01 \x01(\t\x12.\n\x07purpose\x18\x02 \x01(\x0e\x32\x1d.millrace.internal.v1.Purpose\x12\x0f\n\x07ordinal\x18\x03 \x01(\x04\x12\x0e\n\x06member\x18\x04 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x05 \x01(\r\x12\x12\n\ngroup_size\x18\x06 \x01(\r\x12\x0b\n\x03\x65nv\x18\x07 \x01(\t\x12\x12\n\ntask_index\x18\x08 \x01(\x04\x12\x0f\n\x07task_id\x18\t \x01(\t\x12\x33\n\x06status\x18\n \x01(\x0e\x32#.millrace.internal.v1.RolloutStatus\x12\x31\n\x05\x65rror\x18\x0b \x01(\x0b\x32\".millrace.internal.v1.RolloutError\x12-\n\x07samples\x18\x0c \x03(\x0b\x32\x1c.millrace.internal.v1.Sample\x12\x0e\n\x06reward\x18\r \x01(\x01\x12;\n\x07metrics\x18\x0e \x03(\x0b\x32*.millrace.internal.v1.Rollout.MetricsEntry\x12\x16\n\x0estop_condition\x18\x0f \x01(\t\x12\x14\n\x0cis_truncated\x18\x10 \x01(\x08\x12\x11\n\tnum_turns\x18\x11 \x01(\r\x12\x0f\n\x07seconds\x18\x12 \x01(\x01\x12\x15\n\rmodel_seconds\x18\x13 \x01(\x01\x12\x13\n\x0btemperature\x18\x14 \x01(\x01\x12\x12\n\nenv_server\x18\x15 \x01(\t\x12\x14\n\x0cplanned_step\x18\x16 \x01(\x04\x12\x0f\n\x07\x65val_id\x18\x17 \x01(\t\x12\x15\n\rmessages_json\x18\x18 \x01(\t\x12\x18\n\x10\x64ispatched_after\x18\x19 \x01(\t\x12\x10\n\x08\x65ntry_id\x18\x1a \x01(\t\x12\x14\n\x0cis_duplicate\x18\x1b \x01(\x08\x12\x34\n\ntruncation\x18\x1c \x01(\x0b\x32 .millrace.internal.v1.Truncation\x12\x15\n\rsampling_json\x18\x1d \x01(\t\x12+\n\x06traces\x18\x1e \x03(\x0b\x32\x1b.millrace.internal.v1.Trace\x12\x11\n\ttask_json\x18\x1f \x01(\t\x12\x15\n\rdemonstration\x18  \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"A\n\x0eRolloutArchive\x12/\n\x08rollouts\x18\x01 \x03(\x0b\x32\x1d.millrace.internal.v1.Rollout*G\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x11\n\rPURPOSE_TRAIN\x10\x01\x12\x10\n\x0cPURPOSE_EVAL\x10\x02*\xe5\x02\n\rRolloutStatus\x12\x1e\n\x1aROLLOUT_STATUS_UNSPECIFIED\x10\x00\x12\x15\n\x11ROLLOUT_STATUS_OK\x10\x01\x12\x1c\n\x18ROLLOUT_STATUS_ENV_ERROR\x10\x02\x12\x1e\n\x1aROLLOUT_STATUS_MODEL_ERROR\x10\x03\x12\x1a\n\x16ROLLOUT_STATUS_TIMEOUT\x10\x04\x12\"\n\x1eROLLOUT_STATUS_PROMPT_TOO_LONG\x10\x05\x12!\n\x1dROLLOUT_STATUS_MISSING_TOKENS\x10\x06\x12\x1c\n\x18ROLLOUT_STATUS_CANCELLED\x10\x07\x12\x1e\n\x1aROLLOUT_STATUS_WORKER_DIED\x10\x08\x12\x1e\n\x1aROLLOUT_STATUS_QUARANTINED\x10\t\x12\x1e\n\x1aROLLOUT_STATUS_ENGINE_LOST\x10\nb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"millrace/internal/v1/rollout.proto\x12\x14millrace.internal.v1\"J\n\nPolicySpan\x12\x0f\n\x07lineage\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\r\n\x05start\x18\x03 \x01(\r\x12\x0b\n\x03\x65nd\x18\x04 \x01(\r\"\xd8\x02\n\x06Sample\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x11\n\tloss_mask\x18\x02 \x01(\x0c\x12\x1a\n\x12inference_logprobs\x18\x03 \x01(\x0c\x12\x36\n\x0cpolicy_spans\x18\x04 \x03(\x0b\x32 .millrace.internal.v1.PolicySpan\x12/\n\x05turns\x18\x05 \x03(\x0b\x32 .millrace.internal.v1.TurnReward\x12\x37\n\x0cown_sampling\x18\x06 \x03(\x0b\x32!.millrace.internal.v1.OwnSampling\x12-\n\x05roles\x18\x07 \x03(\x0b\x32\x1e.millrace.internal.v1.RoleSpan\x12;\n\x0erouted_experts\x18\x08 \x01(\x0b\x32#.millrace.internal.v1.RoutedExperts\"U\n\rRoutedExperts\x12\x0f\n\x07\x65xperts\x18\x01 \x01(\x0c\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x10\n\x08id_bytes\x18\x04 \x01(\r\"4\n\x08RoleSpan\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\"t\n\x0bOwnSampling\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\x34\n\ntruncation\x18\x04 \x01(\x0b\x32 .millrace.internal.v1.Truncation\")\n\nTurnReward\x12\x0b\n\x03\x65nd\x18\x01 \x01(\r\x12\x0e\n\x06reward\x18\x02 \x01(\x01\"X\n\x0cRolloutError\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06\x66rames\x18\x03 \x01(\t\x12\x19\n\x11is_infrastructure\x18\x04 \x01(\x08\"9\n\nTruncation\x12\r\n\x05top_p\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05min_p\x18\x03 \x01(\x01\"N\n\x05Trace\x12\r\n\x05\x61gent\x18\x01 \x01(\t\x12\x0e\n\x06reward\x18\x02 \x01(\x01\x12\x13\n\x0bnum_samples\x18\x03 \x01(\r\x12\x11\n\tnum_turns\x18\x04 \x01(\r\"\x8c\x07\n\x07Rollout\x12\x0f\n\x07run_uid\x18\x01 \x01(\t\x12.\n\x07purpose\x18\x02 \x01(\x0e\x32\x1d.millrace.internal.v1.Purpose\x12\x0f\n\x07ordinal\x18\x03 \x01(\x04\x12\x0e\n\x06member\x18\x04 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x05 \x01(\r\x12\x12\n\ngroup_size\x18\x06 \x01(\r\x12\x0b\n\x03\x65nv\x18\x07 \x01(\t\x12\x12\n\ntask_index\x18\x08 \x01(\x04\x12\x0f\n\x07task_id\x18\t \x01(\t\x12\x33\n\x06status\x18\n \x01(\x0e\x32#.millrace.internal.v1.RolloutStatus\x12\x31\n\x05\x65rror\x18\x0b \x01(\x0b\x32\".millrace.internal.v1.RolloutError\x12-\n\x07samples\x18\x0c \x03(\x0b\x32\x1c.millrace.internal.v1.Sample\x12\x0e\n\x06reward\x18\r \x01(\x01\x12;\n\x07metrics\x18\x0e \x03(\x0b\x32*.millrace.internal.v1.Rollout.MetricsEntry\x12\x16\n\x0estop_condition\x18\x0f \x01(\t\x12\x14\n\x0cis_truncated\x18\x10 \x01(\x08\x12\x11\n\tnum_turns\x18\x11 \x01(\r\x12\x0f\n\x07seconds\x18\x12 \x01(\x01\x12\x15\n\rmodel_seconds\x18\x13 \x01(\x01\x12\x13\n\x0btemperature\x18\x14 \x01(\x01\x12\x12\n\nenv_server\x18\x15 \x01(\t\x12\x14\n\x0cplanned_step\x18\x16 \x01(\x04\x12\x0f\n\x07\x65val_id\x18\x17 \x01(\t\x12\x15\n\rmessages_json\x18\x18 \x01(\t\x12\x18\n\x10\x64ispatched_after\x18\x19 \x01(\t\x12\x10\n\x08\x65ntry_id\x18\x1a \x01(\t\x12\x14\n\x0cis_duplicate\x18\x1b \x01(\x08\x12\x34\n\ntruncation\x18\x1c \x01(\x0b\x32 .millrace.internal.v1.Truncation\x12\x15\n\rsampling_json\x18\x1d \x01(\t\x12+\n\x06traces\x18\x1e \x03(\x0b\x32\x1b.millrace.internal.v1.Trace\x12\x11\n\ttask_json\x18\x1f \x01(\t\x12\x15\n\rdemonstration\x18  \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"A\n\x0eRolloutArchive\x12/\n\x08rollouts\x18\x01 \x03(\x0b\x32\x1d.millrace.internal.v1.Rollout*G\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x11\n\rPURPOSE_TRAIN\x10\x01\x12\x10\n\x0cPURPOSE_EVAL\x10\x02*\xe5\x02\n\rRolloutStatus\x12\x1e\n\x1aROLLOUT_STATUS_UNSPECIFIED\x10\x00\x12\x15\n\x11ROLLOUT_STATUS_OK\x10\x01\x12\x1c\n\x18ROLLOUT_STATUS_ENV_ERROR\x10\x02\x12\x1e\n\x1aROLLOUT_STATUS_MODEL_ERROR\x10\x03\x12\x1a\n\x16ROLLOUT_STATUS_TIMEOUT\x10\x04\x12\"\n\x1eROLLOUT_STATUS_PROMPT_TOO_LONG\x10\x05\x12!\n\x1dROLLOUT_STATUS_MISSING_TOKENS\x10\x06\x12\x1c\n\x18ROLLOUT_STATUS_CANCELLED\x10\x07\x12\x1e\n\x1aROLLOUT_STATUS_WORKER_DIED\x10\x08\x12\x1e\n\x1aROLLOUT_STATUS_QUARANTINED\x10\t\x12\x1e\n\x1aROLLOUT_STATUS_ENGINE_LOST\x10\nb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,30 +33,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ROLLOUT_METRICSENTRY']._loaded_options = None
   _globals['_ROLLOUT_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_PURPOSE']._serialized_start=1844
-  _globals['_PURPOSE']._serialized_end=1915
-  _globals['_ROLLOUTSTATUS']._serialized_start=1918
-  _globals['_ROLLOUTSTATUS']._serialized_end=2275
+  _globals['_PURPOSE']._serialized_start=1992
+  _globals['_PURPOSE']._serialized_end=2063
+  _globals['_ROLLOUTSTATUS']._serialized_start=2066
+  _globals['_ROLLOUTSTATUS']._serialized_end=2423
   _globals['_POLICYSPAN']._serialized_start=60
   _globals['_POLICYSPAN']._serialized_end=134
   _globals['_SAMPLE']._serialized_start=137
-  _globals['_SAMPLE']._serialized_end=420
-  _globals['_ROLESPAN']._serialized_start=422
-  _globals['_ROLESPAN']._serialized_end=474
-  _globals['_OWNSAMPLING']._serialized_start=476
-  _globals['_OWNSAMPLING']._serialized_end=592
-  _globals['_TURNREWARD']._serialized_start=594
-  _globals['_TURNREWARD']._serialized_end=635
-  _globals['_ROLLOUTERROR']._serialized_start=637
-  _globals['_ROLLOUTERROR']._serialized_end=725
-  _globals['_TRUNCATION']._serialized_start=727
-  _globals['_TRUNCATION']._serialized_end=784
-  _globals['_TRACE']._serialized_start=786
-  _globals['_TRACE']._serialized_end=864
-  _globals['_ROLLOUT']._serialized_start=867
-  _globals['_ROLLOUT']._serialized_end=1775
-  _globals['_ROLLOUT_METRICSENTRY']._serialized_start=1729
-  _globals['_ROLLOUT_METRICSENTRY']._serialized_end=1775
-  _globals['_ROLLOUTARCHIVE']._serialized_start=1777
-  _globals['_ROLLOUTARCHIVE']._serialized_end=1842
+  _globals['_SAMPLE']._serialized_end=481
+  _globals['_ROUTEDEXPERTS']._serialized_start=483
+  _globals['_ROUTEDEXPERTS']._serialized_end=568
+  _globals['_ROLESPAN']._serialized_start=570
+  _globals['_ROLESPAN']._serialized_end=622
+  _globals['_OWNSAMPLING']._serialized_start=624
+  _globals['_OWNSAMPLING']._serialized_end=740
+  _globals['_TURNREWARD']._serialized_start=742
+  _globals['_TURNREWARD']._serialized_end=783
+  _globals['_ROLLOUTERROR']._serialized_start=785
+  _globals['_ROLLOUTERROR']._serialized_end=873
+  _globals['_TRUNCATION']._serialized_start=875
+  _globals['_TRUNCATION']._serialized_end=932
+  _globals['_TRACE']._serialized_start=934
+  _globals['_TRACE']._serialized_end=1012
+  _globals['_ROLLOUT']._serialized_start=1015
+  _globals['_ROLLOUT']._serialized_end=1923
+  _globals['_ROLLOUT_METRICSENTRY']._serialized_start=1877
+  _globals['_ROLLOUT_METRICSENTRY']._serialized_end=1923
+  _globals['_ROLLOUTARCHIVE']._serialized_start=1925
+  _globals['_ROLLOUTARCHIVE']._serialized_end=1990
 # @@protoc_insertion_point(module_scope)

@@ -54,7 +54,7 @@ class PolicySpan(_message.Message):
     def __init__(self, lineage: _Optional[int] = ..., version: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class Sample(_message.Message):
-    __slots__ = ("token_ids", "loss_mask", "inference_logprobs", "policy_spans", "turns", "own_sampling", "roles")
+    __slots__ = ("token_ids", "loss_mask", "inference_logprobs", "policy_spans", "turns", "own_sampling", "roles", "routed_experts")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOSS_MASK_FIELD_NUMBER: _ClassVar[int]
     INFERENCE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,7 @@ class Sample(_message.Message):
     TURNS_FIELD_NUMBER: _ClassVar[int]
     OWN_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     token_ids: bytes
     loss_mask: bytes
     inference_logprobs: bytes
@@ -69,7 +70,20 @@ class Sample(_message.Message):
     turns: _containers.RepeatedCompositeFieldContainer[TurnReward]
     own_sampling: _containers.RepeatedCompositeFieldContainer[OwnSampling]
     roles: _containers.RepeatedCompositeFieldContainer[RoleSpan]
-    def __init__(self, token_ids: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., inference_logprobs: _Optional[bytes] = ..., policy_spans: _Optional[_Iterable[_Union[PolicySpan, _Mapping]]] = ..., turns: _Optional[_Iterable[_Union[TurnReward, _Mapping]]] = ..., own_sampling: _Optional[_Iterable[_Union[OwnSampling, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[RoleSpan, _Mapping]]] = ...) -> None: ...
+    routed_experts: RoutedExperts
+    def __init__(self, token_ids: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., inference_logprobs: _Optional[bytes] = ..., policy_spans: _Optional[_Iterable[_Union[PolicySpan, _Mapping]]] = ..., turns: _Optional[_Iterable[_Union[TurnReward, _Mapping]]] = ..., own_sampling: _Optional[_Iterable[_Union[OwnSampling, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[RoleSpan, _Mapping]]] = ..., routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ...) -> None: ...
+
+class RoutedExperts(_message.Message):
+    __slots__ = ("experts", "num_layers", "top_k", "id_bytes")
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    ID_BYTES_FIELD_NUMBER: _ClassVar[int]
+    experts: bytes
+    num_layers: int
+    top_k: int
+    id_bytes: int
+    def __init__(self, experts: _Optional[bytes] = ..., num_layers: _Optional[int] = ..., top_k: _Optional[int] = ..., id_bytes: _Optional[int] = ...) -> None: ...
 
 class RoleSpan(_message.Message):
     __slots__ = ("role", "start", "end")

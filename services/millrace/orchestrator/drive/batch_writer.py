@@ -117,6 +117,7 @@ def train_sample(item: Credited, credit: Credit, *, seq_len: int) -> TrainSample
         mean_version=sample.mean_version(seq_len),
         rl_weights=None if credit.rl_weights is None else credit.rl_weights[:seq_len],
         ce_weights=None if credit.ce_weights is None else credit.ce_weights[:seq_len],
+        routed_experts=None if sample.routed_experts is None else sample.routed_experts[:seq_len],
     )
 
 

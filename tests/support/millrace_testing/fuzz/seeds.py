@@ -60,6 +60,7 @@ def sample() -> Sample:
         ),
         turns=(TurnReward(end=3, reward=0.25), TurnReward(end=5, reward=-1.0)),
         own_sampling=OWN_SAMPLING,
+        routed_experts=np.arange(24, dtype=np.uint8).reshape(4, 3, 2),
     )
 
 
@@ -158,6 +159,7 @@ def corpus() -> Iterator[tuple[str, bytes]]:
     """Yield (target, bytes) for the whole corpus."""
     from google.protobuf.timestamp_pb2 import Timestamp
 
+    from millrace.rollouts.routed_experts import to_answer
     from millrace.rollouts.token_log import encode_scores
     from millrace.rollouts.types import Taught
     from millrace.rollouts.wire import encode_archive, encode_rollout, rollout_to_proto
@@ -168,6 +170,8 @@ def corpus() -> Iterator[tuple[str, bytes]]:
     yield from (("rollout", encode_rollout(one)) for one in (good, failed))
     yield from stored()
     yield "rollout_archive", encode_archive([good, failed])
+    assert good.samples[0].routed_experts is not None
+    yield "routed_experts", to_answer(good.samples[0].routed_experts).encode()
     columns = [np.array([0, 0, -1, -1, -1], np.float32)]
     yield "scores", encode_scores(good.samples, columns, [Taught(lineage=0, version=1, hint_ids=(1, 2))])
     changed = event_pb2.StateChanged(new_state=run_pb2.RUN_STATE_RUNNING)

@@ -221,6 +221,15 @@ def _tokens() -> tuple[Any, Any]:
     return decode, None
 
 
+def _routed_experts() -> tuple[Any, Any]:
+    from millrace.rollouts.routed_experts import from_answer, to_answer
+
+    def decode(data: bytes) -> Any:
+        return from_answer({"routed_experts": data.decode(errors="replace")}, num_tokens=5)
+
+    return decode, lambda call: to_answer(call.experts).encode()
+
+
 def _stack() -> tuple[Any, Any]:
     from millrace.cli.connection import stack_at
 
@@ -422,6 +431,7 @@ TARGETS = [
     Target(name="worker_frame", load=_frame, mutate=_frame_mutate),
     Target(name="rpc_status", load=_status, mutate=lambda: m.message_of(_status_type())),
     Target(name="tokens_file", load=_tokens),
+    Target(name="routed_experts", load=_routed_experts),
     Target(name="grpc", load=_surface("Grpc"), mutate=_grpc_mutate, answers_all=False, max_s=10.0, weight=4),
     Target(name="http", load=_surface("Http"), mutate=_http_mutate, answers_all=False, max_s=10.0, weight=4),
     Target(name="dashboard", load=_pages, mutate=_pages_mutate, answers_all=False, max_s=10.0, weight=4),

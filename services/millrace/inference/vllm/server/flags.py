@@ -14,6 +14,7 @@ from millrace.inference.launch_env import TYPED_FLAGS
 
 FREE = "inference.vllm."
 SLEEP_KEY = "inference.sleep_while_training"
+_RECORDS = "enable_return_routed_experts"
 _CUTOFF = 0.6
 
 _ONE_NODE_CORES = "the engine cores of a replica are all on its node; start more replicas instead"
@@ -71,13 +72,14 @@ class _Refused(Exception):
 
 
 def to_argv(
-    parser: argparse.ArgumentParser, given: Mapping[str, Any], *, can_sleep: bool = True
+    parser: argparse.ArgumentParser, given: Mapping[str, Any], *, can_sleep: bool = True, can_record: bool = True
 ) -> tuple[list[str], list[Violation]]:
     """Return vLLM's arguments for the flags in `given`, and a violation for each flag that is wrong.
 
     `given` maps keys of the config (`inference.vllm.enforce_eager`, `inference.parallel.tp`) or bare names of flags to
     JSON values; None leaves a flag out. `parser` is vLLM's. With `can_sleep` False (on a CPU) the key for sleeping is
-    left out, and a replica that is to sleep pauses instead.
+    left out, and a replica that is to sleep pauses instead. With `can_record` False (elsewhere than on CUDA) it cannot
+    record experts.
     """
     if not can_sleep:
         given = {key: value for key, value in given.items() if key != SLEEP_KEY}
@@ -88,6 +90,8 @@ def to_argv(
     for key, value in given.items():
         name = _name(key)
         problem = _owned(name, value) or _set_twice(seen.get(name)) or _out_of_reach(name, value, is_spread=is_spread)
+        if problem is None and name == _RECORDS and value and not can_record:
+            problem = "vLLM records the experts of tokens on CUDA only; leave it out, or serve with the embedded engine"
         seen[name] = key
         action = _action(parser, name)
         if problem is None and action is None:

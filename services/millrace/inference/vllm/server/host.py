@@ -86,7 +86,8 @@ def _check(to_launcher: Line, problems: list[dict[str, str | None]]) -> list[str
     from millrace.inference.vllm.server.flags import to_argv
 
     parser = cli_args.make_arg_parser(FlexibleArgumentParser())
-    argv, violations = to_argv(parser, given, can_sleep=current_platform.is_sleep_mode_available())
+    can = {"can_sleep": current_platform.is_sleep_mode_available(), "can_record": current_platform.is_cuda()}
+    argv, violations = to_argv(parser, given, **can)
     problems = problems + [{"field": one.field, "value": one.value, "message": one.message} for one in violations]
     if not problems:
         try:

@@ -1,0 +1,143 @@
+"""The experts of model calls on their way into samples: of several turns, of branches, and of cut completions."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+import verifiers as vf
+
+from millrace.env_server.adapters import client_v0, renderer
+from millrace.env_server.adapters.samples import SPANS, Call, Spans, Turn, merge_turns
+from millrace.env_server.adapters.samples_v0 import turns_of
+from millrace.env_server.adapters.samples_v1 import branch_samples
+from millrace.env_server.own_sampling import AskedSampling
+from millrace.internal.v1.play_pb2 import EnvSpec, Sampling
+from millrace.rollouts.routed_experts import RoutedCall, to_answer
+from millrace.rollouts.types import PolicySpan
+
+
+def _rows(count: int, *, start: int = 0) -> np.ndarray:
+    return np.repeat(np.arange(start, start + count, dtype=np.uint8), 4).reshape(count, 2, 2)
+
+
+def _call(prompt: int, completion: list[int], *, start: int = 0, shift: int = 0) -> Call:
+    rows = _rows(prompt + len(completion) - 1 - start, start=start + shift)
+    spans = (PolicySpan(lineage=0, version=1, start=0, end=len(completion)),)
+    routed = RoutedCall(start=start, experts=rows)
+    return Call(completion_ids=tuple(completion), spans=spans, routed=routed)
+
+
+def _turn(prompt: list[int], completion: list[int], call: Call) -> Turn:
+    return Turn(
+        prompt_ids=prompt,
+        completion_ids=completion,
+        logprobs=[-0.5] * len(completion),
+        spans=call.spans,
+        routed=call.routed_of(len(prompt), len(completion)),
+    )
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_a_later_turn_adds_the_experts_of_what_is_new(start: int) -> None:
+    first = _turn([1, 2], [3, 4], _call(2, [3, 4]))
+    # It computes the first turn's tokens anew where its answer begins at 0: those do not count.
+    later = _turn([1, 2, 3, 4, 9], [7, 8], _call(5, [7, 8], start=start, shift=50))
+    [sample] = merge_turns([first, later], requires_spans=True)
+    assert sample.routed_experts is not None
+    assert sample.routed_experts[:, 0, 0].tolist() == [0, 1, 2, 53, 54, 55]
+
+
+def test_a_turn_without_a_record_is_filled_by_a_later_one() -> None:
+    silent = Turn(prompt_ids=[1, 2], completion_ids=[3], logprobs=[-1], spans=_call(2, [3]).spans)
+    assert merge_turns([silent], requires_spans=True)[0].routed_experts is None
+    later = _turn([1, 2, 3, 9], [7], _call(4, [7], shift=50))
+    [sample] = merge_turns([silent, later], requires_spans=True)
+    assert sample.routed_experts is not None
+    assert sample.routed_experts[:, 0, 0].tolist() == [50, 51, 52, 53]
+
+
+def test_the_experts_of_a_cut_completion_end_where_it_does() -> None:
+    call = _call(2, [3, 4, 5])
+    steps = [{"tokens": {"prompt_ids": [1, 2], "completion_ids": [3], "completion_logprobs": [-1.0]}}]
+    kept = turns_of(steps, Spans([call]), AskedSampling(EnvSpec(), Sampling(temperature=1.0))).kept
+    [sample] = merge_turns(kept, requires_spans=True)
+    assert sample.routed_experts is not None
+    # The last token that is left has experts too, because the engine went on behind it.
+    assert sample.routed_experts[:, 0, 0].tolist() == [0, 1, 2]
+
+
+def test_a_prompt_that_was_another_one_gives_none() -> None:
+    assert _call(2, [3, 4]).routed_of(3, 2) is None
+    assert Call(completion_ids=(3, 4)).routed_of(2, 2) is None
+
+
+def _node(token_ids: list[int], num_sampled: int) -> Any:
+    mask = [False] * (len(token_ids) - num_sampled) + [True] * num_sampled
+    message = SimpleNamespace(role="assistant" if num_sampled else "user")
+    logprobs = [-0.5] * num_sampled
+    return SimpleNamespace(token_ids=token_ids, mask=mask, logprobs=logprobs, sampled=num_sampled > 0, message=message)
+
+
+def test_branches_have_the_experts_of_their_own_calls() -> None:
+    root, reply = _node([1, 2], 0), _node([8, 3, 4], 2)
+    left, right = _node([9, 5], 1), _node([6, 7], 1)
+    branches = [SimpleNamespace(nodes=[root, reply, left]), SimpleNamespace(nodes=[root, reply, right])]
+    calls = [_call(3, [3, 4]), _call(6, [5], start=4, shift=50), _call(6, [7], shift=100)]
+    first, second = branch_samples(branches, Spans(calls), requires_spans=True)
+    assert first.routed_experts is not None and second.routed_experts is not None
+    assert first.routed_experts[:, 0, 0].tolist() == [0, 1, 2, 3, 54, 55]
+    assert second.routed_experts[:, 0, 0].tolist() == [0, 1, 2, 3, 104, 105]
+
+
+async def test_the_chat_client_notes_them_and_refuses_what_are_no_experts() -> None:
+    client = client_v0.LeanClient("http://127.0.0.1:1/v1", session=None)  # type: ignore[arg-type] - nothing is sent
+    choice: dict[str, Any] = {
+        "message": {"content": "x"},
+        "token_ids": [3, 4],
+        "logprobs": {"token_logprobs": [-1.0, -1.0], "content": [{"logprob": -1.0}, {"logprob": -1.0}]},
+        "routed_experts": to_answer(_rows(3)),
+    }
+    answer = {"choices": [choice], "prompt_token_ids": [1, 2], "_session_id": "routed", "_sent": None}
+    await client.from_native_response(answer)
+    [call] = SPANS.take("routed").calls
+    assert call.routed is not None and np.array_equal(call.routed.experts, _rows(3))
+    choice["routed_experts"] = to_answer(_rows(4))
+    with pytest.raises(vf.InvalidModelResponseError, match="are not all but the last of 4 tokens"):
+        await client.from_native_response(answer)
+
+
+@pytest.mark.parametrize(("start", "is_right"), [(0, True), (2, True), (2, False)])
+async def test_the_renderers_client_notes_them_and_hands_on_the_rest(
+    monkeypatch: pytest.MonkeyPatch, start: int, is_right: bool
+) -> None:
+    rows = _rows(4 - start if is_right else 4, start=start)
+    entry = [{"token": f"token_id:{token}", "logprob": -1.0} for token in (7, 8)]
+    choice = {"index": 0, "token_ids": [7, 8], "logprobs": {"content": entry}, "routed_experts": to_answer(rows)}
+    seen: list[dict[str, Any]] = []
+
+    async def ask(self: Any, method: str, url: str, body: bytes = b"", headers: Any = None) -> tuple[int, bytes]:
+        seen.append(orjson.loads(body))
+        return 200, orjson.dumps({"request_id": "r", "choices": [choice]})
+
+    async def stock(*, client: Any, **kwargs: Any) -> dict[str, Any]:
+        sampling = {"routed_experts_prompt_start": start} if start else {}
+        reply = await client.post("http://x/g", body={"token_ids": [1, 2, 3], "sampling_params": sampling})
+        found = orjson.loads(reply.content)["choices"][0]
+        assert "routed_experts" not in found and found["token_ids"] == [7, 8]
+        return {"completion_ids": found["token_ids"]}
+
+    monkeypatch.setattr(renderer.GenerateClient, "_ask", ask)
+    monkeypatch.setattr(renderer, "_stock_generate", stock)
+    asked = renderer.generate_with_spans(
+        client=SimpleNamespace(base_url="http://x"), extra_headers={renderer.SESSION_HEADER: "routed"}
+    )
+    if not is_right:
+        with pytest.raises(renderer.GenerateResponseError, match=r"unreadable reply.*experts"):
+            await asked
+        return
+    await asked
+    [call] = SPANS.take("routed").calls
+    assert call.routed is not None and call.routed.start == start and np.array_equal(call.routed.experts, rows)
+    assert seen[0]["token_ids"] == [1, 2, 3]
