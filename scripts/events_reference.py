@@ -183,6 +183,11 @@ WARNINGS: Texts = {
         "`interleaved`",
         'use a template that keeps earlier turns as they were, or `orchestrator.trajectory_strategy = "branching"`',
     ),
+    "EXPERTS_NOT_RECORDED": (
+        "`trainer.model.moe.replay` is set, and the engine reported the experts of no token of a step: the trainer's "
+        "routers chose",
+        "serve the policy with `inference.return_routed_experts`",
+    ),
     "COMPILE_FAILED": (
         "a block, or a part of one, could not be compiled (`trainer.model.compile`); it runs eagerly",
         "install a C++ compiler (CPU) or Triton (GPU), or leave the key out",
@@ -258,6 +263,18 @@ FAILURES: Texts = {
     "BLOCKS_UNTRACEABLE": (
         "torch's compiler failed in a block in which ranks exchange tensors (`cp`, `ep`)",
         "leave `trainer.model.compile` out",
+    ),
+    "REPLAY_UNSUPPORTED": (
+        "`trainer.model.moe.replay` is set, and the model has no routers whose choice can be replaced",
+        "leave the key out",
+    ),
+    "ROUTED_EXPERTS_MISFIT": (
+        "an engine recorded experts that the trainer's model does not have: it serves another model",
+        "serve the model that is trained, or leave `trainer.model.moe.replay` out",
+    ),
+    "ROUTER_UNKNOWN": (
+        "a router chose its experts in a way that is not known here",
+        "leave `trainer.model.moe.replay` and `inference.return_routed_experts` out",
     ),
     "CHAT_TEMPLATE_MISSING": (
         "the tokenizer has no chat template for the environments' conversations",

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from millrace.errors import InternalError, InvalidStateError
+from millrace.errors import InternalError, InvalidSpecError, InvalidStateError, Violation
 from millrace.rollouts.types import RoutedArray
 
 FREE = -1
@@ -135,6 +136,32 @@ class Routers:
             return result
 
         return forward
+
+
+_REPLAYING = WeakKeyDictionary[nn.Module, Routers]()
+
+
+def replay_routing(model: nn.Module, *, key: str) -> RoutingShape:
+    """Prepare a model for choices that are given to its routers (`routers_of`), and return what these look like.
+
+    Raises InvalidSpecError (REPLAY_UNSUPPORTED), naming the config's `key`, for a model without such routers.
+    """
+    routers = Routers.of(model)
+    if routers is None:
+        name = type(model).__name__
+        message = f"{name} has no routers that choose experts by one topk: there is nothing to replay"
+        raise InvalidSpecError(
+            [Violation(field=key, value="true", message=message)],
+            reason="REPLAY_UNSUPPORTED",
+            remedy=f"leave {key} out",
+        )
+    _REPLAYING[model] = routers
+    return routers.shape
+
+
+def routers_of(model: nn.Module) -> Routers | None:
+    """Return the routers of a model that `replay_routing` has prepared; None for any other."""
+    return _REPLAYING.get(model)
 
 
 class _Choice(TorchFunctionMode):

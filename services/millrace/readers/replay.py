@@ -102,7 +102,7 @@ class Replayer:
                 run_uid=names.uid,
                 run_hash=record.run_hash,
                 previous_chain_hash=start.chain_hash,
-                layout=BatchLayout.of(config.trainer, learner.packing),
+                layout=BatchLayout.of(config.trainer, learner.packing, routing=learner.routing),
                 dataset=learner.dataset,
             )
             yield cls(

@@ -203,6 +203,7 @@ def prepare(context: JobContext, names: Names, client: LogClient, record: bytes)
         adapter=learner.adapter,
         base_digest=learner.base_digest,
         dataset=learner.dataset,
+        routing=learner.routing,
         batches=make_batches(context, names, client, learner, republisher=republisher, chain_hash=position.chain_hash),
         publisher=publisher,
         checkpointer=make_checkpointer(checkpoints, client, learner, reporter),
@@ -289,7 +290,7 @@ def make_batches(
         run_uid=names.uid,
         run_hash=client.run_hash,
         previous_chain_hash=chain_hash,
-        layout=BatchLayout.of(learner.config, learner.packing),
+        layout=BatchLayout.of(learner.config, learner.packing, routing=learner.routing),
         republisher=republisher,
         dataset=learner.dataset,
     )

@@ -201,6 +201,8 @@ def forward_backward(
                 )
     metrics.add_expert_load(run.expert_load)
     metrics.add_one_pass(run.num_one_pass_tokens, minibatch)
+    if run.routing is not None:
+        metrics.add_replayed(minibatch)
     reduced = metrics.reduce(run.gang)
     # Decided on the sums over all ranks, so that all ranks decide alike.
     if reduced.is_finite:
@@ -305,6 +307,12 @@ def _warn(run: Training, batch: Batch, learned: Learned) -> None:
             f"step {batch.step + 1} was skipped: {learned.cause}; version {batch.step + 1} has the weights of version "
             f"{batch.step}. The run ends after {run.config.max_skipped_steps} such steps in a row, this is number "
             f"{run.position.num_skipped}; lower trainer.optim.lr, or look at the batch's samples",
+        )
+    if run.replay_watch.is_news(learned.metrics.values()):
+        run.reporter.warning(
+            "EXPERTS_NOT_RECORDED",
+            f"no token of step {batch.step + 1} has the experts that the engine computed it with, so the trainer's "
+            "routers chose (trainer.model.moe.replay); serve the policy with inference.return_routed_experts",
         )
     if learned.not_finite:
         return

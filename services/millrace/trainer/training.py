@@ -10,7 +10,7 @@ from millrace.telemetry.waits import LastingWait
 from millrace.trainer.checkpoint.resume import Checkpointer
 from millrace.trainer.gang.distributed import Gang, release_unused
 from millrace.trainer.learning.learner import Learner, state_tensors
-from millrace.trainer.learning.metrics import Disagreement, KlTrend
+from millrace.trainer.learning.metrics import Disagreement, KlTrend, ReplayWatch
 from millrace.trainer.log.background import StopRequested
 from millrace.trainer.log.batches import Batches, PolicyRepublisher
 from millrace.trainer.log.token_log import TokenLogWriter
@@ -153,8 +153,8 @@ class Training(Learner):
     """A run under way. `on_progress` is called with the version after every step.
 
     Skipped steps count from step `skips_from` on: earlier ones have ended the run once, before it was reopened. Only
-    `position`, `saved_version` (the newest checkpoint saved here), and the contents of `kl_trend` and `disagreement`
-    change.
+    `position`, `saved_version` (the newest checkpoint saved here), and the contents of `kl_trend`, `disagreement` and
+    `replay_watch` change.
     """
 
     batches: Batches
@@ -169,6 +169,7 @@ class Training(Learner):
     saved_version: int | None = None
     kl_trend: KlTrend = field(default_factory=KlTrend)
     disagreement: Disagreement = field(default_factory=Disagreement)
+    replay_watch: ReplayWatch = field(default_factory=ReplayWatch)
 
     def save_due_checkpoint(self) -> float:
         """Save a checkpoint if the configured interval asks for one now; return the seconds that this call took.

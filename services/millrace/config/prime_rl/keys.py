@@ -382,8 +382,9 @@ HEAD: dict[str, Meaning] = {
     **same(
         later("there is no such switch yet: no effect", False),
         "trainer.",
-        "enable_router_replay max_concurrent_runs recompute_logprobs experimental",
+        "max_concurrent_runs recompute_logprobs experimental",
     ),
+    "trainer.enable_router_replay": moved("trainer.model.moe.replay"),
     "trainer.enable_token_export": converted(conversions.token_export),
     "inference.vllm_extra": moved("inference.vllm"),
     "inference.enable_return_routed_experts": moved("inference.return_routed_experts"),

@@ -13,6 +13,7 @@ from millrace.config.sections.trainer import (
     broken_compile_rules,
     broken_format_rules,
     broken_layout_rules,
+    broken_replay_rules,
 )
 
 
@@ -55,6 +56,7 @@ class RLConfig(SharedKeys):
             *self._constrained_calls(),
             *self._too_many_minibatches(),
             *self._sleep_beside_sampling(),
+            *self._unrecorded_experts(),
             *super().broken_rules(),
         ]
 
@@ -96,6 +98,18 @@ class RLConfig(SharedKeys):
                 "orchestrator.async_level",
             )
 
+    def _unrecorded_experts(self) -> Iterator[BrokenRule]:
+        """Yield a violation if the trainer is to replay experts that the engine is not told to record."""
+        named = {name.replace("-", "_"): value for name, value in self.inference.vllm.items()}
+        is_recorded = self.inference.return_routed_experts or named.get("enable_return_routed_experts") is True
+        if self.trainer.model.moe.replay and not is_recorded:
+            yield broken(
+                "replays what the engine records: set `inference.return_routed_experts = true`, also for a stack that "
+                "runs already, whose replicas need it, or leave this out",
+                "trainer.model.moe.replay",
+                "inference.return_routed_experts",
+            )
+
     def with_model(self, name: str) -> "RLConfig":
         """Return a copy of the config with another model name for all services."""
 
@@ -124,6 +138,7 @@ def _trainer_rules(trainer: TrainerConfig) -> Iterator[BrokenRule]:
     yield from broken_layout_rules(trainer.model, trainer.optim, prefix="trainer.")
     yield from broken_compile_rules(trainer)
     yield from broken_format_rules(trainer.model, prefix="trainer.")
+    yield from broken_replay_rules(trainer.model, prefix="trainer.")
     yield from trainer.loss.broken_rules("trainer.loss")
     if trainer.dataset is not None:
         yield from trainer.dataset.broken_rules("trainer.dataset")

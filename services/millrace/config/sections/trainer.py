@@ -144,6 +144,17 @@ class ModelLayoutConfig(ModelMemoryConfig):
     )
 
 
+class MoeConfig(ConfigSection):
+    """Mixtures of experts."""
+
+    replay: bool = option(
+        False,
+        "Send each token to the experts that the engine computed it with, where these are recorded "
+        "(`inference.return_routed_experts`); the routers' own scores weigh them. Removes most of the mismatch of "
+        "engine and trainer. Not with `compile`, `tp`, `cp` or `ep`.",
+    )
+
+
 class TrainerModelConfig(ModelLayoutConfig):
     """The trainer's copy of the model."""
 
@@ -173,6 +184,7 @@ class TrainerModelConfig(ModelLayoutConfig):
         "log-probs as the engine.",
     )
     lora: LoraConfig | None = option(None, "Train adapters only; all weights if left out.")
+    moe: MoeConfig = table(MoeConfig, "Mixtures of experts.")
 
 
 class TokenizerConfig(ConfigSection):
@@ -288,6 +300,26 @@ def broken_compile_rules(trainer: "TrainerConfig") -> Iterator[BrokenRule]:
             "trainer.determinism",
             "trainer.model.compile",
         )
+
+
+def broken_replay_rules(model: TrainerModelConfig, *, prefix: str = "") -> Iterator[BrokenRule]:
+    """Yield violations of what replayed experts are not proved with: compiled blocks, and ranks that share layers or
+    rows.
+
+    `prefix` is the table that has `model`, with a dot, or empty.
+    """
+    if not model.moe.replay:
+        return
+    key = f"{prefix}model.moe.replay"
+    if model.compile is not None:
+        why = "must be false with compiled blocks, whose routers choose inside of a graph; leave one of both out"
+        yield broken(why, key, f"{prefix}model.compile")
+    for name in ("tp", "cp", "ep"):
+        if getattr(model, name) > 1:
+            why = (
+                f"must be false with {name} above 1, with which replayed experts are not proved; leave one of both out"
+            )
+            yield broken(why, key, f"{prefix}model.{name}")
 
 
 def _ramp(*types: str) -> Callable[[Mapping[str, Any]], int]:

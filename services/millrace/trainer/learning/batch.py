@@ -3,7 +3,8 @@
 A row of the model is one sample, or several one after the other (`plan`). The loss does not depend on that, because
 log-probs are put back to where their tokens are in the samples.
 
-Shape suffixes: B samples, T longest sample, R rows of the model, L longest row, N tokens whose log-probs are needed.
+Shape suffixes: B samples, T longest sample, R rows of the model, L longest row, N tokens whose log-probs are needed, X
+layers with experts, K experts of a token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from millrace.config.sections.trainer import TrainerConfig
+from millrace.models.routing import FREE, RoutingShape
 from millrace.rollouts.parameters import kept_tokens
 from millrace.rollouts.types import FULL, TrainSample, Truncation
 from millrace.trainer.learning.plan import Packing, Rows
@@ -95,13 +97,15 @@ class ModelRows:
     Positions restart at every sample of a row, by which the model tells samples apart. Padding is on the right, where
     causal attention does not look: it is one more sample of token 0, or, if every row is one sample, continues that
     sample. `scored_N` are the flat indices in [B, T] of the tokens that need a log-prob, `before_N` the flat indices
-    in [R, L] of the tokens before them.
+    in [R, L] of the tokens before them. `experts_RLXK`, int16, are the experts that tokens are sent to, FREE where the
+    routers choose; None: they choose everywhere.
     """
 
     token_ids_RL: torch.Tensor
     position_ids_RL: torch.Tensor
     scored_N: torch.Tensor
     before_N: torch.Tensor
+    experts_RLXK: torch.Tensor | None = None
 
     @property
     def is_packed(self) -> bool:
@@ -125,7 +129,15 @@ class ModelRows:
             position_ids_RL=torch.cat([self.position_ids_RL, more if self.is_packed else last_R1 + 1 + more], dim=1),
             scored_N=self.scored_N,
             before_N=self.before_N + row_N * (width - before),
+            experts_RLXK=_padded_experts(self.experts_RLXK, width - before),
         )
+
+
+def _padded_experts(experts_RLXK: torch.Tensor | None, more: int) -> torch.Tensor | None:
+    """Return the experts of rows that are `more` tokens longer, which are FREE; None for None."""
+    if experts_RLXK is None:
+        return None
+    return torch.nn.functional.pad(experts_RLXK, (0, 0, 0, 0, 0, more), value=FREE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +149,7 @@ class MicroBatch:
     weight is not 0, the cross-entropy component where its weight is not 0. `versions_B` are the oldest and newest
     policy version of each row's sampled tokens. `reference_kl_B` is that of `Credit`.
     `proximal_logprobs_BT` and `group_tokens_B1` are those of `LossInputs`, the former as the model computes them.
-    `num_tokens` are without padding.
+    `num_tokens` are without padding; `num_routed_tokens` of them have experts given.
     """
 
     token_ids_BT: torch.Tensor
@@ -156,6 +168,11 @@ class MicroBatch:
     """Of each row the ordinal of its group; empty for the row of padding alone."""
     proximal_logprobs_BT: torch.Tensor | None = None
     group_tokens_B1: torch.Tensor | None = None
+    num_routed_tokens: int = 0
+
+    def of_reference(self) -> Self:
+        """Return a copy for another model than the policy: nothing is truncated, and its routers choose."""
+        return replace(self, sampled=self.sampled.uncut(), rows=replace(self.rows, experts_RLXK=None))
 
     @property
     def num_rl_tokens(self) -> int:
@@ -257,33 +274,47 @@ class Minibatch:
 class BatchLayout:
     """How batches are cut: samples at `seq_len`, the batch into minibatches, and these into micro-batches.
 
-    Rows of these hold one sample each without `packing`.
+    Rows of these hold one sample each without `packing`. Tokens are sent to recorded experts only with `routing`, which
+    is the model's.
     """
 
     seq_len: int
     micro_batch_tokens: int
     minibatches: int = 1
     packing: Packing | None = None
+    routing: RoutingShape | None = None
 
     @classmethod
-    def of(cls, config: TrainerConfig, packing: Packing | None) -> "BatchLayout":
-        """Make the layout that the config says; with `packing` None each row holds one sample."""
+    def of(
+        cls, config: TrainerConfig, packing: Packing | None, *, routing: RoutingShape | None = None
+    ) -> "BatchLayout":
+        """Make the layout that the config says; with `packing` None each row holds one sample.
+
+        `routing` is that of a model whose tokens are sent to recorded experts, None otherwise.
+        """
         return cls(
             seq_len=config.model.seq_len,
             micro_batch_tokens=config.micro_batch_tokens,
             minibatches=config.minibatches,
             packing=packing,
+            routing=routing,
         )
 
 
 def build_micro_batch(
-    samples: Sequence[TrainSample], *, seq_len: int, device: torch.device, rows: Rows | None = None
+    samples: Sequence[TrainSample],
+    *,
+    seq_len: int,
+    device: torch.device,
+    rows: Rows | None = None,
+    routing: RoutingShape | None = None,
 ) -> MicroBatch:
     """Build a micro-batch on `device`, with each sample cut at `seq_len` tokens.
 
     `rows` says which samples each row of the model has, as indices into `samples`; None: each sample is a row. Without
     samples the micro-batch is one row of two padding tokens with weight 0: it keeps this rank's collectives in step
-    with the others' and contributes a zero gradient.
+    with the others' and contributes a zero gradient. With `routing`, the model's, tokens get the experts that are
+    recorded for them; raises InvalidStateError (ROUTED_EXPERTS_MISFIT) for those of another model.
     """
     lengths = [min(len(sample.token_ids), seq_len) for sample in samples] or [2]
     shape = (len(lengths), max(lengths))
@@ -303,7 +334,10 @@ def build_micro_batch(
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
 
-    laid = _lay(rows or [[place] for place in range(len(lengths))], lengths, token_ids, mask | (ce_weights != 0))
+    rows = rows or [[place] for place in range(len(lengths))]
+    laid = _lay(rows, lengths, token_ids, mask | (ce_weights != 0))
+    if routing is not None:
+        laid["experts_RLXK"] = _lay_experts(rows, lengths, samples, routing, width=laid["token_ids_RL"].shape[1])
     return MicroBatch(
         token_ids_BT=tensor(token_ids),
         rows=ModelRows(**{name: tensor(array) for name, array in laid.items()}),
@@ -318,7 +352,27 @@ def build_micro_batch(
         env_B=tuple(sample.env for sample in samples) or ("",),
         versions_B=tuple((sample.min_version, sample.max_version) for sample in samples) or ((0, 0),),
         ordinal_B=tuple(sample.ordinal for sample in samples),
+        num_routed_tokens=0 if routing is None else int((laid["experts_RLXK"][:, :, 0, 0] != FREE).sum()),
     )
+
+
+def _lay_experts(
+    rows: Rows, lengths: Sequence[int], samples: Sequence[TrainSample], routing: RoutingShape, *, width: int
+) -> np.ndarray:
+    """Lay the recorded experts of samples out in the model's rows, int16 [R, L, X, K]; FREE where none are recorded.
+
+    `rows` says which samples each row has, `lengths` how many tokens each sample has; rows have `width` tokens.
+    """
+    laid_RLXK = np.full((len(rows), width, len(routing.layers), routing.top_k), FREE, np.int16)
+    for at, row in enumerate(rows):
+        start = 0
+        for place in row:
+            experts = samples[place].routed_experts if samples else None
+            if experts is not None:
+                known = experts[: lengths[place]]
+                laid_RLXK[at, start : start + len(known)] = routing.choices(known)
+            start += lengths[place]
+    return laid_RLXK
 
 
 def _lay(rows: Rows, lengths: Sequence[int], token_ids_BT: np.ndarray, needed_BT: np.ndarray) -> dict[str, np.ndarray]:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from millrace.models.routing import routers_of
 from millrace.trainer.gang.distributed import RandomState
 from millrace.trainer.learning.batch import MicroBatch
 from millrace.trainer.model.compiled import width_of
@@ -80,6 +81,9 @@ def token_logprobs(
     whole: dict[str, Any] = {"input_ids": rows.token_ids_RL, "position_ids": rows.position_ids_RL}
     whole |= lengths_of_samples(model, rows.position_ids_RL)
     arguments = {**(whole if share is None else share.arguments), "use_cache": False}
+    if (routers := routers_of(model)) is not None:
+        # Ranks that share rows are refused by the config (`broken_replay_rules`): these are whole rows.
+        routers.give(None if rows.experts_RLXK is None else rows.experts_RLXK.flatten(0, 1))
     # A subclass of `nn.Linear`, such as a head with an adapter, computes more than the product that is replaced.
     if type(head) is nn.Linear and model not in _CHANGES_LOGITS:
         drawn = RandomState.of(rows.token_ids_RL.device)

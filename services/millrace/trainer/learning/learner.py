@@ -16,6 +16,7 @@ from millrace.custom_code import CustomCode
 from millrace.device_digest import device_digest
 from millrace.models.context_length import fix_context_length
 from millrace.models.loading import check_weights, empty_model, fill_model, load_config
+from millrace.models.routing import RoutingShape, replay_routing
 from millrace.models.torch_support import shortage_named
 from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
 from millrace.policies.manifest import whole_digest
@@ -223,7 +224,7 @@ class StartModel:
     @torch.no_grad()
     def logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:
         """Return every token's log-prob under the start model, [B, T], without gradient or truncation."""
-        return token_logprobs(self._model, replace(micro_batch, sampled=micro_batch.sampled.uncut()))[0]
+        return token_logprobs(self._model, micro_batch.of_reference())[0]
 
 
 class UnadaptedModel:
@@ -238,7 +239,7 @@ class UnadaptedModel:
         """Return every token's log-prob under the model without adapters, [B, T], without gradient or truncation."""
         # The live model may be in its training mode, with dropout.
         with without_adapters(self._model), _evaluating(self._model):
-            return token_logprobs(self._model, replace(micro_batch, sampled=micro_batch.sampled.uncut()))[0]
+            return token_logprobs(self._model, micro_batch.of_reference())[0]
 
 
 @contextlib.contextmanager
@@ -258,7 +259,8 @@ class Learner:
 
     `is_strict` says whether equal steps give equal bits. `adapter` is set if adapters are trained on a frozen base;
     `base_digest` (of version 0, hex) then and if the loss has the start model as `reference`. `num_one_pass_tokens`
-    counts the tokens whose gradient the head computed together with their log-prob.
+    counts the tokens whose gradient the head computed together with their log-prob. `routing` is the model's if its
+    tokens are sent to the experts that the engine recorded.
     """
 
     config: TrainerConfig
@@ -274,6 +276,7 @@ class Learner:
     base_digest: str = ""
     dataset: StepRows | None = None
     num_one_pass_tokens: int = 0
+    routing: RoutingShape | None = None
 
     @classmethod
     def of_start_model(
@@ -312,6 +315,10 @@ class Learner:
         # Before the optimizer is made: the trial runs forwards, and has to leave the sharded parameters in their
         # places.
         packing = packing_of(model, trainer.pack, longest=trainer.model.seq_len, compute_dtype=compute_dtype, gang=gang)
+        routing = None
+        if trainer.model.moe.replay:
+            with agreed(gang):
+                routing = replay_routing(model, key="trainer.model.moe.replay")
         if trainer.loss.kl is not None:
             # With `modules_to_save` the base itself changes, so that a copy of the start model is needed.
             is_base = trainer.model.lora is not None and not trainer.model.lora.modules_to_save
@@ -340,6 +347,7 @@ class Learner:
             adapter=built.adapter,
             base_digest=built.base_digest,
             dataset=dataset,
+            routing=routing,
         )
 
     @property

@@ -19,6 +19,7 @@ from millrace.trainer.model.expert_parallel import experts_of
 ON_POLICY_KL = "on_policy_mismatch_kl"
 DATASET_NLL = "dataset_nll"
 ONE_PASS = "one_pass_tokens"
+REPLAYED = "replayed_tokens"
 _MEANS = (
     "loss",
     "mismatch_kl",
@@ -35,6 +36,7 @@ _MEANS = (
     "nll",
     DATASET_NLL,
     ONE_PASS,
+    REPLAYED,
     "ratio",
     "ratio_squared",
     "reference_kl",
@@ -201,6 +203,12 @@ class StepMetrics:
         self._sums[ONE_PASS] += num_tokens
         self._counts[ONE_PASS] += sum(len(each.rows.scored_N) for each in minibatch.micro_batches)
 
+    def add_replayed(self, minibatch: Minibatch) -> None:
+        """Count the minibatch's tokens, and those of them that were sent to the experts which the engine recorded."""
+        for each in minibatch.micro_batches:
+            self._sums[REPLAYED] += each.num_routed_tokens
+            self._counts[REPLAYED] += each.num_tokens
+
     def reduce(self, gang: Gang) -> "StepMetrics":
         """Return the measurements of all ranks as one new object; this one stays as it is. Collective in a gang."""
         whole, names = StepMetrics(self._envs), list(self._sums)
@@ -316,6 +324,24 @@ class StepMetrics:
         if name == "loss":
             self._loss_squares += float((selected**2).sum())
         return own
+
+
+class ReplayWatch:
+    """Follows whether engines record the experts of tokens, and reports once when they stop, or never did."""
+
+    def __init__(self) -> None:
+        self._is_reported = False
+
+    def is_news(self, metrics: Mapping[str, float]) -> bool:
+        """Add a step's metrics; return whether experts were to be replayed and none were recorded, for the first time.
+
+        It is the first time again after a step with some.
+        """
+        share = metrics.get(f"{REPLAYED}/mean")
+        if share is None:
+            return False
+        was_reported, self._is_reported = self._is_reported, share == 0
+        return self._is_reported and not was_reported
 
 
 # How far the trainer's log-probs and the engine's agree on tokens that one version produced.

@@ -239,6 +239,7 @@ class Batches:
                     rows=in_order(rows),
                     seq_len=self._layout.seq_len,
                     device=self._gang.device,
+                    routing=self._layout.routing,
                 )
             )
             places.append(flat)
