@@ -1,6 +1,7 @@
 """Recorded experts on their way through rows of every kind: padded, packed, cut, recomputed, and of a reference."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from millrace.models.routing import FREE, Routers, replay_routing, routers_of
 from millrace.rollouts.types import TrainSample
 from millrace.trainer.learning.batch import MicroBatch, Minibatch, build_micro_batch
 from millrace.trainer.learning.forward import token_logprobs
-from millrace.trainer.learning.learner import UnadaptedModel
+from millrace.trainer.learning.learner import Learner, UnadaptedModel
 from millrace.trainer.learning.metrics import ReplayWatch, StepMetrics
 from millrace.trainer.model.memory import checkpoint_activations
 from millrace_testing.trainer.families import make_named
@@ -145,6 +146,24 @@ def test_routers_of_a_reference_choose(directory: Path) -> None:
     assert torch.equal(reference.logprobs(given), _logprobs(model, free))
     # And what a later forward of the policy takes is not the reference's.
     assert not torch.allclose(_logprobs(model, given), _logprobs(model, free), atol=1e-4)
+
+
+def test_experts_are_taken_back_before_a_forward_of_others(directory: Path) -> None:
+    """A version is published with log-probs on a prompt of its own, by a forward that knows nothing of experts."""
+    model = _model(directory)
+    routing = replay_routing(model, key="k")
+    given = build_micro_batch([_sample(9, _experts(routing, 8, 1))], seq_len=16, device=CPU, routing=routing)
+    prompt = torch.arange(4).view(1, 4)
+    with torch.no_grad():
+        before = model(input_ids=prompt, use_cache=False).logits
+    _logprobs(model, given)
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=prompt, use_cache=False).logits, before)
+    learner: Any = SimpleNamespace(model=model, config=SimpleNamespace(model=SimpleNamespace(dropout=False)))
+    with Learner.learning(learner):
+        token_logprobs(model, given)[0].sum().backward()
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=prompt, use_cache=False).logits, before)
 
 
 def test_the_share_of_replayed_tokens_is_measured_and_none_is_news_once(directory: Path) -> None:

@@ -99,6 +99,9 @@ def token_logprobs(
             return token_logprobs(model, micro_batch, is_entropy_learned=is_entropy_learned, one_pass=one_pass)
     else:
         both_N2 = _of_logits(targets.select(model(**arguments).logits).float(), targets)
+    # With gradients they stay given: the backward may compute blocks again. `Learner.learning` takes them back.
+    if routers is not None and not torch.is_grad_enabled():
+        routers.give(None)
     return both(both_N2 if share is None else share.gathered(both_N2), rows.scored_N)
 
 

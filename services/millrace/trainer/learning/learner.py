@@ -16,7 +16,7 @@ from millrace.custom_code import CustomCode
 from millrace.device_digest import device_digest
 from millrace.models.context_length import fix_context_length
 from millrace.models.loading import check_weights, empty_model, fill_model, load_config
-from millrace.models.routing import RoutingShape, replay_routing
+from millrace.models.routing import RoutingShape, replay_routing, routers_of
 from millrace.models.torch_support import shortage_named
 from millrace.policies.digest import digest_hex, policy_digest, tensor_digest
 from millrace.policies.manifest import whole_digest
@@ -432,7 +432,10 @@ class Learner:
 
     @contextlib.contextmanager
     def learning(self) -> Iterator[None]:
-        """Activate dropout of model and adapters, as configured, during the block, and deactivate it afterwards."""
+        """Activate dropout of model and adapters, as configured, during the block, and deactivate it afterwards.
+
+        Experts that a forward in the block was given are taken back as well.
+        """
         self.model.train(self.config.model.dropout)
         set_learning(self.model, True)
         try:
@@ -440,6 +443,9 @@ class Learner:
         finally:
             self.model.eval()
             set_learning(self.model, False)
+            # Other forwards follow, such as the probe of a published version: routers choose there.
+            if (routers := routers_of(self.model)) is not None:
+                routers.give(None)
 
 
 def state_tensors(model: nn.Module, optimizer: PolicyOptimizer, *, gang: Gang) -> dict[str, torch.Tensor]:
