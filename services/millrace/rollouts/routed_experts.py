@@ -208,7 +208,7 @@ def shape_of(experts: RoutedArray | None) -> tuple[int, ...] | None:
 def extended(known: RoutedArray | None, call: RoutedCall | None) -> RoutedArray | None:
     """Return the experts of a sequence's first tokens after one more model call, whose prompt begins with them.
 
-    Experts that are known stay: a token that an earlier call sampled was sampled with those. A call that begins behind
+    Experts that are known stay: a token that an earlier call sampled was sampled with those. A call that begins after
     a token without experts, or reports another shape, adds nothing.
     """
     if call is None:

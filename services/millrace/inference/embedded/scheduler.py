@@ -154,7 +154,7 @@ class Scheduler:
         if mode is InflightMode.RECOMPUTE and self._rows.count:
             # The last token of each row is not in the cache yet: the next decode step feeds it.
             known = self._rows.length[: self._rows.count] - 1
-            # Recorded experts stay: they are those that the tokens behind were sampled with.
+            # Recorded experts stay: they are those that the later tokens were sampled with.
             for rows in _chunks(0, known):
                 self._forward_prompts(rows, known[rows], is_again=True)
 
