@@ -66,7 +66,7 @@ def to_answer(experts: RoutedArray) -> str:
     return base64.b64encode(data).decode()
 
 
-def from_answer(choice: Mapping[str, Any], *, num_tokens: int, start: object = 0) -> RoutedCall | None:
+def from_answer(choice: Mapping[str, Any], *, num_tokens: int, start: object = None) -> RoutedCall | None:
     """Return the experts in a choice of an engine's answer; None if the engine recorded none.
 
     `num_tokens` are those of prompt and completion, and `start` is what the request sent as START_FIELD. Raises

@@ -99,7 +99,7 @@ class RLConfig(SharedKeys):
             )
 
     def _unrecorded_experts(self) -> Iterator[BrokenRule]:
-        """Yield a violation if the trainer is to replay experts that the engine is not told to record."""
+        """Yield a violation if the trainer is to replay experts that the engine does not record."""
         named = {name.replace("-", "_"): value for name, value in self.inference.vllm.items()}
         is_recorded = self.inference.return_routed_experts or named.get("enable_return_routed_experts") is True
         if self.trainer.model.moe.replay and not is_recorded:

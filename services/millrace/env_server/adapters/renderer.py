@@ -91,7 +91,8 @@ class GenerateClient:
         self.sent: Mapping[str, Any] | None = None
         """The last `post`'s request without its prompt."""
         self._routed: dict[str, Any] = {}
-        self._num_prompt, self._prompt_start = 0, 0
+        self._num_prompt = 0
+        self._prompt_start: object = None
 
     async def get(self, path: str, **_: object) -> Any:
         """Return the JSON value that the engine answers at `path` below the base URL.
@@ -116,7 +117,7 @@ class GenerateClient:
         body = {**body, "sampling_params": completed(body.get("sampling_params") or {})}
         self.sent = sent_of(body)
         self._num_prompt = len(body.get("token_ids") or ())
-        self._prompt_start = body["sampling_params"].get(START_FIELD) or 0
+        self._prompt_start = body["sampling_params"].get(START_FIELD)
         raw, headers = orjson.dumps(body), (options or {}).get("headers") or {}
         # unregistered wait: in an environment worker, all of whose rollouts are one wait of the env-server
         for attempt in range(1, MAX_ATTEMPTS + 1):
