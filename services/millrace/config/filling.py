@@ -177,8 +177,10 @@ def _settle(tree: Tree, shared: SharedKey, written: dict[Path, Any]) -> list[Con
 
 
 def _follow(tree: Tree, node: SchemaKey) -> None:
-    """Fill a key that is left out with the value of the key that it follows, unless a table that contains it is left
-    out.
+    """Fill the key `node`, if it is left out, with the value of the key that it follows.
+
+    Nothing is filled if the followed key has no value, or if an optional table around `node` is left out. An empty list
+    of tables counts as left out. Of the tables in a followed list only the keys are taken that those of `node` have.
     """
     source: Path = node.other(node.facts.follows or "")
     value, own = tree.get(source), tree.get(node.path)

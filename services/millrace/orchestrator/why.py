@@ -249,7 +249,7 @@ def _why_queued(uid: str, registry: WorkerRegistry, name_of: NameOf) -> str:
 
 
 def _trainers(registry: WorkerRegistry, name_of: NameOf) -> str:
-    """Return in words the registered and lost trainers, and which run each has."""
+    """Return in words the registered trainers, each with the run that it has, and the ids of up to three lost ones."""
     words = []
     for record in registry.alive(WorkerKind.TRAINER):
         run = record.run_uid or record.reported

@@ -372,7 +372,12 @@ class LocalShareWriter:
         return pack_encodings(encodings)
 
     def advance(self, parts: Sequence[TensorPart], version: int, *, digest: str, digests: Digests) -> None:
-        """Record that a version is committed; `parts` are held from now on, and compared with the next version."""
+        """Record in memory that version `version` of the policy is committed.
+
+        `parts`, this rank's tensors of it, are held from now on: the next version is encoded as its difference from
+        them. Those of the version before are released. `digest` is the digest of the whole version, and `digests` are
+        those of this rank's parts.
+        """
         self._history.advance(parts, version=version, digest=digest, digests=digests)
 
     def holds(self, parts: Sequence[TensorPart]) -> bool:

@@ -197,9 +197,11 @@ def _wrong_sample(
 
 
 def _check_sampling(entry: batch_pb2.SampleEntry, *, where: str) -> None:
-    """Raise `CorruptObjectError` if a sample's truncation or its ranges of own sampling are out of range.
+    """Raise `CorruptObjectError` if parameters that a sample's tokens were sampled with are out of range.
 
-    `where` names the sample in the error.
+    Checked are its truncation (top-p, min-p) and `own_sampling`: the ranges of its tokens that were sampled with
+    parameters of the environment in place of the run's. The ranges must ascend within the sample. Each must have a
+    valid temperature and truncation. `where` names the sample in errors; those about a truncation do not name it.
     """
     truncation_from_wire(entry)
     if problem := own_sampling_problem(own_sampling_from_wire(entry.own_sampling), entry.length):

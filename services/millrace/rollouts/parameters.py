@@ -23,11 +23,13 @@ _ONE = 2.0**40
 
 
 def kept_tokens(logprobs: Any, *, top_p: Any, top_k: Any, min_p: Any) -> Any:
-    """Return which tokens top-p, top-k and min-p leave of log-probs [..., V]: bool [..., V].
+    """Return which tokens min-p, top-k and top-p, in this order, leave of log-probs [..., V]: bool [..., V].
 
-    The bounds are tensors [...]. The likeliest token always stays. Tokens as likely as the last of the top-k stay, too;
-    of equally likely ones at the border of the top-p those with the smaller ids. A bound that is off (top_p 1, top_k 0,
-    min_p 0) cuts nothing, not even by rounding. Probabilities are summed as integers, so that every device cuts alike.
+    The bounds are tensors [...]. Top-p is a share of the probability that min-p and top-k leave, and the token that
+    crosses it stays. The likeliest token always stays. All tokens that are as likely as the last of the top-k stay. Of
+    equally likely tokens at the border of the top-p those with the smaller ids stay. A bound that is off (top_p 1,
+    top_k 0, min_p 0) cuts nothing, not even by rounding. Probabilities are summed as integers, so that every device
+    cuts alike.
     """
     # All below is [..., V] in the order of `ordered`, the likeliest first; stable, so that equal ones are in order of
     # ids.

@@ -231,7 +231,12 @@ def _directory_of(text: str, root: Path) -> Path | None:
 
 
 def _directories(root: Path) -> list[Path]:
-    """Return the directories below `root` in which a run's own stack worked and has ended."""
+    """Return the directories, one or two levels below `root`, whose stack has ended, sorted.
+
+    A stack is the services that one command started on this machine, mostly for one run. It left a `stack.json` or a
+    `store` in its directory. It has ended if its supervisor does not live any more. The `DEFAULT_DIRECTORY` of
+    `millrace up` is left out.
+    """
     paths = sorted({path.parent for pattern in _PATTERNS for path in root.glob(pattern)})
     return [path for path in paths if path != DEFAULT_DIRECTORY and _is_ended(path)]
 

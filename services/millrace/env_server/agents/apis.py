@@ -182,9 +182,11 @@ class Responses:
     name = "responses"
 
     def read(self, body: Mapping[str, Any], *, drops: Sequence[str]) -> AgentRequest:
-        """Read the body of a request for a response, ignoring the parameters in `drops`.
+        """Read the body of a request for a response, without the parameters in `drops`.
 
-        Raises InvalidSpecError if the body is malformed, or a parameter would have no effect.
+        The result's `not_applied` names what is ignored: the parameters in `drops`, those that the run sets instead
+        (such as the temperature), and `strict` of tools. Raises InvalidSpecError if the body is malformed, or has
+        another parameter that is unknown or not supported.
         """
         read = applied(body, RESPONSES, drops=drops)
         fields, tools = read.fields, read.tools

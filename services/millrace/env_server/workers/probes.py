@@ -76,10 +76,11 @@ class Probes:
 
     @contextlib.asynccontextmanager
     async def turn(self, task_id: str) -> AsyncIterator[Callable[[], None]]:
-        """Wait until it is a rollout's turn to be probed; the turn lasts as long as the block.
+        """Wait until a rollout of the task may be played alone in a probe worker; its turn lasts as long as the block.
 
-        At one time one rollout of a task has a turn, and at most `limit` (of the constructor) tasks have one. Yields a
-        function that lets another task begin its turn before this one is over; it may be called more than once.
+        Of one task only one rollout has a turn at a time. A turn holds one of `limit` places (of the constructor), for
+        which the tasks wait. Yields a function that gives the place back before the turn is over: then another task may
+        begin its turn, and other rollouts of this task still wait for the block's end. More calls of it do nothing.
         """
         turn = self._turns.setdefault(task_id, _Turn())
         turn.num_waiting += 1

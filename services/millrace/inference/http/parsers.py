@@ -484,8 +484,8 @@ class ChatParsers:
         """Split the text of a completion into reasoning, content and tool calls; None if it is content alone.
 
         `template_kwargs` are the request's variables of the chat template. Calls are looked for only if there are
-        `tools`, and after the thought. If a thought does not end, and the text ends in what can be a call, the calls in
-        the thought are made.
+        `tools`, and only after the thought. There is one exception: if the thought is not closed, and the text ends as
+        a call may end, the calls within the thought are returned, and the rest of the thought is the reasoning.
         """
         thought, shown = Thought(None, text or None), ""
         if self.reasoning is not None:

@@ -402,7 +402,11 @@ def _is_text(part: Any) -> bool:
 
 
 def _changes(tokenizer: Any, conversation: Conversation, part: MessagePart, word: str, whole: str) -> bool:
-    """Return whether a rendering with `word` at the end or the beginning of a part is not `whole`, or fails."""
+    """Return whether the template writes a part: whether a rendering with `word` added to it differs from `whole`.
+
+    `whole` is the rendering of the unchanged conversation, and `word` a text that does not occur in it. The word is
+    added at the part's end, and if that changes nothing, at its beginning. A rendering that fails counts as changed.
+    """
     for at_end in (True, False):
         text = _rendered(tokenizer, conversation, {part: word}, at_end=at_end)
         if text is None or text != whole:

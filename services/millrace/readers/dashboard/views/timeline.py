@@ -259,7 +259,11 @@ def _mark(window: _Window, event: event_pb2.Event, at: float) -> None:
 
 
 def _short(text: str) -> str:
-    """Return a text, cut to 500 characters without cutting a secret in two."""
+    """Return a text, cut to 500 characters and an ellipsis if it is longer.
+
+    Secrets in a longer text are masked before the cut, because half a secret would not be recognised later. A text that
+    is not cut is returned unchanged: its secrets are masked on its way out.
+    """
     return text if len(text) <= 500 else redacted_beginning(text, 500)  # what is whole is masked on its way out
 
 
