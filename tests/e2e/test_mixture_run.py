@@ -20,12 +20,13 @@ LAYERS, EXPERTS, TOP_K, STEPS = 2, 16, 4, 5
 
 def _make_mixture(workplace: Workplace) -> str:
     """Write an untrained Qwen3-MoE with the example's tokenizer; return its place in the workplace."""
-    from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     workplace.run(str(EXAMPLES / "make_model.py"))
     tokenizer = AutoTokenizer.from_pretrained(workplace.path / "outputs/reverse-text/base")
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
+    config = AutoConfig.for_model(
+        "qwen3_moe",
         vocab_size=272,
         hidden_size=64,
         intermediate_size=128,
@@ -45,7 +46,7 @@ def _make_mixture(workplace: Workplace) -> str:
         eos_token_id=tokenizer.eos_token_id,
     )
     place = workplace.path / "outputs/mixture"
-    Qwen3MoeForCausalLM(config).save_pretrained(place)
+    AutoModelForCausalLM.from_config(config).save_pretrained(place)
     tokenizer.save_pretrained(place)
     return "outputs/mixture"
 
@@ -70,8 +71,8 @@ def _train(workplace: Workplace, name: str, *argv: str, env: dict[str, str] | No
     assert summary["steps"] == STEPS
     lines = (workplace.path / summary["policy_path"]).with_name("metrics.jsonl").read_text().splitlines()
     metrics = [row["metrics"] for row in map(json.loads, lines) if row["kind"] == "step"]
-    replayed = [step.get("replayed_tokens/mean") for step in metrics]
-    assert all(share is None for share in replayed) or all(share > 0.9 for share in replayed), replayed
+    replayed = [step["replayed_tokens/mean"] for step in metrics]
+    assert min(replayed) > 0.9, replayed
     return (workplace.path / summary["checkpoint_path"]).parents[1], [step["mismatch_kl/mean"] for step in metrics]
 
 
@@ -79,11 +80,10 @@ REPLAY = ("--trainer.model.moe.replay", "--inference.return-routed-experts")
 
 
 def test_a_mixture_is_trained_with_its_engines_experts_through_a_kill(workplace: Workplace, tmp_path: Path) -> None:
-    _, free = _train(workplace, "free")
     fired = arm(tmp_path, Fault(point=Point.TRAINER_MID_BACKWARD, when={"step": 3}))
     run, replayed = _train(workplace, "replayed", *REPLAY, env={VARIABLE: str(tmp_path)})
     assert fired.is_file(), "the trainer was killed in the backward of a step"
-    assert np.mean(replayed) < np.mean(free) / 3, (replayed, free)
+    assert np.mean(replayed) < 3e-4, "without replay it is 0.8e-3 to 2.3e-3 in these steps"
 
     headers = [batch_pb2.BatchHeader.FromString(path.read_bytes()) for path in sorted(run.glob("batches/*.pb"))]
     trained = [header for header in headers if header.kind == batch_pb2.BATCH_KIND_TRAIN]
@@ -100,7 +100,7 @@ def test_a_mixture_is_trained_with_its_engines_experts_through_a_kill(workplace:
 
     store = ("--store", place.as_uri())
     workplace.millrace("run", "audit", run.name, "--deep", *store)
-    for step in (1, 3, 4, STEPS):  # before, at and behind the kill
+    for step in (3, STEPS):  # that of the kill, and one after it
         workplace.millrace("run", "replay", run.name, "--step", str(step), *store)  # fails unless every bit is equal
 
 
