@@ -63,7 +63,7 @@ async def test_one_of_several_replicas_keeps_the_version_while_the_others_train_
     env.evals_go_on.set()
     events = await watch(stack, run)
     found = spans(events)
-    assert all(step == low == high for step, low, high in found)
+    assert all(step == low == high for step, low, high in found), found
     assert {step for step, *_ in found} >= {0, 2, 9} and states(events)[-1] == "SUCCEEDED"
     skipped = [w.message for w in bodies(events, "warning") if w.reason == "EVAL_SKIPPED"]
     missing = {2, 4, 6, 8} - {step for step, *_ in found}

@@ -8,7 +8,7 @@ import redis.asyncio as redis_asyncio
 
 from millrace.orchestrator import manager
 from millrace.orchestrator.catalog import RunCatalog
-from millrace.orchestrator.drive import housekeeping
+from millrace.orchestrator.drive import housekeeping, sealer
 from millrace.runlog import Names, RunLog, Stream, event_archive, new_uid, open_redis, rebuild
 from millrace.runlog.index import create_run, note_ended, read_open
 from millrace.runlog.names import Deployment
@@ -104,7 +104,8 @@ async def test_batches_policies_and_events_in_redis_are_those_of_a_window(stack,
 async def test_an_ended_run_expires_from_redis_and_is_shown_from_the_store(stack, monkeypatch) -> None:
     """Nobody looks at it unless asked; watching it puts its log back for a while."""
     monkeypatch.setattr(manager, "RETIRED_S", 0.0)
-    monkeypatch.setattr(manager, "RETRY_S", 0.5)
+    monkeypatch.setattr(sealer, "RETIRED_S", 0.0)
+    monkeypatch.setattr(sealer, "RETRY_S", 0.5)
     await stack.env_server()
     await stack.inference()
     await stack.trainer()
