@@ -6,7 +6,7 @@ import sys
 import pytest
 
 SCRIPT = """
-import sys
+import pathlib, sys
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
@@ -20,10 +20,33 @@ import millrace.cli.commands.rl, millrace.cli.commands.run.group
 import millrace.cli.connection, millrace.cli.session.follow, millrace.cli.session.prepare
 import millrace.cli.session.results, millrace.cli.session.run_session
 import millrace.cli.view.records, millrace.cli.view.view, millrace.cli.view.records, millrace.cli.view.output
+from millrace.cli.offline.ended import find_ended, list_ended
 from millrace.cli.offline.run_store import snapshots_here, snapshots_of_server
+nowhere = pathlib.Path("/nonexistent")
+assert find_ended("nobody", root=nowhere) is None and not list(list_ended(note=print, root=nowhere))
 assert snapshots_here(["nobody"], store=None, prefix=None, note=print) == {}
 print("imported")
 """
+
+NAMED = ("show", "watch", "logs", "why", "pause", "cancel", "resume", "delete")
+COMMANDS = ("list", *(f"{command} nobody" for command in NAMED), "fork nobody --step 1 --name another")
+RUN_ALL = """
+from millrace.cli.main import main
+for command in COMMANDS:
+    sys.argv = ["millrace", "run", *command.split(), "--server", "localhost:1"]
+    try:
+        main()
+    except SystemExit as ended:
+        print(command, ended.code, file=sys.stderr)
+"""
+
+
+@pytest.mark.computes
+def test_commands_that_ask_a_server_get_as_far_as_the_server() -> None:
+    script = f"{SCRIPT}\nCOMMANDS = {COMMANDS!r}\n{RUN_ALL}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
+    assert "needs the package" not in done.stderr, done.stderr
+    assert done.stderr.count("cannot reach the orchestrator at localhost:1") == len(COMMANDS), done.stderr
 
 
 @pytest.mark.computes

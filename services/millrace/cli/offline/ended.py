@@ -18,9 +18,7 @@ from millrace.errors import (
     NotFoundError,
     UnavailableError,
 )
-from millrace.orchestrator.new_run import check_config
 from millrace.runlog import names as run_name
-from millrace.runlog.fork import ForkPlan
 from millrace.runlog.records.frontier import ZERO_CHAIN_HASH, Frontier
 from millrace.runlog.records.run_record import RL, RunRecord
 from millrace.runlog.run_status import is_terminal
@@ -42,6 +40,10 @@ async def check_fork(client: "Client", parent: "run_pb2.Run", config: "RLConfig"
     InvalidStateError if the step is not available or its settings need another checkpoint, InvalidSpecError if a fork
     cannot have these settings, AlreadyExistsError if the name is taken.
     """
+    # They import numpy, which a client that only looks at runs does not have.
+    from millrace.orchestrator.new_run import check_config
+    from millrace.runlog.fork import ForkPlan
+
     saved = [int(each.step) for each in await client.runs.checkpoints(parent.name)]
     _require_kept(parent, saved, step)
     base = max((each for each in saved if each <= step), default=0)

@@ -45,12 +45,13 @@ def delete(
     store and Redis. Else the command works on the store alone; where an orchestrator runs, name its Redis, too, else
     the run stays in its list. A deletion that was interrupted goes on when it is asked for again.
     """
-    from millrace.runlog.deletion import delete_run, plan_deletion, require_unneeded
-
     if places["server"] is not None:
         if even_open or any(places[each] is not None for each in ("store", "redis", "prefix")):
             raise click.UsageError("--server goes without --store, --redis, --prefix and --even-open")
         return _by_server(name, places["server"], dry_run=dry_run, yes=yes, even_needed=even_needed)
+    # After it, because a client that asks a server does not have what reads a store.
+    from millrace.runlog.deletion import delete_run, plan_deletion, require_unneeded
+
     redis = places["redis"]
     objects, names = _find(name, places["store"], places["prefix"])
     deletion = plan_deletion(objects, names)
