@@ -356,12 +356,10 @@ class WorkerRegistry:
             others = (record.run_uid for record in (*replicas, *self.alive(WorkerKind.TRAINER)))
             limit = self.limits.share(run_uid, others, len(replicas))
             free = self.limits.allowed(run_uid, free, num_replicas=len(mine), held=self.held())
-        for record in free:
-            if limit is not None and len(mine) >= limit:
-                break
+        taken = free if limit is None else free[: max(0, limit - len(mine))]
+        for record in taken:
             self._give(record, run_uid)
-            mine.append(record)
-        return len(mine)
+        return len(mine) + len(taken)
 
     def held(self) -> list[GivenWorker]:
         """Return the trainers and replicas that are given to runs."""
