@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from millrace_testing.repository import REPOSITORY
+from millrace_testing.scheduling import LONGEST
+
 pytestmark = pytest.mark.long
 
 QUIET = """
@@ -49,10 +52,14 @@ def test_a_worker_that_dies_fails_its_test_and_no_run_waits_for_ever(tmp_path: P
     ]
 
 
-def test_files_that_compute_are_run_between_those_that_wait(tmp_path: Path) -> None:
+def test_the_longest_files_are_first_and_those_that_compute_between_those_that_wait(tmp_path: Path) -> None:
+    for longest in LONGEST:
+        assert (REPOSITORY / "tests" / longest).is_file()
+    (tmp_path / LONGEST[0]).parent.mkdir()
+    (tmp_path / LONGEST[0]).write_text("def test_it():\n    pass\n")
     for kind, names in (("integration", "ab"), ("unit", "cdef")):
         (tmp_path / kind).mkdir()
         for name in names:
             (tmp_path / kind / f"test_{name}.py").write_text("def test_it():\n    pass\n")
     shown = run(tmp_path, "--collect-only").stdout
-    assert [line.partition("::")[0][-4] for line in shown.splitlines() if "::" in line] == list("acdbef")
+    assert [line.partition("::")[0][-4] for line in shown.splitlines() if "::" in line] == list("sacdbef")

@@ -17,15 +17,22 @@ from xdist.workermanage import WorkerController
 
 _READS_TREES = "from millrace_testing import syntax\n"
 _COMPUTE = {"unit", "contract"}
+LONGEST = ("e2e/test_guides.py", "unit/local/test_shared_gpu.py")
+"""Files of several minutes, which begin first: begun last, each would run alone while the other processes are idle."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files that compute between those that wait, evenly; each kind keeps its order."""
+    """Put the longest files first, and then files that compute between those that wait, evenly; each kind keeps its
+    order.
+    """
     kinds: dict[bool, dict[Path, int]] = {True: {}, False: {}}
-    for item in items:
+    first = [item for item in items if item.path.as_posix().endswith(LONGEST)]
+    others = [item for item in items if not item.path.as_posix().endswith(LONGEST)]
+    for item in others:
         files = kinds[_computes(item)]
         files.setdefault(item.path, len(files))
-    items.sort(key=lambda item: kinds[_computes(item)][item.path] / len(kinds[_computes(item)]))
+    others.sort(key=lambda item: kinds[_computes(item)][item.path] / len(kinds[_computes(item)]))
+    items[:] = [*first, *others]
 
 
 def _computes(item: pytest.Item) -> bool:
