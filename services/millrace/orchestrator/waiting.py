@@ -138,7 +138,7 @@ class RunQueue:
             seconds[group] += usage.seconds(now, since=now - WINDOW_S)
             if uid in here:
                 held[group] += here[uid]
-            elif uid not in waiting:
+            elif uid not in waiting and view.damage is None:
                 elsewhere[group] += usage.held
         self._registry.limits.elsewhere = elsewhere
         return {
@@ -149,7 +149,8 @@ class RunQueue:
         """Read the runs that ended before this process began, whose use counts; nothing without groups."""
         while self._groups:
             try:
-                await self._catalog.read_listed((await self._catalog.list_names())[:MAX_ENDED])
+                newest = (await self._catalog.list_names())[:MAX_ENDED]
+                await self._catalog.read_listed(reversed(newest))  # which keeps those that were read last
                 return
             except MillraceError as error:
                 logger.warning("cannot read what ended runs have used, trying again", extra={"error": str(error)})

@@ -33,6 +33,14 @@ def test_a_gang_is_given_at_once_and_grows_up_to_its_most() -> None:
     assert made.claim(REPLICA, "run") == 4, "terms end with the drive"
 
 
+def test_a_gang_that_was_interrupted_gets_its_replicas_again_though_its_share_is_smaller() -> None:
+    made = registry(trainers=3, replicas=6)
+    for uid, workers in (("r1", ("t0", "i0")), ("r2", ("t1", "i1"))):
+        made.give(uid, workers, Terms(group="default"))
+    made.give("gang", ("t2",), Terms(group="default", least_replicas=4))
+    assert made.claim(REPLICA, "gang") == 4
+
+
 def test_a_quota_bounds_what_the_runs_of_a_group_have_together() -> None:
     made = registry(trainers=2, replicas=6)
     made.limits.groups, made.limits.elsewhere = {"a": QueueGroup(quota=8)}, {"a": 1}

@@ -56,6 +56,21 @@ def test_priority_goes_before_arrival_and_an_interrupted_run_before_both() -> No
     assert who(placed(waits("1"), waits("2", priority=5), waits("3", is_interrupted=True))) == ["3", "2", "1"]
 
 
+def test_an_interrupted_run_whose_claims_fail_leaves_its_precedence_to_the_others() -> None:
+    fails = waits("1", is_interrupted=True, tried=20.0)
+    assert who(placed(fails, waits("2"), waits("3", is_interrupted=True))) == ["3", "2", "1"]
+
+
+def test_small_runs_of_a_group_leave_a_large_one_the_room_that_it_waits_for() -> None:
+    groups, used = {"a": QueueGroup(quota=4)}, {"a": GroupUse(held=2)}
+    large, small, others = waits("1", group="a", num_replicas=3), waits("2", group="a"), waits("3", group="b")
+    places = placed(large, small, others, groups=groups, used=used)
+    assert reasons(places) == {"1": WaitReason.QUOTA, "2": WaitReason.QUOTA, "3": None}
+    too_large = waits("1", group="a", num_replicas=3)
+    places = placed(too_large, small, groups={"a": QueueGroup(quota=3)}, used={"a": GroupUse(held=1)})
+    assert reasons(places) == {"1": WaitReason.QUOTA, "2": None}, "it never fits: the quota was lowered since"
+
+
 def test_a_priority_grows_with_waiting_up_to_the_highest_that_waits() -> None:
     old = waits("9", priority=0, since=0.0)
     new = waits("1", priority=2, since=2 * AGE_S)

@@ -101,7 +101,7 @@ class Limits:
         return found
 
     def share(self, uid: str, others: Iterable[str], num_replicas: int) -> int:
-        """Return how many of the deployment's replicas a run may have: all, divided by the runs, and at most its most.
+        """Return how many of the deployment's replicas a run may have: all, divided by the runs, within its terms.
 
         `others` are the uids of runs that have workers, possibly with `uid`. What the division leaves over goes to the
         first runs by their uids, so that no run is left without a replica as long as there are as many replicas as
@@ -109,7 +109,7 @@ class Limits:
         """
         runs = sorted({*others, uid} - {""})
         each, left = divmod(num_replicas, len(runs))
-        share = max(1, each + (runs.index(uid) < left))
+        share = max(1, self.least(uid), each + (runs.index(uid) < left))
         most = self._terms[uid].most_replicas if uid in self._terms else None
         return share if most is None else min(share, most)
 

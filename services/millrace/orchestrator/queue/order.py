@@ -134,7 +134,8 @@ def _in_order(waiting: Sequence[QueuedRun], round_: "_Round", now: float) -> Ite
         return min(top, run.priority + int(max(0.0, now - run.since) / AGE_S))
 
     queues: dict[str, deque[tuple[tuple[bool, int], tuple[float, str], QueuedRun]]] = {}
-    keyed = [((not run.is_interrupted, -priority(run)), (run.tried, run.uid), run) for run in waiting]
+    # An interrupted run whose claim failed has no precedence, else a few that always fail would keep all workers.
+    keyed = [((not run.is_interrupted or run.tried > 0, -priority(run)), (run.tried, run.uid), run) for run in waiting]
     for each in sorted(keyed, key=lambda each: each[:2]):
         queues.setdefault(each[2].group, deque()).append(each)
     while queues:
@@ -156,6 +157,7 @@ class _Round:
         self._taken: set[str] = set()
         self._kept: set[str] = set()
         self._has_head = False
+        self._full: set[str] = set()
         self._accelerators = {**pool.trainers, **pool.replicas}
 
     def share(self, group: str) -> float:
@@ -168,6 +170,10 @@ class _Round:
         kept: tuple[str, ...] = ()
         if reason in (WaitReason.TRAINER, WaitReason.REPLICAS) and not self._has_head:
             kept, self._has_head = self._keep(run), True
+        quota = self._groups.get(run.group, QueueGroup()).quota or 0
+        if reason is WaitReason.QUOTA and least_accelerators(self._pool, run.num_replicas) <= quota:
+            # What its group may still have is left for it, else small runs of the group would go first for ever.
+            self._full.add(run.group)
         self._taken.update(workers)
         cost = self._cost(workers) + self._first_replica(run)
         if workers:
@@ -195,6 +201,8 @@ class _Round:
         trainers = [each for each in free if each not in self._kept]
         own = [each for each in replicas if each not in self._kept][: run.num_replicas]
         room = self._room(run)
+        if run.group in self._full and not run.is_interrupted:
+            return (), WaitReason.QUOTA
         if trainers and len(own) == run.num_replicas:
             room -= self._first_replica(run)
             trainer = next((each for each in trainers if self._cost((each, *own)) <= room), None)
