@@ -32,7 +32,8 @@ from millrace.env_server.isolation.limits import WorkerLimits, describe_exit
 from millrace.env_server.isolation.namespaces import VisibleFiles, covered, visible_to_workers
 from millrace.env_server.service import GroupInPlay, GroupKey, Groups
 from millrace.env_server.settings import EnvServerSettings
-from millrace.env_server.workers.env_worker import answer_of
+from millrace.env_server.workers import frames
+from millrace.env_server.workers.env_worker import answer_of, ended_frame
 from millrace.env_server.workers.frames import encode_frame, read_frame
 from millrace.errors import CorruptObjectError, FencedError, InvalidSpecError, NotFoundError
 from millrace.internal.v1 import env_worker_pb2, rollout_pb2
@@ -384,3 +385,18 @@ def test_a_member_is_answered_whatever_its_environment_left_in_its_outcome(left:
     told = answer_of(request(), 1, "train/4", outcome, 2.0)
     assert (told.member, told.seconds, told.status) == (1, 2.0, rollout_pb2.ROLLOUT_STATUS_ENV_ERROR)
     assert "cannot be stored" in told.error.message
+
+
+def test_a_play_that_is_too_large_for_a_frame_is_reported_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a report nobody would know that it is over."""
+    fits = Outcome(status=RolloutStatus.OK, reward=1.0)
+    large = Outcome(status=RolloutStatus.OK, reward=1.0, metrics={f"metric {number}": 1.0 for number in range(400)})
+    monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 4000)
+    statuses = []
+    for outcomes in ([fits, fits], [fits, large]):
+        frame = ended_frame(request(), 7, "train/4", outcomes, 2.0)
+        ended = env_worker_pb2.WorkerReport.FromString(frame[4:]).ended  # after its length
+        assert (ended.play_id, [each.member for each in ended.rollouts]) == (7, [0, 1])
+        statuses.append({each.status for each in ended.rollouts})
+    assert statuses == [{rollout_pb2.ROLLOUT_STATUS_OK}, {rollout_pb2.ROLLOUT_STATUS_ENV_ERROR}]
+    assert all("too large to be reported" in each.error.message for each in ended.rollouts)

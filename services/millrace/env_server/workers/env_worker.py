@@ -333,10 +333,8 @@ class _Worker:
             del self._standings[play.play_id]
         seconds = time.monotonic() - began
         task_id = self._adapter.loaded.task_id(request)
-        ended = env_worker_pb2.PlayEnded(play_id=play.play_id)
-        for member, outcome in zip(request.members, outcomes, strict=True):
-            ended.rollouts.append(answer_of(request, member, task_id, outcome, seconds))
-        await self._send(env_worker_pb2.WorkerReport(ended=ended))
+        self._writer.write(ended_frame(request, play.play_id, task_id, outcomes, seconds))
+        await self._writer.drain()
 
     async def _played(self, request: PlayGroupRequest, tokenizer_dir: str) -> Sequence[Outcome]:
         """Have the adapter play the request; a SystemExit or KeyboardInterrupt of its code is raised as
@@ -410,6 +408,29 @@ def answer_of(
         logger.warning("an outcome cannot be stored", extra={"error": problem, "task_index": request.task_index})
         refused = failed(RolloutStatus.ENV_ERROR, "InvalidOutcome", problem)
     return rollout_to_proto(make_rollout(request, member=member, task_id=task_id, outcome=refused, seconds=seconds))
+
+
+def ended_frame(
+    request: PlayGroupRequest, play_id: int, task_id: str, outcomes: Sequence[Outcome], seconds: float
+) -> bytes:
+    """Return the frame that reports one rollout for each member of a play that is over.
+
+    `outcomes` are in the order of the request's members. If they are too large for one frame, all rollouts are
+    failures: without a report the play would never end.
+    """
+    ended = env_worker_pb2.PlayEnded(play_id=play_id)
+    for member, outcome in zip(request.members, outcomes, strict=True):
+        ended.rollouts.append(answer_of(request, member, task_id, outcome, seconds))
+    try:
+        return encode_frame(env_worker_pb2.WorkerReport(ended=ended))
+    except CorruptObjectError as error:
+        problem = f"the rollouts of the play are too large to be reported together: {error}"
+        logger.warning("a play is too large", extra={"error": problem, "task_index": request.task_index})
+        refused = failed(RolloutStatus.ENV_ERROR, "PlayTooLarge", problem)
+        del ended.rollouts[:]
+        for member in request.members:
+            ended.rollouts.append(answer_of(request, member, task_id, refused, seconds))
+        return encode_frame(env_worker_pb2.WorkerReport(ended=ended))
 
 
 if __name__ == "__main__":
