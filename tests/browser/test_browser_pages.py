@@ -68,6 +68,13 @@ def test_what_models_wrote_is_text(page):
     assert page.complaints == []
 
 
+def test_the_list_says_where_a_run_waits(page, served):
+    place = "place 2 of 2: what is free is kept for run <b>gang</b>"
+    served.source.runs[0] |= {"state": "QUEUED", "held_by": [], "queue_place": place}
+    opened(page, "/", "small.queue")
+    assert page.inner_text("small.queue") == place and page.complaints == []
+
+
 def ticks_of(page, points: list[list[float]]) -> list[str]:
     """Return the texts beside the axes of a curve."""
     return page.evaluate(

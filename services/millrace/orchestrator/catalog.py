@@ -225,9 +225,7 @@ class RunCatalog:
     async def retire(self, run_log: RunLog) -> bool:
         """Let the log of an ended run expire from Redis, and take the run off the list of open ones.
 
-        Return whether that was done.
-
-        It is not, and False is returned, if the run's end has no seal, or if the run is reopened meanwhile. From then
+        Return whether that was done: not if the run's end has no seal, or if the run is reopened meanwhile. From then
         on the run is read only on request.
         """
         names = run_log.names
@@ -249,6 +247,8 @@ class RunCatalog:
 
         None if no run in memory has that name, or several have the prefix.
         """
+        if name in self._views:
+            return self._views[name]
         views = {view.record.name: view for view in self._views.values()}
         try:
             return views[run_name.resolve(name, {name: view.record.uid for name, view in views.items()})]

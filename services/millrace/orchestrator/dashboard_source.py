@@ -145,7 +145,7 @@ class OrchestratorSource:
         A run that has ended has no chain.
         """
         view = self._known(name)
-        found = self._manager.explain(view, name_of=self._name_of)
+        found = self._manager.explain(view)
         ended = view.is_terminal
         return {
             "summary": found.summary,
@@ -212,11 +212,6 @@ class OrchestratorSource:
             self._config_texts[view.record.uid] = found
         return found
 
-    def _name_of(self, uid: str) -> str:
-        """Return the name of a run by its uid; the uid itself if the run is not known."""
-        known = self._catalog.known(uid)
-        return known.record.name if known is not None else uid
-
     def _summary(self, view: RunView) -> dict[str, Any]:
         """Return what a list of the dashboard shows of a run: names, state, times, progress and the workers that
         serve it.
@@ -258,6 +253,7 @@ class OrchestratorSource:
                 for each in progress.environments
             ],
             "held_by": sorted(each.worker_id for each in mine),
+            "queue_place": self._manager.queue_place(view),
             "workers": [_worker(each, names[each.worker_id]) for each in (*mine, *serving)],
             "has_ended": view.is_terminal,
         }

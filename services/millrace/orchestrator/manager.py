@@ -23,7 +23,7 @@ from millrace.orchestrator.queue.groups import NO_GROUPS
 from millrace.orchestrator.queue.order import QueueGroup
 from millrace.orchestrator.waiting import RunQueue
 from millrace.orchestrator.watchdog import Watchdog, report_takeover
-from millrace.orchestrator.why import HeldUp, NameOf, explain
+from millrace.orchestrator.why import HeldUp, explain, queued_words
 from millrace.orchestrator.workers import RETIRED_S, WorkerKind, WorkerRegistry
 from millrace.runlog import EventWriter, Lease, RunLog
 from millrace.runlog.names import Names
@@ -132,10 +132,10 @@ class RunManager:
         """
         return uid in self._claims
 
-    def explain(self, view: RunView, *, name_of: NameOf, note: str = "") -> run_service_pb2.ExplainRunResponse:
+    def explain(self, view: RunView, *, note: str = "") -> run_service_pb2.ExplainRunResponse:
         """Return why a run does not move (`why.explain`), with its place in the queue if it waits for workers.
 
-        `name_of` gives a run's name for a uid; `note` says why the view may be old, "" if it is not.
+        `note` says why the view may be old, "" if it is not.
         """
         uid = view.record.uid
         return explain(
@@ -143,10 +143,18 @@ class RunManager:
             self._registry,
             owner=self._owner,
             note=note,
-            name_of=name_of,
+            name_of=self.queue.name_of,
             is_held=self.holds(uid),
             place=self.queue.words(uid),
         )
+
+    def queue_place(self, view: RunView) -> str:
+        """Return in words the place of a QUEUED run in the queue, and why it waits there; empty in other states."""
+        if view.run.state != run_pb2.RUN_STATE_QUEUED:
+            return ""
+        uid = view.record.uid
+        place, name_of = self.queue.words(uid), self.queue.name_of
+        return queued_words(uid, self._registry, owner=self._owner, name_of=name_of, place=place)
 
     def driven(self) -> list[tuple[RunParts, bool]]:
         """Return the parts of each run that this process drives, and whether it may write to the run: its lease is

@@ -216,9 +216,8 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         Its error is also set while something refuses to let it get ahead.
         """
         view = await self._catalog.find(request.name)
-        run = run_pb2.Run()
         # A copy: the error below belongs to this answer, and not to the view.
-        run.CopyFrom(view.run)
+        run = self._shown(view)
         if not view.is_terminal and (problem := self._manager.held_up.problem(view.record.uid)) is not None:
             cause, by = problem.metadata["cause"], problem.metadata["component"]
             error = run_pb2.RunError(reason=cause, message=problem.message, component=by, remedy=problem.remedy or "")
@@ -241,7 +240,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
             )
         listed = await self._catalog.list_names()
         views = await self._catalog.read_listed(listed[start : start + size])
-        shown = of_bounded_size([view.run for view in views])
+        shown = of_bounded_size([self._shown(view) for view in views])
         return run_service_pb2.ListRunsResponse(runs=shown, next_page_token=next_token(start + len(shown), len(listed)))
 
     async def _in_states(self, states: Collection[run_pb2.RunState], *, at_least: int) -> list[run_pb2.Run]:
@@ -250,15 +249,22 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         Runs that have ended are read only if one of the states is that of an ended or a damaged run.
         """
         if not TERMINAL.union([run_pb2.RUN_STATE_DAMAGED]).intersection(states):
-            return [view.run for view in reversed(await self._catalog.refresh()) if view.run.state in states]
+            return [self._shown(each) for each in reversed(await self._catalog.refresh()) if each.run.state in states]
         listed, runs = await self._catalog.list_names(), []
         # A page at a time, the newest first: a deployment may have thousands of ended runs.
         for first in range(0, len(listed), PAGE_DEFAULT):
             views = await self._catalog.read_listed(listed[first : first + PAGE_DEFAULT])
-            runs += [view.run for view in views if view.run.state in states]
+            runs += [self._shown(view) for view in views if view.run.state in states]
             if len(runs) >= at_least:
                 break
         return runs
+
+    def _shown(self, view: RunView) -> run_pb2.Run:
+        """Return a copy of a run's public message, with its place in the queue while it is QUEUED."""
+        run = run_pb2.Run()
+        run.CopyFrom(view.run)
+        run.queue_place = self._manager.queue_place(view)
+        return run
 
     async def CancelRun(
         self, request: run_service_pb2.CancelRunRequest, context: grpc.aio.ServicerContext
@@ -395,7 +401,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
                     remedy="see whether Redis and the object store answer",
                 ) from error
             view, note = known, "the run's log cannot be read now, its state is that of the last look"
-        return self._manager.explain(view, note=note, name_of=self._name_of)
+        return self._manager.explain(view, note=note)
 
     async def _validated(self, request: run_service_pb2.CreateRunRequest) -> tuple[RLConfig | EvalRunConfig, RunRecord]:
         """Check a request to create a run in a thread, and return the config and the record of the new run.
@@ -420,11 +426,6 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
             require_loadable_loss(config, self._registry)
             self._manager.queue.require_place(config)
         return config, record
-
-    def _name_of(self, uid: str) -> str:
-        """Return the name of a run by its uid; the uid itself if the run is not known."""
-        known = self._catalog.known(uid)
-        return known.record.name if known is not None else uid
 
     async def _create(self, record: RunRecord) -> run_pb2.Run:
         """Create the run of a record, with what a fork begins with, wake the manager, and return the run.

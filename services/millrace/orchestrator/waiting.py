@@ -230,7 +230,7 @@ class RunQueue:
                 )
             case WaitReason.KEPT:
                 head = next((each for each in self._places.values() if each.kept), None)
-                name = self._name_of(head.uid) if head is not None else "another run"
+                name = self.name_of(head.uid) if head is not None else "another run"
                 return f"what is free is kept for run {name}, which comes before it"
             case WaitReason.QUOTA:
                 quota = self._groups.get(place.group, QueueGroup()).quota
@@ -241,7 +241,7 @@ class RunQueue:
             case _:
                 return ""
 
-    def _name_of(self, uid: str) -> str:
+    def name_of(self, uid: str) -> str:
         """Return the name of a run by its uid; the uid itself if it is unknown."""
         known = self._catalog.known(uid)
         return known.record.name if known is not None else uid

@@ -193,9 +193,7 @@ def _summary(
     """
     match view.run.state:
         case run_pb2.RUN_STATE_QUEUED:
-            uid, (where, why) = view.record.uid, place
-            why = _held_up(uid, found) or why or _why_queued(uid, registry, name_of)
-            return f"queued: {where}: {why}" if where else f"queued: {why}"
+            return f"queued: {queued_words(view.record.uid, registry, owner=owner, name_of=name_of, place=place)}"
         case run_pb2.RUN_STATE_DAMAGED:
             return f"damaged, nothing works on it: {view.run.error.message}"
         case run_pb2.RUN_STATE_PAUSED:
@@ -229,13 +227,24 @@ def _failing(count: run_pb2.EnvRollouts) -> str:
     )
 
 
-def _held_up(uid: str, found: Sequence[Component]) -> str:
-    """Return in words what this orchestrator waits for before it drives a queued run; empty if it waits for nothing.
-
-    `found` are the components of the run.
+def queued_words(
+    uid: str, registry: WorkerRegistry, *, owner: str, name_of: NameOf, place: tuple[str, str] = ("", "")
+) -> str:
+    """Return in words where the queued run `uid` is in the queue and why it waits: `place` (`RunQueue.words`), or else
+    what this orchestrator, `owner`, waits for before it drives the run, or that no trainer is free.
     """
-    own = [wait for component in found if component.kind == "orchestrator" for wait in component.waits]
-    held = max((wait for wait in own if wait.run == uid), key=lambda wait: wait.age_s, default=None)
+    where, why = place
+    why = _held_up(uid, owner) or why or _why_queued(uid, registry, name_of)
+    return f"{where}: {why}" if where else why
+
+
+def _held_up(uid: str, owner: str) -> str:
+    """Return in words what this orchestrator, `owner`, waits for before it drives the queued run `uid`.
+
+    Empty if it waits for nothing.
+    """
+    own = [wait for wait in waits.snapshot(owner) if wait.run == uid]
+    held = max(own, key=lambda wait: wait.age_s, default=None)
     return "" if held is None else f"the orchestrator waits for {held.reason}, {held.age_s:.0f} s"
 
 

@@ -7,7 +7,7 @@ import pytest
 from millrace.errors import InvalidSpecError
 from millrace.rpc.channel import call
 from millrace.v1 import run_pb2, run_service_pb2
-from millrace_testing.orchestrator.runs import bodies, config_json, has_state, restart_orchestrator, states, watch
+from millrace_testing.orchestrator.runs import bodies, config_json, get, has_state, restart_orchestrator, states, watch
 from millrace_testing.polling import until
 
 
@@ -57,8 +57,14 @@ async def test_a_higher_priority_goes_first_and_the_other_is_told_its_place(stac
     low, high = await submit(stack, "low"), await submit(stack, "high", priority=5)
     await says(stack, low, "queued: place 2 of 2: no trainer worker is free")
     await says(stack, high, "queued: place 1 of 2 (priority 5): no trainer worker is free")
+    listed = (await call(stack.runs.ListRuns, run_service_pb2.ListRunsRequest())).runs
+    assert [(each.name, each.queue_place.partition(": no trainer")[0]) for each in listed] == [
+        (high.name, "place 1 of 2 (priority 5)"),
+        (low.name, "place 2 of 2"),
+    ]
     await stack.trainer()
     assert await started(stack, low, high) == [high.name, low.name]
+    assert not (await get(stack, low)).queue_place, "it waits no more"
 
 
 async def test_a_gang_gets_nothing_until_it_gets_all_and_others_pass_it_by(stack) -> None:

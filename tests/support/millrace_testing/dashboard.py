@@ -254,7 +254,7 @@ def known_run(name: str = RUN, uid: str = UID, *, state: str = "RUNNING", **more
         "name": name, "uid": uid, "kind": "RL", "state": state, "error": None, "created": START, "started": START,
         "ended": None, "labels": {}, "parent": None, "step": 3, "max_steps": 10, "version": 3,
         "inference_version": 3, "reward": 0.5, "rollouts": 9, "tokens": 100, "groups": 3, "groups_dropped": 0,
-        "environments": [], "held_by": ["trainer-0"], "workers": [],
+        "environments": [], "held_by": ["trainer-0"], "workers": [], "queue_place": "",
         "has_ended": state in ("SUCCEEDED", "FAILED", "CANCELLED"),
     } | more  # fmt: skip
 

@@ -49,6 +49,16 @@ def test_list_as_table_and_json(server, capsys):
     assert len(run(capsys, "list", "--limit", "1")[1].splitlines()) == 2
 
 
+def test_list_and_show_say_where_a_run_waits(server, capsys):
+    server.add("alpha")
+    place = "place 2 of 2 (priority 5): what is free is kept for run runs/gang"
+    server.add("waits", run_pb2.RUN_STATE_QUEUED).queue_place = place
+    header, *lines = run(capsys, "list")[1].splitlines()
+    assert header.split()[-1] == "QUEUE"
+    assert [line.endswith(place) for line in lines] == [line.startswith("waits") for line in lines]
+    assert f"queue        {place}" in run(capsys, "show", "waits")[1].splitlines()
+
+
 def test_list_shows_no_reward_of_a_run_without_a_batch_of_its_own(server, capsys):
     server.add("fork", run_pb2.RUN_STATE_QUEUED).progress.num_rollouts = 0
     assert run(capsys, "list")[1].splitlines()[1].split()[:4] == ["fork", "QUEUED", "2/3", "–"]

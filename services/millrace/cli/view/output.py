@@ -119,12 +119,17 @@ def runs_table(
 ) -> str:
     """Return a table with one line per run.
 
-    `ended` has the directories, by uid, of runs whose stack has ended; they appear in the last column.
+    `ended` has the directories, by uid, of runs whose stack has ended. These and the places of queued runs appear in
+    columns of their own, where a run has one.
     """
-    if not ended:
-        return table([_row(run, now) for run in runs], header=_HEADER, paint=paint.run_cell)
-    rows = [(*_row(run, now), f"ended, in {ended[run.uid]}" if run.uid in ended else "runs") for run in runs]
-    return table(rows, header=(*_HEADER, "STACK"), paint=paint.run_cell)
+    rows, header = [_row(run, now) for run in runs], _HEADER
+    if any(run.queue_place for run in runs):
+        rows = [(*row, printable(run.queue_place)) for row, run in zip(rows, runs, strict=True)]
+        header = (*header, "QUEUE")
+    if ended:
+        stacks = [f"ended, in {ended[run.uid]}" if run.uid in ended else "runs" for run in runs]
+        rows, header = [(*row, stack) for row, stack in zip(rows, stacks, strict=True)], (*header, "STACK")
+    return table(rows, header=header, paint=paint.run_cell)
 
 
 def eval_curves(config: Mapping[str, Any]) -> dict[str, str]:
@@ -174,6 +179,7 @@ def run_details(
         ("uid", run.uid),
         ("kind", run_pb2.RunKind.Name(run.kind).removeprefix("RUN_KIND_")),
         ("state", paint.state(state_name(run.state))),
+        *([("queue", printable(run.queue_place))] if run.queue_place else ()),
         ("step", _step(progress)),
         ("reward", _reward(run)),
         *curves,

@@ -105,6 +105,7 @@ async def test_runs_are_shown_explained_and_paused(served):
     status, found = await ask("/api/runs")
     assert status == 200 and [run["name"] for run in found["runs"]] == ["first"]
     assert (found["runs"][0]["state"], found["trouble"]) == ("QUEUED", "")
+    assert found["runs"][0]["queue_place"] == "no trainer worker is free (none is registered)"
     for words, count in {"batch_size=8+reverse-text": 1, "batch_size=9": 0, "batch_size%3D8+nowhere": 0}.items():
         status, found = await ask(f"/api/runs?config={words}")
         assert status == 200 and len(found["runs"]) == count, words

@@ -145,6 +145,7 @@ function row(page, { run, curves, ...values }, { chosen, draw }) {
     h("td", { class: "when" }, sparkline(curves?.["reward/mean"] || [], `reward of ${run.name}`), " ", h("b", {}, number(values.reward))),
     h("td", { class: "num", title: values.evals.map((each) => `${each.env}: ${number(each.value)} of v${each.version}`).join("\n") }, number(values.evaluation), values.evals.length ? h("small", {}, values.evals.length > 1 ? `mean of ${values.evals.length}` : `v${values.evals[0].version}`) : null),
     h("td", { class: "why-failed" }, state(run.state), run.error ? h("small", { class: "problem", title: run.error.message }, `${run.error.reason}: ${run.error.message}`) : null,
+      run.queue_place ? h("small", { class: "queue", title: run.queue_place }, run.queue_place) : null,
       run.held_by.length ? h("small", { class: "held", title: "works for it" }, run.held_by.map((each, at) => [at ? ", " : null, worker(each)])) : null),
     h("td", {}, bar(run)),
     h("td", { class: "num" }, number(values.staleness, 1)),
