@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from millrace_testing.chaos.rows import RETENTION
 from millrace_testing.chaos.run import ChaosRun, longest_gap
 from millrace_testing.chaos.stack import SERVICES, ChaosStack
 
@@ -47,14 +48,15 @@ def test_soak(make_chaos) -> None:
     stack: ChaosStack = make_chaos()
     kills: list[Kill] = []
     bag: list[str] = []
-    runs = [stack.submit(max_steps=STEPS)]
+    runs = [stack.submit(max_steps=STEPS, **RETENTION)]
     ends = time.monotonic() + MINUTES * 60
     while time.monotonic() < ends:
         pause_ends = time.monotonic() + dice.uniform(*PAUSE_S)
         while time.monotonic() < pause_ends:
             if runs[-1].is_over:
                 _close(stack, runs[-1])
-                runs.append(stack.submit_patiently(max_steps=STEPS))
+                kept = {} if len(runs) % 2 else RETENTION  # every other run without, so that its audit sees everything
+                runs.append(stack.submit_patiently(max_steps=STEPS, **kept))
             time.sleep(0.1)
         bag = bag or dice.sample(VICTIMS, len(VICTIMS))  # everybody once per round, in an order of its own
         name = bag.pop()

@@ -15,6 +15,15 @@ class Row:
     when: Mapping[str, int]
 
 
+RETENTION = {
+    "ckpt.interval": 2,
+    "ckpt.keep_last": 2,
+    "orchestrator.retain_batches": 2,
+    "orchestrator.retain_policies": 2,
+    "trainer.policy.anchor_interval": 2,
+}
+"""Overrides by which a short run retires all that can be retired."""
+
 ROWS = {
     "env-server mid-episode": Row("env-server", Point.ENV_SERVER_MID_EPISODE, {"step": 2}),
     "env-server before append": Row("env-server", Point.ENV_SERVER_BEFORE_APPEND, {"step": 2}),

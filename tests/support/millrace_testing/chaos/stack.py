@@ -332,6 +332,11 @@ class ChaosStack:
         return open_store(self._place()["store"])
 
     @property
+    def store_directory(self) -> Path:
+        """Return the directory of the stack's object store, if that is one."""
+        return Path(self._place()["store"].removeprefix("file://"))
+
+    @property
     def redis_url(self) -> str:
         """Return the URL of the stack's Redis, with its password; `stack.json` only says where that stands."""
         given = self._env.get("MILLRACE_REDIS_URL")
