@@ -59,6 +59,17 @@ def no_wait_is_left_behind() -> Iterator[None]:
         time.sleep(0.01)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def what_is_left_is_never_collected() -> Iterator[None]:
+    """Let no test walk through what the modules before its own have left: each collection took a second at the end.
+
+    A trainer collects garbage at each try of a run.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def no_process_group_is_left_behind() -> Iterator[None]:
     """Yield a process has one default process group: what one test leaves would be the failure of another."""

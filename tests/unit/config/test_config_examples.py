@@ -21,7 +21,8 @@ def test_rl_examples_load(path: Path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*/sft.toml")), ids=lambda path: path.parent.name)
 def test_sft_examples_load(path: Path):
-    load(SFTConfig, ["@", os.fspath(path)], {})
+    loaded = load(SFTConfig, ["@", os.fspath(path)], {})
+    assert SFTConfig.model_validate_json(loaded.config.resolved_json()) == loaded.config
 
 
 def test_sft_writes_what_rl_begins_with():

@@ -66,6 +66,7 @@ def test_patches_and_builds_are_taken_and_what_lies_between_is_not(
 def test_packages_that_are_not_there_are_named_elsewhere(install: Install) -> None:
     install("millrace", "0.1", 'no-such-package>=1; extra == "trainer"')
     require_tried("trainer", {})
+    assert untried_packages("trainer") == {}
 
 
 def test_a_user_may_try_all_the_same_and_is_warned(install: Install, caplog: pytest.LogCaptureFixture) -> None:

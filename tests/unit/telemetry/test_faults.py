@@ -19,8 +19,10 @@ def armed(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_without_a_directory_nothing_happens() -> None:
+def test_without_a_directory_nothing_happens(tmp_path) -> None:
+    record = faults.arm(tmp_path, Fault(point=Point.TRAINER_AFTER_STEP, action=Action.RAISE))
     faults.reach(Point.TRAINER_AFTER_STEP, step=1)
+    assert not record.exists()
 
 
 def test_a_fault_strikes_once_when_its_condition_holds(armed) -> None:

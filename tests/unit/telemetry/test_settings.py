@@ -141,15 +141,14 @@ def test_a_near_miss_is_an_error_with_the_right_name() -> None:
 
 
 def test_other_variables_of_tests_and_kubernetes_are_left_alone() -> None:
-    Settings.from_env(
-        {
-            "MILLRACE_TEST_S3_URL": "s3://x",
-            "MILLRACE_CONFIG__trainer__optim__lr": "1",
-            "MILLRACE_ORCHESTRATOR_PORT": "tcp://10.0.0.1:50051",
-            "MILLRACE_ORCHESTRATOR_SERVICE_HOST": "10.0.0.1",
-            "MILLRACE_REDIS_PORT_6379_TCP_ADDR": "10.0.0.2",
-        }
-    )
+    others = {
+        "MILLRACE_TEST_S3_URL": "s3://x",
+        "MILLRACE_CONFIG__trainer__optim__lr": "1",
+        "MILLRACE_ORCHESTRATOR_PORT": "tcp://10.0.0.1:50051",
+        "MILLRACE_ORCHESTRATOR_SERVICE_HOST": "10.0.0.1",
+        "MILLRACE_REDIS_PORT_6379_TCP_ADDR": "10.0.0.2",
+    }
+    assert Settings.from_env(others) == Settings.from_env({})
 
 
 def test_an_empty_variable_counts_as_absent() -> None:

@@ -1,13 +1,17 @@
 """Rank 0 names the ranks that hold up the gang."""
 
+import itertools
 import json
 import os
 import threading
 import time
+from collections.abc import Callable
 
+import pytest
 from torch import distributed as dist
 
 from millrace.telemetry import waits
+from millrace.trainer.gang import agreement
 from millrace.trainer.gang.agreement import Failure, RollCall
 from millrace.trainer.gang.distributed import PeerWatch
 from millrace_testing.polling import block_until
@@ -17,26 +21,39 @@ def rank_waits() -> list[str]:
     return [wait.reason for wait in waits.snapshot("trainer") if wait.reason.startswith("rank ")]
 
 
-def until(reason: str | None) -> None:
-    """Until that wait, or no wait for a rank, is registered; fails after 20 s."""
+@pytest.fixture(autouse=True)
+def short_periods(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "PERIOD_S", 0.05)
+
+
+def until(reason: str | None, *, show: Callable[[], None] = lambda: None) -> None:
+    """Until that wait, or no wait for a rank, is registered, showing signs of life meanwhile; fails after 20 s."""
     ends = time.monotonic() + 20
+    show()
     while rank_waits() != ([reason] if reason else []):
         assert time.monotonic() < ends, rank_waits()
-        time.sleep(0.05)
+        time.sleep(0.02)
+        show()
 
 
 def test_a_rank_that_waits_for_something_of_its_own_is_named_and_so_is_one_that_is_silent():
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented, and not in torch's stubs
+    numbers = itertools.count(1)
+
+    def waiting_for(wait: str) -> None:
+        sign = {"count": next(numbers), "pid": 7, "host": "b", "wait": wait}
+        store.set("roll-call/1", json.dumps(sign))
+
     roll_call = RollCall(store, rank=0, world_size=2)
     roll_call.start()
     try:
-        store.set("roll-call/1", json.dumps({"count": 1, "pid": 7, "host": "b", "wait": "the object store"}))
-        until("rank 1 of 2 (process 7 on b), which waits for the object store")
-        store.set("roll-call/1", json.dumps({"count": 2, "pid": 7, "host": "b", "wait": ""}))
-        until(None)
+        until(
+            "rank 1 of 2 (process 7 on b), which waits for the object store",
+            show=lambda: waiting_for("the object store"),
+        )
+        until(None, show=lambda: waiting_for(""))
         until("rank 1 of 2 (process 7 on b), which does not show itself")
-        store.set("roll-call/1", "no sign of ours")
-        until(None)
+        until(None, show=lambda: store.set("roll-call/1", f"no sign of ours {next(numbers)}"))
     finally:
         roll_call.stop()
     until(None)

@@ -18,6 +18,7 @@ from millrace.readers.dashboard import reader as reader_module
 from millrace.readers.dashboard.answers import INDEX_GROWING, to_json
 from millrace.readers.dashboard.index import ROW, Columns, IndexDirectory, Texts, packed
 from millrace.readers.dashboard.reader import Reader
+from millrace.readers.dashboard.views import facts as facts_module
 from millrace.readers.dashboard.views.tokens import of_secrets, pieces_of
 from millrace.readers.exports.conversation import content_of
 from millrace.runlog.event_archive import decode_event, load_archived_events
@@ -51,6 +52,13 @@ class SwitchedStore:
 
 
 @pytest.fixture
+def nothing_stays_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every page look at the store."""
+    monkeypatch.setattr(build_module, "FRESH_S", 0.0)
+    monkeypatch.setattr(facts_module, "FRESH_S", 0.0)
+
+
+@pytest.fixture
 def written(local_store: LocalStore) -> RunWriter:
     writer = RunWriter(store=local_store)
     for step in range(3):
@@ -68,6 +76,7 @@ def settled(reader: Reader, batches: int) -> dict:
     raise AssertionError(page["index"])
 
 
+@pytest.mark.usefixtures("nothing_stays_fresh")
 def test_new_batches_come_while_somebody_looks(written, tmp_path):
     reader = Reader(written.store, "millrace", tmp_path / "i")
     assert settled(reader, 3)["total"] == 12
@@ -152,6 +161,7 @@ def test_a_damaged_archive_hides_its_own_batch_only(written, tmp_path):
     reader.close()
 
 
+@pytest.mark.usefixtures("nothing_stays_fresh")
 def test_a_batch_that_is_repaired_can_be_read(written, tmp_path, monkeypatch):
     monkeypatch.setattr(build_module, "LOOK_AGAIN_S", 0.0)
     key = next(info.key for info in written.store.list(f"{NAMES.root}rollouts/00000001/"))
@@ -165,6 +175,7 @@ def test_a_batch_that_is_repaired_can_be_read(written, tmp_path, monkeypatch):
     reader.close()
 
 
+@pytest.mark.usefixtures("nothing_stays_fresh")
 def test_a_store_that_is_away_leaves_what_was_read(written, tmp_path):
     store = SwitchedStore(written.store)
     reader = Reader(store, "millrace", tmp_path / "i")  # type: ignore[arg-type]
@@ -189,12 +200,12 @@ def test_a_store_that_is_away_leaves_what_was_read(written, tmp_path):
     reader.close()
 
 
+@pytest.mark.usefixtures("nothing_stays_fresh")
 def test_a_store_that_hangs_keeps_no_page_waiting(written, tmp_path):
     store = SwitchedStore(written.store)
     reader = Reader(store, "millrace", tmp_path / "i")  # type: ignore[arg-type]
     settled(reader, 3)
     reader.ask("timeline", UID, {})
-    time.sleep(2.1)
     store.gate.clear()
     began = time.monotonic()
     for question in ("samples", "metrics", "events", "timeline"):
@@ -207,12 +218,16 @@ def test_a_store_that_hangs_keeps_no_page_waiting(written, tmp_path):
 @pytest.mark.parametrize(
     ("question", "params"), [("sample", {"id": "2-1"}), ("tokens", {"id": "2-1"}), ("lineage", {"sample": "2-1"})]
 )
-def test_a_link_to_a_sample_waits_for_its_batch_to_be_read(written, tmp_path, question, params):
+def test_a_link_to_a_sample_waits_for_its_batch_to_be_read(written, tmp_path, monkeypatch, question, params):
     """Who opens a run by such a link is the first who asks for its index."""
     store = SwitchedStore(written.store)
     store.gate.clear()
     reader = Reader(store, "millrace", tmp_path / "i")
-    with pytest.raises(UnavailableError, match="0 of 0 batches of the run are read") as raised:
+    with (
+        monkeypatch.context() as hurried,
+        pytest.raises(UnavailableError, match="0 of 0 batches of the run are read") as raised,
+    ):
+        hurried.setattr(reader_module, "FIRST_WAIT_S", 0.1)
         reader.ask(question, UID, params)
     assert raised.value.reason == INDEX_GROWING
     store.gate.set()
@@ -518,6 +533,7 @@ def test_a_secret_in_several_tokens_is_hidden_and_nothing_else(pieces, hidden):
     assert "".join(piece or "" for piece, is_hidden in zip(pieces, found, strict=True) if is_hidden) == hidden
 
 
+@pytest.mark.usefixtures("nothing_stays_fresh")
 def test_revisions_of_a_step_are_indexed_beyond_the_ninth(written: RunWriter, tmp_path) -> None:
     """Their keys sort as text: the tenth is before the second."""
     reader = Reader(written.store, NAMES.prefix, tmp_path / "index")
@@ -526,7 +542,6 @@ def test_revisions_of_a_step_are_indexed_beyond_the_ninth(written: RunWriter, tm
         for number in range(1, 11):
             written.store.create(revision_key(first, number), written.store.get(first))
             assert settled(reader, 3 + number)["index"]["batches"] == 3 + number
-            time.sleep(2.1 if number == 9 else 0.0)
     finally:
         reader.close()
 
