@@ -68,13 +68,12 @@ class RunQueue:
         """
         now = time.time()
         asked = {view.record.uid: self._asked_of(view.record) for view, _ in waiting}
-        if any(each.min_replicas for each in asked.values()):
+        has_gangs = any(each.min_replicas for each in asked.values())
+        if has_gangs:
             # Runs that began without a replica, or lost theirs, come before those that wait.
             for uid in {each.uid for each in self._registry.held() if not each.is_replica}:
-                num_replicas = len(self._registry.owned(WorkerKind.INFERENCE, uid))
-                if num_replicas < self._registry.limits.least(uid):
-                    self._registry.claim(WorkerKind.INFERENCE, uid)
-        runs = [self._as_waiting(view, tried, asked[view.record.uid]) for view, tried in waiting]
+                self._registry.claim(WorkerKind.INFERENCE, uid, limit=self._registry.limits.least(uid))
+        runs = [self._as_waiting(view, tried, asked[view.record.uid], has_gangs) for view, tried in waiting]
         used = self._used(now, {view.record.uid for view, _ in waiting}) if self._groups else {}
         places = place_runs(runs, groups=self._groups, used=used, pool=self._pool(), now=now)
         for place in places:
@@ -82,12 +81,14 @@ class RunQueue:
                 least, most = max(1, asked[place.uid].min_replicas), asked[place.uid].max_replicas
                 terms = Terms(group=place.group, least_replicas=least, most_replicas=most)
                 self._registry.give(place.uid, place.workers, terms)
-        self._registry.limits.kept = {worker: place.uid for place in places for worker in place.kept}
+        head = next((place for place in places if place.is_head), None)
+        self._registry.limits.head = head.uid if head is not None else ""
+        self._registry.limits.head_replicas = asked[head.uid].min_replicas if head is not None else 0
         self._places = {place.uid: place for place in places}
         return {place.uid for place in places if place.workers}
 
-    def _as_waiting(self, view: RunView, tried: float, asked: QueueConfig) -> QueuedRun:
-        """Return a run as the order looks at it."""
+    def _as_waiting(self, view: RunView, tried: float, asked: QueueConfig, has_gangs: bool) -> QueuedRun:
+        """Return a run as the order looks at it; where no run waits for replicas (`has_gangs`), without these."""
         uid, free, is_interrupted = view.record.uid, self._registry.free_for, view.status.state in WORKING
         return QueuedRun(
             uid=uid,
@@ -99,7 +100,7 @@ class RunQueue:
             is_interrupted=is_interrupted,
             tried=tried,
             trainers=[each.worker_id for each in free(WorkerKind.TRAINER, uid, fresh=True)],
-            replicas=[each.worker_id for each in free(WorkerKind.INFERENCE, uid)] if asked.min_replicas else (),
+            replicas=[each.worker_id for each in free(WorkerKind.INFERENCE, uid)] if has_gangs else (),
         )
 
     def _asked_of(self, record: RunRecord) -> QueueConfig:
@@ -229,7 +230,7 @@ class RunQueue:
                     + "; it begins when runs that have replicas end, or with more replicas"
                 )
             case WaitReason.KEPT:
-                head = next((each for each in self._places.values() if each.kept), None)
+                head = next((each for each in self._places.values() if each.is_head), None)
                 name = self.name_of(head.uid) if head is not None else "another run"
                 return f"what is free is kept for run {name}, which comes before it"
             case WaitReason.QUOTA:

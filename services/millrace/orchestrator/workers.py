@@ -221,8 +221,7 @@ class WorkerRegistry:
     def register(self, worker: worker_service_pb2.Worker) -> WorkerRecord:
         """Register a worker, or replace its description; return its record.
 
-        A worker that had the same slot is removed: it is dead. Raises CapacityError if `MAX_WORKERS` others are
-        registered.
+        A worker that had the same slot is removed: it is dead. CapacityError if `MAX_WORKERS` others are registered.
         """
         # It was only silent, and is back.
         self.lost.pop(worker.worker_id, None)
@@ -355,7 +354,8 @@ class WorkerRegistry:
             replicas = self.alive(WorkerKind.INFERENCE)
             others = (record.run_uid for record in (*replicas, *self.alive(WorkerKind.TRAINER)))
             limit = self.limits.share(run_uid, others, len(replicas))
-            free = self.limits.allowed(run_uid, free, num_replicas=len(mine), held=self.held())
+            kept = {each.worker_id for each in self.free_for(kind, self.limits.head)[: self.limits.kept_from(run_uid)]}
+            free = self.limits.allowed(run_uid, free, num_replicas=len(mine), held=self.held(), kept=kept)
         taken = free if limit is None else free[: max(0, limit - len(mine))]
         for record in taken:
             self._give(record, run_uid)

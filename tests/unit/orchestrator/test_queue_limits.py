@@ -55,11 +55,22 @@ def test_a_quota_bounds_what_the_runs_of_a_group_have_together() -> None:
 def test_what_is_kept_for_the_head_goes_to_no_run_that_has_enough() -> None:
     made = registry(trainers=2, replicas=2)
     made.give("has", ("t0", "i0"), Terms(group="default"))
-    made.limits.kept = {"i1": "head"}
+    made.limits.head, made.limits.head_replicas = "head", 2
     assert made.claim(REPLICA, "has") == 1
     # A run that has none could not end without it, and the head might wait for its end.
     made.give("lacks", ("t1",), Terms(group="default"))
     assert made.claim(REPLICA, "lacks") == 1
+
+
+def test_what_becomes_free_between_two_looks_is_kept_for_the_head_up_to_its_need() -> None:
+    made = registry(trainers=2, replicas=4)
+    made.give("has", ("t0", "i0"), Terms(group="default"))
+    made.give("ends", ("t1", "i1", "i2", "i3"), Terms(group="default"))
+    made.limits.head, made.limits.head_replicas = "head", 2
+    made.release("ends")
+    assert made.claim(REPLICA, "has") == 2, "the third is not needed"
+    assert len(made.free_for(REPLICA, "head")) == 2
+    assert made.claim(REPLICA, "head") == 2
 
 
 def test_accelerators_are_ranks_gpus_or_one() -> None:

@@ -42,7 +42,7 @@ def reasons(places: list[QueuePlace]) -> dict[str, WaitReason | None]:
 
 
 def test_without_any_key_those_that_came_first_get_the_trainers() -> None:
-    places = placed(waits("3"), waits("1"), waits("2"))
+    places = placed(*(waits(uid, replicas=()) for uid in "312"))
     assert [(each.uid, each.workers) for each in places] == [("1", ("t1",)), ("2", ("t2",)), ("3", ())]
     assert reasons(places)["3"] is WaitReason.TRAINER
     assert [each.position for each in places] == [1, 2, 3]
@@ -114,8 +114,25 @@ def test_later_runs_get_only_what_the_head_does_not_need() -> None:
         waits("3", **free),
         waits("4", **free),
     )
-    assert reasons(places) == {"1": WaitReason.REPLICAS, "2": WaitReason.KEPT, "3": None, "4": WaitReason.KEPT}
-    assert places[2].workers == ("t2",), "the trainer that the head does not need"
+    assert reasons(places) == {
+        "1": WaitReason.REPLICAS,
+        "2": WaitReason.KEPT,
+        "3": WaitReason.KEPT,
+        "4": WaitReason.KEPT,
+    }, "with its trainer a run would take the next replica that is free, which the head needs"
+    assert [each.uid for each in places if each.is_head] == ["1"]
+    waits_for_a_trainer = waits("1", num_replicas=2, trainers=())
+    places = placed(waits_for_a_trainer, waits("2", **free), waits("3", num_replicas=1))
+    assert reasons(places) == {"1": WaitReason.TRAINER, "2": WaitReason.KEPT, "3": None}
+    assert places[2].workers == ("t1", "r3"), "the replica that the head does not need"
+
+
+def test_a_run_without_a_need_takes_a_replica_that_is_free_before_a_later_gang_does() -> None:
+    places = placed(waits("1"), waits("2", num_replicas=3))
+    assert [each.workers for each in places] == [("t1", "r1"), ()]
+    assert places[1].kept == ("t2", "r2", "r3")
+    none_is_free = placed(waits("1", replicas=()), waits("2", num_replicas=3, replicas=()))
+    assert [each.workers for each in none_is_free] == [("t1",), ()], "it came before: the next one is its own"
 
 
 def test_a_run_that_needs_more_than_is_registered_holds_nobody_up() -> None:
@@ -130,15 +147,15 @@ def test_a_quota_stops_only_its_group_and_keeps_nothing() -> None:
     )
     assert reasons(places) == {"1": WaitReason.QUOTA, "2": None}
     (fits,) = placed(waits("1", group="a"), groups=groups, used={"a": GroupUse(held=1)})
-    assert fits.workers == ("t1",)
+    assert fits.workers == ("t1", "r1")
 
 
 def test_a_quota_chooses_a_trainer_that_fits_and_stops_no_interrupted_run() -> None:
     pool = WorkerPool(trainers={"t1": 8, "t2": 2})
     run, groups = waits("1", group="a"), {"a": QueueGroup(quota=4)}
-    assert placed(run, groups=groups, pool=pool)[0].workers == ("t2",)
+    assert placed(run, groups=groups, pool=pool)[0].workers == ("t2", "r1")
     goes_on = waits("1", group="a", is_interrupted=True)
-    assert placed(goes_on, groups=groups, used={"a": GroupUse(held=4)}, pool=pool)[0].workers == ("t1",)
+    assert placed(goes_on, groups=groups, used={"a": GroupUse(held=4)}, pool=pool)[0].workers == ("t1", "r1")
 
 
 def test_two_claims_of_a_group_do_not_exceed_its_quota_together() -> None:
@@ -215,13 +232,20 @@ class Cluster:
 
     def look(self) -> list[QueuePlace]:
         """One look of the scheduler, which remembers nothing of the one before: it may have been killed in between."""
+        jobs = {job.uid: job for job in self.jobs}
         taken = {worker for workers in self.holds.values() for worker in workers}
+        for uid, workers in self.holds.items():
+            # As soon as there is one, a run that began without a replica has its first.
+            first = [each for each in self.pool.replicas if each not in taken]
+            if len(workers) == 1 and first:
+                self.holds[uid] = (*workers, first[0])
+                taken.add(first[0])
         used = defaultdict(lambda: [0.0, 0])
         for group, seconds in self.seconds.items():
             used[group][0] = seconds
-        jobs = {job.uid: job for job in self.jobs}
         for uid in self.holds:
-            used[jobs[uid].group][1] += self.accelerators(uid)
+            lacks = len(self.holds[uid]) == 1  # the room for its first replica is its own
+            used[jobs[uid].group][1] += self.accelerators(uid) + lacks * min(self.pool.replicas.values(), default=1)
         places = place_runs(
             [
                 QueuedRun(
@@ -258,7 +282,8 @@ class Cluster:
             assert (place.reason is None) == bool(place.workers)
             if place.workers:
                 trainer, *replicas = place.workers
-                assert trainer in self.pool.trainers and len(replicas) == jobs[place.uid].num_replicas
+                assert trainer in self.pool.trainers
+                assert len(replicas) in {jobs[place.uid].num_replicas, max(1, jobs[place.uid].num_replicas)}
                 assert all(each in self.pool.replicas for each in replicas)
         for name, group in self.groups.items():
             before = sum(self.accelerators(uid) for uid in self.holds if jobs[uid].group == name)
@@ -269,6 +294,8 @@ class Cluster:
         assert len(heads) <= 1
         for head in heads:
             assert not set(head.kept) & set(given), "what is kept for the head goes to nobody"
+            after = [place for place in places[head.position :] if place.workers and jobs[head.uid].num_replicas]
+            assert all(len(place.workers) > 1 for place in after), "nobody passes it who then takes its next replica"
 
     def run(self, until: float, *, kills: frozenset[int] = frozenset()) -> None:
         """Play until a time. At the looks of these numbers the scheduler dies before any worker hears of its claims."""

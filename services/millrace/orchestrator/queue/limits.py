@@ -3,7 +3,7 @@ what is kept for the head of the queue."""
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -57,8 +57,9 @@ class Limits:
         self.groups: Mapping[str, QueueGroup] = {}
         self.elsewhere: Mapping[str, int] = {}
         """Accelerators that runs of other orchestrators have, by group."""
-        self.kept: Mapping[str, str] = {}
-        """Free workers that are kept for a waiting run: its uid by the worker's id."""
+        self.head, self.head_replicas = "", 0
+        """Uid of the head of the queue, and how many replicas it needs: so many of those that are free, or become free
+        between two looks, are kept for it."""
 
     def admit(self, uid: str, terms: Terms) -> None:
         """Note the terms of a run that gets workers."""
@@ -67,6 +68,10 @@ class Limits:
     def forget(self, uid: str) -> None:
         """Drop the terms of a run that gave its workers back."""
         self._terms.pop(uid, None)
+
+    def kept_from(self, uid: str) -> int:
+        """Return how many free replicas are kept from a run for the head of the queue."""
+        return 0 if uid == self.head else self.head_replicas
 
     def least(self, uid: str) -> int:
         """Return how many replicas a run gets before any limit counts."""
@@ -85,16 +90,24 @@ class Limits:
             found[uid] += max(0, self.least(uid) - num_replicas[uid])
         return found
 
-    def allowed(self, uid: str, free: Iterable[Free], *, num_replicas: int, held: Iterable[GivenWorker]) -> list[Free]:
+    def allowed(
+        self,
+        uid: str,
+        free: Iterable[Free],
+        *,
+        num_replicas: int,
+        held: Iterable[GivenWorker],
+        kept: Container[str] = (),
+    ) -> list[Free]:
         """Return those of the free replicas that a run may take, in their order.
 
         It has `num_replicas`, and may take any up to its least. Beyond that its group's quota counts, and what is kept
-        for the head of the queue. `held` are all workers that are given to runs.
+        for the head of the queue: `kept`, ids of replicas. `held` are all workers that are given to runs.
         """
         room, found = self.room(uid, held), list[Free]()
         for replica in free:
             if num_replicas + len(found) >= self.least(uid):
-                if room < replica.accelerators or self.kept.get(replica.worker_id, uid) != uid:
+                if room < replica.accelerators or replica.worker_id in kept:
                     continue
                 room -= replica.accelerators
             found.append(replica)

@@ -6,6 +6,9 @@ the *head*: what is free of its need is kept for it, and runs after it get only 
 last is not known, so no weaker rule could promise that none of them delays the head. A run that only its group's quota
 stops keeps nothing, and neither does one that needs more workers than are registered.
 
+A run that needs no replica to begin takes the next one that is free, before every run that waits: it holds a trainer.
+So it gets its trainer after the head only together with a replica that the head does not need.
+
 A priority grows by one in `AGE_S` of waiting, up to the highest priority that waits. There the group's share decides,
 and within a group the time of arrival: so every run becomes the head, as groups of equal weight use equally much.
 """
@@ -68,7 +71,7 @@ class QueuedRun:
     trainers: Sequence[str] = ()
     """Ids of the trainers that are free for it, the best first."""
     replicas: Sequence[str] = ()
-    """Ids of the replicas that are free for it, the best first."""
+    """Ids of the replicas that are free for it, the best first. A run that needs none is given the first of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +104,10 @@ class QueuePlace:
     reason: WaitReason | None = None
     workers: tuple[str, ...] = ()
     """Ids of the workers that it gets: a trainer, then its replicas."""
+    is_head: bool = False
+    """It is the first that lacks workers: those of its need that are free, or become free, are kept for it."""
     kept: tuple[str, ...] = ()
-    """Ids of the free workers that are kept for it: it is the head."""
+    """Ids of the free workers that are kept for it."""
 
 
 def place_runs(
@@ -156,7 +161,7 @@ class _Round:
         self._held = {name: use.held for name, use in used.items()}
         self._taken: set[str] = set()
         self._kept: set[str] = set()
-        self._has_head = False
+        self._has_head = self._head_needs_replicas = False
         self._full: set[str] = set()
         self._accelerators = {**pool.trainers, **pool.replicas}
 
@@ -168,14 +173,16 @@ class _Round:
         """Return the place of the next run in order, and take what it gets or keep what it lacks others for."""
         workers, reason = self._workers_for(run)
         kept: tuple[str, ...] = ()
-        if reason in (WaitReason.TRAINER, WaitReason.REPLICAS) and not self._has_head:
+        is_head = reason in (WaitReason.TRAINER, WaitReason.REPLICAS) and not self._has_head
+        if is_head:
             kept, self._has_head = self._keep(run), True
+            self._head_needs_replicas = run.num_replicas > 0
         quota = self._groups.get(run.group, QueueGroup()).quota or 0
         if reason is WaitReason.QUOTA and least_accelerators(self._pool, run.num_replicas) <= quota:
             # What its group may still have is left for it, else small runs of the group would go first for ever.
             self._full.add(run.group)
         self._taken.update(workers)
-        cost = self._cost(workers) + self._first_replica(run)
+        cost = self._cost(workers) + (0 if len(workers) > 1 else self._first_replica(run))
         if workers:
             self._held[run.group] = self._held.get(run.group, 0) + cost
         # A run that waits for others counts as if it had its workers: the place of the next one is what it will be.
@@ -189,6 +196,7 @@ class _Round:
             priority=priority,
             reason=reason,
             workers=workers,
+            is_head=is_head,
             kept=kept,
         )
 
@@ -199,12 +207,15 @@ class _Round:
         free = [each for each in run.trainers if each not in self._taken]
         replicas = [each for each in run.replicas if each not in self._taken]
         trainers = [each for each in free if each not in self._kept]
-        own = [each for each in replicas if each not in self._kept][: run.num_replicas]
+        # Without a need it takes one that is free.
+        own = [each for each in replicas if each not in self._kept][: max(1, run.num_replicas)]
         room = self._room(run)
         if run.group in self._full and not run.is_interrupted:
             return (), WaitReason.QUOTA
-        if trainers and len(own) == run.num_replicas:
-            room -= self._first_replica(run)
+        if trainers and not own and not run.num_replicas and self._head_needs_replicas:
+            return (), WaitReason.KEPT
+        if trainers and len(own) >= run.num_replicas:
+            room -= 0 if own else self._first_replica(run)
             trainer = next((each for each in trainers if self._cost((each, *own)) <= room), None)
             return ((trainer, *own), None) if trainer is not None else ((), WaitReason.QUOTA)
         # What it would have at least, if it got the smallest workers.
