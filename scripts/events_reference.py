@@ -76,7 +76,10 @@ EVENTS: Texts = {
         "a trainer continues a run: from which checkpoint, and how the training before ended",
         "if you did not stop it, see that trainer's log and memory",
     ),
-    "workers_assigned": ("the run's workers changed, on a server with groups (`MILLRACE_QUEUE_GROUPS`)", NOTHING),
+    "workers_assigned": (
+        "the run's workers, at a change and every 30 s, with groups (`MILLRACE_QUEUE_GROUPS`)",
+        NOTHING,
+    ),
     "warning": ("the run goes on; reasons are below", NOTHING),
     "wait_reported": (
         "no step for 20 s, then 60, 300, 900 s; or one wait is older than its deadline",

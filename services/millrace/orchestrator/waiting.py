@@ -34,6 +34,7 @@ from millrace.orchestrator.queue.order import (
 from millrace.orchestrator.workers import WorkerKind, WorkerRegistry
 from millrace.runlog.records.run_record import RL, RunRecord
 from millrace.runlog.run_status import WORKING
+from millrace.runlog.usage import SEEN_S
 from millrace.telemetry import waits
 
 logger = logging.getLogger(__name__)
@@ -159,8 +160,12 @@ class RunQueue:
                 await asyncio.sleep(RETRY_S)
 
     async def record(self, uid: str, events: RunEvents) -> None:
-        """Write an event whenever the accelerators of a driven run change, until cancelled; nothing without groups."""
+        """Write an event whenever the accelerators of a driven run change, and every `SEEN_S` that it still has them.
+
+        Until cancelled; nothing without groups.
+        """
         written: tuple[int, int] | None = None
+        written_at = 0.0
         # unregistered wait: a periodic look, which awaits nothing else
         while self._groups:
             changed = self._registry.changed
@@ -169,9 +174,10 @@ class RunQueue:
                 for kind in (WorkerKind.TRAINER, WorkerKind.INFERENCE)
             )
             # At rest a run has none: what it still gives back does not count.
-            if events.state in WORKING and (trainer, replicas) != written:
+            is_due = (trainer or replicas) and time.monotonic() - written_at >= SEEN_S
+            if events.state in WORKING and (is_due or (trainer, replicas) != written):
+                written, written_at = (trainer, replicas), time.monotonic()
                 await events.workers_assigned(trainer=trainer, replicas=replicas)
-                written = trainer, replicas
             await asyncio.sleep(REST_S)
             try:
                 async with asyncio.timeout(RECORD_S if written else REST_S):

@@ -299,7 +299,8 @@ class RunStatus:
             case "workers_assigned":
                 given = event.workers_assigned
                 if self.state in WORKING:
-                    self.usage.change(given.trainer_accelerators + given.replica_accelerators, self.last_time)
+                    held = given.trainer_accelerators + given.replica_accelerators
+                    self.usage.change(held, self.last_time, by=event.writer)
             case "training_resumed":
                 self.resumed = event_pb2.TrainingResumed()
                 self.resumed.CopyFrom(event.training_resumed)
@@ -346,7 +347,7 @@ class RunStatus:
             self.error.CopyFrom(change.error)
         self.batches.state_changed(change.new_state, self.last_time)
         if change.new_state not in WORKING:
-            self.usage.change(0, self.last_time)
+            self.usage.change(0, self.last_time, by=event.writer)
 
     def _leave_end(self, state: run_pb2.RunState) -> None:
         """Set the state; one that is not terminal has neither an end time nor an error."""

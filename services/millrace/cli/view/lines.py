@@ -42,7 +42,7 @@ def progress_line(event: event_pb2.Event, progress: Progress) -> str | None:
     The event must have been applied to `progress`.
     """
     match event.WhichOneof("body"):
-        case "policy_published" | "policy_served" | "batch_committed" | "token_log_stored" | None:
+        case "policy_published" | "policy_served" | "batch_committed" | "token_log_stored" | "workers_assigned" | None:
             return None
         case "wait_reported" if event.wait_reported.wait.age_seconds < LONG_WAIT_S:
             return None
