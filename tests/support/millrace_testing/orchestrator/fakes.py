@@ -95,7 +95,8 @@ class FakeEnvServer(env_service_pb2_grpc.EnvServiceServicer):
     """While it is not set, evaluations after the first step have begun and do not finish."""
     replicas: list[FakeReplica] = field(default_factory=list)
     """Those that requests may name, where there are several."""
-    spool: list[bytes] = field(default_factory=list)
+    spool: list[tuple[str, bytes]] = field(default_factory=list)
+    """Every rollout that was appended, with the uid of its run."""
     log_instance: str = ""
     assignments: list = field(default_factory=list)
     """Those of the last heartbeat."""
@@ -126,16 +127,19 @@ class FakeEnvServer(env_service_pb2_grpc.EnvServiceServicer):
         if request.log_instance != self.log_instance:
             log = await self._open(request.run_uid)
             held = {entry.h for entry in await log.read("rollouts", count=10_000)}
-            for data in self.spool:
-                if hashlib.sha256(data).hexdigest() not in held:
+            for uid, data in self.spool:
+                if uid == request.run_uid and hashlib.sha256(data).hexdigest() not in held:
                     (await log.append_rollouts([data])).require("rollout")
             self.log_instance = request.log_instance
-        return env_service_pb2.ListPlayingResponse(groups=[_playing(played) for played in self.tasks.values()])
+        return env_service_pb2.ListPlayingResponse(
+            groups=[_playing(each) for each in self.tasks.values() if each.run_uid == request.run_uid]
+        )
 
     async def CancelGroups(self, request, context):
         named = {(group.purpose, group.eval_id, group.ordinal) for group in request.groups}
         for task, played in list(self.tasks.items()):
-            if not named or (played.purpose, played.eval_id, played.ordinal) in named:
+            is_named = not named or (played.purpose, played.eval_id, played.ordinal) in named
+            if played.run_uid == request.run_uid and is_named:
                 task.cancel()
         return env_service_pb2.CancelGroupsResponse()
 
@@ -166,7 +170,7 @@ class FakeEnvServer(env_service_pb2_grpc.EnvServiceServicer):
 
     async def append(self, uid: str, data: bytes) -> None:
         """Write a rollout into a run's log, and keep it."""
-        self.spool.append(data)
+        self.spool.append((uid, data))
         while True:
             try:
                 (await (await self._open(uid)).append_rollouts([data])).require("rollout")
