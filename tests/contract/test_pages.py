@@ -65,6 +65,7 @@ def test_whatever_a_run_reports_is_found_by_its_symptom() -> None:
     assert not known - named, "say in docs/troubleshooting.md what it looks like"
 
 
+@pytest.mark.computes
 @pytest.mark.parametrize("gone", ['"checkpoint_saved": (', '"GROUPS_STALE": (', '"NO_ADVANTAGE": (', '"surplus": ('])
 def test_an_event_without_cause_and_remedy_is_refused(gone: str, tmp_path: Path) -> None:
     """The script, with one name of its tables misspelled: what is there is missed, and what is not there found."""

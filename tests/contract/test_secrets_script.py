@@ -15,7 +15,10 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "docker" / "secrets.sh"
 DEADLINE_S = 120.0
 
-pytestmark = pytest.mark.skipif(not shutil.which("openssl"), reason="docker/secrets.sh needs openssl")
+pytestmark = [
+    pytest.mark.computes,
+    pytest.mark.skipif(not shutil.which("openssl"), reason="docker/secrets.sh needs openssl"),
+]
 
 
 def call(directory: Path) -> subprocess.CompletedProcess[str]:

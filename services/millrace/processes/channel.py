@@ -249,16 +249,16 @@ class HelperProcess:
         self._channel.close()
 
 
-def serve(answer: Answer, *, beat: Callable[[], Message] = dict) -> NoReturn:
+def serve(answer: Answer, *, beat: Callable[[], Message] = dict, beat_s: float = _BEAT_S) -> NoReturn:
     """Answer every question of the parent process, and exit when the parent is gone; does not return.
 
     `answer` gets a question and its open files, which it has to close, and returns the answer; `beat` makes the
-    heartbeats that are sent meanwhile. The process was started by `HelperProcess.start`, and its arguments are the
-    channel's file number and the parent's process id.
+    heartbeats that are sent meanwhile, every `beat_s` seconds. The process was started by `HelperProcess.start`, and
+    its arguments are the channel's file number and the parent's process id.
     """
     channel, parent = Channel.inherited(int(sys.argv[1])), int(sys.argv[2])
     is_busy = threading.Event()
-    threading.Thread(target=_watch, args=(channel, parent, is_busy, beat), name="parent", daemon=True).start()
+    threading.Thread(target=_watch, args=(channel, parent, is_busy, beat, beat_s), name="parent", daemon=True).start()
     while (received := channel.receive()) is not None:
         message, files = received
         is_busy.set()
@@ -268,14 +268,16 @@ def serve(answer: Answer, *, beat: Callable[[], Message] = dict) -> NoReturn:
     os._exit(0)
 
 
-def _watch(channel: Channel, parent: int, is_busy: threading.Event, beat: Callable[[], Message]) -> None:
+def _watch(channel: Channel, parent: int, is_busy: threading.Event, beat: Callable[[], Message], beat_s: float) -> None:
     """End this process when the process `parent` is gone, and send heartbeats while `is_busy` is set.
+
+    The parent is looked for, and a heartbeat is sent, every `beat_s` seconds.
 
     Does not return.
     """
     poll = select.poll()
     poll.register(channel.fileno(), 0)  # the end of the channel is always reported
-    while not poll.poll(_BEAT_S * 1000) and os.getppid() == parent:
+    while not poll.poll(beat_s * 1000) and os.getppid() == parent:
         if is_busy.is_set():
             with contextlib.suppress(OSError):  # it is gone, which the next look sees
                 channel.send(beat())

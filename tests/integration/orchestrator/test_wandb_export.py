@@ -27,7 +27,7 @@ from millrace_testing.orchestrator.runs import CONFIG, bodies, states, watch
 from millrace_testing.polling import until
 from millrace_testing.wandb_server import WandbServer, serving
 
-pytest.importorskip("wandb", reason="needs millrace[wandb]")
+pytestmark = wandb_files.NEEDS_WANDB
 
 
 async def create(stack, *, max_steps: int = 3, **wandb: object) -> run_pb2.Run:

@@ -151,12 +151,24 @@ def test_listing_after_a_key(store):
     assert len(list(store.list("l/", start_after="k"))) == 10
 
 
-def test_listing_more_than_a_page(store):
-    keys = [f"many/{number:05d}" for number in range(1100)]
+def test_listing_more_than_a_page(store, request):
+    """Of a real server with as many objects as its pages cannot hold; moto, which is slow, is asked for small ones."""
+    is_real = request.node.callspec.params["store"] == "real"
+    count = 1100 if is_real else 110
+    pages = []
+
+    def asked(params, **_):
+        pages.append(params)
+        return params if is_real else params | {"MaxKeys": 40}
+
+    if isinstance(store, S3Store):
+        store.client.meta.events.register("provide-client-params.s3.ListObjectsV2", asked)
+    keys = [f"many/{number:05d}" for number in range(count)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda key: store.put(key, b""), keys))
     assert [info.key for info in store.list("many/")] == keys
-    assert len(list(store.list("many/", start_after="many/00049"))) == 1050
+    assert not isinstance(store, S3Store) or len(pages) == (2 if is_real else 3)
+    assert len(list(store.list("many/", start_after="many/00049"))) == count - 50
 
 
 def test_prefixes_directly_below(store):

@@ -23,4 +23,4 @@ def answer(question: Message, files: list[int]) -> Message:
 
 
 if __name__ == "__main__":
-    serve(answer, beat=lambda: {"busy": True})
+    serve(answer, beat=lambda: {"busy": True}, beat_s=0.2)

@@ -1,8 +1,14 @@
 """Reads what an offline run of W&B has written: records in the blocks of a LevelDB log."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+NEEDS_WANDB = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs millrace[wandb]")
+"""Of tests of wandb, which takes half a second to import: no process that only collects them does."""
 
 _BLOCK = 32 * 1024
 _HEADER = 7

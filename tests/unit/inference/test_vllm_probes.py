@@ -1,6 +1,7 @@
 """Probes and foreseen digests of the vLLM engine: what fails the engine or only the version, and what is waited for."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from millrace.inference.vllm import staging
 from millrace.telemetry import waits
 from millrace.telemetry.settings import Settings
 from millrace_testing.inference import vllm_fakes as fakes
+from millrace_testing.patience import patient
 
 client, gate, engine = fakes.client, fakes.gate, fakes.engine
 policy, update = fakes.policy, fakes.update
@@ -79,14 +81,16 @@ def busy(client: Any) -> Any:
 async def test_a_probe_waits_for_a_slot_as_long_as_tokens_come(
     engine: Any, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("LOOK_S", 0.01), ("_SHOWN_S", 0.0), ("_STALL_S", 2.0)):
+    stall_s = patient(0.5)
+    for name, value in (("LOOK_S", 0.01), ("_SHOWN_S", 0.0), ("_STALL_S", stall_s)):
         monkeypatch.setattr(staging, name, value)
     state = busy(client)
     reached, going_on = client.block("probe")
     task = asyncio.create_task(update(engine))
     async with asyncio.timeout(60):
         await reached.wait()
-        for _ in range(300):  # longer than it would wait for one that stands still
+        ends = time.monotonic() + 1.5 * stall_s  # longer than it would wait for one that stands still
+        while time.monotonic() < ends:
             state.num += 1
             await asyncio.sleep(0.01)
         assert [one.reason for one in waits.snapshot("me") if "probe" in one.reason] == ["the probe to get a slot"]

@@ -48,7 +48,7 @@ def test_what_one_process_writes_the_other_reads(helper: HelperProcess) -> None:
 
 def test_it_beats_while_it_works(helper: HelperProcess) -> None:
     beats: list[object] = []
-    helper.ask({"do": "sleep", "seconds": 2.5}, silent_s=SILENT_S, on_beat=beats.append)
+    helper.ask({"do": "sleep", "seconds": 0.5}, silent_s=SILENT_S, on_beat=beats.append)
     assert beats and beats[0] == {"busy": True}
 
 

@@ -19,6 +19,8 @@ from millrace.trainer.publish.executor import PROCESS_FROM_BYTES, VARIABLE, Exec
 from millrace.trainer.publish.share_process import ShareWriterProcess
 from millrace_testing.committed_versions import Trainer
 
+pytestmark = pytest.mark.computes
+
 SKIPS = {"anchor_interval": 6, "skip_deltas": [4]}
 
 

@@ -18,9 +18,7 @@ from millrace.readers.exports.metrics import MetricRow
 from millrace_testing import wandb_files
 from millrace_testing.polling import block_until
 
-pytest.importorskip("wandb", reason="needs millrace[wandb]")
-
-pytestmark = pytest.mark.computes
+pytestmark = [pytest.mark.computes, wandb_files.NEEDS_WANDB]
 
 # Stands in for the trainer: writes lines until a file says to end.
 TRAINER = """

@@ -10,9 +10,8 @@ from millrace.runlog.names import Names
 from millrace.v1 import event_pb2
 from millrace_testing import wandb_files
 
-pytestmark = pytest.mark.computes
+pytestmark = [pytest.mark.computes, wandb_files.NEEDS_WANDB]
 
-pytest.importorskip("wandb", reason="needs millrace[wandb]")
 NAMES = Names("millrace", "01a205f04e00c6b2d345401dca64")
 SECRETS = (b"mrt_0123456789abcdef0123", b"sk-abcdefgh12345", b"two words")
 """Of every completion, and of the config."""

@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("wandb", reason="needs millrace[wandb]")
-
 from millrace.readers.exports.metrics import MetricRow
 from millrace.readers.exports.wandb_run import WandbRun, WandbTarget
+from millrace_testing import wandb_files
 from millrace_testing.wandb_server import WandbServer, serving
 
-pytestmark = pytest.mark.computes
+pytestmark = [pytest.mark.computes, wandb_files.NEEDS_WANDB]
 
 
 def test_a_run_that_is_opened_again_goes_on_behind_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
