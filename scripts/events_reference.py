@@ -43,6 +43,12 @@ _CAUGHT = {"EVAL_FAILED", "TRAINER_FINISH_TIMEOUT"}  # errors that become warnin
 _CAUGHT |= {"EXTRA_MISSING", "WANDB_EXPORTER_DIED", "WANDB_REFUSED", "WANDB_UNREACHABLE"}  # reports of the exporter
 _CAUGHT |= {"TRACES_EXPORTER_DIED", "TRACES_UNREACHABLE"}
 _ANSWERED = {"TRAINER_FINISH_TIMEOUT", "TOOL_ARGUMENTS_INVALID"}  # end no run: a warning, and what a policy is told
+_ANSWERED |= {
+    "ADAPTER_EXISTS",
+    "ADAPTER_NOT_FOUND",
+    "ADAPTER_STATE_MISFIT",
+    "LORA_SAVED_SHARED",
+}  # told to a pool's caller
 _NOT_FINITE = ("LOSS", "ENTROPY", "GRADIENT")
 
 _INTRODUCTION = """# Events

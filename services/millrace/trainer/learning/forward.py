@@ -46,36 +46,13 @@ def token_logprobs(
     share = None if parallel is None else parallel.share(rows)
     # With rows in pieces this rank scores the tokens whose previous token is in its piece.
     scored_N = rows.scored_N if share is None else rows.scored_N[share.own_N]
-    ways_N = micro_batch.sampled.ways(scored_N)
-    log_vocabulary, shape = math.log(head.weight.shape[0]), micro_batch.token_ids_BT.shape
-
-    def put(values_N: torch.Tensor, places_N: torch.Tensor, elsewhere: float) -> torch.Tensor:
-        # Not in place, so that the gradient reaches the values. [N] → [B, T]
-        return values_N.new_full((shape.numel(),), elsewhere).index_copy(0, places_N, values_N).view(shape)
-
-    def both(both_N2: torch.Tensor, places_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs_N, entropy_N = both_N2.unbind(-1)
-        entropy_N = entropy_N if is_entropy_learned else entropy_N.detach()
-        return put(logprobs_N, places_N, -log_vocabulary), put(entropy_N, places_N, log_vocabulary)
-
-    def slopes(tokens: slice, both_C2: torch.Tensor) -> torch.Tensor:
-        assert one_pass is not None
-        one_pass.num_tokens += len(both_C2)
-        # The autograd function that calls this runs without gradients: the graph from log-probs to the loss exists in
-        # here only.
-        with torch.enable_grad():
-            given_C2 = both_C2.requires_grad_()
-            loss = one_pass.loss_at(*both(given_C2, scored_N[tokens]))
-            return torch.autograd.grad(loss, given_C2)[0]
-
-    targets = Targets(
-        places_N=rows.before_N if share is None else share.before_N,
-        labels_N=micro_batch.token_ids_BT.reshape(-1)[scored_N],
-        temperature_N=micro_batch.sampled.temperature_W[ways_N],
+    targets, both = scoring(
+        micro_batch,
+        vocabulary=head.weight.shape[0],
+        scored_N=scored_N,
+        before_N=rows.before_N if share is None else share.before_N,
         is_entropy_learned=is_entropy_learned,
-        kept=_kept(micro_batch, scored_N, ways_N),
-        # Without gradients, as for a reference, there is no loss whose slopes could be asked for.
-        slopes=slopes if one_pass is not None and torch.is_grad_enabled() else None,
+        one_pass=one_pass,
     )
     # No mask: causal attention does not see padding, which is on the right, and positions say where a sample begins.
     whole: dict[str, Any] = {"input_ids": rows.token_ids_RL, "position_ids": rows.position_ids_RL}
@@ -103,6 +80,60 @@ def token_logprobs(
     if routers is not None and not torch.is_grad_enabled():
         routers.give(None)
     return both(both_N2 if share is None else share.gathered(both_N2), rows.scored_N)
+
+
+def changes_logits(model: nn.Module) -> bool:
+    """Return whether `token_logprobs` found that the model does not return its head's output as it is."""
+    return model in _CHANGES_LOGITS
+
+
+def scoring(
+    micro_batch: MicroBatch,
+    *,
+    vocabulary: int,
+    scored_N: torch.Tensor,
+    before_N: torch.Tensor,
+    is_entropy_learned: bool,
+    one_pass: "OnePass | None",
+) -> "tuple[Targets, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]":
+    """Return what the head has to compute for a micro-batch, and the function that puts its results into [B, T].
+
+    `scored_N` are the flat indices in [B, T] of the tokens to score, and `before_N` those, in the rows that the head
+    sees, of the tokens before them. The function takes the head's results [N, 2] and the flat indices of their tokens;
+    it returns log-probs and entropies, with log(1/V) and log V for all other tokens, where V is `vocabulary`.
+    """
+    ways_N = micro_batch.sampled.ways(scored_N)
+    log_vocabulary, shape = math.log(vocabulary), micro_batch.token_ids_BT.shape
+
+    def put(values_N: torch.Tensor, places_N: torch.Tensor, elsewhere: float) -> torch.Tensor:
+        # Not in place, so that the gradient reaches the values. [N] → [B, T]
+        return values_N.new_full((shape.numel(),), elsewhere).index_copy(0, places_N, values_N).view(shape)
+
+    def both(both_N2: torch.Tensor, places_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs_N, entropy_N = both_N2.unbind(-1)
+        entropy_N = entropy_N if is_entropy_learned else entropy_N.detach()
+        return put(logprobs_N, places_N, -log_vocabulary), put(entropy_N, places_N, log_vocabulary)
+
+    def slopes(tokens: slice, both_C2: torch.Tensor) -> torch.Tensor:
+        assert one_pass is not None
+        one_pass.num_tokens += len(both_C2)
+        # The autograd function that calls this runs without gradients: the graph from log-probs to the loss exists in
+        # here only.
+        with torch.enable_grad():
+            given_C2 = both_C2.requires_grad_()
+            loss = one_pass.loss_at(*both(given_C2, scored_N[tokens]))
+            return torch.autograd.grad(loss, given_C2)[0]
+
+    targets = Targets(
+        places_N=before_N,
+        labels_N=micro_batch.token_ids_BT.reshape(-1)[scored_N],
+        temperature_N=micro_batch.sampled.temperature_W[ways_N],
+        is_entropy_learned=is_entropy_learned,
+        kept=_kept(micro_batch, scored_N, ways_N),
+        # Without gradients, as for a reference, there is no loss whose slopes could be asked for.
+        slopes=slopes if one_pass is not None and torch.is_grad_enabled() else None,
+    )
+    return targets, both
 
 
 def _kept(

@@ -54,6 +54,17 @@ class OptimizerReport:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamParams:
+    """The settings of one AdamW step, for who chooses them step by step. `max_norm` None does not clip."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    max_norm: float | None
+
+
 class PolicyOptimizer:
     """Steps the model's parameters. The state is plain tensors by parameter name, so a checkpoint needs no pickle."""
 
@@ -91,9 +102,25 @@ class PolicyOptimizer:
         not finite, and with `skips`; in the last two cases the report has `num_skipped` 1.
         """
         lr = learning_rate(step, lr=self._optim.lr, config=self._scheduler, max_steps=self._max_steps)
+        return self._step(step, lr=lr, max_norm=self._optim.max_norm, skips=skips)
+
+    def step_as(self, step: int, adam: AdamParams) -> OptimizerReport:
+        """Take step `step` (from 0) with these settings in place of the configured ones. Collective in a gang.
+
+        They stay for later steps, except for learning rate and `max_norm`. Weights stay as in `step`. The configured
+        optimizer must be AdamW.
+        """
+        for optimizer in self._optimizers:
+            assert isinstance(optimizer, AdamW)
+            for group in optimizer.param_groups:
+                group |= {"betas": adam.betas, "eps": adam.eps, "weight_decay": adam.weight_decay}
+        return self._step(step, lr=adam.lr, max_norm=adam.max_norm, skips=False)
+
+    def _step(self, step: int, *, lr: float, max_norm: float | None, skips: bool) -> OptimizerReport:
+        """Clip the gradient to `max_norm`, apply it at the learning rate `lr`, and clear it, as `step` says."""
         # Clipped also if the step will be skipped: the norm is collective, and it is reported. It is that of all ranks
         # together, so that a gradient that is not finite makes all of them skip.
-        grad_norm = clip(self._parameters, max_norm=self._optim.max_norm)
+        grad_norm = clip(self._parameters, max_norm=math.inf if max_norm is None else max_norm)
         was_skipped = skips or not math.isfinite(grad_norm)
         for number, optimizer in enumerate(self._optimizers):
             if lr != 0 and not was_skipped:

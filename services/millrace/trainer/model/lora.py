@@ -58,9 +58,13 @@ class LoraLinear(nn.Linear):
         result = functional.linear(input, self.weight, self.bias)
         if not self.is_active:
             return result
+        return result + self.added(input).to(result.dtype)
+
+    def added(self, input: torch.Tensor) -> torch.Tensor:
+        """Return what the adapter adds: scaling · B (A x), [..., in] → [..., out] in the adapter's dtype."""
         # [..., in] → [..., rank] → [..., out]
         low = functional.dropout(input.to(self.lora_A.weight.dtype), self.lora_dropout, self.is_learning)
-        return result + (self.lora_B(self.lora_A(low)) * self.scaling).to(result.dtype)
+        return self.lora_B(self.lora_A(low)) * self.scaling
 
 
 def add_adapters(model: nn.Module, config: LoraConfig, *, seed: int) -> AdapterSpec:
