@@ -105,9 +105,12 @@ class SyncRuns:
         """Return the run of this name, as it is now; raise NotFoundError if there is none."""
         return self._runner.run(self._runs.get(name))
 
-    def list(self, *, states: Sequence[RunStateLike] = (), limit: int = 0) -> Sequence[run_pb2.Run]:
-        """Return runs in these states (all if none is given), newest first; at most `limit`, where 0 is no limit."""
-        return self._runner.run(self._runs.list(states=states, limit=limit))
+    def list(self, *, states: Sequence[RunStateLike] = (), limit: int = 0, tenant: str = "") -> Sequence[run_pb2.Run]:
+        """Return runs in these states (all if none is given), newest first; at most `limit`, where 0 is no limit.
+
+        With `tenant` only those of that tenant.
+        """
+        return self._runner.run(self._runs.list(states=states, limit=limit, tenant=tenant))
 
     def cancel(self, name: str, *, reason: str = "") -> run_pb2.Run:
         """Ask a run to end as CANCELLED, for a reason that its log records; return it at once, as it is before that."""

@@ -134,8 +134,10 @@ class RunsClient:
         response = await call(self._stub.GetRun, rs.GetRunRequest(name=name), timeout_s=CALL_TIMEOUT_S, to=self._to)
         return response.run
 
-    async def list(self, *, states: Sequence[RunStateLike] = (), limit: int = 0) -> Sequence[run_pb2.Run]:
-        """Return runs in these states (all if none is given), newest first.
+    async def list(
+        self, *, states: Sequence[RunStateLike] = (), limit: int = 0, tenant: str = ""
+    ) -> Sequence[run_pb2.Run]:
+        """Return runs in these states (all if none is given), newest first; with `tenant` only those of that tenant.
 
         At most `limit` are returned, over as many pages as necessary; 0 is no limit.
         """
@@ -144,7 +146,7 @@ class RunsClient:
         token = ""
         while True:
             size = min(_PAGE_SIZE, limit - len(runs)) if limit else _PAGE_SIZE
-            request = rs.ListRunsRequest(page_size=size, page_token=token, states=state_names)
+            request = rs.ListRunsRequest(page_size=size, page_token=token, states=state_names, tenant=tenant)
             response = await call(self._stub.ListRuns, request, timeout_s=CALL_TIMEOUT_S, to=self._to)
             runs.extend(response.runs)
             token = response.next_page_token

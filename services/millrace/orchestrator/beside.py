@@ -38,7 +38,10 @@ class LogPlace:
 
 
 class RunSource(Protocol):
-    """The runs of a deployment. Answers come from memory where they can: Redis or the store may be away."""
+    """The runs of a deployment that one caller sees. No other one exists for its methods.
+
+    Answers come from memory where they can: Redis or the store may be away.
+    """
 
     def list_runs(self, *, config: str = "") -> list[dict[str, Any]]:
         """Return a summary of every run, the newest first, without its config.
@@ -78,6 +81,14 @@ class RunSource(Protocol):
 
     def trouble(self) -> str:
         """Return in words what of Redis or the store does not answer at the moment; empty if both do."""
+        ...
+
+
+class RunSources(Protocol):
+    """The runs of a deployment, which nobody gets at but as a caller."""
+
+    def seen_by(self, tenant: str) -> RunSource:
+        """Return the runs of a tenant, or with an empty `tenant` all, as an operator sees them."""
         ...
 
 
@@ -131,8 +142,8 @@ class Readers(Protocol):
         """
         ...
 
-    def pages(self, address: str | None, source: RunSource) -> AbstractAsyncContextManager[int]:
-        """Return a context that serves the dashboard over `source` at `address` (host:port) while it is open.
+    def pages(self, address: str | None, sources: RunSources) -> AbstractAsyncContextManager[int]:
+        """Return a context that serves the dashboard over `sources` at `address` (host:port) while it is open.
 
         Its value is the port. With None it serves nothing, and the value is 0.
         """

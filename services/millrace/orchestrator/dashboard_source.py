@@ -16,8 +16,10 @@ from millrace.orchestrator.catalog import ConfigText, RunCatalog, RunView
 from millrace.orchestrator.chain import boxes
 from millrace.orchestrator.manager import RunManager
 from millrace.orchestrator.service import RunServicer
+from millrace.orchestrator.tenants import SeenRuns
 from millrace.orchestrator.why import chain_of, unanswered
 from millrace.orchestrator.workers import QUIET_S, WorkerKind, WorkerRecord, WorkerRegistry
+from millrace.rpc.access import set_caller
 from millrace.runlog.records.run_record import EVAL
 from millrace.runlog.run_status import state_name
 from millrace.telemetry.logging import masked, secrets_of
@@ -40,34 +42,54 @@ _ASK_AGAIN = "see whether both answer, and ask again: what was done is not done 
 _NO_CALL = cast("grpc.aio.ServicerContext", None)
 
 
-class OrchestratorSource:
-    """A `RunSource` over one orchestrator."""
+class OrchestratorSources:
+    """`RunSources` over one orchestrator, and what all callers share."""
 
     def __init__(
         self, *, service: RunServicer, catalog: RunCatalog, manager: RunManager, registry: WorkerRegistry, owner: str
     ) -> None:
-        """Make the dashboard's source over the parts of this orchestrator, which `owner` names."""
-        self._service = service
-        self._catalog = catalog
-        self._manager = manager
-        self._registry = registry
-        self._owner = owner
-        self._listings: dict[str, asyncio.Task[run_service_pb2.ListCheckpointsResponse]] = {}
-        self._config_texts: dict[str, ConfigText] = {}
-        self._secrets = secrets_of(os.environ)
-        self._reading: asyncio.Task[None] | None = None
-        self._read_at = 0.0
+        """Make the dashboard's sources over the parts of this orchestrator, which `owner` names."""
+        self.service = service
+        self.catalog = catalog
+        self.manager = manager
+        self.registry = registry
+        self.owner = owner
+        self.listings: dict[str, asyncio.Task[run_service_pb2.ListCheckpointsResponse]] = {}
+        self.config_texts: dict[str, ConfigText] = {}
+        self.secrets = secrets_of(os.environ)
+        self.reading: asyncio.Task[None] | None = None
+        self.read_at = 0.0
+
+    def seen_by(self, tenant: str) -> "OrchestratorSource":
+        """Return the runs of a tenant, or with an empty `tenant` all, for one request.
+
+        The task that calls this answers that request: what it asks of the public API is the tenant's.
+        """
+        set_caller(tenant)
+        return OrchestratorSource(self, SeenRuns(self.catalog, tenant))
+
+
+class OrchestratorSource:
+    """A `RunSource` over one orchestrator, for one request."""
+
+    def __init__(self, shared: OrchestratorSources, seen: SeenRuns) -> None:
+        """Make the source of the runs in `seen`; prefer `OrchestratorSources.seen_by`."""
+        self._shared = shared
+        self._seen = seen
+        self._service, self._catalog, self._manager = shared.service, shared.catalog, shared.manager
+        self._registry, self._owner = shared.registry, shared.owner
 
     def list_runs(self, *, config: str = "") -> list[dict[str, Any]]:
-        """Return a summary of every run, or of those whose configs match the words `config`, the newest first.
+        """Return a summary of every run that is seen, the newest first; with `config` of those whose configs match it.
 
         Open runs are as the manager last saw them, which looks twice a second. Of those that have ended, the newest
         `MAX_ENDED` are read in the background once a list was asked for; others are shown once they were opened.
         """
-        if self._reading is None or (self._reading.done() and time.monotonic() - self._read_at > READ_AGAIN_S):
-            self._read_at = time.monotonic()
-            self._reading = asyncio.create_task(self._read_ended(), name="ended runs of the dashboard")
-        views = sorted(self._catalog.views, key=lambda view: view.record.uid, reverse=True)
+        shared = self._shared
+        if shared.reading is None or (shared.reading.done() and time.monotonic() - shared.read_at > READ_AGAIN_S):
+            shared.read_at = time.monotonic()
+            shared.reading = asyncio.create_task(self._read_ended(), name="ended runs of the dashboard")
+        views = sorted(self._seen.views, key=lambda view: view.record.uid, reverse=True)
         return [self._summary(view) for view in views if not config or self._config_text(view).matches(config)]
 
     async def find_run(self, name: str) -> dict[str, Any]:
@@ -75,13 +97,13 @@ class OrchestratorSource:
 
         Raise NotFoundError if the run is unknown.
         """
-        view = self._catalog.known(name)
+        view = self._seen.known(name)
         if view is None:
             async with _deadline():
-                view = await self._catalog.find(name)
+                view = await self._seen.find(name)
         model = EvalRunConfig if view.record.kind == EVAL else RLConfig
         # Masked under the names of its own keys: in the answer below these are values of `key`.
-        config = masked(view.record.config or {}, self._secrets)
+        config = masked(view.record.config or {}, self._shared.secrets)
         keys = [
             {"key": each.key, "value": each.value, "default": each.default, "differs": each.differs}
             for each in differences(config, model)
@@ -130,13 +152,13 @@ class OrchestratorSource:
 
         It reads every manifest, in a thread that no deadline ends: pages that ask again must not start another one.
         """
-        found = self._listings.get(uid)
+        found = self._shared.listings.get(uid)
         if found is None or found.done():
             request = run_service_pb2.ListCheckpointsRequest(parent=uid, page_size=1000)
             found = asyncio.create_task(self._service.ListCheckpoints(request, _NO_CALL), name=f"checkpoints of {uid}")
             # Looks at the error of a task that nobody awaits any more: asyncio would log it as never retrieved.
             found.add_done_callback(lambda task: task.cancelled() or task.exception())
-            self._listings[uid] = found
+            self._shared.listings[uid] = found
         return found
 
     def explain(self, name: str) -> dict[str, Any]:
@@ -145,11 +167,14 @@ class OrchestratorSource:
         A run that has ended has no chain.
         """
         view = self._known(name)
-        found = self._manager.explain(view)
-        ended = view.is_terminal
+        uid, tenant, ended = view.record.uid, self._seen.tenant, view.is_terminal
+        found = self._seen.shown(self._manager.explain(view, tenant=tenant), uid=uid)
+        chain = [] if ended else boxes(chain_of(uid, self._registry, owner=self._owner, tenant=tenant))
+        for box in chain:
+            box["does"] = self._seen.without_others(box["does"], uid=uid)
         return {
             "summary": found.summary,
-            "chain": [] if ended else boxes(chain_of(view.record.uid, self._registry, owner=self._owner)),
+            "chain": chain,
             "waits": [
                 {
                     "owner": wait.owner,
@@ -190,14 +215,14 @@ class OrchestratorSource:
 
     def trouble(self) -> str:
         """Return in words what of Redis and the store does not answer at the moment; empty if both answer."""
-        return unanswered(self._owner)
+        return self._seen.without_others(unanswered(self._owner))
 
     def _known(self, name: str) -> RunView:
         """Return the view in memory of a run, by its name, its uid, the beginning of its name, or `-` for the newest.
 
         Raise NotFoundError if no run, or more than one, is meant.
         """
-        view = self._catalog.known(name)
+        view = self._seen.known(name)
         if view is None:
             raise NotFoundError(
                 f"no run {name[:100]!r} is known", reason="RUN_NOT_FOUND", remedy="see the list of runs"
@@ -206,10 +231,10 @@ class OrchestratorSource:
 
     def _config_text(self, view: RunView) -> ConfigText:
         """Return the text of a run's config to search in, made once: a config never changes."""
-        found = self._config_texts.get(view.record.uid)
+        found = self._shared.config_texts.get(view.record.uid)
         if found is None:
-            found = ConfigText.of(view.record.config or {}, secrets=self._secrets)
-            self._config_texts[view.record.uid] = found
+            found = ConfigText.of(view.record.config or {}, secrets=self._shared.secrets)
+            self._shared.config_texts[view.record.uid] = found
         return found
 
     def _summary(self, view: RunView) -> dict[str, Any]:
@@ -225,6 +250,7 @@ class OrchestratorSource:
         serving = [] if view.is_terminal else [each for each in records if each.kind is WorkerKind.ENV_SERVER]
         return {
             "name": view.record.name,
+            "tenant": view.record.tenant,
             "uid": view.record.uid,
             "kind": view.record.kind,
             "state": run_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_"),
@@ -253,8 +279,12 @@ class OrchestratorSource:
                 for each in progress.environments
             ],
             "held_by": sorted(each.worker_id for each in mine),
-            "queue_place": self._manager.queue_place(view),
-            "workers": [_worker(each, names[each.worker_id]) for each in (*mine, *serving)],
+            "queue_place": self._manager.queue_place(view, tenant=self._seen.tenant),
+            "workers": [
+                *(_worker(each, names[each.worker_id]) for each in mine),
+                # What an env-server plays is of all runs.
+                *(_worker(each, names[each.worker_id], shows_work=not self._seen.tenant) for each in serving),
+            ],
             "has_ended": view.is_terminal,
         }
 
@@ -264,15 +294,18 @@ def _error(error: run_pb2.RunError) -> dict[str, str]:
     return {"reason": error.reason, "message": error.message, "remedy": error.remedy}
 
 
-def _worker(record: WorkerRecord, name: str) -> dict[str, Any]:
-    """Return what the dashboard shows of a worker: its host, state, activity and GPUs; `name` is its short name."""
+def _worker(record: WorkerRecord, name: str, *, shows_work: bool = True) -> dict[str, Any]:
+    """Return what the dashboard shows of a worker: its host, state, activity and GPUs; `name` is its short name.
+
+    Without `shows_work` the activity is left out.
+    """
     is_silent = time.monotonic() - record.silent_since > QUIET_S
     return {
         "id": record.worker_id,
         "name": name,
         "host": host_of(record.worker_id, record.kind),
         "state": "leaving" if record.is_leaving else "silent" if is_silent else "ready",
-        "does": _does(record),
+        "does": _does(record) if shows_work else "",
         "gpus": [
             {
                 "index": gpu.index, "id": gpu.uuid, "name": gpu.name, "memory_used": gpu.memory_used,

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 from millrace.custom_code import CustomCode
@@ -132,10 +133,10 @@ class RunManager:
         """
         return uid in self._claims
 
-    def explain(self, view: RunView, *, note: str = "") -> run_service_pb2.ExplainRunResponse:
+    def explain(self, view: RunView, *, note: str = "", tenant: str = "") -> run_service_pb2.ExplainRunResponse:
         """Return why a run does not move (`why.explain`), with its place in the queue if it waits for workers.
 
-        `note` says why the view may be old, "" if it is not.
+        `note` says why the view may be old, "" if it is not. For a `tenant` the text leaves others' runs out.
         """
         uid = view.record.uid
         return explain(
@@ -143,17 +144,21 @@ class RunManager:
             self._registry,
             owner=self._owner,
             note=note,
-            name_of=self.queue.name_of,
+            name_of=partial(self.queue.name_of, tenant=tenant),
             is_held=self.holds(uid),
-            place=self.queue.words(uid),
+            place=self.queue.words(uid, tenant=tenant),
+            tenant=tenant,
         )
 
-    def queue_place(self, view: RunView) -> str:
-        """Return in words the place of a QUEUED run in the queue, and why it waits there; empty in other states."""
+    def queue_place(self, view: RunView, *, tenant: str = "") -> str:
+        """Return in words the place of a QUEUED run in the queue, and why it waits there; empty in other states.
+
+        For a `tenant` the text leaves others' runs out.
+        """
         if view.run.state != run_pb2.RUN_STATE_QUEUED:
             return ""
         uid = view.record.uid
-        place, name_of = self.queue.words(uid), self.queue.name_of
+        place, name_of = self.queue.words(uid, tenant=tenant), partial(self.queue.name_of, tenant=tenant)
         return queued_words(uid, self._registry, owner=self._owner, name_of=name_of, place=place)
 
     def driven(self) -> list[tuple[RunParts, bool]]:

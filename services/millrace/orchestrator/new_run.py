@@ -22,11 +22,15 @@ MAX_LABELS, MAX_LABEL_CHARS = 64, 256
 KINDS = {run_pb2.RUN_KIND_RL: RL, run_pb2.RUN_KIND_EVAL: EVAL}
 
 
-def validate(request: run_service_pb2.CreateRunRequest) -> RLConfig | EvalRunConfig:
-    """Check a request to create a run, and return its config; raise InvalidSpecError with every violation at once."""
+def validate(request: run_service_pb2.CreateRunRequest, *, tenant: str = "") -> RLConfig | EvalRunConfig:
+    """Check a tenant's request to create a run, and return its config; `tenant` is empty for an operator.
+
+    Raises InvalidSpecError with every violation at once.
+    """
     violations: list[Violation] = []
     if request.run_id and not names.is_legal(request.run_id):
         violations.append(Violation(field="run_id", value=request.run_id, message=names.RULE))
+    violations += _too_long("run_id", request.run_id, tenant)
     if request.kind not in KINDS:
         known = request.kind in run_pb2.RunKind.values()
         kind = run_pb2.RunKind.Name(request.kind) if known else str(request.kind)
@@ -34,13 +38,14 @@ def validate(request: run_service_pb2.CreateRunRequest) -> RLConfig | EvalRunCon
         violations.append(Violation(field="kind", value=kind, message=message))
     violations += _label_problems(request)
     if request.request_id:
-        violations += _violations(check_request_id, request.request_id)
+        violations += _violations(check_request_id, names.of_tenant(tenant, request.request_id))
     document = request.config_json
     is_eval = request.kind == run_pb2.RUN_KIND_EVAL
     try:
         config = validate_document(document, EvalRunConfig) if is_eval else validate_document(document)
     except InvalidSpecError as error:
         raise InvalidSpecError([*violations, *error.violations]) from error
+    violations += _too_long("run.name", "" if request.run_id else config.run.name or "", tenant)
     if isinstance(config, RLConfig) and any(
         p and p.resume_step is not None for p in (config.ckpt, config.trainer.ckpt)
     ):
@@ -54,34 +59,54 @@ def validate(request: run_service_pb2.CreateRunRequest) -> RLConfig | EvalRunCon
     return config
 
 
-def make_record(request: run_service_pb2.CreateRunRequest, config: RLConfig | EvalRunConfig) -> RunRecord:
-    """Return the run's record under a new uid.
+def make_record(
+    request: run_service_pb2.CreateRunRequest, config: RLConfig | EvalRunConfig, *, tenant: str = ""
+) -> RunRecord:
+    """Return the record, under a new uid, of a run of `tenant`, which is empty for an operator.
 
-    Its name is the request's, else the config's, else one made of environment and uid.
+    Its name is the request's, else the config's, else one made of environment and uid; a tenant's begins with the
+    tenant, and so does the id of its request.
     """
     document = json.loads(config.resolved_json())
     uid = new_uid()
+    name = request.run_id or config.run.name or _make_name(config, uid, most=_room(tenant))
     return RunRecord(
         uid=uid,
-        name=request.run_id or config.run.name or _make_name(config, uid),
+        name=names.of_tenant(tenant, name),
         kind=KINDS[request.kind],
         config=document,
         run_hash=hashlib.sha256(config.resolved_json().encode()).hexdigest(),
-        request_id=request.request_id or str(uuid.uuid4()),
+        request_id=names.of_tenant(tenant, request.request_id or str(uuid.uuid4())),
         create_time=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
         code_version=millrace.__version__,
         labels=dict(request.labels),
+        tenant=tenant,
     )
 
 
-def _make_name(config: RLConfig | EvalRunConfig, uid: str) -> str:
+def _room(tenant: str) -> int:
+    """Return how many characters a tenant's name of a run may have, so that the whole name is legal."""
+    return names.MAX_NAME - len(names.of_tenant(tenant, ""))
+
+
+def _too_long(field: str, name: str, tenant: str) -> list[Violation]:
+    """Return the violation that a name leaves no room for the tenant in front of it; empty if there is room."""
+    if len(name) <= _room(tenant):
+        return []
+    message = (
+        f"may have {_room(tenant)} characters: with the tenant in front of it the name has at most {names.MAX_NAME}"
+    )
+    return [Violation(field=field, value=name, message=message)]
+
+
+def _make_name(config: RLConfig | EvalRunConfig, uid: str, *, most: int) -> str:
     """Return a legal name: that of the first environment (its id if it has none), and the last six digits of the uid.
 
-    The name of an evaluation begins with `eval-`.
+    It has at most `most` characters. The name of an evaluation begins with `eval-`.
     """
     is_eval = isinstance(config, EvalRunConfig)
     first = config.env[0] if is_eval else config.orchestrator.env[0]
-    return names.make(f"{'eval-' if is_eval else ''}{first.name or first.id}", uid[-6:])
+    return names.make(f"{'eval-' if is_eval else ''}{first.name or first.id}", uid[-6:], most=most)
 
 
 def _label_problems(request: run_service_pb2.CreateRunRequest) -> list[Violation]:
@@ -119,7 +144,10 @@ def as_create(
     """
     return run_service_pb2.CreateRunRequest(
         kind=run_pb2.RUN_KIND_RL,
-        run_id=request.run_id or names.make(parent.name, f"at-{request.step}-{uid[-4:]}"),
+        run_id=request.run_id
+        or names.make(
+            names.within(parent.tenant, parent.name), f"at-{request.step}-{uid[-4:]}", most=_room(parent.tenant)
+        ),
         config_json=_with_own_wandb_run(request.config_json or parent.config_json, parent),
         request_id=request.request_id,
         labels=request.labels,

@@ -19,7 +19,7 @@ from millrace.internal.v1 import worker_service_pb2, worker_service_pb2_grpc
 from millrace.orchestrator.beside import LogPlace, Readers, open_readers
 from millrace.orchestrator.catalog import RunCatalog
 from millrace.orchestrator.chain import storage_of
-from millrace.orchestrator.dashboard_source import OrchestratorSource
+from millrace.orchestrator.dashboard_source import OrchestratorSources
 from millrace.orchestrator.manager import RunManager
 from millrace.orchestrator.meters import registry_of
 from millrace.orchestrator.queue.groups import parse_groups
@@ -133,14 +133,14 @@ def _assemble(settings: Settings) -> _Process:
 
 def _dashboard(process: _Process) -> contextlib.AbstractAsyncContextManager[int]:
     """Return the context in which the dashboard is served, over the same parts as the public API."""
-    source = OrchestratorSource(
+    sources = OrchestratorSources(
         service=process.servicer(asyncio.Event()),
         catalog=process.catalog,
         manager=process.manager,
         registry=process.registry,
         owner=process.owner,
     )
-    return process.readers.pages(process.settings.dashboard_listen, source)
+    return process.readers.pages(process.settings.dashboard_listen, sources)
 
 
 async def serve_orchestrator(

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
@@ -12,8 +12,6 @@ import grpc
 
 from millrace.algorithms import make_algorithms
 from millrace.config import EvalRunConfig, RLConfig
-from millrace.config.sections.environments import NamedEnv
-from millrace.custom_code import CustomCode
 from millrace.decoding import MAX_JSON_BYTES, Fields, decode_object
 from millrace.errors import (
     AlreadyExistsError,
@@ -28,15 +26,16 @@ from millrace.errors import (
 from millrace.orchestrator import new_run
 from millrace.orchestrator.beside import PAGE_DEFAULT, LogPlace, Readers, next_token, of_bounded_size, page
 from millrace.orchestrator.catalog import EventFeed, RunCatalog, RunView
-from millrace.orchestrator.drive.assembly import env_specs, require_tasks, trained_envs
 from millrace.orchestrator.intents import IntentCalls, check_intent
 from millrace.orchestrator.manager import RunManager
 from millrace.orchestrator.new_run import make_record, validate
-from millrace.orchestrator.play.env_servers import IMAGE_REMEDY, EnvServers, KeyVariables, images_in_words
 from millrace.orchestrator.play.tasks import Sampler
+from millrace.orchestrator.tenants import SeenRuns
 from millrace.orchestrator.why import unanswered
-from millrace.orchestrator.workers import WorkerKind, WorkerRegistry
+from millrace.orchestrator.worker_checks import check_environments, require_env_images, require_loadable_loss
+from millrace.orchestrator.workers import WorkerRegistry
 from millrace.race import in_own_thread
+from millrace.rpc.access import calling_tenant
 from millrace.runlog.deletion import (
     begin_deletion,
     delete_run,
@@ -46,7 +45,7 @@ from millrace.runlog.deletion import (
 )
 from millrace.runlog.fork import copy_fork, plan_fork
 from millrace.runlog.index import create_run, find_request
-from millrace.runlog.names import Names, new_uid
+from millrace.runlog.names import Names, new_uid, within
 from millrace.runlog.records.run_record import EVAL, RunRecord
 from millrace.runlog.run_status import TERMINAL, is_terminal
 from millrace.storage.base import newest_revision, require_checksum
@@ -108,10 +107,10 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
 
         A repeated `request_id` returns the run that it created; AlreadyExistsError if that has another config.
         """
-        config, record = await self._validated(request)
+        config, record = await self._validated(request, calling_tenant())
         # Before workers are looked at: a repeated request gets its first answer, whatever is registered by now.
         if request.request_id and not request.validate_only:
-            earlier = await find_request(self._store, self._prefix, request.request_id)
+            earlier = await find_request(self._store, self._prefix, record.request_id)
             if earlier is not None:
                 return run_service_pb2.CreateRunResponse(run=await self._earlier(earlier, record))
         require_env_images(config, self._registry)
@@ -126,11 +125,12 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     ) -> run_service_pb2.ForkRunResponse:
         """Create a run that continues another one at a step: copy what it begins with, and queue it.
 
+        It belongs to the parent's tenant, also if an operator asks for it: all runs of a lineage have one tenant.
         A repeated `request_id` returns the run that it created; AlreadyExistsError if that is of another config or
         step. Raises InvalidStateError for a fork of an evaluation, and InvalidSpecError or InvalidStateError if the
         fork's config cannot continue the parent.
         """
-        parent = (await self._catalog.find(request.name)).record
+        parent = (await self._seen.find(request.name)).record
         if parent.kind == EVAL:
             raise InvalidStateError(
                 f"run {parent.name!r} is an evaluation: it has no policy to continue from",
@@ -138,11 +138,11 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
                 remedy="submit the evaluation again with the settings that you want",
             )
         wanted = new_run.as_create(request, parent, uid=new_uid())
-        config, record = await self._validated(wanted)
+        config, record = await self._validated(wanted, parent.tenant)
         # What `is_same_fork` compares with an earlier request; the whole plan comes below.
         record = replace(record, parent={"uid": parent.uid, "step": request.step})
         if request.request_id:
-            earlier = await find_request(self._store, self._prefix, request.request_id)
+            earlier = await find_request(self._store, self._prefix, record.request_id)
             if earlier is not None:
                 return run_service_pb2.ForkRunResponse(run=await self._earlier(earlier, record))
         require_env_images(config, self._registry)
@@ -156,8 +156,8 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         self, request: run_service_pb2.AuditRunRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.AuditRunResponse:
         """Check the promises of a run against its log and return the report; audits run one at a time."""
-        uid = (await self._catalog.find(request.name)).record.uid
-        with waits.waiting(f"an audit of run {uid}: its turn", waits_on="object store") as wait:
+        uid = (await self._seen.find(request.name)).record.uid
+        with waits.of_run(uid), waits.waiting(f"an audit of run {uid}: its turn", waits_on="object store") as wait:
             async with self._auditing:
                 report = await self._readers.audit(
                     uid, on_progress=lambda text: wait.update(reason=f"an audit of run {uid}: {text}")
@@ -184,7 +184,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
                 )
             await begin_deletion(self._redis, self._store, deletion, by=self._owner)
             self._catalog.forget(uid)
-            with waits.waiting(f"the deletion of run {uid}", waits_on="object store"):
+            with waits.of_run(uid), waits.waiting(f"the deletion of run {uid}", waits_on="object store"):
                 left = await asyncio.to_thread(delete_run, self._store, deletion, by=self._owner)
             if left:
                 raise UnavailableError(
@@ -199,11 +199,11 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
 
     async def _uid_to_delete(self, name: str) -> str:
         """Return the uid of a run, or of one of that name whose deletion was begun; NotFoundError if there is none."""
-        wanted = name.removeprefix("runs/")
+        seen, wanted = self._seen, name.removeprefix("runs/")
         try:
-            return (await self._catalog.find(name)).record.uid
+            return (await seen.find(name)).record.uid
         except NotFoundError:
-            uid = await asyncio.to_thread(find_tombstone, self._store, self._prefix, wanted)
+            uid = await asyncio.to_thread(find_tombstone, self._store, self._prefix, wanted, tenant=seen.tenant)
             if uid is None:
                 raise
             return uid
@@ -215,12 +215,14 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
 
         Its error is also set while something refuses to let it get ahead.
         """
-        view = await self._catalog.find(request.name)
+        seen = self._seen
+        view = await seen.find(request.name)
         # A copy: the error below belongs to this answer, and not to the view.
         run = self._shown(view)
         if not view.is_terminal and (problem := self._manager.held_up.problem(view.record.uid)) is not None:
             cause, by = problem.metadata["cause"], problem.metadata["component"]
-            error = run_pb2.RunError(reason=cause, message=problem.message, component=by, remedy=problem.remedy or "")
+            message = seen.without_others(problem.message, uid=view.record.uid)
+            error = run_pb2.RunError(reason=cause, message=message, component=by, remedy=problem.remedy or "")
             run.error.CopyFrom(error)
         if (progress := self._manager.progress(view.record.uid)) is not None:
             run.progress.CopyFrom(progress)
@@ -229,31 +231,38 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     async def ListRuns(
         self, request: run_service_pb2.ListRunsRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.ListRunsResponse:
-        """Return a page of runs, newest first, of all or of those in the request's states."""
+        """Return a page of the runs that the caller sees, newest first; of a tenant, or in states, if asked for."""
         size, start = page(request.page_size, request.page_token)
+        seen = self._seen
+        if request.tenant:
+            if seen.tenant not in ("", request.tenant):
+                return run_service_pb2.ListRunsResponse()
+            seen = SeenRuns(self._catalog, request.tenant)
         if request.states:
             # One more than the page: so a token is only given where something follows.
-            runs = await self._in_states(request.states, at_least=start + size + 1)
+            runs = await self._in_states(seen, request.states, at_least=start + size + 1)
             shown = of_bounded_size(runs[start : start + size])
             return run_service_pb2.ListRunsResponse(
                 runs=shown, next_page_token=next_token(start + len(shown), len(runs))
             )
-        listed = await self._catalog.list_names()
-        views = await self._catalog.read_listed(listed[start : start + size])
+        listed = await seen.list_names()
+        views = await seen.read_listed(listed[start : start + size])
         shown = of_bounded_size([self._shown(view) for view in views])
         return run_service_pb2.ListRunsResponse(runs=shown, next_page_token=next_token(start + len(shown), len(listed)))
 
-    async def _in_states(self, states: Collection[run_pb2.RunState], *, at_least: int) -> list[run_pb2.Run]:
-        """Return the newest runs in these states: at least `at_least`, or all if there are fewer.
+    async def _in_states(
+        self, seen: SeenRuns, states: Collection[run_pb2.RunState], *, at_least: int
+    ) -> list[run_pb2.Run]:
+        """Return the newest runs in these states that are seen: at least `at_least`, or all if there are fewer.
 
         Runs that have ended are read only if one of the states is that of an ended or a damaged run.
         """
         if not TERMINAL.union([run_pb2.RUN_STATE_DAMAGED]).intersection(states):
-            return [self._shown(each) for each in reversed(await self._catalog.refresh()) if each.run.state in states]
-        listed, runs = await self._catalog.list_names(), []
+            return [self._shown(each) for each in reversed(await seen.refresh()) if each.run.state in states]
+        listed, runs = await seen.list_names(), []
         # A page at a time, the newest first: a deployment may have thousands of ended runs.
         for first in range(0, len(listed), PAGE_DEFAULT):
-            views = await self._catalog.read_listed(listed[first : first + PAGE_DEFAULT])
+            views = await seen.read_listed(listed[first : first + PAGE_DEFAULT])
             runs += [self._shown(view) for view in views if view.run.state in states]
             if len(runs) >= at_least:
                 break
@@ -263,7 +272,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         """Return a copy of a run's public message, with its place in the queue while it is QUEUED."""
         run = run_pb2.Run()
         run.CopyFrom(view.run)
-        run.queue_place = self._manager.queue_place(view)
+        run.queue_place = self._manager.queue_place(view, tenant=calling_tenant())
         return run
 
     async def CancelRun(
@@ -273,7 +282,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
 
         Cancelling a run that ended is an error; twice is not.
         """
-        view = await self._catalog.find(request.name)
+        view = await self._seen.find(request.name)
         check_intent(request.reason, request.request_id)
         await self._intents.cancel(view, reason=request.reason, request_id=request.request_id)
         return run_service_pb2.CancelRunResponse(run=view.run)
@@ -285,7 +294,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
 
         Pausing a run that ends or ended is an error; pausing twice is not.
         """
-        view = await self._catalog.find(request.name)
+        view = await self._seen.find(request.name)
         check_intent(request.reason, request.request_id)
         await self._intents.pause(view, reason=request.reason, request_id=request.request_id)
         return run_service_pb2.PauseRunResponse(run=view.run)
@@ -297,7 +306,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
 
         Reopens a failed run; an open one stays as it is. What it is to keep from here on is part of the intent.
         """
-        view = await self._catalog.find(request.name)
+        view = await self._seen.find(request.name)
         check_intent("", request.request_id)
         retention = {
             name: min(getattr(request, f"retain_{name}"), _MOST_KEPT) or None
@@ -314,7 +323,8 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         UnavailableError when this process drains, RefusedError while something refuses to let the run get ahead,
         CorruptObjectError if the run cannot be read.
         """
-        view = await self._catalog.find(request.name)
+        seen = self._seen
+        view = await seen.find(request.name)
         if request.after and not _CURSOR.fullmatch(request.after):
             problem = Violation(field="after", value=request.after[:80], message="is not the cursor of an event")
             raise InvalidSpecError([problem], reason="CURSOR_INVALID", remedy="leave it out, or pass one that was sent")
@@ -336,7 +346,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
             # Once more after the end was seen: events may have come in between.
             events = await feed.read(block_s=0.0 if has_ended else READ_BLOCK_S)
             if not events and not has_ended and (problem := self._manager.held_up.problem(uid)) is not None:
-                raise problem
+                raise seen.without_others_in(problem, uid=uid)
             for event in events:
                 is_end = event.HasField("state_changed") and is_terminal(event.state_changed.new_state)
                 if is_end and not await self._catalog.is_end(uid, event.state_changed.new_state):
@@ -356,7 +366,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     ) -> run_service_pb2.ListCheckpointsResponse:
         """Return a page of a run's checkpoints whose manifest is in the store, oldest first."""
         size, start = page(request.page_size, request.page_token)
-        record = (await self._catalog.find(request.parent)).record
+        record = (await self._seen.find(request.parent)).record
         found = await asyncio.to_thread(self._checkpoints, record)
         return run_service_pb2.ListCheckpointsResponse(
             checkpoints=found[start : start + size], next_page_token=next_token(start + size, len(found))
@@ -366,19 +376,19 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         self, request: run_service_pb2.ListMetricsRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.ListMetricsResponse:
         """Return a page of a run's metrics by step, oldest first."""
-        return await self._readers.metrics(request, (await self._catalog.find(request.parent)).record)
+        return await self._readers.metrics(request, (await self._seen.find(request.parent)).record)
 
     async def ListRollouts(
         self, request: run_service_pb2.ListRolloutsRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.ListRolloutsResponse:
         """Return a page of the rollouts that the committed batches of a run resolved."""
-        return await self._readers.rollouts(request, (await self._catalog.find(request.parent)).record)
+        return await self._readers.rollouts(request, (await self._seen.find(request.parent)).record)
 
     async def GetLineage(
         self, request: run_service_pb2.GetLineageRequest, context: grpc.aio.ServicerContext
     ) -> run_service_pb2.GetLineageResponse:
         """Return where a rollout or a policy version comes from, and what came of it."""
-        return await self._readers.lineage(request, (await self._catalog.find(request.name)).record)
+        return await self._readers.lineage(request, (await self._seen.find(request.name)).record)
 
     async def ExplainRun(
         self, request: run_service_pb2.ExplainRunRequest, context: grpc.aio.ServicerContext
@@ -389,34 +399,43 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         there was none.
         """
         # Redis or the store may be the very cause; then the view of the last look has to do.
-        known, note = self._catalog.known(request.name), ""
+        seen = self._seen
+        known, note = seen.known(request.name), ""
         try:
             async with asyncio.timeout(EXPLAIN_READ_S):
-                view = await self._catalog.find(known.record.uid if known is not None else request.name)
+                view = await seen.find(known.record.uid if known is not None else request.name)
         except (TimeoutError, UnavailableError, LogGoneError) as error:
             if known is None:
+                why = seen.without_others(unanswered(self._owner) or str(error))
                 raise UnavailableError(
-                    f"run {request.name!r} cannot be looked up: {unanswered(self._owner) or error}",
+                    f"run {request.name!r} cannot be looked up: {why}",
                     reason="LOG_UNREADABLE",
                     remedy="see whether Redis and the object store answer",
                 ) from error
             view, note = known, "the run's log cannot be read now, its state is that of the last look"
-        return self._manager.explain(view, note=note)
+        return seen.shown(self._manager.explain(view, note=note, tenant=seen.tenant), uid=view.record.uid)
 
-    async def _validated(self, request: run_service_pb2.CreateRunRequest) -> tuple[RLConfig | EvalRunConfig, RunRecord]:
-        """Check a request to create a run in a thread, and return the config and the record of the new run.
+    @property
+    def _seen(self) -> SeenRuns:
+        """Return the runs that the caller of this task sees: every method finds runs among these alone."""
+        return SeenRuns(self._catalog, calling_tenant())
+
+    async def _validated(
+        self, request: run_service_pb2.CreateRunRequest, tenant: str
+    ) -> tuple[RLConfig | EvalRunConfig, RunRecord]:
+        """Check a request to create a run in a thread, and return the config and the record of the new run of `tenant`.
 
         Imports the user's functions. Raises InvalidSpecError with every violation.
         """
 
         def check() -> tuple[RLConfig | EvalRunConfig, RunRecord]:
             """Return the config and the record, checked and with the user's functions imported (blocking)."""
-            config = validate(request)
+            config = validate(request, tenant=tenant)
             if isinstance(config, RLConfig):
                 # Only to see whether they can be made.
                 make_algorithms(config.orchestrator, self._manager.custom_code)
                 Sampler.load(config.orchestrator.buffer, self._manager.custom_code, seed=config.orchestrator.seed)
-            return config, make_record(request, config)
+            return config, make_record(request, config, tenant=tenant)
 
         with waits.shared("configs of {n} new runs to be checked", waits_on="orchestrator", quiet_s=1.0):
             async with self._validating:
@@ -452,14 +471,16 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
 
         AlreadyExistsError if that run's config or its fork differs from the one in `record`, which is asked for now.
         """
-        view = await self._catalog.find(uid)
+        # Its tenant is that of `record`: the ids of a tenant's requests begin with the tenant.
+        view = await SeenRuns(self._catalog, record.tenant).find(uid)
         if view.record.run_hash != record.run_hash or not new_run.is_same_fork(record, view.record):
+            request_id = within(record.tenant, record.request_id)
             raise AlreadyExistsError(
-                f"request_id {record.request_id!r} was used for run {view.record.name!r} with another config "
+                f"request_id {request_id!r} was used for run {view.record.name!r} with another config "
                 f"(hash {view.record.run_hash[:12]}, now {record.run_hash[:12]})",
                 reason="REQUEST_ID_REUSED",
                 remedy="use a new request_id for a new run",
-                metadata={"request_id": record.request_id, "run": view.record.name},
+                metadata={"request_id": request_id, "run": view.record.name},
             )
         return view.run
 
@@ -505,91 +526,3 @@ def _manifest_bytes(data: bytes, *, what: str) -> int:
         return sum(item.integer("size_bytes", most=1 << 50) for item in Fields(raw).objects("objects", most=1 << 16))
     except ValueError as error:
         raise CorruptObjectError(f"{what} cannot be read: {error}", reason=reason) from error
-
-
-# Ask the env-servers, when a run is submitted, whether its environments can be loaded and have their keys.
-
-
-async def check_environments(config: RLConfig | EvalRunConfig, registry: WorkerRegistry) -> None:
-    """Have env-servers load every environment of the config, which stays loaded for the run.
-
-    Raises InvalidStateError if one cannot be loaded or has no training tasks, InvalidSpecError if a key is not set, and
-    UnavailableError if no env-server is registered.
-    """
-    servers = EnvServers(run_uid="", epoch=0, registry=registry, trained=trained_envs(config))
-    try:
-        if not servers.alive():
-            raise UnavailableError(
-                "the environments cannot be checked: no env-server is registered",
-                reason="NO_ENV_SERVER",
-                remedy="start one, or submit without the check",
-            )
-        await servers.open_all(env_specs(config), keys=_keys(config))
-        for env in config.orchestrator.env if isinstance(config, RLConfig) else ():
-            require_tasks(env, servers.envs[env.name])
-    finally:
-        await servers.close()
-
-
-def _keys(config: RLConfig | EvalRunConfig) -> KeyVariables:
-    """Return the environment variables in which env-servers must have the keys that a config needs."""
-    if isinstance(config, EvalRunConfig):
-        return KeyVariables(endpoint=(config.client and config.client.api_key_var) or "")
-    teacher = config.orchestrator.algo.teacher
-    return KeyVariables(teacher=(teacher and teacher.api_key_var) or "")
-
-
-# Ask what the env-servers announced, when a run is submitted, whether one of them runs each image that it names.
-
-
-def require_env_images(config: RLConfig | EvalRunConfig, registry: WorkerRegistry) -> None:
-    """Raise InvalidSpecError naming every image in the config that no registered env-server announces.
-
-    Do nothing while no env-server is registered: the run waits for one, and its wait names the image.
-    """
-    records = registry.alive(WorkerKind.ENV_SERVER)
-    announced = {record.worker.env_image for record in records}
-    wrong = [
-        Violation(
-            field=field,
-            value=env.image,
-            message=f"is announced by no env-server (registered: {images_in_words(records)}): "
-            + IMAGE_REMEDY.format(image=env.image),
-        )
-        for field, env in _environments(config)
-        if env.image and env.image not in announced
-    ]
-    if records and wrong:
-        raise InvalidSpecError(wrong, reason="ENV_IMAGE_MISSING")
-
-
-def _environments(config: RLConfig | EvalRunConfig) -> Iterator[tuple[str, NamedEnv]]:
-    """Yield every environment with the config key of its image; one that is trained on and evaluated comes once."""
-    if isinstance(config, EvalRunConfig):
-        yield from ((f"env[{index}].image", env) for index, env in enumerate(config.env))
-        return
-    settings = config.orchestrator
-    yield from ((f"orchestrator.env[{index}].image", env) for index, env in enumerate(settings.env))
-    trained = {env.name for env in settings.env}
-    for index, env in enumerate(settings.eval.env if settings.eval else []):
-        if env.name not in trained:
-            yield f"orchestrator.eval.env[{index}].image", env
-
-
-# Ask what the trainers announced, when a run is submitted, whether one of them may load its loss.
-
-FIELD = "trainer.loss.import_path"
-
-
-def require_loadable_loss(config: RLConfig, registry: WorkerRegistry) -> None:
-    """Raise InvalidSpecError if the config's loss is the user's own and no registered trainer may import its module.
-
-    Do nothing while no trainer is registered: the run waits for one. Whether the function works, only a trainer can
-    say.
-    """
-    import_path = config.trainer.loss.import_path
-    codes = [CustomCode(tuple(each.worker.custom_modules)) for each in registry.alive(WorkerKind.TRAINER)]
-    if import_path is None or any(code.allows(import_path.partition(":")[0]) for code in codes):
-        return
-    if codes:  # without a trainer the run waits for one, which looks itself
-        codes[0].require(import_path, field=FIELD, service="the trainer")

@@ -31,6 +31,7 @@ from millrace.orchestrator.queue.order import (
     least_accelerators,
     place_runs,
 )
+from millrace.orchestrator.tenants import belongs_to
 from millrace.orchestrator.workers import WorkerKind, WorkerRegistry
 from millrace.runlog.records.run_record import RL, RunRecord
 from millrace.runlog.run_status import WORKING
@@ -206,11 +207,12 @@ class RunQueue:
             problem = Violation(field="queue.min_replicas", value=str(asked.min_replicas), message=message)
             raise InvalidSpecError([problem], reason="QUOTA_TOO_SMALL")
 
-    def words(self, uid: str) -> tuple[str, str]:
+    def words(self, uid: str, *, tenant: str = "") -> tuple[str, str]:
         """Return in words a run's place in the queue, and why it waits there with what would free it.
 
         Both are empty if the run does not wait, the place if no other one waits and the run has neither group nor
-        priority, the reason if only no trainer is free.
+        priority, the reason if only no trainer is free. With a `tenant` the place is empty, because it counts
+        others' runs, and the reason names no run of another tenant.
         """
         place = self._places.get(uid)
         if place is None or place.reason is None:
@@ -223,10 +225,10 @@ class RunQueue:
             terms.append(f"priority {asked.priority}{aged}")
         where += f" ({', '.join(terms)})" if terms else ""
         is_alone = len(self._places) == 1 and not terms
-        return "" if is_alone else where, self._why(place, asked)
+        return "" if is_alone or tenant else where, self._why(place, asked, tenant)
 
-    def _why(self, place: QueuePlace, asked: QueueConfig) -> str:
-        """Return in words why a run at this place waits, and what would free it."""
+    def _why(self, place: QueuePlace, asked: QueueConfig, tenant: str) -> str:
+        """Return in words, for a `tenant` or an operator, why a run at this place waits, and what would free it."""
         match place.reason:
             case WaitReason.REPLICAS:
                 free = sum(each in self._pool().replicas for each in place.kept)
@@ -237,8 +239,8 @@ class RunQueue:
                 )
             case WaitReason.KEPT:
                 head = next((each for each in self._places.values() if each.is_head), None)
-                name = self.name_of(head.uid) if head is not None else "another run"
-                return f"what is free is kept for run {name}, which comes before it"
+                name = self.name_of(head.uid, tenant=tenant) if head is not None else ""
+                return f"what is free is kept for {f'run {name}' if name else 'another run'}, which comes before it"
             case WaitReason.QUOTA:
                 quota = self._groups.get(place.group, QueueGroup()).quota
                 return f"its group may have {quota} accelerators at once; it begins when runs of the group end"
@@ -248,10 +250,15 @@ class RunQueue:
             case _:
                 return ""
 
-    def name_of(self, uid: str) -> str:
-        """Return the name of a run by its uid; the uid itself if it is unknown."""
+    def name_of(self, uid: str, *, tenant: str = "") -> str:
+        """Return the name of a run by its uid; the uid itself if it is unknown.
+
+        Empty if there is a `tenant` and the run is not one of its own.
+        """
         known = self._catalog.known(uid)
-        return known.record.name if known is not None else uid
+        if known is None:
+            return "" if tenant else uid
+        return known.record.name if belongs_to(known.record, tenant) else ""
 
 
 def _waits_since(view: RunView) -> float:

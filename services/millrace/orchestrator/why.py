@@ -22,7 +22,7 @@ from millrace.v1 import run_pb2, run_service_pb2
 RECENT_S = 60.0
 """How long this process reports that it stood still: until then it may have caused other components' delays."""
 NameOf = Callable[[str], str]
-"""Name of a run by its uid; the uid itself if it is unknown."""
+"""Name of a run by its uid; the uid itself if it is unknown, and empty if it is not to be named."""
 
 
 def explain(
@@ -34,12 +34,14 @@ def explain(
     name_of: NameOf = str,
     is_held: bool = False,
     place: tuple[str, str] = ("", ""),
+    tenant: str = "",
 ) -> run_service_pb2.ExplainRunResponse:
     """Return the waits of a run's processes, longest first, and a one-line summary of why it does not move.
 
     `owner` is this orchestrator. `note` says why the view may be old, "" if it is not. A run that has ended has waits
     only while this orchestrator still works on it (`is_held`): its exports write the rest. `name_of` gives a run's name
-    for a uid. `place` is its place in the queue and why it waits there, in words (`RunQueue.words`).
+    for a uid. `place` is its place in the queue and why it waits there, in words (`RunQueue.words`). For a `tenant`
+    what services do for others' runs is left out (`for_tenant`).
     """
     if view.is_terminal:
         last = _last_waits(view.record.uid, owner) if is_held else []
@@ -49,6 +51,7 @@ def explain(
         return run_service_pb2.ExplainRunResponse(waits=to_proto(last), summary=ended)
     uid = view.record.uid
     found = components(uid, registry, owner=owner)
+    found = [for_tenant(each, uid) for each in found] if tenant else found
     shown = [wait for component in found for wait in _collapsed(component.waits)]
     shown.sort(key=lambda wait: -wait.age_s)
     summary = _summary(view, registry, found, owner=owner, name_of=name_of, place=place)
@@ -83,11 +86,25 @@ def stood_still(owner: str, *, meter: Meter = METER) -> str:
     return f"orchestrator {owner} stood still {when} (it was frozen, or its machine was overloaded)"
 
 
-def chain_of(uid: str, registry: WorkerRegistry, *, owner: str) -> Chain:
+def chain_of(uid: str, registry: WorkerRegistry, *, owner: str, tenant: str = "") -> Chain:
     """Return the chain of waits of a run that this orchestrator, `owner`, drives, with what holds the run up at its
-    end.
+    end; for a `tenant` without what services do for others' runs.
     """
-    return _chain(components(uid, registry, owner=owner), owner=owner)
+    found = components(uid, registry, owner=owner)
+    return _chain([for_tenant(each, uid) for each in found] if tenant else found, owner=owner)
+
+
+def for_tenant(component: Component, uid: str) -> Component:
+    """Return a component of the run `uid` without what it does for other runs, which may be another tenant's.
+
+    Of an orchestrator and an env-server, which work for several runs, the waits that name no run stay only if they are
+    for Redis or the store.
+    """
+    if component.kind not in ("orchestrator", WorkerKind.ENV_SERVER):
+        return component
+    own = [wait for wait in component.waits if wait.run == uid or wait.waits_on in (REDIS, STORE)]
+    is_env_server = component.kind == WorkerKind.ENV_SERVER
+    return replace(component, waits=own, activity="plays rollouts" if is_env_server else component.activity)
 
 
 def components(uid: str, registry: WorkerRegistry, *, owner: str, is_troubled: bool = False) -> list[Component]:
@@ -253,7 +270,7 @@ def _why_queued(uid: str, registry: WorkerRegistry, name_of: NameOf) -> str:
     held = [run for record in registry.alive(WorkerKind.TRAINER) if (run := record.run_uid or record.reported) != uid]
     if not all(held) or len(held) < len(registry.alive(WorkerKind.TRAINER)):
         return "a trainer is free, an orchestrator takes the run as soon as its log can be read"
-    see = f"; see: millrace run why {name_of(held[0])}" if held else ""
+    see = f"; see: millrace run why {name_of(held[0])}" if held and name_of(held[0]) else ""
     return f"no trainer worker is free ({_trainers(registry, name_of)}){see}"
 
 
@@ -262,7 +279,8 @@ def _trainers(registry: WorkerRegistry, name_of: NameOf) -> str:
     words = []
     for record in registry.alive(WorkerKind.TRAINER):
         run = record.run_uid or record.reported
-        words.append(f"{record.worker_id} has {f'run {name_of(run)}' if run else 'no run'}")
+        name = name_of(run) if run else ""
+        words.append(f"{record.worker_id} has {f'run {name}' if name else 'another run' if run else 'no run'}")
     gone = [record.worker_id for record in registry.lost.values() if record.kind is WorkerKind.TRAINER]
     if gone:
         words.append(f"lost: {', '.join(gone[-3:])}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from millrace.decoding import decode_object
 from millrace.errors import InvalidSpecError, Violation
-from millrace.orchestrator.beside import LogPlace, RunSource, numbers_of, page_size, token_of
+from millrace.orchestrator.beside import LogPlace, RunSources, numbers_of, page_size, token_of
 from millrace.readers.audit.process import audit_beside
 from millrace.readers.dashboard import answers
 from millrace.readers.dashboard.answers import error_of
@@ -156,12 +156,12 @@ class LogReaders(LogLists):
         """
         return RunExports(record, store_url=self._place.store_url, prefix=self._place.prefix, warn=warn)
 
-    def pages(self, address: str | None, source: RunSource) -> AbstractAsyncContextManager[int]:
+    def pages(self, address: str | None, sources: RunSources) -> AbstractAsyncContextManager[int]:
         """Return a context that serves the dashboard at `address` (host:port) while it is open; its value is the port.
 
         With None it serves nothing, and the value is 0.
         """
-        return dashboard_server(address, source, self._client)
+        return dashboard_server(address, sources, self._client)
 
     async def close(self) -> None:
         """End the process that reads runs for lists and pages."""
@@ -181,14 +181,14 @@ IDLE_S = 30.0
 @contextlib.asynccontextmanager
 async def dashboard_server(
     address: str | None,
-    source: RunSource,
+    sources: RunSources,
     reader: ReaderClient,
     *,
     access: ServerAccess | None = None,
 ) -> AsyncIterator[int]:
     """Serve the dashboard at `address` (host:port) while the block runs; the value is the port that was taken.
 
-    None serves nothing, and the value is 0. `source` answers for the orchestrator, `reader` for the log; it stays open
+    None serves nothing, and the value is 0. `sources` answers for the orchestrator, `reader` for the log; it stays open
     after the block. `access` says who may look, by default by this process's variables. InvalidSpecError if the address
     needs protection that is not set up, UnavailableError if it cannot be bound.
     """
@@ -203,7 +203,7 @@ async def dashboard_server(
     host, port = parse_address(address)
     sessions = Sessions()
     guard = Guard(access, sessions, host=host)
-    dashboard = Dashboard(source, reader, guard, sessions, port=port, is_tls=access.tls is not None)
+    dashboard = Dashboard(sources, reader, guard, sessions, port=port, is_tls=access.tls is not None)
     bounds = HttpBounds(
         connections=MAX_CONNECTIONS, request_s=REQUEST_S, idle_s=IDLE_S, message_bytes=MAX_BODY_BYTES, shutdown_s=1.0
     )

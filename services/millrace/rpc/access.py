@@ -8,6 +8,9 @@
     reflection, unknown methods      one of the two
     grpc.health.v1, GET /health      nothing: they tell serving or not serving
 
+A token whose line names a tenant opens that tenant's runs in millrace.v1.*, the one that calls (`calling_tenant`).
+Neither engines nor metrics keep tenants apart: such a token does not open them.
+
 A token whose line says `access=read` opens what reads (`READING_METHODS`, `GET /v1/models`, `GET /metrics`) and nothing
 else.
 
@@ -19,6 +22,7 @@ server from starting, unless MILLRACE_INSECURE=1. See docs/security.md.
 import ipaddress
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -26,6 +30,7 @@ from typing import Any, Self
 import grpc
 
 from millrace.errors import (
+    InternalError,
     InvalidSpecError,
     InvalidStateError,
     PermissionDeniedError,
@@ -92,6 +97,34 @@ def read_only() -> PermissionDeniedError:
     )
 
 
+def operators_only() -> PermissionDeniedError:
+    """Make (not raise) the error for a caller whose token is a tenant's, and who asked for what no tenant has alone."""
+    return PermissionDeniedError(
+        "this token is a tenant's, and opens the runs of that tenant only",
+        reason="TENANT_TOKEN",
+        remedy="use the token of an operator: its line in the server's tokens file names no tenant",
+    )
+
+
+_CALLER: ContextVar[str] = ContextVar("tenant of the caller")
+
+
+def set_caller(tenant: str) -> None:
+    """Note, for the rest of this task and for those that it starts, that a tenant calls; empty for an operator."""
+    _CALLER.set(tenant)
+
+
+def calling_tenant() -> str:
+    """Return the tenant whose call this task answers; empty for an operator.
+
+    Raise InternalError in a task that answers no call: what nobody has admitted sees nothing.
+    """
+    try:
+        return _CALLER.get()
+    except LookupError:
+        raise InternalError("a call was not admitted before it was answered", reason="CALLER_UNKNOWN") from None
+
+
 def is_loopback(host: str) -> bool:
     """Return whether a listener on `host` (a name or address, also in brackets) is reached from this machine only."""
     name = host.strip("[]")
@@ -109,8 +142,10 @@ class Grant:
 
     name: str
     """Name of the token's line; empty where none is demanded."""
+    tenant: str
+    """Whose runs it opens; empty for an operator, and where no token is demanded."""
     holds: Callable[[], bool]
-    """Whether it still is: tokens expire and are revoked while streams run."""
+    """Whether it still is: tokens expire, are revoked, or get another tenant while streams run."""
     may_write: Callable[[], bool] = lambda: True
     """Whether the caller may change something, by the token's line of now."""
 
@@ -216,7 +251,7 @@ class ServerAccess:
         `authorization` is the value of the header of that name; None if it is missing. /health needs no token, and
         nothing does where this process demands none. Workers' tokens open every path, scrapers' only that of the
         metrics. Public and env workers' tokens open the paths of `_ENGINE_PATHS` alone; a token that may only read
-        opens only the paths that change nothing.
+        opens only the paths that change nothing, and a tenant's opens none: an engine serves whichever run has it.
         """
         has_mtls = self.tls is not None and self.tls.client_ca is not None
         for_scrapers = self.metrics_tokens if path == METRICS_PATH else None
@@ -233,6 +268,8 @@ class ServerAccess:
             ways += [] if self.tokens is None else [self.tokens.find]
             ways += [] if self.worker_tokens is None else [self.worker_tokens.find_engine]
         grant = _granted(ways, [] if authorization is None else [authorization])
+        if grant.tenant:
+            raise operators_only()
         if path not in _READING_PATHS and not grant.may_write():
             raise read_only()
         return grant
@@ -240,11 +277,16 @@ class ServerAccess:
     def admit_metrics(self, authorization: str | None) -> Grant:
         """Return the grant for a reader of `GET /metrics` of a service without an HTTP API, or raise `denied()`.
 
-        `authorization` is the value of the header of that name; None if it is missing. Scrapers', workers' and public
-        tokens are accepted, those of env workers are not. Without any token file everybody is let in.
+        `authorization` is the value of the header of that name; None if it is missing. Scrapers', workers' and
+        operators' tokens are accepted, those of env workers and tenants are not. Without any token file everybody is
+        let in.
         """
         ways = [file.find for file in (self.metrics_tokens, self.worker_tokens, self.tokens) if file is not None]
-        return _granted(ways, [] if authorization is None else [authorization]) if ways else _free()
+        grant = _granted(ways, [] if authorization is None else [authorization]) if ways else _free()
+        # As with no token at all: its series have the names of all runs.
+        if grant.tenant:
+            raise denied()
+        return grant
 
     def _admit(self, kinds: Sequence[str], authorizations: Sequence[str]) -> Grant:
         """Return the grant if the one bearer token of `authorizations` is accepted by a file of the `kinds`; else raise
@@ -279,7 +321,8 @@ def _granted(ways: Sequence[Find], authorizations: Sequence[str]) -> Grant:
         raise denied()
     return Grant(
         name=accepted.name,
-        holds=lambda: find() is not None,
+        tenant=accepted.tenant,
+        holds=lambda: (now := find()) is not None and now.tenant == accepted.tenant,
         may_write=lambda: (now := find()) is not None and now.may_write,
     )
 
@@ -413,7 +456,7 @@ def _bearer(authorizations: Sequence[str]) -> str:
 
 def _free() -> Grant:
     """Return the grant of a call that needs no token: it has no name, always holds and may write."""
-    return Grant(name="", holds=lambda: True)
+    return Grant(name="", tenant="", holds=lambda: True)
 
 
 def _invalid(*violations: Violation, remedy: str = "set both and start again") -> InvalidSpecError:

@@ -32,7 +32,7 @@ from millrace.errors import (
     Violation,
 )
 from millrace.rpc import status
-from millrace.rpc.access import AUTHORIZATION, ClientAccess, Grant, ServerAccess, denied
+from millrace.rpc.access import AUTHORIZATION, ClientAccess, Grant, ServerAccess, denied, set_caller
 from millrace.telemetry.logging import bind
 
 logger = logging.getLogger(__name__)
@@ -351,7 +351,8 @@ class Gate(grpc.aio.ServerInterceptor):
     ) -> Any:
         """Return the handler of the called method if the call's token is accepted, else one that refuses the call.
 
-        A stream of answers is ended once its token is not accepted any more. `continuation` returns the handler for
+        The handler runs as a call of the token's tenant (`calling_tenant`). A stream of answers is ended once its token
+        is not accepted any more. `continuation` returns the handler for
         these details.
         """
         metadata = tuple(handler_call_details.invocation_metadata or ())
@@ -361,6 +362,8 @@ class Gate(grpc.aio.ServerInterceptor):
             grant = self._access.admit(method, metadata)
         except (UnauthenticatedError, PermissionDeniedError) as error:
             return _refusal(error, method, request_id)
+        # gRPC answers each call in a task of its own, which goes on with the handler.
+        set_caller(grant.tenant)
         handler = await continuation(handler_call_details)
         if handler is None or not handler.response_streaming:
             return handler

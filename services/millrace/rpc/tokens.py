@@ -3,7 +3,7 @@
 Two kinds of file, both mounted secrets:
 
     the tokens file of a server     one accepted token per line, as its hash:
-                                    `sha256:<64 hex> NAME [access=read] [expires=RFC3339]`
+                                    `sha256:<64 hex> NAME [access=read] [tenant=TENANT] [expires=RFC3339]`
     a secret file of a bearer       the token itself, one per line; the first is sent, and where the file is also what
                                     a server accepts (the workers' token), all of them are accepted
 
@@ -35,9 +35,11 @@ MIN_TOKEN_CHARS = 32
 MAX_TOKEN_CHARS = 4096
 MAX_FILE_BYTES = 1 << 20
 _RACY_S = 2.0  # a file written as recently may change again without a visible change of its stamp
+_TENANT = r"[a-z](?:[a-z0-9-]{0,18}[a-z0-9])?"
 _LINE = re.compile(
     r"sha256:(?P<hash>[0-9a-f]{64})\s+(?P<name>[A-Za-z0-9][A-Za-z0-9._@-]{0,63})"
-    r"(?:\s+access=(?P<access>read|write))?(?:\s+expires=(?P<expires>\S+))?"
+    r"(?:\s+access=(?P<access>read|write))?(?:\s+tenant=(?P<tenant>" + _TENANT + "))?"
+    r"(?:\s+expires=(?P<expires>\S+))?"
 )
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")  # what RFC 6750 allows after "Bearer"
 _DURATION = re.compile(r"(?P<count>[1-9]\d{0,5})(?P<unit>[smhdw])")
@@ -58,6 +60,13 @@ class AcceptedToken:
     """Seconds since 1970 from which on it is refused; None is never."""
     may_write: bool = True
     """Whether it may change something, and not only read."""
+    tenant: str = ""
+    """Whose runs it opens; empty for an operator's, which opens all."""
+
+
+def is_tenant(text: str) -> bool:
+    """Return whether a text names a tenant; the empty one names the operators."""
+    return not text or re.fullmatch(_TENANT, text) is not None
 
 
 def new_token() -> str:
@@ -82,15 +91,20 @@ def engine_token(worker_token: str) -> str:
     return TOKEN_PREFIX + base64.urlsafe_b64encode(key).decode().rstrip("=")
 
 
-def token_line(token: str, name: str, *, expires: datetime | None = None, may_write: bool = True) -> str:
+def token_line(
+    token: str, name: str, *, expires: datetime | None = None, may_write: bool = True, tenant: str = ""
+) -> str:
     """Return the line of a tokens file that accepts the token, without a line end.
 
-    It has the token's hash, not the token. `name` says who has the token. `expires` without a zone is local time; None
-    is never. Raises ValueError if the name is malformed.
+    It has the token's hash, not the token. `name` says who has the token. `tenant` is the tenant whose runs it opens,
+    empty for an operator. `expires` without a zone is local time; None is never. Raises ValueError if the name or the
+    tenant is malformed.
     """
     text = f"sha256:{token_digest(token).hex()} {name}"
     if not may_write:
         text += " access=read"
+    if tenant:
+        text += f" tenant={tenant}"
     if expires is not None:
         text += f" expires={expires.astimezone(UTC).isoformat(timespec='seconds').replace('+00:00', 'Z')}"
     parse_line(text)
@@ -105,7 +119,7 @@ def parse_line(text: str) -> AcceptedToken:
     match = _LINE.fullmatch(text.strip())
     if match is None:
         raise ValueError(
-            "must be `sha256:<64 hex digits> NAME [access=read] [expires=RFC3339]`; "
+            "must be `sha256:<64 hex digits> NAME [access=read] [tenant=TENANT] [expires=RFC3339]`; "
             "`millrace token new` prints such lines"
         )
     return AcceptedToken(
@@ -113,6 +127,7 @@ def parse_line(text: str) -> AcceptedToken:
         name=match["name"],
         expires=_expiry(match["expires"]),
         may_write=match["access"] != "read",
+        tenant=match["tenant"] or "",
     )
 
 

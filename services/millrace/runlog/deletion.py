@@ -28,7 +28,7 @@ import redis.asyncio as redis_asyncio
 from millrace.decoding import MAX_JSON_BYTES, Fields, decode_object
 from millrace.errors import CorruptObjectError, InvalidSpecError, InvalidStateError, NotFoundError
 from millrace.runlog.catalogue import kind_at
-from millrace.runlog.names import Deployment, Names
+from millrace.runlog.names import Deployment, Names, tenant_of, within
 from millrace.runlog.records.revisions import has_ended, is_closed
 from millrace.runlog.records.run_record import RunRecord
 from millrace.runlog.redis import connection
@@ -285,16 +285,17 @@ async def forget_run(redis: redis_asyncio.Redis, deletion: Deletion) -> None:
     await connection.call(redis, f"deleting the log of run {names.uid}", lambda: redis.delete(*keys))
 
 
-def find_tombstone(store: ObjectStore, prefix: str, name: str) -> str | None:
+def find_tombstone(store: ObjectStore, prefix: str, name: str, *, tenant: str = "") -> str | None:
     """Return the uid of a run called `name`, or with that uid, whose deletion was begun and has not ended.
 
-    None if there is none (blocking).
+    None if there is none (blocking). With `tenant` only of the tenant's runs, whose names may lack the tenant.
     """
     for root in store.list_prefixes(f"{prefix}/runs/"):
         names = _named(prefix, root)
         if names is None or store.head(names.tombstone) is None:
             continue
-        if name in (names.uid, _identity(store, names)[0]):
+        known = _identity(store, names)[0]
+        if (not tenant or tenant_of(known) == tenant) and name in (names.uid, known, within(tenant, known)):
             return names.uid
     return None
 

@@ -380,6 +380,29 @@ def is_legal(name: str) -> bool:
     return _LEGAL.fullmatch(name) is not None
 
 
+def is_uid(text: str) -> bool:
+    """Return whether a text has the form of a uid."""
+    return _UID.fullmatch(text) is not None
+
+
+# The names of a tenant's runs and requests begin with the tenant and a dot, which no name that a user chooses has.
+
+
+def of_tenant(tenant: str, name: str) -> str:
+    """Return the whole name of what a tenant calls `name`; an operator's, whose `tenant` is empty, is that name."""
+    return f"{tenant}.{name}" if tenant else name
+
+
+def tenant_of(name: str) -> str:
+    """Return the tenant that a whole name begins with; empty if it is an operator's."""
+    return name.partition(".")[0] if "." in name else ""
+
+
+def within(tenant: str, name: str) -> str:
+    """Return a name as its tenant may write it, without the tenant in front of it; another name as it is."""
+    return name.removeprefix(f"{tenant}.") if tenant else name
+
+
 def suggest(text: str) -> str:
     """Return a legal run name made of a text, such as `fork-a` of `forkA`; empty if the text has no letter."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", text).lower()
@@ -387,15 +410,18 @@ def suggest(text: str) -> str:
     return words[:MAX_NAME].rstrip("-")
 
 
-def make(stem: str, tail: str = "", *, is_taken: Callable[[str], bool] = lambda name: False) -> str:
-    """Return a legal run name that is free: `{stem}-{tail}`, or `stem` alone, with the stem cut where it is too long.
+def make(
+    stem: str, tail: str = "", *, is_taken: Callable[[str], bool] = lambda name: False, most: int = MAX_NAME
+) -> str:
+    """Return a legal run name that is free: `{stem}-{tail}`, or `stem` alone, with the stem cut where more than `most`
+    characters would be needed.
 
     If that is taken (`is_taken`), it ends in `-2`, `-3`, …, the first that is free.
     """
     words = stem if is_legal(stem) else re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-") or "run"
     words = words if words[0].isalpha() else f"run-{words}"
     number = 1
-    while is_taken(name := _joined(words, tail, str(number) if number > 1 else "")):
+    while is_taken(name := _joined(words, tail, str(number) if number > 1 else "", most=most)):
         number += 1
     return name
 
@@ -442,7 +468,7 @@ def resolve(
     )
 
 
-def _joined(stem: str, *tails: str) -> str:
-    """Return `stem` and the tails that are not empty, joined by '-', with the stem cut so that all fit into a name."""
+def _joined(stem: str, *tails: str, most: int) -> str:
+    """Return `stem` and the tails that are not empty, joined by '-', with the stem cut to `most` characters in all."""
     tail = "".join(f"-{each}" for each in tails if each)
-    return f"{stem[: MAX_NAME - len(tail)].rstrip('-')}{tail}"
+    return f"{stem[: most - len(tail)].rstrip('-')}{tail}"

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15millrace/v1/run.proto\x12\x0bmillrace.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x8c\x04\n\x03Run\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03uid\x18\x02 \x01(\t\x12\"\n\x04kind\x18\x03 \x01(\x0e\x32\x14.millrace.v1.RunKind\x12$\n\x05state\x18\x04 \x01(\x0e\x32\x15.millrace.v1.RunState\x12\x13\n\x0b\x63onfig_json\x18\x05 \x01(\t\x12\x10\n\x08run_hash\x18\x06 \x01(\t\x12*\n\x08progress\x18\x07 \x01(\x0b\x32\x18.millrace.v1.RunProgress\x12$\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x15.millrace.v1.RunError\x12/\n\x0b\x63reate_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nstart_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x06labels\x18\x0c \x03(\x0b\x32\x1c.millrace.v1.Run.LabelsEntry\x12&\n\x06parent\x18\r \x01(\x0b\x32\x16.millrace.v1.RunParent\x12\x13\n\x0bqueue_place\x18\x0e \x01(\t\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"4\n\tRunParent\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03uid\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\"\xc9\x02\n\x0bRunProgress\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x11\n\tmax_steps\x18\x02 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x1d\n\x15min_inference_version\x18\x04 \x01(\x04\x12\x14\n\x0cnum_rollouts\x18\x05 \x01(\x04\x12\x12\n\nnum_tokens\x18\x06 \x01(\x04\x12\x0e\n\x06reward\x18\x07 \x01(\x01\x12.\n\x0c\x65nvironments\x18\x08 \x03(\x0b\x32\x18.millrace.v1.EnvRollouts\x12\x16\n\x0enum_easy_tasks\x18\t \x01(\x04\x12\x18\n\x10num_normal_tasks\x18\n \x01(\x04\x12\x16\n\x0enum_hard_tasks\x18\x0b \x01(\x04\x12\x12\n\nnum_groups\x18\x0c \x01(\x04\x12\x1a\n\x12num_groups_dropped\x18\r \x01(\x04\"\xfd\x01\n\x0b\x45nvRollouts\x12\x0b\n\x03\x65nv\x18\x01 \x01(\t\x12\x14\n\x0cnum_rollouts\x18\x02 \x01(\x04\x12\x12\n\nnum_failed\x18\x03 \x01(\x04\x12\x34\n\x06\x66\x61iled\x18\x04 \x03(\x0b\x32$.millrace.v1.EnvRollouts.FailedEntry\x12\x12\n\nnum_recent\x18\x05 \x01(\x04\x12\x19\n\x11num_recent_failed\x18\x06 \x01(\x04\x12\x13\n\x0b\x66irst_error\x18\x07 \x01(\t\x12\x0e\n\x06\x66rames\x18\x08 \x01(\t\x1a-\n\x0b\x46\x61iledEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"N\n\x08RunError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tcomponent\x18\x03 \x01(\t\x12\x0e\n\x06remedy\x18\x04 \x01(\t*Y\n\x07RunKind\x12\x18\n\x14RUN_KIND_UNSPECIFIED\x10\x00\x12\x0f\n\x0bRUN_KIND_RL\x10\x01\x12\x10\n\x0cRUN_KIND_SFT\x10\x02\x12\x11\n\rRUN_KIND_EVAL\x10\x03*\xf7\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10RUN_STATE_QUEUED\x10\x01\x12\x16\n\x12RUN_STATE_STARTING\x10\x02\x12\x15\n\x11RUN_STATE_RUNNING\x10\x03\x12\x14\n\x10RUN_STATE_PAUSED\x10\x04\x12\x16\n\x12RUN_STATE_STOPPING\x10\x05\x12\x17\n\x13RUN_STATE_SUCCEEDED\x10\x06\x12\x14\n\x10RUN_STATE_FAILED\x10\x07\x12\x17\n\x13RUN_STATE_CANCELLED\x10\x08\x12\x15\n\x11RUN_STATE_DAMAGED\x10\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15millrace/v1/run.proto\x12\x0bmillrace.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x9c\x04\n\x03Run\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03uid\x18\x02 \x01(\t\x12\"\n\x04kind\x18\x03 \x01(\x0e\x32\x14.millrace.v1.RunKind\x12$\n\x05state\x18\x04 \x01(\x0e\x32\x15.millrace.v1.RunState\x12\x13\n\x0b\x63onfig_json\x18\x05 \x01(\t\x12\x10\n\x08run_hash\x18\x06 \x01(\t\x12*\n\x08progress\x18\x07 \x01(\x0b\x32\x18.millrace.v1.RunProgress\x12$\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x15.millrace.v1.RunError\x12/\n\x0b\x63reate_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nstart_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x06labels\x18\x0c \x03(\x0b\x32\x1c.millrace.v1.Run.LabelsEntry\x12&\n\x06parent\x18\r \x01(\x0b\x32\x16.millrace.v1.RunParent\x12\x13\n\x0bqueue_place\x18\x0e \x01(\t\x12\x0e\n\x06tenant\x18\x0f \x01(\t\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"4\n\tRunParent\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03uid\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\"\xc9\x02\n\x0bRunProgress\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x11\n\tmax_steps\x18\x02 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x1d\n\x15min_inference_version\x18\x04 \x01(\x04\x12\x14\n\x0cnum_rollouts\x18\x05 \x01(\x04\x12\x12\n\nnum_tokens\x18\x06 \x01(\x04\x12\x0e\n\x06reward\x18\x07 \x01(\x01\x12.\n\x0c\x65nvironments\x18\x08 \x03(\x0b\x32\x18.millrace.v1.EnvRollouts\x12\x16\n\x0enum_easy_tasks\x18\t \x01(\x04\x12\x18\n\x10num_normal_tasks\x18\n \x01(\x04\x12\x16\n\x0enum_hard_tasks\x18\x0b \x01(\x04\x12\x12\n\nnum_groups\x18\x0c \x01(\x04\x12\x1a\n\x12num_groups_dropped\x18\r \x01(\x04\"\xfd\x01\n\x0b\x45nvRollouts\x12\x0b\n\x03\x65nv\x18\x01 \x01(\t\x12\x14\n\x0cnum_rollouts\x18\x02 \x01(\x04\x12\x12\n\nnum_failed\x18\x03 \x01(\x04\x12\x34\n\x06\x66\x61iled\x18\x04 \x03(\x0b\x32$.millrace.v1.EnvRollouts.FailedEntry\x12\x12\n\nnum_recent\x18\x05 \x01(\x04\x12\x19\n\x11num_recent_failed\x18\x06 \x01(\x04\x12\x13\n\x0b\x66irst_error\x18\x07 \x01(\t\x12\x0e\n\x06\x66rames\x18\x08 \x01(\t\x1a-\n\x0b\x46\x61iledEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"N\n\x08RunError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tcomponent\x18\x03 \x01(\t\x12\x0e\n\x06remedy\x18\x04 \x01(\t*Y\n\x07RunKind\x12\x18\n\x14RUN_KIND_UNSPECIFIED\x10\x00\x12\x0f\n\x0bRUN_KIND_RL\x10\x01\x12\x10\n\x0cRUN_KIND_SFT\x10\x02\x12\x11\n\rRUN_KIND_EVAL\x10\x03*\xf7\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10RUN_STATE_QUEUED\x10\x01\x12\x16\n\x12RUN_STATE_STARTING\x10\x02\x12\x15\n\x11RUN_STATE_RUNNING\x10\x03\x12\x14\n\x10RUN_STATE_PAUSED\x10\x04\x12\x16\n\x12RUN_STATE_STOPPING\x10\x05\x12\x17\n\x13RUN_STATE_SUCCEEDED\x10\x06\x12\x14\n\x10RUN_STATE_FAILED\x10\x07\x12\x17\n\x13RUN_STATE_CANCELLED\x10\x08\x12\x15\n\x11RUN_STATE_DAMAGED\x10\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,22 +36,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUN_LABELSENTRY']._serialized_options = b'8\001'
   _globals['_ENVROLLOUTS_FAILEDENTRY']._loaded_options = None
   _globals['_ENVROLLOUTS_FAILEDENTRY']._serialized_options = b'8\001'
-  _globals['_RUNKIND']._serialized_start=1320
-  _globals['_RUNKIND']._serialized_end=1409
-  _globals['_RUNSTATE']._serialized_start=1412
-  _globals['_RUNSTATE']._serialized_end=1659
+  _globals['_RUNKIND']._serialized_start=1336
+  _globals['_RUNKIND']._serialized_end=1425
+  _globals['_RUNSTATE']._serialized_start=1428
+  _globals['_RUNSTATE']._serialized_end=1675
   _globals['_RUN']._serialized_start=72
-  _globals['_RUN']._serialized_end=596
-  _globals['_RUN_LABELSENTRY']._serialized_start=551
-  _globals['_RUN_LABELSENTRY']._serialized_end=596
-  _globals['_RUNPARENT']._serialized_start=598
-  _globals['_RUNPARENT']._serialized_end=650
-  _globals['_RUNPROGRESS']._serialized_start=653
-  _globals['_RUNPROGRESS']._serialized_end=982
-  _globals['_ENVROLLOUTS']._serialized_start=985
-  _globals['_ENVROLLOUTS']._serialized_end=1238
-  _globals['_ENVROLLOUTS_FAILEDENTRY']._serialized_start=1193
-  _globals['_ENVROLLOUTS_FAILEDENTRY']._serialized_end=1238
-  _globals['_RUNERROR']._serialized_start=1240
-  _globals['_RUNERROR']._serialized_end=1318
+  _globals['_RUN']._serialized_end=612
+  _globals['_RUN_LABELSENTRY']._serialized_start=567
+  _globals['_RUN_LABELSENTRY']._serialized_end=612
+  _globals['_RUNPARENT']._serialized_start=614
+  _globals['_RUNPARENT']._serialized_end=666
+  _globals['_RUNPROGRESS']._serialized_start=669
+  _globals['_RUNPROGRESS']._serialized_end=998
+  _globals['_ENVROLLOUTS']._serialized_start=1001
+  _globals['_ENVROLLOUTS']._serialized_end=1254
+  _globals['_ENVROLLOUTS_FAILEDENTRY']._serialized_start=1209
+  _globals['_ENVROLLOUTS_FAILEDENTRY']._serialized_end=1254
+  _globals['_RUNERROR']._serialized_start=1256
+  _globals['_RUNERROR']._serialized_end=1334
 # @@protoc_insertion_point(module_scope)

@@ -45,7 +45,7 @@ RUN_STATE_CANCELLED: RunState
 RUN_STATE_DAMAGED: RunState
 
 class Run(_message.Message):
-    __slots__ = ("name", "uid", "kind", "state", "config_json", "run_hash", "progress", "error", "create_time", "start_time", "end_time", "labels", "parent", "queue_place")
+    __slots__ = ("name", "uid", "kind", "state", "config_json", "run_hash", "progress", "error", "create_time", "start_time", "end_time", "labels", "parent", "queue_place", "tenant")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,7 @@ class Run(_message.Message):
     LABELS_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     QUEUE_PLACE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     name: str
     uid: str
     kind: RunKind
@@ -81,7 +82,8 @@ class Run(_message.Message):
     labels: _containers.ScalarMap[str, str]
     parent: RunParent
     queue_place: str
-    def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., kind: _Optional[_Union[RunKind, str]] = ..., state: _Optional[_Union[RunState, str]] = ..., config_json: _Optional[str] = ..., run_hash: _Optional[str] = ..., progress: _Optional[_Union[RunProgress, _Mapping]] = ..., error: _Optional[_Union[RunError, _Mapping]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., labels: _Optional[_Mapping[str, str]] = ..., parent: _Optional[_Union[RunParent, _Mapping]] = ..., queue_place: _Optional[str] = ...) -> None: ...
+    tenant: str
+    def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., kind: _Optional[_Union[RunKind, str]] = ..., state: _Optional[_Union[RunState, str]] = ..., config_json: _Optional[str] = ..., run_hash: _Optional[str] = ..., progress: _Optional[_Union[RunProgress, _Mapping]] = ..., error: _Optional[_Union[RunError, _Mapping]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., labels: _Optional[_Mapping[str, str]] = ..., parent: _Optional[_Union[RunParent, _Mapping]] = ..., queue_place: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class RunParent(_message.Message):
     __slots__ = ("name", "uid", "step")

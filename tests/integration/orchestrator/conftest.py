@@ -33,6 +33,7 @@ class Stack:
         self.address = ""
         self.custom_code = ""
         self.queue_groups = ""
+        self.dashboard_listen: str | None = None
 
     async def start(self) -> None:
         self.deps = {"redis": open_redis(self.redis_url), "store": open_store(self.store_url), "prefix": self.prefix}
@@ -52,6 +53,7 @@ class Stack:
             grace_s=1.0,
             custom_code=self.custom_code,
             queue_groups=self.queue_groups,
+            dashboard_listen=self.dashboard_listen,
         )
         self.orchestrator = asyncio.create_task(
             serve_orchestrator(settings, on_started=started.set_result, handle_signals=False)

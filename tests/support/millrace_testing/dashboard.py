@@ -207,6 +207,9 @@ class KnownRuns:
     waits: list[dict[str, Any]] = field(default_factory=list)
     chain: list[dict[str, Any]] = field(default_factory=list)
 
+    def seen_by(self, tenant: str) -> "KnownRuns":
+        return replace(self, runs=[run for run in self.runs if tenant in ("", run.get("tenant", ""))])
+
     def list_runs(self, *, config: str = "") -> list[dict[str, Any]]:
         return [run for run in self.runs if config in f"model.name={run['name']}"]
 

@@ -52,6 +52,13 @@ def test_token_new_prints_the_token_apart_from_its_line(capsys):
     assert parse_line(line).may_write
 
 
+def test_token_new_makes_one_of_a_tenant(capsys):
+    assert main(["token", "new", "--name", "bob", "--tenant", "acme"]) == 0
+    assert " bob tenant=acme\n" in capsys.readouterr().err
+    assert main(["token", "new", "--name", "bob", "--tenant", "Acme.2"]) != 0
+    assert "--tenant" in capsys.readouterr().err
+
+
 def test_token_new_makes_one_that_may_only_read(capsys):
     assert main(["token", "new", "--name", "guests", "--read-only"]) == 0
     line = next(line for line in capsys.readouterr().err.splitlines() if "sha256:" in line)

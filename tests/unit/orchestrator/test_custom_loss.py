@@ -6,7 +6,7 @@ from millrace.config.load import validate_document
 from millrace.config.sections.rl import RLConfig
 from millrace.errors import InvalidSpecError
 from millrace.internal.v1 import worker_service_pb2 as ws
-from millrace.orchestrator.service import require_loadable_loss
+from millrace.orchestrator.worker_checks import require_loadable_loss
 from millrace.orchestrator.workers import WorkerRegistry
 
 

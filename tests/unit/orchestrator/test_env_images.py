@@ -6,7 +6,7 @@ from millrace.config import EvalRunConfig, RLConfig
 from millrace.config.load import validate_document
 from millrace.errors import InvalidSpecError
 from millrace.internal.v1 import worker_service_pb2 as ws
-from millrace.orchestrator.service import require_env_images
+from millrace.orchestrator.worker_checks import require_env_images
 from millrace.orchestrator.workers import WorkerRegistry
 
 

@@ -13,7 +13,7 @@ from millrace.internal.v1 import env_service_pb2, play_pb2, rollout_pb2, worker_
 from millrace.internal.v1.play_pb2 import PlayGroupRequest, PlayingGroup, Sampling
 from millrace.orchestrator.play import env_servers
 from millrace.orchestrator.play.env_servers import EnvServers, env_spec
-from millrace.orchestrator.service import check_environments
+from millrace.orchestrator.worker_checks import check_environments
 from millrace.orchestrator.workers import WorkerRegistry
 from millrace.rollouts.requests import changed
 from millrace.rollouts.types import OWN_SAMPLING

@@ -14,6 +14,7 @@ from millrace.rpc.tokens import (
     SecretFile,
     TokensFile,
     WorkersFile,
+    is_tenant,
     new_token,
     parse_duration,
     parse_line,
@@ -76,6 +77,20 @@ def test_a_line_says_whether_its_token_may_write(may_write, expires):
     read = parse_line(line)
     assert (read.may_write, read.expires is None) == (may_write, expires is None)
     assert parse_line(f"sha256:{'0' * 64} alice access=write").may_write
+
+
+@pytest.mark.parametrize("more", [{}, {"may_write": False}, {"expires": NOON}, {"may_write": False, "expires": NOON}])
+def test_a_line_says_whose_runs_its_token_opens(more):
+    read = parse_line(token_line(new_token(), "alice", tenant="acme-2", **more))
+    assert (read.tenant, read.may_write) == ("acme-2", more.get("may_write", True))
+    assert parse_line(token_line(new_token(), "alice", **more)).tenant == ""
+
+
+@pytest.mark.parametrize("tenant", ["Acme", "a.b", "a" * 21, "acme-", "2a", "a b", "a/b", "ä"])
+def test_a_tenant_that_would_make_no_name_is_refused(tenant):
+    assert not is_tenant(tenant)
+    with pytest.raises(ValueError):
+        token_line(new_token(), "alice", tenant=tenant)
 
 
 def test_expiry_is_to_the_second(tmp_path):

@@ -59,8 +59,9 @@ def token() -> None:
 @token.command()
 @click.option("--name", required=True, help="Who will have it; servers log this name, never the token.")
 @click.option("--expires", metavar="DURATION", help="How long it is valid, such as 30d or 12h; for ever if left out.")
-@click.option("--read-only", is_flag=True, help="It may look at everything and change nothing.")
-def new(name: str, expires: str | None, read_only: bool) -> None:
+@click.option("--read-only", is_flag=True, help="It may look at what it opens and change nothing.")
+@click.option("--tenant", metavar="TENANT", default="", help="It opens this tenant's runs only; if left out, all.")
+def new(name: str, expires: str | None, read_only: bool, tenant: str) -> None:
     """Print a fresh token, once, and the line that makes a server accept it.
 
     The token goes to standard output, so it can go straight into a file:
@@ -72,15 +73,18 @@ def new(name: str, expires: str | None, read_only: bool) -> None:
     """
     import datetime
 
-    from millrace.rpc.tokens import new_token, parse_duration, token_line
+    from millrace.rpc.tokens import is_tenant, new_token, parse_duration, token_line
 
     try:
         ends = None if expires is None else datetime.datetime.now(datetime.UTC) + parse_duration(expires)
     except (ValueError, OverflowError) as error:
         raise click.BadParameter(str(error), param_hint="--expires") from None
     made = new_token()
+    if not is_tenant(tenant):
+        wrong = "must be 1 to 20 lower-case letters, digits or -, begin with a letter and not end with -"
+        raise click.BadParameter(f"{tenant!r} {wrong}", param_hint="--tenant")
     try:
-        line = token_line(made, name, expires=ends, may_write=not read_only)
+        line = token_line(made, name, expires=ends, may_write=not read_only, tenant=tenant)
     except ValueError:
         wrong = "must be 1 to 64 letters, digits or ._@- and begin with a letter or digit"
         raise click.BadParameter(f"{name!r} {wrong}", param_hint="--name") from None

@@ -119,10 +119,13 @@ def runs_table(
 ) -> str:
     """Return a table with one line per run.
 
-    `ended` has the directories, by uid, of runs whose stack has ended. These and the places of queued runs appear in
-    columns of their own, where a run has one.
+    `ended` has the directories, by uid, of runs whose stack has ended. These, the tenants and the places of queued runs
+    appear in columns of their own, where a run has one.
     """
     rows, header = [_row(run, now) for run in runs], _HEADER
+    if any(run.tenant for run in runs):
+        rows = [(*row, run.tenant or "–") for row, run in zip(rows, runs, strict=True)]
+        header = (*header, "TENANT")
     if any(run.queue_place for run in runs):
         rows = [(*row, printable(run.queue_place)) for row, run in zip(rows, runs, strict=True)]
         header = (*header, "QUEUE")
@@ -177,6 +180,7 @@ def run_details(
     lines = [
         ("name", run.name),
         ("uid", run.uid),
+        *([("tenant", run.tenant)] if run.tenant else ()),
         ("kind", run_pb2.RunKind.Name(run.kind).removeprefix("RUN_KIND_")),
         ("state", paint.state(state_name(run.state))),
         *([("queue", printable(run.queue_place))] if run.queue_place else ()),

@@ -26,7 +26,7 @@ from millrace.errors import (
     UnauthenticatedError,
     Violation,
 )
-from millrace.orchestrator.beside import RunSource
+from millrace.orchestrator.beside import RunSource, RunSources
 from millrace.readers.dashboard.answers import of_message, problem_of, to_json
 from millrace.readers.dashboard.reading import ReaderClient
 from millrace.rpc.access import Grant, ServerAccess, is_loopback, read_only
@@ -279,13 +279,13 @@ class Dashboard:
     """The application over one orchestrator and its reader."""
 
     def __init__(
-        self, source: RunSource, reader: ReaderClient, guard: Guard, sessions: Sessions, *, port: int, is_tls: bool
+        self, sources: RunSources, reader: ReaderClient, guard: Guard, sessions: Sessions, *, port: int, is_tls: bool
     ) -> None:
         """Create the dashboard.
 
-        `source` answers for the orchestrator, `reader` for the log, `port` is where it listens.
+        `sources` answers for the orchestrator, `reader` for the log, `port` is where it listens.
         """
-        self._source = source
+        self._sources = sources
         self._reader = reader
         self._guard = guard
         self._sessions = sessions
@@ -344,6 +344,10 @@ class Dashboard:
         """Return who sent a request; UnauthenticatedError if it may not be answered."""
         return self._guard.admit(request.headers.getlist("authorization"), request.cookies.get(self._cookie, ""))
 
+    def _seen(self, request: Request) -> RunSource:
+        """Return the runs that the sender of a request sees; UnauthenticatedError if it may not be answered."""
+        return self._sources.seen_by(self._caller(request).grant.tenant)
+
     def _writer(self, request: Request) -> Caller:
         """Return who sent a POST; PermissionDeniedError unless it comes from one of our pages, or with a token."""
         caller = self._caller(request)
@@ -355,70 +359,76 @@ class Dashboard:
         return caller
 
     async def _session(self, request: Request) -> Response:
-        """Answer with the caller's name and CSRF token, whether it may write, and whether no token is demanded."""
+        """Answer with the caller's name, tenant and CSRF token, whether it may write, and whether no token is
+        demanded.
+        """
         caller = self._caller(request)
         csrf = caller.session.csrf if caller.session is not None else ""
-        who = {"name": caller.grant.name, "csrf": csrf, "is_open": not self._guard.demands_token}
+        who = {
+            "name": caller.grant.name,
+            "tenant": caller.grant.tenant,
+            "csrf": csrf,
+            "is_open": not self._guard.demands_token,
+        }
         return _Answer(to_json(who | {"may_write": caller.grant.may_write()}))
 
     async def _runs(self, request: Request) -> Response:
-        """Answer with all runs, and what of Redis or the store does not answer.
+        """Answer with all runs that the caller sees, and what of Redis or the store does not answer.
 
         With the parameter `config` only with the runs whose configs match its words.
         """
-        self._caller(request)
-        runs = self._source.list_runs(config=_params(request).get("config", ""))
-        answer = {"runs": runs, "trouble": self._source.trouble()}
+        seen = self._seen(request)
+        runs = seen.list_runs(config=_params(request).get("config", ""))
+        answer = {"runs": runs, "trouble": seen.trouble()}
         return _Answer(await asyncio.to_thread(to_json, answer))  # thousands of runs take seconds
 
     async def _run(self, request: Request, run: str) -> Response:
         """Answer with the run `run`, with why it does not move, and with what of Redis or the store does not answer."""
-        self._caller(request)
-        found = await self._source.find_run(run)
-        return _Answer(to_json(found | {"why": self._source.explain(run), "trouble": self._source.trouble()}))
+        seen = self._seen(request)
+        found = await seen.find_run(run)
+        return _Answer(to_json(found | {"why": seen.explain(run), "trouble": seen.trouble()}))
 
     async def _question(self, request: Request, run: str, question: str) -> Response:
         """Answer the question `question` about a run.
 
         The orchestrator answers for checkpoints and waits, the reader for everything else.
         """
-        self._caller(request)
+        seen = self._seen(request)
         if question == "checkpoints":
-            return _Answer(to_json({"checkpoints": await self._source.checkpoints(run)}))
+            return _Answer(to_json({"checkpoints": await seen.checkpoints(run)}))
         if question == "why":
-            return _Answer(to_json(self._source.explain(run)))
+            return _Answer(to_json(seen.explain(run)))
         if question not in QUESTIONS:
             raise NotFoundError(f"nothing of a run is called {question[:40]!r}", reason="PAGE_NOT_FOUND")
-        return await self._ask(question, run, _params(request))
+        return await self._ask(question, seen.uid_of(run), _params(request))
 
     async def _sample(self, request: Request, run: str, sample: str) -> Response:
         """Answer with the sample `sample` (its id) of the run `run`."""
-        self._caller(request)
-        return await self._ask("sample", run, {"id": sample})
+        return await self._ask("sample", self._seen(request).uid_of(run), {"id": sample})
 
     async def _tokens(self, request: Request, run: str, sample: str) -> Response:
         """Answer with a page of the tokens of a run's sample `sample` (its id); the request's parameters choose the
         page.
         """
-        self._caller(request)
-        return await self._ask("tokens", run, {**_params(request), "id": sample})
+        return await self._ask("tokens", self._seen(request).uid_of(run), {**_params(request), "id": sample})
 
-    async def _ask(self, question: str, run: str, params: dict[str, str]) -> Response:
-        """Pass a question about a run on to the reader, and return the reader's answer."""
-        answer = await self._reader.ask(question, self._source.uid_of(run), params)
+    async def _ask(self, question: str, uid: str, params: dict[str, str]) -> Response:
+        """Pass a question about the run `uid` on to the reader, and return the reader's answer."""
+        answer = await self._reader.ask(question, uid, params)
         return _Answer(answer.body, answer.status)
 
     async def _act(self, request: Request, run: str, action: str) -> Response:
         """Pause, resume, cancel or audit a run, if the caller may; an audit is answered with its report."""
         caller = self._writer(request)
+        seen = self._sources.seen_by(caller.grant.tenant)
         if action == "audit":  # it changes nothing, but it costs: only our own pages and programs may ask for it
-            return _Answer(to_json(of_message(await self._source.audit(run))))
+            return _Answer(to_json(of_message(await seen.audit(run))))
         self._guard.admit_action(caller)
         if action not in ACTIONS:
             raise NotFoundError(f"nothing of a run is called {action[:40]!r}", reason="PAGE_NOT_FOUND")
         body = await _body(request)
         reason = str(body.get("reason", ""))[:500] or f"from the dashboard{_by(caller)}"
-        await self._source.act(run, action, reason=reason)
+        await seen.act(run, action, reason=reason)
         return _Answer(to_json({"done": action}))
 
     async def _new_code(self, request: Request) -> Response:

@@ -38,6 +38,8 @@ class RunRecord:
     labels: dict[str, str] = field(default_factory=dict)
     parent: dict[str, Any] | None = None
     """For a fork: where it begins, as `parse_origin` reads it."""
+    tenant: str = ""
+    """Who submitted it; empty for an operator. A fork has its parent's."""
 
     @classmethod
     def parse(cls, data: bytes, *, where: str, needs: Collection[str] = ()) -> Self:
@@ -60,11 +62,12 @@ class RunRecord:
 
     @classmethod
     def decode(cls, data: bytes, *, where: str) -> Self:
-        """Parse the record of a run that is shown or driven: every field but `parent` has to be there and valid.
+        """Parse the record of a run that is shown or driven: every field but `parent` and `tenant` has to be there
+        and valid.
 
         Else `CorruptObjectError`, naming the document by `where`.
         """
-        record = cls.parse(data, where=where, needs=_TYPES.keys() - {"parent"})
+        record = cls.parse(data, where=where, needs=_TYPES.keys() - {"parent", "tenant"})
         try:
             record.describe()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -77,10 +80,11 @@ class RunRecord:
         return cls(uid=uid, name=name, kind=UNKNOWN, config={})
 
     def encode(self) -> bytes:
-        """Return the record as JSON with sorted keys; `parent` only where there is one."""
+        """Return the record as JSON with sorted keys; `parent` and `tenant` only where there is one."""
         document = {name: getattr(self, name) for name in _TYPES}
-        if self.parent is None:
-            del document["parent"]
+        for name in ("parent", "tenant"):
+            if not document[name]:
+                del document[name]
         return json.dumps(document, sort_keys=True, indent=1).encode()
 
     @property
@@ -113,6 +117,7 @@ class RunRecord:
             config_json=self.config_json,
             run_hash=self.run_hash,
             labels=self.labels,
+            tenant=self.tenant,
         )
         if self.create_time:
             run.create_time.FromJsonString(self.create_time)

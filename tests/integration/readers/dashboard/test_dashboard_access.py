@@ -238,7 +238,7 @@ def test_codes_and_sessions_end_by_themselves(monkeypatch):
 
     now = [0.0]
     found = module.Sessions(clock=lambda: now[0])
-    grant = Grant(name="ada", holds=lambda: True)
+    grant = Grant(name="ada", tenant="", holds=lambda: True)
     old = found.new_code(grant)
     now[0] = module.CODE_S + 1
     assert found.redeem(old) is None

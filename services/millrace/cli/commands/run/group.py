@@ -188,9 +188,10 @@ def submit(arguments: tuple[str, ...]) -> int:
 @run.command(name="list")
 @click.option("--state", "states", multiple=True, help="Only runs in this state, such as running; may be repeated.")
 @click.option("--limit", type=click.IntRange(min=0), default=20, show_default=True, help="0 is all.")
+@click.option("--tenant", default="", help="Only this tenant's runs.")
 @FORMAT
 @SERVER
-def list_runs(states: tuple[str, ...], limit: int, form: str, server: str | None) -> None:
+def list_runs(states: tuple[str, ...], limit: int, tenant: str, form: str, server: str | None) -> None:
     """List runs, newest first, with the local ones whose own stack has ended; a server that is named is asked alone."""
     from millrace.cli.connection import OUTPUTS, is_listening, server_address
     from millrace.cli.offline.ended import list_ended
@@ -200,9 +201,10 @@ def list_runs(states: tuple[str, ...], limit: int, form: str, server: str | None
     is_named = origin in ("--server", "MILLRACE_SERVER")
     found = [] if is_named else list_ended(note=lambda text: click.echo(text, err=True))
     here = [each for each in found if not wanted or each.run.state in wanted]
+    here = [each for each in here if not tenant or each.run.tenant == tenant]
 
     async def show(client: "Client") -> None:
-        listed = await client.runs.list(states=wanted, limit=limit)
+        listed = await client.runs.list(states=wanted, limit=limit, tenant=tenant)
         _print_runs(listed, here, limit=limit, form=form)
         if not listed and not here and form != "json":
             which = f" that are {' or '.join(states)}" if states else ""
