@@ -83,7 +83,7 @@ EVENTS: Texts = {
         "if you did not stop it, see that trainer's log and memory",
     ),
     "workers_assigned": (
-        "the run's workers, at a change and every 30 s, with groups (`MILLRACE_QUEUE_GROUPS`)",
+        "the run's workers, at a change and every 30 s: of a tenant's run, and of all with `MILLRACE_QUEUE_GROUPS`",
         NOTHING,
     ),
     "warning": ("the run goes on; reasons are below", NOTHING),

@@ -15,6 +15,7 @@ from millrace.env_server import run as env_server
 from millrace.inference import updater as inference
 from millrace.inference.engine import EngineState, EngineStatus
 from millrace.orchestrator import meters as orchestrator
+from millrace.orchestrator.tenants import UsageReader
 from millrace.orchestrator.workers import WorkerRegistry
 from millrace.telemetry.metrics import make_registry
 from millrace.trainer import meters as trainer
@@ -47,8 +48,9 @@ def _registries() -> dict[str, CollectorRegistry]:
     spool = SimpleNamespace(num_rollouts=0, num_bytes=0, limit_bytes=1)
     service = SimpleNamespace(pools=[], num_rollouts=0, capacity=1)
     catalog, manager = SimpleNamespace(views=[]), SimpleNamespace(driven=list)
+    usage = UsageReader(SimpleNamespace(), "millrace")  # type: ignore[arg-type]
     return {
-        "orchestrator": orchestrator.registry_of(manager, catalog, WorkerRegistry()),  # type: ignore[arg-type]
+        "orchestrator": orchestrator.registry_of(manager, catalog, WorkerRegistry(), usage),  # type: ignore[arg-type]
         "env-server": env_server.registry_of(service, SimpleNamespace(num_pending=0, spool=spool)),  # type: ignore[arg-type]
         "trainer": trainer.registry_of(lambda: False),
         "inference": make_registry("inference", inference.collectors(_engine_status)),

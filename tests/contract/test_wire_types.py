@@ -18,6 +18,7 @@ EDGES = {
     "client/": "the public client",
     "cli/commands/run/compare.py": "shows what the client answered, or the same made from files",
     "cli/commands/run/delete.py": "shows what the client answered",
+    "cli/commands/run/usage.py": "shows what the client answered",
     "cli/view/records.py": "prints the same",
     "cli/view/output.py": "prints what the client answered",
     "readers/dashboard/answers.py": "makes the answers of ListMetrics, ListRollouts and GetLineage",

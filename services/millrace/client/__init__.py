@@ -112,6 +112,10 @@ class SyncRuns:
         """
         return self._runner.run(self._runs.list(states=states, limit=limit, tenant=tenant))
 
+    def usage(self, *, tenant: str = "") -> Sequence[rs.TenantUsage]:
+        """Return what runs have used, by tenant: of all that the token opens, or of one tenant."""
+        return self._runner.run(self._runs.usage(tenant=tenant))
+
     def cancel(self, name: str, *, reason: str = "") -> run_pb2.Run:
         """Ask a run to end as CANCELLED, for a reason that its log records; return it at once, as it is before that."""
         return self._runner.run(self._runs.cancel(name, reason=reason))

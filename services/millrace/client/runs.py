@@ -23,6 +23,7 @@ CREATE_TIMEOUT_S = 30.0
 CHECK_TIMEOUT_S = 330.0  # longer than the server gives an environment to load
 CALL_TIMEOUT_S = 10.0
 AUDIT_TIMEOUT_S = 3600.0  # reads everything that a run has written
+USAGE_TIMEOUT_S = 60.0
 DELETE_TIMEOUT_S = 3600.0  # 1,000 objects a request
 FORK_TIMEOUT_S = 1800.0  # copies a checkpoint and batches from store to store
 SILENCE_S = 45.0  # the server sends a heartbeat every 15 s, so three are missing
@@ -244,6 +245,14 @@ class RunsClient:
         """
         request = rs.DeleteRunRequest(name=name, even_needed=even_needed, validate_only=validate_only)
         return await call(self._stub.DeleteRun, request, timeout_s=timeout_s, to=self._to)
+
+    async def usage(self, *, tenant: str = "") -> Sequence[rs.TenantUsage]:
+        """Return what runs have used, by tenant: of all that the token opens, or of one tenant.
+
+        Raises UnavailableError (USAGE_GROWING) while there are more runs than could be read: ask again.
+        """
+        request = rs.ListUsageRequest(tenant=tenant)
+        return (await call(self._stub.ListUsage, request, timeout_s=USAGE_TIMEOUT_S, to=self._to)).tenants
 
     async def explain(self, name: str) -> rs.ExplainRunResponse:
         """Return what every service of the run waits for, longest first, and a summary with the chain of waits."""

@@ -17,6 +17,7 @@ from millrace.orchestrator.drive.assembly import RunParts
 from millrace.orchestrator.manager import RunManager
 from millrace.orchestrator.play.play import PlayState, num_rollouts
 from millrace.orchestrator.run_meters import COUNTED, seconds_since, seen
+from millrace.orchestrator.tenants import UsageReader
 from millrace.orchestrator.workers import QUIET_S, WorkerKind, WorkerRecord, WorkerRegistry
 from millrace.runlog.records.run_record import EVAL
 from millrace.telemetry.metrics import Family, MetricSheet, StateCollector, make_registry
@@ -80,6 +81,13 @@ GPU_MEMORY_USED = Family(
 )
 GPU_MEMORY = Family("millrace_orchestrator_gpu_memory_bytes", "Memory that such a GPU has.", GPU_LABELS)
 GPU_POWER = Family("millrace_orchestrator_gpu_power_watts", "Power that such a GPU draws.", GPU_LABELS)
+TENANT_ACCELERATORS = Family(
+    "millrace_tenant_accelerator_seconds", "Accelerators of a tenant's runs times seconds.", ("tenant",)
+)
+TENANT_TOKENS = Family(
+    "millrace_tenant_tokens", "Tokens of a tenant's committed rollouts: prompt or sampled.", ("tenant", "kind")
+)
+TENANT_BYTES = Family("millrace_tenant_stored_bytes", "Bytes of a tenant's runs in the object store.", ("tenant",))
 STOOD_STILL = Family(
     "millrace_orchestrator_stood_still_seconds_total", "Seconds for which this process itself did not run."
 )
@@ -101,6 +109,9 @@ FAMILIES = (
     GPU_MEMORY_USED,
     GPU_MEMORY,
     GPU_POWER,
+    TENANT_ACCELERATORS,
+    TENANT_TOKENS,
+    TENANT_BYTES,
     STOOD_STILL,
 )
 LOST = Counter(
@@ -114,13 +125,16 @@ for _kind in WorkerKind:
         LOST.labels(_kind, _reason)  # 0 from the beginning: `increase` sees the first one
 
 
-def registry_of(manager: RunManager, catalog: RunCatalog, workers: WorkerRegistry) -> CollectorRegistry:
+def registry_of(
+    manager: RunManager, catalog: RunCatalog, workers: WorkerRegistry, usage: UsageReader
+) -> CollectorRegistry:
     """Return the registry of metrics that this orchestrator exports, and begin to count lost workers."""
 
     def read(sheet: MetricSheet) -> None:
         """Put the values that are looked up when Prometheus asks into the sheet."""
         _read_runs(sheet, catalog)
         _read_workers(sheet, workers)
+        _read_tenants(sheet, usage, catalog)
         driven = manager.driven()
         _read_open(sheet, catalog, driven={parts.context.record.name for parts, _ in driven})
         for parts, may_write in driven:
@@ -138,6 +152,15 @@ def _read_runs(sheet: MetricSheet, catalog: RunCatalog) -> None:
     for name, state in run_pb2.RunState.items():
         if state != run_pb2.RUN_STATE_UNSPECIFIED:
             sheet.put(RUNS, states[state], name.removeprefix("RUN_STATE_").lower())
+
+
+def _read_tenants(sheet: MetricSheet, usage: UsageReader, catalog: RunCatalog) -> None:
+    """Put into the sheet what every tenant's runs have used, as far as it was read; nothing without tenants."""
+    for tenant, used in usage.known(view for view in catalog.views if view.record.tenant).items():
+        sheet.put(TENANT_ACCELERATORS, used.accelerator_seconds, tenant)
+        sheet.put(TENANT_TOKENS, used.prompt_tokens, tenant, "prompt")
+        sheet.put(TENANT_TOKENS, used.sampled_tokens, tenant, "sampled")
+        sheet.put(TENANT_BYTES, used.stored_bytes, tenant)
 
 
 def _read_open(sheet: MetricSheet, catalog: RunCatalog, *, driven: Collection[str]) -> None:

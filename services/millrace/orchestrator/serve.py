@@ -24,6 +24,7 @@ from millrace.orchestrator.manager import RunManager
 from millrace.orchestrator.meters import registry_of
 from millrace.orchestrator.queue.groups import parse_groups
 from millrace.orchestrator.service import RunServicer
+from millrace.orchestrator.tenants import UsageReader
 from millrace.orchestrator.workers import HEARTBEAT_S, KINDS, WorkerRegistry
 from millrace.race import first_of
 from millrace.rpc.health import PROCESS, HealthBoard
@@ -65,6 +66,7 @@ class _Process:
     board: HealthBoard
     manager: RunManager
     readers: Readers
+    usage: UsageReader
 
     def servicer(self, draining: asyncio.Event) -> RunServicer:
         """Return the implementation of the public API; watches end once `draining` is set."""
@@ -74,6 +76,7 @@ class _Process:
             catalog=self.catalog,
             manager=self.manager,
             registry=self.registry,
+            usage=self.usage,
             owner=self.owner,
             draining=draining,
         )
@@ -128,6 +131,7 @@ def _assemble(settings: Settings) -> _Process:
         board=board,
         manager=manager,
         readers=readers,
+        usage=UsageReader(store, settings.prefix),
     )
 
 
@@ -163,13 +167,14 @@ async def serve_orchestrator(
         if on_started is not None:
             on_started(port)
 
-    exported = registry_of(process.manager, process.catalog, process.registry)
+    exported = registry_of(process.manager, process.catalog, process.registry, process.usage)
     try:
         async with (
             metrics_server(settings.metrics_listen, exported),
             _dashboard(process),
             asyncio.TaskGroup() as tasks,
         ):
+            counting = tasks.create_task(process.usage.keep(process.catalog), name="use by tenant")
             testing = tasks.create_task(_test_stores(process, tested_once), name="test of the stores")
             managing = tasks.create_task(
                 _manage(process.manager, started_once, tested_once, stopping), name="run manager"
@@ -187,6 +192,7 @@ async def serve_orchestrator(
             started_once.set()
             tested_once.set()
             testing.cancel()
+            counting.cancel()
             await managing
     except BaseExceptionGroup as group:
         raise first_error(group) from group

@@ -30,7 +30,7 @@ from millrace.orchestrator.intents import IntentCalls, check_intent
 from millrace.orchestrator.manager import RunManager
 from millrace.orchestrator.new_run import make_record, validate
 from millrace.orchestrator.play.tasks import Sampler
-from millrace.orchestrator.tenants import SeenRuns
+from millrace.orchestrator.tenants import SeenRuns, UsageReader
 from millrace.orchestrator.why import unanswered
 from millrace.orchestrator.worker_checks import check_environments, require_env_images, require_loadable_loss
 from millrace.orchestrator.workers import WorkerRegistry
@@ -79,6 +79,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         catalog: RunCatalog,
         manager: RunManager,
         registry: WorkerRegistry,
+        usage: UsageReader,
         owner: str,
         draining: asyncio.Event,
     ) -> None:
@@ -98,6 +99,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         self._intents = IntentCalls(store=place.store, prefix=place.prefix, owner=owner, on_intent=manager.apply)
         # An audit reads everything of a run: one at a time.
         self._auditing = asyncio.Semaphore(1)
+        self._usage = usage
         self._validating = asyncio.Semaphore(MAX_VALIDATIONS)
 
     async def CreateRun(
@@ -233,11 +235,8 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     ) -> run_service_pb2.ListRunsResponse:
         """Return a page of the runs that the caller sees, newest first; of a tenant, or in states, if asked for."""
         size, start = page(request.page_size, request.page_token)
-        seen = self._seen
-        if request.tenant:
-            if seen.tenant not in ("", request.tenant):
-                return run_service_pb2.ListRunsResponse()
-            seen = SeenRuns(self._catalog, request.tenant)
+        if (seen := self._seen.of(request.tenant)) is None:
+            return run_service_pb2.ListRunsResponse()
         if request.states:
             # One more than the page: so a token is only given where something follows.
             runs = await self._in_states(seen, request.states, at_least=start + size + 1)
@@ -389,6 +388,13 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     ) -> run_service_pb2.GetLineageResponse:
         """Return where a rollout or a policy version comes from, and what came of it."""
         return await self._readers.lineage(request, (await self._seen.find(request.name)).record)
+
+    async def ListUsage(
+        self, request: run_service_pb2.ListUsageRequest, context: grpc.aio.ServicerContext
+    ) -> run_service_pb2.ListUsageResponse:
+        """Return what the runs that the caller sees have used, by tenant; of one tenant if asked for."""
+        seen = self._seen.of(request.tenant)
+        return run_service_pb2.ListUsageResponse(tenants=[] if seen is None else await self._usage.read(seen))
 
     async def ExplainRun(
         self, request: run_service_pb2.ExplainRunRequest, context: grpc.aio.ServicerContext

@@ -9,14 +9,24 @@ may leave its own prefix out. Another tenant's run is looked for where it is not
 answer and the work for it are those for a run that does not exist.
 """
 
+import asyncio
+import logging
 import re
-from collections.abc import Iterable
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
-from millrace.errors import InvalidSpecError, NotFoundError, RefusedError
+from millrace.errors import InvalidSpecError, MillraceError, NotFoundError, RefusedError, UnavailableError
 from millrace.orchestrator.catalog import RunCatalog, RunView
 from millrace.runlog import names
 from millrace.runlog.records.run_record import UNKNOWN, RunRecord
-from millrace.v1.run_service_pb2 import ExplainRunResponse
+from millrace.runlog.token_use import TokenUse, load_use
+from millrace.storage import ObjectStore
+from millrace.telemetry import waits
+from millrace.v1.run_service_pb2 import ExplainRunResponse, TenantUsage
+
+logger = logging.getLogger(__name__)
 
 _UID = re.compile(r"\b[0-9a-f]{28}\b")
 
@@ -37,6 +47,12 @@ class SeenRuns:
         """Make the view of a tenant, or with an empty `tenant` that of an operator, on the runs of `catalog`."""
         self.tenant = tenant
         self._catalog = catalog
+
+    def of(self, tenant: str) -> "SeenRuns | None":
+        """Return those of the runs that are a tenant's, all for an empty `tenant`; None if the caller sees none."""
+        if tenant in ("", self.tenant):
+            return self
+        return None if self.tenant else SeenRuns(self._catalog, tenant)
 
     @property
     def views(self) -> list[RunView]:
@@ -110,3 +126,97 @@ class SeenRuns:
     def _seen(self, views: Iterable[RunView]) -> list[RunView]:
         """Return those of the views that the caller sees, in their order."""
         return [view for view in views if belongs_to(view.record, self.tenant)]
+
+
+# What runs have used. Of each run the newest header and a list of its objects are read, and kept for a while.
+
+OPEN_S, ENDED_S = 15.0, 600.0
+"""How long what was read of an open run, and of an ended one, is kept."""
+READ_S = 20.0
+"""How long a caller waits for runs to be read."""
+KEEP_S = 60.0
+"""How often the use of all runs is read for metrics."""
+PAGE = 50
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What was read of a run."""
+
+    at: float
+    state: object
+    """State of the run then: another one is read again."""
+    tokens: TokenUse
+    stored_bytes: int
+
+
+class UsageReader:
+    """Reads what runs have used, for all callers."""
+
+    def __init__(self, store: ObjectStore, prefix: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Make a reader of the runs in `store` below `prefix`, which has read nothing."""
+        self._store, self._prefix, self._clock = store, prefix, clock
+        self._known: dict[str, _Read] = {}
+
+    async def read(self, seen: SeenRuns) -> list[TenantUsage]:
+        """Return what the runs that a caller sees have used, by tenant.
+
+        Raise UnavailableError if not all of them are read within `READ_S`; what was read then is kept for the next try.
+        """
+        views, listed = list[RunView](), await seen.list_names()
+        try:
+            with waits.waiting("the use of runs to be read", waits_on="object store"):
+                async with asyncio.timeout(READ_S):
+                    for first in range(0, len(listed), PAGE):
+                        for view in await seen.read_listed(listed[first : first + PAGE]):
+                            await self._read(view)
+                            views.append(view)
+        except TimeoutError:
+            raise UnavailableError(
+                f"{len(views)} of {len(listed)} runs are read",
+                reason="USAGE_GROWING",
+                remedy="ask again: it goes on from there",
+            ) from None
+        return [found for _, found in sorted(self.known(views).items())]
+
+    async def keep(self, catalog: RunCatalog) -> None:
+        """Read the use of all runs every `KEEP_S`, for metrics, until cancelled; nothing where no run is a tenant's."""
+        # unregistered wait: a pause between two looks, which register their own
+        while True:
+            await asyncio.sleep(KEEP_S)
+            if any(view.record.tenant for view in catalog.views):
+                try:
+                    await self.read(SeenRuns(catalog, ""))
+                except MillraceError as error:
+                    logger.info("the use of runs is not read to the end", extra={"error": error.message})
+
+    async def _read(self, view: RunView) -> None:
+        """Read a run, unless what is known of it is new enough."""
+        uid, now, state = view.record.uid, self._clock(), (view.run.state, view.status.committed)
+        known = self._known.get(uid)
+        if known is not None and known.state == state and now - known.at < (ENDED_S if view.is_terminal else OPEN_S):
+            return
+        try:
+            tokens, stored_bytes = await asyncio.to_thread(load_use, self._store, names.Names(self._prefix, uid))
+        except UnavailableError:
+            raise
+        except MillraceError:
+            # A run that is damaged, or was deleted meanwhile, has used what is known of it.
+            tokens, stored_bytes = (known.tokens, known.stored_bytes) if known is not None else (TokenUse(), 0)
+        self._known[uid] = _Read(now, state, tokens, stored_bytes)
+
+    def known(self, views: Iterable[RunView]) -> Mapping[str, TenantUsage]:
+        """Return by tenant what these runs have used, as far as it was read; accelerators by their events."""
+        found: dict[str, TenantUsage] = defaultdict(TenantUsage)
+        now = time.time()
+        for view in views:
+            tenant = view.record.tenant
+            total, read = found[tenant], self._known.get(view.record.uid)
+            total.tenant = tenant
+            total.num_runs += 1
+            total.accelerator_seconds += view.status.usage.seconds(now)
+            if read is not None:
+                total.prompt_tokens += read.tokens.prompt
+                total.sampled_tokens += read.tokens.sampled
+                total.stored_bytes += read.stored_bytes
+        return found

@@ -163,12 +163,14 @@ class RunQueue:
     async def record(self, uid: str, events: RunEvents) -> None:
         """Write an event whenever the accelerators of a driven run change, and every `SEEN_S` that it still has them.
 
-        Until cancelled; nothing without groups.
+        Until cancelled; nothing without groups, but of a tenant's run always.
         """
         written: tuple[int, int] | None = None
+        view = self._catalog.known(uid)
+        is_counted = bool(self._groups) or (view is not None and bool(view.record.tenant))
         written_at = 0.0
         # unregistered wait: a periodic look, which awaits nothing else
-        while self._groups:
+        while is_counted:
             changed = self._registry.changed
             trainer, replicas = (
                 sum(each.accelerators for each in self._registry.owned(kind, uid))

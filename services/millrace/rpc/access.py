@@ -68,7 +68,7 @@ READING_METHODS = frozenset(
     f"/millrace.v1.RunService/{name}"
     for name in (
         *("GetRun", "ListRuns", "AuditRun", "WatchRun", "ListCheckpoints", "ExplainRun"),
-        *("ListMetrics", "ListRollouts", "GetLineage"),
+        *("ListMetrics", "ListRollouts", "GetLineage", "ListUsage"),
     )
 )
 """What a token that may only read may call of the public API. A method that is not named here writes."""

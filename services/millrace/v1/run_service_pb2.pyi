@@ -296,6 +296,34 @@ class ListRolloutsResponse(_message.Message):
     unreadable: _containers.RepeatedCompositeFieldContainer[_rollout_pb2.UnreadableBatch]
     def __init__(self, rollouts: _Optional[_Iterable[_Union[_rollout_pb2.Rollout, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., total_size: _Optional[int] = ..., unreadable: _Optional[_Iterable[_Union[_rollout_pb2.UnreadableBatch, _Mapping]]] = ...) -> None: ...
 
+class ListUsageRequest(_message.Message):
+    __slots__ = ("tenant",)
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
+
+class ListUsageResponse(_message.Message):
+    __slots__ = ("tenants",)
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantUsage]
+    def __init__(self, tenants: _Optional[_Iterable[_Union[TenantUsage, _Mapping]]] = ...) -> None: ...
+
+class TenantUsage(_message.Message):
+    __slots__ = ("tenant", "num_runs", "accelerator_seconds", "prompt_tokens", "sampled_tokens", "stored_bytes")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNS_FIELD_NUMBER: _ClassVar[int]
+    ACCELERATOR_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    num_runs: int
+    accelerator_seconds: float
+    prompt_tokens: int
+    sampled_tokens: int
+    stored_bytes: int
+    def __init__(self, tenant: _Optional[str] = ..., num_runs: _Optional[int] = ..., accelerator_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., stored_bytes: _Optional[int] = ...) -> None: ...
+
 class GetLineageRequest(_message.Message):
     __slots__ = ("name", "rollout", "version")
     NAME_FIELD_NUMBER: _ClassVar[int]

@@ -105,6 +105,11 @@ class RunServiceStub(object):
                 request_serializer=millrace_dot_v1_dot_run__service__pb2.ListRolloutsRequest.SerializeToString,
                 response_deserializer=millrace_dot_v1_dot_run__service__pb2.ListRolloutsResponse.FromString,
                 _registered_method=True)
+        self.ListUsage = channel.unary_unary(
+                '/millrace.v1.RunService/ListUsage',
+                request_serializer=millrace_dot_v1_dot_run__service__pb2.ListUsageRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_run__service__pb2.ListUsageResponse.FromString,
+                _registered_method=True)
         self.GetLineage = channel.unary_unary(
                 '/millrace.v1.RunService/GetLineage',
                 request_serializer=millrace_dot_v1_dot_run__service__pb2.GetLineageRequest.SerializeToString,
@@ -215,6 +220,14 @@ class RunServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListUsage(self, request, context):
+        """Says what runs have used, by tenant: of all tenants to an operator, of one's own to a tenant. UNAVAILABLE with the
+        reason USAGE_GROWING while there are more runs than could be read: ask again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetLineage(self, request, context):
         """Traces a rollout to the policy versions that made it and to what came of it, or a version in both directions.
         """
@@ -294,6 +307,11 @@ def add_RunServiceServicer_to_server(servicer, server):
                     servicer.ListRollouts,
                     request_deserializer=millrace_dot_v1_dot_run__service__pb2.ListRolloutsRequest.FromString,
                     response_serializer=millrace_dot_v1_dot_run__service__pb2.ListRolloutsResponse.SerializeToString,
+            ),
+            'ListUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListUsage,
+                    request_deserializer=millrace_dot_v1_dot_run__service__pb2.ListUsageRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_run__service__pb2.ListUsageResponse.SerializeToString,
             ),
             'GetLineage': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLineage,
@@ -680,6 +698,33 @@ class RunService(object):
             '/millrace.v1.RunService/ListRollouts',
             millrace_dot_v1_dot_run__service__pb2.ListRolloutsRequest.SerializeToString,
             millrace_dot_v1_dot_run__service__pb2.ListRolloutsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.RunService/ListUsage',
+            millrace_dot_v1_dot_run__service__pb2.ListUsageRequest.SerializeToString,
+            millrace_dot_v1_dot_run__service__pb2.ListUsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

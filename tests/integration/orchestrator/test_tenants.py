@@ -21,17 +21,20 @@ from millrace.local.redis import free_port
 from millrace.orchestrator.catalog import RunCatalog
 from millrace.orchestrator.tenants import SeenRuns
 from millrace.readers.dashboard import app as dashboard
+from millrace.rollouts.batch_wire import decode_header
 from millrace.rpc.access import ClientAccess, ServerAccess, calling_tenant
 from millrace.rpc.channel import call, open_channel, stream
 from millrace.rpc.tokens import new_token, token_line
 from millrace.runlog.names import Names
+from millrace.runlog.records.revisions import list_headers, read_header, read_rollouts
 from millrace.runlog.records.run_record import RunRecord
+from millrace.runlog.token_use import TokenUse
 from millrace.storage.local import LocalStore
 from millrace.telemetry.settings import Settings
 from millrace.v1 import run_pb2, run_service_pb2
 from millrace.v1.run_service_pb2_grpc import RunServiceStub
 from millrace_testing.dashboard import KnownRuns, Served
-from millrace_testing.orchestrator.runs import config_json, create, has_state, watch
+from millrace_testing.orchestrator.runs import config_json, create, has_state, restart_orchestrator, watch
 from millrace_testing.polling import until
 
 SERVICE = run_service_pb2.DESCRIPTOR.services_by_name["RunService"]
@@ -44,7 +47,7 @@ OWN = {
     "ForkRun": {"step": 1, "run_id": "own-fork"},
 }
 """What a request needs beside the run to be of use to its owner."""
-NAMES_NO_RUN = {"CreateRun", "ListRuns"}
+NAMES_NO_RUN = {"CreateRun", "ListRuns", "ListUsage"}
 
 
 @pytest.fixture
@@ -109,7 +112,7 @@ async def ask(client, method, request: Message) -> Message | MillraceError:
     stub = getattr(client.runs, method.name)
     try:
         if not method.server_streaming:
-            return await call(stub, request, timeout_s=30)
+            return await call(stub, request, timeout_s=120)  # an audit is a process of its own
         async for answer in stream(stub, request):
             return answer
         return run_service_pb2.WatchRunResponse()
@@ -177,6 +180,37 @@ async def test_lists_show_a_tenant_its_own_and_an_operator_all(shared) -> None:
     answer = await call(shared.clients["acme"].runs.ListRuns, run_service_pb2.ListRunsRequest(page_size=2))
     assert len(answer.runs) == 2 and not answer.next_page_token
     assert {run.tenant for run in answer.runs} == {"acme"}
+
+
+async def test_usage_is_by_tenant_and_exact_over_the_death_of_an_orchestrator(shared) -> None:
+    async def used(who: str, **asked) -> dict[str, run_service_pb2.TenantUsage]:
+        request = run_service_pb2.ListUsageRequest(**asked)
+        answer = await call(shared.clients[who].runs.ListUsage, request, timeout_s=60)
+        return {each.tenant: each for each in answer.tenants}
+
+    stack, acme = shared.stack, shared.clients["acme"]
+    run = await create(acme, run_id="killed", max_steps=3)
+
+    async def has_committed() -> bool:
+        return bool(list_headers(stack.deps["store"], Names(stack.prefix, run.uid)))
+
+    await until(has_committed)
+    await restart_orchestrator(stack)
+    await until(lambda: has_state(acme, run, run_pb2.RUN_STATE_SUCCEEDED))
+    expected = TokenUse()
+    for uid in (run.uid, shared.runs["acme", "done"].uid):
+        names = Names(stack.prefix, uid)
+        for step, revision in list_headers(stack.deps["store"], names):
+            header = decode_header(read_header(stack.deps["store"], names, step, revision))
+            expected = expected.plus(read_rollouts(stack.deps["store"], header))
+    found = await used("acme")
+    assert list(found) == ["acme"] and found["acme"].num_runs == 3
+    assert (found["acme"].prompt_tokens, found["acme"].sampled_tokens) == (expected.prompt, expected.sampled)
+    assert expected.sampled > 0 and found["acme"].stored_bytes > 0 and found["acme"].accelerator_seconds > 0
+    assert await used("acme", tenant="globex") == await used("acme", tenant="nobody") == {}
+    everything = await used("operator")
+    assert list(everything) == ["acme", "globex"] and everything["globex"].num_runs == 2
+    assert list(await used("operator", tenant="globex")) == ["globex"]
 
 
 async def test_a_name_and_a_request_are_free_for_every_tenant(shared) -> None:

@@ -15,6 +15,7 @@ from millrace.orchestrator.catalog import RunView
 from millrace.orchestrator.drive.batch_metrics import batch_metrics
 from millrace.orchestrator.manager import resumed_events
 from millrace.orchestrator.run_meters import RunMeters
+from millrace.orchestrator.tenants import UsageReader
 from millrace.orchestrator.workers import WorkerRegistry
 from millrace.runlog.records.run_record import RunRecord
 from millrace.v1 import event_pb2, run_pb2
@@ -55,7 +56,8 @@ def _batch(view: RunView, at: float, step: int) -> None:
 
 def _exported(*views: RunView, workers: WorkerRegistry | None = None) -> CollectorRegistry:
     catalog, manager = SimpleNamespace(views=list(views)), SimpleNamespace(driven=list)
-    return meters.registry_of(manager, catalog, workers or WorkerRegistry())  # type: ignore[arg-type]
+    usage = UsageReader(SimpleNamespace(), "millrace")  # type: ignore[arg-type]
+    return meters.registry_of(manager, catalog, workers or WorkerRegistry(), usage)  # type: ignore[arg-type]
 
 
 def test_the_use_of_gpus_is_exported_by_the_short_names_of_workers() -> None:
@@ -69,6 +71,21 @@ def test_the_use_of_gpus_is_exported_by_the_short_names_of_workers() -> None:
     for name, value in (("utilization_ratio", 0.5), ("memory_used_bytes", 5.0), ("memory_bytes", 8.0)):
         assert found.get_sample_value(f"{prefix}_{name}", labels) == value
     assert found.get_sample_value(f"{prefix}_power_watts", labels) is None, "the driver does not say"
+
+
+def test_what_a_tenant_uses_is_exported_and_nothing_without_tenants() -> None:
+    own, theirs = _view("own"), _view("acme.theirs")
+    theirs.record = replace(theirs.record, tenant="acme")
+    exported, labels = _exported(own, theirs), {"tenant": "acme"}
+    for view in (own, theirs):
+        _state(view, 100.0, RUNNING)
+        for at in (100.0, 110.0):
+            used = event_pb2.WorkersAssigned(trainer_accelerators=2, replica_accelerators=1)
+            view.apply(_event(at, workers_assigned=used))
+        _state(view, 110.0, run_pb2.RUN_STATE_PAUSED)
+    assert exported.get_sample_value("millrace_tenant_accelerator_seconds", labels) == 30.0
+    assert exported.get_sample_value("millrace_tenant_tokens", labels | {"kind": "sampled"}) == 0.0, "nothing is read"
+    assert exported.get_sample_value("millrace_tenant_accelerator_seconds", {"tenant": ""}) is None
 
 
 def test_a_run_that_cannot_be_read_counts_as_damaged_until_it_can() -> None:

@@ -114,7 +114,7 @@ class ObjectRef(_message.Message):
     def __init__(self, key: _Optional[str] = ..., sha256: _Optional[bytes] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class BatchHeader(_message.Message):
-    __slots__ = ("run_uid", "kind", "step", "envs", "samples", "chunks", "resolutions", "resolved_below", "resolved_above", "previous_chain_hash", "writer_epoch", "lineage", "run_hash", "config_revision", "orchestrator_state", "rollouts_key", "rollouts_sha256", "num_rollouts", "num_tokens", "num_loss_tokens", "reward_mean", "outcome", "final_version", "error_reason", "error_message", "error_component", "objects", "revision", "error_remedy")
+    __slots__ = ("run_uid", "kind", "step", "envs", "samples", "chunks", "resolutions", "resolved_below", "resolved_above", "previous_chain_hash", "writer_epoch", "lineage", "run_hash", "config_revision", "orchestrator_state", "rollouts_key", "rollouts_sha256", "num_rollouts", "num_tokens", "num_loss_tokens", "reward_mean", "outcome", "final_version", "error_reason", "error_message", "error_component", "objects", "revision", "error_remedy", "total_prompt_tokens", "total_sampled_tokens")
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +144,8 @@ class BatchHeader(_message.Message):
     OBJECTS_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     ERROR_REMEDY_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_SAMPLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     run_uid: str
     kind: BatchKind
     step: int
@@ -173,7 +175,9 @@ class BatchHeader(_message.Message):
     objects: _containers.RepeatedCompositeFieldContainer[ObjectRef]
     revision: int
     error_remedy: str
-    def __init__(self, run_uid: _Optional[str] = ..., kind: _Optional[_Union[BatchKind, str]] = ..., step: _Optional[int] = ..., envs: _Optional[_Iterable[str]] = ..., samples: _Optional[_Iterable[_Union[SampleEntry, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[ChunkRef, _Mapping]]] = ..., resolutions: _Optional[_Iterable[_Union[Resolution, _Mapping]]] = ..., resolved_below: _Optional[int] = ..., resolved_above: _Optional[_Iterable[int]] = ..., previous_chain_hash: _Optional[bytes] = ..., writer_epoch: _Optional[int] = ..., lineage: _Optional[int] = ..., run_hash: _Optional[str] = ..., config_revision: _Optional[int] = ..., orchestrator_state: _Optional[bytes] = ..., rollouts_key: _Optional[str] = ..., rollouts_sha256: _Optional[bytes] = ..., num_rollouts: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_loss_tokens: _Optional[int] = ..., reward_mean: _Optional[float] = ..., outcome: _Optional[_Union[RunOutcome, str]] = ..., final_version: _Optional[int] = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ..., error_component: _Optional[str] = ..., objects: _Optional[_Iterable[_Union[ObjectRef, _Mapping]]] = ..., revision: _Optional[int] = ..., error_remedy: _Optional[str] = ...) -> None: ...
+    total_prompt_tokens: int
+    total_sampled_tokens: int
+    def __init__(self, run_uid: _Optional[str] = ..., kind: _Optional[_Union[BatchKind, str]] = ..., step: _Optional[int] = ..., envs: _Optional[_Iterable[str]] = ..., samples: _Optional[_Iterable[_Union[SampleEntry, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[ChunkRef, _Mapping]]] = ..., resolutions: _Optional[_Iterable[_Union[Resolution, _Mapping]]] = ..., resolved_below: _Optional[int] = ..., resolved_above: _Optional[_Iterable[int]] = ..., previous_chain_hash: _Optional[bytes] = ..., writer_epoch: _Optional[int] = ..., lineage: _Optional[int] = ..., run_hash: _Optional[str] = ..., config_revision: _Optional[int] = ..., orchestrator_state: _Optional[bytes] = ..., rollouts_key: _Optional[str] = ..., rollouts_sha256: _Optional[bytes] = ..., num_rollouts: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_loss_tokens: _Optional[int] = ..., reward_mean: _Optional[float] = ..., outcome: _Optional[_Union[RunOutcome, str]] = ..., final_version: _Optional[int] = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ..., error_component: _Optional[str] = ..., objects: _Optional[_Iterable[_Union[ObjectRef, _Mapping]]] = ..., revision: _Optional[int] = ..., error_remedy: _Optional[str] = ..., total_prompt_tokens: _Optional[int] = ..., total_sampled_tokens: _Optional[int] = ...) -> None: ...
 
 class BatchLink(_message.Message):
     __slots__ = ("run_uid", "kind", "step", "chunks", "previous_chain_hash", "rollouts_key", "outcome", "objects", "revision")

@@ -32,6 +32,7 @@ from millrace.runlog.records.known import KnownObjects
 from millrace.runlog.records.run_record import RunOrigin
 from millrace.runlog.records.token_logs import name_scores
 from millrace.runlog.recover import Committed
+from millrace.runlog.token_use import TokenUse
 from millrace.v1 import run_pb2
 
 MAX_EMPTY_BATCHES = 10
@@ -324,6 +325,8 @@ class BatchWriter:
         """The closing header is being written, or is: a trainer may have finished."""
         self._revision = 0
         self.chain = bytes(32)
+        self.used = TokenUse()
+        """Tokens of all rollouts that the committed headers have archived."""
         self.known = KnownObjects()
         """What the committed headers name."""
         self.num_reopened = 0
@@ -351,6 +354,8 @@ class BatchWriter:
         begins_anew = is_forked or committed.is_reopened
         self.closing = last if is_closing and not committed.is_reopened else None
         self.lineage = last.lineage
+        # What a fork copied was its parent's use.
+        self.used = TokenUse() if is_forked else TokenUse.of_header(last)
         # Two headers of one step: the reopened run's replaces the closing one as its next revision.
         self._revision = last.revision + 1 if committed.is_reopened else 0
         state = decode_state(last.orchestrator_state)
@@ -541,6 +546,8 @@ class BatchWriter:
             header.objects.extend(await asyncio.to_thread(name_scores, self._log.names, archived))
             # In a thread, as compressing a batch's rollouts would stop the event loop and with it the heartbeats.
             archive = await asyncio.to_thread(encode_archive, archived)
+            used = await asyncio.to_thread(self.used.plus, archived)
+            used.fill(header)
             chunks = iter_chunks(header, samples)
             # A header may exist in the store although its writer was cancelled, and the chain must then include it.
             header_bytes, cancelled = await finished(
@@ -548,6 +555,7 @@ class BatchWriter:
                 grace_s=COMMIT_GRACE_S,
             )
             self.chain = chain_hash(self.chain, header_bytes)
+        self.used = used
         self.pools, self.baselines = self._next_pools or self.pools, self._next_baselines
         self._revision = 0
         self.closing = header if closes_run(header) else None

@@ -17,6 +17,7 @@ from millrace.cli.commands.run.delete import delete
 from millrace.cli.commands.run.export import export, export_policy
 from millrace.cli.commands.run.fork import fork, pause, resume
 from millrace.cli.commands.run.samples import samples
+from millrace.cli.commands.run.usage import usage
 from millrace.cli.connection import ask_server
 from millrace.cli.errors import EXIT_FAILED, CliError
 from millrace.cli.log_files import COMPONENTS, LEVELS
@@ -49,6 +50,7 @@ run.add_command(audit)
 run.add_command(attest)
 run.add_command(repair)
 run.add_command(delete)
+run.add_command(usage)
 
 
 # `millrace run panes RUN`: a terminal pane for each component of a run, in tmux.
