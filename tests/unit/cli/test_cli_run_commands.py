@@ -59,6 +59,32 @@ def test_list_and_show_say_where_a_run_waits(server, capsys):
     assert f"queue        {place}" in run(capsys, "show", "waits")[1].splitlines()
 
 
+def test_list_has_a_column_and_a_filter_for_tenants(server, capsys):
+    server.add("alpha")
+    server.add("acme.beta").tenant = "acme"
+    header, *lines = run(capsys, "list")[1].splitlines()
+    assert header.split()[-1] == "TENANT"
+    assert {line.split()[0]: line.split()[-1] for line in lines} == {"acme.beta": "acme", "alpha": "–"}
+    assert [line.split()[0] for line in run(capsys, "list", "--tenant", "acme")[1].splitlines()[1:]] == ["acme.beta"]
+    assert "tenant       acme" in run(capsys, "show", "acme.beta")[1].splitlines()
+
+
+def test_usage_is_shown_by_tenant(server, capsys):
+    code, out, _ = run(capsys, "usage")
+    header, *lines = out.splitlines()
+    assert code == 0 and header.startswith("TENANT")
+    assert [line.split() for line in lines] == [
+        ["–", "1", "0.00", "5", "0", "0"],
+        ["acme", "2", "1.50", "0", "70", str(1 << 40)],
+    ]
+    assert len(run(capsys, "usage", "--tenant", "acme")[1].splitlines()) == 2
+    found = json.loads(run(capsys, "usage", "-o", "json")[1])["tenants"]
+    assert found[1] == {
+        "tenant": "acme", "numRuns": "2", "acceleratorSeconds": 5400.0, "sampledTokens": "70",
+        "storedBytes": str(1 << 40),
+    }  # fmt: skip
+
+
 def test_list_shows_no_reward_of_a_run_without_a_batch_of_its_own(server, capsys):
     server.add("fork", run_pb2.RUN_STATE_QUEUED).progress.num_rollouts = 0
     assert run(capsys, "list")[1].splitlines()[1].split()[:4] == ["fork", "QUEUED", "2/3", "–"]

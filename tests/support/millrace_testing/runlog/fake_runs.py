@@ -47,7 +47,17 @@ class FakeRuns(RunServiceServicer):
 
     async def ListRuns(self, request, context):
         runs = [run for run in reversed(self.runs.values()) if not request.states or run.state in request.states]
+        runs = [run for run in runs if request.tenant in ("", run.tenant)]
         return rs.ListRunsResponse(runs=runs[: request.page_size])
+
+    async def ListUsage(self, request, context):
+        used = [
+            rs.TenantUsage(num_runs=1, prompt_tokens=5),
+            rs.TenantUsage(
+                tenant="acme", num_runs=2, accelerator_seconds=5400, sampled_tokens=70, stored_bytes=1 << 40
+            ),
+        ]
+        return rs.ListUsageResponse(tenants=[each for each in used if request.tenant in ("", each.tenant)])
 
     async def CancelRun(self, request, context):
         if self.runs[request.name].state == run_pb2.RUN_STATE_SUCCEEDED:
