@@ -20,11 +20,21 @@ from millrace.runlog.names import Deployment
 from millrace.runlog.rebuild import ENDED_S
 from millrace.runlog.records import frontier
 from millrace.runlog.redis.log import RunLog
+from millrace.runlog.token_use import load_use
 from millrace.telemetry import faults
 from millrace.v1 import run_service_pb2, run_service_pb2_grpc
 from millrace_testing.lanes import by_default
 from millrace_testing.leases import lease_holder
-from millrace_testing.orchestrator.runs import bodies, create, numbers, require_clean, resolutions, states, watch
+from millrace_testing.orchestrator.runs import (
+    archived_tokens,
+    bodies,
+    create,
+    numbers,
+    require_clean,
+    resolutions,
+    states,
+    watch,
+)
 from millrace_testing.polling import until
 
 RECOVERY_S = 15.0
@@ -131,6 +141,9 @@ async def test_it_continues_soon_after_it_was_killed(stack, process, point, reco
     resolutions(trainer.steps)
     assert len({header.writer_epoch for header in trainer.steps}) == 2
     assert env.requests
+    names = Names(stack.prefix, run.uid)
+    used, _ = load_use(stack.deps["store"], names)
+    assert used == archived_tokens(stack.deps["store"], names) and used.sampled, "each rollout is counted once"
 
 
 @pytest.mark.parametrize("frozen_s", [12.5, 20.0])

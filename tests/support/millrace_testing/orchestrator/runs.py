@@ -5,8 +5,12 @@ import asyncio
 from millrace.config.load import validate_document
 from millrace.internal.v1 import batch_pb2
 from millrace.readers.audit import audit_run
+from millrace.rollouts.batch_wire import decode_header
 from millrace.rpc.channel import call, stream
-from millrace.runlog import RunLog
+from millrace.runlog import Names, RunLog
+from millrace.runlog.records.revisions import list_headers, read_header, read_rollouts
+from millrace.runlog.token_use import TokenUse
+from millrace.storage import ObjectStore
 from millrace.v1 import run_pb2, run_service_pb2
 from millrace_testing.runlog.committed import load_headers
 
@@ -106,6 +110,15 @@ async def wipe(stack) -> None:
 
 async def headers_of(stack, run) -> list[batch_pb2.BatchHeader]:
     return (await load_headers(await log_of(stack, run)))[0]
+
+
+def archived_tokens(store: ObjectStore, names: Names) -> TokenUse:
+    """Return the tokens of the rollouts in all archives of a run."""
+    found = TokenUse()
+    for step, revision in list_headers(store, names):
+        header = decode_header(read_header(store, names, step, revision))
+        found = found.plus(read_rollouts(store, header))
+    return found
 
 
 async def require_clean(stack, run) -> None:
