@@ -39,15 +39,45 @@ _HEADER = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoutedCall:
-    """The experts of the tokens `[start, start + len(experts))` of a model call's prompt and completion."""
+    """The experts of the tokens `[start, start + len(experts))` of a model call's prompt and completion.
+
+    `before` has those of the tokens before `start`, if an earlier call with the same first tokens recorded them.
+    """
 
     start: int
     experts: RoutedArray
+    before: "RoutedCall | None" = None
 
     @property
     def end(self) -> int:
         """Return one past the last token that has experts: the index of the call's last token."""
         return self.start + len(self.experts)
+
+    def after(self, earlier: "RoutedCall | None") -> "RoutedCall":
+        """Return the call with what is new in it alone, and `earlier` before that.
+
+        The prompt begins with all tokens of the earlier call. The call is returned as it is without an earlier one, and
+        if that leaves a gap before it or recorded experts of another shape.
+        """
+        if earlier is None or self.before is not None or not self.start <= earlier.end <= self.end:
+            return self
+        if not _are_alike(earlier.experts, self.experts):
+            return self
+        # A copy, since a view would keep the whole answer in memory.
+        new = self.experts[earlier.end - self.start :].copy()
+        return RoutedCall(start=earlier.end, experts=new, before=earlier)
+
+    def since(self, token: int) -> RoutedArray | None:
+        """Return the experts of the tokens from `token` on; None if those of some are not known."""
+        parts: list[RoutedArray] = []
+        at: RoutedCall | None = self
+        while at is not None and token < at.start:
+            parts.append(at.experts)
+            at = at.before
+        if at is None:
+            return None
+        parts.append(at.experts[token - at.start :])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts[::-1])
 
 
 def dtype_of(num_experts: int) -> np.dtype[Any]:
@@ -70,8 +100,8 @@ def from_answer(choice: Mapping[str, Any], *, num_tokens: int, start: object = N
     """Return the experts in a choice of an engine's answer; None if the engine recorded none.
 
     `num_tokens` are those of prompt and completion, and `start` is what the request sent as START_FIELD. Raises
-    CorruptObjectError for what is no such array, or has not the experts of every token from `start` to the last but
-    one.
+    CorruptObjectError for what is no such array, has not the experts of every token from `start` to the last but one,
+    or has an expert twice in a layer of a token.
     """
     text = choice.get(FIELD)
     if text is None:
@@ -82,7 +112,25 @@ def from_answer(choice: Mapping[str, Any], *, num_tokens: int, start: object = N
         raise _corrupt(
             FIELD, f"{len(experts)} tokens from token {first}", f"are not all but the last of {num_tokens} tokens"
         )
+    if (layer := repeating_layer(experts)) is not None:
+        raise _corrupt(FIELD, f"layer {layer}", "has an expert twice for one token")
     return RoutedCall(start=first, experts=experts)
+
+
+def repeating_layer(experts_TXK: RoutedArray) -> int | None:
+    """Return the first layer in which a token has an expert twice; None if there is none.
+
+    A layer in which all are 0 is one without experts, as vLLM reports it.
+    """
+    tokens, layers, top_k = experts_TXK.shape
+    # Each pair of places as two long rows is 30 times as fast as sorting many short ones.
+    places_KN = np.ascontiguousarray(experts_TXK.reshape(tokens * layers, top_k).T)
+    repeats_N = np.zeros(tokens * layers, np.bool_)
+    for place in range(1, top_k):
+        for other in range(place):
+            repeats_N |= places_KN[place] == places_KN[other]
+    found = np.flatnonzero(repeats_N.reshape(tokens, layers).any(axis=0)).tolist()
+    return next((layer for layer in found if experts_TXK[:, layer].any()), None)
 
 
 def _from_npy(text: object) -> RoutedArray:
@@ -214,11 +262,15 @@ def extended(known: RoutedArray | None, call: RoutedCall | None) -> RoutedArray 
     if call is None:
         return known
     if known is None:
-        return call.experts if call.start == 0 else None
-    is_alike = known.shape[1:] == call.experts.shape[1:] and known.dtype == call.experts.dtype
-    if not is_alike or not call.start <= len(known) < call.end:
+        return call.since(0)
+    if not _are_alike(known, call.experts) or call.end <= len(known) or (new := call.since(len(known))) is None:
         return known
-    return np.concatenate([known, call.experts[len(known) - call.start :]])
+    return np.concatenate([known, new])
+
+
+def _are_alike(one: RoutedArray, other: RoutedArray) -> bool:
+    """Return whether two arrays have experts of the same layers, in the same number and format."""
+    return one.shape[1:] == other.shape[1:] and one.dtype == other.dtype
 
 
 def _corrupt(where: str, value: object, problem: str) -> CorruptObjectError:

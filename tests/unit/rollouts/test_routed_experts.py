@@ -41,6 +41,16 @@ def test_an_engine_that_says_nothing_is_no_error() -> None:
     assert from_answer({"routed_experts": None}, num_tokens=6) is None
 
 
+def test_a_layer_without_experts_is_none_that_repeats_them() -> None:
+    experts = _experts(5)
+    experts[:, 1] = 0
+    call = from_answer({"routed_experts": routed_experts.to_answer(experts)}, num_tokens=6)
+    assert call is not None and np.array_equal(call.experts, experts)
+    experts[3, 1] = 4
+    assert routed_experts.repeating_layer(experts) == 1
+    assert routed_experts.repeating_layer(experts[:, :, :1]) is None, "a token has one expert"
+
+
 def _npy(array: np.ndarray) -> str:
     written = io.BytesIO()
     np.save(written, array, allow_pickle=False)
@@ -59,6 +69,8 @@ def _npy(array: np.ndarray) -> str:
         (_npy(np.asfortranarray(np.arange(30, dtype=np.uint8).reshape(5, 3, 2))), "is no header"),
         (_npy(np.zeros((5, 6), np.uint8)), "is no header"),
         (_npy(np.zeros((5, 0, 2), np.uint8)), "is not [tokens"),
+        (_npy(np.full((5, 3, 2), 7, np.uint8)), "layer 0 has an expert twice"),
+        (_npy(np.array([[[1, 2], [5, 3]]] * 4 + [[[1, 2], [5, 5]]], np.uint8)), "layer 1 has an expert twice"),
         (_npy(_experts(4)), "are not all but the last of 6 tokens"),
         (_npy(_experts(6)), "are not all but the last of 6 tokens"),
         (base64.b64encode(base64.b64decode(_npy(_experts(5)))[:-1]).decode(), "are not [5, 3, 2] numbers of 1 bytes"),

@@ -288,7 +288,8 @@ class LeanClient(OpenAIChatCompletionsClient):
         tokens = _tokens(response, choice)
         if tokens is not None and response["_session_id"]:
             spans, routed = engine_spans(choice), _routed(choice, tokens)
-            SPANS.note(response["_session_id"], tokens.completion_ids, spans, response["_sent"], routed)
+            session_id, sent = response["_session_id"], response["_sent"]
+            SPANS.note(session_id, tokens.completion_ids, spans, sent, routed, prompt_ids=tokens.prompt_ids)
         finish_reason = choice.get("finish_reason")
         return Response(
             id=str(response.get("id") or ""),

@@ -50,6 +50,8 @@ MISSING_TOKENS_MARK = "missing tokens:"
 UNREADABLE_MARK = "unreadable reply:"
 DEFAULT = "default"
 _NOT_JSON = "ENGINE_ANSWER_INVALID"
+# With experts an answer has hundreds of bytes for each token: more than a rollout may have is of no use.
+MAX_ANSWER_BYTES = 512 << 20
 # Renderers to try by the model's type, the likeliest first.
 _FAMILIES = {"qwen3": ("qwen3", "prime-qwen3")}
 _PROBES: tuple[list[Any], ...] = (
@@ -83,9 +85,10 @@ class GenerateClient:
     One per call.
     """
 
-    def __init__(self, base_url: str) -> None:
-        """Make a client for one call of `generate` at the engine's base URL."""
+    def __init__(self, base_url: str, *, session_id: str = "") -> None:
+        """Make a client for one call of `generate` at the engine's base URL, in the rollout `session_id`."""
         self.base_url = base_url
+        self._session_id = session_id
         self.content = b""
         """Body of the last answer to a `post`."""
         self.sent: Mapping[str, Any] | None = None
@@ -111,13 +114,16 @@ class GenerateClient:
         """Post a body to the engine at `url`, a whole URL, and return this client.
 
         The answer's body is then in `content`, and the request's parameters are in `sent`. Sampling parameters that are
-        missing in the body are set. Tries again, a bounded number of times, if the engine refuses the request before it
-        begins to generate. Raises OpenAIError; of `options` only `headers` are used.
+        missing in the body are set, and experts are asked for from the first token on that earlier calls of the rollout
+        did not record. Tries again, a bounded number of times, if the engine refuses the request before it begins to
+        generate. Raises OpenAIError; of `options` only `headers` are used.
         """
-        body = {**body, "sampling_params": completed(body.get("sampling_params") or {})}
+        prompt_ids, sampling = body.get("token_ids") or (), completed(body.get("sampling_params") or {})
+        if num_known := SPANS.num_routed(self._session_id, prompt_ids):
+            sampling = {START_FIELD: num_known, **sampling}
+        body = {**body, "sampling_params": sampling}
         self.sent = sent_of(body)
-        self._num_prompt = len(body.get("token_ids") or ())
-        self._prompt_start = body["sampling_params"].get(START_FIELD)
+        self._num_prompt, self._prompt_start = len(prompt_ids), sampling.get(START_FIELD)
         raw, headers = orjson.dumps(body), (options or {}).get("headers") or {}
         # unregistered wait: in an environment worker, all of whose rollouts are one wait of the env-server
         for attempt in range(1, MAX_ATTEMPTS + 1):
@@ -142,11 +148,20 @@ class GenerateClient:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _take_experts(self) -> None:
-        """Take the experts out of the answer in `content`, as `renderers` expects another form; other fields stay."""
+        """Take the experts out of the answer in `content`, as `renderers` expects another form; other fields stay.
+
+        Raises GenerateResponseError for an answer of more than MAX_ANSWER_BYTES.
+        """
         if f'"{FIELD}"'.encode() not in self.content:
             return
+        if len(self.content) > MAX_ANSWER_BYTES:
+            raise GenerateResponseError(
+                f"{UNREADABLE_MARK} the answer has {len(self.content)} bytes, most of them experts of tokens, and at "
+                f"most {MAX_ANSWER_BYTES} are read; lower `orchestrator.seq_len`, or leave "
+                "`inference.return_routed_experts` out"
+            )
         try:
-            answer = decode_json(self.content, what="the engine's answer", reason=_NOT_JSON)
+            answer = decode_json(self.content, what="the engine's answer", reason=_NOT_JSON, max_bytes=MAX_ANSWER_BYTES)
         except CorruptObjectError:
             return  # the original reads it next, and says what is wrong with it
         choices = answer.get("choices") if isinstance(answer, dict) else None
@@ -210,8 +225,8 @@ async def generate_with_spans(*, client: Any, **kwargs: Any) -> dict[str, Any]:
     Notes the engine's policy spans in SPANS under the request's session id; for a request that the engine refuses, an
     entry without tokens. Raises GenerateResponseError for a reply without usable tokens or one that cannot be read.
     """
-    lean: Any = GenerateClient(str(client.base_url))
     session_id = (kwargs.get("extra_headers") or {}).get(SESSION_HEADER)
+    lean: Any = GenerateClient(str(client.base_url), session_id=session_id or "")
     try:
         result = await _stock_generate(client=lean, **kwargs)
     except APIStatusError:
@@ -231,7 +246,8 @@ async def generate_with_spans(*, client: Any, **kwargs: Any) -> dict[str, Any]:
             routed = lean.routed(len(ids))
         except CorruptObjectError as error:
             raise GenerateResponseError(f"{UNREADABLE_MARK} {error}") from error
-        SPANS.note(session_id, ids, engine_spans(choice), lean.sent, routed)
+        prompt_ids = result.get("prompt_ids") or ()
+        SPANS.note(session_id, ids, engine_spans(choice), lean.sent, routed, prompt_ids=prompt_ids)
     return result
 
 

@@ -6,14 +6,16 @@ tokens alike. If it does not (the chat template dropped or rewrote something, or
 encoding), the turn begins a new sample: nothing is trained in a context in which it was not sampled.
 """
 
+import hashlib
 import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from millrace.env_server.own_sampling import Way
 from millrace.rollouts.routed_experts import RoutedCall, extended
@@ -268,8 +270,8 @@ class _SampleBuilder:
 # The engine returns `policy_spans` and `routed_experts` in the body of a completion. Neither generation of `verifiers`
 # carries unknown fields of a response into its records, so the HTTP layer notes them here under the rollout's id (v0:
 # `trajectory_id`, v1: the trace id, which its clients send as `X-Session-ID`), and the adapter takes them when the
-# rollout is over. A completion is found again by its token ids, in the order of the calls. The sampling parameters of
-# its request are noted with it.
+# rollout is over. A call is found again by its token ids, those of prompt and completion, and calls that are equal in
+# their order. The sampling parameters of its request are noted with it.
 
 # Rollouts that failed half-way never take their notes; the oldest ones are forgotten beyond this number. It is far
 # above the rollouts that one worker plays at once.
@@ -280,34 +282,67 @@ MAX_ROLLOUTS = 8192
 class Call:
     """A model call: the tokens that came of it, the versions that made them, and the request's parameters.
 
-    `routed` are the experts of its tokens, if the engine records them.
+    `routed` are the experts of its tokens, if the engine records them. `prompt` is the digest of its prompt
+    (`digest_of`).
     """
 
     completion_ids: tuple[int, ...] = ()
+    prompt: bytes = b""
     spans: tuple[PolicySpan, ...] = ()
     sent: Mapping[str, Any] | None = None
     routed: RoutedCall | None = None
 
-    def routed_of(self, num_prompt: int, num_sampled: int) -> RoutedCall | None:
-        """Return the experts of the call for a turn that keeps so many tokens of its prompt and its completion.
+    def routed_of(self, num_tokens: int) -> RoutedCall | None:
+        """Return the experts of the call for a turn that keeps its first `num_tokens` tokens, of prompt and completion.
 
-        None if the engine recorded none, or the prompt was not that long. The last token that is kept has experts only
-        if more of the completion followed it.
+        None if the engine recorded none. The last token that is kept has experts only if more of the completion
+        followed it.
         """
         routed = self.routed
-        if routed is None or routed.end + 1 != num_prompt + len(self.completion_ids):
+        if routed is None:
             return None
-        return replace(routed, experts=routed.experts[: max(num_prompt + num_sampled - routed.start, 0)])
+        return replace(routed, experts=routed.experts[: max(num_tokens - routed.start, 0)])
 
 
 NO_CALL = Call()
+
+
+def digest_of(token_ids: Sequence[int] | NDArray[np.int64]) -> bytes:
+    """Return the digest that tells token ids from others of the same number.
+
+    What does not fit into 64 bits is no token of a policy, and has the digest b"".
+    """
+    try:
+        return hashlib.blake2b(np.asarray(token_ids, np.int64).tobytes(), digest_size=16).digest()
+    except OverflowError:
+        return b""
+
+
+@dataclass(slots=True)
+class _RolloutNotes:
+    """The model calls of one rollout, and the experts of its sequences: by digest, with their number of tokens."""
+
+    calls: list[Call] = field(default_factory=list[Call])
+    routed: dict[bytes, RoutedCall] = field(default_factory=dict[bytes, RoutedCall])
+
+    def begun_by(self, prompt_ids: Sequence[int]) -> RoutedCall | None:
+        """Return the experts of the longest sequence with which the prompt begins; None if those of none are known."""
+        if not self.routed:
+            return None
+        ids = np.asarray(prompt_ids, np.int64)
+        # Of a call's tokens the last one has no experts.
+        lengths = {call.end + 1 for call in self.routed.values()}
+        for length in sorted((each for each in lengths if each <= len(ids)), reverse=True):
+            if (found := self.routed.get(digest_of(ids[:length]))) is not None:
+                return found
+        return None
 
 
 class SpanLog:
     """The model calls of one worker's rollouts, until their adapters take them."""
 
     def __init__(self) -> None:
-        self._notes: OrderedDict[str, list[Call]] = OrderedDict()
+        self._notes: OrderedDict[str, _RolloutNotes] = OrderedDict()
 
     def note(
         self,
@@ -316,22 +351,34 @@ class SpanLog:
         spans: tuple[PolicySpan, ...],
         sent: Mapping[str, Any] | None = None,
         routed: RoutedCall | None = None,
+        *,
+        prompt_ids: Sequence[int] = (),
     ) -> None:
         """Add one model call to those of a rollout. A call without tokens is a request that the engine refused.
 
         `spans` are indices into `completion_ids`, and `sent` has the request's sampling parameters, None if they are
-        not known; `routed` are the experts of its tokens, None if they are not recorded. Beyond MAX_ROLLOUTS rollouts
-        the oldest one's calls are dropped.
+        not known; `routed` are the experts of its tokens, None if they are not recorded. Of these only what earlier
+        calls of the rollout did not record is kept. Beyond MAX_ROLLOUTS rollouts the oldest one's calls are dropped.
         """
-        self._notes.setdefault(rollout_id, []).append(
-            Call(completion_ids=tuple(completion_ids), spans=spans, sent=sent, routed=routed)
-        )
+        notes = self._notes.setdefault(rollout_id, _RolloutNotes())
+        if routed is not None:
+            routed = routed.after(notes.begun_by(prompt_ids))
+            notes.routed[digest_of([*prompt_ids, *completion_ids])] = routed
+        call = Call(completion_ids=tuple(completion_ids), spans=spans, sent=sent, routed=routed)
+        notes.calls.append(replace(call, prompt=digest_of(prompt_ids)))
         while len(self._notes) > MAX_ROLLOUTS:
             self._notes.popitem(last=False)
 
+    def num_routed(self, rollout_id: str, prompt_ids: Sequence[int]) -> int:
+        """Return of how many first tokens of a prompt the experts are noted for that rollout, without a gap."""
+        notes = self._notes.get(rollout_id)
+        known = None if notes is None else notes.begun_by(prompt_ids)
+        return 0 if known is None or known.since(0) is None else known.end
+
     def take(self, rollout_id: str) -> "Spans":
         """Return the model calls that were noted for one rollout, and remove them from this log."""
-        return Spans(self._notes.pop(rollout_id, []))
+        notes = self._notes.pop(rollout_id, None)
+        return Spans([] if notes is None else notes.calls)
 
 
 class Spans:
@@ -347,22 +394,24 @@ class Spans:
         self.refused = [note.sent for note in notes if not note.completion_ids]
         """The requests that the engine refused."""
 
-    def find(self, completion_ids: Sequence[int]) -> Call:
+    def find(self, completion_ids: Sequence[int], prompt_ids: Sequence[int] = ()) -> Call:
         """Return the first call not returned yet whose sampled ids are `completion_ids`, else the first whose ids begin
         with them, else NO_CALL.
 
-        The call's spans are cut to the length of `completion_ids`, because the environment may have cut the completion.
-        Calls may be recorded in another order than they ended in.
+        Of several such calls it is the one with that prompt; experts are returned only with that prompt. The call's
+        spans are cut to the length of `completion_ids`, because the environment may have cut the completion. Calls may
+        be recorded in another order than they ended in.
         """
-        sought = tuple(completion_ids)
-        index = next((at for at, call in enumerate(self._notes) if call.completion_ids == sought), None)
-        if index is None:
-            begins = (at for at, call in enumerate(self._notes) if call.completion_ids[: len(sought)] == sought)
-            index = next(begins, None)
-        if index is None:
+        sought, prompt = tuple(completion_ids), digest_of(prompt_ids)
+        whole = [at for at, call in enumerate(self._notes) if call.completion_ids == sought]
+        begun = [at for at, call in enumerate(self._notes) if call.completion_ids[: len(sought)] == sought]
+        found = [*whole, *begun]
+        if not found:
             return NO_CALL
+        index = next((at for at in found if self._notes[at].prompt == prompt), found[0])
         call = self._notes.pop(index)
-        return replace(call, spans=clipped(call.spans, len(sought)))
+        routed = call.routed if call.prompt == prompt else None
+        return replace(call, spans=clipped(call.spans, len(sought)), routed=routed)
 
 
 def clipped(spans: Sequence[PolicySpan], end: int) -> tuple[PolicySpan, ...]:

@@ -67,7 +67,7 @@ def turns_of(steps: Sequence[Mapping[str, Any]], spans: Spans, asked: AskedSampl
         prompt, whole = _answered(step, tokens)
         completion_ids = tokens["completion_ids"]
         # Taken for every step, trained or not, so that later steps find their own calls.
-        call = spans.find(whole)
+        call = spans.find(whole, prompt)
         extras = step.get("extras") or {}
         is_agent = is_agent or IS_TRAINED in extras
         if not extras.get(IS_TRAINED, True):
@@ -83,6 +83,7 @@ def turns_of(steps: Sequence[Mapping[str, Any]], spans: Spans, asked: AskedSampl
                 carried = _both(carried, reward)
             continue
         reward, carried = _both(carried, reward), None
+        is_same_prompt = len(tokens["prompt_ids"]) == len(prompt)
         kept.append(
             Turn(
                 prompt_ids=tokens["prompt_ids"],
@@ -92,7 +93,7 @@ def turns_of(steps: Sequence[Mapping[str, Any]], spans: Spans, asked: AskedSampl
                 own_way=own_way,
                 reward=reward,
                 asked_by=_asked_by(step.get("prompt")),
-                routed=call.routed_of(len(tokens["prompt_ids"]), len(completion_ids)),
+                routed=call.routed_of(len(prompt) + len(completion_ids)) if is_same_prompt else None,
             )
         )
     return KeptTurns(kept=kept, num_cut=num_cut, why_cut=why, num_left_out=num_left_out, is_agent=is_agent)

@@ -106,7 +106,7 @@ def branch_samples(
             is_after_reply |= bool(node.sampled)
             if node.sampled:
                 num_before = len(token_ids) + len(node.token_ids) - num_sampled
-                experts = extended(experts, noted[id(node)].routed_of(num_before, num_sampled))
+                experts = extended(experts, noted[id(node)].routed_of(num_before + num_sampled))
             token_ids += node.token_ids
             num_prompt = len(node.token_ids) - (num_sampled if is_new else 0)
             mask += [0] * num_prompt + [1] * (len(node.token_ids) - num_prompt)
@@ -148,9 +148,14 @@ def _noted(branches: Sequence[Any], spans: Spans) -> dict[int, Call]:
     Nodes of untrained branches use up calls, too.
     """
     noted: dict[int, Call] = {}
-    for node in (node for branch in branches for node in branch.nodes if node.sampled):
-        if id(node) not in noted:
-            noted[id(node)] = spans.find(node.token_ids[len(node.mask) - sum(node.mask) :])
+    for branch in branches:
+        before: list[int] = []
+        for node in branch.nodes:
+            num_prompt = len(node.token_ids) - sum(node.mask)
+            if node.sampled and id(node) not in noted:
+                prompt_ids = [*before, *node.token_ids[:num_prompt]]
+                noted[id(node)] = spans.find(node.token_ids[num_prompt:], prompt_ids)
+            before += node.token_ids
     return noted
 
 
