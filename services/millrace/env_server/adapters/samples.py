@@ -370,7 +370,7 @@ class SpanLog:
             self._notes.popitem(last=False)
 
     def num_routed(self, rollout_id: str, prompt_ids: Sequence[int]) -> int:
-        """Return of how many first tokens of a prompt the experts are noted for that rollout, without a gap."""
+        """Return the number of first tokens of a prompt whose experts are noted for that rollout, without a gap."""
         notes = self._notes.get(rollout_id)
         known = None if notes is None else notes.begun_by(prompt_ids)
         return 0 if known is None or known.since(0) is None else known.end
