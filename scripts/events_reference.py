@@ -197,6 +197,11 @@ WARNINGS: Texts = {
         "routers chose",
         "serve the policy with `inference.return_routed_experts`",
     ),
+    "ROUTED_EXPERTS_MISFIT": (
+        "recorded experts of tokens are none of the model: the orchestrator leaves those of a rollout out if the "
+        "replica says that it has others, the trainer those of a sample; its routers chose there",
+        "have all replicas serve the model that is trained, or leave `trainer.model.moe.replay` out",
+    ),
     "COMPILE_FAILED": (
         "a block, or a part of one, could not be compiled (`trainer.model.compile`); it runs eagerly",
         "install a C++ compiler (CPU) or Triton (GPU), or leave the key out",
@@ -276,10 +281,6 @@ FAILURES: Texts = {
     "REPLAY_UNSUPPORTED": (
         "`trainer.model.moe.replay` is set, and the model has no routers whose choice can be replaced",
         "leave the key out",
-    ),
-    "ROUTED_EXPERTS_MISFIT": (
-        "an engine recorded experts that the trainer's model does not have: it serves another model",
-        "serve the model that is trained, or leave `trainer.model.moe.replay` out",
     ),
     "ROUTER_UNKNOWN": (
         "a router chose its experts in a way that is not known here",

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from millrace.errors import InvalidStateError
 from millrace.policies.manifest import AdapterEntry, StagedPolicy
 from millrace.policies.peft.config import AdapterSpec, Shape, adapter_problems
+from millrace.rollouts.routed_experts import RoutedForm
 from millrace.rollouts.types import PolicySpan, RoutedArray
 
 STALL_S = 60.0
@@ -184,6 +185,8 @@ class EngineStatus:
     """Seconds of the last standstill, of an engine that generates again before the proof; None for other engines."""
     has_memory: bool = True
     """Whether its weights are on the device: not while it sleeps, or if it could not wake."""
+    routed: RoutedForm | None = None
+    """What the experts of tokens in its results look like; None if it records none, or does not say."""
 
     @property
     def num_requests(self) -> int:

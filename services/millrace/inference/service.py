@@ -121,6 +121,9 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
             engine=self._engine.kind,
             is_asleep=self._sleep.is_on or not engine.has_memory,
         )
+        if (routed := engine.routed) is not None:
+            form = pb.RoutedForm(num_layers=routed.num_layers, num_experts=routed.num_experts, top_k=routed.top_k)
+            message.routed.CopyFrom(form)
         if status.identity is not None:
             message.has_version = True
             message.run_uid = status.identity.run_uid

@@ -11,6 +11,7 @@ arXiv:2510.11370).
 Shape suffixes: T tokens in the order in which routers see them, X layers with experts, K experts of a token, E experts.
 """
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +25,8 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from millrace.errors import InternalError, InvalidSpecError, InvalidStateError, Violation
+from millrace.errors import InternalError, InvalidSpecError, Violation
+from millrace.rollouts.routed_experts import RoutedForm
 from millrace.rollouts.types import RoutedArray
 
 FREE = -1
@@ -41,27 +43,20 @@ class RoutingShape:
     num_experts: int
     top_k: int
 
-    def choices(self, experts_TXK: RoutedArray) -> NDArray[np.int16]:
-        """Return recorded experts as int16, [T, X, K], of the layers that have experts.
+    @property
+    def form(self) -> RoutedForm:
+        """Return what the experts of the layers that have experts look like."""
+        return RoutedForm(num_layers=len(self.layers), num_experts=self.num_experts, top_k=self.top_k)
 
-        `experts_TXK` has these layers, or all. Raises InvalidStateError (ROUTED_EXPERTS_MISFIT) for experts of another
+    def choices(self, experts_TXK: RoutedArray) -> NDArray[np.int16] | None:
+        """Return recorded experts as int16, [T, X, K], of the layers that have experts; None for those of another
         model.
+
+        `experts_TXK` has these layers, or all.
         """
-        _, num_layers, top_k = experts_TXK.shape
-        if num_layers == self.num_hidden_layers != len(self.layers):
+        if experts_TXK.shape[1] == self.num_hidden_layers != len(self.layers):
             experts_TXK = experts_TXK[:, list(self.layers)]
-        if experts_TXK.shape[1:] != (len(self.layers), self.top_k):
-            found = f"{top_k} experts in each of {num_layers} layers"
-        elif experts_TXK.size and int(experts_TXK.max()) >= self.num_experts:
-            found = f"expert {int(experts_TXK.max())}"
-        else:
-            return experts_TXK.astype(np.int16)
-        raise InvalidStateError(
-            f"an engine recorded {found} for a token, and the trainer's model has {self.top_k} of {self.num_experts} "
-            f"experts in each of {len(self.layers)} layers",
-            reason="ROUTED_EXPERTS_MISFIT",
-            remedy="serve the model that is trained, or leave trainer.model.moe.replay out",
-        )
+        return None if self.form.problem_of(experts_TXK) else experts_TXK.astype(np.int16)
 
 
 class Routers:
@@ -91,7 +86,7 @@ class Routers:
             if type(module).__name__.lower().endswith("router") and _LAYER.search(name)
         }
         sizes = {(getattr(router, "top_k", None), _num_experts(router)) for router in found.values()}
-        if len(sizes) != 1 or None in next(iter(sizes)):
+        if len(sizes) != 1 or None in next(iter(sizes)) or not all(map(_chooses_by_topk, found.values())):
             return None
         return cls(model, found)
 
@@ -192,12 +187,18 @@ class _Choice(TorchFunctionMode):
             if self._given_TK.shape != chosen_TK.shape:
                 raise InternalError(
                     f"experts of {len(self._given_TK)} tokens are given, and a router sees {len(chosen_TK)}",
-                    reason="ROUTED_EXPERTS_MISFIT",
+                    reason="ROUTER_UNKNOWN",
                 )
             chosen_TK = torch.where(self._given_TK >= 0, self._given_TK, chosen_TK)
             found = torch.return_types.topk((scores_TE.gather(1, chosen_TK), chosen_TK))
         self.made_TK = chosen_TK.detach()
         return found
+
+
+def _chooses_by_topk(router: nn.Module) -> bool:
+    """Return whether the forward of a router calls `topk`; that of Phi-MoE, for one, calls `max` twice."""
+    # The class's: that of the instance is ours once it is wrapped.
+    return "topk" in inspect.unwrap(type(router).forward).__code__.co_names
 
 
 def _num_experts(router: nn.Module) -> int | None:

@@ -80,6 +80,26 @@ class RoutedCall:
         return parts[0] if len(parts) == 1 else np.concatenate(parts[::-1])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedForm:
+    """What an engine says that the experts in its answers look like: `top_k` of `num_experts` in each layer."""
+
+    num_layers: int
+    num_experts: int
+    top_k: int
+
+    def problem_of(self, experts_TXK: RoutedArray) -> str:
+        """Return why these are no experts of that form, in words that follow "recorded"; "" if they are."""
+        _, num_layers, top_k = experts_TXK.shape
+        if (num_layers, top_k) != (self.num_layers, self.top_k):
+            return f"{top_k} experts in each of {num_layers} layers for a token"
+        if experts_TXK.size and (largest := int(experts_TXK.max())) >= self.num_experts:
+            return f"expert {largest} for a token"
+        if (layer := repeating_layer(experts_TXK)) is not None:
+            return f"an expert twice for a token in layer {layer}"
+        return ""
+
+
 def dtype_of(num_experts: int) -> np.dtype[Any]:
     """Return the dtype of the experts of layers that have `num_experts`."""
     return _DTYPES[1 if num_experts <= 256 else 2]

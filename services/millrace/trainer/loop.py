@@ -20,7 +20,15 @@ from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
 from millrace.trainer.learning.batch import Minibatch
 from millrace.trainer.learning.learner import Learner
-from millrace.trainer.learning.metrics import NotFinite, Score, StepMetrics, describe_not_finite, find_not_finite
+from millrace.trainer.learning.metrics import (
+    NOT_FITTING,
+    NOT_RECORDED,
+    NotFinite,
+    Score,
+    StepMetrics,
+    describe_not_finite,
+    find_not_finite,
+)
 from millrace.trainer.learning.optimizer import OptimizerReport
 from millrace.trainer.log.background import StopRequested
 from millrace.trainer.log.batches import Batch
@@ -308,11 +316,19 @@ def _warn(run: Training, batch: Batch, learned: Learned) -> None:
             f"{batch.step}. The run ends after {run.config.max_skipped_steps} such steps in a row, this is number "
             f"{run.position.num_skipped}; lower trainer.optim.lr, or look at the batch's samples",
         )
-    if run.replay_watch.is_news(learned.metrics.values()):
+    news = run.replay_watch.news(learned.metrics.values())
+    if NOT_RECORDED in news:
         run.reporter.warning(
             "EXPERTS_NOT_RECORDED",
             f"no token of step {batch.step + 1} has the experts that the engine computed it with, so the trainer's "
             "routers chose (trainer.model.moe.replay); serve the policy with inference.return_routed_experts",
+        )
+    if NOT_FITTING in news:
+        run.reporter.warning(
+            "ROUTED_EXPERTS_MISFIT",
+            f"tokens of step {batch.step + 1} have experts that the trainer's model does not have, and its routers "
+            "chose for them (misfit_experts/mean); serve the model that is trained, or leave trainer.model.moe.replay "
+            "out",
         )
     if learned.not_finite:
         return

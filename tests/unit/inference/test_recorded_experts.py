@@ -41,6 +41,20 @@ async def engine(directory: Path) -> AsyncIterator[EmbeddedEngine]:
     await engine.close()
 
 
+async def test_the_engine_says_what_its_experts_look_like(engine: EmbeddedEngine, directory: Path) -> None:
+    form = engine.status().routed
+    assert form is not None
+    generation = await engine.generate(_request(1))
+    assert generation.routed_experts is not None and form.problem_of(generation.routed_experts) == ""
+    assert form.problem_of(generation.routed_experts + form.num_experts).startswith("expert ")
+    silent = EmbeddedEngine(max_num_seqs=1)
+    try:
+        await silent.load(directory, None, identity=V0)
+        assert silent.status().routed is None
+    finally:
+        await silent.close()
+
+
 def _request(number: int, *, prompt: list[int] | None = None, max_tokens: int | None = None) -> GenerateRequest:
     random = np.random.default_rng(number)
     tokens = prompt or random.integers(2, 60, random.integers(1, 30)).tolist()

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from millrace.errors import InternalError, InvalidSpecError, InvalidStateError
+from millrace.errors import InternalError, InvalidSpecError
 from millrace.models.routing import FREE, Routers, RoutingShape, replay_routing, routers_of
 from millrace_testing.lanes import by_default
 from millrace_testing.trainer.families import EXPERTS, make_named
@@ -86,12 +86,31 @@ def test_a_dense_model_is_refused_by_the_name_of_the_key(tmp_path: Path) -> None
     assert routers_of(mixture) is not None
 
 
+def test_routers_that_choose_otherwise_than_by_one_topk_are_refused_at_the_start(tmp_path: Path) -> None:
+    """Phi-MoE's take the largest score twice."""
+    config = AutoConfig.for_model(
+        "phimoe",
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    assert Routers.of(model) is None, "an engine serves it without recording"
+    with pytest.raises(InvalidSpecError, match="PhimoeForCausalLM has no routers that choose experts by one topk"):
+        replay_routing(model, key="trainer.model.moe.replay")
+
+
 def test_layers_without_experts_are_left_out_of_what_an_engine_reports_for_all() -> None:
     shape = RoutingShape(layers=(1, 3), num_hidden_layers=4, num_experts=8, top_k=2)
     reported = np.arange(24, dtype=np.uint8).reshape(3, 4, 2) % 8
-    assert np.array_equal(shape.choices(reported), reported[:, [1, 3]])
-    assert np.array_equal(shape.choices(reported[:, :2]), reported[:, :2])
-    assert shape.choices(reported).dtype == np.int16
+    for given, expected in [(reported, reported[:, [1, 3]]), (reported[:, :2], reported[:, :2])]:
+        chosen = shape.choices(given)
+        assert chosen is not None and chosen.dtype == np.int16 and np.array_equal(chosen, expected)
 
 
 @pytest.mark.parametrize(
@@ -100,10 +119,9 @@ def test_layers_without_experts_are_left_out_of_what_an_engine_reports_for_all()
         (np.zeros((3, 3, 2), np.uint8), "2 experts in each of 3 layers"),
         (np.zeros((3, 2, 3), np.uint8), "3 experts in each of 2 layers"),
         (np.full((3, 2, 2), 8, np.uint8), "expert 8"),
+        (np.array([[[0, 1], [2, 2]]], np.uint8), "an expert twice"),
     ],
 )
 def test_experts_of_another_model_are_refused(experts: np.ndarray, found: str) -> None:
     shape = RoutingShape(layers=(1, 3), num_hidden_layers=4, num_experts=8, top_k=2)
-    with pytest.raises(InvalidStateError, match=f"an engine recorded {found} for a token") as caught:
-        shape.choices(experts)
-    assert caught.value.reason == "ROUTED_EXPERTS_MISFIT"
+    assert shape.choices(experts) is None and shape.form.problem_of(experts).startswith(f"{found} for a token")

@@ -15,7 +15,7 @@ from millrace.rollouts.types import TrainSample
 from millrace.trainer.learning.batch import MicroBatch, Minibatch, build_micro_batch
 from millrace.trainer.learning.forward import token_logprobs
 from millrace.trainer.learning.learner import Learner, UnadaptedModel
-from millrace.trainer.learning.metrics import ReplayWatch, StepMetrics
+from millrace.trainer.learning.metrics import NOT_FITTING, NOT_RECORDED, ReplayWatch, StepMetrics
 from millrace.trainer.model.memory import checkpoint_activations
 from millrace_testing.trainer.families import make_named
 
@@ -176,7 +176,33 @@ def test_the_share_of_replayed_tokens_is_measured_and_none_is_news_once(director
     metrics.add_replayed(Minibatch(micro_batches=[micro_batch], samples=[[0, 1]]))
     assert StepMetrics.merged([metrics]).values()["replayed_tokens/mean"] == 8 / 16
     assert "replayed_tokens/mean" not in StepMetrics([]).values()
+    assert StepMetrics.merged([metrics]).values()["misfit_experts/mean"] == 0
     watch = ReplayWatch()
     shares: list[float | None] = [None, 0.5, 0.0, 0.0, None, 0.0, 0.2, 0.0]
-    told = [watch.is_news({} if share is None else {"replayed_tokens/mean": share}) for share in shares]
-    assert told == [False, False, True, False, False, False, False, True]
+    told = [watch.news({} if share is None else {"replayed_tokens/mean": share}) for share in shares]
+    assert told == [[], [], [NOT_RECORDED], [], [], [], [], [NOT_RECORDED]]
+    misfits = [0.5, 1.0, 0.0, 0.1]
+    told = [watch.news({"replayed_tokens/mean": 0.5, "misfit_experts/mean": misfit}) for misfit in misfits]
+    assert told == [[NOT_FITTING], [], [], [NOT_FITTING]]
+
+
+def test_experts_of_another_model_leave_their_sample_to_the_routers(directory: Path) -> None:
+    """Their batch is in the log, so that a step which fails on them would fail after every resume."""
+    model = _model(directory)
+    routing = replay_routing(model, key="k")
+    right = _experts(routing, 8, 1)
+    too_large, twice = right.copy(), right.copy()
+    too_large[7, -1, 0] = routing.num_experts
+    twice[3, 0] = twice[3, 0, 0]
+    wrong = [too_large, twice, right[:, :, :1], np.concatenate([right] * 3, axis=1)[:, : routing.num_hidden_layers + 1]]
+    build: dict[str, Any] = {"seq_len": 12, "device": CPU, "routing": routing}
+    samples = [_sample(9, right), *(_sample(9, experts) for experts in wrong)]
+    micro_batch = build_micro_batch(samples, rows=[[0, 1], [2, 3], [4]], **build)
+    assert (micro_batch.num_routed_tokens, micro_batch.num_misfit_tokens) == (8, 4 * 8)
+    found = _logprobs(model, micro_batch)
+    torch.testing.assert_close(found[0], _logprobs(model, build_micro_batch(samples[:1], **build))[0])
+    free = _logprobs(model, build_micro_batch(samples[:1], seq_len=12, device=CPU))[0]
+    torch.testing.assert_close(found[1:], free.expand(4, -1), atol=1e-4, rtol=1e-4)
+    metrics = StepMetrics([])
+    metrics.add_replayed(Minibatch(micro_batches=[micro_batch], samples=[[0, 1, 2, 3, 4]]))
+    assert StepMetrics.merged([metrics]).values()["misfit_experts/mean"] == 32 / 40

@@ -266,6 +266,7 @@ class EmbeddedEngine:
             num_generated_tokens=scheduler.num_generated_tokens if scheduler else 0,
             num_finished=scheduler.num_finished if scheduler else 0,
             error=self._error,
+            routed=scheduler.routed if scheduler else None,
         )
 
     async def close(self) -> None:

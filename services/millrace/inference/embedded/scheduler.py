@@ -20,7 +20,7 @@ from millrace.inference.embedded.rows import RowCache, RowTable, Running, Turns
 from millrace.inference.engine import FinishReason, InflightMode, PolicyIdentity, SamplingParams
 from millrace.models.routing import Routers
 from millrace.rollouts.parameters import kept_tokens
-from millrace.rollouts.routed_experts import dtype_of
+from millrace.rollouts.routed_experts import RoutedForm, dtype_of
 from millrace.telemetry import faults
 from millrace.telemetry.faults import Point
 
@@ -91,6 +91,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Return the number of requests that wait to begin."""
         return len(self._waiting)
+
+    @property
+    def routed(self) -> RoutedForm | None:
+        """Return what the experts of tokens in results look like; None if they are not recorded."""
+        return None if self._routers is None else self._routers.shape.form
 
     def _new_rows(self) -> RowTable:
         """Return an empty table of rows, with a column for experts if these are recorded."""

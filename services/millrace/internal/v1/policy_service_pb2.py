@@ -25,35 +25,37 @@ _sym_db = _symbol_database.Default()
 from millrace.internal.v1 import policy_pb2 as millrace_dot_internal_dot_v1_dot_policy__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)millrace/internal/v1/policy_service.proto\x12\x14millrace.internal.v1\x1a!millrace/internal/v1/policy.proto\"\x9e\x03\n\x0cPolicyStatus\x12\x0f\n\x07run_uid\x18\x01 \x01(\t\x12\x30\n\x05state\x18\x02 \x01(\x0e\x32!.millrace.internal.v1.PolicyState\x12\x13\n\x0bhas_version\x18\x03 \x01(\x08\x12\x0f\n\x07lineage\x18\x04 \x01(\r\x12\x0f\n\x07version\x18\x05 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x06 \x01(\t\x12\r\n\x05proof\x18\x07 \x01(\t\x12\r\n\x05\x65rror\x18\x08 \x01(\t\x12\x15\n\rpause_seconds\x18\t \x01(\x01\x12\x16\n\x0eupdate_seconds\x18\n \x01(\x01\x12\x14\n\x0cnum_requests\x18\x0b \x01(\r\x12\x12\n\nmodel_name\x18\x0c \x01(\t\x12\x14\n\x0cmax_num_seqs\x18\r \x01(\r\x12\x15\n\rmax_model_len\x18\x0e \x01(\r\x12\x15\n\rfetched_bytes\x18\x0f \x01(\x04\x12\x12\n\nfull_bytes\x18\x10 \x01(\x04\x12\x0e\n\x06\x65ngine\x18\x11 \x01(\t\x12\x12\n\nis_damaged\x18\x12 \x01(\x08\x12\x11\n\tis_asleep\x18\x13 \x01(\x08\"\xb9\x01\n\x13UpdatePolicyRequest\x12\x0f\n\x07run_uid\x18\x01 \x01(\t\x12\x31\n\x06policy\x18\x02 \x01(\x0b\x32!.millrace.internal.v1.PolicyEntry\x12\x39\n\rinflight_mode\x18\x03 \x01(\x0e\x32\".millrace.internal.v1.InflightMode\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x14\n\x0cwait_seconds\x18\x05 \x01(\x01\"J\n\x14UpdatePolicyResponse\x12\x32\n\x06status\x18\x01 \x01(\x0b\x32\".millrace.internal.v1.PolicyStatus\"\x18\n\x16GetPolicyStatusRequest\"M\n\x17GetPolicyStatusResponse\x12\x32\n\x06status\x18\x01 \x01(\x0b\x32\".millrace.internal.v1.PolicyStatus\"N\n\x16PauseGenerationRequest\x12\x0f\n\x07run_uid\x18\x01 \x01(\t\x12\x14\n\x0c\x66rees_memory\x18\x02 \x01(\x08\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"M\n\x17PauseGenerationResponse\x12\x32\n\x06status\x18\x01 \x01(\x0b\x32\".millrace.internal.v1.PolicyStatus\"O\n\x17ResumeGenerationRequest\x12\x0f\n\x07run_uid\x18\x01 \x01(\t\x12\x14\n\x0ctakes_memory\x18\x02 \x01(\x08\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"N\n\x18ResumeGenerationResponse\x12\x32\n\x06status\x18\x01 \x01(\x0b\x32\".millrace.internal.v1.PolicyStatus*b\n\x0cInflightMode\x12\x1d\n\x19INFLIGHT_MODE_UNSPECIFIED\x10\x00\x12\x16\n\x12INFLIGHT_MODE_KEEP\x10\x01\x12\x1b\n\x17INFLIGHT_MODE_RECOMPUTE\x10\x02*\xcc\x01\n\x0bPolicyState\x12\x1c\n\x18POLICY_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12POLICY_STATE_EMPTY\x10\x01\x12\x19\n\x15POLICY_STATE_FETCHING\x10\x02\x12\x19\n\x15POLICY_STATE_APPLYING\x10\x03\x12\x18\n\x14POLICY_STATE_SERVING\x10\x04\x12\x1e\n\x1aPOLICY_STATE_UPDATE_FAILED\x10\x05\x12\x17\n\x13POLICY_STATE_BROKEN\x10\x06\x32\xc9\x03\n\rPolicyService\x12\x65\n\x0cUpdatePolicy\x12).millrace.internal.v1.UpdatePolicyRequest\x1a*.millrace.internal.v1.UpdatePolicyResponse\x12n\n\x0fGetPolicyStatus\x12,.millrace.internal.v1.GetPolicyStatusRequest\x1a-.millrace.internal.v1.GetPolicyStatusResponse\x12n\n\x0fPauseGeneration\x12,.millrace.internal.v1.PauseGenerationRequest\x1a-.millrace.internal.v1.PauseGenerationResponse\x12q\n\x10ResumeGeneration\x12-.millrace.internal.v1.ResumeGenerationRequest\x1a..millrace.internal.v1.ResumeGenerationResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)millrace/internal/v1/policy_service.proto\x12\x14millrace.internal.v1\x1a!millrace/internal/v1/policy.proto\"\xd0\x03\n\x0cPolicyStatus\x12\x0f\n\x07run_uid\x18\x01 \x01(\t\x12\x30\n\x05state\x18\x02 \x01(\x0e\x32!.millrace.internal.v1.PolicyState\x12\x13\n\x0bhas_version\x18\x03 \x01(\x08\x12\x0f\n\x07lineage\x18\x04 \x01(\r\x12\x0f\n\x07version\x18\x05 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x06 \x01(\t\x12\r\n\x05proof\x18\x07 \x01(\t\x12\r\n\x05\x65rror\x18\x08 \x01(\t\x12\x15\n\rpause_seconds\x18\t \x01(\x01\x12\x16\n\x0eupdate_seconds\x18\n \x01(\x01\x12\x14\n\x0cnum_requests\x18\x0b \x01(\r\x12\x12\n\nmodel_name\x18\x0c \x01(\t\x12\x14\n\x0cmax_num_seqs\x18\r \x01(\r\x12\x15\n\rmax_model_len\x18\x0e \x01(\r\x12\x15\n\rfetched_bytes\x18\x0f \x01(\x04\x12\x12\n\nfull_bytes\x18\x10 \x01(\x04\x12\x0e\n\x06\x65ngine\x18\x11 \x01(\t\x12\x12\n\nis_damaged\x18\x12 \x01(\x08\x12\x11\n\tis_asleep\x18\x13 \x01(\x08\x12\x30\n\x06routed\x18\x14 \x01(\x0b\x32 .millrace.internal.v1.RoutedForm\"D\n\nRoutedForm\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x13\n\x0bnum_experts\x18\x02 \x01(\r\x12\r\n\x05top_k\x18\x03 \x01(\r\"\xb9\x01\n\x13UpdatePolicyRequest\x12\x0f\n\x07run_uid\x18\x01 \x01(\t\x12\x31\n\x06policy\x18\x02 \x01(\x0b\x32!.millrace.internal.v1.PolicyEntry\x12\x39\n\rinflight_mode\x18\x03 \x01(\x0e\x32\".millrace.internal.v1.InflightMode\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x14\n\x0cwait_seconds\x18\x05 \x01(\x01\"J\n\x14UpdatePolicyResponse\x12\x32\n\x06status\x18\x01 \x01(\x0b\x32\".millrace.internal.v1.PolicyStatus\"\x18\n\x16GetPolicyStatusRequest\"M\n\x17GetPolicyStatusResponse\x12\x32\n\x06status\x18\x01 \x01(\x0b\x32\".millrace.internal.v1.PolicyStatus\"N\n\x16PauseGenerationRequest\x12\x0f\n\x07run_uid\x18\x01 \x01(\t\x12\x14\n\x0c\x66rees_memory\x18\x02 \x01(\x08\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"M\n\x17PauseGenerationResponse\x12\x32\n\x06status\x18\x01 \x01(\x0b\x32\".millrace.internal.v1.PolicyStatus\"O\n\x17ResumeGenerationRequest\x12\x0f\n\x07run_uid\x18\x01 \x01(\t\x12\x14\n\x0ctakes_memory\x18\x02 \x01(\x08\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"N\n\x18ResumeGenerationResponse\x12\x32\n\x06status\x18\x01 \x01(\x0b\x32\".millrace.internal.v1.PolicyStatus*b\n\x0cInflightMode\x12\x1d\n\x19INFLIGHT_MODE_UNSPECIFIED\x10\x00\x12\x16\n\x12INFLIGHT_MODE_KEEP\x10\x01\x12\x1b\n\x17INFLIGHT_MODE_RECOMPUTE\x10\x02*\xcc\x01\n\x0bPolicyState\x12\x1c\n\x18POLICY_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12POLICY_STATE_EMPTY\x10\x01\x12\x19\n\x15POLICY_STATE_FETCHING\x10\x02\x12\x19\n\x15POLICY_STATE_APPLYING\x10\x03\x12\x18\n\x14POLICY_STATE_SERVING\x10\x04\x12\x1e\n\x1aPOLICY_STATE_UPDATE_FAILED\x10\x05\x12\x17\n\x13POLICY_STATE_BROKEN\x10\x06\x32\xc9\x03\n\rPolicyService\x12\x65\n\x0cUpdatePolicy\x12).millrace.internal.v1.UpdatePolicyRequest\x1a*.millrace.internal.v1.UpdatePolicyResponse\x12n\n\x0fGetPolicyStatus\x12,.millrace.internal.v1.GetPolicyStatusRequest\x1a-.millrace.internal.v1.GetPolicyStatusResponse\x12n\n\x0fPauseGeneration\x12,.millrace.internal.v1.PauseGenerationRequest\x1a-.millrace.internal.v1.PauseGenerationResponse\x12q\n\x10ResumeGeneration\x12-.millrace.internal.v1.ResumeGenerationRequest\x1a..millrace.internal.v1.ResumeGenerationResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'millrace.internal.v1.policy_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_INFLIGHTMODE']._serialized_start=1208
-  _globals['_INFLIGHTMODE']._serialized_end=1306
-  _globals['_POLICYSTATE']._serialized_start=1309
-  _globals['_POLICYSTATE']._serialized_end=1513
+  _globals['_INFLIGHTMODE']._serialized_start=1328
+  _globals['_INFLIGHTMODE']._serialized_end=1426
+  _globals['_POLICYSTATE']._serialized_start=1429
+  _globals['_POLICYSTATE']._serialized_end=1633
   _globals['_POLICYSTATUS']._serialized_start=103
-  _globals['_POLICYSTATUS']._serialized_end=517
-  _globals['_UPDATEPOLICYREQUEST']._serialized_start=520
-  _globals['_UPDATEPOLICYREQUEST']._serialized_end=705
-  _globals['_UPDATEPOLICYRESPONSE']._serialized_start=707
-  _globals['_UPDATEPOLICYRESPONSE']._serialized_end=781
-  _globals['_GETPOLICYSTATUSREQUEST']._serialized_start=783
-  _globals['_GETPOLICYSTATUSREQUEST']._serialized_end=807
-  _globals['_GETPOLICYSTATUSRESPONSE']._serialized_start=809
-  _globals['_GETPOLICYSTATUSRESPONSE']._serialized_end=886
-  _globals['_PAUSEGENERATIONREQUEST']._serialized_start=888
-  _globals['_PAUSEGENERATIONREQUEST']._serialized_end=966
-  _globals['_PAUSEGENERATIONRESPONSE']._serialized_start=968
-  _globals['_PAUSEGENERATIONRESPONSE']._serialized_end=1045
-  _globals['_RESUMEGENERATIONREQUEST']._serialized_start=1047
-  _globals['_RESUMEGENERATIONREQUEST']._serialized_end=1126
-  _globals['_RESUMEGENERATIONRESPONSE']._serialized_start=1128
-  _globals['_RESUMEGENERATIONRESPONSE']._serialized_end=1206
-  _globals['_POLICYSERVICE']._serialized_start=1516
-  _globals['_POLICYSERVICE']._serialized_end=1973
+  _globals['_POLICYSTATUS']._serialized_end=567
+  _globals['_ROUTEDFORM']._serialized_start=569
+  _globals['_ROUTEDFORM']._serialized_end=637
+  _globals['_UPDATEPOLICYREQUEST']._serialized_start=640
+  _globals['_UPDATEPOLICYREQUEST']._serialized_end=825
+  _globals['_UPDATEPOLICYRESPONSE']._serialized_start=827
+  _globals['_UPDATEPOLICYRESPONSE']._serialized_end=901
+  _globals['_GETPOLICYSTATUSREQUEST']._serialized_start=903
+  _globals['_GETPOLICYSTATUSREQUEST']._serialized_end=927
+  _globals['_GETPOLICYSTATUSRESPONSE']._serialized_start=929
+  _globals['_GETPOLICYSTATUSRESPONSE']._serialized_end=1006
+  _globals['_PAUSEGENERATIONREQUEST']._serialized_start=1008
+  _globals['_PAUSEGENERATIONREQUEST']._serialized_end=1086
+  _globals['_PAUSEGENERATIONRESPONSE']._serialized_start=1088
+  _globals['_PAUSEGENERATIONRESPONSE']._serialized_end=1165
+  _globals['_RESUMEGENERATIONREQUEST']._serialized_start=1167
+  _globals['_RESUMEGENERATIONREQUEST']._serialized_end=1246
+  _globals['_RESUMEGENERATIONRESPONSE']._serialized_start=1248
+  _globals['_RESUMEGENERATIONRESPONSE']._serialized_end=1326
+  _globals['_POLICYSERVICE']._serialized_start=1636
+  _globals['_POLICYSERVICE']._serialized_end=2093
 # @@protoc_insertion_point(module_scope)

@@ -34,7 +34,7 @@ POLICY_STATE_UPDATE_FAILED: PolicyState
 POLICY_STATE_BROKEN: PolicyState
 
 class PolicyStatus(_message.Message):
-    __slots__ = ("run_uid", "state", "has_version", "lineage", "version", "digest", "proof", "error", "pause_seconds", "update_seconds", "num_requests", "model_name", "max_num_seqs", "max_model_len", "fetched_bytes", "full_bytes", "engine", "is_damaged", "is_asleep")
+    __slots__ = ("run_uid", "state", "has_version", "lineage", "version", "digest", "proof", "error", "pause_seconds", "update_seconds", "num_requests", "model_name", "max_num_seqs", "max_model_len", "fetched_bytes", "full_bytes", "engine", "is_damaged", "is_asleep", "routed")
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     HAS_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,7 @@ class PolicyStatus(_message.Message):
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     IS_DAMAGED_FIELD_NUMBER: _ClassVar[int]
     IS_ASLEEP_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_FIELD_NUMBER: _ClassVar[int]
     run_uid: str
     state: PolicyState
     has_version: bool
@@ -73,7 +74,18 @@ class PolicyStatus(_message.Message):
     engine: str
     is_damaged: bool
     is_asleep: bool
-    def __init__(self, run_uid: _Optional[str] = ..., state: _Optional[_Union[PolicyState, str]] = ..., has_version: bool = ..., lineage: _Optional[int] = ..., version: _Optional[int] = ..., digest: _Optional[str] = ..., proof: _Optional[str] = ..., error: _Optional[str] = ..., pause_seconds: _Optional[float] = ..., update_seconds: _Optional[float] = ..., num_requests: _Optional[int] = ..., model_name: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., full_bytes: _Optional[int] = ..., engine: _Optional[str] = ..., is_damaged: bool = ..., is_asleep: bool = ...) -> None: ...
+    routed: RoutedForm
+    def __init__(self, run_uid: _Optional[str] = ..., state: _Optional[_Union[PolicyState, str]] = ..., has_version: bool = ..., lineage: _Optional[int] = ..., version: _Optional[int] = ..., digest: _Optional[str] = ..., proof: _Optional[str] = ..., error: _Optional[str] = ..., pause_seconds: _Optional[float] = ..., update_seconds: _Optional[float] = ..., num_requests: _Optional[int] = ..., model_name: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., full_bytes: _Optional[int] = ..., engine: _Optional[str] = ..., is_damaged: bool = ..., is_asleep: bool = ..., routed: _Optional[_Union[RoutedForm, _Mapping]] = ...) -> None: ...
+
+class RoutedForm(_message.Message):
+    __slots__ = ("num_layers", "num_experts", "top_k")
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    num_layers: int
+    num_experts: int
+    top_k: int
+    def __init__(self, num_layers: _Optional[int] = ..., num_experts: _Optional[int] = ..., top_k: _Optional[int] = ...) -> None: ...
 
 class UpdatePolicyRequest(_message.Message):
     __slots__ = ("run_uid", "policy", "inflight_mode", "epoch", "wait_seconds")

@@ -22,6 +22,7 @@ from millrace.orchestrator.events import RunContext, RunEvents
 from millrace.orchestrator.play.book import Book, RolloutStream
 from millrace.orchestrator.play.env_servers import EnvServers, OpenedEnv, env_spec
 from millrace.orchestrator.play.evals import Evaluation, Evaluator
+from millrace.orchestrator.play.experts import ExpertsCheck
 from millrace.orchestrator.play.failures import Failures
 from millrace.orchestrator.play.intake import Intake
 from millrace.orchestrator.play.play import Play, load_of
@@ -154,6 +155,7 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig, *, reported_
     envs = EnvServers(run_uid=uid, epoch=epoch, registry=context.registry, trained=trained_envs(config))
     policies: Policies
     trainer: Trainer
+    experts: ExpertsCheck | None = None
     if isinstance(config, EvalRunConfig):
         training, evaluation, is_scored = None, of_run(config), False
         urls = [] if config.client is None else config.client.base_url
@@ -162,7 +164,7 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig, *, reported_
     else:
         training, evaluation = config, of_training(config.orchestrator)
         is_scored = config.orchestrator.algo.type in DISTILLING
-        policies = PolicyDriver(
+        policies = driver = PolicyDriver(
             run_uid=uid,
             epoch=epoch,
             registry=context.registry,
@@ -171,6 +173,7 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig, *, reported_
             # `evals` is made below; nobody asks before the drive begins.
             is_due=lambda version: evals.may_be_due(version, before=config.max_steps),
         )
+        experts = ExpertsCheck(lambda: driver.routed)
         trainer = TrainerWatch(run_uid=uid, registry=context.registry)
     damage = SkippedEntries(run_log, events, run=context.record.name)
     evaluations: dict[str, Evaluation] = {}
@@ -181,6 +184,7 @@ def assemble(context: RunContext, config: RLConfig | EvalRunConfig, *, reported_
         reported=reported_evals,
         # A run that is nothing but an evaluation keeps the best rollout of each place by itself, at its end.
         keeps_evaluated=training is not None,
+        experts=experts,
     )
     stream = RolloutStream(
         run_log, take=intake.take, prepare=intake.prepare, is_scored=is_scored, on_damaged=damage.note
@@ -279,6 +283,7 @@ def make_loop(
         policies=parts.policies,
         writer=parts.writer,
         events=parts.context.events,
+        experts=parts.intake.experts,
         algorithms=algorithms,
         settings=settings,
         timeout_s=max(each.timeout_s for each in plays.values()),

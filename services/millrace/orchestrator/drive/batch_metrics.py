@@ -12,6 +12,7 @@ import numpy as np
 
 from millrace.config.sections.orchestrator import OrchestratorConfig
 from millrace.orchestrator.events import RunEvents, is_reported
+from millrace.orchestrator.play.experts import ExpertsCheck
 from millrace.orchestrator.play.play import Play
 from millrace.rollouts.types import CUT_METRIC, Rollout, are_equal, reaches
 
@@ -258,9 +259,12 @@ class RecentShare:
 class BatchWarnings:
     """Looks at each batch after its commit; counts only for itself, so a successor begins anew."""
 
-    def __init__(self, settings: OrchestratorConfig, events: RunEvents) -> None:
-        """Make the writer of warnings on a run's batches, with all counts at 0."""
-        self._settings, self._events = settings, events
+    def __init__(self, settings: OrchestratorConfig, events: RunEvents, *, experts: ExpertsCheck | None = None) -> None:
+        """Make the writer of warnings on a run's batches, with all counts at 0.
+
+        `experts` has refused recorded experts, of which it warns; None has refused none.
+        """
+        self._settings, self._events, self._experts = settings, events, experts
         self._by_turn = {env.name for env in settings.env if (env.algo or settings.algo).credit == "turn"}
         self._truncated, self._without_turns, self._num_rewritten = RecentShare(), dict[str, RecentShare](), 0
         self._num_cut = self._num_unequal = 0
@@ -284,6 +288,8 @@ class BatchWarnings:
         await self._note_unrewarded_turns(rollouts, step=step)
         await self._note_nothing_echoed(rollouts, step=step)
         await self._note_unequal_turns(rollouts, step=step)
+        if self._experts is not None and (problem := self._experts.report()):
+            await self._events.warning("ROUTED_EXPERTS_MISFIT", problem)
 
     async def _note_truncated(self, rollouts: Sequence[Rollout], *, step: int) -> None:
         """Warn if nearly all rollouts of the last batches were cut at their token limit.

@@ -39,6 +39,7 @@ from millrace.orchestrator.drive.batch_metrics import BatchWarnings, Durations, 
 from millrace.orchestrator.drive.batch_writer import BatchWriter, cut, teaches
 from millrace.orchestrator.events import RunEvents
 from millrace.orchestrator.play.book import Book
+from millrace.orchestrator.play.experts import ExpertsCheck
 from millrace.orchestrator.play.failures import Failures, by_status
 from millrace.orchestrator.play.intake import Draw, MakePlay, draw_nothing
 from millrace.orchestrator.play.play import Play, PlayState, num_rollouts
@@ -103,11 +104,13 @@ class RolloutLoop:
     """Ordinals of whole groups that are kept; filled only where batches are refilled."""
     filtered_in_a_row: Counter[str] = field(default_factory=Counter)
     """Why groups were replaced since one was kept."""
+    experts: ExpertsCheck | None = None
+    """Which recorded experts the intake refuses; None if it refuses none."""
     warnings: BatchWarnings = field(init=False)
     ranges: RewardRanges = field(init=False)
 
     def __post_init__(self) -> None:
-        self.warnings = BatchWarnings(self.settings, self.events)
+        self.warnings = BatchWarnings(self.settings, self.events, experts=self.experts)
         self.ranges = RewardRanges.of(self.settings.env)
         self.durations = Durations(window=max(WINDOW_STEPS * self.settings.groups_per_step, MIN_WINDOW))
 

@@ -18,6 +18,7 @@ from millrace.internal.v1 import policy_pb2, policy_service_pb2, policy_service_
 from millrace.orchestrator.events import RunEvents
 from millrace.orchestrator.play.routing import ReadyReplica
 from millrace.orchestrator.workers import WorkerKind, WorkerRecord, WorkerRegistry
+from millrace.rollouts.routed_experts import RoutedForm
 from millrace.rpc.channel import call, open_channel
 from millrace.telemetry import waits
 from millrace.v1 import event_pb2
@@ -63,6 +64,8 @@ class PolicyDriver:
         self._events = events
         self._on_change = on_change
         self._served: dict[str, policy_service_pb2.PolicyStatus] = {}
+        self.routed: RoutedForm | None = None
+        """What recorded experts look like in the newest status that has this; None before the first."""
         self._announced: dict[str, tuple[int, int]] = {}
         self._failures: dict[str, str] = {}
         self._suspected: set[str] = set()
@@ -366,6 +369,9 @@ class PolicyDriver:
         # A replica may still serve another run: to this one it serves nothing then.
         if status.run_uid == self._run_uid:
             self._served[record.worker_id] = status
+            if status.HasField("routed"):
+                form = status.routed
+                self.routed = RoutedForm(num_layers=form.num_layers, num_experts=form.num_experts, top_k=form.top_k)
         else:
             self._served.pop(record.worker_id, None)
         self._change()

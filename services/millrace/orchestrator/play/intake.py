@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, S
 from millrace.internal.v1.play_pb2 import PlayingGroup
 from millrace.orchestrator.play.book import Book, RolloutStream
 from millrace.orchestrator.play.evals import Evaluation
+from millrace.orchestrator.play.experts import ExpertsCheck
 from millrace.orchestrator.play.play import Arrival, Play, PlayState
 from millrace.orchestrator.play.routing import Policies
 from millrace.rollouts.types import Purpose, Rollout, RolloutStatus
@@ -34,17 +35,21 @@ class Intake:
         policies: Policies,
         reported: Container[str] = (),
         keeps_evaluated: bool = True,
+        experts: ExpertsCheck | None = None,
     ) -> None:
         """Make an intake that only notes rollouts until `begin`.
 
         `evaluations` are the open ones by id, `reported` the ids of those with a report in the log. With
-        `keeps_evaluated` every rollout of an evaluation is archived with the next header.
+        `keeps_evaluated` every rollout of an evaluation is archived with the next header. `experts` refuses recorded
+        experts that misfit; None refuses none.
         """
         self._book = book
         self._evaluations = evaluations
         self._reported = reported
         self._keeps_evaluated = keeps_evaluated
         self._policies = policies
+        self.experts = experts
+        """Which recorded experts are refused; None if none are."""
         self._make_play: MakePlay | None = None
         self._draw: Draw = draw_nothing
         self.is_taking_over = False
@@ -74,6 +79,8 @@ class Intake:
         if not self.has_begun:
             self.noted.append(rollout)
         elif rollout.purpose is Purpose.TRAIN:
+            if self.experts is not None:
+                rollout = self.experts.checked(rollout)
             play = self._book.plays.get(rollout.ordinal) or self._of_predecessor(rollout)
             self._prepare(play, rollout)
             self._book.add(rollout)

@@ -149,7 +149,8 @@ class MicroBatch:
     weight is not 0, the cross-entropy component where its weight is not 0. `versions_B` are the oldest and newest
     policy version of each row's sampled tokens. `reference_kl_B` is that of `Credit`.
     `proximal_logprobs_BT` and `group_tokens_B1` are those of `LossInputs`, the former as the model computes them.
-    `num_tokens` are without padding; `num_routed_tokens` of them have experts given.
+    `num_tokens` are without padding; `num_routed_tokens` of them have experts given. `num_misfit_tokens` have experts
+    of another model in the batch, and none given.
     """
 
     token_ids_BT: torch.Tensor
@@ -169,6 +170,7 @@ class MicroBatch:
     proximal_logprobs_BT: torch.Tensor | None = None
     group_tokens_B1: torch.Tensor | None = None
     num_routed_tokens: int = 0
+    num_misfit_tokens: int = 0
 
     def of_reference(self) -> Self:
         """Return a copy for another model than the policy: nothing is truncated, and its routers choose."""
@@ -314,7 +316,7 @@ def build_micro_batch(
     `rows` says which samples each row of the model has, as indices into `samples`; None: each sample is a row. Without
     samples the micro-batch is one row of two padding tokens with weight 0: it keeps this rank's collectives in step
     with the others' and contributes a zero gradient. With `routing`, the model's, tokens get the experts that are
-    recorded for them; raises InvalidStateError (ROUTED_EXPERTS_MISFIT) for those of another model.
+    recorded for them; routers choose in samples with experts of another model (`num_misfit_tokens`).
     """
     lengths = [min(len(sample.token_ids), seq_len) for sample in samples] or [2]
     shape = (len(lengths), max(lengths))
@@ -336,8 +338,10 @@ def build_micro_batch(
 
     rows = rows or [[place] for place in range(len(lengths))]
     laid = _lay(rows, lengths, token_ids, mask | (ce_weights != 0))
+    num_misfit = 0
     if routing is not None:
-        laid["experts_RLXK"] = _lay_experts(rows, lengths, samples, routing, width=laid["token_ids_RL"].shape[1])
+        width = laid["token_ids_RL"].shape[1]
+        laid["experts_RLXK"], num_misfit = _lay_experts(rows, lengths, samples, routing, width=width)
     return MicroBatch(
         token_ids_BT=tensor(token_ids),
         rows=ModelRows(**{name: tensor(array) for name, array in laid.items()}),
@@ -353,16 +357,19 @@ def build_micro_batch(
         versions_B=tuple((sample.min_version, sample.max_version) for sample in samples) or ((0, 0),),
         ordinal_B=tuple(sample.ordinal for sample in samples),
         num_routed_tokens=0 if routing is None else int((laid["experts_RLXK"][:, :, 0, 0] != FREE).sum()),
+        num_misfit_tokens=num_misfit,
     )
 
 
 def _lay_experts(
     rows: Rows, lengths: Sequence[int], samples: Sequence[TrainSample], routing: RoutingShape, *, width: int
-) -> np.ndarray:
+) -> tuple[np.ndarray, int]:
     """Lay the recorded experts of samples out in the model's rows, int16 [R, L, X, K]; FREE where none are recorded.
 
-    `rows` says which samples each row has, `lengths` how many tokens each sample has; rows have `width` tokens.
+    `rows` says which samples each row has, `lengths` how many tokens each sample has; rows have `width` tokens. Return
+    them with the number of tokens whose experts are those of another model: these are FREE, too.
     """
+    num_misfit = 0
     laid_RLXK = np.full((len(rows), width, len(routing.layers), routing.top_k), FREE, np.int16)
     for at, row in enumerate(rows):
         start = 0
@@ -370,9 +377,13 @@ def _lay_experts(
             experts = samples[place].routed_experts if samples else None
             if experts is not None:
                 known = experts[: lengths[place]]
-                laid_RLXK[at, start : start + len(known)] = routing.choices(known)
+                if (choices := routing.choices(known)) is not None:
+                    laid_RLXK[at, start : start + len(known)] = choices
+                else:
+                    # The batch is in the log: a step that fails on it would fail again after every resume.
+                    num_misfit += len(known)
             start += lengths[place]
-    return laid_RLXK
+    return laid_RLXK, num_misfit
 
 
 def _lay(rows: Rows, lengths: Sequence[int], token_ids_BT: np.ndarray, needed_BT: np.ndarray) -> dict[str, np.ndarray]:

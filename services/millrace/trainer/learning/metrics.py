@@ -20,6 +20,7 @@ ON_POLICY_KL = "on_policy_mismatch_kl"
 DATASET_NLL = "dataset_nll"
 ONE_PASS = "one_pass_tokens"
 REPLAYED = "replayed_tokens"
+MISFIT = "misfit_experts"
 _MEANS = (
     "loss",
     "mismatch_kl",
@@ -37,6 +38,7 @@ _MEANS = (
     DATASET_NLL,
     ONE_PASS,
     REPLAYED,
+    MISFIT,
     "ratio",
     "ratio_squared",
     "reference_kl",
@@ -204,10 +206,15 @@ class StepMetrics:
         self._counts[ONE_PASS] += sum(len(each.rows.scored_N) for each in minibatch.micro_batches)
 
     def add_replayed(self, minibatch: Minibatch) -> None:
-        """Count the minibatch's tokens, and those of them that were sent to the experts which the engine recorded."""
+        """Count the minibatch's tokens, those of them that were sent to the experts which the engine recorded, and
+        those whose experts are of another model.
+        """
         for each in minibatch.micro_batches:
             self._sums[REPLAYED] += each.num_routed_tokens
             self._counts[REPLAYED] += each.num_tokens
+            # Only a share of the tokens that have experts: without any there is no metric.
+            self._sums[MISFIT] += each.num_misfit_tokens
+            self._counts[MISFIT] += each.num_routed_tokens + each.num_misfit_tokens
 
     def reduce(self, gang: Gang) -> "StepMetrics":
         """Return the measurements of all ranks as one new object; this one stays as it is. Collective in a gang."""
@@ -326,22 +333,27 @@ class StepMetrics:
         return own
 
 
+NOT_RECORDED, NOT_FITTING = "none recorded", "of another model"
+
+
 class ReplayWatch:
     """Follows whether engines record the experts of tokens, and reports once when they stop, or never did."""
 
     def __init__(self) -> None:
-        self._is_reported = False
+        self._reported = set[str]()
 
-    def is_news(self, metrics: Mapping[str, float]) -> bool:
-        """Add a step's metrics; return whether experts were to be replayed and none were recorded, for the first time.
+    def news(self, metrics: Mapping[str, float]) -> list[str]:
+        """Add a step's metrics; return what is wrong with the recorded experts for the first time.
 
-        It is the first time again after a step with some.
+        It is NOT_RECORDED if experts were to be replayed and none were recorded, and NOT_FITTING if some are of another
+        model. It is the first time again after a step in which that was right.
         """
-        share = metrics.get(f"{REPLAYED}/mean")
+        share, misfit = metrics.get(f"{REPLAYED}/mean"), metrics.get(f"{MISFIT}/mean", 0.0)
         if share is None:
-            return False
-        was_reported, self._is_reported = self._is_reported, share == 0
-        return self._is_reported and not was_reported
+            return []
+        wrong = {NOT_FITTING} if misfit > 0 else ({NOT_RECORDED} if share == 0 else set[str]())
+        new, self._reported = sorted(wrong - self._reported), wrong
+        return new
 
 
 # How far the trainer's log-probs and the engine's agree on tokens that one version produced.
