@@ -109,7 +109,7 @@ class Routers:
         Where an expert is FREE the router chooses all of that token's in that layer. None gives nothing, so that
         routers are free. They stay given for the backward as well, which may compute blocks again.
         """
-        self._given = None if experts_TXK is None else experts_TXK.long().unbind(1)
+        self._given = None if experts_TXK is None else experts_TXK.unbind(1)
 
     def _forward(self, place: int, own: Callable[..., Any]) -> Callable[..., Any]:
         """Return the forward of router number `place`, which calls its `own` one."""
@@ -189,7 +189,8 @@ class _Choice(TorchFunctionMode):
                     f"experts of {len(self._given_TK)} tokens are given, and a router sees {len(chosen_TK)}",
                     reason="ROUTER_UNKNOWN",
                 )
-            chosen_TK = torch.where(self._given_TK >= 0, self._given_TK, chosen_TK)
+            given_TK = self._given_TK.to(chosen_TK)
+            chosen_TK = torch.where(given_TK >= 0, given_TK, chosen_TK)
             found = torch.return_types.topk((scores_TE.gather(1, chosen_TK), chosen_TK))
         self.made_TK = chosen_TK.detach()
         return found

@@ -18,6 +18,7 @@ from millrace.config.sections.rl import FakeDataConfig, TrainerBench
 from millrace.custom_code import CustomCode
 from millrace.errors import NotFoundError
 from millrace.internal.v1 import batch_pb2
+from millrace.models.routing import RoutingShape
 from millrace.models.torch_support import shortage_named
 from millrace.rollouts.types import TrainSample
 from millrace.telemetry.logging import setup
@@ -108,11 +109,12 @@ def measure(bench: TrainerBench, *, gang: Gang, on_step: Callable[[BenchStep], N
 
 def _steps(bench: TrainerBench, learner: _TimedLearner) -> Iterator[BenchStep]:
     """Train on fake batches, and yield each measured step, the warm-up first. Collective in a gang."""
-    gang, layout = learner.gang, BatchLayout.of(learner.config, learner.packing)
+    gang, layout = learner.gang, BatchLayout.of(learner.config, learner.packing, routing=learner.routing)
     vocabulary = int(learner.model.config.get_text_config().vocab_size)  # pyright: ignore
     memory, utilization = PeakMemory(gang.device), learner.utilization
     for step in range(bench.steps + 1):
-        samples = fake_samples(bench.data, step=step, seed=bench.seed, vocabulary=vocabulary, is_sft=bench.is_sft)
+        shown = {"vocabulary": vocabulary, "is_sft": bench.is_sft, "routing": layout.routing}
+        samples = fake_samples(bench.data, step=step, seed=bench.seed, **shown)
         # No rank's time is to include the wait for the samples of another one.
         gang.barrier()
         learner.forward_s, cpu_began, began = 0.0, time.process_time(), _now(gang)
@@ -151,19 +153,25 @@ SHORTEST = 0.1
 
 
 def fake_samples(
-    data: FakeDataConfig, *, step: int, seed: int, vocabulary: int, is_sft: bool = False
+    data: FakeDataConfig,
+    *,
+    step: int,
+    seed: int,
+    vocabulary: int,
+    is_sft: bool = False,
+    routing: RoutingShape | None = None,
 ) -> list[TrainSample]:
     """Make the samples of step `step`: random tokens, `data.seq_len` each, or 10 to 100 % of that.
 
     `vocabulary` is the number of token ids. Equal `seed` and `step` give equal samples. With `is_sft` they have
-    cross-entropy weights and no sampled tokens.
+    cross-entropy weights and no sampled tokens. With `routing` they have experts of a model of that shape.
     """
     random = np.random.default_rng((seed, step))
     shortest = max(int(SHORTEST * data.seq_len), 2)
     samples = []
     for ordinal in range(data.batch_size):
         length = data.seq_len if data.type == "fixed" else int(random.integers(shortest, data.seq_len + 1))
-        sample = fake_sample(length, vocabulary=vocabulary, of_rl=not is_sft)
+        sample = fake_sample(length, vocabulary=vocabulary, of_rl=not is_sft, routing=routing)
         token_ids = random.integers(0, vocabulary, length).astype(np.int32)
         # About the log-probs of a model that knows nothing, so that no loss masks the tokens as off-policy.
         logprobs = np.full(length, -np.log(vocabulary), np.float32)
@@ -184,7 +192,8 @@ def fake_batch(samples: Sequence[TrainSample], *, step: int, layout: BatchLayout
     for rows in plans[gang.data_rank]:
         flat = [index for row in rows for index in row]
         mine = [samples[index] for index in flat]
-        micro_batches.append(build_micro_batch(mine, rows=in_order(rows), seq_len=layout.seq_len, device=gang.device))
+        made = {"seq_len": layout.seq_len, "device": gang.device, "routing": layout.routing}
+        micro_batches.append(build_micro_batch(mine, rows=in_order(rows), **made))
         places.append(flat)
     entries = [
         batch_pb2.SampleEntry(ordinal=sample.ordinal, length=length)

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 
 from millrace.config.sections.trainer import TrainerConfig
+from millrace.models.routing import Routers
 from millrace.trainer.estimate_report import KINDS
 from millrace.trainer.gang.distributed import Gang
 from millrace.trainer.learning.batch import MicroBatch, build_micro_batch, fake_sample
@@ -135,6 +136,8 @@ def simulate_whole(config: TrainerConfig, model_config: Any, *, num_gpus: int) -
             experts.register_forward_pre_hook(_routed_evenly)
         micro_batches = _micro_batches(config, vocabulary=model_config.get_text_config().vocab_size)
         ledger.gathers = "buffers"
+        given = _given_experts(config, model)
+        ledger.rename([given], "activations")
         learning, stepping = _step(learner, micro_batches, ledger, kind=kind)
     return Simulated(
         learning=learning,
@@ -145,6 +148,16 @@ def simulate_whole(config: TrainerConfig, model_config: Any, *, num_gpus: int) -
         flops=flops,
         rows=len(micro_batches[-1].token_ids_BT),
     )
+
+
+def _given_experts(config: TrainerConfig, model: nn.Module) -> torch.Tensor | None:
+    """Return a tensor as large as the experts that a full micro-batch gives to the model's routers; None without."""
+    routers = Routers.of(model) if config.model.moe.replay else None
+    if routers is None:
+        return None
+    tokens = max(config.micro_batch_tokens // config.model.seq_len, 1) * config.model.seq_len
+    # Of floating-point numbers with 2 bytes, as experts have: it is counted, and no memory is taken.
+    return torch.empty((tokens, len(routers.shape.layers), routers.shape.top_k), dtype=torch.float16)
 
 
 # Memory of a computation that is not done: tensors are fake, and every storage is counted while it lives.

@@ -75,6 +75,17 @@ def test_the_experts_of_a_cut_completion_end_where_it_does() -> None:
     assert sample.routed_experts[:, 0, 0].tolist() == [0, 1, 2]
 
 
+def test_rollouts_of_an_evaluation_have_none() -> None:
+    asked = AskedSampling(EnvSpec(), Sampling(temperature=1.0), is_training=False)
+    call = _call([1, 2], [3, 4])
+    steps = [{"tokens": {"prompt_ids": [1, 2], "completion_ids": [3, 4], "completion_logprobs": [-1.0, -1.0]}}]
+    [sample] = merge_turns(turns_of(steps, Spans([call]), asked).kept, requires_spans=False)
+    assert sample.routed_experts is None
+    branches = [SimpleNamespace(nodes=[_node([1, 2], 0), _node([3, 4], 2)])]
+    [sample] = branch_samples(branches, Spans([call]), requires_spans=False, asked=asked)
+    assert sample.routed_experts is None
+
+
 def test_a_prompt_that_was_another_one_gives_none() -> None:
     for prompt in ([1, 2, 9], [1, 9]):  # of another length, and of the same
         found = Spans([_call([1, 2], [3, 4])]).find([3, 4], prompt)

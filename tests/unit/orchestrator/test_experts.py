@@ -1,5 +1,6 @@
 """Recorded experts that no token of the policy can have: refused where rollouts come in, and told by a warning."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -54,17 +55,25 @@ async def test_a_rollout_stays_in_play_without_experts_that_misfit(experts: np.n
     [taken] = [each for play in book.plays.values() for each in play.members.values()]
     assert [each.routed_experts is None for each in taken.samples] == [bool(found)] * 2
     assert [each.token_ids.tolist() for each in taken.samples] == [each.token_ids.tolist() for each in given.samples]
-    warned: list[tuple[str, str]] = []
+    warned = await _warned(check, lambda: None, batches=2)
+    assert len(warned) == bool(found)
+    assert all(found in message and "ordinal 0, member 0" in message for message in warned)
+
+
+async def _warned(check: ExpertsCheck, before: Callable[[], object], *, batches: int) -> list[str]:
+    """Return the warnings that are written of so many batches, before each of which `before` is called."""
+    found: list[str] = []
 
     async def warning(reason: str, message: str) -> None:
-        warned.append((reason, message))
+        assert reason == "ROUTED_EXPERTS_MISFIT"
+        found.append(message)
 
     settings = OrchestratorConfig(env=[EnvConfig(id="e")])
     warnings = BatchWarnings(settings, cast("Any", SimpleNamespace(warning=warning)), experts=check)
-    await warnings.look([], step=0)
-    await warnings.look([], step=1)
-    assert [reason for reason, _ in warned] == (["ROUTED_EXPERTS_MISFIT"] if found else [])
-    assert all(found in message and "ordinal 0, member 0" in message for _, message in warned)
+    for step in range(batches):
+        before()
+        await warnings.look([], step=step)
+    return found
 
 
 def test_without_a_word_of_the_engine_nothing_is_refused_and_evaluations_never_are() -> None:
@@ -74,11 +83,8 @@ def test_without_a_word_of_the_engine_nothing_is_refused_and_evaluations_never_a
     assert ExpertsCheck(lambda: FORM).checked(evaluated) is evaluated
 
 
-def test_misfits_that_go_on_are_told_less_and_less_often() -> None:
+async def test_misfits_that_go_on_are_told_less_and_less_often() -> None:
     check = ExpertsCheck(lambda: FORM)
-    told = []
-    for ordinal in range(9):
-        check.checked(_with(_experts(_0=8), ordinal))
-        told.append(check.report())
-    assert [bool(text) for text in told] == [True, True, False, True, False, False, False, True, False]
-    assert "of 8 rollouts so far" in told[7] and "ordinal 7" in told[7]
+    told = await _warned(check, lambda: check.checked(_with(_experts(_0=8), 3)), batches=9)
+    assert [text.split(" rollouts so far")[0].split()[-1] for text in told] == ["1", "2", "4", "8"]
+    assert all("ordinal 3" in text for text in told)

@@ -16,8 +16,10 @@ from millrace.cli.session.bench import flags, is_bench, trainer_bench
 from millrace.config.sections.rl import FakeDataConfig, TrainerBench
 from millrace.config.sections.trainer import TrainerConfig
 from millrace.errors import InvalidSpecError
+from millrace.models.routing import Routers
 from millrace.trainer.bench import BenchStep, fake_samples, lines, measure, summary
 from millrace.trainer.gang.distributed import Gang
+from millrace_testing.trainer.families import make_named
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +76,31 @@ def test_steps_learn_and_are_timed_by_phase(directory: Path, is_sft: bool):
     table = "\n".join(lines(bench, found))
     assert all(word in table for word in ("tokens/s", "MFU", "peak memory", "forward", "backward", "optimizer"))
     assert found["peak_bytes"] > 2**20
+
+
+def test_a_mixture_is_measured_with_the_experts_of_its_tokens(tmp_path: Path):
+    bench = bench_of(make_named("qwen3_moe", tmp_path))
+    bench = bench.model_copy(
+        update={"trainer": TrainerConfig.model_validate(bench.trainer.model_dump() | _replaying(bench)), "steps": 1}
+    )
+    gang, given, steps = Gang(), list[int](), list[BenchStep]()
+    give = Routers.give
+
+    def counted(routers: Routers, experts_TXK: torch.Tensor | None) -> None:
+        given.append(0 if experts_TXK is None else int((experts_TXK[:, 0, 0] >= 0).sum()))
+        give(routers, experts_TXK)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Routers, "give", counted)
+        measure(bench, gang=gang, on_step=steps.append)
+    gang.leave()
+    # Every token but the last of each of 4 samples, in the step that warms up, too.
+    assert len(steps) == 2 and sum(given) == sum(step.num_tokens - 4 for step in steps)
+
+
+def _replaying(bench: TrainerBench) -> dict[str, Any]:
+    model = bench.trainer.model.model_dump()
+    return {"model": model | {"moe": model["moe"] | {"replay": True}}}
 
 
 def _samples(bench: TrainerBench, step: int) -> list[Any]:

@@ -66,6 +66,13 @@ def test_state_is_what_the_parameters_say(plain: Simulated):
     assert plain.learning["activations"] > 0 and plain.learning["logits"] > 0
 
 
+def test_experts_that_are_given_to_routers_are_counted():
+    free, given = (simulate(trainer(moe={"replay": on}), moe_config(experts=4), num_gpus=0) for on in (False, True))
+    # 2 rows of 64 tokens, 1 layer, 2 experts of 2 bytes.
+    assert given.learning["activations"] - free.learning["activations"] == 2 * 64 * 1 * 2 * 2
+    assert given.num_parameters == free.num_parameters
+
+
 @pytest.mark.long
 def test_a_long_model_is_the_short_ones_and_arithmetic():
     config, whole = trainer(), model_config(blocks=8)

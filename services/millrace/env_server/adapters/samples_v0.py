@@ -83,7 +83,8 @@ def turns_of(steps: Sequence[Mapping[str, Any]], spans: Spans, asked: AskedSampl
                 carried = _both(carried, reward)
             continue
         reward, carried = _both(carried, reward), None
-        is_same_prompt = len(tokens["prompt_ids"]) == len(prompt)
+        # Nothing is replayed of an evaluation, and experts would be most of its rollout.
+        has_experts = asked.is_training and len(tokens["prompt_ids"]) == len(prompt)
         kept.append(
             Turn(
                 prompt_ids=tokens["prompt_ids"],
@@ -93,7 +94,7 @@ def turns_of(steps: Sequence[Mapping[str, Any]], spans: Spans, asked: AskedSampl
                 own_way=own_way,
                 reward=reward,
                 asked_by=_asked_by(step.get("prompt")),
-                routed=call.routed_of(len(prompt) + len(completion_ids)) if is_same_prompt else None,
+                routed=call.routed_of(len(prompt) + len(completion_ids)) if has_experts else None,
             )
         )
     return KeptTurns(kept=kept, num_cut=num_cut, why_cut=why, num_left_out=num_left_out, is_agent=is_agent)

@@ -104,7 +104,8 @@ def branch_samples(
                 with_roles.add(id(node))
                 roles += spans_of_roles(_roles_of(node), start=len(token_ids))
             is_after_reply |= bool(node.sampled)
-            if node.sampled:
+            # Nothing is replayed of an evaluation, and experts would be most of its rollout.
+            if node.sampled and (asked is None or asked.is_training):
                 num_before = len(token_ids) + len(node.token_ids) - num_sampled
                 experts = extended(experts, noted[id(node)].routed_of(num_before + num_sampled))
             token_ids += node.token_ids

@@ -267,7 +267,7 @@ class BatchWarnings:
         self._settings, self._events, self._experts = settings, events, experts
         self._by_turn = {env.name for env in settings.env if (env.algo or settings.algo).credit == "turn"}
         self._truncated, self._without_turns, self._num_rewritten = RecentShare(), dict[str, RecentShare](), 0
-        self._num_cut = self._num_unequal = 0
+        self._num_cut = self._num_unequal = self._num_misfits = 0
         algos = {env.name: env.algo or settings.algo for env in settings.env}
         self._echoed = {name: algo.role_weights for name, algo in algos.items() if algo.type == "echo"}
         self._unheard: dict[str, RecentShare] = {}
@@ -288,7 +288,16 @@ class BatchWarnings:
         await self._note_unrewarded_turns(rollouts, step=step)
         await self._note_nothing_echoed(rollouts, step=step)
         await self._note_unequal_turns(rollouts, step=step)
-        if self._experts is not None and (problem := self._experts.report()):
+        await self._note_misfits()
+
+    async def _note_misfits(self) -> None:
+        """Warn of rollouts whose recorded experts were refused since the last batch.
+
+        The warning comes at the first, second, fourth, … such batch.
+        """
+        problem = "" if self._experts is None else self._experts.report()
+        self._num_misfits += bool(problem)
+        if problem and is_reported(self._num_misfits):
             await self._events.warning("ROUTED_EXPERTS_MISFIT", problem)
 
     async def _note_truncated(self, rollouts: Sequence[Rollout], *, step: int) -> None:

@@ -7,7 +7,6 @@ has.
 from collections.abc import Callable
 from dataclasses import replace
 
-from millrace.orchestrator.events import is_reported
 from millrace.rollouts.routed_experts import RoutedForm
 from millrace.rollouts.types import Purpose, Rollout
 
@@ -21,7 +20,7 @@ class ExpertsCheck:
     def __init__(self, declared: Declared) -> None:
         """Make a check against what `declared` returns when a rollout comes in; without that nothing is refused."""
         self._declared = declared
-        self._num_refused = self._num_reports = 0
+        self._num_refused = 0
         self._problem = ""
         self._is_new = False
 
@@ -45,16 +44,12 @@ class ExpertsCheck:
         return rollout
 
     def report(self) -> str:
-        """Return the text of a warning about the rollouts that were refused since the last call; "" if none is due.
-
-        It is due at the first, second, fourth, … call that has some.
+        """Return the text of a warning about the rollouts whose experts were refused; "" without any since the last
+        call.
         """
         if not self._is_new:
             return ""
         self._is_new = False
-        self._num_reports += 1
-        if not is_reported(self._num_reports):
-            return ""
         return (
             f"the recorded experts of {self._num_refused} rollouts so far misfit and were left out, so that the "
             f"trainer's routers choose for them; the last: {self._problem}; all replicas of a run serve one model, and "

@@ -17,7 +17,8 @@ import torch
 from millrace.config.sections.trainer import TrainerConfig
 from millrace.models.routing import FREE, RoutingShape
 from millrace.rollouts.parameters import kept_tokens
-from millrace.rollouts.types import FULL, TrainSample, Truncation
+from millrace.rollouts.routed_experts import dtype_of
+from millrace.rollouts.types import FULL, RoutedArray, TrainSample, Truncation
 from millrace.trainer.learning.plan import Packing, Rows
 from millrace.trainer.losses import LossInputs, outside_support
 
@@ -338,13 +339,15 @@ def build_micro_batch(
 
     rows = rows or [[place] for place in range(len(lengths))]
     laid = _lay(rows, lengths, token_ids, mask | (ce_weights != 0))
-    num_misfit = 0
+    experts_RLXK, num_misfit = None, 0
     if routing is not None:
         width = laid["token_ids_RL"].shape[1]
-        laid["experts_RLXK"], num_misfit = _lay_experts(rows, lengths, samples, routing, width=width)
+        laid_RLXK, num_misfit = _lay_experts(rows, lengths, samples, routing, width=width)
+        # In host memory: they are most of a batch, and each micro-batch takes its own to the device.
+        experts_RLXK = torch.from_numpy(laid_RLXK)
     return MicroBatch(
         token_ids_BT=tensor(token_ids),
-        rows=ModelRows(**{name: tensor(array) for name, array in laid.items()}),
+        rows=ModelRows(**{name: tensor(array) for name, array in laid.items()}, experts_RLXK=experts_RLXK),
         num_tokens=sum(lengths),
         loss_mask_BT=tensor(mask),
         inference_logprobs_BT=tensor(logprobs),
@@ -356,7 +359,7 @@ def build_micro_batch(
         env_B=tuple(sample.env for sample in samples) or ("",),
         versions_B=tuple((sample.min_version, sample.max_version) for sample in samples) or ((0, 0),),
         ordinal_B=tuple(sample.ordinal for sample in samples),
-        num_routed_tokens=0 if routing is None else int((laid["experts_RLXK"][:, :, 0, 0] != FREE).sum()),
+        num_routed_tokens=0 if experts_RLXK is None else int((experts_RLXK[:, :, 0, 0] != FREE).sum()),
         num_misfit_tokens=num_misfit,
     )
 
@@ -422,10 +425,13 @@ def _lay(rows: Rows, lengths: Sequence[int], token_ids_BT: np.ndarray, needed_BT
 # Samples for measurements, from no environment or data set: the cost of a step depends on their lengths only.
 
 
-def fake_sample(length: int, *, vocabulary: int, of_rl: bool = True) -> TrainSample:
+def fake_sample(
+    length: int, *, vocabulary: int, of_rl: bool = True, routing: RoutingShape | None = None
+) -> TrainSample:
     """Make a sample of `length` tokens for measurements, without content; token ids are below `vocabulary`.
 
-    It is trained on by the policy loss with `of_rl`, otherwise by cross-entropy.
+    It is trained on by the policy loss with `of_rl`, otherwise by cross-entropy. With `routing` each token but the last
+    has experts of a model of that shape, all of which occur equally often.
     """
     ones, zeros = np.ones(length, np.float32), np.zeros(length, np.float32)
     return TrainSample(
@@ -443,4 +449,12 @@ def fake_sample(length: int, *, vocabulary: int, of_rl: bool = True) -> TrainSam
         max_version=0,
         lineage=0,
         ce_weights=None if of_rl else ones,
+        routed_experts=None if routing is None else _fake_experts(length - 1, routing),
     )
+
+
+def _fake_experts(num_tokens: int, routing: RoutingShape) -> RoutedArray:
+    """Make the experts of so many tokens for measurements: in each layer, token by token, the next `top_k` in turn."""
+    turns_TK = np.arange(num_tokens * routing.top_k).reshape(num_tokens, 1, routing.top_k) % routing.num_experts
+    experts_TXK = np.repeat(turns_TK, len(routing.layers), axis=1)
+    return experts_TXK.astype(dtype_of(routing.num_experts))

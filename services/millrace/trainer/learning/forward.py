@@ -60,7 +60,8 @@ def token_logprobs(
     arguments = {**(whole if share is None else share.arguments), "use_cache": False}
     if (routers := routers_of(model)) is not None:
         # Ranks that share rows are refused by the config (`broken_replay_rules`): these are whole rows.
-        routers.give(None if rows.experts_RLXK is None else rows.experts_RLXK.flatten(0, 1))
+        experts_RLXK = rows.experts_RLXK
+        routers.give(None if experts_RLXK is None else experts_RLXK.flatten(0, 1).to(rows.token_ids_RL.device))
     # A subclass of `nn.Linear`, such as a head with an adapter, computes more than the product that is replaced.
     if type(head) is nn.Linear and model not in _CHANGES_LOGITS:
         drawn = RandomState.of(rows.token_ids_RL.device)
