@@ -10,6 +10,7 @@ import pytest
 _SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "pip_indexes.py"
 
 
+@pytest.mark.computes
 @pytest.mark.parametrize(
     ("configured", "environ", "variables"),
     [

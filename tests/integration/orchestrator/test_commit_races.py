@@ -147,9 +147,8 @@ async def test_nothing_is_sent_out_for_a_step_that_is_being_committed_where_batc
     assert sent and not any(sent[:-1]), "the last header closes the run"
 
 
-async def test_a_run_that_is_cancelled_before_its_groups_are_taken_over_resolves_them_and_keeps_their_rollouts(
-    stack, monkeypatch
-) -> None:
+async def paused_within_a_group(stack, monkeypatch):
+    """Pause a run of whose first group one member is played, and return its trainer, itself, its log and the member."""
     monkeypatch.setattr(loop, "DRAIN_S", 0.2)
     env, _, trainer = await stack.env_server(silent={0}), await stack.inference(), await stack.trainer()
     run = await create(stack, max_steps=100)
@@ -159,6 +158,13 @@ async def test_a_run_that_is_cancelled_before_its_groups_are_taken_over_resolves
     (await log.append_rollouts([encode_rollout(played)])).require("one member of the group that nobody finishes")
     await call(stack.runs.PauseRun, run_service_pb2.PauseRunRequest(name=run.name))
     await until(lambda: has_state(stack, run, run_pb2.RUN_STATE_PAUSED))
+    return trainer, run, log, played
+
+
+async def test_a_run_that_is_cancelled_before_its_groups_are_taken_over_resolves_them_and_keeps_their_rollouts(
+    stack, monkeypatch
+) -> None:
+    _, run, log, played = await paused_within_a_group(stack, monkeypatch)
     await call(stack.runs.CancelRun, run_service_pb2.CancelRunRequest(name=run.name))
     assert states(await watch(stack, run))[-1] == "CANCELLED"
     headers, _ = await load_headers(log)
@@ -172,15 +178,7 @@ async def test_a_run_that_is_cancelled_before_its_groups_are_taken_over_resolves
 async def test_a_run_that_fails_while_its_groups_are_taken_over_resolves_them_and_keeps_their_rollouts(
     stack, monkeypatch
 ) -> None:
-    monkeypatch.setattr(loop, "DRAIN_S", 0.2)
-    env, _, trainer = await stack.env_server(silent={0}), await stack.inference(), await stack.trainer()
-    run = await create(stack, max_steps=100)
-    await until(lambda: len(trainer.headers) >= 3)
-    log = await log_of(stack, run)
-    played = make_rollout(env.plays_of(0)[0], 2, RolloutStatus.OK, 0)
-    (await log.append_rollouts([encode_rollout(played)])).require("one member of the group that nobody finishes")
-    await call(stack.runs.PauseRun, run_service_pb2.PauseRunRequest(name=run.name))
-    await until(lambda: has_state(stack, run, run_pb2.RUN_STATE_PAUSED))
+    trainer, run, log, played = await paused_within_a_group(stack, monkeypatch)
 
     async def fail_meanwhile(self: EnvServers) -> None:
         while True:  # the status is another one once the trainer is assigned again

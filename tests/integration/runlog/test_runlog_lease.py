@@ -90,11 +90,6 @@ async def test_the_holder_stops_writing_at_half_its_ttl(log, monkeypatch):
     assert lease.may_write
 
 
-async def test_two_leases_of_one_owner_are_two(log):
-    assert await Lease.acquire(log, "orchestrator", "a", 30) is not None
-    assert await Lease.acquire(log, "orchestrator", "a", 30) is None
-
-
 async def test_no_lease_without_a_log(log, redis):
     await redis.delete(log.names.meta)
     with pytest.raises(LogGoneError):
@@ -119,8 +114,9 @@ async def test_a_lease_of_our_own_slot_is_taken_over_at_once(log, other):
     assert await ours.renew(epoch=4) and await lease_holder(log, "orchestrator") == ("b", 4, "host/1")
 
 
-async def test_two_without_a_slot_never_take_each_other_over(log, other):
+async def test_two_without_a_slot_never_take_each_other_over_nor_does_one_owner_hold_two(log, other):
     assert await Lease.acquire(log, "orchestrator", "a", 30) is not None
+    assert await Lease.acquire(log, "orchestrator", "a", 30) is None
     assert await Lease.acquire(other, "orchestrator", "a", 30, slot="") is None
 
 

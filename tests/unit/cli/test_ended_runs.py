@@ -102,9 +102,10 @@ def test_it_is_said_where_was_looked(capsys: pytest.CaptureFixture[str]) -> None
     assert "a local run that wrote elsewhere is named by its directory" in said
 
 
-def test_a_server_that_is_named_is_asked_alone(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("question", [("why", "one"), ("list",)])
+def test_a_server_that_is_named_is_asked_alone(capsys: pytest.CaptureFixture[str], question: tuple[str, ...]) -> None:
     store_run(Path("outputs/one"))
-    assert main(["run", "why", "one", "--server", f"127.0.0.1:{free_ports(1)[0]}"]) == 5
+    assert main(["run", *question, "--server", f"127.0.0.1:{free_ports(1)[0]}"]) == 5
     assert "outputs" not in capsys.readouterr().err
 
 
@@ -142,12 +143,6 @@ def test_the_list_has_those_of_a_state_alone(capsys: pytest.CaptureFixture[str])
     assert main(["run", "list", "--state", "running"]) == 0
     shown = capsys.readouterr().out
     assert "killed" in shown and "one" not in shown.replace("STACK", "")
-
-
-def test_the_list_of_a_server_that_is_named_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    store_run(Path("outputs/one"))
-    assert main(["run", "list", "--server", f"127.0.0.1:{free_ports(1)[0]}"]) == 5
-    assert "outputs" not in capsys.readouterr().err
 
 
 def test_a_log_says_which_processes_its_short_names_stand_for(capsys: pytest.CaptureFixture[str]) -> None:

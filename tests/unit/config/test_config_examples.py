@@ -13,16 +13,17 @@ RL = ROOT / "examples/reverse_text/rl.toml"
 SPLIT = ROOT / "examples/reverse_text_split"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*/rl.toml")), ids=lambda path: path.parent.name)
-def test_rl_examples_load(path: Path):
-    loaded = load(RLConfig, ["@", os.fspath(path)], {})
-    assert RLConfig.model_validate_json(loaded.config.resolved_json()) == loaded.config
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*/sft.toml")), ids=lambda path: path.parent.name)
-def test_sft_examples_load(path: Path):
-    loaded = load(SFTConfig, ["@", os.fspath(path)], {})
-    assert SFTConfig.model_validate_json(loaded.config.resolved_json()) == loaded.config
+@pytest.mark.parametrize(
+    ("path", "model"),
+    [
+        pytest.param(path, model, id=f"{path.parent.name}-{path.stem}")
+        for name, model in (("rl", RLConfig), ("sft", SFTConfig))
+        for path in sorted((ROOT / "examples").glob(f"*/{name}.toml"))
+    ],
+)
+def test_examples_load_and_are_what_their_resolved_text_says(path: Path, model: type[RLConfig] | type[SFTConfig]):
+    loaded = load(model, ["@", os.fspath(path)], {})
+    assert model.model_validate_json(loaded.config.resolved_json()) == loaded.config
 
 
 def test_sft_writes_what_rl_begins_with():
