@@ -114,13 +114,15 @@ class SamplingParams:
 class GenerateRequest:
     """One completion to generate; `request_id` is unique among the requests in flight.
 
-    Requests with the same `call_id` take turns as one; "" is a call of its own.
+    Requests with the same `call_id` take turns as one; "" is a call of its own. `adapter` is the adapter that shall
+    generate, one of many that the engine has; None is the policy that the engine was updated to.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     call_id: str = ""
+    adapter: PolicyIdentity | None = None
 
     @property
     def fairness_key(self) -> str:

@@ -15,7 +15,7 @@ from millrace.errors import FencedError, InvalidSpecError, InvalidStateError, Un
 from millrace.inference import service
 from millrace.inference.embedded import loader
 from millrace.inference.embedded.engine import EmbeddedEngine
-from millrace.inference.embedded.loader import HeldWeights
+from millrace.inference.embedded.held import HeldWeights
 from millrace.inference.engine import GenerateRequest, InflightMode, SamplingParams
 from millrace.inference.model_files import ModelSlot
 from millrace.inference.service import SERVICE_NAME, PolicyServicer

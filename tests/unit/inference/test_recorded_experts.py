@@ -108,8 +108,7 @@ def test_what_was_recorded_stays_when_caches_are_computed_again(directory: Path)
             eos_token_ids=(),
             decoder=None,
             max_num_seqs=2,
-            kv_bytes=1 << 20,
-            token_bytes=1,
+            kv_tokens=1 << 20,
             routers=Routers.of(model),
         )
         failures = list[Exception]()

@@ -14,11 +14,11 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -32,7 +32,9 @@ from millrace.errors import (
 )
 from millrace.inference import model_files
 from millrace.inference.embedded import loader
-from millrace.inference.embedded.loader import HeldWeights
+from millrace.inference.embedded.adapters import Adapter
+from millrace.inference.embedded.deliveries import Deliveries
+from millrace.inference.embedded.held import HeldWeights
 from millrace.inference.embedded.rows import Running
 from millrace.inference.embedded.scheduler import Scheduler
 from millrace.inference.engine import (
@@ -75,7 +77,8 @@ class EmbeddedEngine:
 
     `max_num_seqs` is how many requests generate at once, `max_model_len` bounds the context in tokens (None: the
     model's), `kv_bytes` the KV cache. `num_threads` is for torch's operators; more than one rarely helps small models.
-    With `returns_experts` results have the experts of their tokens, where the model has any.
+    With `returns_experts` results have the experts of their tokens, where the model has any. Of the adapters that
+    requests name at most `max_loras` generate at once.
     """
 
     def __init__(
@@ -86,13 +89,16 @@ class EmbeddedEngine:
         kv_bytes: int = DEFAULT_KV_BYTES,
         num_threads: int = 1,
         returns_experts: bool = False,
+        max_loras: int = 8,
     ) -> None:
         """Start the engine's thread, without a model: `load` must follow.
 
         At most `max_num_seqs` requests generate at once, `max_model_len` bounds the context in tokens (None: the
         model's), and `kv_bytes` the KV cache. `num_threads` is the number of threads for torch's operators. With
-        `returns_experts` results have the experts of their tokens, where the model has any.
+        `returns_experts` results have the experts of their tokens, where the model has any. Of the adapters that
+        requests name at most `max_loras` generate at once.
         """
+        self._max_loras = max_loras
         self._max_num_seqs = max_num_seqs
         self._max_model_len_limit = max_model_len
         self._kv_bytes = kv_bytes
@@ -129,12 +135,12 @@ class EmbeddedEngine:
         memory; its requests are then aborted.
         """
         self._require_thread()  # before the work, not after it
-        scheduler, model_len, vocab_size = await asyncio.to_thread(self._build, model_dir, staged, identity)
+        scheduler, held, model_len, vocab_size = await asyncio.to_thread(self._build, model_dir, staged, identity)
 
         def swap() -> None:
             """Replace scheduler and weights by the new model's, and abort the old one's requests."""
             old, self._scheduler = self._scheduler, scheduler
-            self._weights = HeldWeights(scheduler.model)
+            self._weights = held
             self._state, self._error = EngineState.READY, ""
             self._model_len, self._vocab_size = model_len, vocab_size
             if old is not None:
@@ -164,6 +170,8 @@ class EmbeddedEngine:
             scheduler, held = self._held(), self._held_weights()
             # Once more, because another model may have been loaded since `check`.
             held.check(staged)
+            for adapter in held.shared:  # they are on weights that go away
+                scheduler.end_adapter(adapter)
             try:
                 held.apply(staged)
                 faults.reach(Point.INFERENCE_MID_APPLY, version=identity.version)
@@ -182,11 +190,56 @@ class EmbeddedEngine:
         """
         return await self._in_thread(lambda: self._held_weights().prove(staged))
 
+    async def add_adapter(self, staged: StagedPolicy, *, identity: PolicyIdentity) -> HeldDigest:
+        """Put an adapter beside the others on the base, prove it, and return its digest; requests may then name it.
+
+        Generation pauses for the proof only: a readback of the adapter, and a pass over the manifest's probe. Raises
+        InvalidStateError for an adapter that does not fit, is on another base or replaces whole weights, and
+        InternalError for one that cannot be proved; everything else is then as before.
+        """
+        held = self._held_weights()
+
+        def copied() -> Adapter:
+            """Check the adapter and copy its tensors, beside the engine's thread."""
+            held.check_shared(staged)
+            return Adapter.of(staged)
+
+        adapter = await asyncio.to_thread(copied)
+        return await self._in_thread(lambda: self._held_weights().add(identity, adapter, staged))
+
+    async def remove_adapter(self, identity: PolicyIdentity) -> None:
+        """Take away an adapter and free its memory; its requests end with ABORT. One that is not there is ignored."""
+
+        def remove() -> None:
+            """End the adapter's requests, and take it out of the model."""
+            self._held().end_adapter(identity)
+            self._held_weights().adapters.remove(identity)
+
+        await self._in_thread(remove)
+
+    async def move_adapter(self, old: PolicyIdentity, new: PolicyIdentity, *, inflight_mode: InflightMode) -> None:
+        """Have the requests that `old` generates go on with `new`, a newer version, between two steps.
+
+        `inflight_mode` decides whether they keep their KV cache. Requests of other adapters go on meanwhile. Raises
+        UnavailableError if the engine does not have `new`.
+        """
+
+        def move() -> None:
+            """Have the scheduler move the requests, in the engine's thread; mark the engine as FAILED if it fails."""
+            self._held_weights().require(new)
+            try:
+                self._held().move_adapter(old, new, inflight_mode)
+            except BaseException as error:  # some of the requests have a cache of another version, then raises
+                self._fail(f"the move from adapter {old} to {new} failed half-way: {error}")
+                raise
+
+        await self._in_thread(move)
+
     async def generate(self, request: GenerateRequest) -> Generation:
         """Generate one completion and return it; a cancelled call aborts the request.
 
-        Raises CapacityError if MAX_WAITING requests wait, UnavailableError without a model, and an error for a prompt
-        that does not fit.
+        Raises CapacityError if MAX_WAITING requests wait, UnavailableError without a model or the request's adapter,
+        and an error for a prompt that does not fit.
         """
         scheduler = self._held()
         if scheduler.num_waiting >= MAX_WAITING:
@@ -200,6 +253,7 @@ class EmbeddedEngine:
             # The table has seeds as unsigned numbers of 64 bits, and callers may send negative ones.
             seed=self._seeds.getrandbits(64) if seed is None else seed & (1 << 64) - 1,
             limit=min(prompt_length + max(1, request.sampling.max_tokens), self._model_len),
+            adapter=request.adapter,
             deliver=functools.partial(self._deliveries.add, done),
             refuse=functools.partial(self._deliveries.add, done),
         )
@@ -211,18 +265,19 @@ class EmbeddedEngine:
                 self._post(_Command(lambda: self._abort(request.request_id), lambda _: None))
             raise
 
-    async def score(self, token_ids: tuple[int, ...]) -> PromptScores:
-        """Return the log-prob of each given token but the first under the present policy; generation pauses meanwhile.
+    async def score(self, token_ids: tuple[int, ...], adapter: PolicyIdentity | None = None) -> PromptScores:
+        """Return the log-prob of each given token but the first under the present policy, or under one of the adapters
+        that requests name; generation pauses meanwhile.
 
-        Raises UnavailableError without a model, and an error for tokens that do not fit.
+        Raises UnavailableError without a model or that adapter, and an error for tokens that do not fit.
         """
         self._held()
         self._check_prompt(token_ids)
 
         def scored() -> PromptScores:
             """Score the tokens in the engine's thread, and name the present policy in the result."""
-            scores = self._held_weights().score(token_ids)
-            return replace(scores, policy=self._held().identity)
+            scores = self._held_weights().score(token_ids, adapter)
+            return replace(scores, policy=adapter or self._held().identity)
 
         return await self._in_thread(scored)
 
@@ -280,9 +335,9 @@ class EmbeddedEngine:
 
     def _build(
         self, model_dir: Path, staged: StagedPolicy | None, identity: PolicyIdentity
-    ) -> tuple[Scheduler, int, int]:
-        """Build the model (blocking) and return its scheduler, its longest context in tokens, and its number of token
-        ids.
+    ) -> tuple[Scheduler, HeldWeights, int, int]:
+        """Build the model (blocking) and return its scheduler, its weights, its longest context in tokens, and its
+        number of token ids.
 
         Weights are those of `staged`, or of `model_dir` if that is None. Raises InvalidStateError for a model that
         cannot run here.
@@ -295,17 +350,18 @@ class EmbeddedEngine:
         routers = Routers.of(model) if self._returns_experts else None
         if self._returns_experts and routers is None:
             logger.warning("the model has no experts that can be recorded", extra={"model": type(model).__name__})
+        held = HeldWeights(model, max_loras=self._max_loras)
         scheduler = Scheduler(
             model,
             identity=identity,
             eos_token_ids=tuple(sorted(turn_stops(tokenizer, model_dir).token_ids)),
             decoder=tokenizer,
             max_num_seqs=self._max_num_seqs,
-            kv_bytes=self._kv_bytes,
-            token_bytes=loader.cache_token_bytes(config, next(model.parameters()).dtype),
+            kv_tokens=self._kv_bytes // loader.cache_token_bytes(config, next(model.parameters()).dtype),
             routers=routers,
+            adapters=held.adapters,
         )
-        return scheduler, model_len, int(config.vocab_size)
+        return scheduler, held, model_len, int(config.vocab_size)
 
     def _held(self) -> Scheduler:
         """Return the scheduler of the loaded model.
@@ -469,6 +525,11 @@ class EmbeddedEngine:
             scheduler = self._held()
         except UnavailableError:
             entry.finish(FinishReason.ABORT)  # the model went away since the caller looked
+            return
+        try:
+            self._held_weights().require(entry.adapter)
+        except UnavailableError as error:
+            entry.fail(error)
         else:
             scheduler.submit(entry)
 
@@ -486,41 +547,3 @@ class EmbeddedEngine:
         scheduler, self._scheduler = self._scheduler, None
         if scheduler is not None:
             scheduler.abort_all()
-
-
-# Results of the engine's thread for callers that wait in event loops: one wake-up of each loop per step.
-#
-# A wake-up is a call of the system, and often a switch of threads; a step of a full engine ends many requests.
-
-Waiter: TypeAlias = "asyncio.Future[Generation]"
-
-
-class Deliveries:
-    """Results for callers in event loops, added and flushed by the engine's thread."""
-
-    def __init__(self) -> None:
-        self._ended: dict[asyncio.AbstractEventLoop, list[tuple[Waiter, Generation | Exception]]] = {}
-
-    def add(self, waiter: Waiter, outcome: Generation | Exception) -> None:
-        """Keep a request's result or error for the future that its caller awaits; the next `flush` delivers it."""
-        self._ended.setdefault(waiter.get_loop(), []).append((waiter, outcome))
-
-    def flush(self) -> None:
-        """Deliver what was added since the last call, with one wake-up per event loop; closed loops are skipped."""
-        if not self._ended:
-            return
-        ended, self._ended = self._ended, {}
-        for loop, outcomes in ended.items():
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(_hand_over, outcomes)
-
-
-def _hand_over(outcomes: Sequence[tuple[Waiter, Generation | Exception]]) -> None:
-    """Set the results and errors of futures, except those that are done; must be called in their event loop."""
-    for waiter, outcome in outcomes:
-        if waiter.done():  # its caller was cancelled
-            continue
-        if isinstance(outcome, Exception):
-            waiter.set_exception(outcome)
-        else:
-            waiter.set_result(outcome)

@@ -8,20 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
-from torch.nn import functional
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from millrace.errors import InvalidStateError, UnavailableError
-from millrace.inference.engine import HeldDigest, PromptScores, probe_problem, require_fit, require_fitting
+from millrace.errors import InvalidStateError
+from millrace.inference.engine import PromptScores, require_fit
 from millrace.inference.model_files import load_config
 from millrace.models import loading
 from millrace.models.context_length import fix_context_length
 from millrace.models.saved import kept_in_float32, recall_conversions, saved_tensors
 from millrace.models.torch_support import BITS, DTYPES, tag_of
-from millrace.policies.manifest import Probe, StagedPolicy
-from millrace.policies.peft.config import HIGH, LOW, model_name
-from millrace.policies.proof import held_digest, mismatch
+from millrace.policies.manifest import Probe
 from millrace.policies.tensors import TensorBytes, TensorChange
 from millrace.telemetry.startup import without_gc
 
@@ -248,207 +244,6 @@ def _flat_bits(tensor: torch.Tensor) -> NDArray[np.unsignedinteger]:
     """Return a tensor's memory as unsigned integers of its element's width, flat; a view."""
     width = tensor.element_size()
     return tensor.detach().view(-1).view(BITS[width]).numpy().view(f"u{width}")
-
-
-# LoRA adapters in a torch model: added beside the base weights, replaced, removed, read back.
-#
-# The adapter is applied unmerged, `y = W x + b + scaling · B (A x)`, as the trainer computes it. Merging it into W
-# would be faster by two small products per layer, but would round: in bfloat16 most of a small B·A vanishes in W's
-# last bits. Unmerged, the base weights stay the published bits, the adapter's bits can be read back, and taking it
-# away leaves the base exactly as it was.
-
-
-class AdaptedLinear(nn.Linear):
-    """A linear layer with the weight and bias of another one, and an adapter that is no part of the model's state."""
-
-    def __init__(self, base: nn.Linear, *, low: torch.Tensor, high: torch.Tensor, scaling: float) -> None:
-        """Take over weight and bias of the layer `base`, and the adapter's `low` [rank, in] and `high` [out, rank].
-
-        `scaling` multiplies what the adapter adds.
-        """
-        nn.Module.__init__(self)  # not nn.Linear's, which would make a weight
-        self.in_features, self.out_features = base.in_features, base.out_features
-        self.weight, self.bias = base.weight, base.bias
-        self.low, self.high, self.scaling = low, high, scaling  # A [rank, in], B [out, rank]
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output [..., out] for `input` [..., in], with what the adapter adds."""
-        result = functional.linear(input, self.weight, self.bias)
-        return result + functional.linear(functional.linear(input, self.low), self.high) * self.scaling
-
-
-class Adapters:
-    """The adapter of one model, at most one. Its methods must be called while nothing computes with the model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        """Take the model, which has no adapter yet."""
-        self._model = model
-        self._held: dict[str, torch.Tensor] = {}
-        """The adapter's tensors by published name."""
-        self._layers: dict[str, nn.Linear] = {}
-        """The base's layers that are replaced by adapted ones."""
-        self._replaced: dict[str, torch.Tensor] = {}
-        """The base's values of parameters that the adapter replaces whole."""
-
-    @property
-    def is_loaded(self) -> bool:
-        """Return whether the model computes with an adapter."""
-        return bool(self._held)
-
-    def check(self, staged: StagedPolicy) -> None:
-        """Raise InvalidStateError, naming tensors, unless the staged adapter fits the model; changes nothing."""
-        # A layer that is adapted already keeps its weight's name.
-        layers = {name.removesuffix(LOW) for name in map(_own_name, staged.tensors) if name.endswith(LOW)}
-        require_fitting(
-            staged,
-            {
-                name: (_name(parameter.dtype), tuple(parameter.shape))
-                for name, parameter in self._model.named_parameters(remove_duplicate=False)
-                if (layer := name.removesuffix(".weight")) not in layers
-                or isinstance(self._model.get_submodule(layer), nn.Linear)
-            },
-        )
-
-    @torch.no_grad()
-    def load(self, staged: StagedPolicy) -> None:
-        """Put a checked adapter into the model, in place of the adapter before.
-
-        Layers with low-rank weights are replaced by adapted ones; other tensors of the adapter replace the base's
-        values.
-        """
-        self.unload()
-        adapter = staged.manifest.adapter
-        assert adapter is not None, "only adapters come here"
-        self._held = {name: _tensor(tensor) for name, tensor in staged.tensors.items()}
-        own = {_own_name(name): tensor for name, tensor in self._held.items()}
-        for name in sorted(own):
-            if name.endswith(LOW):
-                layer = name.removesuffix(LOW)
-                base, scaling = self._linear(layer), adapter.alpha / adapter.rank
-                self._put(layer, AdaptedLinear(base, low=own[name], high=own[layer + HIGH], scaling=scaling))
-                self._layers[layer] = base
-            elif not name.endswith(HIGH):
-                parameter = self._model.get_parameter(name)
-                self._replaced[name] = parameter.detach().clone()
-                parameter.copy_(own[name])
-
-    @torch.no_grad()
-    def unload(self) -> None:
-        """Remove the adapter from the model; the base is then bit for bit what it was."""
-        for layer, base in self._layers.items():
-            self._put(layer, base)
-        for name, value in self._replaced.items():
-            self._model.get_parameter(name).copy_(value)
-        self._held, self._layers, self._replaced = {}, {}, {}
-
-    def held(self) -> dict[str, TensorBytes]:
-        """Return the weights of the adapter with which the model computes, by published name, read from the model."""
-        return {name: as_tensor_bytes(self._live(_own_name(name))) for name in self._held}
-
-    def _live(self, name: str) -> torch.Tensor:
-        """Return the tensor of the adapter with which the model computes, by its name in the model."""
-        for end in (LOW, HIGH):
-            if name.endswith(end):
-                adapted = self._linear(name.removesuffix(end))
-                assert isinstance(adapted, AdaptedLinear), f"{name} is held"
-                return adapted.low if end == LOW else adapted.high
-        return self._model.get_parameter(name)
-
-    def _linear(self, layer: str) -> nn.Linear:
-        """Return the model's linear layer of that name."""
-        found = self._model.get_submodule(layer)
-        assert isinstance(found, nn.Linear), f"{layer} was checked"
-        return found
-
-    def _put(self, layer: str, module: nn.Module) -> None:
-        """Replace the model's layer of that name by `module`."""
-        parent, _, attribute = layer.rpartition(".")
-        setattr(self._model.get_submodule(parent), attribute, module.eval())
-
-
-def _own_name(name: str) -> str:
-    """Return the model's name for a tensor of an adapter, of which `name` is the published one."""
-    return model_name(name, source="the adapter")
-
-
-def _tensor(tensor: TensorBytes) -> torch.Tensor:
-    """Return a torch copy of a staged tensor, whose bytes are read-only and change with the next version."""
-    raw = torch.from_numpy(tensor.bits().view(np.uint8).copy())
-    return raw.view(getattr(torch, tensor.dtype)).reshape(tensor.shape)
-
-
-def _name(dtype: torch.dtype) -> str:
-    """Return a dtype's name as manifests have it, such as `bfloat16`."""
-    return str(dtype).removeprefix("torch.")
-
-
-# The weights of the model that the embedded engine holds: checked, written and proved, whole policies and adapters.
-#
-# Everything but `check` runs while nothing computes with the model. The weights are read back whole for each version;
-# those of an adapter's base were when it was loaded.
-
-
-class HeldWeights:
-    """Checks, writes and proves the weights of a model, and of the adapter on it if there is one."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        """Take a model whose weights are whole; `apply` makes them unproved until `prove`."""
-        self._model = model
-        self._adapters = Adapters(model)
-        self._is_unproved = False
-
-    def check(self, staged: StagedPolicy) -> None:
-        """Raise InvalidStateError if the staged policy or adapter does not fit the model; changes nothing."""
-        # Names, shapes and dtypes never change while a model is held: this may run beside a forward pass.
-        if staged.manifest.adapter is not None:
-            self._adapters.check(staged)
-        else:
-            check_tensors(self._model, staged.tensors)
-
-    def apply(self, staged: StagedPolicy) -> None:
-        """Write a checked policy into the model; `prove` must follow.
-
-        An adapter is put beside the base weights. Of a whole policy, which removes the adapter, only the changed
-        elements are written, or all tensors if the changes are unknown or an adapter was loaded.
-        """
-        self._is_unproved = True
-        if staged.manifest.adapter is not None:
-            self._adapters.load(staged)
-        elif staged.changes is None or self._adapters.is_loaded:
-            self._adapters.unload()
-            copy_tensors(self._model, staged.tensors)
-        else:
-            write_changes(self._model, staged.changes, names=staged.tensors)
-
-    def score(self, token_ids: tuple[int, ...]) -> PromptScores:
-        """Return log-prob and rank of each token of a prompt but the first, under the model's weights.
-
-        Raises UnavailableError between `apply` and `prove`, when nothing may be answered.
-        """
-        if self._is_unproved:
-            raise UnavailableError("a policy is being put in", reason="POLICY_UNPROVED", remedy="retry")
-        return score_prompt(self._model, token_ids)
-
-    def prove(self, staged: StagedPolicy) -> HeldDigest:
-        """Compare the weights in memory with the staged policy's manifest and return their digest, with how it was
-        proved.
-
-        Compared are the digest, and the log-probs of the manifest's probe if it has one. Raises InternalError that
-        names the difference.
-        """
-        is_adapter, probe = staged.manifest.adapter is not None, staged.manifest.probe
-        held = self._adapters.held() if is_adapter else held_tensors(self._model, staged.tensors)
-        found, problem = held_digest(held), None
-        if found != staged.manifest.digest:
-            problem = f"the engine holds digest {found}, not {staged.manifest.digest}"
-        elif probe is not None:
-            logprobs = score_prompt(self._model, probe.token_ids).logprobs.tolist()
-            dtype = str(float_dtype(staged.tensors)).removeprefix("torch.")
-            problem = probe_problem(probe.logprobs, logprobs, dtypes=[dtype])
-        if problem is not None:
-            raise mismatch(problem)
-        self._is_unproved = False
-        return HeldDigest(digest=found, proof="readback" if probe is None else "readback+probe")
 
 
 # Log-probs of given tokens, such as a distillation's teacher returns: in chunks, so that memory stays bounded.

@@ -22,7 +22,8 @@ _NO_TOKEN = -1
 class Running:
     """A request of the embedded engine from its arrival to its end.
 
-    `seed` is drawn if the caller gave none. `limit` is the most tokens, prompt included. Either `deliver` is called
+    `seed` is drawn if the caller gave none. `limit` is the most tokens, prompt included. `adapter` is the adapter that
+    generates, which may become a newer version of the request's. Either `deliver` is called
     with the result or `refuse` with the error, once; `marks` are the positions in the completion where a policy version
     begins to generate.
     """
@@ -32,6 +33,7 @@ class Running:
     limit: int
     deliver: Callable[[Generation], None]
     refuse: Callable[[Exception], None]
+    adapter: PolicyIdentity | None = None
     is_finished: bool = False
     marks: list[tuple[PolicyIdentity, int]] = field(default_factory=list)
 

@@ -9,6 +9,7 @@ happen in the engine's thread.
 import logging
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from millrace.errors import InternalError
+from millrace.inference.embedded.adapters import Adapters, Key
 from millrace.inference.embedded.rows import RowCache, RowTable, Running, Turns
 from millrace.inference.engine import FinishReason, InflightMode, PolicyIdentity, SamplingParams
 from millrace.models.routing import Routers
@@ -30,6 +32,8 @@ PREFILL_TOKENS = 8192
 """Padded prompt tokens per forward pass, which is one step: bounds memory and the pause of running requests."""
 _RESERVED = 8
 """One of so many rows, and as much of the cache, is kept from calls that have rows: a new call gets one at once."""
+_PASSED_OVER = 64
+"""Looks at the queue in which requests whose adapters have a slot pass over one whose adapter has none."""
 IDLE_CACHE_BYTES = 64 << 20  # cache that is kept while nothing runs
 _TAIL_EXTRA_TOKENS = 8  # tokens looked at for a stop string beyond its length: one may span incomplete characters
 
@@ -45,8 +49,8 @@ class Decoder(Protocol):
 class Scheduler:
     """Runs the requests of one model.
 
-    `kv_bytes` bounds the KV cache as if every admitted request used up its limit; `token_bytes` is the cache's size per
-    token. Without a `decoder` no stop strings are found.
+    `kv_tokens` bounds the KV cache as if every admitted request used up its limit. Without a `decoder` no stop strings
+    are found.
     """
 
     def __init__(
@@ -57,16 +61,17 @@ class Scheduler:
         eos_token_ids: tuple[int, ...],
         decoder: Decoder | None,
         max_num_seqs: int,
-        kv_bytes: int,
-        token_bytes: int,
+        kv_tokens: int,
         routers: Routers | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """Take the model, whose weights are those of the policy `identity`, with an empty KV cache of at most
-        `kv_bytes`.
+        `kv_tokens`.
 
-        `token_bytes` is the cache's size per token. At most `max_num_seqs` requests run. A completion ends with one of
+        At most `max_num_seqs` requests run. A completion ends with one of
         `eos_token_ids`, unless its request ignores them. Without a `decoder` no stop strings are found. Results have
-        the experts of their tokens if the model's `routers` are given.
+        the experts of their tokens if the model's `routers` are given. `adapters` are those of the model that requests
+        may name.
         """
         self.model = model
         self.identity = identity
@@ -75,8 +80,11 @@ class Scheduler:
         self._eos_token_ids = eos_token_ids
         self._decoder = decoder
         self._max_num_seqs = max_num_seqs
-        self._kv_tokens = kv_bytes // token_bytes
+        self._kv_tokens = kv_tokens
         self._routers = routers
+        self._adapters = adapters
+        self._max_adapters = 0 if adapters is None else adapters.max_at_once
+        self._num_passed_over = 0
         self._rows = self._new_rows()
         self._cache = RowCache()
         self._waiting = Turns()
@@ -148,14 +156,41 @@ class Scheduler:
             return True
         return False
 
+    def end_adapter(self, adapter: PolicyIdentity) -> None:
+        """End with ABORT every request that an adapter generates or shall generate, because it is taken away."""
+        self._retire(
+            [row for row, entry in enumerate(self._rows.running) if entry.adapter == adapter], FinishReason.ABORT
+        )
+        for entry in [entry for entry in self._waiting.all() if entry.adapter == adapter]:
+            self._waiting.take(entry).finish(FinishReason.ABORT)
+
+    def move_adapter(self, old: PolicyIdentity, new: PolicyIdentity, mode: InflightMode) -> None:
+        """Have the requests of an adapter go on with its newer version `new`, which the model has.
+
+        With mode RECOMPUTE the KV caches of those that run are computed again with it.
+        """
+        for entry in self._waiting.all():
+            if entry.adapter == old:
+                entry.adapter = new
+        for row, entry in enumerate(self._rows.running):
+            if entry.adapter == old:
+                entry.adapter = new
+                entry.mark(new, len(self._rows.completion(row)))
+                if mode is InflightMode.RECOMPUTE:
+                    # The last token is not in the cache yet: the next decode step feeds it.
+                    rows = slice(row, row + 1)
+                    self._forward_prompts(rows, self._rows.length[rows] - 1, is_again=True)
+
     def set_identity(self, identity: PolicyIdentity, mode: InflightMode) -> None:
-        """Attribute tokens to the policy `identity`, whose weights the model has, from now on.
+        """Attribute tokens of requests without an adapter to the policy `identity`, whose weights the model has, from
+        now on.
 
         With mode RECOMPUTE the KV caches of running requests are computed again with these weights.
         """
         self.identity = identity
         for row, entry in enumerate(self._rows.running):
-            entry.mark(identity, len(self._rows.completion(row)))
+            if entry.adapter is None:
+                entry.mark(identity, len(self._rows.completion(row)))
         if mode is InflightMode.RECOMPUTE and self._rows.count:
             # The last token of each row is not in the cache yet: the next decode step feeds it.
             known = self._rows.length[: self._rows.count] - 1
@@ -178,11 +213,19 @@ class Scheduler:
         longest = int(self._rows.limit[: self._rows.count].max(initial=0))
         longest_prompt = 0
         shut: set[str] = set()
+        adapters = {entry.adapter for entry in self._rows.running} - {None}
+        is_passed_over = False
         while (entry := self._waiting.next(shut)) is not None:
             fairness_key = entry.request.fairness_key
             if not self._fits(len(admitted), max(longest, entry.limit), has_rows=running[fairness_key] > 0):
                 if not running[fairness_key]:
                     break  # its turn comes when rows end; admitting a later one that fits would delay it further
+                shut.add(fairness_key)
+                continue
+            if entry.adapter is not None and len(adapters | {entry.adapter}) > self._max_adapters:
+                is_passed_over = True
+                if self._num_passed_over >= _PASSED_OVER:
+                    break  # so that the adapters that generate run out of requests, and one has its turn
                 shut.add(fairness_key)
                 continue
             longest_prompt = max(longest_prompt, len(entry.request.prompt_token_ids))
@@ -191,7 +234,9 @@ class Scheduler:
                 break
             longest = max(longest, entry.limit)
             running[fairness_key] += 1
+            adapters |= {entry.adapter} - {None}
             admitted.append(self._waiting.take(entry))
+        self._num_passed_over = self._num_passed_over + 1 if is_passed_over else 0
         return admitted
 
     def _fits(self, num_admitted: int, longest: int, *, has_rows: bool) -> bool:
@@ -225,7 +270,7 @@ class Scheduler:
         """Give the requests rows and return the rows as a slice; one that the table cannot take ends with an error."""
         first = self._rows.count
         for entry in admitted:
-            entry.mark(self.identity, 0)
+            entry.mark(entry.adapter or self.identity, 0)
         try:
             return self._rows.add(admitted, self._eos_token_ids)
         except Exception:  # nobody waits for these requests any more: whatever it is must reach their callers
@@ -243,18 +288,20 @@ class Scheduler:
         one.
 
         Rows are padded on the right: no real token attends to a later one, and the padding's entries in the cache are
-        masked until they are overwritten. Rows with the same tokens, such as a group's, are computed once. Experts are
-        recorded, unless the tokens are computed again (`is_again`); the result has no meaning then.
+        masked until they are overwritten. Rows with the same tokens and adapter, such as a group's, are computed once.
+        Experts are recorded, unless the tokens are computed again (`is_again`); the result has no meaning then.
         """
         longest = int(lengths.max())
         tokens = self._rows.tokens[rows, :longest]
-        firsts, prompt_of = _distinct(tokens, lengths)
+        keys = [entry.adapter for entry in self._rows.running[rows]]
+        firsts, prompt_of = _distinct(tokens, lengths, keys)
         is_shared = len(firsts) < len(lengths)
         self._cache.reserve(rows.stop, longest)
         self._cache.begin_prefill(rows.start, torch.from_numpy(prompt_of) if is_shared else None)
         # Logits of the last positions alone, each length once: those of all positions would fill the memory.
         keep, position = np.unique(lengths - 1, return_inverse=True)
         logits, experts = self._forward(
+            [keys[first] for first in firsts],
             is_recorded=not is_again,
             input_ids=torch.from_numpy(tokens[firsts] if is_shared else tokens),
             attention_mask=None,  # plain causal attention, which needs no [T, T] mask in memory
@@ -268,8 +315,14 @@ class Scheduler:
         # [contents, lengths, V] → [rows, V]
         return logits if is_again else logits[torch.from_numpy(prompt_of), torch.from_numpy(position)]
 
-    def _forward(self, *, is_recorded: bool = True, **inputs: Any) -> tuple[torch.Tensor, np.ndarray | None]:
-        """Run the model; return its logits, and the experts of its input [B, T, layers, top_k] if they are recorded."""
+    def _forward(
+        self, adapters: Sequence[Key], *, is_recorded: bool = True, **inputs: Any
+    ) -> tuple[torch.Tensor, np.ndarray | None]:
+        """Run the model, with the adapter of each row; return its logits, and the experts of its input [B, T, layers,
+        top_k] if they are recorded.
+        """
+        if self._adapters is not None:
+            self._adapters.select(adapters)
         if self._routers is None or not is_recorded:
             return self.model(use_cache=True, **inputs).logits, None
         with self._routers.recording() as recorded:
@@ -289,6 +342,7 @@ class Scheduler:
         index = torch.from_numpy(positions)
         self._cache.begin_decode(index, span)
         logits, experts = self._forward(
+            [entry.adapter for entry in self._rows.running],
             input_ids=torch.from_numpy(self._rows.tokens[np.arange(count), positions])[:, None],
             # [B, 1, 1, span]: beyond its own length a row of the cache has values of earlier requests.
             attention_mask=(torch.arange(span) <= index[:, None])[:, None, None],
@@ -397,16 +451,16 @@ class Scheduler:
         return FinishReason.LENGTH, None
 
 
-def _distinct(tokens: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Find rows of `tokens` [N, T] that are equal up to their lengths.
+def _distinct(tokens: np.ndarray, lengths: np.ndarray, keys: Sequence[Key]) -> tuple[np.ndarray, np.ndarray]:
+    """Find rows of `tokens` [N, T] that are equal up to their lengths, and have the same adapter of `keys` [N].
 
     Returns the first row of each content, and for each row the number of its content.
     """
-    numbers: dict[bytes, int] = {}
+    numbers: dict[tuple[Key, bytes], int] = {}
     firsts: list[int] = []
     of_row = np.empty(len(lengths), np.int64)
     for row, length in enumerate(lengths.tolist()):
-        number = of_row[row] = numbers.setdefault(tokens[row, :length].tobytes(), len(firsts))
+        number = of_row[row] = numbers.setdefault((keys[row], tokens[row, :length].tobytes()), len(firsts))
         if number == len(firsts):
             firsts.append(row)
     return np.array(firsts, np.int64), of_row

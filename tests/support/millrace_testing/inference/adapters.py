@@ -1,20 +1,23 @@
-"""A run that publishes adapters of the tiny model."""
+"""A run that publishes adapters of the tiny model, and adapters of many runs on one base."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from millrace.inference.embedded import loader
+from millrace.inference.engine import PolicyIdentity
 from millrace.inference.updater import DesiredPolicy
 from millrace.internal.v1.policy_pb2 import PolicyEntry
 from millrace.models.files import ADAPTER_CONFIG
-from millrace.policies.manifest import AdapterEntry, PolicyPlace, Probe
+from millrace.policies.manifest import AdapterEntry, PolicyPlace, Probe, StagedPolicy
 from millrace.policies.peft.config import AdapterSpec
 from millrace.policies.publish import PolicyContents, publish_policy
 from millrace.storage.local import LocalStore
 from millrace_testing.inference.logprobs import prompt_logprobs
+from millrace_testing.inference.tiny import staged_of
 
 SPEC = AdapterSpec(rank=4, alpha=6.0, target_modules=("q_proj", "down_proj"), modules_to_save=("norm",))
 LAYERS = [f"model.layers.{layer}.{name}" for layer in range(2) for name in ("self_attn.q_proj", "mlp.down_proj")]
@@ -89,3 +92,58 @@ class Run:
 
 def half(tensors: dict[str, torch.Tensor]) -> None:
     del tensors[f"{LAYERS[0]}.lora_A.weight"]
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """An adapter of one run on a base that several share, without a store; `twin` is the model with it merged."""
+
+    identity: PolicyIdentity
+    staged: StagedPolicy
+    twin: torch.nn.Module
+
+    def changed(self, tensors: Mapping[str, torch.Tensor], **changes: Any) -> StagedPolicy:
+        """Return the staged adapter with other tensors, and fields of its manifest or of its entry changed."""
+        entry = self.staged.manifest.adapter
+        assert entry is not None
+        probe = changes.pop("probe", self.staged.manifest.probe)
+        found = {**self.staged.tensors, **{name: loader.as_tensor_bytes(tensor) for name, tensor in tensors.items()}}
+        return staged_of(found, probe=probe, adapter=replace(entry, **changes))
+
+
+def tenant(
+    base: torch.nn.Module,
+    *,
+    run_uid: str,
+    seed: int,
+    base_digest: str,
+    version: int = 1,
+    rank: int = 4,
+    targets: tuple[str, ...] = ("q_proj", "down_proj"),
+) -> Tenant:
+    """Return an adapter with random weights on every layer of `base` that `targets` names."""
+    generator, twin, alpha = torch.Generator().manual_seed(seed), copy.deepcopy(base), 1.5 * rank
+    tensors: dict[str, torch.Tensor] = {}
+    for name, layer in base.named_modules():
+        if isinstance(layer, torch.nn.Linear) and name.endswith(targets):
+            low = (torch.randn(rank, layer.in_features, generator=generator) * 0.1).to(layer.weight.dtype)
+            high = (torch.randn(layer.out_features, rank, generator=generator) * 0.1).to(layer.weight.dtype)
+            named = f"base_model.model.{name}"
+            tensors |= {f"{named}.lora_A.weight": low, f"{named}.lora_B.weight": high}
+            twin.get_parameter(f"{name}.weight").add_(alpha / rank * high @ low)
+    entry = AdapterEntry(
+        rank=rank,
+        alpha=alpha,
+        target_modules=targets,
+        modules_to_save=(),
+        base_key="base/manifest.json",
+        base_digest=base_digest,
+        base_bytes=0,
+    )
+    tokens = tuple(range(1, 17))
+    staged = staged_of(
+        {name: loader.as_tensor_bytes(tensor) for name, tensor in tensors.items()},
+        probe=Probe(token_ids=tokens, logprobs=tuple(prompt_logprobs(twin, tokens))),
+        adapter=entry,
+    )
+    return Tenant(PolicyIdentity(run_uid=run_uid, lineage=0, version=version), staged, twin)
