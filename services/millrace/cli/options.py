@@ -86,10 +86,14 @@ async def resolve(runs: "RunsClient", text: str) -> "run_pb2.Run":
 def choose(text: str, known: "Sequence[run_pb2.Run]") -> "run_pb2.Run":
     """Return the run among `known` that `text` refers to: a name, its unique beginning, a uid, or `-` for the newest.
 
-    Raises NotFoundError with a suggestion, InvalidSpecError if several names begin with `text`.
+    Where all are of one tenant, the tenant in front of the name may be left out. Raises NotFoundError with a
+    suggestion, InvalidSpecError if several names begin with `text`.
     """
-    by_name = {run.name.removeprefix("runs/"): run for run in known}
-    return by_name[names.resolve(text, {name: run.uid for name, run in by_name.items()})]
+    tenants = {run.tenant for run in known}
+    tenant = tenants.pop() if len(tenants) == 1 else ""
+    by_name = {names.within(tenant, run.name.removeprefix("runs/")): run for run in known}
+    wanted = names.within(tenant, text.removeprefix("runs/"))
+    return by_name[names.resolve(wanted, {name: run.uid for name, run in by_name.items()})]
 
 
 # A click command that leaves its arguments to the config loader, which knows every key.

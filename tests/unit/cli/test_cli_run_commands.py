@@ -69,6 +69,16 @@ def test_list_has_a_column_and_a_filter_for_tenants(server, capsys):
     assert "tenant       acme" in run(capsys, "show", "acme.beta")[1].splitlines()
 
 
+def test_the_beginning_of_a_tenants_run_is_enough(server, capsys):
+    server.add("acme.beta").tenant = "acme"
+    for name in ("be", "acme.be", "-"):
+        assert "runs/acme.beta" in run(capsys, "show", name)[1]
+    assert "did you mean beta?" in run(capsys, "show", "bexa")[2]
+    server.add("alpha")
+    assert "runs/acme.beta" in run(capsys, "show", "acme.be")[1]
+    assert "no run 'be'" in run(capsys, "show", "be")[2]
+
+
 def test_usage_is_shown_by_tenant(server, capsys):
     code, out, _ = run(capsys, "usage")
     header, *lines = out.splitlines()
