@@ -67,7 +67,7 @@ NOTHING = ""
 
 EVENTS: Texts = {
     "state_changed": (
-        "queued → starting → running → stopping → succeeded; or paused, cancelled, failed",
+        "queued → starting → running → stopping → succeeded; or paused, queued again (preempted), cancelled, failed",
         "`millrace run why RUN` if it stays queued or starting; reasons of FAILED are below",
     ),
     "step_completed": ("the trainer finished a step", NOTHING),

@@ -10,7 +10,7 @@ orchestrator goes on with.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -39,6 +39,8 @@ ROLE = "orchestrator"
 
 # The desired state of a run, as its users asked for it: to pause, to go on, to end; folded from the stored intents.
 
+PREEMPT = "preempt"
+"""Kind of the intent of an orchestrator, not of a user, that a run pauses for another one."""
 _UNSAID = object()
 MAX_REASON_CHARS = 2000
 POLL_S = 2.0
@@ -53,6 +55,10 @@ class DesiredState:
     is_paused: bool = False
     reason: str = ""
     """Why it shall pause or end, in the words of the user."""
+    preempted_epoch: int = 0
+    """Last epoch of a driver that is to pause the run for another one and queue it again; 0 for none."""
+    preempted_for: str = ""
+    """Which run that is, what it needs, and what the pause costs, in words."""
     retention: Mapping[str, Any] = field(default_factory=dict)
     """What the user has put in the place of the config's keys of retention."""
 
@@ -70,6 +76,10 @@ class DesiredState:
                 desired = DesiredState(is_cancelled=True, reason=reason, retention=retention)
             elif intent.kind in ("pause", "resume", "reopen") and not desired.is_cancelled:
                 desired = DesiredState(is_paused=intent.kind == "pause", reason=reason, retention=retention)
+            elif intent.kind == PREEMPT:
+                epoch = intent.payload.get("epoch")
+                number = epoch if isinstance(epoch, int) else 0
+                desired = replace(desired, preempted_epoch=number, preempted_for=reason)
         return desired
 
 

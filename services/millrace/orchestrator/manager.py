@@ -19,7 +19,7 @@ from millrace.orchestrator.drive.run_driver import RunDriver
 from millrace.orchestrator.drive.sealer import Sealer, ended_lately
 from millrace.orchestrator.drive.train_run import EvalRunDriver, TrainRunDriver
 from millrace.orchestrator.events import RunContext, RunEvents
-from millrace.orchestrator.intents import POLL_S, ROLE, DesiredState, DesiredStates
+from millrace.orchestrator.intents import POLL_S, PREEMPT, ROLE, DesiredState, DesiredStates
 from millrace.orchestrator.queue.groups import NO_GROUPS
 from millrace.orchestrator.queue.order import QueueGroup
 from millrace.orchestrator.waiting import RunQueue
@@ -28,6 +28,7 @@ from millrace.orchestrator.why import HeldUp, explain, queued_words
 from millrace.orchestrator.workers import RETIRED_S, WorkerKind, WorkerRegistry
 from millrace.runlog import EventWriter, Lease, RunLog
 from millrace.runlog.names import Names
+from millrace.runlog.records.numbered import write_intent
 from millrace.runlog.records.revisions import load_reopenings
 from millrace.runlog.records.run_record import EVAL
 from millrace.runlog.records.sealed import is_sealed
@@ -143,7 +144,7 @@ class RunManager:
             view,
             self._registry,
             owner=self._owner,
-            note=note,
+            note="; ".join(filter(None, [note, self.queue.note(uid)])),
             name_of=partial(self.queue.name_of, tenant=tenant),
             is_held=self.holds(uid),
             place=self.queue.words(uid, tenant=tenant),
@@ -151,14 +152,11 @@ class RunManager:
         )
 
     def queue_place(self, view: RunView, *, tenant: str = "") -> str:
-        """Return in words the place of a QUEUED run in the queue, and why it waits there; empty in other states.
-
-        For a `tenant` the text leaves others' runs out.
-        """
+        """Return in words where a QUEUED run waits and why, for a `tenant` without others' runs; else an empty text."""
         if view.run.state != run_pb2.RUN_STATE_QUEUED:
             return ""
-        uid = view.record.uid
-        place, name_of = self.queue.words(uid, tenant=tenant), partial(self.queue.name_of, tenant=tenant)
+        uid, name_of = view.record.uid, partial(self.queue.name_of, tenant=tenant)
+        place = self.queue.words(uid, tenant=tenant)
         return queued_words(uid, self._registry, owner=self._owner, name_of=name_of, place=place)
 
     def driven(self) -> list[tuple[RunParts, bool]]:
@@ -188,6 +186,7 @@ class RunManager:
                 tasks.create_task(self._registry.keep_pulse())
                 tasks.create_task(self._sealer.run())
                 tasks.create_task(self.queue.read_ended())
+                tasks.create_task(self.queue.preempt(self._preempt))
                 tasks.create_task(self.held_up.run(lambda: self._catalog.views))
                 while True:
                     self._wake.clear()
@@ -247,6 +246,8 @@ class RunManager:
         # driven would keep the trainer from the others.
         found.sort(key=lambda each: self._not_before.get(each[0].record.uid, 0.0))
         waiting = [view for view, desired in found if _waits_for_workers(view, desired)]
+        for view in (each for each in waiting if each.status.is_preempted):
+            self._retire_once(view, has_ended=False)
         claimed = self.queue.claim([(view, self._not_before.get(view.record.uid, 0.0)) for view in waiting])
         works = [(view, self._work_on(view, desired, claimed)) for view, desired in found]
         for view, work in works:
@@ -300,11 +301,12 @@ class RunManager:
                 self._retire_once(view, has_ended=False)
                 return None
             return self._drive  # says that it is paused, and gives everything back
-        self._forget_end(view.record.uid)
+        uid = view.record.uid
+        if uid in claimed or not view.status.is_preempted:
+            self._forget_end(uid)
         if view.record.kind == EVAL:
             # An evaluation run has endpoints of its own: it needs neither a trainer nor a replica.
             return self._drive
-        uid = view.record.uid
         if uid not in claimed and (desired.is_cancelled or is_closing):
             # For a run that is closing, a trainer that has finished the run is the right one.
             self._registry.claim(WorkerKind.TRAINER, uid, limit=1, fresh=not is_closing)
@@ -327,8 +329,10 @@ class RunManager:
         except Exception as error:  # noqa: BLE001 - the edge of a run: whatever it was, the other runs go on
             self._put_off(view, error)
         finally:
-            del self._claims[uid]
+            claim = self._claims.pop(uid)
             self._registry.release(uid)
+            if claim.driver is not None and claim.driver.is_preempted:
+                self._retire_once(view, has_ended=False)
             self.wake()
 
     def _put_off(self, view: RunView, error: Exception) -> None:
@@ -388,6 +392,7 @@ class RunManager:
             epoch = await run_log.acquire_epoch(ROLE, self._owner)
             # The lease was taken before the epoch was known, and names the epoch under which the run is driven.
             await lease.renew(epoch=epoch.number)
+            faults.reach(faults.Point.ORCHESTRATOR_CLAIMED)
             self._not_before.pop(uid, None)
             self._registry.announce(uid)
             # Not before: until the run is held again, it is what stopped it that `run why` names.
@@ -448,9 +453,18 @@ class RunManager:
         self._gone.pop(run_log.uid, None)
 
     async def _events(self, view: RunView) -> RunEvents:
-        """Return a writer of the run's events: that of the previous drive if it ended because the log was gone."""
-        kept = self._kept_events.pop(view.record.uid, None)
-        return kept or await resumed_events(self._catalog, view, owner=self._owner)
+        """Return a writer of the run's events: that of the previous drive if it ended because the log was gone.
+
+        Else a new one, which goes on from the state in the run's view.
+        """
+        if kept := self._kept_events.pop(view.record.uid, None):
+            return kept
+        # A log object of its own: a writer takes over a rebuilt log in place, and the driver has to notice a rebuild.
+        run_log = await self._catalog.open_log(view.record.uid)
+        events = RunEvents(EventWriter(run_log, self._owner), run=view.record.name)
+        events.state = view.status.state
+        events.meters.resume(view.status.batches.moved)
+        return events
 
     async def _queue_again(self, view: RunView) -> None:
         """Write the event that a resumed run waits for a trainer."""
@@ -490,6 +504,16 @@ class RunManager:
         finally:
             await _try_to("write the last events", events.close())
             await _try_to("release the lease", lease.release())
+
+    async def _preempt(self, uid: str, reason: str) -> bool:
+        """Write the intent that a run pauses for another one, and tell its driver; return whether it is driven here."""
+        if (claim := self._claims.get(uid)) is None or claim.driver is None:
+            return False
+        payload = {"epoch": claim.driver.parts.context.epoch.number, "reason": reason}
+        await write_intent(self._store, Names(self._prefix, uid), PREEMPT, payload)
+        faults.reach(faults.Point.ORCHESTRATOR_PREEMPT_INTENT)
+        await self.apply(uid)
+        return True
 
     async def _renew(self, lease: Lease, run_log: RunLog) -> None:
         """Renew the lease at a third of its ttl, until cancelled; raise FencedError if another orchestrator has it."""
@@ -555,26 +579,13 @@ def _is_closing(view: RunView) -> bool:
 
 def _waits_for_workers(view: RunView, desired: DesiredState) -> bool:
     """Return whether an open run that nobody holds is to be driven as soon as it gets workers, and not before."""
-    if view.record.kind == EVAL or view.status.is_reopened or desired.is_cancelled or _is_closing(view):
-        return False
-    return not desired.is_paused
+    is_driven_without = view.record.kind == EVAL or view.status.is_reopened or _is_closing(view)
+    return not (is_driven_without or desired.is_cancelled or desired.is_paused)
 
 
 def _is_gone(causes: Iterable[BaseException]) -> bool:
     """Return whether one of these errors says that the run's log is gone from Redis."""
     return any(isinstance(cause, LogGoneError) for cause in causes)
-
-
-async def resumed_events(catalog: RunCatalog, view: RunView, *, owner: str) -> RunEvents:
-    """Return a new writer of a run's events that goes on from the state in the run's view.
-
-    `owner` is this orchestrator. The writer has a log object of its own: a writer takes over a rebuilt log in place,
-    and the driver has to notice a rebuild by itself.
-    """
-    events = RunEvents(EventWriter(await catalog.open_log(view.record.uid), owner), run=view.record.name)
-    events.state = view.status.state
-    events.meters.resume(view.status.batches.moved)
-    return events
 
 
 async def _try_to(what: str, work: Awaitable[None]) -> None:

@@ -9,7 +9,8 @@ import asyncio
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -21,6 +22,7 @@ from millrace.orchestrator.events import RunEvents
 from millrace.orchestrator.queue.groups import NO_GROUPS
 from millrace.orchestrator.queue.limits import Terms
 from millrace.orchestrator.queue.order import (
+    AGE_S,
     DEFAULT_GROUP,
     GroupUse,
     QueuedRun,
@@ -31,12 +33,14 @@ from millrace.orchestrator.queue.order import (
     least_accelerators,
     place_runs,
 )
+from millrace.orchestrator.queue.preemption import HeldRun, choose_victims
 from millrace.orchestrator.tenants import belongs_to
 from millrace.orchestrator.workers import WorkerKind, WorkerRegistry
 from millrace.runlog.records.run_record import RL, RunRecord
 from millrace.runlog.run_status import WORKING
 from millrace.runlog.usage import SEEN_S
-from millrace.telemetry import waits
+from millrace.telemetry import faults, waits
+from millrace.v1 import run_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +49,16 @@ WINDOW_S = 86400.0
 RETRY_S = 5.0
 RECORD_S, REST_S = 5.0, 0.1
 """How often it is looked what a run has, and the shortest time between two looks."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Preemption:
+    """A run pauses for the run `by`, or is about to be asked to."""
+
+    by: str
+    reason: str
+    """Who that is, what it needs and what the pause costs, in words."""
+    is_asked: bool = False
 
 
 class RunQueue:
@@ -60,6 +74,8 @@ class RunQueue:
         self._catalog, self._registry, self._groups = catalog, registry, groups
         self._asked: dict[str, QueueConfig] = {}
         self._places: dict[str, QueuePlace] = {}
+        self._preemptions: dict[str, _Preemption] = {}
+        self._has_chosen = asyncio.Event()
         registry.limits.groups = groups
 
     def claim(self, waiting: Sequence[tuple[RunView, float]]) -> set[str]:
@@ -87,7 +103,10 @@ class RunQueue:
         self._registry.limits.head = head.uid if head is not None else ""
         self._registry.limits.head_replicas = asked[head.uid].min_replicas if head is not None else 0
         self._places = {place.uid: place for place in places}
-        return {place.uid for place in places if place.workers}
+        self._choose_victims(head, asked)
+        if claimed := {place.uid for place in places if place.workers}:
+            faults.reach(faults.Point.ORCHESTRATOR_WORKERS_GIVEN)
+        return claimed
 
     def _as_waiting(self, view: RunView, tried: float, asked: QueueConfig, has_gangs: bool) -> QueuedRun:
         """Return a run as the order looks at it; where no run waits for replicas (`has_gangs`), without these."""
@@ -104,6 +123,80 @@ class RunQueue:
             trainers=[each.worker_id for each in free(WorkerKind.TRAINER, uid, fresh=True)],
             replicas=[each.worker_id for each in free(WorkerKind.INFERENCE, uid)] if has_gangs else (),
         )
+
+    def _choose_victims(self, head: QueuePlace | None, asked: Mapping[str, QueueConfig]) -> None:
+        """Choose which runs pause for the head of the queue; `asked` has what the waiting runs want.
+
+        Runs that were asked before keep to it. What was chosen and not asked is chosen anew.
+        """
+        held = {each.uid for each in self._registry.held() if not each.is_replica}
+        self._preemptions = {uid: each for uid, each in self._preemptions.items() if uid in held and each.is_asked}
+        if head is None:
+            return
+        wants = asked[head.uid]
+        num_trainers = 1 - len([each for each in head.kept if each in self._pool().trainers])
+        num_replicas = wants.min_replicas - (len(head.kept) - (1 - num_trainers))
+        runs = [found for uid in sorted(held) if (found := self._as_held(uid)) is not None]
+        victims = choose_victims(
+            runs, priority=wants.priority, num_trainers=num_trainers, num_replicas=max(0, num_replicas)
+        )
+        for uid in victims:
+            self._preemptions[uid] = _Preemption(by=head.uid, reason=self._reason(uid, head.uid, wants.priority))
+        if victims:
+            self._has_chosen.set()
+
+    def _as_held(self, uid: str) -> HeldRun | None:
+        """Return a run that has workers as preemption looks at it; None if it may not pause for another one now."""
+        view = self._catalog.known(uid)
+        if view is None or view.status.state != run_pb2.RUN_STATE_RUNNING:
+            return None
+        asked, is_leaving = self._asked_of(view.record), uid in self._preemptions
+        if not asked.preemptible and not is_leaving:
+            return None
+        waited_s = view.status.claimed_at - (view.status.queued_at or _created(view))
+        return HeldRun(
+            uid=uid,
+            priority=asked.priority + int(max(0.0, waited_s) / AGE_S),
+            num_replicas=len(self._registry.owned(WorkerKind.INFERENCE, uid)),
+            is_leaving=is_leaving,
+        )
+
+    def _reason(self, uid: str, head: str, priority: int) -> str:
+        """Return in words for which run the run `uid` pauses, the `head` of the queue, and what it loses by that.
+
+        The name of another tenant's run is left out.
+        """
+        view = self._catalog.known(uid)
+        name = self.name_of(head, tenant=view.record.tenant if view is not None else "")
+        by = f"run {name} (priority {priority})" if name else "another run of higher priority"
+        config = view.record.config or {} if view is not None else {}
+        steps = view.status.num_steps if view is not None else 0
+        if config.get("ckpt") is not None or not steps:
+            return f"{by}: no step is lost, what is played and not finished within 30 s is played again"
+        return f"{by}: {steps} steps are trained again, as it has no `ckpt`"
+
+    async def preempt(self, ask: Callable[[str, str], Awaitable[bool]]) -> None:
+        """Call `ask` with the uid of each run that shall pause for another one, and why, until cancelled.
+
+        It returns whether the run was asked. If not, or after an error, the next look may choose the run again.
+        """
+        while await self._has_chosen.wait():
+            self._has_chosen.clear()
+            for uid, chosen in list(self._preemptions.items()):
+                if chosen.is_asked:
+                    continue
+                chosen.is_asked = True
+                faults.reach(faults.Point.ORCHESTRATOR_PREEMPT_CHOSEN)
+                try:
+                    chosen.is_asked = await ask(uid, chosen.reason)
+                except MillraceError as error:
+                    chosen.is_asked = False
+                    logger.warning("cannot ask a run to pause for another", extra={"uid": uid, "error": str(error)})
+
+    def note(self, uid: str) -> str:
+        """Return in words for which run a running run pauses, and at which price; empty if it does not."""
+        found = self._preemptions.get(uid)
+        return f"it pauses for {found.reason}; then it is queued again, and goes on by itself" if found else ""
 
     def _asked_of(self, record: RunRecord) -> QueueConfig:
         """Return what a run's config says of the queue; the defaults for an older config, or one without."""
@@ -231,6 +324,10 @@ class RunQueue:
 
     def _why(self, place: QueuePlace, asked: QueueConfig, tenant: str) -> str:
         """Return in words, for a `tenant` or an operator, why a run at this place waits, and what would free it."""
+        pausing = sorted(uid for uid, each in self._preemptions.items() if each.by == place.uid)
+        if pausing:
+            names = {name for uid in pausing if (name := self.name_of(uid, tenant=tenant))}
+            return f"run {', '.join(sorted(names)) or 'another one'} of lower priority pauses for it"
         match place.reason:
             case WaitReason.REPLICAS:
                 free = sum(each in self._pool().replicas for each in place.kept)
@@ -268,8 +365,13 @@ def _waits_since(view: RunView) -> float:
 
     A run that waits writes no events.
     """
-    if view.status.last_time or not view.record.create_time:
-        return view.status.last_time
+    return view.status.last_time or _created(view)
+
+
+def _created(view: RunView) -> float:
+    """Return when a run was created, in seconds since the epoch; 0 if its record does not say so."""
+    if not view.record.create_time:
+        return 0.0
     created = Timestamp()
     created.FromJsonString(view.record.create_time)
     return created.ToNanoseconds() / 1e9

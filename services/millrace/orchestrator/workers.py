@@ -271,8 +271,7 @@ class WorkerRegistry:
         over.
         """
         now = record.last_seen = self._heard = time.monotonic()
-        # A worker that is heard twice shows that heartbeats of a whole interval were taken: those sent before have had
-        # a turn.
+        # Heard twice: heartbeats of a whole interval were taken, and those sent before have had a turn.
         is_second = record.worker_id in self._heard_in_round
         has_half = len(self._heard_in_round) >= self._num_expected // 2 and now - self._round_began >= HEARTBEAT_S / 2
         if is_second and (has_half or now - self._round_began > LEASE_S):
@@ -336,7 +335,8 @@ class WorkerRegistry:
         is a trainer that reports how the run ended for it: that may be from before a reopening, and a trainer without
         an assignment forgets it.
         """
-        free = [record for record in self.owned(kind, "") if record.takes_work and record.reported in ("", run_uid)]
+        reported = {"", run_uid} - self._retired.keys()  # the trainer of a run that paused lets it go first
+        free = [record for record in self.owned(kind, "") if record.takes_work and record.reported in reported]
         free = [each for each in free if not (fresh and each.is_over(run_uid)) and not self._has_home(each, run_uid)]
         # False sorts first.
         return sorted(free, key=lambda record: run_uid not in (record.reported, record.served))

@@ -229,6 +229,12 @@ class RunStatus:
     """Of the newest event, on its writer's clock (seconds since the epoch)."""
     spoke_at: dict[str, float] = field(default_factory=dict)
     """When each writer wrote its newest event, on its own clock."""
+    queued_at: float = 0.0
+    """When it was queued last by an event, 0 if never: a run begins QUEUED without one."""
+    claimed_at: float = 0.0
+    """When it got workers last after it was QUEUED; 0 if never."""
+    is_preempted: bool = False
+    """It is QUEUED because it paused for another run."""
     is_reopened: bool = False
     """It had FAILED, and `run resume` reopened it; the event that says so is still to be written."""
     _state_before_end: run_pb2.RunState = run_pb2.RUN_STATE_QUEUED
@@ -336,6 +342,12 @@ class RunStatus:
         self.is_reopened = False
         if self.state not in TERMINAL:
             self._state_before_end = self.state
+        is_queued = change.new_state == run_pb2.RUN_STATE_QUEUED
+        self.is_preempted = is_queued and change.old_state in WORKING
+        if is_queued:
+            self.queued_at = self.last_time
+        elif self.state == run_pb2.RUN_STATE_QUEUED:
+            self.claimed_at = self.last_time
         self._leave_end(change.new_state)
         self.entered.setdefault(change.new_state, self.last_time)
         if change.new_state == run_pb2.RUN_STATE_STARTING and self.start_time is None:

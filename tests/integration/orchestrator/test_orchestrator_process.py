@@ -29,10 +29,12 @@ from millrace_testing.orchestrator.runs import (
     archived_tokens,
     bodies,
     create,
+    headers_of,
     numbers,
     require_clean,
     resolutions,
     states,
+    submit,
     watch,
 )
 from millrace_testing.polling import until
@@ -60,6 +62,7 @@ class Process:
             "MILLRACE_PREFIX": self.stack.prefix,
             "MILLRACE_LISTEN": self.stack.address,
             "MILLRACE_DRAIN_S": "1",
+            "MILLRACE_QUEUE_GROUPS": self.stack.queue_groups,
             faults.VARIABLE: str(self.faults_dir),
         }
         with self.log_path.open("ab") as output:
@@ -92,7 +95,8 @@ class Process:
 
 
 @pytest.fixture
-async def process(stack, tmp_path):
+async def process(stack, tmp_path, request):
+    stack.queue_groups = getattr(request, "param", "")
     await stack.kill_orchestrator()  # the one in this process
     process = Process(stack, tmp_path)
     await process.start()
@@ -144,6 +148,42 @@ async def test_it_continues_soon_after_it_was_killed(stack, process, point, reco
     names = Names(stack.prefix, run.uid)
     used, _ = load_use(stack.deps["store"], names)
     assert used == archived_tokens(stack.deps["store"], names) and used.sampled, "each rollout is counted once"
+
+
+QUEUE_POINTS = [
+    faults.Point.ORCHESTRATOR_PREEMPT_CHOSEN,
+    faults.Point.ORCHESTRATOR_PREEMPT_INTENT,
+    faults.Point.ORCHESTRATOR_PREEMPTED,
+    faults.Point.ORCHESTRATOR_WORKERS_GIVEN,
+    faults.Point.ORCHESTRATOR_CLAIMED,
+]
+
+
+@pytest.mark.parametrize("point", by_default(QUEUE_POINTS, QUEUE_POINTS[2:3]))
+@pytest.mark.parametrize("process", ["a,b"], indirect=True)
+async def test_a_scheduler_that_is_killed_loses_no_run_and_gives_none_a_part(stack, process, point) -> None:
+    """A run is to pause for another one that needs both replicas."""
+    await process.listens()
+    await stack.env_server()
+    for name in ("r1", "r2"):
+        await stack.inference(name)
+    trainer = await stack.trainer(worker_id="t1")
+    trainer.hold.clear()
+    low = await submit(stack, "low", max_steps=3, preemptible=True)
+    await until(lambda: trainer.headers, timeout_s=60.0)
+    fired = faults.arm(process.faults_dir, faults.Fault(point=point))
+    high = await submit(stack, "high", priority=5, min_replicas=2)
+    assert await process.ended(timeout_s=60) == -signal.SIGKILL and fired.exists()
+    await process.start()
+    trainer.hold.set()
+    await process.listens()
+    for run in (high, low):
+        events = await watch(stack, run, timeout_s=120.0)
+        assert states(events)[-1] == "SUCCEEDED"
+        resolutions(await headers_of(stack, run))
+        await require_clean(stack, run)
+        given = [(each.trainer_accelerators, each.replica_accelerators) for each in bodies(events, "workers_assigned")]
+        assert run is low or given[0] == (1, 2), "all that it needs at once"
 
 
 @pytest.mark.parametrize("frozen_s", [12.5, 20.0])

@@ -1,20 +1,26 @@
 """The queue over real Redis, a real store and real gRPC: order, gangs, quotas, use that outlives an orchestrator."""
 
-import json
+import asyncio
 
 import pytest
 
 from millrace.errors import InvalidSpecError
+from millrace.orchestrator import manager
 from millrace.rpc.channel import call
 from millrace.v1 import run_pb2, run_service_pb2
-from millrace_testing.orchestrator.runs import bodies, config_json, get, has_state, restart_orchestrator, states, watch
+from millrace_testing.orchestrator.runs import (
+    bodies,
+    get,
+    has_state,
+    headers_of,
+    require_clean,
+    resolutions,
+    restart_orchestrator,
+    states,
+    submit,
+    watch,
+)
 from millrace_testing.polling import until
-
-
-async def submit(stack, name: str, **queue) -> run_pb2.Run:
-    document = {**json.loads(config_json(max_steps=1, eval=None)), "queue": queue}
-    request = run_service_pb2.CreateRunRequest(kind=run_pb2.RUN_KIND_RL, config_json=json.dumps(document), run_id=name)
-    return (await call(stack.runs.CreateRun, request)).run
 
 
 async def why(stack, run: run_pb2.Run) -> str:
@@ -117,6 +123,73 @@ async def test_what_a_group_used_counts_after_the_orchestrator_was_replaced(stac
     await says(stack, newer, "place 1 of 2 (group b)")
     await stack.trainer(worker_id="t2")
     assert await started(stack, older, newer) == [newer.name, older.name]
+
+
+async def preempted(stack, *, priority: int = 5):
+    """A preemptible run with one trainer and two replicas, and another one that waits for both."""
+    await stack.env_server()
+    for name in ("r1", "r2"):
+        await stack.inference(name)
+    trainer = await stack.trainer(worker_id="t1")
+    trainer.hold.clear()
+    low = await submit(stack, "low", preemptible=True)
+    await until(lambda: len(trainer.headers) >= 1)
+    high = await submit(stack, "high", priority=priority, min_replicas=2)
+    return low, high, trainer
+
+
+async def test_a_run_of_higher_priority_preempts_one_that_goes_on_by_itself(stack) -> None:
+    low, high, trainer = await preempted(stack)
+    await until(lambda: has_state(stack, low, run_pb2.RUN_STATE_QUEUED))
+    trainer.hold.set()
+    events = await watch(stack, high)
+    assert states(events) == ["STARTING", "RUNNING", "STOPPING", "SUCCEEDED"]
+    events = await watch(stack, low)
+    assert states(events) == ["STARTING", "RUNNING", "QUEUED", "STARTING", "RUNNING", "STOPPING", "SUCCEEDED"]
+    reason = next(each.reason for each in bodies(events, "state_changed") if each.new_state == run_pb2.RUN_STATE_QUEUED)
+    assert "preempted for run high (priority 5): " in reason and "; the pause took " in reason
+    resolutions(await headers_of(stack, low))
+    await require_clean(stack, low)
+    await require_clean(stack, high)
+
+
+async def test_both_runs_say_what_is_about_to_be_preempted(stack, monkeypatch) -> None:
+    asked = asyncio.Event()
+    written = manager.write_intent
+
+    async def late(*args):
+        await asked.wait()
+        return await written(*args)
+
+    monkeypatch.setattr(manager, "write_intent", late)
+    low, high, trainer = await preempted(stack)
+    await says(stack, high, "run low of lower priority pauses for it")
+    await says(stack, low, "it pauses for run high (priority 5): ")
+    asked.set()
+    trainer.hold.set()
+    for run in (high, low):
+        assert states(await watch(stack, run))[-1] == "SUCCEEDED"
+
+
+async def test_nobody_is_preempted_by_equals_or_for_less_than_what_is_needed(stack) -> None:
+    low, equal, trainer = await preempted(stack, priority=0)
+    too_large = await submit(stack, "too-large", priority=9, min_replicas=3)
+    await says(stack, equal, "place 2 of 2")
+    await says(stack, too_large, "registered are 2")
+    trainer.hold.set()
+    events = await watch(stack, low)
+    assert "QUEUED" not in states(events) and states(events)[-1] == "SUCCEEDED"
+    assert states(await watch(stack, equal))[-1] == "SUCCEEDED"
+
+
+async def test_a_preemption_of_a_drive_that_is_over_stops_nobody(stack) -> None:
+    low, high, trainer = await preempted(stack)
+    await until(lambda: has_state(stack, low, run_pb2.RUN_STATE_QUEUED))
+    await restart_orchestrator(stack)
+    trainer.hold.set()
+    for run in (high, low):
+        assert states(await watch(stack, run))[-1] == "SUCCEEDED"
+    await require_clean(stack, low)
 
 
 async def test_without_groups_nothing_is_recorded(stack) -> None:

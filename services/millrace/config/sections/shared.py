@@ -58,6 +58,11 @@ class QueueConfig(ConfigSection):
         "Group whose weight and quota count (`MILLRACE_QUEUE_GROUPS` of the orchestrator).",
         pattern=GROUP_PATTERN,
     )
+    preemptible: bool = option(
+        False,
+        "Whether the run pauses for a waiting run of a higher priority that would fit then. It goes on by itself; with "
+        "`ckpt` no step is lost, without it every step is trained again.",
+    )
     min_replicas: int = option(
         0,
         "Replicas that the run gets together with its trainer, or not at all. 0: it begins with a trainer, and takes "

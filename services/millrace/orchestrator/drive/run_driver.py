@@ -9,6 +9,7 @@ The next driver, here or elsewhere, begins at the same place: nothing is handed 
 
 import asyncio
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from typing import Any, ClassVar, TypeVar
@@ -64,6 +65,9 @@ class RunDriver(ABC):
         """Closing headers that did not end the run, as it was reopened."""
         self.is_paused = False
         """The drive ended with the run paused."""
+        self.is_preempted = False
+        """The drive ended with the run queued again: it paused for another run."""
+        self._preempted_at = 0.0
         self.has_ended = False
         """The terminal state is in the log: nobody drives the run after this."""
 
@@ -92,7 +96,10 @@ class RunDriver(ABC):
         self._keeper.rule = RetentionRule.of(self._context.record.settings, desired.retention)
         if desired.is_cancelled:
             self._cancelled.set()
-        if desired.is_cancelled or desired.is_paused:
+        is_preempted = desired.preempted_epoch >= self._context.epoch.number
+        if is_preempted and not self._preempted_at:
+            self._preempted_at = time.monotonic()
+        if desired.is_cancelled or desired.is_paused or is_preempted:
             self._asked_to_stop.set()
             self._parts.book.changed.set()
 
@@ -230,9 +237,18 @@ class RunDriver(ABC):
     async def _pause(self) -> None:
         """Write the event of the state PAUSED, unless the run has it, and archive the events.
 
-        The orchestrator that resumes the run continues from the log.
+        A run that pauses for another one is QUEUED instead. The orchestrator that resumes the run continues from the
+        log.
         """
         self.is_paused = True
+        if self._preempted_at and not self._desired.is_paused:
+            seconds = time.monotonic() - self._preempted_at
+            why = f"preempted for {self._desired.preempted_for}; the pause took {seconds:.1f} s"
+            await self._events.state_changed(run_pb2.RUN_STATE_QUEUED, why)
+            self.is_preempted = True
+            faults.reach(faults.Point.ORCHESTRATOR_PREEMPTED)
+            await self._keeper.archive_now()
+            return
         reason = f"paused on request: {self._desired.reason}" if self._desired.reason else "paused on request"
         if self._events.state != run_pb2.RUN_STATE_PAUSED:
             await self._events.state_changed(run_pb2.RUN_STATE_PAUSED, reason)

@@ -1,6 +1,7 @@
 """What the orchestrator's integration tests share."""
 
 import asyncio
+import json
 
 from millrace.config.load import validate_document
 from millrace.internal.v1 import batch_pb2
@@ -38,6 +39,13 @@ async def create(stack, *, run_id: str = "", request_id: str = "", **orchestrato
     request = run_service_pb2.CreateRunRequest(
         kind=run_pb2.RUN_KIND_RL, config_json=config_json(**orchestrator), run_id=run_id, request_id=request_id
     )
+    return (await call(stack.runs.CreateRun, request)).run
+
+
+async def submit(stack, name: str, *, max_steps: int = 1, **queue) -> run_pb2.Run:
+    """Create a run without evaluations, with these keys of `[queue]`."""
+    document = {**json.loads(config_json(max_steps=max_steps, eval=None)), "queue": queue}
+    request = run_service_pb2.CreateRunRequest(kind=run_pb2.RUN_KIND_RL, config_json=json.dumps(document), run_id=name)
     return (await call(stack.runs.CreateRun, request)).run
 
 
