@@ -134,7 +134,7 @@ def registry_of(
         """Put the values that are looked up when Prometheus asks into the sheet."""
         _read_runs(sheet, catalog)
         _read_workers(sheet, workers)
-        _read_tenants(sheet, usage, catalog)
+        _read_tenants(sheet, usage)
         driven = manager.driven()
         _read_open(sheet, catalog, driven={parts.context.record.name for parts, _ in driven})
         for parts, may_write in driven:
@@ -154,9 +154,11 @@ def _read_runs(sheet: MetricSheet, catalog: RunCatalog) -> None:
             sheet.put(RUNS, states[state], name.removeprefix("RUN_STATE_").lower())
 
 
-def _read_tenants(sheet: MetricSheet, usage: UsageReader, catalog: RunCatalog) -> None:
-    """Put into the sheet what every tenant's runs have used, as far as it was read; nothing without tenants."""
-    for tenant, used in usage.known(view for view in catalog.views if view.record.tenant).items():
+def _read_tenants(sheet: MetricSheet, usage: UsageReader) -> None:
+    """Put into the sheet what the runs of every tenant had used when all were read; nothing without tenants."""
+    for tenant, used in usage.totals.items():
+        if not tenant:
+            continue
         sheet.put(TENANT_ACCELERATORS, used.accelerator_seconds, tenant)
         sheet.put(TENANT_TOKENS, used.prompt_tokens, tenant, "prompt")
         sheet.put(TENANT_TOKENS, used.sampled_tokens, tenant, "sampled")

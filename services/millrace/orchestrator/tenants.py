@@ -130,7 +130,7 @@ class SeenRuns:
 
 # What runs have used. Of each run the newest header and a list of its objects are read, and kept for a while.
 
-OPEN_S, ENDED_S = 15.0, 600.0
+OPEN_S, ENDED_S = 15.0, 3600.0
 """How long what was read of an open run, and of an ended one, is kept."""
 READ_S = 20.0
 """How long a caller waits for runs to be read."""
@@ -157,6 +157,8 @@ class UsageReader:
         """Make a reader of the runs in `store` below `prefix`, which has read nothing."""
         self._store, self._prefix, self._clock = store, prefix, clock
         self._known: dict[str, _Read] = {}
+        self.totals: Mapping[str, TenantUsage] = {}
+        """What all runs had used when they were read last, by tenant; empty before that."""
 
     async def read(self, seen: SeenRuns) -> list[TenantUsage]:
         """Return what the runs that a caller sees have used, by tenant.
@@ -177,7 +179,12 @@ class UsageReader:
                 reason="USAGE_GROWING",
                 remedy="ask again: it goes on from there",
             ) from None
-        return [found for _, found in sorted(self.known(views).items())]
+        found = self._sums(views)
+        if not seen.tenant:
+            self.totals = found
+            for uid in self._known.keys() - {uid for uid, _ in listed}:
+                del self._known[uid]  # it was deleted
+        return [each for _, each in sorted(found.items())]
 
     async def keep(self, catalog: RunCatalog) -> None:
         """Read the use of all runs every `KEEP_S`, for metrics, until cancelled; nothing where no run is a tenant's."""
@@ -205,8 +212,8 @@ class UsageReader:
             tokens, stored_bytes = (known.tokens, known.stored_bytes) if known is not None else (TokenUse(), 0)
         self._known[uid] = _Read(now, state, tokens, stored_bytes)
 
-    def known(self, views: Iterable[RunView]) -> Mapping[str, TenantUsage]:
-        """Return by tenant what these runs have used, as far as it was read; accelerators by their events."""
+    def _sums(self, views: Iterable[RunView]) -> Mapping[str, TenantUsage]:
+        """Return by tenant what these runs, which were read, have used; accelerators by their events."""
         found: dict[str, TenantUsage] = defaultdict(TenantUsage)
         now = time.time()
         for view in views:

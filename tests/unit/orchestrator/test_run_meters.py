@@ -1,6 +1,7 @@
 """What Prometheus hears of a run: counts that begin at 0, and how long nothing is committed, with any orchestrator."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,9 +16,11 @@ from millrace.orchestrator.catalog import RunView
 from millrace.orchestrator.drive.batch_metrics import batch_metrics
 from millrace.orchestrator.manager import resumed_events
 from millrace.orchestrator.run_meters import RunMeters
-from millrace.orchestrator.tenants import UsageReader
+from millrace.orchestrator.tenants import SeenRuns, UsageReader
 from millrace.orchestrator.workers import WorkerRegistry
+from millrace.runlog.names import Names
 from millrace.runlog.records.run_record import RunRecord
+from millrace.storage.local import LocalStore
 from millrace.v1 import event_pb2, run_pb2
 from millrace_testing.orchestrator.builders import make_play, make_rollout
 
@@ -73,19 +76,41 @@ def test_the_use_of_gpus_is_exported_by_the_short_names_of_workers() -> None:
     assert found.get_sample_value(f"{prefix}_power_watts", labels) is None, "the driver does not say"
 
 
-def test_what_a_tenant_uses_is_exported_and_nothing_without_tenants() -> None:
+async def test_what_tenants_use_is_exported_once_all_runs_are_read(tmp_path) -> None:
     own, theirs = _view("own"), _view("acme.theirs")
-    theirs.record = replace(theirs.record, tenant="acme")
-    exported, labels = _exported(own, theirs), {"tenant": "acme"}
-    for view in (own, theirs):
+    theirs.record = replace(theirs.record, uid="uid-theirs", tenant="acme")
+    runs = {view.record.uid: view for view in (own, theirs)}
+
+    async def list_names() -> list[tuple[str, str]]:
+        return [(uid, view.record.name) for uid, view in runs.items()]
+
+    async def read_listed(listed: Sequence[tuple[str, str]]) -> list[RunView]:
+        return [runs[uid] for uid, _ in listed]
+
+    catalog = SimpleNamespace(views=list(runs.values()), list_names=list_names, read_listed=read_listed)
+    store = LocalStore(tmp_path)
+    usage = UsageReader(store, "millrace")
+    exported = meters.registry_of(SimpleNamespace(driven=list), catalog, WorkerRegistry(), usage)  # type: ignore[arg-type]
+    for view in runs.values():
+        store.put(Names("millrace", view.record.uid).run_json, b"{}")
         _state(view, 100.0, RUNNING)
         for at in (100.0, 110.0):
             used = event_pb2.WorkersAssigned(trainer_accelerators=2, replica_accelerators=1)
             view.apply(_event(at, workers_assigned=used))
         _state(view, 110.0, run_pb2.RUN_STATE_PAUSED)
+    labels = {"tenant": "acme"}
+    assert exported.get_sample_value("millrace_tenant_accelerator_seconds", labels) is None, "nothing is read"
+    assert [each.tenant for each in await usage.read(SeenRuns(catalog, ""))] == ["", "acme"]  # type: ignore[arg-type]
     assert exported.get_sample_value("millrace_tenant_accelerator_seconds", labels) == 30.0
-    assert exported.get_sample_value("millrace_tenant_tokens", labels | {"kind": "sampled"}) == 0.0, "nothing is read"
+    assert exported.get_sample_value("millrace_tenant_tokens", labels | {"kind": "sampled"}) == 0.0
+    assert exported.get_sample_value("millrace_tenant_stored_bytes", labels) == 2.0
     assert exported.get_sample_value("millrace_tenant_accelerator_seconds", {"tenant": ""}) is None
+    # What a tenant asks for changes no total, and a run that was deleted is in none.
+    del runs[theirs.record.uid]
+    assert not await usage.read(SeenRuns(catalog, "acme"))  # type: ignore[arg-type]
+    assert exported.get_sample_value("millrace_tenant_stored_bytes", labels) == 2.0
+    await usage.read(SeenRuns(catalog, ""))  # type: ignore[arg-type]
+    assert exported.get_sample_value("millrace_tenant_stored_bytes", labels) is None
 
 
 def test_a_run_that_cannot_be_read_counts_as_damaged_until_it_can() -> None:
