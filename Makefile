@@ -1,5 +1,5 @@
 # `make demo` runs the main job, `make test` the tests; both set up .venv first.
-.PHONY: help setup setup-dev setup-vllm demo test test-long test-unit test-vllm test-vllm-next test-torch test-environments test-templates test-models test-stores test-compose gpu test-browser screenshots test-slow equality test-presets test-pythons soak torture fuzz lint format types protos bench chart clean
+.PHONY: help setup setup-dev setup-vllm demo test test-long test-unit test-vllm test-vllm-next test-torch test-environments test-templates test-tinker test-models test-stores test-compose gpu test-browser screenshots test-slow equality test-presets test-pythons soak torture fuzz lint format types protos bench chart clean
 
 PY := .venv/bin/python
 ENGINE ?= embedded
@@ -10,7 +10,7 @@ TEST_JOBS ?= $(shell n=$$((2 * $(PROCESSORS))); echo $$((n < 24 ? n : 24)))
 SECOND_TRIES ?= 0
 TRIES = -p millrace_testing.second_tries --second-tries $(SECOND_TRIES)
 PYTEST_JOBS = --durations=40 --durations-min=5 -p millrace_testing.cpu_by_file $(TRIES) -p millrace_testing.scheduling -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
-BY_DEFAULT = not long and not presets and not slow and not gpu and not vllm and not vllm_wheels and not environments and not templates and not models and not stores and not compose and not browser
+BY_DEFAULT = not long and not presets and not slow and not gpu and not vllm and not vllm_wheels and not environments and not templates and not tinker and not models and not stores and not compose and not browser
 # Collecting all other files costs every worker 20 s.
 LONG_FILES = $(shell grep -rl --include='test_*.py' 'mark\.long\|by_default' tests)
 FUZZ_SECONDS ?= 60
@@ -51,7 +51,7 @@ test: setup-dev ## Run the default test suite, several files at a time (TEST_JOB
 
 test-long: setup-dev ## Run the tests of whole stacks that take long and rarely fail.
 	@scripts/install_prometheus.sh
-	$(PY) -m pytest $(PYTEST_JOBS) $(LONG_FILES) -m "long and not slow and not gpu and not vllm and not vllm_wheels and not environments and not templates and not models and not stores and not compose"
+	$(PY) -m pytest $(PYTEST_JOBS) $(LONG_FILES) -m "long and not slow and not gpu and not vllm and not vllm_wheels and not environments and not templates and not tinker and not models and not stores and not compose"
 
 fuzz: setup-dev ## Damage the inputs of every decoder and of the HTTP and gRPC APIs for FUZZ_SECONDS (60).
 	$(PY) -m millrace_testing.fuzz.run --seconds $(FUZZ_SECONDS)
@@ -86,7 +86,7 @@ gpu: setup-dev ## Run the tests that need NVIDIA GPUs, and write outputs/gpu.txt
 	bash -o pipefail -c '$(PY) -m pytest tests/gpu -m gpu -v -rA 2>&1 | tee outputs/gpu.txt'
 
 test-slow: setup-dev ## Run the tests that take minutes.
-	$(PY) -m pytest -m "slow and not vllm and not environments and not templates and not models and not stores and not browser"
+	$(PY) -m pytest -m "slow and not vllm and not environments and not templates and not tinker and not models and not stores and not browser"
 
 test-presets: setup-dev ## Run every preset of docs/algorithms.md on whole stacks: exact data, kills, replay, the example.
 	$(PY) -m pytest tests/chaos/test_presets.py tests/e2e/test_algorithms.py
@@ -105,6 +105,10 @@ test-environments: setup-dev ## Train on public task packages (reasoning-gym, te
 test-templates: setup-dev ## Compare the loss masks of real chat templates with those of TRL and renderers; installs them into .venv-templates.
 	@scripts/setup_templates.sh
 	$(PY) -m pytest -m templates -rs tests/integration/trainer/test_chat_templates.py
+
+test-tinker: setup-dev ## Train and sample with the public Tinker SDK against our server, through kills; installs it into .venv-tinker.
+	@scripts/setup_tinker.sh
+	$(PY) -m pytest -m tinker -rs tests/integration/tinker/test_sdk.py
 
 test-models: setup-dev ## Read saved models of every family with transformers 4; installs it into .venv-transformers-4.
 	@scripts/setup_transformers_4.sh

@@ -30,6 +30,7 @@ _REPOSITORY = Path(__file__).resolve().parents[1]
 _PUBLIC_ENVIRONMENTS = _REPOSITORY / ".venv-environments"
 _AGENTS = _REPOSITORY / ".venv-agents"
 _TEMPLATE_PACKAGES = _REPOSITORY / ".venv-templates"
+_TINKER = _REPOSITORY / ".venv-tinker"
 _TRANSFORMERS_4 = _REPOSITORY / ".venv-transformers-4"
 _VENV_NEMO_GYM = _REPOSITORY / ".venv-nemo-gym"
 _VENV_OPENENV = _REPOSITORY / ".venv-openenv"
@@ -185,6 +186,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.environments)
         if "template_packages" in names:
             item.add_marker(pytest.mark.templates)
+        if "tinker_python" in names:
+            item.add_marker(pytest.mark.tinker)
         if "transformers_4" in names:
             item.add_marker(pytest.mark.models)
 
@@ -211,6 +214,14 @@ def template_packages() -> Path:
     if not (_TEMPLATE_PACKAGES / ".millrace-setup").exists():
         pytest.skip("no public chat templates: run scripts/setup_templates.sh")
     return _TEMPLATE_PACKAGES
+
+
+@pytest.fixture(scope="session")
+def tinker_python() -> Path:
+    """Return the interpreter that has the public Tinker SDK."""
+    if not (_TINKER / ".millrace-setup").exists():
+        pytest.skip("no Tinker SDK: run scripts/setup_tinker.sh")
+    return _TINKER / "bin" / "python"
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,7 @@ MAY: dict[str, set[str]] = {
     "millrace.env_server.run": set(),
     "millrace.trainer.serve": set(),  # registers, and imports torch meanwhile
     "millrace.trainer.publish.share_process": set(),  # started anew for every run, and when it is killed
+    "millrace.tinker.serve": set(),  # its trainer and sampler are other processes
     "millrace.inference.main": set(),
     "millrace.inference.launcher": set(),  # vLLM is another process
     "millrace.inference.embedded.replica": {"torch", "transformers", "sympy", "PIL"},

@@ -32,6 +32,7 @@ def test_the_contracts_see_a_sideways_import(tmp_path: Path) -> None:
         "env_server",
         "inference",
         "trainer",
+        "tinker",
         "readers",
         "readers/audit",
         "readers/dashboard",

@@ -60,6 +60,7 @@ RECORDS = {
     """,
     "internal.v1.rollout_pb2": "env_server env_server/workers rollouts",
     "internal.v1.token_log_pb2": "rollouts",
+    "internal.v1.tinker_pb2": "tinker",
     "v1.event_pb2": """
         cli/commands/run cli/evals cli/offline cli/session cli/view client readers/dashboard/views
         readers/exports orchestrator orchestrator/drive orchestrator/play rpc readers/audit runlog

@@ -30,6 +30,7 @@ _COMMANDS = {
     "orchestrator": ("millrace.cli.commands.service:orchestrator", "Run the orchestrator: waits for runs."),
     "trainer": ("millrace.cli.commands.service:trainer", "Run one trainer: waits for runs of its orchestrator."),
     "env-server": ("millrace.cli.commands.service:env_server", "Run one env-server: plays environments."),
+    "tinker": ("millrace.cli.commands.tinker:tinker", "Serve the public Tinker SDK: millrace tinker --model DIR"),
     "merge": ("millrace.cli.commands.tools:merge", "Merge an adapter of PEFT into its base: millrace merge ADAPTER …"),
     "config": ("millrace.cli.commands.tools:config", "Translate config files of prime-rl."),
     "eval": ("millrace.cli.commands.eval:evaluate", "Evaluate a fixed model or an endpoint: millrace eval @ eval.toml"),
