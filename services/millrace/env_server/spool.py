@@ -36,6 +36,7 @@ from typing import IO, NamedTuple, TypeVar
 
 from millrace.backoff import Backoff
 from millrace.errors import CapacityError, InvalidStateError
+from millrace.rollouts.requests import NUM_RUNS
 from millrace.rollouts.types import Purpose, Rollout
 from millrace.rollouts.wire import encode_rollout
 from millrace.storage.clean_up import remove
@@ -238,6 +239,7 @@ class Spool:
                 f"{_mib(self.num_bytes)} and its bound is {_mib(self.limit_bytes)}",
                 reason="SPOOL_FULL",
                 remedy="wait until the runs resolve them, or raise MILLRACE_SPOOL_BYTES",
+                metadata={NUM_RUNS: str(len(self._runs))},
             )
 
     async def keep(self, rollout: Rollout) -> Kept:

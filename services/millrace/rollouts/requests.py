@@ -17,6 +17,9 @@ from millrace.rollouts.types import Truncation
 
 M = TypeVar("M", bound=Message)
 
+NUM_RUNS = "num_runs"
+"""Of a full spool's refusal (SPOOL_FULL): the number of runs whose rollouts fill it."""
+
 
 def changed(message: M, **fields: Any) -> M:
     """Return a copy of a protobuf message with other values in `fields`, none of which is None; the message stays as it

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.engine import GenerateRequest, Generation, PolicyIdentity, SamplingParams
-from millrace.models.routing import replay_routing
+from millrace.models.routing import RoutingShape, replay_routing
 from millrace.rollouts.types import TrainSample
 from millrace.trainer.learning.batch import build_micro_batch
 from millrace.trainer.learning.forward import token_logprobs
@@ -47,6 +47,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 SAMPLES, PROMPT, SAMPLED = 24, 16, 48
+STEP_SIZE = 1e-5
 
 
 def _saved(kind: str, directory: Path) -> Path:
@@ -97,18 +98,48 @@ def _sample(prompt: list[int], generation: Generation) -> TrainSample:
     )
 
 
+def _mismatch(model: Any, samples: list[TrainSample], routing: RoutingShape | None) -> float:
+    """Return the mean of k3 over the sampled tokens."""
+    micro_batch = build_micro_batch(samples, seq_len=128, device=torch.device("cpu"), routing=routing)
+    with torch.no_grad():
+        logprobs_BT, _ = token_logprobs(model, micro_batch)
+    ratio = (logprobs_BT - micro_batch.inference_logprobs_BT)[micro_batch.loss_mask_BT].double()
+    return float((ratio.exp() - 1 - ratio).mean())
+
+
 @pytest.mark.parametrize(("kind", "factor"), [("qwen3_moe", 5), ("deepseek_v3", 10)])
 async def test_replayed_experts_remove_most_of_the_mismatch(kind: str, factor: float, tmp_path: Path) -> None:
     directory = _saved(kind, tmp_path)
     samples = [_sample(*each) for each in await _generated(directory)]
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     routing = replay_routing(model, key="trainer.model.moe.replay")
-    found: dict[str, float] = {}
-    for name, shape in (("free", None), ("replayed", routing)):
-        micro_batch = build_micro_batch(samples, seq_len=128, device=torch.device("cpu"), routing=shape)
-        with torch.no_grad():
-            logprobs_BT, _ = token_logprobs(model, micro_batch)
-        ratio = (logprobs_BT - micro_batch.inference_logprobs_BT)[micro_batch.loss_mask_BT].double()
-        found[name] = float((ratio.exp() - 1 - ratio).mean())
-    print(f"{kind}: mismatch_kl {found['free']:.3g} without, {found['replayed']:.3g} with replay")
-    assert found["replayed"] * factor < found["free"]
+    free, replayed = _mismatch(model, samples, None), _mismatch(model, samples, routing)
+    print(f"{kind}: mismatch_kl {free:.3g} without, {replayed:.3g} with replay")
+    assert replayed * factor < free
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
+async def test_less_of_it_is_left_as_well_where_the_trainer_is_steps_ahead_of_the_engine(
+    kind: str, tmp_path: Path
+) -> None:
+    """The samples stay those of version 0, and the trainer takes steps on others of it: what is left is the update."""
+    directory = _saved(kind, tmp_path)
+    generated = [_sample(*each) for each in await _generated(directory)]
+    measured, trained = generated[: SAMPLES // 2], generated[SAMPLES // 2 :]
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    routing = replay_routing(model, key="trainer.model.moe.replay")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=STEP_SIZE, weight_decay=0.0)
+    micro_batch = build_micro_batch(trained, seq_len=128, device=torch.device("cpu"), routing=routing)
+    signs_B1 = torch.tensor([1.0, -1.0]).repeat(len(trained) // 2)[:, None]
+    found: dict[int, tuple[float, float]] = {}
+    for staleness in range(9):
+        if staleness in (0, 2, 8):
+            found[staleness] = (_mismatch(model, measured, None), _mismatch(model, measured, routing))
+        logprobs_BT, _ = token_logprobs(model, micro_batch)
+        optimizer.zero_grad()
+        (-(signs_B1 * logprobs_BT)[micro_batch.loss_mask_BT].mean()).backward()
+        optimizer.step()
+    for staleness, (free, replayed) in found.items():
+        print(f"{kind}, staleness {staleness}: mismatch_kl {free:.3g} without, {replayed:.3g} with replay")
+    assert found[0][1] < found[8][1], "the policy is another one by now"
+    assert all(2 * replayed < free for free, replayed in found.values())

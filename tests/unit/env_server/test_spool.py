@@ -162,6 +162,7 @@ async def test_the_bound_names_the_sizes_and_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(CapacityError, match=r"1 finished rollouts of 1 runs in 0\.0 MiB .* MILLRACE_SPOOL_BYTES") as e:
         spool.require_room()
     assert e.value.reason == "SPOOL_FULL" and str(tmp_path) in str(e.value)
+    assert e.value.metadata == {"num_runs": "1"}
     await spool.drop([kept])
     spool.require_room()
     await spool.close()

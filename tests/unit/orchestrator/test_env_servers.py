@@ -8,7 +8,7 @@ import pytest
 from millrace.config import RLConfig
 from millrace.config.load import validate_document
 from millrace.config.sections.environments import NamedEnv
-from millrace.errors import InvalidSpecError, InvalidStateError, UnauthenticatedError, Violation
+from millrace.errors import CapacityError, InvalidSpecError, InvalidStateError, UnauthenticatedError, Violation
 from millrace.internal.v1 import env_service_pb2, play_pb2, rollout_pb2, worker_service_pb2
 from millrace.internal.v1.play_pb2 import PlayGroupRequest, PlayingGroup, Sampling
 from millrace.orchestrator.play import env_servers
@@ -18,6 +18,7 @@ from millrace.orchestrator.workers import WorkerRegistry
 from millrace.rollouts.requests import changed
 from millrace.rollouts.types import OWN_SAMPLING
 from millrace.telemetry import waits
+from millrace.telemetry.waits import Refusal
 
 SPEC = env_spec(NamedEnv(id="reverse-text"), is_text_only=True)
 IMAGE = "registry.example.com/team/own-env:1.2"
@@ -260,3 +261,24 @@ async def test_a_call_that_is_under_way_when_its_env_server_is_replaced_is_not_t
     await pool.refresh([])
     await asyncio.wait({playing}, timeout=10.0)
     assert not playing.cancelled() and playing.result() is False, "others are asked"
+
+
+async def test_a_spool_that_the_run_alone_fills_is_known_until_a_group_is_taken(pool: EnvServers, monkeypatch) -> None:
+    answers: list[Exception | None] = [
+        CapacityError("the spool keeps 9", reason="SPOOL_FULL", remedy="raise it", metadata={"num_runs": "1"}),
+        CapacityError("the spool keeps 9", reason="SPOOL_FULL", metadata={"num_runs": "2"}),
+        CapacityError("the spool keeps 9", reason="SPOOL_FULL", remedy="raise it", metadata={"num_runs": "1"}),
+        None,
+        CapacityError("it plays 8", reason="ENV_SERVER_FULL"),
+    ]
+
+    async def answer(*args: object, **options: object) -> None:
+        if error := answers.pop(0):
+            raise error
+
+    monkeypatch.setattr(env_servers, "call", answer)
+    request = PlayGroupRequest(run_uid="r1", ordinal=0, members=[0], group_size=1, env=SPEC)
+    full = Refusal(reason="SPOOL_FULL", message="the spool keeps 9", remedy="raise it")
+    for is_taken, expected in [(False, full), (False, None), (False, full), (True, None), (False, None)]:
+        assert await pool.play("a", request) is is_taken
+        assert pool.full_spool == expected

@@ -1,5 +1,6 @@
 """Environments with groups of several sizes: what is admitted, what a batch is cut of, what counts as failed."""
 
+import asyncio
 import random
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,6 +15,8 @@ from millrace.orchestrator.play.failures import Failures
 from millrace.orchestrator.play.play import PlayState, num_rollouts
 from millrace.orchestrator.play.routing import AdmissionRule
 from millrace.rollouts.types import RolloutStatus
+from millrace.telemetry import waits
+from millrace.telemetry.waits import Refusal
 from millrace_testing.orchestrator.builders import make_play, make_rollout
 
 
@@ -142,3 +145,25 @@ def test_sizes_of_their_own_leave_the_runs_alone() -> None:
     assert config(rollouts_per_example=1, env=envs).group_sizes == {"a": 2, "b": 4}
     evaluated = config(env=envs, eval={}).eval
     assert [env.rollouts_per_example for env in evaluated.env] == [None, None], "an evaluation takes none of it over"
+
+
+@pytest.mark.parametrize("is_playing", [False, True])
+async def test_a_batch_for_whose_rest_the_spool_has_no_room_is_refused_and_no_wait_without_end(
+    is_playing: bool,
+) -> None:
+    refusal = Refusal(reason="SPOOL_FULL", message="the spool keeps 6", remedy="raise MILLRACE_SPOOL_BYTES")
+    loop = loop_of(config(), [whole(0, 4)])
+    last = make_play(1, group_size=4)
+    if is_playing:
+        last.place("env-server", replica="r", timeout_s=60.0)
+    changed = asyncio.Event()
+    changed.set()
+    loop.book = cast("Any", SimpleNamespace(step=0, whole=loop.book.whole, open=[last], plays={}, changed=changed))
+    loop.failures = cast("Any", SimpleNamespace(outage="", not_before=0.0))
+    loop.full_spool = lambda: refusal
+    try:
+        await loop.wait_for_change()
+        [wait] = [each for each in waits.snapshot("x") if "for batch 0" in each.reason]
+        assert wait.refusal == (None if is_playing else refusal)
+    finally:
+        loop.wait.over()

@@ -9,13 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from millrace.config.sections.trainer import ActivationCheckpointConfig
+from millrace.config.sections.trainer import ActivationCheckpointConfig, LoraConfig
 from millrace.models.routing import FREE, Routers, replay_routing, routers_of
 from millrace.rollouts.types import TrainSample
 from millrace.trainer.learning.batch import MicroBatch, Minibatch, build_micro_batch
 from millrace.trainer.learning.forward import token_logprobs
 from millrace.trainer.learning.learner import Learner, UnadaptedModel
 from millrace.trainer.learning.metrics import NOT_FITTING, NOT_RECORDED, ReplayWatch, StepMetrics
+from millrace.trainer.model.lora import add_adapters
 from millrace.trainer.model.memory import checkpoint_activations
 from millrace_testing.trainer.families import make_named
 
@@ -134,6 +135,30 @@ def test_a_backward_that_computes_blocks_again_sends_tokens_to_the_same_experts(
     assert len(found[0]) == len(found[1])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
+
+
+def test_adapters_learn_with_the_experts_that_are_given(directory: Path) -> None:
+    model, base = _model(directory), _model(directory)
+    add_adapters(model, LoraConfig(rank=4, target_modules=["q_proj", "o_proj"]), seed=0)
+    routing = replay_routing(model, key="k")
+    assert replay_routing(base, key="k") == routing
+    micro_batch = build_micro_batch([_sample(9, _experts(routing, 8, 1))], seq_len=16, device=CPU, routing=routing)
+    assert torch.equal(_logprobs(model, micro_batch), _logprobs(base, micro_batch)), "a new adapter changes nothing"
+    token_logprobs(model, micro_batch)[0].square().mean().backward()
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained and all(parameter.grad is not None for parameter in trained.values())
+    with torch.no_grad():
+        for parameter in trained.values():
+            parameter.add_(0.1)
+    routers = routers_of(model)
+    assert routers is not None
+    with routers.recording() as recorded:
+        changed = _logprobs(model, micro_batch)
+    assert np.array_equal(recorded()[:8], _experts(routing, 8, 1))
+    assert not torch.allclose(changed, _logprobs(base, micro_batch), atol=1e-4)
+    # The start model is the base under the adapters, and its routers choose.
+    free = build_micro_batch([_sample(9, None)], seq_len=16, device=CPU)
+    torch.testing.assert_close(UnadaptedModel(model).logprobs(micro_batch), _logprobs(base, free))
 
 
 def test_routers_of_a_reference_choose(directory: Path) -> None:

@@ -283,6 +283,7 @@ def make_loop(
         policies=parts.policies,
         writer=parts.writer,
         events=parts.context.events,
+        full_spool=lambda: parts.envs.full_spool,
         experts=parts.intake.experts,
         algorithms=algorithms,
         settings=settings,

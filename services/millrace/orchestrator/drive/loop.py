@@ -47,7 +47,7 @@ from millrace.orchestrator.play.player import Player
 from millrace.orchestrator.play.routing import AdmissionRule, Policies
 from millrace.race import in_own_thread
 from millrace.runlog.run_status import MUCH
-from millrace.telemetry.waits import LastingWait, waiting
+from millrace.telemetry.waits import LastingWait, Refusal, waiting
 
 T = TypeVar("T")
 
@@ -104,6 +104,8 @@ class RolloutLoop:
     """Ordinals of whole groups that are kept; filled only where batches are refilled."""
     filtered_in_a_row: Counter[str] = field(default_factory=Counter)
     """Why groups were replaced since one was kept."""
+    full_spool: Callable[[], Refusal | None] = lambda: None
+    """Returns the refusal of a spool that one run fills, if that is why the last group was not taken."""
     experts: ExpertsCheck | None = None
     """Which recorded experts the intake refuses; None if it refuses none."""
     warnings: BatchWarnings = field(init=False)
@@ -478,7 +480,9 @@ class RolloutLoop:
             reason = f"{self.missing(need - have, of=need)} for batch {step}"
             if outage := self.failures.outage:
                 reason = f"{reason}; {outage}"
-            self.wait.on(reason, waits_on="env-server", key=f"groups {step}", deadline_s=self.timeout_s)
+            # Where nothing is played and the run's own rollouts leave no room for more, only a larger spool helps.
+            full = None if any(play.num_playing for play in self.book.open) else self.full_spool()
+            self.wait.on(reason, waits_on="env-server", key=f"groups {step}", deadline_s=self.timeout_s, refusal=full)
         else:
             # All groups are there, so only a version can be missing: the cut may be `async_level` + 1 ahead of the
             # engines.

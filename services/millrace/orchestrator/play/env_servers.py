@@ -25,9 +25,11 @@ from millrace.internal.v1 import env_service_pb2, env_service_pb2_grpc
 from millrace.internal.v1.play_pb2 import EnvSpec, PlayGroupRequest, PlayingGroup, Sampling
 from millrace.orchestrator.play.failures import OWN_SAMPLING_REMEDY
 from millrace.orchestrator.workers import WorkerKind, WorkerRecord, WorkerRegistry
+from millrace.rollouts.requests import NUM_RUNS
 from millrace.rollouts.types import OWN_SAMPLING
 from millrace.rpc.channel import call, open_channel
 from millrace.telemetry import waits
+from millrace.telemetry.waits import Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +97,8 @@ class EnvServers:
         self._run_uid = run_uid
         self._epoch = epoch
         self._registry = registry
+        self.full_spool: Refusal | None = None
+        """Why the last group was not taken, if that is a spool which the rollouts of one run fill; else None."""
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._ready: dict[str, set[str]] = {}
         self._silent_until: dict[str, float] = {}
@@ -315,6 +319,8 @@ class EnvServers:
         try:
             await call(self._stub(worker_id).PlayGroup, request, timeout_s=PLAY_TIMEOUT_S, waits_on=worker_id)
         except (CapacityError, *_AWAY) as error:
+            is_ours = error.reason == "SPOOL_FULL" and error.metadata.get(NUM_RUNS) == "1"
+            self.full_spool = Refusal.of(error) if is_ours else None
             level = logging.WARNING if isinstance(error, UnauthenticatedError) else logging.INFO
             fields = {"worker": worker_id, "ordinal": request.ordinal, "error": str(error)}
             logger.log(level, "group not taken", extra=fields)
@@ -326,6 +332,7 @@ class EnvServers:
             logger.warning("environment lost on an env-server", extra={"worker": worker_id, "error": str(error)})
             self._ready.get(request.env.name, set()).discard(worker_id)
             return False
+        self.full_spool = None
         return True
 
     async def wait_for_return(self) -> None:
