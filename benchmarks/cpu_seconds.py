@@ -10,7 +10,7 @@ NAMES = {
     "millrace.env_server.workers.starter": "template of env workers: imports of verifiers",
     "millrace.env_server.workers.env_worker": "env worker",
     "millrace.processes.reaper": "reaper",
-    "millrace.readers.dashboard.reader_process": "dashboard",
+    "millrace.readers.dashboard.reader": "dashboard",
     "millrace.orchestrator.main": "orchestrator",
     "millrace.env_server.main": "env-server",
     "millrace.inference.main": "engine",

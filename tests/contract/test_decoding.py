@@ -58,7 +58,7 @@ ALLOWED = {
     "inference/settings.py:_json_table": USERS,
     "inference/vllm/engine.py:_config": "the config of a model that vLLM itself has loaded",
     "inference/vllm/workers/node_copy.py:_read": PEER,
-    "inference/vllm/server/spans.py:rewritten": PEER,
+    "inference/vllm/gate.py:rewritten": PEER,
     "readers/audit/process.py:audit_beside": PEER,
     "orchestrator/new_run.py:_relevant": OWN,
     "orchestrator/new_run.py:make_record": OWN,

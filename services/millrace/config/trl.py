@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.config.files import MAX_FILE_BYTES, UnreadableFileError, read_file
-from millrace.config.messages import Effect, Note
-from millrace.config.trl_names import is_trl
+from millrace.config.messages import Effect, Note, is_trl
 from millrace.errors import Violation
 
 _COMMON: Mapping[str, Any] = {

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from millrace.config.section import IMAGE_PATTERN
-from millrace.env_server.agents.listen import AgentListen
 from millrace.env_server.interpreters import PYTHONS_VARIABLE, parse_pythons
 from millrace.env_server.isolation import namespaces
 from millrace.env_server.isolation import namespaces as system
 from millrace.env_server.isolation.confinement import Confinement, Isolation, why_no_container
+from millrace.env_server.isolation.inherited import AgentListen
 from millrace.env_server.isolation.limits import NO_LIMITS, WorkerLimits
 from millrace.env_server.isolation.namespaces import VISIBLE_VARIABLE, covered, visible_to_workers
 from millrace.env_server.workers.worker_process import BLOCKED_VARIABLE, DEFAULT_WAITS_S

@@ -26,14 +26,13 @@ from millrace.rollouts.batch_wire import closes_run
 from millrace.runlog import EventReader, RunLog, index
 from millrace.runlog import names as run_name
 from millrace.runlog.event_archive import load_archived_events, readable_event
-from millrace.runlog.index import RunIndex, read_index
+from millrace.runlog.index import LogState, RunIndex, read_index, read_states
 from millrace.runlog.names import Names
 from millrace.runlog.rebuild import ENDED_S, open_or_rebuild, open_reopened
 from millrace.runlog.records.revisions import has_ended, is_end, load_reopenings
 from millrace.runlog.records.run_record import UNKNOWN, RunRecord
 from millrace.runlog.records.sealed import is_sealed
 from millrace.runlog.recover import load_history
-from millrace.runlog.redis.news import LogState, read_states
 from millrace.runlog.run_status import TERMINAL, RunStatus, state_name
 from millrace.storage import ObjectStore
 from millrace.telemetry import faults

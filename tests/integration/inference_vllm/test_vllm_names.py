@@ -10,7 +10,7 @@ import pytest
 
 from millrace.inference.launch_env import TYPED_FLAGS
 from millrace.inference.vllm.releases import TRIED
-from millrace.inference.vllm.server.flags import OWNED
+from millrace.inference.vllm.server.host import OWNED
 from millrace_testing.inference.vllm_names import ENVIRONMENT, FLAGS, NAMES
 from millrace_testing.inference.vllm_sources import Sources, own_imports
 from millrace_testing.repository import REPOSITORY

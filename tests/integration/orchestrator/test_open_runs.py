@@ -8,11 +8,10 @@ import redis.asyncio as redis_asyncio
 from millrace.errors import UnavailableError
 from millrace.orchestrator.catalog import RunCatalog
 from millrace.runlog import RunLog, new_uid, open_redis
-from millrace.runlog.index import create_run
+from millrace.runlog.index import create_run, read_states
 from millrace.runlog.names import Names, Stream
 from millrace.runlog.records.run_record import RunRecord
 from millrace.runlog.redis import connection
-from millrace.runlog.redis.news import read_states
 from millrace.storage import ObjectStore, open_store
 from millrace.v1 import event_pb2, run_pb2
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from millrace.cli.doctor import FIGURES, figures_table
 from millrace.cli.main import main
-from millrace.cli.session.plan import FIGURES, figures_table
 from millrace.local.directory import free_ports
 from millrace_testing.local.stack_files import write_stack
 from millrace_testing.nvidia import fake_gpus
@@ -215,6 +215,4 @@ def test_what_a_plan_does_not_take_is_named(planned, capsys) -> None:
 
 def test_the_docs_print_the_figures_of_plans() -> None:
     page = Path(__file__).parents[3] / "docs" / "scale.md"
-    assert figures_table() in page.read_text(), (
-        "write `figures_table()` of millrace.cli.session.plan into docs/scale.md"
-    )
+    assert figures_table() in page.read_text(), "write `figures_table()` of millrace.cli.doctor into docs/scale.md"

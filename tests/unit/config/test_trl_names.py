@@ -2,7 +2,7 @@
 
 import pytest
 
-from millrace.config import RLConfig, SFTConfig, trl_names
+from millrace.config import RLConfig, SFTConfig, messages
 from millrace.config.load import load
 from millrace.config.prime_rl.translation import kind_of
 from millrace.config.tree import dotted, schema_tree
@@ -11,11 +11,11 @@ from millrace.errors import InvalidSpecError
 
 def test_every_key_that_is_named_is_there():
     rl = {dotted(key.path) for key in schema_tree(RLConfig).walk()}
-    assert {key for keys, _ in trl_names.RL.values() for key in keys} <= rl
+    assert {key for keys, _ in messages.TRL_RL.values() for key in keys} <= rl
     sft = schema_tree(SFTConfig)
     for name in ("per_device_train_batch_size", "learning_rate", "max_length", "num_train_epochs", "packing"):
-        assert trl_names.meant(name, sft), name
-    assert trl_names.meant("num_generations", sft) is None, "SFT has no groups"
+        assert messages.trl_meaning(name, sft), name
+    assert messages.trl_meaning("num_generations", sft) is None, "SFT has no groups"
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import openai
 import pytest
 import pytest_asyncio
 
-from millrace.env_server.agents.listen import AgentListen
 from millrace.env_server.agents.server import AgentServer
 from millrace.env_server.agents.sessions import AgentLimits, CallRefusedError
+from millrace.env_server.isolation.inherited import AgentListen
 from millrace.errors import InvalidSpecError
 from millrace_testing.patience import patient
 

@@ -10,7 +10,7 @@ from millrace.config.sections.inference import InferenceConfig
 from millrace.errors import InvalidSpecError, NotFoundError
 from millrace.inference import launch_env
 from millrace.inference.settings import InferenceSettings
-from millrace.inference.vllm.server.flags import to_argv
+from millrace.inference.vllm.server.host import to_argv
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 
 from millrace.errors import InvalidStateError
 from millrace.inference.vllm import releases
-from millrace.inference.vllm.server.spans import name_tokens
+from millrace.inference.vllm.gate import name_tokens
 from millrace_testing.repository import REPOSITORY
 
 

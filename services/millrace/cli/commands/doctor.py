@@ -71,8 +71,8 @@ def _plan(arguments: tuple[str, ...], *, as_json: bool, **load: Any) -> int:
 
     `load` are the numbers of the options by their names.
     """
+    from millrace.cli.doctor import RunLoad, plan_run
     from millrace.cli.session.config_file import explained, require_file_or_model
-    from millrace.cli.session.plan import RunLoad, plan_run
     from millrace.config import RLConfig
     from millrace.config.load import load as load_config
 

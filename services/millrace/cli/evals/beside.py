@@ -20,7 +20,7 @@ from millrace.cli.errors import CliError
 from millrace.cli.evals.prepare import PreparedEval
 from millrace.cli.evals.session import RESULTS_NAME, OtherEvaluationError, evaluate_here, figures, table
 from millrace.cli.interrupts import Interrupts
-from millrace.cli.view.plot import write_eval_plot
+from millrace.cli.view.progress import write_eval_plot
 from millrace.cli.view.text import printable
 from millrace.config import EvalRunConfig, SFTConfig
 from millrace.config.sections.inference import InferenceConfig

@@ -18,8 +18,7 @@ from millrace.cli.evals.policies import EvalPolicy, digests_of
 from millrace.cli.evals.prepare import PreparedEval
 from millrace.cli.interrupts import Interrupts
 from millrace.cli.session.follow import follow, require_success
-from millrace.cli.view.plot import write_eval_plot
-from millrace.cli.view.progress import Progress
+from millrace.cli.view.progress import Progress, write_eval_plot
 from millrace.cli.view.text import duration
 from millrace.cli.view.view import PlainView, is_fancy
 from millrace.client import Client

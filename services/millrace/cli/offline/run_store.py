@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,14 +14,16 @@ import click
 from millrace.cli.connection import running_stacks
 from millrace.cli.errors import CliError
 from millrace.cli.options import DEFAULT_DIRECTORY
-from millrace.errors import InvalidSpecError, NotFoundError
+from millrace.errors import InvalidSpecError, NotFoundError, UnavailableError
 from millrace.runlog.names import Names
+from millrace.runlog.records.run_record import RunRecord
 from millrace.storage import ObjectStore
+from millrace.storage.scratch import scratch_parent
 from millrace.telemetry.settings import Settings
 
 if TYPE_CHECKING:
-    from millrace.cli.offline.log_here import LogHere
     from millrace.client import Client
+    from millrace.readers.dashboard.reader import Reader
 
 _UID = re.compile(r"[a-z0-9]{20,60}")
 
@@ -263,8 +266,6 @@ def snapshots_here(
 
         objects, meant = store_of(name, store)
         deployment = store_prefix(prefix)
-        from millrace.cli.offline.log_here import open_log
-
         with open_log(objects, deployment, find_uid(objects, deployment, meant), note=note) as log:
             found[name] = _snapshot(log)
     return found
@@ -315,3 +316,52 @@ def _snapshot(log: "LogHere") -> RunSnapshot:
         config=log.record.config or {},
         metrics=metric_columns(steps),
     )
+
+
+# The dashboard's reader, asked in this process: it reads the object store, so no server is needed.
+
+GIVE_UP_S = 1800.0
+"""How long building an index may take. The first index of a million rollouts takes minutes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogHere:
+    """One run's record, with a reader that answers questions about its log."""
+
+    record: RunRecord
+    reader: "Reader"
+    note: Callable[[str], None]
+
+    def ask(self, question: str, params: Mapping[str, str]) -> dict[str, Any]:
+        """Return the answer to a question of the dashboard's reader, such as "get-lineage", with its parameters.
+
+        While the index is being built, wait and report the progress with `note`. Raises UnavailableError if the index
+        is not built within `GIVE_UP_S` seconds.
+        """
+        from millrace.readers.dashboard.answers import INDEX_GROWING
+
+        begun = time.monotonic()
+        while True:
+            try:
+                return self.reader.ask(question, self.record.uid, params)
+            except UnavailableError as error:
+                if error.reason != INDEX_GROWING or time.monotonic() - begun > GIVE_UP_S:
+                    raise
+                self.note(error.message)  # and the next question waits, too
+
+
+@contextlib.contextmanager
+def open_log(store: ObjectStore, prefix: str, uid: str, *, note: Callable[[str], None]) -> Iterator[LogHere]:
+    """Open the log of the run `uid` below `prefix` in a store, with an index in the scratch directory.
+
+    The reader is closed at the end of the block. `note` is called with the progress of the index.
+    """
+    from millrace.readers.dashboard.reader import Reader
+
+    names = Names(prefix, uid)
+    record = RunRecord.parse(store.get(names.run_json), where=store.uri(names.run_json), needs=["uid", "name"])
+    reader = Reader(store, prefix, scratch_parent() / "dashboard" / "commands")
+    try:
+        yield LogHere(record=record, reader=reader, note=note)
+    finally:
+        reader.close()

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from millrace.cli.view.plot import write_plot
-from millrace.cli.view.progress import Progress, TransferredBytes
+from millrace.cli.view.progress import Progress, TransferredBytes, write_plot
 from millrace.cli.view.text import duration, size
 from millrace.runlog.run_status import Staleness, state_name, version_names
 from millrace.v1 import run_pb2

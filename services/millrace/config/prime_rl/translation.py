@@ -7,9 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from millrace.config import trl_names as trl
 from millrace.config.layers import Layer, put
-from millrace.config.messages import Effect, Note, close, shown
+from millrace.config.messages import Effect, Note, close, is_trl, shown
 from millrace.config.prime_rl.conversions import finish
 from millrace.config.prime_rl.keys import EVAL_KEYS, RL_KEYS, SFT_KEYS
 from millrace.config.prime_rl.lab import spread_arguments
@@ -215,7 +214,7 @@ def kind_of(tree: Mapping[str, Any], name: str) -> str | None:
     found = next((kind for kind, keys in _DOCUMENT_KEYS.items() if keys & tree.keys()), None)
     if found == "trainer" and named == "sft":
         return "sft"  # `[optim]` alone
-    return found or named or ("rl" if trl.is_trl(tree) else None)
+    return found or named or ("rl" if is_trl(tree) else None)
 
 
 def _flat_kind(tree: Mapping[str, Any]) -> str | None:

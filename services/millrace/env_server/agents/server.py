@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from aiohttp import web
 
 from millrace.env_server.agents.asked import Api
-from millrace.env_server.agents.listen import LISTEN_VARIABLE, AgentListen
 from millrace.env_server.agents.sessions import (
     CHATS,
     ROUTES,
@@ -26,6 +25,7 @@ from millrace.env_server.agents.sessions import (
     Ask,
     refusal,
 )
+from millrace.env_server.isolation.inherited import LISTEN_VARIABLE, AgentListen
 from millrace.errors import UnavailableError
 
 logger = logging.getLogger(__name__)

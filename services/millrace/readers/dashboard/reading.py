@@ -109,7 +109,7 @@ class ReaderClient:
         """Return the reader's process, started if none runs."""
         async with self._starting:
             if self._process is None or self._process.is_ended:
-                self._process = await ChildLink.start("millrace.readers.dashboard.reader_process", self._order)
+                self._process = await ChildLink.start("millrace.readers.dashboard.reader", self._order)
                 task = asyncio.create_task(self._listen(self._process), name="reader of the dashboard")
                 self._listening.add(task)
                 task.add_done_callback(self._listening.discard)

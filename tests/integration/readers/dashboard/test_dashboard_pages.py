@@ -235,9 +235,7 @@ def test_the_reader_dies_and_the_next_question_is_answered(tmp_path):
     with ServedInThread(store, tmp_path / "index") as served:
         before = complete(served, 1)
         readers = [
-            child
-            for child in psutil.Process().children()
-            if "millrace.readers.dashboard.reader_process" in child.cmdline()
+            child for child in psutil.Process().children() if "millrace.readers.dashboard.reader" in child.cmdline()
         ]
         for reader in readers:
             if str(tmp_path) in " ".join(file.path for file in reader.open_files()):

@@ -140,8 +140,7 @@ def _here(
     name: str, sample: str | None, version: int | None, store: str | None, prefix: str | None
 ) -> "rs.GetLineageResponse":
     """Return the lineage of a sample or of a policy version, read from the object store; the other one is None."""
-    from millrace.cli.offline.log_here import open_log
-    from millrace.cli.offline.run_store import open_run
+    from millrace.cli.offline.run_store import open_log, open_run
     from millrace.readers.dashboard import answers
 
     objects, deployment, uid = open_run(name, store, prefix)

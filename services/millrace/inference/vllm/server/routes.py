@@ -33,8 +33,7 @@ from millrace.inference.http.schema import separated, special_texts
 from millrace.inference.model_files import ModelSlot
 from millrace.inference.updater import PolicyUpdater
 from millrace.inference.vllm.engine import VllmEngine
-from millrace.inference.vllm.gate import CALLS, Calls, GenerationGate
-from millrace.inference.vllm.server.spans import add_last_spans, add_spans, name_tokens, rewritten
+from millrace.inference.vllm.gate import CALLS, Calls, GenerationGate, add_last_spans, add_spans, name_tokens, rewritten
 from millrace.rollouts import parameters
 from millrace.rollouts import parameters as choices_wire
 from millrace.rollouts.parameters import Parameter, Treatment, check_parameters, check_tools
