@@ -15,8 +15,7 @@ _INTRODUCTION = """# Commands
 
 <!-- Made by `python scripts/commands_reference.py > docs/commands.md`; a test fails where the two differ. -->
 
-What each command does, and its options. `millrace COMMAND --help` says what each option means, its default, and
-more. Anywhere on a command line, for a protected server:
+`millrace COMMAND --help` has the options and more. Anywhere on a command line, for a protected server:
 
 ```text
 {access}
@@ -28,9 +27,6 @@ is a name, the beginning of one, a uid, or `-` for the newest run. `--KEY VALUE`
 [the config](configuration.md).
 
 """
-
-_EVERYWHERE = ("--debug", "--help", "--token-file", "--tls-ca", "--insecure", "--KEY", "@")
-"""Options that the introduction has, or the usage."""
 
 
 def render() -> str:
@@ -62,23 +58,12 @@ def _row(path: str, command: click.Command, context: click.Context) -> str:
     """Return the item of one command."""
     pieces = " ".join(command.collect_usage_pieces(context)).replace("[OPTIONS]", "")
     about = _first_paragraph(command.help or "")
-    options = ", ".join(f"`{name}`" for name in _names(command, context) if name not in (*_EVERYWHERE, *pieces.split()))
-    return wrapped(f"* `{' '.join((path, *pieces.split()))}`: {about}{f' Options: {options}.' if options else ''}")
+    return wrapped(f"* `{' '.join((path, *pieces.split()))}`: {about}")
 
 
 def _first_paragraph(help_text: str) -> str:
     """Return how a docstring begins, on one line."""
     return " ".join(re.split(r"\n\s*\n", inspect.cleandoc(help_text))[0].replace("``", "`").split())
-
-
-def _names(command: click.Command, context: click.Context) -> Iterator[str]:
-    """Yield the options that click knows, and those that a command which reads its own arguments lists in its help."""
-    for option in command.get_params(context):
-        if isinstance(option, click.Option) and not option.hidden:
-            yield max(option.opts, key=len)
-    listed = (command.epilog or "").replace("\b\n", "").removeprefix("Options:\n").partition("\n\n")[0]
-    for line in textwrap.dedent(listed).splitlines():
-        yield from re.findall(r"--[\w-]+|^@", re.split(r"  ", line)[0] if not line.startswith(" ") else "")
 
 
 if __name__ == "__main__":

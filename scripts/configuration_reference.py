@@ -115,16 +115,21 @@ class _Page:
         root = schema_tree(model)
         text = f"\n## `millrace {name}`\n\n{_prose(model.__doc__)}\n"
         same: defaultdict[str, list[str]] = defaultdict(list)
+        unchanged: list[str] = []
         for section in (root, *(node for node in root.walk() if node.kind in (Kind.SECTION, Kind.SECTION_LIST))):
             rows = {node.name: _row(node) for node in section.children.values() if not node.children}
             model_section = self._model_of(section, rows)
             if model_section and model_section.rows == rows:
                 differs = "" if _presence(section) == model_section.presence else _presence(section)
-                same[model_section.link].append(f"`{_header(section)}`{differs}")
+                if not differs and _header(section) == model_section.path:
+                    unchanged.append(model_section.link)
+                else:
+                    same[model_section.link].append(f"`{_header(section)}`{differs}")
             elif rows or section.path:
                 text += self._section(section, rows, model_section)
         lines = "".join(f"| {', '.join(names)} | {link} |\n" for link, names in same.items())
-        return text + (f"\n| Tables | Have the keys of |\n|---|---|\n{lines}" if same else "")
+        text += f"\n| Tables | Have the keys of |\n|---|---|\n{lines}" if same else ""
+        return text + ("\n" + wrapped(f"As above: {', '.join(unchanged)}.", indent="") if unchanged else "")
 
     def _section(self, section: SchemaKey, rows: Mapping[str, str], other: _Printed | None) -> str:
         """Return one section: its heading, its purpose, and an item for each key that is no section itself."""

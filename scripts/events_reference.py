@@ -6,6 +6,7 @@ What the code has (an event, a warning, a reason of a failed run) and no table e
 import ast
 import re
 import sys
+import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -55,9 +56,9 @@ _INTRODUCTION = """# Events
 
 <!-- Made by `python scripts/events_reference.py > docs/events.md`; a test fails where the two differ. -->
 
-What a run says of itself: `millrace run logs RUN` prints it, `millrace run watch RUN` follows it, `WatchRun` streams it
-to programs (fields: `proto/millrace/v1/event.proto`). Each event has a cursor, a time, a writer, and the writer's
-number of it. Reasons in capitals are stable for programs. [`troubleshooting.md`](troubleshooting.md) goes by symptom.
+`millrace run logs RUN` prints a run's events, `millrace run watch RUN` follows them, `WatchRun` streams them (fields:
+`proto/millrace/v1/event.proto`). Names and reasons are stable for programs. After → is what to do.
+[Troubleshooting](troubleshooting.md) goes by symptom.
 """
 
 Texts = Mapping[str, tuple[str, str]]
@@ -67,15 +68,15 @@ NOTHING = ""
 
 EVENTS: Texts = {
     "state_changed": (
-        "queued → starting → running → stopping → succeeded; or paused, queued again (preempted), cancelled, failed",
-        "`millrace run why RUN` if it stays queued or starting; reasons of FAILED are below",
+        "queued, starting, running, stopping, succeeded; or paused, queued again (preempted), cancelled, failed",
+        "`millrace run why RUN` if it stays queued or starting",
     ),
-    "step_completed": ("the trainer finished a step", NOTHING),
+    "step_completed": ("by the trainer", NOTHING),
     "eval_completed": (
-        "an evaluation is due (`orchestrator.eval.interval`), or the run begins or ends",
-        "of failed ones: `millrace eval show RUN --status env_error`",
+        "at `orchestrator.eval.interval`, and where the run begins and ends",
+        "of failed rollouts: `millrace eval show RUN --status env_error`",
     ),
-    "policy_published": ("the trainer made a version durable, in full or as a delta", NOTHING),
+    "policy_published": ("a version is durable, in full or as a delta", NOTHING),
     "checkpoint_saved": ("`ckpt.interval`, or the run ends or is paused", NOTHING),
     "token_log_stored": ("`trainer.token_log.share`: the log-probs of a step's tokens are durable", NOTHING),
     "training_resumed": (
@@ -83,10 +84,10 @@ EVENTS: Texts = {
         "if you did not stop it, see that trainer's log and memory",
     ),
     "workers_assigned": (
-        "the run's workers, at a change and every 30 s: of a tenant's run, and of all with `MILLRACE_QUEUE_GROUPS`",
+        "at a change and every 30 s: of a tenant's run, and of all with `MILLRACE_QUEUE_GROUPS`",
         NOTHING,
     ),
-    "warning": ("the run goes on; reasons are below", NOTHING),
+    "warning": ("see below", NOTHING),
     "wait_reported": (
         "no step for 20 s, then 60, 300, 900 s; or one wait is older than its deadline",
         "`millrace run why RUN` prints the chain",
@@ -95,7 +96,7 @@ EVENTS: Texts = {
         "the run ends: the trainer scored the final evaluation with the last policy",
         "`mismatch_kl` far from 0 (1e-12 in float32, 1e-3 in bf16): engine and trainer compute differently",
     ),
-    "batch_committed": ("a batch is durable; `dropped` counts groups by reason (below)", NOTHING),
+    "batch_committed": ("it is durable; `dropped` counts groups by reason", NOTHING),
     "policy_served": ("a replica loaded and proved a version", NOTHING),
     "rollouts_failed": (
         "rollouts of an environment failed: the first group, then each doubling",
@@ -104,6 +105,11 @@ EVENTS: Texts = {
 }
 
 WARNINGS: Texts = {
+    "ROUTED_EXPERTS_MISFIT": (
+        "recorded experts of tokens are none of the model: the orchestrator leaves those of a rollout out if the "
+        "replica says that it has others, the trainer those of a sample; its routers chose there",
+        "have all replicas serve the model that is trained, or leave `trainer.model.moe.replay` out",
+    ),
     "EXTRA_MISSING": (
         "the orchestrator lacks the library for `[wandb]` or OpenTelemetry",
         "`pip install 'millrace[wandb]'` or `'millrace[otel]'` there; later `millrace run export RUN --to wandb`",
@@ -197,11 +203,6 @@ WARNINGS: Texts = {
         "routers chose",
         "serve the policy with `inference.return_routed_experts`",
     ),
-    "ROUTED_EXPERTS_MISFIT": (
-        "recorded experts of tokens are none of the model: the orchestrator leaves those of a rollout out if the "
-        "replica says that it has others, the trainer those of a sample; its routers chose there",
-        "have all replicas serve the model that is trained, or leave `trainer.model.moe.replay` out",
-    ),
     "COMPILE_FAILED": (
         "a block, or a part of one, could not be compiled (`trainer.model.compile`); it runs eagerly",
         "install a C++ compiler (CPU) or Triton (GPU), or leave the key out",
@@ -272,39 +273,22 @@ WARNINGS: Texts = {
 FAILURES: Texts = {
     "ADVANTAGES_SLOW": (
         "a function of `orchestrator.algo` took longer than `orchestrator.advantage_timeout_s`: it waits for something",
-        "correct it, or raise the key if it computes for so long; then `millrace run resume`",
+        NOTHING,
     ),
-    "BLOCKS_UNTRACEABLE": (
-        "torch's compiler failed in a block in which ranks exchange tensors (`cp`, `ep`)",
-        "leave `trainer.model.compile` out",
-    ),
-    "REPLAY_UNSUPPORTED": (
-        "`trainer.model.moe.replay` is set, and the model has no routers whose choice can be replaced",
-        "leave the key out",
-    ),
-    "ROUTER_UNKNOWN": (
-        "a router chose its experts in a way that is not known here",
-        "leave `trainer.model.moe.replay` and `inference.return_routed_experts` out",
-    ),
-    "CHAT_TEMPLATE_MISSING": (
-        "the tokenizer has no chat template for the environments' conversations",
-        "put `chat_template.jinja` beside the tokenizer, or name its file in `inference.model.chat_template` (vLLM)",
-    ),
+    "BLOCKS_UNTRACEABLE": ("torch's compiler failed in a block in which ranks exchange tensors (`cp`, `ep`)", NOTHING),
+    "CHAT_TEMPLATE_MISSING": ("the tokenizer has no chat template for the environments' conversations", NOTHING),
     "CHECKPOINTS_DAMAGED": (
         "no whole checkpoint reaches to where the log begins",
         "`millrace run repair RUN --from URL --apply`, then resume",
     ),
-    "CHECKPOINT_BASE_DIFFERS": (
-        "the trainer has another base model than the run began with",
-        "give it that model, under `trainer.model.name`",
-    ),
+    "CHECKPOINT_BASE_DIFFERS": ("the trainer has another base model than the run began with", NOTHING),
     "CHECKPOINT_CONDITIONS_DIFFER": (
         "strict determinism, and device, threads, releases or packing differ from the checkpoint's",
-        'resume under the same conditions, or fork with `trainer.determinism = "best_effort"`',
+        NOTHING,
     ),
     "CHECKPOINT_DATASET_DIFFERS": (
         "the rows of `trainer.dataset`, or the chat template, changed since the checkpoint",
-        "restore them and resume, or fork the run",
+        NOTHING,
     ),
     "CHECKPOINT_INDEX_INVALID": ("the index of a checkpoint's tensors cannot be read", "as for CHECKPOINTS_DAMAGED"),
     "CHECKPOINT_MANIFEST_INVALID": ("a checkpoint's manifest cannot be read", "as for CHECKPOINTS_DAMAGED"),
@@ -312,39 +296,20 @@ FAILURES: Texts = {
         "the checkpoint's tensors are not those of the model",
         "use the model and the LoRA settings that the run began with",
     ),
-    "CHECKPOINT_MISSING": (
-        "a fork has lost the checkpoint that it begins with",
-        "restore it from a replica of the bucket, or fork again",
-    ),
-    "DATA_INVALID": (
-        "rows of `trainer.dataset` cannot be learned; the message has file and row",
-        "correct the rows; `millrace rl --dry-run` looks at the first 256",
-    ),
-    "DATA_NOT_FOUND": (
-        "`trainer.dataset` names no file that there is where the trainer runs",
-        "bring the file to the trainer's machine, or name another",
-    ),
+    "CHECKPOINT_MISSING": ("a fork has lost the checkpoint that it begins with", NOTHING),
+    "DATA_INVALID": ("rows of `trainer.dataset` cannot be learned; the message has file and row", NOTHING),
+    "DATA_NOT_FOUND": ("`trainer.dataset` names no file that there is where the trainer runs", NOTHING),
     "ENV_ARGS_INVALID": (
-        "`args` of an environment are no JSON object, or have what its config does not take: an unknown key, a value "
-        "of another type, none where one is needed",
-        "correct the keys of the message",
+        "`args` of an environment are no JSON object, or not what its config takes",
+        NOTHING,
     ),
     "ENV_DATA_INVALID": (
         "a file of tasks of a taskset of `verifiers` cannot be read: no JSON, or a field is missing",
-        "correct the file of the message",
+        NOTHING,
     ),
     "ENV_DATA_MISSING": (
-        "a file that `args` name is not on the env-server's machine; or tasks of `harbor` are not, and their hub does "
-        "not answer",
-        "bring them to the place of the message, or give workers a network",
-    ),
-    "ENV_REWARD_ARGUMENTS": (
-        "a reward function wants an argument that its rubric or task does not pass",
-        "rename it to one of those in the message, or give it a default",
-    ),
-    "ENV_PACKAGE_MISSING": (
-        "a taskset of `verifiers` plays with an extra of it that is not installed",
-        "run the command of the message, which makes an interpreter with it",
+        "a file that `args` name, or tasks of `harbor`, are not on the env-server's machine",
+        NOTHING,
     ),
     "ENV_IMAGE_MISSING": (
         "no env-server announces the image of `orchestrator.env.image`, or none is without one",
@@ -358,159 +323,94 @@ FAILURES: Texts = {
         "`load_environment` raised on every env-server",
         "`millrace env check ID --args …` shows it without a run",
     ),
-    "ENV_LOAD_TIMEOUT": (
-        "no env-server loaded the environment in time",
-        "start an env-server, or see its log (usually a download)",
-    ),
-    "ENV_NOT_AN_ENVIRONMENT": (
-        "the module has no `load_environment` that returns one",
-        "see `docs/guides/first_environment.md`",
-    ),
-    "ENV_NOT_FOUND": ("no such module on the env-servers", "install the environment's package there"),
+    "ENV_LOAD_TIMEOUT": ("no env-server loaded the environment in time", NOTHING),
+    "ENV_NOT_AN_ENVIRONMENT": ("the module has no `load_environment` that returns one", NOTHING),
+    "ENV_NOT_FOUND": ("no such module on the env-servers", NOTHING),
+    "ENV_PACKAGE_MISSING": ("a taskset of `verifiers` plays with an extra of it that is not installed", NOTHING),
     "ENV_PYTHON_REFUSED": (
         "`orchestrator.env.python` names an interpreter that the env-server may not use, or that is none",
         "have its operator list the directory in `MILLRACE_ENV_PYTHONS`, or correct the path",
     ),
     "ENV_PYTHON_UNUSABLE": (
         "the interpreter of an environment is too old, does not start, or lacks what a worker needs",
-        "run the command of the message",
+        NOTHING,
     ),
     "ENV_RELEASE_UNSUPPORTED": (
         "an environment's package asks for a release of `verifiers` that no interpreter of the env-servers has with it",
-        "run the command of the message, which makes such an interpreter (docs/environments.md)",
+        NOTHING,
     ),
-    "ENV_SELECT_INVALID": (
-        "`select` names missing tasks, leaves none, or evaluates training tasks",
-        "correct `select`; the message lists what exists",
+    "ENV_REWARD_ARGUMENTS": ("a reward function wants an argument that its rubric or task does not pass", NOTHING),
+    "ENV_SAMPLING_REFUSED": (
+        "model calls of an environment set seed, penalties, `min_tokens`, `logit_bias` or another model",
+        NOTHING,
     ),
-    "ENV_WITHOUT_TASKS": (
-        "an environment to train on has no training tasks",
-        "see its `args`; one with held-out tasks alone belongs under `orchestrator.eval.env`",
-    ),
-    "EVAL_FAILED": ("no rollout of the first or the last evaluation finished", "as for `rollouts_failed`"),
+    "ENV_SELECT_INVALID": ("`select` names missing tasks, leaves none, or evaluates training tasks", NOTHING),
+    "ENV_WITHOUT_TASKS": ("an environment to train on has no training tasks", NOTHING),
+    "EVAL_FAILED": ("no rollout of the first or the last evaluation finished", NOTHING),
     "GANG_MESSAGE_INVALID": ("the ranks of one trainer run different releases", "install the same one on every rank"),
     "HEADER_CORRUPT": ("the log's last header cannot be read", "`millrace run repair RUN`"),
-    "HINT_NOT_RENDERED": (
-        "the chat template cannot write the hint of opsd, a system message alone",
-        "take another template, or opd with a teacher",
-    ),
-    "MODEL_CONFIG_INVALID": (
-        "the `config.json` of the model is damaged or no JSON object",
-        "restore the file of the model that `model.name` says",
-    ),
-    "LAYOUT_IMPOSSIBLE": (
-        "ranks, heads, experts or layers do not divide by `dp_replicate`, `cp`, `tp`, `ep`",
-        "each line says what to set",
-    ),
-    "LOSS_INVALID": (
-        "what the function of `trainer.loss.import_path` returns is no loss per token",
-        "write it as the message says",
-    ),
-    "LORA_SAVED_TIED": ("`modules_to_save` names one end of a tied weight", "leave it out"),
-    "LORA_SAVED_UNKNOWN": ("`modules_to_save` fits no layer of the model", "name layers of this model"),
-    "LORA_TARGET_UNKNOWN": ("`target_modules` fits no layer of the model", "name layers of this model"),
+    "HINT_NOT_RENDERED": ("the chat template cannot write the hint of opsd, a system message alone", NOTHING),
+    "LAYOUT_IMPOSSIBLE": ("ranks, heads, experts or layers do not divide by `dp_replicate`, `cp`, `tp`, `ep`", NOTHING),
+    "LORA_SAVED_TIED": ("`modules_to_save` names one end of a tied weight", NOTHING),
+    "LORA_SAVED_UNKNOWN": ("`modules_to_save` fits no layer of the model", NOTHING),
+    "LORA_TARGET_UNKNOWN": ("`target_modules` fits no layer of the model", NOTHING),
+    "LOSS_INVALID": ("what the function of `trainer.loss.import_path` returns is no loss per token", NOTHING),
+    "MODEL_CONFIG_INVALID": ("the `config.json` of the model is damaged or no JSON object", NOTHING),
     "MODEL_CORRUPT": (
-        "weight files are damaged or contradict their index, or a tensor is missing, unexpected, misshapen or"
-        " not finite",
+        "weight files are damaged, contradict their index or lack a tensor, or one is not finite",
         "fetch or make the model again",
     ),
     "MODEL_FILE_UNUSABLE": (
         "a small file of the model (config, tokenizer, template) is unreadable or of another kind",
-        "correct or remove the file in the message",
+        NOTHING,
     ),
-    "MODEL_IS_ADAPTER": (
-        "the start model is an adapter of PEFT, or has one beside it",
-        "`millrace merge ADAPTER --base BASE --to MODEL`, or move the adapter away",
-    ),
+    "MODEL_IS_ADAPTER": ("the start model is an adapter of PEFT, or has one beside it", NOTHING),
     "MODEL_NOT_FOUND": (
         "`model.name` is neither a directory there nor on the Hub",
         "correct it; private models need HF_TOKEN",
     ),
-    "MODEL_QUANTIZED": (
-        "the weights are quantized in another way than FP8 in blocks or MXFP4",
-        "take the model in bfloat16 or float32",
-    ),
-    "NO_ADVANTAGE": ("ten batches (or as many groups) in a row without an advantage", "as for ZERO_ADVANTAGE"),
-    "NO_TASKS_LEFT": (
-        "every task is easy or hard (`orchestrator.buffer`), and no batch is left",
-        "move `easy_threshold` or `hard_threshold`, add tasks, or fork the run with an `easy_fraction`",
-    ),
-    "OUT_OF_MEMORY": (
-        "the trainer's GPU or host has no memory left",
-        "`millrace estimate`: a shorter `seq_len`, `model.ac`, `model.fsdp_cpu_offload`, `model.lora`, more GPUs",
-    ),
-    "PACK_UNSUPPORTED": (
-        '`trainer.pack.mode = "always"`, and the model mixes the samples of one row',
-        'set it to "auto" or "never"',
-    ),
+    "MODEL_QUANTIZED": ("the weights are quantized in another way than FP8 in blocks or MXFP4", NOTHING),
+    "NO_ADVANTAGE": ("ten batches (or as many groups) in a row without an advantage", NOTHING),
+    "NO_TASKS_LEFT": ("every task is easy or hard (`orchestrator.buffer`), and no batch is left", NOTHING),
+    "OUT_OF_MEMORY": ("the trainer's GPU or host has no memory left", NOTHING),
+    "PACK_UNSUPPORTED": ('`trainer.pack.mode = "always"`, and the model mixes the samples of one row', NOTHING),
     "POLICY_ABANDONED": ("the trainer was stopped before it committed a version", NOTHING),
-    "POLICY_BASE_DIFFERS": (
-        "the trainer's base model is not the one that was published",
-        "as for CHECKPOINT_BASE_DIFFERS",
-    ),
+    "POLICY_BASE_DIFFERS": ("the trainer's base model is not the one that was published", NOTHING),
     "POLICY_LOST": (
         "a published version is damaged, and the trainer cannot make it again",
         "`millrace run repair RUN --from URL --apply`, then resume",
     ),
-    "POLICY_NOT_FINITE": (
-        "the start model, or the last step's, gives log-probs that are not finite",
-        "use another start model, or fork a few steps before with a lower `trainer.optim.lr`",
-    ),
+    "POLICY_NOT_FINITE": ("the start model, or the last step's, gives log-probs that are not finite", NOTHING),
     "PUBLISHER_MESSAGE_INVALID": ("Millrace was reinstalled under a running trainer", "start the trainer again"),
-    "ENV_SAMPLING_REFUSED": (
-        "an environment sets in model calls what the trainer cannot compute: seed, penalties, `min_tokens`, "
-        "`logit_bias`, another model",
-        "leave it out; temperature, `top_p`, `top_k` and `min_p` are allowed, and "
-        "`orchestrator.sampling.allow_biased_sampling` admits penalties and `min_tokens`",
+    "REPLAY_UNSUPPORTED": (
+        "`trainer.model.moe.replay` is set, and the model has no routers whose choice can be replaced",
+        NOTHING,
     ),
-    "REWARD_OUT_OF_RANGE": (
-        "a reward is outside of `reward_range` (`online_difficulty_filtering`, max_rl)",
-        "set `reward_range` to the lowest and highest reward",
-    ),
+    "REWARD_OUT_OF_RANGE": ("a reward is outside of `reward_range` (`online_difficulty_filtering`, max_rl)", NOTHING),
     "ROLLOUTS_FAILED": (
         "more than `orchestrator.max_failed_share` of the rollouts of the last `failure_window` groups failed",
-        "correct the first error, which the message has, then resume",
+        NOTHING,
     ),
     "ROUTER_LOSS_UNSUPPORTED": (
         "config.json of the model asks for a loss that balances experts (`output_router_logits`)",
-        "set it to false there",
+        NOTHING,
     ),
-    "SAMPLES_MIXED": ("the model computes a sample differently after others", "train another model"),
-    "SCORES_MISSING": (
-        "rollouts came without the teacher's log-probs",
-        "see `orchestrator.algo.teacher` and the env-server's log",
-    ),
-    "SHARD_LAYOUT_UNKNOWN": (
-        "the model's tensors are sharded in an unsupported way",
-        "report it, with the model's name",
-    ),
-    "TASK_SET_DIFFERS": (
-        "two env-servers have different tasks for one environment",
-        "install the same version on all; let the data set depend on its args only",
-    ),
-    "TEACHER_KEY_MISSING": ("the variable `api_key_var` is not set in the env-server", "set it there"),
-    "TEACHER_REFUSED": ("the teacher's endpoint refused the request", "the message has its answer"),
-    "TEACHER_TOKENIZER_DIFFERS": ("teacher and policy have different tokenizers", "use a teacher of the same family"),
-    "TEACHER_VOCABULARY_DIFFERS": (
-        "teacher and policy have different vocabularies",
-        "use a teacher of the same family",
-    ),
-    "TENSOR_DTYPE_UNKNOWN": (
-        "a checkpoint has a number format that this release does not know",
-        "use the release that wrote it",
-    ),
-    "TOKENIZER_MISSING": (
-        "the directory has no tokenizer that loads",
-        "copy the tokenizer there, or set `trainer.tokenizer.name`",
-    ),
+    "ROUTER_UNKNOWN": ("a router chose its experts in a way that is not known here", NOTHING),
+    "SAMPLES_MIXED": ("the model computes a sample differently after others", NOTHING),
+    "SCORES_MISSING": ("rollouts came without the teacher's log-probs", NOTHING),
+    "SHARD_LAYOUT_UNKNOWN": ("the model's tensors are sharded in an unsupported way", NOTHING),
+    "TASK_SET_DIFFERS": ("two env-servers have different tasks for one environment", NOTHING),
+    "TEACHER_KEY_MISSING": ("the variable `api_key_var` is not set in the env-server", NOTHING),
+    "TEACHER_REFUSED": ("the teacher's endpoint refused the request", NOTHING),
+    "TEACHER_TOKENIZER_DIFFERS": ("teacher and policy have different tokenizers", NOTHING),
+    "TEACHER_VOCABULARY_DIFFERS": ("teacher and policy have different vocabularies", NOTHING),
+    "TENSOR_DTYPE_UNKNOWN": ("a checkpoint has a number format that this release does not know", NOTHING),
+    "TOKENIZER_MISSING": ("the directory has no tokenizer that loads", NOTHING),
     "TOO_MANY_SKIPPED_STEPS": (
         "`trainer.max_skipped_steps` steps in a row had no finite loss, entropy or gradient",
-        "fork before the first of them with a lower `trainer.optim.lr`",
+        NOTHING,
     ),
-    "VOCABULARY_TOO_SMALL": (
-        "a token or id has no row in the model's embedding",
-        "use the model's own tokenizer, or resize the embedding",
-    ),
+    "VOCABULARY_TOO_SMALL": ("a token or id has no row in the model's embedding", NOTHING),
 }
 
 DROPPED: Texts = {
@@ -535,23 +435,26 @@ def render() -> str:
     _require_all("warnings in the code", _warnings() | _CAUGHT, WARNINGS)
     _require_all("reasons of failed runs in the code", _failures() - _ANSWERED | _by_value(), FAILURES)
     _require_all("drop reasons in the code", _drops(), DROPPED)
-    text = _INTRODUCTION + "\n## Kinds\n\n| Event | When | What to do |\n|---|---|---|\n"
-    for name in bodies:
-        cause, remedy = EVENTS[name]
-        text += f"| `{name}` | {cause} | {remedy} |\n"
-    text += _table("Warnings", "The run goes on.", WARNINGS)
-    text += _table(
+    text = _INTRODUCTION + "\n## Kinds\n\n" + _items({name: EVENTS[name] for name in bodies})
+    text += _section("Warnings", "The run goes on.", WARNINGS)
+    text += _section(
         "Why a run failed",
-        "`state_changed` to FAILED has one of these as `error.reason`, or one of the store's or "
-        "Redis' own, whose message has the remedy. `millrace run resume RUN` goes on once the cause is removed.",
+        "`state_changed` to FAILED has one of these as `error.reason`, or one of the store's or of Redis. Its message "
+        "says what to do, here only what to add. `millrace run resume RUN` goes on once the cause is removed.",
         FAILURES,
     )
-    return text + _table("Why groups were dropped", "Keys of `batch_committed.dropped`.", DROPPED)
+    return text + _section("Why groups were dropped", "Keys of `batch_committed.dropped`.", DROPPED)
 
 
-def _table(title: str, about: str, texts: Texts) -> str:
-    rows = "".join(f"| `{name}` | {cause} | {remedy} |\n" for name, (cause, remedy) in sorted(texts.items()))
-    return f"\n## {title}\n\n{about}\n\n| Reason | Cause | What to do |\n|---|---|---|\n{rows}"
+def _section(title: str, about: str, texts: Texts) -> str:
+    return f"\n## {title}\n\n{textwrap.fill(about, 120)}\n\n{_items(dict(sorted(texts.items())))}"
+
+
+def _items(texts: Texts) -> str:
+    """Return a list with an item for each name: its cause, and what to do."""
+    items = (f"* `{name}`: {cause}{f' → {remedy}' if remedy else ''}" for name, (cause, remedy) in texts.items())
+    lines = (textwrap.wrap(item, 120, subsequent_indent="  ", break_on_hyphens=False) for item in items)
+    return "".join("\n".join(each) + "\n" for each in lines)
 
 
 def _require_all(what: str, there: Collection[str], texts: Texts) -> None:

@@ -38,8 +38,8 @@ line of its own.
 _SFT = """
 ## `millrace sft`
 
-Keys of prime-rl's `trainer` are at the top here (`model`, `optim`, `ckpt`), and those of `orchestrator.eval` in `eval`.
-They mean what they mean in RL; the rest:
+Keys of prime-rl's `trainer` are at the top here (`model`, `optim`, `ckpt`), those of `orchestrator.eval` in `eval`, and
+those of `trainer.args` in `sft`. They mean what they mean in RL; the rest:
 """
 
 _EVAL = """
@@ -67,11 +67,13 @@ Both work; the resolved config has the first.
 
 _EFFECTS = {
     Effect.MEANS: "Read",
-    Effect.NOTHING: "Without effect, and without need",
-    Effect.LATER: "Without effect so far: accepted with a warning; what is learned is the same",
+    Effect.NOTHING: "Without effect, and without need; `millrace config import FILE` says why of each",
+    Effect.LATER: "Without effect so far: accepted with a warning that says why; what is learned is the same",
     Effect.BLOCKS: "Unsupported, and would change what is learned: imported and shown, but the run does not start",
     Effect.REFUSED: "Errors",
 }
+_REASON_IS_TOLD = (Effect.NOTHING, Effect.LATER)
+"""Effects whose keys are listed without a reason each: the import prints it."""
 _SERVICES = ("trainer", "orchestrator", "inference")
 _REPEATED = {"sft": ("trainer.", "orchestrator."), "eval": ("orchestrator.", "orchestrator.eval.")}
 """Tables of an RL run whose keys another command has without that beginning."""
@@ -121,7 +123,11 @@ def _new(keys: Mapping[str, Meaning], known: Mapping[str, Meaning], tables: Sequ
     return {
         key: meaning
         for key, meaning in keys.items()
-        if not any(_is_same(meaning, known.get(table + key), table) for table in ("", *tables))
+        if not any(
+            _is_same(meaning, known.get(name), table)
+            for table in ("", *tables)
+            for name in (table + key, key.replace("sft.", "trainer.args."))
+        )
     }
 
 
@@ -152,6 +158,9 @@ def _list(effect: Effect, keys: Mapping[str, Meaning]) -> str:
             by_text[_here(key, meaning)].append(key)
     if not by_text:
         return ""
+    if effect in _REASON_IS_TOLD:
+        names = (name for names in by_text.values() for name in names)
+        return f"\n{_EFFECTS[effect]}:\n\n{wrapped(_folded(list(names)) + '.', indent='')}"
     items = "".join(wrapped(f"* {_folded(names)} → {text}") for text, names in by_text.items())
     return f"\n{_EFFECTS[effect]}:\n\n{items}"
 

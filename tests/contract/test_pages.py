@@ -55,7 +55,7 @@ def test_every_key_of_prime_rl_that_we_lack_is_on_its_page(keys: Mapping[str, Me
 def reasons() -> set[str]:
     """Return warnings, and reasons of failed runs, of the page of events, which has all that the code reports."""
     text = (ROOT / "docs/events.md").read_text()
-    return set(re.findall(r"^\| `([A-Z][A-Z0-9_]+)` \|", text, re.M))
+    return set(re.findall(r"^\* `([A-Z][A-Z0-9_]+)`: ", text, re.M))
 
 
 def test_whatever_a_run_reports_is_found_by_its_symptom() -> None:

@@ -4,6 +4,7 @@ import copy
 import re
 import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,439 +19,13 @@ from millrace.config.sections.algo import COMPARING, DISTILLING, PER_AGENT
 from millrace.config.sections.eval import EvalRunConfig
 from millrace.config.sections.rl import RLConfig
 from millrace.config.sections.sft import SFTConfig
-from millrace.config.tree import Kind, Path, SchemaKey, schema_tree
+from millrace.config.tree import Kind, SchemaKey, schema_tree
+from millrace.config.tree import Path as KeyPath
 from millrace.errors import InvalidSpecError
 
 Tables = dict[str, Any]
 
-AUTUMN = """\
-max_steps = 20
-[model]
-name = "m"
-[deployment]
-num_train_gpus = 1
-num_infer_gpus = 1
-[weight_broadcast]
-type = "nccl"
-timeout = 1200
-[slurm]
-job_name = "x"
-[trainer.model]
-ep = "auto"
-impl = "custom"
-attn = "auto"
-cp = 1
-[trainer.model.moe.compute]
-type = "deepgemm_fp8"
-[trainer.model.fusions]
-enabled = ["qkv"]
-[trainer.model.ac_offloading]
-max_inflight_activations = 5
-[trainer.optim]
-weight_decay = "auto"
-[trainer.loss]
-type = "ipo"
-eps = 0.25
-max_importance_ratio = 100.0
-score_centering = false
-[orchestrator]
-batch_size = 128
-constant_trainer_batch_size = true
-[orchestrator.model]
-trust_remote_code = false
-[orchestrator.concurrency]
-initial_inflight = 16
-[orchestrator.renderer]
-name = "qwen3"
-clear_thinking = false
-[orchestrator.train]
-group_size = 16
-num_workers = 4
-[orchestrator.train.env]
-timeout = { rollout = 60 }
-[orchestrator.train.algo]
-type = "grpo"
-length_weighted_baseline = true
-failsafe_min_members = 4
-continue_prob = 0.0
-[orchestrator.train.sampling]
-max_completion_tokens = 64
-extra_body = { chat_template_kwargs = { enable_thinking = false } }
-[[orchestrator.train.source]]
-name = "a"
-ratio = 0.3
-env.taskset.id = "reverse-text"
-env.taskset.split = "train"
-env.agent.harness.id = "null"
-env.agent.max_turns = 3
-select = { limit = 10, shuffle = true }
-sampler = { type = "standard" }
-min_abs_advantage = 0.05
-serve = { num_workers = 2 }
-[[orchestrator.train.source]]
-name = "b"
-ratio = 0.7
-env.taskset.id = "alphabet-sort"
-algo = { type = "max_rl", continue_prob = 0.5 }
-[orchestrator.eval]
-interval = 5
-select = { limit = 8 }
-[[orchestrator.eval.source]]
-name = "e"
-env.taskset.id = "reverse-text"
-select = { skip = 4 }
-group_size = 2
-"""
-SUMMER = """\
-max_steps = 5
-resume.step = 5
-[ckpt]
-interval = 5
-weights_only = true
-[orchestrator]
-batch_size = 64
-group_size = 16
-mask_truncated_completions = false
-[orchestrator.val]
-interval = 1
-num_examples = 16
-[[orchestrator.train.source]]
-name = "a"
-env.taskset.id = "reverse-text"
-algo = { type = "opd", teacher = { name = "t", base_url = "http://127.0.0.1:8001/v1" } }
-curriculum.gates.zero_advantage.type = "advantage_range"
-[orchestrator.eval]
-interval = 10
-num_examples = 4
-[inference.deployment]
-type = "disaggregated"
-num_prefill_replicas = 4
-[trainer.loss]
-type = "cispo"
-ratio_low = 0.5
-ratio_high = 3.0
-"""
-FINE_TUNING = """\
-max_steps = 3
-[model]
-attn = "sdpa"
-[model.ac]
-freq = 1
-[data]
-type = "sft"
-name = "rows.jsonl"
-micro_batch_size = 2
-[optim]
-weight_decay = "auto"
-[val]
-interval = 5
-eval_on_start = true
-[val.data]
-type = "sft"
-name = "others"
-subsets = ["a", "b"]
-splits = ["t", "u"]
-probabilities = [0.5, 0.25]
-stopping_strategy = "first_exhausted"
-shuffle = true
-seed = 3
-batch_size = 16
-seq_len = 64
-micro_batch_size = 2
-num_workers = 2
-[val.data.loss_mask]
-user = true
-[eval]
-interval = 3
-group_size = 2
-skip_first_step = true
-retrigger_on_resume = true
-cancel_on_new_checkpoint = true
-tasks_per_minute = 60
-env_server_base_port = 6000
-[eval.select]
-limit = 16
-[eval.client]
-base_url = ["http://127.0.0.1:8000/v1"]
-[eval.concurrency]
-initial_inflight = 8
-[eval.sampling]
-max_completion_tokens = 64
-reasoning_effort = "low"
-stop = ["x"]
-[[eval.source]]
-name = "reverse"
-interval = 6
-group_size = 3
-[eval.source.env.taskset]
-id = "reverse-text"
-split = "test"
-[inference]
-enforce_eager = true
-[inference.server]
-port = 8001
-[inference.model]
-max_model_len = 128
-[deployment]
-num_infer_gpus = 1
-[renderer]
-name = "auto"
-"""
-HOSTED = """\
-type = "lora"
-model = "m"
-max_steps = 60
-batch_size = 64
-rollouts_per_example = 8
-learning_rate = 1e-4
-lora_alpha = 16.0
-[sampling]
-max_tokens = 512
-reasoning_effort = "low"
-enable_thinking = false
-[[env]]
-id = "primeintellect/reverse-text"
-[[env]]
-id = "primeintellect/alphabet-sort"
-args = { min_turns = 2 }
-[env.taskset]
-system_prompt = "Sort."
-[env.harness]
-max_turns = 6
-[eval]
-interval = 20
-num_examples = 32
-eval_base_model = true
-[[eval.env]]
-id = "primeintellect/reverse-text"
-[checkpoints]
-interval = 20
-[adapters]
-interval = 5
-"""
-VF_RL = """\
-model = "m"
-[env]
-id = "wordle"
-[env.args]
-use_think = true
-[inference]
-gpus = 6
-[inference.args]
-enforce_eager = true
-enable_auto_tool_choice = true
-tool_call_parser = "hermes"
-[trainer]
-gpus = 2
-gpu_offset = 6
-[trainer.args]
-run_name = "wordle 0.5B"
-use_lora = true
-lora_rank = 16
-lora_target_modules = ["q_proj"]
-learning_rate = 2e-5
-per_device_train_batch_size = 8
-gradient_accumulation_steps = 4
-num_generations = 16
-max_steps = 50
-max_tokens = 128
-max_seq_len = 1024
-scale_rewards = "group"
-use_liger = true
-report_to = "wandb"
-warmup_steps = 5
-save_steps = 10
-"""
-VF_SFT = """\
-model = "m"
-dataset = "rows"
-[sft]
-run_name = "warm-up"
-max_steps = 10
-learning_rate = 2e-5
-batch_size = 64
-micro_batch_size = 8
-max_seq_len = 256
-use_lora = true
-lora_rank = 4
-gradient_checkpointing = true
-bf16 = true
-logging_steps = 1
-"""
-VF_EVAL = """\
-model = "m"
-api_base_url = "http://127.0.0.1:8000/v1"
-api_key_var = "KEY"
-num_examples = 5
-save_results = true
-temperature = 0.5
-[sampling_args]
-max_tokens = 64
-[[eval]]
-env_id = "a"
-env_args = { split = "test" }
-rollouts_per_example = 2
-[[eval]]
-id = "b"
-num_examples = 3
-"""
-PRIME_EVAL = """\
-model = "m"
-group_size = 2
-[client]
-base_url = "http://127.0.0.1:8000/v1"
-[sampling]
-max_completion_tokens = 64
-reasoning_effort = "low"
-[select]
-limit = 8
-[env]
-timeout = { rollout = 60 }
-[[source]]
-name = "r"
-env.taskset.id = "reverse-text"
-env.taskset.split = "test"
-[[source]]
-env.taskset.id = "b"
-select = { limit = 2, shuffle = true }
-"""
-SPRING = """\
-max_steps = 20
-clean_output_dir = true
-[model]
-name = "m"
-[orchestrator]
-training_mode = "opd"
-batch_size = 64
-group_size = 8
-seq_len = 4096
-max_inflight_episodes = 64
-[orchestrator.prime_monitor]
-run_name = "x"
-[orchestrator.teacher.model]
-name = "t"
-[orchestrator.teacher.client]
-base_url = ["http://127.0.0.1:8001/v1"]
-[orchestrator.renderer]
-name = "qwen3"
-enable_thinking = false
-[[orchestrator.pre_batch_filters]]
-type = "zero_advantage"
-enforce = true
-[[orchestrator.post_batch_filters]]
-type = "gibberish"
-[[orchestrator.train.env]]
-name = "a"
-taskset = { id = "reverse-text", split = "train" }
-harness = { id = "bash", runtime = { type = "docker" } }
-max_turns = 3
-[[orchestrator.train.env]]
-name = "b"
-env.taskset = { id = "proposer-solver" }
-env.n = 4
-env.solver.max_turns = 2
-max_total_tokens = 512
-pool = { type = "static" }
-[trainer.model.experimental.lora]
-rank = 8
-[trainer.optim]
-max_concurrent_tasks = 1
-[trainer.scheduler]
-type = "linear"
-decay_steps = 0
-min_lr = 1e-7
-[trainer.ckpt]
-skip_gather_master_weights = true
-[inference.vllm_extra]
-tokenizer = "t"
-"""
-LATER_HOSTED = """\
-name = "A run"
-model = "m"
-loss = "rl"
-max_inflight_rollouts = 96
-cluster_name = "c"
-[infrastructure]
-compute_size = "L"
-[sampling]
-max_tokens = 2048
-seed = 3
-[[env]]
-id = "me/one@0.2.1"
-version = "latest"
-max_retries = 2
-[[env]]
-name = "two"
-max_turns = 50
-taskset = { id = "two-v1" }
-harness = { id = "mini-swe-agent", runtime = { type = "prime" } }
-[eval]
-interval = 20
-[[eval.env]]
-name = "held"
-num_examples = 5
-taskset = { id = "two-v1", split = "test" }
-[[pre_batch_filters]]
-type = "zero_advantage"
-enforce = true
-"""
-FIRST_VF_RL = """\
-model = "m"
-[env]
-id = "wordle"
-[inference]
-gpus = 2
-tensor_parallel_size = 2
-[trainer]
-gpus = 1
-batch_size = 64
-rollouts_per_example = 8
-micro_batch_size = 2
-max_seq_len = 1024
-run_name = "RG"
-use_lora = false
-lora_rank = 4
-dataloader_num_workers = 4
-"""
-SEVERAL_EVALS = """\
-model = "m"
-api_base_url = "http://127.0.0.1:1/v1"
-shuffle = true
-shuffle_seed = 4
-timeout = 60
-[sampling]
-reasoning = { enabled = true }
-[[eval]]
-env_id = "a"
-num_examples = 3
-state_columns = ["info"]
-max_concurrent = 2
-sampling_args = { temperature = 0.2 }
-harness = { max_turns = 4 }
-[[eval]]
-env_id = "a"
-max_tokens = 64
-env_args = { split = "test" }
-"""
-ONE_EVAL = """\
-model = "m"
-num_tasks = 5
-num_rollouts = 2
-max_turns = 8
-push = false
-[client]
-base_url = "http://127.0.0.1:1/v1"
-timeout = 60
-[concurrency]
-min_inflight = 2
-max_inflight = 4
-[taskset]
-id = "t-v1"
-split = "test"
-[harness]
-id = "bash"
-runtime = { type = "docker" }
-"""
+FOREIGN = Path(__file__).parent / "foreign"
 MODELS = {id(RL_KEYS): RLConfig, id(SFT_KEYS): SFTConfig, id(EVAL_KEYS): EvalRunConfig}
 
 
@@ -470,7 +45,7 @@ def _said(tables: Tables, keys: dict[str, Any], *, is_built: bool = True) -> tup
     return made.layer.tree, [str(note) for note in made.notes], violations
 
 
-def _leaves(value: Any, path: Path = ()) -> Iterator[Path]:
+def _leaves(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
     match value:
         case dict():
             for key, item in value.items():
@@ -482,7 +57,7 @@ def _leaves(value: Any, path: Path = ()) -> Iterator[Path]:
             yield path
 
 
-def _without(tables: Tables, path: Path, renamed: str | None = None) -> Tables:
+def _without(tables: Tables, path: KeyPath, renamed: str | None = None) -> Tables:
     """Return the tables without a key, or with another name for it."""
     other = copy.deepcopy(tables)
     here: Any = other
@@ -508,15 +83,15 @@ def _vanishing(tables: Tables, keys: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("text", "keys"),
+    ("name", "keys"),
     [
-        *((text, RL_KEYS) for text in (AUTUMN, SUMMER, SPRING, HOSTED, LATER_HOSTED, VF_RL, FIRST_VF_RL)),
-        *((text, SFT_KEYS) for text in (FINE_TUNING, VF_SFT)),
-        *((text, EVAL_KEYS) for text in (VF_EVAL, PRIME_EVAL, SEVERAL_EVALS, ONE_EVAL)),
+        *((name, RL_KEYS) for name in ("autumn", "summer", "spring", "hosted", "later_hosted", "vf_rl", "first_vf_rl")),
+        *((name, SFT_KEYS) for name in ("fine_tuning", "vf_sft")),
+        *((name, EVAL_KEYS) for name in ("vf_eval", "prime_eval", "several_evals", "one_eval")),
     ],
 )
-def test_every_leaf_of_a_file_counts(text, keys):
-    assert _vanishing(tomllib.loads(text), keys) == []
+def test_every_leaf_of_a_file_counts(name, keys):
+    assert _vanishing(tomllib.loads((FOREIGN / f"{name}.toml").read_text()), keys) == []
 
 
 @pytest.mark.computes
@@ -544,7 +119,7 @@ def test_every_key_of_the_tables_counts(keys, value):
     assert unheard == []
 
 
-def _is_key(schema: SchemaKey, path: Path) -> bool:
+def _is_key(schema: SchemaKey, path: KeyPath) -> bool:
     """Return whether the schema has the key, or a free table that it may stand in."""
     above = [schema.find(path[:length]) for length in range(1, len(path))]
     return schema.find(path) is not None or any(node and node.kind is Kind.FREE_TABLE for node in above)
