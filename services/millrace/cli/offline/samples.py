@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from millrace.readers.exports.samples import content_of, given_of, messages_of
+from millrace.readers.exports.conversation import content_of, given_of, messages_of
 
 if TYPE_CHECKING:
     from millrace.rollouts.types import Rollout

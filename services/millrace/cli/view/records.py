@@ -16,7 +16,7 @@ from millrace.cli.view.output import Paint
 from millrace.cli.view.text import curve, printable, size, table
 from millrace.config import EvalRunConfig, RLConfig
 from millrace.config.tree import differences
-from millrace.readers.exports.samples import content_of, given_of, messages_of
+from millrace.readers.exports.conversation import content_of, given_of, messages_of
 from millrace.telemetry.logging import masked
 from millrace.v1 import lineage_pb2, rollout_pb2
 from millrace.v1 import run_service_pb2 as rs

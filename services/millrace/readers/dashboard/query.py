@@ -14,7 +14,8 @@ import numpy as np
 from millrace.errors import CorruptObjectError, InvalidSpecError, MillraceError, NotFoundError, Violation
 from millrace.internal.v1 import batch_pb2
 from millrace.readers.dashboard.index import ROW, Columns, Texts, number_or_none, packed
-from millrace.readers.exports.samples import ExportedSample, advantages_of, answer_of, messages_of
+from millrace.readers.exports.conversation import answer_of, messages_of
+from millrace.readers.exports.samples import ExportedSample, advantages_of
 from millrace.rollouts.batch_wire import MAX_HEADER_BYTES, decode_header
 from millrace.rollouts.types import Purpose, Rollout
 from millrace.runlog.catalogue import BATCH_HEADER

@@ -20,7 +20,7 @@ from millrace.readers.dashboard.index import ROW, Columns, IndexDirectory, Texts
 from millrace.readers.dashboard.reader import Reader
 from millrace.readers.dashboard.views import facts as facts_module
 from millrace.readers.dashboard.views.tokens import of_secrets, pieces_of
-from millrace.readers.exports.samples import content_of
+from millrace.readers.exports.conversation import content_of
 from millrace.runlog.event_archive import decode_event, load_archived_events
 from millrace.storage.base import revision_key
 from millrace.storage.local import LocalStore

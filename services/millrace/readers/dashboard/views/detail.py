@@ -20,7 +20,7 @@ from millrace.readers.dashboard.views.tokens import (
     not_trained,
     of_secrets,
 )
-from millrace.readers.exports.samples import given_of, messages_of
+from millrace.readers.exports.conversation import given_of, messages_of
 from millrace.rollouts.batch_wire import MAX_HEADER_BYTES, chunks_for, decode_header, unpack_batch
 from millrace.rollouts.types import Rollout, Sample, TrainSample
 from millrace.rollouts.wire import decode_archive
