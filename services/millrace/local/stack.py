@@ -416,6 +416,7 @@ class LocalStack:
             dashboard_listen=(self._dashboard or None) if name == "orchestrator" else None,
             log_level=self.options.log_level.upper(),
             log_json=self.options.log_json,
+            queue_groups=self._environ.get(variable_name("queue_groups"), ""),
             drain_s=0.0,  # there is no load balancer in front of these
             grace_s=3.0,
         )

@@ -167,6 +167,7 @@ def test_environment_of_a_service_names_its_own_place_only(tmp_path):
     environ = {
         "MILLRACE_SERVER": "1.2.3.4:5",
         "MILLRACE_LISTEN": "1.2.3.4:6",
+        "MILLRACE_QUEUE_GROUPS": "a:weight=2,b",
         "AWS_REGION": "x",
         "OMP_NUM_THREADS": "4",
     }
@@ -183,6 +184,7 @@ def test_environment_of_a_service_names_its_own_place_only(tmp_path):
     assert settings.log_level == "DEBUG" and settings.drain_s == 0
     assert spec.env["AWS_REGION"] == "x" and spec.env["OMP_NUM_THREADS"] == "4"
     other = stack.service_spec("orchestrator", addresses, "h:3", {"inference": "h:5"}, "redis://r", "file:///s").env
+    assert Settings.from_env(other).queue_groups == "a:weight=2,b", "it is for the stack, not about another one"
     assert "MILLRACE_HTTP_LISTEN" not in other and "MILLRACE_METRICS_LISTEN" not in other
 
 
