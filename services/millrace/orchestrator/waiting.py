@@ -25,15 +25,16 @@ from millrace.orchestrator.queue.order import (
     AGE_S,
     DEFAULT_GROUP,
     GroupUse,
+    HeldRun,
     QueuedRun,
     QueueGroup,
     QueuePlace,
     WaitReason,
     WorkerPool,
+    choose_victims,
     least_accelerators,
     place_runs,
 )
-from millrace.orchestrator.queue.preemption import HeldRun, choose_victims
 from millrace.orchestrator.tenants import belongs_to
 from millrace.orchestrator.workers import WorkerKind, WorkerRegistry
 from millrace.runlog.records.run_record import RL, RunRecord

@@ -11,8 +11,7 @@ import pytest
 from millrace.config.sections.orchestrator import EnvConfig, OrchestratorConfig
 from millrace.orchestrator.drive.batch_metrics import BatchWarnings
 from millrace.orchestrator.play.book import Book
-from millrace.orchestrator.play.experts import ExpertsCheck
-from millrace.orchestrator.play.intake import Intake
+from millrace.orchestrator.play.intake import ExpertsCheck, Intake
 from millrace.rollouts.routed_experts import RoutedForm
 from millrace.rollouts.types import Purpose, Rollout
 from millrace_testing.orchestrator.builders import make_play, make_rollout

@@ -7,8 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.orchestrator.queue.order import AGE_S, QueuedRun, QueuePlace, WorkerPool, place_runs
-from millrace.orchestrator.queue.preemption import HeldRun, choose_victims
+from millrace.orchestrator.queue.order import (
+    AGE_S,
+    HeldRun,
+    QueuedRun,
+    QueuePlace,
+    WorkerPool,
+    choose_victims,
+    place_runs,
+)
 
 
 def held(uid: str, priority: int = 0, num_replicas: int = 1, **more) -> HeldRun:

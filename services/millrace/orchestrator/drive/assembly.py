@@ -22,9 +22,8 @@ from millrace.orchestrator.events import RunContext, RunEvents
 from millrace.orchestrator.play.book import Book, RolloutStream
 from millrace.orchestrator.play.env_servers import EnvServers, OpenedEnv, env_spec
 from millrace.orchestrator.play.evals import Evaluation, Evaluator
-from millrace.orchestrator.play.experts import ExpertsCheck
 from millrace.orchestrator.play.failures import Failures
-from millrace.orchestrator.play.intake import Intake
+from millrace.orchestrator.play.intake import ExpertsCheck, Intake
 from millrace.orchestrator.play.play import Play, load_of
 from millrace.orchestrator.play.player import Player, RunIdentity
 from millrace.orchestrator.play.pools import TaskBuffer

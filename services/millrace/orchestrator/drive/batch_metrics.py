@@ -12,7 +12,7 @@ import numpy as np
 
 from millrace.config.sections.orchestrator import OrchestratorConfig
 from millrace.orchestrator.events import RunEvents, is_reported
-from millrace.orchestrator.play.experts import ExpertsCheck
+from millrace.orchestrator.play.intake import ExpertsCheck
 from millrace.orchestrator.play.play import Play
 from millrace.rollouts.types import CUT_METRIC, Rollout, are_equal, reaches
 

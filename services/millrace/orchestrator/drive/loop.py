@@ -39,9 +39,8 @@ from millrace.orchestrator.drive.batch_metrics import BatchWarnings, Durations, 
 from millrace.orchestrator.drive.batch_writer import BatchWriter, cut, teaches
 from millrace.orchestrator.events import RunEvents
 from millrace.orchestrator.play.book import Book
-from millrace.orchestrator.play.experts import ExpertsCheck
 from millrace.orchestrator.play.failures import Failures, by_status
-from millrace.orchestrator.play.intake import Draw, MakePlay, draw_nothing
+from millrace.orchestrator.play.intake import Draw, ExpertsCheck, MakePlay, draw_nothing
 from millrace.orchestrator.play.play import Play, PlayState, num_rollouts
 from millrace.orchestrator.play.player import Player
 from millrace.orchestrator.play.routing import AdmissionRule, Policies
