@@ -10,7 +10,6 @@ printed are medians of sampled tokens per CPU second, and what an adapter adds t
 
 import argparse
 import asyncio
-import copy
 import random
 import tempfile
 import time
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 from report import progress, table
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from millrace.inference.embedded import loader
 from millrace.inference.embedded.engine import EmbeddedEngine
@@ -33,7 +32,7 @@ RANK = 16
 BASE = PolicyIdentity(run_uid="", lineage=0, version=0)
 
 
-def make_model() -> torch.nn.Module:
+def make_model() -> PreTrainedModel:
     torch.manual_seed(0)
     config = Qwen3Config(
         architectures=["Qwen3ForCausalLM"],
@@ -143,7 +142,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model = make_model()
     with tempfile.TemporaryDirectory() as directory:
-        copy.deepcopy(model).save_pretrained(directory)
+        model.save_pretrained(directory)
         asyncio.run(measure(args, Path(directory), model))
 
 

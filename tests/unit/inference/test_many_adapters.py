@@ -95,7 +95,7 @@ class Bench:
 
     async def begun(
         self, adapters: list[str | None], *, tokens: int, **sampling: Any
-    ) -> list[asyncio.Future[Generation]]:
+    ) -> Sequence[asyncio.Future[Generation]]:
         """Return requests, one for each of `adapters`, that stand still once they have so many tokens together."""
         self.gate.close_after(tokens)
         requests = [self.request(number, adapter, **sampling) for number, adapter in enumerate(adapters)]
@@ -108,11 +108,11 @@ class Bench:
 
 
 @pytest.fixture
-async def bench(model_dir, make_model, make_staged, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+async def bench(request, model_dir, make_model, make_staged, monkeypatch) -> AsyncIterator[Bench]:
     gate = Gate(monkeypatch)
     base = make_model(0)
     staged = make_staged(base)
-    engine = EmbeddedEngine(max_num_seqs=32, max_loras=4)
+    engine = EmbeddedEngine(**{"max_num_seqs": 32, "max_loras": 4, **getattr(request, "param", {})})
     await engine.load(model_dir, staged, identity=BASE)
     await engine.prove(staged)
     kinds = {
@@ -191,8 +191,12 @@ async def test_more_adapters_than_slots_take_turns(bench: Bench, reference, monk
     assert max(seen) == 4
 
 
-async def test_an_adapter_without_a_slot_is_not_passed_over_for_ever(bench: Bench) -> None:
-    """Four adapters always have a further request; the fifth gets a slot nevertheless."""
+_TIGHT = {"max_num_seqs": 2, "max_loras": 1}
+
+
+@pytest.mark.parametrize(("bench", "names"), [({}, "abcd"), (_TIGHT, "a")], indirect=["bench"])
+async def test_an_adapter_without_a_slot_is_not_passed_over_for_ever(bench: Bench, names: str) -> None:
+    """The other adapters always have a further request, with rows to spare or none."""
     await bench.add("a", "b", "c", "d", "e")
     numbers = iter(range(100, 10**6))
     is_over = False
@@ -202,8 +206,8 @@ async def test_an_adapter_without_a_slot_is_not_passed_over_for_ever(bench: Benc
             await bench.engine.generate(bench.request(next(numbers), name, max_tokens=length))
 
     # Of different lengths, so that they never end together.
-    tasks = [asyncio.create_task(busy(name, 20 + 7 * n)) for n in range(3) for name in "abcd"]
-    await until(lambda: bench.engine.status().num_running >= 4, timeout_s=patient(10))
+    tasks = [asyncio.create_task(busy(name, 20 + 7 * n)) for n in range(10) for name in names]
+    await until(lambda: bench.engine.status().num_running >= min(4, 2 * len(names)), timeout_s=patient(10))
     try:
         async with asyncio.timeout(patient(60)):
             got = await bench.engine.generate(bench.request(1, "e"))

@@ -217,15 +217,15 @@ class Scheduler:
         is_passed_over = False
         while (entry := self._waiting.next(shut)) is not None:
             fairness_key = entry.request.fairness_key
-            if not self._fits(len(admitted), max(longest, entry.limit), has_rows=running[fairness_key] > 0):
-                if not running[fairness_key]:
-                    break  # its turn comes when rows end; admitting a later one that fits would delay it further
-                shut.add(fairness_key)
-                continue
             if entry.adapter is not None and len(adapters | {entry.adapter}) > self._max_adapters:
                 is_passed_over = True
                 if self._num_passed_over >= _PASSED_OVER:
                     break  # so that the adapters that generate run out of requests, and one has its turn
+                shut.add(fairness_key)
+                continue
+            if not self._fits(len(admitted), max(longest, entry.limit), has_rows=running[fairness_key] > 0):
+                if not running[fairness_key]:
+                    break  # its turn comes when rows end; admitting a later one that fits would delay it further
                 shut.add(fairness_key)
                 continue
             longest_prompt = max(longest_prompt, len(entry.request.prompt_token_ids))
@@ -234,9 +234,12 @@ class Scheduler:
                 break
             longest = max(longest, entry.limit)
             running[fairness_key] += 1
-            adapters |= {entry.adapter} - {None}
+            if entry.adapter is not None and entry.adapter not in adapters:
+                adapters.add(entry.adapter)
+                self._num_passed_over = 0
             admitted.append(self._waiting.take(entry))
-        self._num_passed_over = self._num_passed_over + 1 if is_passed_over else 0
+        # Not set to 0 by a look that ends, for lack of rows, before the request without a slot.
+        self._num_passed_over += is_passed_over
         return admitted
 
     def _fits(self, num_admitted: int, longest: int, *, has_rows: bool) -> bool:
