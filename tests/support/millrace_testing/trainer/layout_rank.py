@@ -18,6 +18,7 @@ from millrace.config.sections.rl import RLConfig
 from millrace.custom_code import CustomCode
 from millrace.errors import MillraceError
 from millrace.internal.v1 import batch_pb2
+from millrace.models.routing import RoutingShape
 from millrace.policies.publish import TensorPart
 from millrace.rollouts.types import TrainSample
 from millrace.runlog import Names
@@ -94,11 +95,13 @@ def _plan(learner: Learner, gang: Gang) -> list[list[Rows]]:
 
 
 def _minibatch(step: int, learner: Learner, gang: Gang) -> Minibatch:
-    samples = [_sample(length, step * 100 + index) for index, length in enumerate(_LENGTHS)]
+    routing = learner.routing
+    samples = [_sample(length, step * 100 + index, routing) for index, length in enumerate(_LENGTHS)]
     plan = _plan(learner, gang)[gang.data_rank]
     flat = [[index for row in rows for index in row] for rows in plan]
+    made: dict[str, Any] = {"seq_len": 32, "device": gang.device, "routing": routing}
     micro_batches = [
-        build_micro_batch([samples[i] for i in places], rows=in_order(rows), seq_len=32, device=gang.device)
+        build_micro_batch([samples[i] for i in places], rows=in_order(rows), **made)
         for places, rows in zip(flat, plan, strict=True)
     ]
     return Minibatch(micro_batches=micro_batches, samples=flat)
@@ -119,8 +122,12 @@ def _tensor(part: TensorPart) -> torch.Tensor:
     return torch.from_numpy(part.bits.view(np.float32).copy())
 
 
-def _sample(length: int, seed: int) -> TrainSample:
+def _sample(length: int, seed: int, routing: RoutingShape | None) -> TrainSample:
     rng = np.random.default_rng(seed)
+    experts = None
+    if routing is not None:  # any others than the routers would choose
+        order = np.random.default_rng(seed).random((length - 1, len(routing.layers), routing.num_experts))
+        experts = order.argsort(axis=-1)[..., : routing.top_k].astype(np.uint8)
     mask = np.ones(length, np.uint8)
     mask[0] = 0
     return TrainSample(
@@ -137,6 +144,7 @@ def _sample(length: int, seed: int) -> TrainSample:
         min_version=0,
         max_version=0,
         lineage=0,
+        routed_experts=experts,
     )
 
 
