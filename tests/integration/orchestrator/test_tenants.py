@@ -40,6 +40,8 @@ from millrace_testing.orchestrator.runs import (
     create,
     has_state,
     restart_orchestrator,
+    states,
+    submit,
     watch,
 )
 from millrace_testing.polling import until
@@ -181,8 +183,8 @@ async def test_lists_show_a_tenant_its_own_and_an_operator_all(shared) -> None:
     assert await listed("acme") == mine
     assert await listed("acme", tenant="acme") == mine
     assert await listed("acme", tenant="globex") == await listed("acme", tenant="nobody") == []
-    for states in ([run_pb2.RUN_STATE_QUEUED], [run_pb2.RUN_STATE_QUEUED, run_pb2.RUN_STATE_SUCCEEDED]):
-        assert await listed("acme", states=states) == mine[: len(states)]
+    for wanted in ([run_pb2.RUN_STATE_QUEUED], [run_pb2.RUN_STATE_QUEUED, run_pb2.RUN_STATE_SUCCEEDED]):
+        assert await listed("acme", states=wanted) == mine[: len(wanted)]
     everything = await listed("operator")
     assert everything == ["runs/globex.waits", "runs/acme.waits", "runs/globex.done", "runs/acme.done"]
     assert await listed("operator", tenant="globex") == ["runs/globex.waits", "runs/globex.done"]
@@ -287,6 +289,20 @@ async def test_a_waiting_run_hears_nothing_of_others_in_the_queue(shared) -> Non
         assert "acme" not in told and long.uid not in told, told
     assert "trainer-fake has another run" in await why(globex, small)
     assert "trainer-fake has run acme.long" in await why(operator, small)
+
+
+async def test_who_is_preempted_hears_no_name_of_another_tenants_run(shared) -> None:
+    acme, globex, _ = (shared.clients[who] for who in WHO)
+    long = await submit(acme, "long", max_steps=100_000, preemptible=True)
+    await until(lambda: has_state(acme, long, run_pb2.RUN_STATE_RUNNING))
+    small = await submit(globex, "small", priority=5)
+    assert states(await watch(globex, small))[-1] == "SUCCEEDED"
+    async for answer in stream(acme.runs.WatchRun, run_service_pb2.WatchRunRequest(name=long.uid)):
+        change = answer.event.state_changed
+        if change.new_state == run_pb2.RUN_STATE_QUEUED:
+            break
+    assert change.reason.startswith("preempted for another run of higher priority: no step is lost")
+    assert "globex" not in change.reason and small.uid not in change.reason
 
 
 async def test_no_route_of_the_dashboard_tells_a_tenant_of_anothers_run(shared) -> None:
