@@ -106,9 +106,9 @@ test-templates: setup-dev ## Compare the loss masks of real chat templates with 
 	@scripts/setup_templates.sh
 	$(PY) -m pytest -m templates -rs tests/integration/trainer/test_chat_templates.py
 
-test-tinker: setup-dev ## Train and sample with the public Tinker SDK against our server, through kills; installs it into .venv-tinker.
+test-tinker: setup-dev ## Train with the public Tinker SDK and recipes of its cookbook on our server, through kills; installs both into .venv-tinker.
 	@scripts/setup_tinker.sh
-	$(PY) -m pytest -m tinker -rs tests/integration/tinker/test_sdk.py
+	$(PY) -m pytest -m tinker -rs tests/integration/tinker/test_sdk.py tests/integration/tinker/test_cookbook.py
 
 test-models: setup-dev ## Read saved models of every family with transformers 4; installs it into .venv-transformers-4.
 	@scripts/setup_transformers_4.sh

@@ -27,19 +27,19 @@ PROTOBUF = "application/x-protobuf"
 class Server:
     """A server on one store; it may be killed and started again, at the same port."""
 
-    def __init__(self, directory: Path, model: Path, *, environ: dict[str, str] | None = None) -> None:
-        self.store, self.model, self.port = directory / "store", model, 0
+    def __init__(self, directory: Path, model: Path, *, names: Sequence[str] = ("tiny",)) -> None:
+        self.store, self.model, self.names, self.port = directory / "store", model, names, 0
         self._log = directory / "server.log"
         self._environ = {
             **os.environ,
             "MILLRACE_STORE_URL": f"file://{self.store}",
             "OMP_NUM_THREADS": "1",
-            **(environ or {}),
         }
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        argv = [sys.executable, "-m", "millrace.cli", "tinker", "--model", str(self.model), "--name", "tiny"]
+        argv = [sys.executable, "-m", "millrace.cli", "tinker", "--model", str(self.model)]
+        argv += [word for name in self.names for word in ("--name", name)]
         with self._log.open("ab") as log:
             begins = log.tell()
             self.process = subprocess.Popen(
