@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 WINDOW_S = 86400.0
 """How far back the use of a group counts for its share."""
 RETRY_S = 5.0
+FAILED_S = 900.0
+"""For how long nobody pauses for a run whose last drive failed, or that could not be looked at."""
 RECORD_S, REST_S = 5.0, 0.1
 """How often it is looked what a run has, and the shortest time between two looks."""
 
@@ -104,7 +106,10 @@ class RunQueue:
         self._registry.limits.head = head.uid if head is not None else ""
         self._registry.limits.head_replicas = asked[head.uid].min_replicas if head is not None else 0
         self._places = {place.uid: place for place in places}
-        self._choose_victims(head, asked)
+        tried = {view.record.uid: at for view, at in waiting}
+        # What cannot be driven must not have others pause at each of its tries.
+        has_failed = head is not None and tried[head.uid] > 0 and time.monotonic() - tried[head.uid] < FAILED_S
+        self._choose_victims(None if has_failed else head, asked)
         if claimed := {place.uid for place in places if place.workers}:
             faults.reach(faults.Point.ORCHESTRATOR_WORKERS_GIVEN)
         return claimed
@@ -131,20 +136,34 @@ class RunQueue:
         Runs that were asked before keep to it. What was chosen and not asked is chosen anew.
         """
         held = {each.uid for each in self._registry.held() if not each.is_replica}
+        num_leaving = self._num_letting_go()
         self._preemptions = {uid: each for uid, each in self._preemptions.items() if uid in held and each.is_asked}
         if head is None:
             return
         wants = asked[head.uid]
-        num_trainers = 1 - len([each for each in head.kept if each in self._pool().trainers])
-        num_replicas = wants.min_replicas - (len(head.kept) - (1 - num_trainers))
+        pool = self._pool()
+        num_trainers = len([each for each in head.kept if each in pool.trainers])
+        num_replicas = wants.min_replicas - (len(head.kept) - num_trainers)
         runs = [found for uid in sorted(held) if (found := self._as_held(uid)) is not None]
         victims = choose_victims(
-            runs, priority=wants.priority, num_trainers=num_trainers, num_replicas=max(0, num_replicas)
+            runs,
+            priority=wants.priority,
+            num_trainers=max(0, 1 - num_trainers - num_leaving),
+            num_replicas=max(0, num_replicas),
         )
         for uid in victims:
             self._preemptions[uid] = _Preemption(by=head.uid, reason=self._reason(uid, head.uid, wants.priority))
         if victims:
             self._has_chosen.set()
+
+    def _num_letting_go(self) -> int:
+        """Return how many trainers have no run, but report one that is at rest: they save its state, and are free then.
+
+        A run that was asked to pause counts as at rest: what was read of its log may be from before it did.
+        """
+        going_on = self._registry.going_on - {uid for uid, each in self._preemptions.items() if each.is_asked}
+        free = (each for each in self._registry.accepting(WorkerKind.TRAINER) if not each.run_uid)
+        return sum(bool(each.reported) and each.reported not in going_on for each in free)
 
     def _as_held(self, uid: str) -> HeldRun | None:
         """Return a run that has workers as preemption looks at it; None if it may not pause for another one now."""
@@ -184,7 +203,8 @@ class RunQueue:
         while await self._has_chosen.wait():
             self._has_chosen.clear()
             for uid, chosen in list(self._preemptions.items()):
-                if chosen.is_asked:
+                # Another look may have chosen anew while one of the runs was asked.
+                if chosen.is_asked or self._preemptions.get(uid) is not chosen:
                     continue
                 chosen.is_asked = True
                 faults.reach(faults.Point.ORCHESTRATOR_PREEMPT_CHOSEN)

@@ -1,13 +1,16 @@
 """The queue over real Redis, a real store and real gRPC: order, gangs, quotas, use that outlives an orchestrator."""
 
 import asyncio
+from collections import Counter
 
 import pytest
 
 from millrace.errors import InvalidSpecError
 from millrace.orchestrator import manager
+from millrace.orchestrator.waiting import RunQueue
 from millrace.rpc.channel import call
 from millrace.v1 import run_pb2, run_service_pb2
+from millrace_testing.orchestrator.fakes import FakeTrainer
 from millrace_testing.orchestrator.runs import (
     bodies,
     get,
@@ -169,6 +172,40 @@ async def test_both_runs_say_what_is_about_to_be_preempted(stack, monkeypatch) -
     trainer.hold.set()
     for run in (high, low):
         assert states(await watch(stack, run))[-1] == "SUCCEEDED"
+
+
+async def test_while_a_trainer_lets_go_of_who_paused_nobody_else_pauses(stack, monkeypatch) -> None:
+    """It saves a checkpoint, which may take minutes: it reports the run until then, and is free for nobody."""
+    may_let_go, looks = asyncio.Event(), Counter[str]()
+    heard, claim = FakeTrainer.on_assignments, RunQueue.claim
+
+    def late(trainer: FakeTrainer, reply) -> None:
+        if not may_let_go.is_set():
+            reply.ClearField("let_go")
+        heard(trainer, reply)
+
+    def counted(queue: RunQueue, waiting) -> set[str]:
+        looks.update(view.record.name for view, _ in waiting)
+        return claim(queue, waiting)
+
+    monkeypatch.setattr(FakeTrainer, "on_assignments", late)
+    monkeypatch.setattr(RunQueue, "claim", counted)
+    await stack.env_server()
+    lows, trainers = list[run_pb2.Run](), list[FakeTrainer]()
+    for number in (1, 2):
+        await stack.inference(f"r{number}")
+        trainers.append(await stack.trainer(worker_id=f"t{number}"))
+        trainers[-1].hold.clear()
+        lows.append(await submit(stack, f"low{number}", preemptible=True, max_replicas=1))
+        await until(lambda: len(trainers[-1].headers) >= 1)
+    high = await submit(stack, "high", priority=5)
+    await until(lambda: has_state(stack, lows[1], run_pb2.RUN_STATE_QUEUED))
+    looks.clear()
+    await until(lambda: looks["high"] >= 3 and looks["low2"] >= 3)
+    may_let_go.set()
+    for trainer in trainers:
+        trainer.hold.set()
+    assert ["QUEUED" in states(await watch(stack, run)) for run in (*lows, high)] == [False, True, False]
 
 
 async def test_nobody_is_preempted_by_equals_or_for_less_than_what_is_needed(stack) -> None:
