@@ -23,26 +23,24 @@ _HEAD = """# Chat templates
 
 <!-- PYTHONPATH=.venv-templates python -m millrace_testing.templates.page -->
 
-What `millrace sft` makes of {templates} real chat templates ({packages}) and {conversations} conversations.
-`make test-templates` makes this page; where the loss mask differs from that of TRL and renderers:
-[report](../benchmarks/results/chat_templates.md).
-
-What is trained of a turn is what the policy would sample. If a template breaks that, the row is refused
-([SFT](guides/sft.md)).
+What `millrace sft` makes of {templates} real chat templates ({packages}) and {conversations} conversations
+(`make test-templates`). Where a template does not let it train what the policy would sample, the row is
+[refused](guides/sft.md#what-is-trained-on). [Differences](../benchmarks/results/chat_templates.md) from the loss masks of
+TRL and renderers.
 """
 _FAMILIES = """
 ## Families
 
 *Ends*: the tokens after an answer and after a turn of calls (– if the template, under transformers, writes no calls).
-*After*: what the template writes after the last turn's end, which is not trained. *Refused*: the numbers of the
-conversations of which the template *raises*, *loses* a text, a call or reasoning, *rewrites* earlier turns or the
-prompt that an engine was given, or *melts* the end of a prompt and the beginning of its answer into one token.
+*After*: what is written after the last turn's end, and not trained. *Refused*: the conversations of which the template
+*raises*, *loses* a text, a call or reasoning, *rewrites* earlier turns or the prompt of an engine, or *melts* the end of a
+prompt and the beginning of its answer into one token.
 
 | family | ends | after | refused |
 |---|---|---|---|
 """
 _TRAINED = """
-With TRL's training templates as the models' own, their markers say what is trained of {count} more rows: {families}.
+The markers of TRL's training templates say what is trained of {count} more rows: {families}.
 """
 _DIFFERENCES = """# Chat templates: differences from the peers
 
@@ -91,14 +89,10 @@ def _parts(rows: list[dict[str, Any]], ends: list[dict[str, Any]]) -> Iterator[s
     )
     yield "\n" + "; ".join(f"{number} {name}" for name, number in _NUMBERS.items()) + ".\n"
     yield _FAMILIES
+    alike: dict[str, list[str]] = defaultdict(list)
     for family, end in zip(FAMILIES, ends, strict=True):
-        own = by_family[family.name]
-        found = {word: _numbers(row for row in own if row["outcome"] == outcome) for outcome, word in _REFUSED.items()}
-        refused = "; ".join(f"{word} {numbers}" for word, numbers in found.items() if numbers)
-        behind = repr(end["behind"]).replace("'", "`") if end["behind"] else "–"
-        stops = " ".join(f"`{stop}`" for stop in dict.fromkeys(filter(None, (end["answer"], end["call"]))))
-        stops += "" if end["call"] else ", –"
-        yield f"| {family.name} | {_escaped(stops)} | {_escaped(behind)} | {refused} |\n"
+        alike[_cells(by_family[family.name], end)].append(family.name)
+    yield from (f"| {', '.join(names)} | {cells} |\n" for cells, names in alike.items())
     marked = {
         name.removeprefix(TRAINED): sum(row["outcome"] == "marked" for row in own)
         for name, own in by_family.items()
@@ -106,6 +100,16 @@ def _parts(rows: list[dict[str, Any]], ends: list[dict[str, Any]]) -> Iterator[s
     }
     families = ", ".join(f"{name} {count}" for name, count in marked.items() if count)
     yield _TRAINED.format(count=sum(marked.values()), families=families)
+
+
+def _cells(rows: list[dict[str, Any]], end: Mapping[str, Any]) -> str:
+    """Return what the table says of a family with these rows and ends, without its name."""
+    found = {word: _numbers(row for row in rows if row["outcome"] == outcome) for outcome, word in _REFUSED.items()}
+    refused = "; ".join(f"{word} {numbers}" for word, numbers in found.items() if numbers)
+    behind = repr(end["behind"]).replace("'", "`") if end["behind"] else "–"
+    stops = " ".join(f"`{stop}`" for stop in dict.fromkeys(filter(None, (end["answer"], end["call"]))))
+    stops += "" if end["call"] else ", –"
+    return f"{_escaped(stops)} | {_escaped(behind)} | {refused}"
 
 
 def _differences(rows: list[dict[str, Any]]) -> Iterator[str]:
