@@ -21,8 +21,8 @@ _ANYWHERE = (
     "input (arguments, config, names); 3 not there; 4 not allowed; 5 no answer (another try may help); 130 interrupted."
 )
 _ARGUMENTS = (
-    "`RUN` is a name, the beginning of one, a uid, or `-` for the newest run. `@ FILE` may be repeated, and followed by "
-    "any key of [the config](configuration.md) as `--KEY VALUE`."
+    "`RUN` is a name, the beginning of one, a uid, or `-` for the newest run. `@ FILE` may be repeated, and followed "
+    "by any key of [the config](configuration.md) as `--KEY VALUE`."
 )
 _REPEATED = " [@ FILE ...] [--KEY VALUE ...]"
 """What follows `@ FILE` in the usage of most commands."""

@@ -25,16 +25,16 @@ _HEAD = """# Chat templates
 
 What `millrace sft` makes of {templates} real chat templates ({packages}) and {conversations} conversations
 (`make test-templates`). Where a template does not let it train what the policy would sample, the row is
-[refused](guides/sft.md#what-is-trained-on). [Differences](../benchmarks/results/chat_templates.md) from the loss masks of
-TRL and renderers.
+[refused](guides/sft.md#what-is-trained-on). [Differences](../benchmarks/results/chat_templates.md) from the loss masks
+of TRL and renderers.
 """
 _FAMILIES = """
 ## Families
 
 *Ends*: the tokens after an answer and after a turn of calls (– if the template, under transformers, writes no calls).
 *After*: what is written after the last turn's end, and not trained. *Refused*: the conversations of which the template
-*raises*, *loses* a text, a call or reasoning, *rewrites* earlier turns or the prompt of an engine, or *melts* the end of a
-prompt and the beginning of its answer into one token.
+*raises*, *loses* a text, a call or reasoning, *rewrites* earlier turns or the prompt of an engine, or *melts* the end
+of a prompt and the beginning of its answer into one token.
 
 | family | ends | after | refused |
 |---|---|---|---|
