@@ -38,7 +38,7 @@ _DEFAULT_STEP_S = 60.0
 @click.option("--json", "as_json", is_flag=True, help="With --plan: print data.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[@ FILE] [--KEY VALUE ...]")
 def doctor(server: str | None, directory: Path | None, is_plan: bool, arguments: tuple[str, ...], **load: Any) -> int:
-    """Check that the API, Redis and the object store are there and fit for runs.
+    """Check that API, Redis and object store are fit for runs.
 
     Redis and the object store are those of MILLRACE_REDIS_URL and MILLRACE_STORE_URL, as in the containers of a
     deployment, or those of the stack that runs here. Writes and removes a few small objects.

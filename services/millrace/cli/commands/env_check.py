@@ -39,7 +39,7 @@ def env() -> None:
 def check(
     env_id: str, args_json: str, pairs: tuple[str, ...], *, python: str, load_only: bool, form: str, **choices: Any
 ) -> int:
-    """Load environment ID in a worker of its own, play one task, and show prompt, completion, rewards and time.
+    """Play one task of environment ID, and show prompt, completion, rewards and time.
 
     Needs no server and no model: a stub model answers, unless --base-url names another. The worker is confined, and
     inherits variables, as the env-server's workers are and do. Exits 0 if the rollout ended well, else 1.

@@ -43,7 +43,7 @@ _H100_TFLOPS = 989.0
 
 @click.command(cls=RawCommand, epilog=_HELP)
 def estimate(arguments: tuple[str, ...]) -> int:
-    """Print a step's memory on each GPU, whether the run fits, which key reduces the memory, and tokens/s.
+    """Print whether a run fits its GPUs, and tokens/s. Lists a step's memory, and which key reduces it.
 
     Takes a config of `millrace rl` or `millrace sft`. Of the model only its config.json is read, and no device is
     used. Exits 0 if the run fits, else 1.

@@ -38,7 +38,7 @@ class _EvalCommand(RawCommand):
 
 @click.command(name="eval", cls=_EvalCommand, epilog=_HELP)
 def evaluate(arguments: tuple[str, ...]) -> int:
-    """Evaluate a model, or the policies of a run, on environments, without training.
+    """Evaluate a model, or the policies of a run, on environments.
 
     With [client] the model is served by an OpenAI-compatible endpoint; the API key is read from the environment
     variable that client.api_key_var names. Without it model.name is a directory, which the local stack serves.

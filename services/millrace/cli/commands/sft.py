@@ -29,7 +29,7 @@ _FLAGS = {
 
 @click.command(cls=RawCommand, epilog=_HELP)
 def sft(arguments: tuple[str, ...]) -> int:
-    """Fine-tune a model on prompts and completions, on this machine; Ctrl-C stops it."""
+    """Fine-tune a model on this machine. Ctrl-C stops it."""
     from millrace.cli.session.bench import flags, is_bench, run_bench, trainer_bench
     from millrace.cli.session.config_file import (
         explained,

@@ -27,7 +27,7 @@ import click
     "--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Threads of trainer and sampler, each."
 )
 def tinker(model: Path, names: tuple[str, ...], listen: str, max_tokens: int | None, threads: int) -> None:
-    """Serve the public Tinker SDK until Ctrl-C: training and sampling of adapters, on CPUs.
+    """Serve the public Tinker SDK until Ctrl-C. It trains and samples adapters, on CPUs.
 
     What is asked is stored in MILLRACE_STORE_URL before it is answered, and survives the death of any process.
     """

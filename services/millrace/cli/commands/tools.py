@@ -25,10 +25,10 @@ def config() -> None:
 )
 @click.option("--out", "-o", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Write it here.")
 def import_files(files: tuple[str, ...], kind: str | None, out: Path | None) -> int:
-    """Translate config files of prime-rl (September 2025 to October 2026) into one of Millrace.
+    """Translate config files of prime-rl or TRL into one of Millrace.
 
-    Or one of TRL's GRPO or SFT trainer: YAML, JSON, or a script that calls GRPOConfig or SFTConfig, which is read and
-    not run. What TRL takes where its file is silent is written out.
+    Files of prime-rl are those of September 2025 to October 2026. Files of TRL's GRPO or SFT trainer are YAML, JSON, or
+    a script that calls GRPOConfig or SFTConfig, which is read and not run; TRL's defaults are written out.
 
     Several files are parts of one run, as in `rl --trainer @ … --orchestrator @ …`. The result is printed, or written
     to --out; standard error says of every key what became of it. Nothing is written if a key has no meaning here.
@@ -104,7 +104,7 @@ _DIRECTORY = click.Path(path_type=Path, exists=True, file_okay=False)
 @click.option("--base", type=_DIRECTORY, required=True, help="Directory of the model that it was trained on.")
 @click.option("--to", "directory", type=click.Path(path_type=Path), required=True, help="Directory, new or empty.")
 def merge(adapter: Path, base: Path, directory: Path) -> int:
-    """Merge an adapter that PEFT has saved into its base, as PEFT does, and write the model.
+    """Merge an adapter of PEFT into its base, as PEFT does.
 
     Kinds of adapters that are not known are refused by their field: docs/adapters.md.
     """

@@ -50,7 +50,7 @@ def up(
     restart: bool,
     liveness: bool,
 ) -> None:
-    """Start the one-machine stack and leave it running until Ctrl-C.
+    """Run the one-machine stack until Ctrl-C.
 
     Redis, object store, orchestrator, env-server, inference, trainer. Its data is under --dir and is there again when
     the stack is started again. A process that dies is started again, and runs go on. vLLM gets the first GPU, the

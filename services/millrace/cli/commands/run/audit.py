@@ -190,7 +190,7 @@ def _shown_audit(name: str) -> Iterator[Callable[[str], None]]:
 )
 @STORE
 def attest(name: str, key: Path, out: Path | None, store: str | None, prefix: str | None) -> int:
-    """Sign the chain hash of a run, and its seal if it has ended, and store that beside the run.
+    """Sign the chain hash of a run, and the seal of one that has ended. The result is stored beside the run.
 
     Someone who may write to the store can make another history whose hashes all fit, but cannot sign it. `millrace run
     audit RUN --attest-key FILE` checks the signatures in the store, and `--attestation FILE` what --out wrote.
@@ -380,7 +380,7 @@ OnStep = Callable[[int, int], None]
 )
 @STORE
 def replay(name: str, step: int, loss: str | None, store: str | None, prefix: str | None) -> int:
-    """Recompute a step of a run from its log and compare the policy with the published one, bit for bit.
+    """Recompute a step of a run, and compare the policy with the published one.
 
     Begins at the newest kept checkpoint at or before the step. Reads the object store only, writes nothing into it, and
     needs neither Redis nor a server. `--loss` only adds metrics of another loss. Exits 0 if the digests are equal, else

@@ -32,7 +32,7 @@ def compare(
     store: str | None,
     prefix: str | None,
 ) -> int:
-    """Compare runs: curves on one scale, last values, and the keys in which their configs differ.
+    """Compare curves, last values and configs of runs.
 
     RUN is a name, the beginning of one, a uid, - for the most recent run, or the directory that `millrace rl` has
     written; such a directory is read without a server. Two to eight runs; docs/metrics.md lists metrics.

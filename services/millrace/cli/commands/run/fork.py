@@ -125,7 +125,7 @@ def _step(text: str | bool | None) -> int:
 @click.option("--reason", default="", help="Why; shown with the run later.")
 @SERVER
 def pause(name: str, reason: str, server: str | None) -> None:
-    """Ask a run to stop at a step boundary and to give its workers back; nothing of it is lost.
+    """Ask a run to stop at a step boundary and give its workers back. Nothing of it is lost.
 
     What is being played may finish for 30 s; the rest is played again after `millrace run resume RUN`.
     """

@@ -64,7 +64,7 @@ START_S = 10.0
 @click.option("--detach", is_flag=True, help="Only start the session, and print how to attach to it.")
 @SERVER
 def panes(name: str, level: str | None, detach: bool, server: str | None) -> None:
-    """Open a tmux session with a pane for the run's steps and one for what each of its services writes.
+    """Show a run's steps, and what its services write, in panes of tmux.
 
     It shows `millrace run watch` and `millrace run logs --component NAME --follow`. Ctrl-B D leaves it, and the run
     goes on; it is there already if it was opened before.
@@ -146,7 +146,7 @@ run.add_command(compare)
 
 @run.command(cls=RawCommand, epilog=OPTIONS_HELP + "\n  --follow        Follow the run to its end; Ctrl-C detaches.")
 def submit(arguments: tuple[str, ...]) -> int:
-    """Submit a run: millrace run submit @ rl.toml [--KEY VALUE ...] [--follow]."""
+    """Submit a run."""
     from millrace.cli import interrupts
     from millrace.cli.connection import explain_unreachable, shared_address
     from millrace.cli.session.prepare import prepare, print_config
@@ -194,7 +194,10 @@ def submit(arguments: tuple[str, ...]) -> int:
 @FORMAT
 @SERVER
 def list_runs(states: tuple[str, ...], limit: int, tenant: str, form: str, server: str | None) -> None:
-    """List runs, newest first, with the local ones whose own stack has ended; a server that is named is asked alone."""
+    """List runs, newest first.
+
+    Without a named server, runs of this machine whose own stack has ended are listed, too.
+    """
     from millrace.cli.connection import OUTPUTS, is_listening, server_address
     from millrace.cli.offline.ended import list_ended
 
@@ -304,7 +307,7 @@ async def _curves(client: "Client", run: "run_pb2.Run") -> list[tuple[str, str]]
 @FORMAT
 @SERVER
 def watch(name: str, plain: bool, form: str, server: str | None) -> None:
-    """Follow a run to its end; Ctrl-C detaches, and the run continues. Exits 1 if it failed or was cancelled.
+    """Follow a run to its end. Ctrl-C detaches, and the run continues. Exits 1 if it failed or was cancelled.
 
     With `--format json` each event is one line, and the last line is the summary.
     """
@@ -367,7 +370,7 @@ def watch(name: str, plain: bool, form: str, server: str | None) -> None:
 @FORMAT
 @SERVER
 def logs(name: str, component: str | None, form: str, server: str | None, **options: Any) -> None:
-    """Print the events of a run, one per line, or with --component what one of its services has written.
+    """Print the events of a run. With --component, print what one of its services has written.
 
     The files of a local stack (outputs/RUN/logs, outputs/local/logs) are read where they are, also after its end. For
     services elsewhere it says which command shows them, and prints what the component wrote to the run's log.
@@ -473,7 +476,7 @@ def _say_names(progress: "Progress", form: str) -> None:
 @click.option("--reason", default="", help="Why; shown with the run later.")
 @SERVER
 def cancel(name: str, reason: str, server: str | None) -> None:
-    """Ask a run to end; it ends as CANCELLED at its next step boundary."""
+    """Ask a run to end. It ends as CANCELLED at its next step boundary."""
     from millrace.cli.offline.ended import ask_or_read, refuse
     from millrace.cli.options import resolve
     from millrace.runlog.run_status import state_name
@@ -495,7 +498,7 @@ def cancel(name: str, reason: str, server: str | None) -> None:
 @FORMAT
 @SERVER
 def why(name: str, form: str, server: str | None) -> None:
-    """Show what every service of a run waits for right now, and what holds the run up."""
+    """Show what every service of a run waits for."""
     from millrace.cli.offline.ended import ask_or_read
     from millrace.cli.options import resolve
     from millrace.cli.view.output import explanation, message_json, summed_up

@@ -19,7 +19,7 @@ _HEADER = ("TENANT", "RUNS", "ACCELERATOR HOURS", "PROMPT TOKENS", "SAMPLED TOKE
 @FORMAT
 @SERVER
 def usage(tenant: str, form: str, server: str | None) -> None:
-    """Show what runs have used, by tenant, as their logs say; deleted runs are not counted.
+    """Show what runs have used, by tenant. Deleted runs are not counted.
 
     Tokens are those of committed rollouts, trained on or not. Accelerator hours of operators' runs are counted where
     there are queue groups.
