@@ -21,8 +21,8 @@ _INTRODUCTION = """# Configuration
 
 <!-- Made by `python scripts/configuration_reference.py > docs/configuration.md`; a test fails where the two differ. -->
 
-A run is described by one config. All errors are reported at once, each with key, value, place and remedy; an unknown
-key is one. Most keys are named as in prime-rl, whose files are read, too: [prime_rl_keys.md](prime_rl_keys.md).
+All errors of a config are reported at once, each with key, value, place and remedy; an unknown key is one. Most keys
+are named as in prime-rl, whose files are read, too: [prime_rl_keys.md](prime_rl_keys.md).
 
 ## Sources
 
@@ -30,29 +30,26 @@ The later one wins:
 
 1. the defaults below;
 2. environment variables: `MILLRACE_CONFIG__trainer__optim__lr=1e-5`;
-3. files, left to right: `millrace rl @ base.toml @ more.toml`. Tables are merged, lists are replaced. TOML, or JSON if
-   the name ends in `.json`. Paths are relative to the working directory;
-4. flags: `--trainer.optim.lr 1e-5` or `--trainer.optim.lr=1e-5`, in kebab or snake case.
+3. files (TOML, or `.json`), left to right: `millrace rl @ base.toml @ more.toml`. Tables are merged, lists replaced;
+   paths are relative to the working directory;
+4. flags: `--trainer.optim.lr 1e-5`, in kebab or snake case.
 
 | To | write |
 |---|---|
 | give a table or list in a flag | JSON: `--orchestrator.env '[{"id": "reverse-text"}]'` |
 | read a table from a file | `--trainer.optim @ optim.toml` |
 | switch a table on that is off by default | `--ckpt`, or an empty table in a file |
-| switch it off | `--no-ckpt` or `--ckpt None` |
+| switch it off | `--no-ckpt` |
 | set or clear a boolean | `--wandb.offline`, `--no-wandb.offline` |
-| see the resolved config, as JSON that loads again | `--dry-run` |
+| see the resolved config as JSON | `--dry-run` |
 
-A source that changes the `type` of a table (such as `trainer.scheduler`) drops what earlier sources wrote into it.
-
-Addresses and credentials of services, Redis and the object store are `MILLRACE_*` variables of the processes
-([operations.md](operations.md)).
+A source that changes the `type` of a table drops what earlier sources wrote into it. Addresses and credentials are
+`MILLRACE_*` variables of the processes ([operations.md](operations.md)).
 
 ## One file or one per service
 
-A shared key at the top fills the services' keys with the same meaning, and is filled from them if they agree. If both
-are written, the stronger source wins: `--max-steps 3` shortens any run. Different values in equally strong sources, or
-in only one of several services' keys, are an error that lists every place.
+A shared key at the top fills those of the services, and is filled from them if they agree. If both are written, the
+stronger source wins: `--max-steps 3` shortens any run. Different values in equally strong sources are an error.
 
 """
 
@@ -60,8 +57,8 @@ _SPLIT = """
 The split form has a file per service, as in `examples/reverse_text_split`:
 `millrace rl --trainer @ trainer.toml --orchestrator @ orchestrator.toml --inference @ inference.toml`.
 
-Below, a key's default follows its name, or its type if it has no default, and then its bounds. Of several choices, the
-default is bold.
+Below, a key's default follows its name, or its type if it has no default, and then its bounds, unless they are 0 or 1.
+Of several choices, the default is bold. A table with the keys of another has its tables, too.
 """
 
 
@@ -73,6 +70,11 @@ class _Printed:
     anchor: str
     presence: str
     rows: dict[str, str]
+
+    @property
+    def table(self) -> str:
+        """Return the section's path with dots."""
+        return self.path.strip("[]")
 
     @property
     def link(self) -> str:
@@ -98,8 +100,10 @@ def _shared_rows() -> str:
 
 _LONG_ROW, _MOST_REPEATED = 40, 3
 """Characters of a row that is not written twice, if another section has so many rows of this one."""
-_FORMATS_BOUND = f"below {2**31:g}"
-"""A bound of the stored format, which no user comes near."""
+_UNSAID = re.compile(r".* (-?1|0|2\.14748e\+09)|at least 2")
+"""Bounds that a key's meaning implies, as those of shares and counts, or that no user comes near."""
+_OWN_MEANING = ("trainer.model.seq_len", "orchestrator.seq_len", "inference.model.name")
+"""Keys that a key at the top fills, and that have something to add."""
 
 
 class _Page:
@@ -109,6 +113,7 @@ class _Page:
         """Begin with an empty page."""
         self._printed: list[_Printed] = []
         self._anchors: Counter[str] = Counter()
+        self._models: dict[str, str] = {}
 
     def command(self, name: str, model: type[BaseModel]) -> str:
         """Return the sections of one command; those that are the same as others by their names, at the end."""
@@ -123,13 +128,24 @@ class _Page:
                 differs = "" if _presence(section) == model_section.presence else _presence(section)
                 if not differs and _header(section) == model_section.path:
                     unchanged.append(model_section.link)
-                else:
+                elif differs or self._table_of_model(section) != model_section.table:
                     same[model_section.link].append(f"`{_header(section)}`{differs}")
-            elif rows or section.path:
+            elif rows or (section.path and _class_doc(section) not in text):
                 text += self._section(section, rows, model_section)
+            if model_section:
+                self._models[dotted(section.path)] = model_section.table
         lines = "".join(f"| {', '.join(names)} | {link} |\n" for link, names in same.items())
         text += f"\n| Tables | Have the keys of |\n|---|---|\n{lines}" if same else ""
         return text + ("\n" + wrapped(f"As above: {', '.join(unchanged)}.", indent="") if unchanged else "")
+
+    def _table_of_model(self, section: SchemaKey) -> str:
+        """Return the table that a section refers to because the table around it has the keys of another one."""
+        table = ""
+        for name in section.path[:-1]:
+            table = f"{table}.{name}" if table else name
+            table = self._models.get(table, table)
+        table += f".{section.name}"
+        return self._models.get(table, table)
 
     def _section(self, section: SchemaKey, rows: Mapping[str, str], other: _Printed | None) -> str:
         """Return one section: its heading, its purpose, and an item for each key that is no section itself."""
@@ -188,8 +204,10 @@ def _row(node: SchemaKey) -> str:
     default = node.facts.default_text or ""
     if default.startswith("as in ") and node.description.startswith("As `") and ";" not in node.description:
         return f"{default}."
+    if node.facts.shared and not node.children and dotted(node.path) not in _OWN_MEANING:
+        return "shared."
     meaning, defined = _with_choices(node)
-    value = _value(node, defined)
+    value, meaning = _value(node, defined), _linked(meaning)
     return f"{value}. {meaning}" if value else meaning
 
 
@@ -246,8 +264,8 @@ def _value(node: SchemaKey, defined: Set[str]) -> str:
         return "; ".join(filter(None, (", ".join(rest), default)))
     default, kind = _default(node), _kind(node)
     kind, default = (f"{kind} ({default})", "") if node.facts.default_text else (kind, default)
-    bounds = [bound for bound in node.bounds if bound != _FORMATS_BOUND]
-    if limit := node.facts.limit:
+    bounds = [bound for bound in node.bounds if not _UNSAID.fullmatch(bound)]
+    if (limit := node.facts.limit) and limit.key not in (node.facts.default_text or ""):
         bounds.append(f"{limit.words} `{dotted(node.other(limit.key))}`")
     return ", ".join(filter(None, (kind, default, *(_signed(bound) for bound in bounds))))
 
@@ -274,7 +292,12 @@ def _and(names: Sequence[str]) -> str:
 
 
 def _prose(docstring: str | None) -> str:
-    return " ".join((docstring or "").split()).replace("``", "`")
+    return _linked(" ".join((docstring or "").split()).replace("``", "`"))
+
+
+def _linked(text: str) -> str:
+    """Return the text with its names of pages as links."""
+    return re.sub(r"docs/(\w+\.md)", r"[\1](\1)", text)
 
 
 def _class_doc(section: SchemaKey) -> str:
@@ -291,7 +314,7 @@ def _presence(section: SchemaKey) -> str:
         return " At least one is required."
     if section.facts.default_text:
         return f" Default: {section.facts.default_text}."
-    return " Off by default." if section.is_optional else ""
+    return " Default: off." if section.is_optional else ""
 
 
 def _header(node: SchemaKey) -> str:

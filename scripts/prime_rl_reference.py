@@ -19,33 +19,33 @@ _INTRODUCTION = """# Keys of prime-rl
 <!-- Made by `python scripts/prime_rl_reference.py > docs/prime_rl_keys.md`; a test fails where the two differ. -->
 
 Millrace reads prime-rl's files, flags and `PRIME_*` variables unchanged: the split files of 2025, the single file of
-early 2026, and the schemas of August and October 2026. [The guide](guides/bring_your_prime_rl_config.md) shows how. Of
-119 public files of September 2025 to October 2026, 107 import; the others need something unsupported. A document that
-is sent to a server has Millrace's own keys: prime-rl's are errors there.
+early 2026, and the schemas of August and October 2026 ([guide](guides/bring_your_prime_rl_config.md)). Of 119 public
+files, 107 import. Only what is sent to a server must have Millrace's own keys.
 
-Below are the keys that Millrace's own schema lacks, or reads differently. `table`: `a`, `b` means `table.a` and
-`table.b`; `*.a` means `a` at the top and in `trainer`, `orchestrator` and `inference`; `…` is the value.
+Below are the keys that Millrace's schema lacks, or reads differently. Those without an effect, unsupported ones and
+errors are only listed: `millrace config import FILE` says why of each, and what to write instead. `table`: `a`, `b`
+means `table.a` and `table.b`; `*.a` means `a` at the top and in `trainer`, `orchestrator` and `inference`; `…` is the
+value.
 """
 
 _RL = """
 ## `millrace rl`
 
-A key of all environments (`orchestrator.algo`, `orchestrator.eval.sampling`) means the same in a single one
-(`orchestrator.env[].algo`), and one of `orchestrator.env[]` the same in `orchestrator.eval.env[]`, unless that has a
-line of its own.
+A key of all environments (`orchestrator.algo`) means the same in a single one (`orchestrator.env[].algo`), and one of
+`orchestrator.env[]` the same in `orchestrator.eval.env[]`, unless that has a line of its own.
 """
 
 _SFT = """
 ## `millrace sft`
 
-Keys of prime-rl's `trainer` are at the top here (`model`, `optim`, `ckpt`), those of `orchestrator.eval` in `eval`, and
-those of `trainer.args` in `sft`. They mean what they mean in RL; the rest:
+Keys of prime-rl's `trainer` are at the top here, those of `orchestrator.eval` in `eval`, and those of `trainer.args` in
+`sft`. The rest:
 """
 
 _EVAL = """
 ## `millrace eval`
 
-Keys of `orchestrator.eval` are at the top here, and mean what they mean in RL; the rest:
+Keys of `orchestrator.eval` are at the top here. The rest:
 """
 
 _DIFFERENCES = """
@@ -67,13 +67,11 @@ Both work; the resolved config has the first.
 
 _EFFECTS = {
     Effect.MEANS: "Read",
-    Effect.NOTHING: "Without effect, and without need; `millrace config import FILE` says why of each",
-    Effect.LATER: "Without effect so far: accepted with a warning that says why; what is learned is the same",
+    Effect.NOTHING: "Without effect, and without need",
+    Effect.LATER: "Without effect so far: accepted with a warning; what is learned is the same",
     Effect.BLOCKS: "Unsupported, and would change what is learned: imported and shown, but the run does not start",
     Effect.REFUSED: "Errors",
 }
-_REASON_IS_TOLD = (Effect.NOTHING, Effect.LATER)
-"""Effects whose keys are listed without a reason each: the import prints it."""
 _SERVICES = ("trainer", "orchestrator", "inference")
 _REPEATED = {"sft": ("trainer.", "orchestrator."), "eval": ("orchestrator.", "orchestrator.eval.")}
 """Tables of an RL run whose keys another command has without that beginning."""
@@ -158,7 +156,7 @@ def _list(effect: Effect, keys: Mapping[str, Meaning]) -> str:
             by_text[_here(key, meaning)].append(key)
     if not by_text:
         return ""
-    if effect in _REASON_IS_TOLD:
+    if effect is not Effect.MEANS:
         names = (name for names in by_text.values() for name in names)
         return f"\n{_EFFECTS[effect]}:\n\n{wrapped(_folded(list(names)) + '.', indent='')}"
     items = "".join(wrapped(f"* {_folded(names)} → {text}") for text, names in by_text.items())

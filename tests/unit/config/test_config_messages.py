@@ -164,8 +164,10 @@ def test_a_bound_is_said_once(violations):
 
 
 def test_a_value_of_a_long_list_is_answered_by_the_list_alone(violations) -> None:
+    (found,) = violations("--trainer.determinism", "gar")
+    assert 'must be "auto" or "strict"' in found.message and found.message.endswith("says what each of them is")
     (found,) = violations("--orchestrator.algo.type", "gar")
-    assert 'must be "grpo" or "rloo"' in found.message and found.message.endswith("says what each of them is")
+    assert 'must be "grpo" or "rloo"' in found.message and "docs/algorithms.md" in found.message
     assert len(found.message) < 300
 
 

@@ -18,16 +18,13 @@ from millrace.config.tree import Facts, OnlyFor
 
 
 class TeacherConfig(ClientConfig):
-    """The frozen model that opd distils from: an OpenAI-compatible server with `prompt_logprobs` of token ids."""
+    """The frozen model of opd: an OpenAI-compatible server with `prompt_logprobs` of token ids."""
 
-    name: str = required("Name that the server knows the teacher by.", min_length=1)
-    base_url: list[str] = required(
-        "The server's URLs, each ending in `/v1`; rollouts are spread over several.", min_length=1
-    )
+    name: str = required("Name that the server knows it by.", min_length=1)
+    base_url: list[str] = required("URLs ending in `/v1`; rollouts are spread over them.", min_length=1)
     api_key_var: str | None = option(
         None,
-        f"Environment variable of the env-server with the API key, best named `{WITHHELD_KEY_PREFIX}…`: environments "
-        "inherit every other variable. The key itself is never stored. No key is sent if left out.",
+        f"Environment variable of the env-server with the key, best `{WITHHELD_KEY_PREFIX}…`.",
         pattern=VARIABLE_PATTERN,
     )
 
@@ -53,11 +50,11 @@ DEFAULT_ALPHA = 0.1
 
 
 class OverlongConfig(ConfigSection):
-    """DAPO's soft punishment: subtracted from the reward of responses that come near the limit."""
+    """DAPO's punishment, subtracted from the reward of responses that come near the limit."""
 
-    buffer_tokens: int = required("Tokens below the limit over which the punishment grows from 0.", ge=1)
+    buffer_tokens: int = required("Tokens below `max_tokens` over which the punishment grows from 0.", ge=1)
     max_tokens: int = required(
-        "Sampled tokens of a rollout, over all its turns, from which the punishment is whole.",
+        "Sampled tokens of a rollout from which the punishment is whole.",
         ge=1,
     )
     factor: float = option(1.0, "The whole punishment.", gt=0)
@@ -83,43 +80,35 @@ class AdvantageConfig(ConfigSection):
 
     type: _OfOneEnvironment = option(
         "grpo",
-        "r is a reward, m the mean reward of the task's rollouts. grpo: r - m. rloo: r minus the mean of the others. "
-        "opo: r minus the mean weighted by length. reinforce_pp: r - m, whitened over the batch's tokens. max_rl: (r - "
-        "m) / m, with rewards scaled to `reward_range`. custom: the result of `import_path`. rae: r minus a moving "
-        "average of the agent's rewards. hierarchical_grpo: r minus the mean over the same agent's traces. echo: grpo, "
-        "plus the cross-entropy of what the environment adds after a reply (`roles`).",
+        "docs/algorithms.md defines them.",
     )
     std_norm: Literal["none", "group", "batch"] = option(
-        "none", "grpo and echo: divide by the standard deviation of the group's or the batch's rewards.", facts=_OF_GRPO
+        "none", "grpo and echo: divide by the deviation of the group's or batch's rewards.", facts=_OF_GRPO
     )
     leave_one_out: bool = option(False, "grpo and echo: compare with the mean of the others.", facts=_OF_GRPO)
     credit: Literal["rollout", "turn"] = option(
         "rollout",
-        "grpo, rloo and reinforce_pp: what a turn's tokens are credited with. rollout: the rollout's reward. turn: the "
-        "reward to go (the rollout's reward less `state.add_step_reward` of earlier turns), compared with the task's "
-        "rollouts that reached the same turn.",
+        "grpo, rloo, reinforce_pp: a turn's tokens earn the whole reward, or what their turn and later ones earned.",
         facts=Facts(only_for=OnlyFor(".type", ("grpo", "rloo", "reinforce_pp"))),
     )
     import_path: str | None = option(
         None,
-        "custom only: `my.module:fn` of (rewards, lengths, **kwargs): float64 and int64 arrays over one task's "
-        "rollouts, lengths in sampled tokens. Returns one advantage each. `MILLRACE_CUSTOM_CODE` of the orchestrator "
-        "must allow the module.",
+        "custom: `my.module:fn` of (rewards, lengths, **kwargs), arrays over a task's rollouts. Returns one "
+        "advantage each.",
         pattern=IMPORT_PATH_PATTERN,
         facts=_CUSTOM_ONLY,
     )
-    kwargs: FreeTable = table(dict, "custom only: passed on to the function.", facts=_CUSTOM_ONLY)
+    kwargs: FreeTable = table(dict, "custom: arguments of the function.", facts=_CUSTOM_ONLY)
     decay: float = option(
         0.95,
-        "rae only: share of the moving average of an agent's rewards that each trace leaves in place.",
+        "rae: decay of the moving average of an agent's rewards.",
         facts=Facts(only_for=OnlyFor(".type", ("rae",))),
         ge=0,
         lt=1,
     )
     episode_agents: list[str] = option(
         [],
-        "hierarchical_grpo only: agents whose traces are compared within one rollout, such as several solvers of one "
-        "proposed task; the others are compared over all rollouts of the task.",
+        "hierarchical_grpo: agents whose traces are compared within a rollout.",
         facts=Facts(only_for=OnlyFor(".type", ("hierarchical_grpo",))),
     )
     roles: EchoRolesConfig | None = option(
@@ -162,7 +151,7 @@ class AdvantageConfig(ConfigSection):
 
 
 class EnvAlgoConfig(AdvantageConfig):
-    """How rewards of one environment become advantages, independent of the others."""
+    """How one environment's rewards become advantages."""
 
     type: _OfOneEnvironment = required("As `orchestrator.algo.type`.")
 
@@ -185,27 +174,18 @@ class AlgoConfig(AdvantageConfig):
         "sft",
     ] = option(
         "grpo",
-        "r is a reward, m the mean reward of the task's rollouts. grpo: r - m. rloo: r minus the mean of the others. "
-        "opo: r minus the mean weighted by length. reinforce_pp: r - m, whitened over the batch's tokens. max_rl: (r - "
-        "m) / m, with rewards scaled to `reward_range`. custom: the result of `import_path`. opd: the teacher's "
-        "log-probability minus the policy's; rewards are only shown. opsd: opd, with the policy as teacher, which also "
-        "reads the task's demonstration (`demo_key`). rae: r minus a moving average of the agent's rewards, for "
-        "self-play. hierarchical_grpo: r minus the mean over the same agent's traces. Only these two take environments "
-        "with several trained agents. echo: grpo, plus the cross-entropy of what the environment adds after a reply "
-        "(`roles`). sft: refused at submission.",
+        "docs/algorithms.md defines them; sft is refused at submission.",
     )
     demo_key: str = option(
         "demonstration",
-        "opsd only: the task's field with the demonstration, such as an expert's answer: a name in `info` (v0) or in "
-        "its data (v1), or `answer`. At most 256 KiB.",
+        "opsd: the task's field with the demonstration.",
         facts=_OPSD_ONLY,
         min_length=1,
         max_length=200,
     )
     template: str = option(
         f"The task below was solved before, with this result:\n\n{HINT}",
-        f"opsd only: the teacher's system message, put before what the policy read and sampled. `{HINT}` becomes the "
-        "demonstration.",
+        f"opsd: the teacher's system message, with `{HINT}`.",
         facts=_OPSD_ONLY,
         max_length=20_000,
     )
@@ -215,7 +195,7 @@ class AlgoConfig(AdvantageConfig):
         facts=Facts(only_for=OnlyFor(".type", ("opd",))),
     )
     kl_coef: float = option(
-        1.0, "opd and opsd: multiplies every advantage.", facts=Facts(only_for=OnlyFor(".type", DISTILLING)), gt=0
+        1.0, "opd and opsd: factor of the advantages.", facts=Facts(only_for=OnlyFor(".type", DISTILLING)), gt=0
     )
 
     def broken_rules(self, where: str) -> Iterator[BrokenRule]:

@@ -21,45 +21,42 @@ _AT = "orchestrator.buffer."
 class RatioConfig(ConfigSection):
     """Ratios of the environments from a step on."""
 
-    step: int = required("Tasks that are drawn at this step or later, until the next entry.", ge=0)
+    step: int = required("First step of which tasks are drawn so.", ge=0)
     env_ratios: list[float] = required(
-        "Share of the tasks drawn from each environment, in the order of `[[orchestrator.env]]`; 0 is none.",
+        "Share of the tasks for each `[[orchestrator.env]]`, in order; 0: none.",
         min_length=1,
     )
 
 
 class BufferConfig(ConfigSection):
-    """Easy, normal and hard tasks, of which only normal ones are drawn. The run's log alone decides what a task is."""
+    """Easy, normal and hard tasks, of which only normal ones are drawn."""
 
     easy_threshold: float | None = option(
         None,
-        "A task whose group has at least this mean reward becomes easy and is not drawn again in this run.",
+        "Tasks of at least this mean reward become easy.",
         facts=Facts(default_text="off", aliases=("easy_border",)),
     )
     hard_threshold: float | None = option(
         None,
-        "A task whose group has at most this mean reward becomes hard and is not drawn again in this run.",
+        "Tasks of at most this mean reward become hard.",
         facts=Facts(default_text="off", aliases=("hard_border",)),
     )
     easy_fraction: float = option(
         0.0,
-        "Share of the easy tasks, chosen at random, that become normal when a run begins anew: a fork, or a failed run "
-        "that is resumed, but not a restart of the orchestrator.",
+        "Share of the easy tasks that become normal when a run is forked, or resumed after a failure.",
         ge=0,
         le=1,
     )
     hard_fraction: float = option(0.0, "Likewise for hard tasks.", ge=0, le=1)
     hard_replay: float = option(
         0.0,
-        "Share of the draws that play a random hard task again. A group with a mean reward above `hard_threshold` "
-        "makes it normal, or easy.",
+        "Share of draws that play hard tasks again; better rewards make them normal or easy.",
         ge=0,
         lt=1,
     )
     online_difficulty_filtering: bool = option(
         False,
-        "Before a batch is cut, replace groups whose rewards are all at the same end of the environment's "
-        "`reward_range`, so that batches stay full.",
+        "Replace groups whose rewards are all at one end of `reward_range`.",
     )
     schedule: list[RatioConfig] = table(
         list,
@@ -69,12 +66,11 @@ class BufferConfig(ConfigSection):
 
     sampler: str | None = option(
         None,
-        "`my.module:fn` of (ordinal, tasks, *, step, seed, **kwargs) that draws a task: `tasks` maps environments to "
-        "the indices that may be drawn. Returns (environment, index), the same for the same arguments. "
-        "`MILLRACE_CUSTOM_CODE` of the orchestrator must allow the module.",
+        "`my.module:fn` of (ordinal, tasks, *, step, seed, **kwargs) that returns (environment, index). "
+        "`tasks` maps environments to indices that may be drawn.",
         pattern=IMPORT_PATH_PATTERN,
     )
-    sampler_kwargs: FreeTable = table(dict, "Passed on to `sampler`.")
+    sampler_kwargs: FreeTable = table(dict, "Arguments of `sampler`.")
 
     @property
     def has_pools(self) -> bool:
@@ -143,29 +139,24 @@ _ONLY_FOR = {
 
 
 class FilterConfig(ConfigSection):
-    """One filter. The batch's event and the metrics count the rollouts that it found."""
+    """One filter. Metrics count what it finds."""
 
-    type: Literal["truncated", "repetition", "gibberish"] = required(
-        "truncated: cut at a token limit. repetition: a long run of near-certain tokens, as in a loop. gibberish: a "
-        "rare token was sampled that the policy found very unlikely."
-    )
+    type: Literal["truncated", "repetition", "gibberish"] = required("What it finds: docs/algorithms.md.")
     action: Literal["count", "mask", "drop", "penalise"] = option(
         "mask",
-        "count: only count. mask: compare the rollout with the others of its task, but do not train on it. drop: do "
-        "not compare it either. penalise: lower its reward by `penalty` in comparisons.",
+        "What becomes of such rollouts: docs/algorithms.md.",
     )
     penalty: float = option(
         1.0,
-        "penalise only: what is taken off the reward.",
+        "penalise: subtracted from the reward.",
         gt=0,
     )
-    window: int = option(3000, "repetition only: this many sampled tokens in a row.", ge=2)
-    prob_threshold: float = option(0.99, "repetition only: each with a probability above this.", gt=0, lt=1)
-    token_id_threshold: int = option(100_000, "gibberish only: a rare token is one with a greater id.", ge=0)
+    window: int = option(3000, "repetition: sampled tokens in a row.", ge=2)
+    prob_threshold: float = option(0.99, "repetition: each is more probable than this.", gt=0, lt=1)
+    token_id_threshold: int = option(100_000, "gibberish: a rare token has a greater id.", ge=0)
     logprob_threshold: float = option(
         -13.9,
-        "gibberish only: very unlikely is a log-probability below this. The default is 2 nats below a uniform choice "
-        "among 150,000 tokens.",
+        "gibberish: its log-probability is below this.",
         lt=0,
     )
 

@@ -13,11 +13,11 @@ Stopping = Literal["all_exhausted", "first_exhausted"]
 
 
 class ColumnsConfig(ConfigSection):
-    """Names of the columns in the data; others are ignored."""
+    """Names of the columns."""
 
-    messages: str = option("messages", "The conversation, such as `conversation`.", min_length=1)
-    prompt: str = option("prompt", "What is answered, such as `instruction`.", min_length=1)
-    completion: str = option("completion", "The answer, such as `response`.", min_length=1)
+    messages: str = option("messages", "The conversation.", min_length=1)
+    prompt: str = option("prompt", "What is answered.", min_length=1)
+    completion: str = option("completion", "The answer.", min_length=1)
     tools: str = option("tools", "Definitions of tools.", min_length=1)
     tool_defs: str = option("tool_defs", "Definitions of tools, where `tools` has none.", min_length=1)
     chat_template_kwargs: str = option("chat_template_kwargs", "Arguments of the chat template.", min_length=1)
@@ -32,28 +32,22 @@ class DataSourceConfig(ConfigSection):
 
     name: str = option(
         "PrimeIntellect/Reverse-Text-SFT",
-        "A file of JSON lines or one JSON array (plain, `.gz`, `.zst`), Parquet or Arrow; a directory of such files; "
-        "or a dataset id of the Hugging Face Hub.",
+        "File (JSON lines or array, also `.gz` or `.zst`; Parquet; Arrow), directory of such files, or Hub id.",
         min_length=1,
     )
-    split: str = option(
-        "train", "Split of a Hub dataset if `splits` is left out; a directory is then read whole.", min_length=1
-    )
+    split: str = option("train", "Split of a Hub dataset without `splits`.", min_length=1)
     subsets: list[str] | None = option(
         None,
-        "Subsets to mix: configurations of a Hub dataset, or `<subset>.jsonl` or directories `<subset>` of a local "
-        "one. The whole data set if left out.",
+        "Subsets to mix: Hub configurations, `<subset>.jsonl` or directories; all if left out.",
     )
     splits: list[str] | None = option(
         None,
-        "Splits to mix: of a Hub dataset, or `<split>.jsonl` of a local directory. With `subsets`, as many: the n-th "
-        "split belongs to the n-th subset.",
+        "Splits to mix: of the Hub, or `<split>.jsonl`; with `subsets`, one for each.",
     )
     columns: ColumnsConfig = table(ColumnsConfig, "What the columns are called in the data.")
     probabilities: list[float] | None = option(
         None,
-        "How often each subset or split is drawn: one number above 0 each, scaled to sum 1. They take turns if left "
-        "out.",
+        "Weights of the subsets or splits; they take turns if left out.",
     )
 
     @field_validator("subsets", "splits")
@@ -98,35 +92,33 @@ class DataSourceConfig(ConfigSection):
 
 
 class LossMaskConfig(ConfigSection):
-    """Roles whose messages are trained on."""
+    """Roles that are trained on."""
 
-    system: bool = option(False, "Train on system messages.")
-    user: bool = option(False, "Train on user messages, and on the prompt of a text row.")
-    assistant: bool = option(True, "Train on assistant messages with their stop token, without their header.")
-    tool: bool = option(False, "Train on what tools answered.")
+    system: bool = option(False, "System messages.")
+    user: bool = option(False, "User messages, and the prompt of a text row.")
+    assistant: bool = option(True, "Assistant messages with their stop token, without header.")
+    tool: bool = option(False, "Replies of tools.")
 
 
 class DatasetConfig(DataSourceConfig):
-    """Rows of a dataset that every step of an RL run learns by cross-entropy, beside its rollouts."""
+    """Rows that every step of an RL run learns, too, by cross-entropy."""
 
     name: str = required(
-        "As `data.name` of fine-tuning: a file, a directory, or a dataset id of the Hugging Face Hub. Every machine of "
-        "the trainer reads it.",
+        "As `data.name` of fine-tuning; every machine of the trainer reads it.",
         min_length=1,
     )
     stopping_strategy: Stopping = option(
         "all_exhausted",
-        "A pass over several subsets or splits ends when the rows of all were taken (small ones repeat), or when those "
-        "of one were.",
+        "A pass ends when the rows of all subsets or splits were taken (small ones repeat), or of one.",
     )
     loss_mask: LossMaskConfig = table(LossMaskConfig, "Messages of which roles are trained on.")
     rows_per_step: int = option(
         16,
-        "Rows of each step; rows longer than `trainer.model.seq_len` are cut, those without a trained token left out.",
+        "Rows per step, cut at `trainer.model.seq_len`.",
         ge=1,
     )
-    weight: float = option(1.0, "Factor of their mean cross-entropy, which is added to the loss.", gt=0)
-    shuffle: bool = option(True, "Draw rows in a random order, anew in every pass.")
+    weight: float = option(1.0, "Factor of their mean cross-entropy in the loss.", gt=0)
+    shuffle: bool = option(True, "Draw rows in random order, anew in every pass.")
     seed: int = option(0, "Seed of the order.", facts=Facts(follows="seed", default_text="`seed`"), ge=0)
 
     def broken_rules(self, where: str) -> Iterator[BrokenRule]:

@@ -23,35 +23,34 @@ from millrace.config.sections.shared import VARIABLE_PATTERN
 from millrace.config.tree import Facts, Path, dotted
 
 _UNNAMED = "unnamed"
-_OWN = "as the environment says"
-_AS_FOR_ALL = "as for all environments"
+_OWN = "the environment's"
+_AS_FOR_ALL = "as for all"
 
 
 class AgentConfig(ConfigSection):
-    """An agent with a loop of its own, which asks the policy at its rollout's address."""
+    """Limits of an agent with a loop of its own."""
 
     branches: Literal["used", "last", "longest", "all"] = option(
         "used",
-        "Model calls that are trained on. `used`: the last conversation, and calls whose reply it quotes (a summary, a "
-        "helper's answer); `last`: the last conversation; `longest`: the one with most sampled tokens; `all`: every "
-        "call, abandoned tries included.",
+        "used: train on the last conversation, and on calls whose reply it quotes. last: the last conversation. "
+        "longest: that with most sampled tokens. all: every call.",
     )
     max_requests: int | None = option(
-        None, "Model calls of a rollout; more are answered 403.", facts=Facts(default_text=_OWN), ge=1, lt=2**31
+        None, "Model calls; more are answered 403.", facts=Facts(default_text=_OWN), ge=1, lt=2**31
     )
     max_tokens: int | None = option(
         None,
-        "Sampled tokens of a rollout after which model calls are answered 403.",
+        "Sampled tokens, after which calls are answered 403.",
         facts=Facts(default_text=_OWN),
         ge=1,
         lt=2**31,
     )
     max_concurrent: int | None = option(
-        None, "Model calls of a rollout at once; more wait.", facts=Facts(default_text=_OWN), ge=1, lt=2**31
+        None, "Model calls at once; more wait.", facts=Facts(default_text=_OWN), ge=1, lt=2**31
     )
     timeout_s: float | None = option(
         None,
-        "Seconds until the rollout's address answers 410. In v0 the rollout then ends as `EnvironmentTimeout`.",
+        "Seconds until the rollout's address answers 410 (v0: `EnvironmentTimeout`).",
         facts=Facts(default_text=_OWN),
         gt=0,
         le=86400 * 7,
@@ -74,24 +73,23 @@ class AgentConfig(ConfigSection):
 
 
 class JudgeConfig(ConfigSection):
-    """Endpoints that an environment calls while it scores a rollout, mostly judges."""
+    """Endpoints that an environment calls while it scores."""
 
     max_concurrent: int = option(
         32,
-        "Most calls at once per worker process of the environment; more wait.",
+        "Calls at once per worker; more wait.",
         ge=1,
         lt=2**31,
     )
     timeout_s: float = option(
         60.0,
-        "Seconds for a call with its retries; then its rollout fails as `JudgeTimeout`.",
+        "Seconds for a call with its retries; then the rollout fails (`JudgeTimeout`).",
         gt=0,
         le=86400,
     )
     api_key_var: str | None = option(
         None,
-        "Environment variable of the env-server with the judge's key; the run is refused if it is not set. The key "
-        "itself is never stored.",
+        "Environment variable of the env-server with the key.",
         pattern=VARIABLE_PATTERN,
     )
 
@@ -99,29 +97,25 @@ class JudgeConfig(ConfigSection):
 class NamedEnv(ConfigSection):
     """What training and evaluation environments share."""
 
-    id: str = required(
-        "Id of an installed `verifiers` environment package, for example `reverse-text`.", pattern=IDENTIFIER_PATTERN
-    )
+    id: str = required("Installed `verifiers` package, such as `reverse-text`.", pattern=IDENTIFIER_PATTERN)
     name: str = option(
         _UNNAMED,
-        "Name in metrics and logs, unique in its list, not `all`.",
+        "Unique name in metrics and logs, not `all`.",
         facts=Facts(default_text="the id"),
         pattern=IDENTIFIER_PATTERN,
     )
-    args: FreeTable = table(dict, "Arguments of the environment's loader, passed on as they are.")
+    args: FreeTable = table(dict, "Arguments of its loader.")
     judge: JudgeConfig = table(JudgeConfig, "Endpoints that its reward functions ask.")
     agent: AgentConfig = table(AgentConfig, "Its agents with a loop of their own; others have no such limits.")
     python: str | None = option(
         None,
-        "Python interpreter on the env-server's machine for this environment's workers, with its own `verifiers` and "
-        "packages. `MILLRACE_ENV_PYTHONS` of the env-server must allow it.",
-        facts=Facts(default_text="that of the env-server, or one that has what its package asks for"),
+        "Interpreter on the env-server's machine, with its own `verifiers`; `MILLRACE_ENV_PYTHONS` must allow it.",
+        facts=Facts(default_text="one that has what its package asks for"),
         min_length=1,
     )
     image: str | None = option(
         None,
-        "Container image of its env-servers (their `MILLRACE_ENV_IMAGE`); it is played only there. Env-servers that "
-        "announce one play no other environment.",
+        "Container image of env-servers (`MILLRACE_ENV_IMAGE`) that play it, and nothing else.",
         facts=Facts(default_text="env-servers that announce none"),
         pattern=IMAGE_PATTERN,
     )
@@ -146,14 +140,11 @@ class TaskMatchConfig(ConfigSection):
 
     idx: list[str] = table(
         list,
-        'Positions from 0 in the environment\'s order: numbers, or slices `"start:stop:step"` with optional parts. A '
-        'single number or text, such as `"0:10,17"`, is a list.',
+        'Positions from 0, or slices `"start:stop:step"`; also as one text, such as `"0:10,17"`.',
     )
-    ids: list[str] = table(
-        list, "Ids of tasks in their environment: `id` of their data (v1); the column `id`, else `example_id` (v0)."
-    )
-    keys: list[str] = table(list, "Task ids as in Millrace's samples and events, or the `key` of a v1 task.")
-    names: list[str] = table(list, "Names of tasks, as v1 environments have them.")
+    ids: list[str] = table(list, "`id` of their data (v1); column `id`, else `example_id` (v0).")
+    keys: list[str] = table(list, "Task ids of samples and events, or `key` (v1).")
+    names: list[str] = table(list, "Names (v1).")
 
     @field_validator("idx", mode="before")
     @classmethod
@@ -186,18 +177,14 @@ class TaskMatchConfig(ConfigSection):
 
 
 class SelectConfig(ConfigSection):
-    """Which tasks of an environment are played, all by default.
-
-    `include` keeps tasks, `exclude` drops some of them, then `shuffle`, `skip` and `limit` pick from the rest, as
-    in `SelectConfig` of verifiers 0.4.
-    """
+    """Which tasks are played: `include` keeps, `exclude` drops, then `shuffle`, `skip` and `limit` pick."""
 
     include: TaskMatchConfig = table(TaskMatchConfig, "Keep these alone; all if it names none.")
     exclude: TaskMatchConfig = table(TaskMatchConfig, "Drop these.")
-    shuffle: bool = option(False, "Shuffle what is kept, before `skip` and `limit`.")
+    shuffle: bool = option(False, "Shuffle before `skip` and `limit`.")
     seed: int = option(0, "Seed of `shuffle`.", ge=0)
-    skip: int = option(0, "Drop so many, from the first on.", ge=0)
-    limit: int | None = option(None, "Take at most so many of the rest; all if left out.", ge=1)
+    skip: int = option(0, "Tasks dropped from the front.", ge=0)
+    limit: int | None = option(None, "Most tasks taken of the rest; all if left out.", ge=1)
 
     def to_wire(self, *, most: int = -1) -> dict[str, Any]:
         """Return the selection in the form that env-servers take.
@@ -262,7 +249,7 @@ class EnvConfig(NamedEnv):
     )
     weight: float = option(
         1.0,
-        "Share of the tasks drawn from it, relative to the other environments.",
+        "Share of the tasks, relative to other environments.",
         facts=Facts(aliases=("ratio",)),
         gt=0,
     )
@@ -276,31 +263,25 @@ class EnvConfig(NamedEnv):
     )
     rollouts_per_example: int | None = option(
         None,
-        "Rollouts per task of this environment. Batches are then cut in whole groups, and may exceed "
-        "`orchestrator.batch_size` by part of the last one.",
+        "Rollouts per task. Batches then end with a whole group, and may exceed `orchestrator.batch_size`.",
         facts=Facts(aliases=("group_size",), default_text=_AS_FOR_ALL),
         ge=1,
     )
     min_abs_advantage: float = option(
         0.0,
-        "Tokens whose absolute advantage is at most this are not trained on. A sample of only such tokens is left out; "
-        "a group of only such samples is replaced if `orchestrator.filter_zero_advantages` is `refill`.",
+        "Leave out tokens of at most this absolute advantage, and samples without others.",
         ge=0,
     )
     reward_range: list[float] = option(
         [0.0, 1.0],
-        "Lowest and highest reward of a rollout. Only `buffer.online_difficulty_filtering` and max_rl use it, and end "
-        "the run at a reward outside of it.",
+        "Lowest and highest reward, for `buffer.online_difficulty_filtering` and max_rl; others end the run.",
         min_length=2,
         max_length=2,
     )
 
 
 class EvalEnvConfig(NamedEnv):
-    """One evaluation environment, of which held-out tasks are played.
-
-    If it has the name of a training environment, `id` and `args` must be the same.
-    """
+    """One evaluation environment. With the name of a training environment, `id` and `args` must be the same."""
 
     select: SelectConfig | None = option(
         None,
@@ -309,11 +290,11 @@ class EvalEnvConfig(NamedEnv):
         facts=Facts(default_text="all", is_own=True),
     )
     num_examples: int | None = option(
-        None, "Tasks of this environment: -1 for all held-out tasks.", facts=Facts(default_text=_AS_FOR_ALL), ge=-1
+        None, "Tasks; -1: all held-out ones.", facts=Facts(default_text=_AS_FOR_ALL), ge=-1
     )
     rollouts_per_example: int | None = option(
         None,
-        "Rollouts per task of this environment.",
+        "Rollouts per task.",
         facts=Facts(aliases=("group_size",), default_text=_AS_FOR_ALL, is_own=True),
         ge=1,
     )
@@ -327,9 +308,7 @@ class EvalEnvConfig(NamedEnv):
 class PeriodicEvalEnvConfig(EvalEnvConfig):
     """One environment that is evaluated during training."""
 
-    interval: int | None = option(
-        None, "Steps between evaluations on this environment.", facts=Facts(default_text=_AS_FOR_ALL), ge=1
-    )
+    interval: int | None = option(None, "Steps between evaluations.", facts=Facts(default_text=_AS_FOR_ALL), ge=1)
 
 
 def env_names(envs: Sequence[NamedEnv], path: Path, *, reserved: tuple[str, ...] = ()) -> Iterator[BrokenRule]:

@@ -13,7 +13,7 @@ class FixedModelConfig(ConfigSection):
     """The model that is evaluated."""
 
     name: str = required(
-        "The endpoint's name of the model; without `[client]` a directory with a Hugging Face model.",
+        "Name at the endpoint; without `[client]` a directory with a Hugging Face model.",
         min_length=1,
     )
 
@@ -31,7 +31,7 @@ class FixedSamplingConfig(ConfigSection):
     top_k: int = sampling_key("top_k")
     min_p: float = sampling_key("min_p")
     repetition_penalty: float = sampling_key("repetition_penalty")
-    extra_body: FreeTable = table(dict, "More fields of the request to the endpoint, passed on unchanged.")
+    extra_body: FreeTable = table(dict, "More fields of the request.")
 
 
 class EvalRunConfig(Document):
@@ -42,15 +42,15 @@ class EvalRunConfig(Document):
     env: list[EvalEnvConfig] = required("Environments to evaluate on, at least one (`[[env]]`).", min_length=1)
     tasks: Literal["eval", "train"] = option(
         "eval",
-        "eval: held-out tasks, or all if an environment has none. train: training tasks.",
+        "eval: held-out tasks, or all if there are none. train: training tasks.",
     )
-    num_examples: int = option(-1, "Tasks per environment: -1 for all of them, else at least 1.")
+    num_examples: int = option(-1, "Tasks per environment; -1: all.")
     rollouts_per_example: int = option(1, "Rollouts per task.", facts=Facts(aliases=("group_size",)), ge=1)
     sampling: FixedSamplingConfig = table(FixedSamplingConfig, "How the model is sampled.")
-    pass_threshold: float = option(1.0, "A rollout passes with this reward or more: what pass@k counts.")
-    max_concurrent: int = option(64, "Most rollouts that are played at once.", ge=1)
-    rollout_timeout_s: float = option(600.0, "Seconds until an unfinished rollout is given up as failed.", gt=0)
-    output_dir: str = option("outputs", "Directory under which the run writes `<run name>/`.", min_length=1)
+    pass_threshold: float = option(1.0, "A rollout passes with at least this reward (pass@k).")
+    max_concurrent: int = option(64, "Rollouts played at once.", ge=1)
+    rollout_timeout_s: float = option(600.0, "Seconds until an unfinished rollout fails.", gt=0)
+    output_dir: str = option("outputs", "Directory of `<run name>/`.", min_length=1)
     run: RunConfig = table(RunConfig, "What the run is called.")
     log: LogConfig = table(LogConfig, "Logs.")
 

@@ -28,15 +28,13 @@ class InferenceModelConfig(ConfigSection):
 
     name: str = option(
         DEFAULT_MODEL,
-        "`millrace rl`: equal to `model.name`, since the engine serves what the trainer publishes. `millrace "
-        "inference`: the directory or Hub id to serve.",
+        "Equal to `model.name`; `millrace inference` serves it.",
         facts=SHARED_MODEL,
         min_length=1,
     )
     max_model_len: int | None = option(
         None,
-        "Longest sequence in tokens that the engine serves. Scaled positions (longrope, dynamic) use it, in the engine "
-        "and in the trainer.",
+        "Longest sequence in tokens. Scaled positions (longrope, dynamic) use it, also in the trainer.",
         facts=Facts(
             default_text="`orchestrator.seq_len`; the model's own in `millrace inference`",
             limit=Limit("at least", "orchestrator.seq_len", "; raise it or leave it out"),
@@ -45,34 +43,30 @@ class InferenceModelConfig(ConfigSection):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto",
-        "Number format of vLLM. auto is the policy's; any other is refused, because the weights of the engine could "
-        "not be verified.",
+        "vLLM: auto is the policy's; any other is refused.",
         facts=_VLLM_ONLY,
     )
     enforce_eager: bool = option(
         False, "vLLM: no compilation and no CUDA graphs; starts sooner, generates slower.", facts=_VLLM_ONLY
     )
-    trust_remote_code: bool = option(False, "vLLM: run code that comes with the model.", facts=_VLLM_ONLY)
-    chat_template: str | None = option(
-        None, "vLLM: file of a chat template instead of the tokenizer's.", facts=_VLLM_ONLY, min_length=1
-    )
+    trust_remote_code: bool = option(False, "vLLM: run the model's own code.", facts=_VLLM_ONLY)
+    chat_template: str | None = option(None, "vLLM: file of a chat template.", facts=_VLLM_ONLY, min_length=1)
     tool_call_parser: str | None = option(
         None,
-        "Format of tool calls in the model's text, by vLLM's name. The embedded engine has "
-        f"{', '.join(EMBEDDED_PARSERS['tool_call_parser'])}; another name means vLLM.",
+        "Format of tool calls, by vLLM's name. The embedded engine has "
+        f"{', '.join(EMBEDDED_PARSERS['tool_call_parser'])}.",
         facts=Facts(default_text="hermes in the embedded engine, none in vLLM"),
         min_length=1,
     )
     reasoning_parser: str | None = option(
         None,
-        "Format of reasoning in the model's text, by vLLM's name; it becomes a message's `reasoning`. The embedded "
-        f"engine has {', '.join(EMBEDDED_PARSERS['reasoning_parser'])}; another name means vLLM.",
+        "Format of reasoning, by vLLM's name. The embedded engine has "
+        f"{', '.join(EMBEDDED_PARSERS['reasoning_parser'])}.",
         min_length=1,
     )
     enable_auto_tool_choice: bool | None = option(
         None,
-        "Whether the model may call tools that a request offers. false: a request with tools is refused unless it has "
-        '`tool_choice = "none"`.',
+        'false: a request with tools is refused unless it has `tool_choice = "none"`.',
         facts=Facts(default_text="true where there is a tool call parser"),
     )
 
@@ -87,51 +81,41 @@ class ParallelConfig(ConfigSection):
 class ServerConfig(ConfigSection):
     """Where the engine listens for HTTP."""
 
-    host: str = option("127.0.0.1", "Address to listen on.", min_length=1)
-    port: int | None = option(
-        None, "Port; a free one if left out, since engines are found by registration.", ge=1, le=65535
-    )
+    host: str = option("127.0.0.1", "Address.", min_length=1)
+    port: int | None = option(None, "A free port if left out.", ge=1, le=65535)
 
 
 class InferenceConfig(ConfigSection):
-    """The engine of the stack that `millrace rl` starts, and the replica of `millrace inference`.
-
-    A running stack (`--server`, `millrace up`) keeps its own settings: MILLRACE_ENGINE, MILLRACE_VLLM_FLAGS,
-    MILLRACE_MAX_NUM_SEQS, MILLRACE_MAX_MODEL_LEN and MILLRACE_HTTP_LISTEN of its inference process.
-    """
+    """The engine of `millrace rl` and `millrace inference`. A running stack (`--server`) keeps its own settings."""
 
     engine: Literal["auto", "embedded", "vllm"] = option(
         "auto",
-        "auto: vllm if one of its keys is set, or if a GPU and vLLM are present; else embedded. embedded: based on "
-        "transformers, for laptops and tests. vllm: vLLM 0.32 or 0.33 of the Python environment that "
-        "MILLRACE_VLLM_PYTHON names.",
+        "auto: vllm if one of its keys is set, or with a GPU and vLLM; else embedded. embedded: transformers, "
+        "for laptops and tests. vllm: vLLM 0.32 or 0.33 of `MILLRACE_VLLM_PYTHON`.",
     )
     model: InferenceModelConfig = table(InferenceModelConfig, "The model.")
     parallel: ParallelConfig = table(ParallelConfig, "vLLM: the devices of one replica.")
     server: ServerConfig = table(ServerConfig, "Where it listens.")
-    max_num_seqs: int = option(256, "Most sequences that one engine generates at the same time.", ge=1)
+    max_num_seqs: int = option(256, "Sequences generated at the same time.", ge=1)
     gpu_memory_utilization: float | None = option(
         None,
-        "vLLM: part of the GPU's memory that it takes.",
+        "vLLM: its share of the GPU's memory.",
         facts=Facts(default_text="vLLM's", only_for=_VLLM),
         gt=0,
         le=1,
     )
     sleep_while_training: bool = option(
         False,
-        "For trainer and vLLM on the same GPUs: replicas free weights and KV cache while a batch is trained. Needs "
-        "`async_level = 0`; the embedded engine only pauses. A running stack needs replicas with vLLM's "
-        "`enable_sleep_mode`.",
+        "Replicas free weights and KV cache while a batch is trained on the same GPUs. Needs `async_level = "
+        "0` and, in a running stack, vLLM's `enable_sleep_mode`.",
     )
     return_routed_experts: bool = option(
         False,
-        "Mixtures of experts: record the experts of every token that the engine computes, and keep them with rollouts "
-        "and batches, at a byte for each expert of a token in each layer (2 from 257 experts on). vLLM: on CUDA only.",
+        "Mixtures of experts: record the experts of every token. vLLM: on CUDA only.",
     )
     vllm: FreeTable = table(
         dict,
-        "Any other flag of `vllm serve` under its own name (`enable_prefix_caching = true`), checked by vLLM's parser "
-        "before it starts.",
+        "Other flags of `vllm serve`, such as `enable_prefix_caching = true`.",
         facts=_VLLM_ONLY,
     )
 

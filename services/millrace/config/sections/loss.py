@@ -40,13 +40,13 @@ class CorrectionConfig(ConfigSection):
     """One correction for tokens that another policy sampled. r is the ratio of the trained policy to it."""
 
     type: Literal["token_tis", "sequence_tis", "icepop", "token_mask", "sequence_mask", "geometric_mask"] = required(
-        "token_tis: weight min(r, high) per token. sequence_tis: the same with the product of r over the sample. "
-        "icepop: weight r, 0 outside of low to high. token_mask, sequence_mask, geometric_mask: weight 1, 0 where r, "
-        "its product or its geometric mean over the sample is outside."
+        "Weight of a token. token_tis: min(r, high). sequence_tis: the same of the sample's product. icepop: "
+        "r, 0 outside of low to high. token_mask, sequence_mask, geometric_mask: 1, 0 where r, its product or "
+        "its geometric mean is outside."
     )
     low: float = option(
         0.0,
-        "Least ratio that is kept.",
+        "Least ratio.",
         facts=Facts(
             default_from=_by_type({name: low for name, (low, _) in _BOUNDS.items()}, 0.0),
             default_text="0.5; 0.99 for geometric_mask; 0 for the truncated ones",
@@ -55,7 +55,7 @@ class CorrectionConfig(ConfigSection):
     )
     high: float = option(
         2.0,
-        "Largest ratio that is kept, or counts.",
+        "Largest ratio.",
         facts=Facts(
             default_from=_by_type({name: high for name, (_, high) in _BOUNDS.items()}, 2.0),
             default_text="2; 5 for icepop and sequence_tis; 1.01 for geometric_mask",
@@ -65,17 +65,16 @@ class CorrectionConfig(ConfigSection):
 
 
 class KlConfig(ConfigSection):
-    """Keep the policy near its start model: a KL divergence, added to the loss or taken from the reward."""
+    """A KL divergence to the start model."""
 
     coef: float = required("Factor of the divergence.", gt=0)
     place: Literal["loss", "reward"] = option(
         "loss",
-        "loss: a term of the loss. reward: subtract the log-ratio to the start model from each token's advantage.",
+        "loss: a term of the loss. reward: taken from each token's advantage.",
     )
     estimator: Literal["k1", "k2", "k3"] = option(
         "k3",
-        "l is a token's log-ratio. k1: l, in the reward only. k2: l^2 / 2. k3: exp(-l) - 1 + l. In the loss, k2 and k3 "
-        "are weighted by the ratio to the sampling policy and have the same gradient.",
+        "docs/algorithms.md has the formulas.",
         facts=Facts(
             default_from=lambda table: "k1" if table.get("place") == "reward" else "k3",
             default_text="k3; k1 in the reward",
@@ -84,60 +83,56 @@ class KlConfig(ConfigSection):
 
 
 class LossConfig(ConfigSection):
-    """The policy loss. Its gradient is -w f A grad log p for every token: A is the advantage, `type` defines f."""
+    """The policy loss."""
 
     type: Literal["default", "ppo", "gspo", "cispo", "importance_sampling", "ipo", "custom"] = option(
         "default",
-        "r is the ratio of the trained policy to the sampling one. default: r, but 0 where the probability moved too "
-        "far (DPPO), plus a squared log-ratio penalty. ppo: r, but 0 where clipped. gspo: the whole sample's ratio, "
-        "clipped. cispo: r clipped; no token is dropped. importance_sampling: r. ipo: r, but 0 where the probability "
-        "moved by more than `ipo_threshold`, plus default's penalty. custom: the result of `import_path`.",
+        "docs/algorithms.md has the formulas.",
     )
     import_path: str | None = option(
         None,
-        "custom only: `my.module:fn` with the signature of `millrace.trainer.losses.policy_losses`. "
-        "`MILLRACE_CUSTOM_CODE` of the trainer must allow the module.",
+        "custom: `my.module:fn`, with the signature of `millrace.trainer.losses.policy_losses`.",
         facts=_for("custom"),
         pattern=IMPORT_PATH_PATTERN,
     )
-    kwargs: FreeTable = table(dict, "custom only: for the function, as `config.kwargs`.", facts=_for("custom"))
+    kwargs: FreeTable = table(dict, "custom: the function's `config.kwargs`.", facts=_for("custom"))
     dppo_mask_low: float = option(
         0.2,
-        "Drop a token with advantage <= 0 whose probability fell by more than this.",
+        "Drop a token with advantage <= 0 whose probability fell by more.",
         facts=_for("default"),
         ge=0,
         le=1,
     )
     dppo_mask_high: float = option(
         0.2,
-        "Drop a token with advantage > 0 whose probability rose by more than this.",
+        "Drop a token with advantage > 0 whose probability rose by more.",
         facts=_for("default"),
         ge=0,
         le=1,
     )
     ipo_threshold: float = option(
         0.1,
-        "Drop a token whose probability moved by more than this, up or down.",
+        "Drop a token whose probability moved by more.",
         facts=_for("ipo"),
         ge=0,
         le=1,
     )
     max_importance_ratio: float | None = option(
         None,
-        "Largest ratio that a kept token counts with; no limit if left out.",
+        "Largest ratio of a kept token.",
         facts=_for("default", "ipo", "ppo", "importance_sampling"),
         ge=1,
     )
     adv_tau: float = option(
         1.0,
-        "Factor of the policy-gradient term.",
+        "Factor of the policy gradient.",
         facts=_for("default", "ipo", "ppo", "gspo", "cispo", "importance_sampling"),
         ge=0,
     )
-    kl_tau: float = option(1e-3, "Factor of the squared log-ratio term.", facts=_for("default", "ipo"), ge=0)
+    kl_tau: float = option(1e-3, "Factor of the squared log-ratio.", facts=_for("default", "ipo"), ge=0)
     clip_low: float | None = option(
         None,
-        "The ratio is clipped at 1 minus this.",
+        "Ratios are clipped at 1 minus this.",
         facts=_for(
             *_CLIPS,
             default_from=_by_type({name: low for name, (low, _) in _CLIPS.items()}),
@@ -148,7 +143,7 @@ class LossConfig(ConfigSection):
     )
     clip_high: float | None = option(
         None,
-        "The ratio is clipped at 1 plus this.",
+        "Ratios are clipped at 1 plus this.",
         facts=_for(
             *_CLIPS,
             default_from=_by_type({name: high for name, (_, high) in _CLIPS.items()}),
@@ -158,7 +153,7 @@ class LossConfig(ConfigSection):
     )
     dual_clip: float | None = option(
         None,
-        "ppo: drop a token with advantage < 0 and a ratio above this; off if left out.",
+        "ppo: drop a token with advantage < 0 and a greater ratio.",
         facts=_for("ppo"),
         gt=1,
     )
@@ -169,14 +164,12 @@ class LossConfig(ConfigSection):
     entropy_coef: float = option(0.0, "Factor of an entropy bonus.", ge=0)
     aggregation: Literal["token", "sequence", "constant", "prompt"] = option(
         "token",
-        "token: every token of the batch has the same weight. sequence: every sample has, shared by its tokens. "
-        "prompt: every task has, shared by the tokens of its rollouts. constant: the sum over a sample's tokens "
-        "divided by `constant_tokens` (Dr. GRPO).",
+        "How tokens are weighted: docs/algorithms.md.",
         facts=Facts(default_from=_by_type({"gspo": "sequence"}, "token"), default_text="token; sequence for gspo"),
     )
     constant_tokens: int | None = option(
         None,
-        "constant only, required there: divisor of every sample's sum, such as the longest length.",
+        "constant: divisor of every sample's sum, required there.",
         facts=Facts(only_for=OnlyFor(".aggregation", ("constant",))),
         ge=1,
     )

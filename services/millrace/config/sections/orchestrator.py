@@ -37,7 +37,7 @@ MAX_FAILURE_WINDOW = 4096
 
 
 class EvalConfig(ConfigSection):
-    """Evaluation of the policy during the run: before the first step, every `interval` steps, at the end."""
+    """Evaluation before the first step, every `interval` steps and at the end."""
 
     env: list[PeriodicEvalEnvConfig] = table(
         list,
@@ -45,42 +45,36 @@ class EvalConfig(ConfigSection):
         "called `ID-eval`.",
         facts=Facts(follows="orchestrator.env", default_text="the training environments"),
     )
-    num_examples: int = option(-1, "Tasks per environment: -1 for all held-out tasks.", ge=-1)
+    num_examples: int = option(-1, "Tasks per environment; -1: all held-out ones.", ge=-1)
     rollouts_per_example: int = option(1, "Rollouts per task.", facts=_ROLLOUTS, ge=1)
     interval: int = option(100, "Steps between evaluations.", ge=1)
-    skip_first_step: bool = option(False, "Leave out the evaluation before the first step.")
+    skip_first_step: bool = option(False, "No evaluation before the first step.")
     pin: Literal["hold", "span"] = option(
         "hold",
-        "hold: one replica keeps the evaluated version until the evaluation is over; the trainer may wait for it if "
-        "the run has no other replica. span: nobody waits; later versions answer, too, and the record names them.",
+        "hold: a replica keeps the evaluated version until the end; the trainer may wait for it. span: later "
+        "versions answer, too.",
     )
     sampling: EvalSamplingConfig = table(EvalSamplingConfig, "How the policy is sampled.")
 
 
 class OrchestratorModelConfig(ConfigSection):
-    """The model whose policies are sampled: those that the trainer publishes."""
+    """The model whose policies are sampled."""
 
-    name: str = option(
-        DEFAULT_MODEL, "Only checked: has to be equal to `model.name`, which decides.", facts=SHARED_MODEL, min_length=1
-    )
+    name: str = option(DEFAULT_MODEL, "Equal to `model.name`.", facts=SHARED_MODEL, min_length=1)
 
 
 class OrchestratorConfig(ConfigSection):
-    """The loop of an RL run: which rollouts are played, and what becomes a batch."""
+    """Which rollouts are played, and what becomes a batch."""
 
     model: OrchestratorModelConfig = table(OrchestratorModelConfig, "The model.")
     env: list[EnvConfig] = required("Training environments, at least one (`[[orchestrator.env]]`).", min_length=1)
     sampling: SamplingConfig = table(SamplingConfig, "How the policy is sampled.")
     algo: AlgoConfig = table(AlgoConfig, "How rollouts become advantages.")
     eval: EvalConfig | None = option(None, "Evaluation during the run; off if left out.")
-    batch_size: int = option(
-        128, "Rollouts per optimizer step, a multiple of `orchestrator.rollouts_per_example`.", ge=1
-    )
-    rollouts_per_example: int = option(
-        1, "Rollouts per task whose rewards are compared: at least 2, or 1 for opd.", facts=_ROLLOUTS, ge=1
-    )
+    batch_size: int = option(128, "Rollouts per step, a multiple of `rollouts_per_example`.", ge=1)
+    rollouts_per_example: int = option(1, "Rollouts per task, whose rewards are compared.", facts=_ROLLOUTS, ge=1)
     oversampling_factor: float = option(
-        1.0, "Start this many times the rollouts of a batch, and train on the first that finish.", ge=1
+        1.0, "Start this many times a batch's rollouts, and train on the first that finish.", ge=1
     )
     async_level: int = option(
         1,
@@ -90,7 +84,7 @@ class OrchestratorConfig(ConfigSection):
     )
     max_off_policy_steps: int = option(
         8,
-        "Drop a rollout with a token sampled more versions ago than this.",
+        "Drop rollouts with a token sampled more versions ago.",
         facts=Facts(
             limit=Limit(
                 "at least",
@@ -105,22 +99,19 @@ class OrchestratorConfig(ConfigSection):
     )
     seq_len: int = option(
         DEFAULT_SEQ_LEN,
-        "Longest sample in tokens, prompt included; longer ones are cut there.",
+        "Longest sample in tokens with its prompt; longer ones are cut.",
         facts=Facts(shared="seq_len"),
         ge=2,
     )
     seed: int = option(0, "Seed of the task order.", facts=Facts(shared="seed"), ge=0)
     trajectory_strategy: TrajectoryStrategy = option(
         "branching",
-        "A rollout is one sample while each turn's prompt begins with all earlier tokens. If the chat template "
-        "rewrites history (thinking models), the turn starts another sample with its exact tokens and the rollout's "
-        "credit. `interleaved` adds a warning when that happens.",
+        "A rollout whose chat template rewrites earlier turns becomes several samples; interleaved warns of it.",
     )
     filter_zero_advantages: ZeroAdvantageFilter = option(
         True,
-        "Samples whose advantages are all zero: `shrink` or true leaves them out, and the batch gets smaller; `refill` "
-        "replaces a group that has only such samples before the batch is cut, so that batches stay full; false trains "
-        "on them.",
+        "Samples without an advantage: shrink or true leaves them out, refill replaces groups of them before "
+        "the cut, false trains on them.",
     )
     buffer: BufferConfig = table(BufferConfig, "Which tasks are drawn, by what their groups were worth.")
     filters: list[FilterConfig] = table(
@@ -128,38 +119,32 @@ class OrchestratorConfig(ConfigSection):
     )
     advantage_timeout_s: float = option(
         1800.0,
-        "Seconds until the run fails because the advantages of a batch, or of a group, are not computed: a function of "
-        "yours may wait for something.",
+        "Seconds until the run fails because advantages are not computed.",
         gt=0,
     )
     retain_batches: int | None = option(
         None,
-        "Keep the batches and rollouts of this many newest steps, and those since a kept checkpoint before them, from "
-        "which they are replayed and forked; all if left out. Nothing goes before there is a checkpoint, and nothing "
-        "that comes after the newest two.",
+        "Newest steps whose batches and rollouts are kept (docs/reliability.md); all if left out.",
         ge=1,
     )
     retain_policies: int | None = option(
         None,
-        "Keep this many newest policy versions, the start model, those of kept checkpoints, those that replicas serve, "
-        "and what deltas of these build on; all if left out. Nothing goes before there is a checkpoint, and nothing "
-        "that comes after the newest two.",
+        "Newest versions that are kept (docs/reliability.md); all if left out.",
         ge=1,
     )
     max_failed_share: float = option(
         0.9,
-        "Share of failed rollouts over the last `orchestrator.failure_window` groups at which the run fails. Losses of "
-        "the infrastructure do not count.",
+        "Share of failed rollouts in `failure_window` at which the run fails.",
         gt=0,
         le=1,
     )
     failure_window: int | None = option(
         None,
-        "Groups over which failed rollouts are counted; by default the larger of 64 and two steps' groups.",
+        "Groups over which they are counted; by default 64, or two steps' if more.",
         ge=1,
         le=MAX_FAILURE_WINDOW,
     )
-    rollout_timeout_s: float = option(600.0, "Seconds until an unfinished rollout is given up as failed.", gt=0)
+    rollout_timeout_s: float = option(600.0, "Seconds until an unfinished rollout fails.", gt=0)
 
     def algo_of(self, env: EnvConfig) -> AdvantageConfig:
         """Return how an environment's rewards become advantages: its own table, else the run's."""

@@ -22,13 +22,12 @@ class RLConfig(SharedKeys):
 
     inference_gpu_ids: list[int] | None = option(
         None,
-        "GPUs of the engine in the stack of `millrace rl`. By default vLLM gets the first `parallel.tp` × "
-        "`parallel.dp`, the embedded engine none. `[]` hides all.",
+        "GPUs of the engine: by default `parallel.tp` × `parallel.dp` for vLLM, none for the embedded one. "
+        "`[]` hides all.",
     )
     trainer_gpu_ids: list[int] | None = option(
         None,
-        "GPUs of the trainer in the stack of `millrace rl`, one rank each. By default all that the engine does not "
-        "get; a single GPU is shared, with 0.4 of its memory for vLLM unless configured.",
+        "GPUs of the trainer, one rank each: by default those that the engine does not get. A single one is shared.",
     )
     algo: PresetConfig = table(PresetConfig, "An algorithm by one word.")
     run: RunConfig = table(RunConfig, "What the run is called.")

@@ -41,13 +41,13 @@ Those of a temperature differ: what is trained on cannot be greedy.
 """
 _TEXTS: Mapping[str, str] = {
     "max_tokens": "Most tokens sampled per turn.",
-    "top_p": "Sample from the smallest set of tokens with this much probability.",
+    "top_p": "Sample from the likeliest tokens with this much probability together.",
     "top_k": "Sample from this many likeliest tokens; 0 or -1: all.",
-    "min_p": "Sample from tokens with at least this share of the likeliest one's probability; 0: all.",
-    "repetition_penalty": "Divides the logits of tokens that are in prompt or reply already.",
-    "presence_penalty": "Taken off the logits of tokens that are in the reply already.",
-    "frequency_penalty": "Subtracted from the logits of tokens of the reply, once per occurrence.",
-    "min_tokens": "No reply ends before this many tokens.",
+    "min_p": "Sample from tokens with at least this share of the likeliest one's probability.",
+    "repetition_penalty": "Divides the logits of tokens in prompt or reply.",
+    "presence_penalty": "Subtracted from the logits of tokens in the reply.",
+    "frequency_penalty": "The same, once per occurrence.",
+    "min_tokens": "Least tokens of a reply.",
 }
 """Descriptions of sampling keys."""
 
@@ -61,49 +61,44 @@ def sampling_key(name: str, text: str = "", *, facts: Facts | None = None, **bou
 
 
 class TemperatureSchedule(ConfigSection):
-    """The temperature of training rollouts by the step for which they are planned; each records its own."""
+    """The temperature of training rollouts by their step."""
 
     type: Literal["linear", "cosine"] = option("linear", "A straight line, or half a cosine.")
-    start_temperature: float = required("That of step 0.", ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)
-    end_temperature: float = required(
-        "That of the last step, and of all after it.", ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE
-    )
+    start_temperature: float = required("At step 0.", ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)
+    end_temperature: float = required("From the last step on.", ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)
     total_steps: int | None = option(
         None,
-        "Steps from the first to the last; `max_steps` if left out.",
+        "Steps from the first to the last.",
         facts=Facts(default_text="`max_steps`"),
         ge=1,
     )
 
 
 class SamplingConfig(ConfigSection):
-    """How the policy is sampled in training rollouts."""
+    """How the policy is sampled in training."""
 
-    temperature: float = sampling_key("temperature", "The trainer divides its logits by the same value.", gt=0)
+    temperature: float = sampling_key("temperature", "The trainer divides its logits by it.", gt=0)
     temp_scheduler: TemperatureSchedule | None = option(
         None, "Change the temperature with the steps, in the place of `temperature`; constant if left out."
     )
     max_tokens: int | None = sampling_key(
         "max_tokens",
-        "Most tokens sampled per turn; whatever fits if left out.",
+        "Most tokens sampled per turn; what fits if left out.",
         facts=Facts(aliases=("max_completion_tokens",), limit=_ROOM),
     )
-    top_p: float = sampling_key(
-        "top_p", f"{_TEXTS['top_p']} Log-probabilities of engine and trainer are renormalised over it."
-    )
+    top_p: float = sampling_key("top_p")
     top_k: int = sampling_key("top_k")
     min_p: float = sampling_key("min_p")
     repetition_penalty: float = sampling_key("repetition_penalty")
     presence_penalty: float = sampling_key("presence_penalty")
     frequency_penalty: float = sampling_key("frequency_penalty")
     min_tokens: int = sampling_key("min_tokens")
-    stop: list[str] = table(list, "A reply ends after the token that completes one of these texts.")
+    stop: list[str] = table(list, "Texts after which a reply ends.")
     allow_biased_sampling: bool = option(
         False,
-        "Train on replies shaped by penalties or `min_tokens`, although the trainer does not compute these: its "
-        "log-probabilities belong to another distribution.",
+        "Train on replies shaped by penalties or `min_tokens`, which the trainer does not compute.",
     )
-    extra_body: FreeTable = table(dict, "More fields of the request to the engine; none that changes what is sampled.")
+    extra_body: FreeTable = table(dict, "More fields of the request; none that changes sampling.")
 
 
 def _own(name: str, **bounds: Any) -> Any:
@@ -119,7 +114,7 @@ def _own(name: str, **bounds: Any) -> Any:
 
 
 class EnvSamplingConfig(ConfigSection):
-    """How the policy is sampled in the training rollouts of one environment."""
+    """How the policy is sampled in training rollouts of one environment."""
 
     temperature: float | None = _own("temperature", gt=0)
     temp_scheduler: TemperatureSchedule | None = _own("temp_scheduler")
@@ -131,10 +126,8 @@ class EnvSamplingConfig(ConfigSection):
     presence_penalty: float | None = _own("presence_penalty")
     frequency_penalty: float | None = _own("frequency_penalty")
     min_tokens: int | None = _own("min_tokens")
-    stop: list[str] = table(list, "As `orchestrator.sampling.stop`; that of the run if it is empty.")
-    extra_body: FreeTable = table(
-        dict, "More fields of the request to the engine, added to those of the run and overriding them."
-    )
+    stop: list[str] = table(list, "The run's if empty.")
+    extra_body: FreeTable = table(dict, "More fields of the request, over those of the run.")
 
     @property
     def written(self) -> set[tuple[str, ...]]:
@@ -158,27 +151,28 @@ class EnvSamplingConfig(ConfigSection):
 
 
 class EvalSamplingConfig(ConfigSection):
-    """How the policy is sampled in evaluations. Defaults come from `orchestrator.sampling`."""
+    """How the policy is sampled in evaluations."""
 
     temperature: float = sampling_key(
-        "temperature", "0 takes the likeliest token.", facts=_as_in_training("temperature"), ge=0
+        "temperature",
+        "0 takes the likeliest token.",
+        facts=_as_in_training("temperature"),
+        ge=0,
     )
     max_tokens: int | None = sampling_key(
-        "max_tokens", facts=_as_in_training("max_tokens", aliases=("max_completion_tokens",), limit=_ROOM)
+        "max_tokens",
+        "As `orchestrator.sampling.max_tokens`.",
+        facts=_as_in_training("max_tokens", aliases=("max_completion_tokens",), limit=_ROOM),
     )
-    top_p: float = sampling_key("top_p", facts=_as_in_training("top_p"))
-    top_k: int = sampling_key("top_k", facts=_as_in_training("top_k"))
-    min_p: float = sampling_key("min_p", facts=_as_in_training("min_p"))
+    top_p: float = sampling_key("top_p", "As `orchestrator.sampling.top_p`.", facts=_as_in_training("top_p"))
+    top_k: int = sampling_key("top_k", "As `orchestrator.sampling.top_k`.", facts=_as_in_training("top_k"))
+    min_p: float = sampling_key("min_p", "As `orchestrator.sampling.min_p`.", facts=_as_in_training("min_p"))
     repetition_penalty: float = sampling_key("repetition_penalty")
     presence_penalty: float = sampling_key("presence_penalty")
     frequency_penalty: float = sampling_key("frequency_penalty")
     min_tokens: int = sampling_key("min_tokens")
-    stop: list[str] = table(
-        list, "A reply ends after the token that completes one of these texts.", facts=_as_in_training("stop")
-    )
-    extra_body: FreeTable = table(
-        dict, "More fields of the request to the engine.", facts=_as_in_training("extra_body")
-    )
+    stop: list[str] = table(list, "As `orchestrator.sampling.stop`.", facts=_as_in_training("stop"))
+    extra_body: FreeTable = table(dict, "As `orchestrator.sampling.extra_body`.", facts=_as_in_training("extra_body"))
 
 
 def _own_in_eval(name: str, **bounds: Any) -> Any:
@@ -195,7 +189,7 @@ _Shared = TypeVar("_Shared", bound=ConfigSection)
 
 
 class EvalEnvSamplingConfig(ConfigSection):
-    """How the model is sampled in the evaluation of one environment."""
+    """How the model is sampled in evaluations of one environment."""
 
     temperature: float | None = _own_in_eval("temperature", ge=0)
     max_tokens: int | None = _own_in_eval("max_tokens")
@@ -206,10 +200,8 @@ class EvalEnvSamplingConfig(ConfigSection):
     presence_penalty: float | None = _own_in_eval("presence_penalty")
     frequency_penalty: float | None = _own_in_eval("frequency_penalty")
     min_tokens: int | None = _own_in_eval("min_tokens")
-    stop: list[str] = table(list, "As `stop` of the evaluation's `sampling`, used if this is empty.")
-    extra_body: FreeTable = table(
-        dict, "More fields of the request to the engine, added to those of all environments and overriding them."
-    )
+    stop: list[str] = table(list, "The evaluation's if empty.")
+    extra_body: FreeTable = table(dict, "More fields of the request, over those of the evaluation.")
 
     def over(self, shared: _Shared) -> _Shared:
         """Return the evaluation's sampling `shared`, overridden by this environment's keys.

@@ -31,9 +31,9 @@ from millrace.config.tree import Facts
 class SFTModelConfig(ModelLayoutConfig):
     """The model that is trained."""
 
-    name: str = option(DEFAULT_MODEL, "Directory with a Hugging Face model, or a Hub id.", min_length=1)
-    dtype: Dtype = option("auto", "Number format of forward and backward. auto: float32 on a CPU, bfloat16 on a GPU.")
-    publish_dtype: Dtype = option("auto", "Number format of the saved model. auto: as computed.")
+    name: str = option(DEFAULT_MODEL, "Directory with a Hugging Face model, or Hub id.", min_length=1)
+    dtype: Dtype = option("auto", "Format of forward and backward. auto: float32 on a CPU, bfloat16 on a GPU.")
+    publish_dtype: Dtype = option("auto", "Format of the saved model. auto: as computed.")
     lora: LoraConfig | None = option(
         None,
         "Train adapters only, all weights if left out. `model` is saved with the adapters merged into it, and "
@@ -42,15 +42,14 @@ class SFTModelConfig(ModelLayoutConfig):
 
 
 class SFTDataConfig(DataSourceConfig):
-    """The rows that are trained on, and how steps take them."""
+    """The rows that are trained on."""
 
     stopping_strategy: Stopping = option(
         "all_exhausted",
-        "A pass over several subsets or splits ends when the rows of all were taken (small ones repeat), or when those "
-        "of one were.",
+        "A pass ends when the rows of all subsets or splits were taken (small ones repeat), or of one.",
     )
     loss_mask: LossMaskConfig = table(LossMaskConfig, "Messages of which roles are trained on.")
-    batch_size: int = option(128, "Samples per optimizer step; with pack_function cat, `seq_len` tokens each.", ge=1)
+    batch_size: int = option(128, "Samples per step; with cat, rows of `seq_len` tokens.", ge=1)
     seq_len: int = option(
         128,
         "Longest sample in tokens; longer ones are cut. Scaled positions (longrope, dynamic) use it.",
@@ -58,10 +57,9 @@ class SFTDataConfig(DataSourceConfig):
     )
     pack_function: Literal["stack", "cat"] = option(
         "stack",
-        "stack: a step takes `batch_size` samples. cat: as many whole samples as fit into `batch_size` rows of "
-        "`seq_len` tokens, none of which attends to another.",
+        "stack: `batch_size` samples per step. cat: as many whole samples as fit into `batch_size` rows.",
     )
-    shuffle: bool = option(True, "Draw rows in a random order, anew in every pass.")
+    shuffle: bool = option(True, "Draw rows in random order, anew in every pass.")
     seed: int = option(0, "Seed of the order.", facts=Facts(follows="seed", default_text="`seed`"), ge=0)
 
 
@@ -70,18 +68,18 @@ class SFTValDataConfig(DataSourceConfig):
 
     probabilities: list[float] | None = option(
         None,
-        "As `data.probabilities`. Each row counts once if this and `stopping_strategy` are left out.",
+        "As `data.probabilities`; each row counts once without this and `stopping_strategy`.",
     )
     stopping_strategy: Stopping | None = option(
         None,
-        "As `data.stopping_strategy`. If left out, each row counts once, or, with `probabilities`, as all_exhausted.",
+        "As `data.stopping_strategy`; all_exhausted if only `probabilities` is written.",
     )
     loss_mask: LossMaskConfig | None = option(
         None, "Messages of which roles count.", facts=Facts(default_text="`data.loss_mask`")
     )
     seq_len: int = option(
         128,
-        "Longest sample in tokens; a longer one is cut.",
+        "Longest sample in tokens; longer ones are cut.",
         facts=Facts(follows="data.seq_len", default_text="`data.seq_len`"),
         ge=2,
     )
@@ -105,31 +103,26 @@ class SFTValDataConfig(DataSourceConfig):
 class SFTValConfig(ConfigSection):
     """The mean loss on held-out rows, as `val/loss`."""
 
-    interval: int = option(50, "Steps between two validations; the trained model is validated always.", ge=1)
-    eval_on_start: bool = option(False, "Validate the model before the first step, too.")
+    interval: int = option(50, "Steps between validations; the trained model always has one.", ge=1)
+    eval_on_start: bool = option(False, "Also validate before the first step.")
     data: SFTValDataConfig = table(SFTValDataConfig, "The rows, all of which are taken each time.")
 
 
 class SFTEvalConfig(ConfigSection):
-    """Evaluations before the first step, every `interval` steps and at the end.
-
-    Each has exactly the weights of its step and runs beside the training.
-    """
+    """Evaluations before the first step, every `interval` steps and at the end."""
 
     env: list[PeriodicEvalEnvConfig] = required("Environments to evaluate on (`[[eval.env]]`).", min_length=1)
-    num_examples: int = option(-1, "Tasks per environment; -1: all held-out tasks, or all if there are none.")
+    num_examples: int = option(-1, "Tasks per environment; -1: all held-out ones, or all.")
     rollouts_per_example: int = option(1, "Rollouts per task.", facts=Facts(aliases=("group_size",)), ge=1)
-    interval: int = option(100, "Steps between evaluations; the trained model is evaluated always.", ge=1)
-    skip_first_step: bool = option(False, "Leave out the evaluation before the first step.")
+    interval: int = option(100, "Steps between evaluations.", ge=1)
+    skip_first_step: bool = option(False, "No evaluation before the first step.")
     sampling: FixedSamplingConfig = table(FixedSamplingConfig, "How the model is sampled.")
-    max_concurrent: int = option(64, "Most rollouts that are played at once.", ge=1)
-    rollout_timeout_s: float = option(600.0, "Seconds until an unfinished rollout is given up as failed.", gt=0)
-    timeout_s: float = option(
-        3600.0, "Seconds until an evaluation is given up with a warning, while training goes on.", gt=0
-    )
+    max_concurrent: int = option(64, "Rollouts played at once.", ge=1)
+    rollout_timeout_s: float = option(600.0, "Seconds until an unfinished rollout fails.", gt=0)
+    timeout_s: float = option(3600.0, "Seconds until an evaluation is given up with a warning.", gt=0)
     max_pending: int = option(
         2,
-        "Evaluations that may run or wait; at the next one training waits, with a message.",
+        "Evaluations that run or wait before training waits.",
         ge=1,
     )
 
@@ -157,22 +150,19 @@ class SFTEvalConfig(ConfigSection):
 
 
 class DPOConfig(ConfigSection):
-    """Direct Preference Optimization: the data are pairs, of which the `chosen` response is preferred.
+    """Direct Preference Optimization of pairs. The reference is the start model, without adapters."""
 
-    The reference is the start model, with `[model.lora]` the model without its adapters.
-    """
-
-    beta: float = option(0.1, "Factor of the log-ratios to the reference: a larger one stays closer to it.", gt=0)
+    beta: float = option(0.1, "Factor of the log-ratios to the reference.", gt=0)
     label_smoothing: float = option(
         0.0,
-        "Share of pairs that is taken to be labelled the wrong way round (conservative DPO).",
+        "Share of pairs taken as mislabelled (conservative DPO).",
         ge=0,
         lt=0.5,
     )
 
 
 class SFTConfig(Document):
-    """A fine-tuning run. The loss is the mean cross-entropy of the tokens that `data.loss_mask` selects, or `[dpo]`."""
+    """A fine-tuning run, by the mean cross-entropy of the tokens of `data.loss_mask`, or by `[dpo]`."""
 
     model: SFTModelConfig = table(SFTModelConfig, "The model.")
     data: SFTDataConfig = table(SFTDataConfig, "The data.")
@@ -182,21 +172,18 @@ class SFTConfig(Document):
     inference: InferenceConfig = table(InferenceConfig, "The engine of the evaluations.")
     inference_gpu_ids: list[int] | None = option(
         None,
-        "GPUs of the engine of evaluations; training has all others. By default vLLM gets the first `parallel.tp` × "
-        "`parallel.dp`, the embedded engine none. `[]` hides all.",
+        "GPUs of the engine of evaluations, as in `millrace rl`; training has the others.",
     )
     optim: OptimConfig = table(OptimConfig, "The optimizer.")
     scheduler: SchedulerConfig = table(SchedulerConfig, "Learning rate over the steps.")
     ckpt: CheckpointConfig | None = option(None, "Checkpoints; off if left out.")
     max_steps: int | None = option(None, "Optimizer steps; one pass over the data if left out.", ge=1)
-    max_skipped_steps: int = option(
-        3, "A step with a gradient that is not finite changes no weight; so many in a row end the command.", ge=1
-    )
+    max_skipped_steps: int = option(3, "Steps in a row without a finite gradient, after which the command ends.", ge=1)
     micro_batch_tokens: int = micro_batch_tokens("data.seq_len", "data")
     pack: PackConfig = table(PackConfig, "Packing of samples into rows.")
     peak_tflops: float | None = peak_tflops()
     seed: int = option(0, "Seed of everything random.", ge=0)
-    output_dir: str = option("outputs", "Directory under which the run writes `<run name>/`.", min_length=1)
+    output_dir: str = option("outputs", "Directory of `<run name>/`.", min_length=1)
     run: RunConfig = table(RunConfig, "What the run is called.")
     log: LogConfig = table(LogConfig, "Logs.")
     wandb: WandbConfig | None = option(None, "Weights & Biases; off if left out.")

@@ -28,7 +28,7 @@ class ModelConfig(ConfigSection):
 
     name: str = option(
         DEFAULT_MODEL,
-        "Directory with a Hugging Face model (config, safetensors, tokenizer), or a Hub id.",
+        "Directory with a Hugging Face model, or Hub id.",
         min_length=1,
     )
 
@@ -38,104 +38,94 @@ class RunConfig(ConfigSection):
 
     name: str | None = option(
         None,
-        "Lower-case letters, digits and dashes, at most 63, beginning with a letter. By default made from the "
-        "environments and a short random id.",
+        "At most 63 lower-case letters, digits and dashes, a letter first; made up if left out.",
         pattern=RUN_NAME_PATTERN,
     )
 
 
 class QueueConfig(ConfigSection):
-    """When the run gets workers, and which. docs/operations.md has the rules."""
+    """When the run gets workers, and which (docs/operations.md)."""
 
     priority: int = option(
         0,
-        "Runs of a higher one get workers first. A run that waits gains 1 in 15 minutes, up to the highest that waits.",
+        "Runs of a higher one get workers first.",
         ge=-1000,
         le=1000,
     )
     group: str = option(
         "default",
-        "Group whose weight and quota count (`MILLRACE_QUEUE_GROUPS` of the orchestrator).",
+        "Group whose weight and quota count (`MILLRACE_QUEUE_GROUPS`).",
         pattern=GROUP_PATTERN,
     )
     preemptible: bool = option(
         False,
-        "Whether the run pauses for a waiting run of a higher priority that would fit then. It goes on by itself; with "
-        "`ckpt` no step is lost, without it every step is trained again.",
+        "Whether it pauses for a waiting run of a higher priority. Without `ckpt` its steps are trained again.",
     )
     min_replicas: int = option(
         0,
-        "Replicas that the run gets together with its trainer, or not at all. 0: it begins with a trainer, and takes "
-        "replicas as they become free.",
+        "Replicas that it gets together with its trainer, or not at all; 0: as they become free.",
         ge=0,
         le=1000,
     )
     max_replicas: int | None = option(
         None,
-        "Most replicas that the run takes; its share of all if left out.",
+        "Most replicas; its share of all if left out.",
         facts=Facts(limit=Limit("at least", ".min_replicas", "the run gets so many when it begins")),
         ge=1,
     )
 
 
 class LogConfig(ConfigSection):
-    """Logs of the processes that `millrace rl` and `millrace sft` start. Services elsewhere read MILLRACE_LOG_*."""
+    """Logs of the processes that the command starts; others read `MILLRACE_LOG_*`."""
 
-    level: Literal["debug", "info", "warning", "error"] = option("info", "Least severe level that is written.")
-    json_logging: bool = option(False, "One JSON object per line instead of plain text.")
+    level: Literal["debug", "info", "warning", "error"] = option("info", "Least severe level written.")
+    json_logging: bool = option(False, "JSON lines instead of plain text.")
 
 
 class LogExtrasConfig(ConfigSection):
     """Tables in Weights & Biases."""
 
-    samples: bool = option(True, "Prompts, completions, rewards and advantages of a step, as the table `samples`.")
-    distributions: bool = option(
-        True, "Rewards, advantages and lengths of a step's samples, as the table `distributions`."
-    )
-    interval: int = option(10, "Steps between two tables.", ge=1)
+    samples: bool = option(True, "Prompts, completions, rewards and advantages, as `samples`.")
+    distributions: bool = option(True, "Rewards, advantages and lengths, as `distributions`.")
+    interval: int = option(10, "Steps between tables.", ge=1)
 
 
 class WandbConfig(ConfigSection):
-    """Weights & Biases, written from the run's log, or in SFT from `metrics.jsonl`.
+    """Weights & Biases. The orchestrator, or the SFT command, reads `WANDB_API_KEY`."""
 
-    The orchestrator, or the SFT command, reads WANDB_API_KEY; a config never contains it.
-    """
-
-    project: str = option("millrace", "Project that the run is filed under.", min_length=1)
-    name: str | None = option(None, "Display name; the run's name if left out.", min_length=1)
-    entity: str | None = option(None, "User or team that owns the project.", min_length=1)
-    group: str | None = option(None, "Group of runs that belong together.", min_length=1)
+    project: str = option("millrace", "Project of the run.", min_length=1)
+    name: str | None = option(None, "Display name; the run's if left out.", min_length=1)
+    entity: str | None = option(None, "Owner of the project.", min_length=1)
+    group: str | None = option(None, "Group of runs.", min_length=1)
     tags: list[str] = table(list, "Labels of the run.")
-    offline: bool = option(False, "Write to disk only; `wandb sync` uploads it.")
+    offline: bool = option(False, "Write to disk only, for `wandb sync`.")
     id: str | None = option(
         None,
-        "Id of the run in Weights & Biases, resumed if it exists; the run's uid if left out.",
+        "Id there, resumed if it exists; the run's uid if left out.",
         pattern=r"^[A-Za-z0-9_-]{1,128}$",
     )
     log_extras: LogExtrasConfig | None = option(None, "Tables of samples and distributions; off if left out.")
 
 
 class CheckpointConfig(ConfigSection):
-    """Which resumable checkpoints are written and kept. The last step always writes one."""
+    """Resumable checkpoints; the last step always writes one."""
 
     resume_step: int | None = option(
         None,
-        "Step to resume from; -1: the newest. An earlier step of an RL run makes a fork, since a log is never "
-        "rewritten. An option of the command, not part of the run's config.",
+        "Step to resume from, -1: the newest. An earlier step of an RL run makes a fork.",
         ge=-1,
     )
     save_async: bool = option(
         True,
-        "Upload checkpoints from local scratch (`MILLRACE_SCRATCH_DIR`) while training goes on. false: training waits "
-        "until they are durable.",
+        "Upload from `MILLRACE_SCRATCH_DIR` while training goes on.",
     )
     interval: int | None = option(None, "Steps between checkpoints; only the last step if left out.", ge=1)
     keep_last: int | None = option(
-        None, "Keep this many newest checkpoints; all if left out.", facts=Facts(aliases=("keep",)), ge=1
+        None, "Newest checkpoints kept; all if left out.", facts=Facts(aliases=("keep",)), ge=1
     )
     keep_interval: int | None = option(
         None,
-        "With `keep_last`: also keep checkpoints at multiples of this step.",
+        "With `keep_last`: keep multiples of this step, too.",
         facts=Facts(needs=(".keep_last", "then every checkpoint is kept")),
         ge=1,
     )
@@ -149,8 +139,7 @@ class PresetConfig(ConfigSection):
 
     preset: Preset | None = option(
         None,
-        "Fills what is left out of `orchestrator.algo` and `trainer.loss` for the named algorithm; docs/algorithms.md "
-        "has the table, `--dry-run` the result.",
+        "Fills what is left out of `orchestrator.algo` and `trainer.loss` (docs/algorithms.md).",
     )
 
 
@@ -160,13 +149,16 @@ class SharedKeys(Document):
     model: ModelConfig = table(ModelConfig, "The model that is trained.")
     max_steps: int | None = option(None, "Optimizer steps; unlimited if left out.", ge=1)
     seq_len: int | None = option(
-        None, "Longest sample in tokens; none if those of the services differ.", facts=Facts(may_differ=True), ge=2
+        None, "Longest sample in tokens; none if the services' differ.", facts=Facts(may_differ=True), ge=2
     )
     async_level: int = option(
-        1, "Steps that sampling may run ahead of training.", facts=Facts(aliases=("max_async_level",)), ge=0
+        1,
+        "Steps that sampling may run ahead of training; 0: they take turns.",
+        facts=Facts(aliases=("max_async_level",)),
+        ge=0,
     )
-    seed: int = option(0, "Seed of the task order and of the trainer; sampled tokens have no seed.", ge=0)
-    output_dir: str = option("outputs", "Directory under which the run writes `<run name>/`.", min_length=1)
+    seed: int = option(0, "Seed of task order and trainer; sampled tokens have none.", ge=0)
+    output_dir: str = option("outputs", "Directory of `<run name>/`.", min_length=1)
     log: LogConfig = table(LogConfig, "Logs.")
     ckpt: CheckpointConfig | None = option(None, "Checkpoints; off if left out.")
     wandb: WandbConfig | None = option(None, "Weights & Biases; off if left out.")
@@ -180,17 +172,15 @@ WITHHELD_KEY_PREFIX = "MILLRACE_KEY_"
 
 
 class ClientConfig(ConfigSection):
-    """OpenAI-compatible endpoints to evaluate. If left out, the stack itself serves the model."""
+    """OpenAI-compatible endpoints. If left out, the stack itself serves the model."""
 
     base_url: list[str] = required(
-        "The endpoint's URLs, each ending in `/v1`; rollouts are spread over several.",
+        "URLs ending in `/v1`; rollouts are spread over them.",
         min_length=1,
     )
     api_key_var: str | None = option(
         None,
-        "Environment variable of the env-server with the API key, which environments use and can read. Its name must "
-        f"not begin with `{WITHHELD_KEY_PREFIX}`: they do not get those. The key is never stored. No key is sent if "
-        "left out.",
+        f"Environment variable of the env-server with the key; not `{WITHHELD_KEY_PREFIX}…`.",
         pattern=VARIABLE_PATTERN,
     )
 

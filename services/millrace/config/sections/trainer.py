@@ -20,20 +20,19 @@ DEFAULT_LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up
 
 
 class LoraConfig(ConfigSection):
-    """Train low-rank adapters on chosen linear layers of a frozen base, instead of all weights."""
+    """Low-rank adapters on linear layers of a frozen base, instead of all weights."""
 
-    rank: int = option(16, "Rank of the adapters.", ge=1)
-    alpha: float = option(32.0, "The adapter's part is scaled by `alpha / rank`.", gt=0)
-    dropout: float = option(0.0, "Dropout on the adapter's input in training steps.", ge=0, lt=1)
+    rank: int = option(16, "Rank.", ge=1)
+    alpha: float = option(32.0, "Adapters are scaled by `alpha / rank`.", gt=0)
+    dropout: float = option(0.0, "Dropout on the adapters' input.", ge=0, lt=1)
     target_modules: list[str] = table(
         lambda: list(DEFAULT_LORA_TARGETS),
-        "Linear layers with an adapter, at least one: names, dotted suffixes of names, or regular expressions for "
-        "them. Default names that the model lacks are skipped.",
+        "Layers with an adapter: names, dotted suffixes or regular expressions. Missing defaults are skipped.",
         facts=Facts(default_text=", ".join(f"`{name}`" for name in DEFAULT_LORA_TARGETS)),
     )
     modules_to_save: list[str] = table(
         list,
-        "Layers that are trained whole and published with the adapters. The embedded engine serves them, vLLM cannot.",
+        "Layers trained whole and published with the adapters; vLLM cannot serve them.",
     )
 
     @field_validator("target_modules", "modules_to_save")
@@ -59,23 +58,21 @@ class LoraConfig(ConfigSection):
 
 
 class ActivationCheckpointConfig(ConfigSection):
-    """Recompute activations of blocks in the backward instead of keeping them: less memory, more time."""
+    """Recompute activations in the backward: less memory, more time."""
 
-    freq: int = option(1, "Every how many-th block, from the first on.", ge=1)
+    freq: int = option(1, "Every how many-th block.", ge=1)
     mode: Literal["full", "selective"] = option(
         "full",
-        "full: a block keeps only its input. selective: it also keeps the results of matrix products and attention, "
-        "and recomputes what is cheap.",
+        "full: keep a block's input only. selective: also results of matrix products and attention.",
     )
 
 
 class CompileConfig(ConfigSection):
-    """`torch.compile` of each block. Such a run is best effort: another start may compile to other bits."""
+    """`torch.compile` of each block; such a run is best effort."""
 
     fullgraph: bool = option(
         False,
-        "true: a block that is not one graph runs eagerly, with a warning; false: it is compiled in parts. Not "
-        "true with `cp` or `ep`, whose exchanges divide the graphs.",
+        "Run a block that is not one graph eagerly, with a warning. Not with `cp` or `ep`.",
     )
 
 
@@ -90,28 +87,22 @@ class ModelMemoryConfig(ConfigSection):
     )
     reshard_after_forward: bool | None = option(
         None,
-        "Whether a block's gathered parameters are freed between its forward and backward. false: gathered once per "
-        "micro-batch instead of twice, all in memory in between. Default: true, except for one process that steps all "
-        "weights in float32 without offload.",
+        "Free a block's gathered parameters between forward and backward. Default: true, except for one process in "
+        "float32 without offload.",
     )
     fsdp_cpu_offload: bool = option(
         False,
-        "Keep parameters, gradients and optimizer state in host memory, and move each block to the GPU while it "
-        "computes. No effect for one process on a CPU.",
+        "Keep parameters, gradients and optimizer state in host memory.",
     )
     optim_cpu_offload: bool = option(
         False,
-        "Keep the optimizer's state in host memory, and move each parameter's to the GPU for its step. No effect on a "
-        "CPU, or with `fsdp_cpu_offload`.",
+        "Keep the optimizer's state in host memory.",
     )
-    reduce_dtype: Literal["float32", "bfloat16"] = option(
-        "float32", "Number format in which gradients are summed over the ranks."
-    )
+    reduce_dtype: Literal["float32", "bfloat16"] = option("float32", "Format in which ranks sum gradients.")
     optimization_dtype: Literal["float32", "bfloat16"] = option(
         "float32",
-        "Number format of the stepped weights, their gradients and the optimizer's state. bfloat16 takes half the "
-        "memory, computes in bfloat16, too, and loses steps below 1/256 of a weight: most of them at a learning rate "
-        "of 1e-6. Not with `lora`.",
+        "Format of stepped weights, gradients and optimizer state. bfloat16 loses steps below 1/256 of a weight. Not "
+        "with `lora`.",
     )
 
 
@@ -120,26 +111,22 @@ class ModelLayoutConfig(ModelMemoryConfig):
 
     dp_replicate: int = option(
         1,
-        "Copies of the parameters, each sharded over its own ranks (HSDP): for many machines with a slow network "
-        "between them.",
+        "Copies of the sharded parameters (HSDP), for machines with a slow network between them.",
         ge=1,
     )
     tp: int = option(
         1,
-        "Ranks that share each layer and compute the same samples (tensor parallel). Must divide attention heads, "
-        "key-value heads and intermediate size; not with `lora` or `dropout`. Model types: docs/planning.md.",
+        "Tensor parallel ranks (docs/planning.md). Not with `lora` or `dropout`.",
         ge=1,
     )
     cp: int = option(
         1,
-        "Ranks that each compute a piece of the same rows (context parallel), for long samples. They exchange tokens "
-        "for attention heads if it divides these, and gather keys and values if not. Model types: docs/planning.md.",
+        "Context parallel ranks, for long samples (docs/planning.md).",
         ge=1,
     )
     ep: int = option(
         1,
-        "Ranks that share each layer's experts and exchange tokens (expert parallel). Must divide the experts, and the "
-        "ranks left by `dp_replicate` and `tp`. Model types: docs/planning.md.",
+        "Expert parallel ranks (docs/planning.md).",
         ge=1,
     )
 
@@ -149,9 +136,8 @@ class MoeConfig(ConfigSection):
 
     replay: bool = option(
         False,
-        "Send each token to the experts that the engine computed it with, where these are recorded "
-        "(`inference.return_routed_experts`); the routers' own scores weigh them. Removes most of the mismatch of "
-        "engine and trainer. Not with `compile`, `tp`, `cp` or `ep`.",
+        "Send tokens to the experts that the engine recorded (docs/algorithms.md). Not with `compile`, `tp`, "
+        "`cp` or `ep`.",
     )
 
 
@@ -161,7 +147,7 @@ class TrainerModelConfig(ModelLayoutConfig):
     name: str = option(DEFAULT_MODEL, "Directory or Hub id.", facts=SHARED_MODEL, min_length=1)
     seq_len: int = option(
         DEFAULT_SEQ_LEN,
-        "Longest sample in tokens that the trainer takes whole.",
+        "Longest sample in tokens.",
         facts=Facts(
             shared="seq_len",
             limit=Limit(
@@ -174,23 +160,21 @@ class TrainerModelConfig(ModelLayoutConfig):
     )
     dtype: Dtype = option(
         "auto",
-        "Number format of forward and backward; stepped weights have `optimization_dtype`. auto: float32 on a CPU, "
-        "bfloat16 on a GPU.",
+        "Format of forward and backward. auto: float32 on a CPU, bfloat16 on a GPU.",
     )
-    publish_dtype: Dtype = option("auto", "Number format of published policies. auto: as the trainer computes.")
+    publish_dtype: Dtype = option("auto", "Format of published policies. auto: as computed.")
     dropout: bool = option(
         False,
-        "Use the dropout of the model's config.json in training steps. Without it, the trainer computes the same "
-        "log-probs as the engine.",
+        "Use the dropout of config.json in training; log-probs then differ from the engine's.",
     )
     lora: LoraConfig | None = option(None, "Train adapters only; all weights if left out.")
     moe: MoeConfig = table(MoeConfig, "Mixtures of experts.")
 
 
 class TokenizerConfig(ConfigSection):
-    """The tokenizer of the published policy, for engines and environments."""
+    """The tokenizer of the published policy."""
 
-    name: str | None = option(None, "Directory or Hub id; the trained model's tokenizer if left out.", min_length=1)
+    name: str | None = option(None, "Directory or Hub id; the model's if left out.", min_length=1)
 
 
 _WITH_DELTAS = Facts(
@@ -199,26 +183,24 @@ _WITH_DELTAS = Facts(
 
 
 class PolicyConfig(ConfigSection):
-    """How versions of the policy are stored for replicas. LoRA adapters are always whole."""
+    """How versions of the policy are stored; LoRA adapters are always whole."""
 
     delta: bool = option(
         True,
-        "Store a version as its difference from the one before, where that is smaller. Costs the trainer one copy of "
-        "its weights in host memory (2 bytes per bfloat16 parameter), and each replica one of the policy. false: every "
-        "version is a full copy, which replicas free once it serves.",
+        "Store versions as differences where these are smaller. Takes a copy of the weights in the memory of "
+        "trainer and replicas.",
     )
     anchor_interval: int = option(
         20,
-        "Versions from one full copy to the next. Late replicas start from the newest one.",
+        "Versions from one full copy to the next.",
         facts=_WITH_DELTAS,
         ge=1,
         le=256,
     )
     skip_deltas: list[int] = table(
         lambda: [4, 16],
-        "Also store differences from this many versions before (2 to 256), at versions that are multiples of it, for "
-        "replicas that fell behind. Each costs the trainer up to one more copy, about half of one if 1 % of the "
-        "weights change per step. `[]` turns them off.",
+        "Also store differences from so many versions before, for replicas that fell behind; each takes up to a copy "
+        "in memory.",
         facts=_WITH_DELTAS,
     )
 
@@ -236,12 +218,11 @@ class OptimConfig(ConfigSection):
 
     type: Literal["adamw", "muon", "sgd"] = option(
         "adamw",
-        "muon: torch's Muon for the matrices of hidden layers, with steps of AdamW's size, and AdamW for the rest; its "
-        "bits depend on the number of ranks. sgd: with momentum.",
+        "muon: torch's Muon for matrices of hidden layers, AdamW for the rest. sgd: with momentum.",
     )
-    lr: float = option(1e-6, "Peak learning rate; 0 trains nothing.", ge=0)
+    lr: float = option(1e-6, "Peak learning rate.", ge=0)
     weight_decay: float = option(0.01, "Decoupled weight decay; of sgd, part of the gradient.", ge=0)
-    max_norm: float = option(1.0, "Gradients are scaled down to this global norm.", gt=0)
+    max_norm: float = option(1.0, "Gradients are scaled down to this norm.", gt=0)
     betas1: float = option(
         0.9, "Decay of AdamW's first moment.", facts=Facts(only_for=OnlyFor(".type", ("adamw", "muon"))), ge=0, lt=1
     )
@@ -252,8 +233,8 @@ class OptimConfig(ConfigSection):
     momentum: float = option(0.9, "Momentum of sgd.", facts=Facts(only_for=OnlyFor(".type", ("sgd",))), ge=0, lt=1)
     state_dtype: Literal["auto", "bfloat16"] = option(
         "auto",
-        "Number format of the optimizer's state between steps. auto: as the stepped weights. bfloat16: half of "
-        "float32's memory with stochastic rounding, and slower, because parameters are stepped one by one.",
+        "Format of the state. auto: as the stepped weights. bfloat16: half of float32's memory, "
+        "slower, with stochastic rounding.",
     )
     nesterov: bool = option(True, "Nesterov momentum of sgd.", facts=Facts(only_for=OnlyFor(".type", ("sgd",))))
 
@@ -331,22 +312,22 @@ def _ramp(*types: str) -> Callable[[Mapping[str, Any]], int]:
 
 
 class SchedulerConfig(ConfigSection):
-    """Learning rate over the steps. A cosine decays over all steps after the warm-up by default."""
+    """Learning rate over the steps."""
 
     type: Literal["constant", "linear", "cosine"] = option(
         "constant",
-        "constant: warm-up, then flat. linear: warm-up, flat, then straight down to `min_lr` over the last "
-        "`decay_steps`. cosine: warm-up, then half a cosine down to `min_lr`. linear and cosine need `max_steps`.",
+        "constant: warm-up, then flat. linear: at the end straight down to `min_lr`. cosine: half a cosine "
+        "down to `min_lr`.",
     )
     warmup_steps: int = option(
         0,
-        "Steps from 0 up to the peak.",
+        "Steps from 0 to the peak.",
         facts=Facts(default_text="10 for linear and cosine, 0 for constant", default_from=_ramp("linear", "cosine")),
         ge=0,
     )
     decay_steps: int = option(
         0,
-        "linear only: steps of decay at the end, at least 1 there.",
+        "linear: steps of the decay.",
         facts=Facts(
             default_text="10 for linear, 0 for the others",
             default_from=_ramp("linear"),
@@ -356,7 +337,7 @@ class SchedulerConfig(ConfigSection):
     )
     min_lr: float = option(
         0.0,
-        "Learning rate at the end of the decay, at most the peak.",
+        "Rate at the end of the decay.",
         facts=Facts(only_for=OnlyFor(".type", ("linear", "cosine"))),
         ge=0,
     )
@@ -409,8 +390,7 @@ def peak_tflops() -> Any:
     """Return the pydantic field of the key `peak_tflops`."""
     return option(
         None,
-        "Dense TFLOP/s of one device in the format that is computed in, for `perf/mfu`. That of known GPUs in bfloat16 "
-        "if left out; without a peak there is no MFU.",
+        "TFLOP/s of one device, for `perf/mfu`; by default of known GPUs in bfloat16.",
         gt=0,
     )
 
@@ -440,30 +420,23 @@ def micro_batch_tokens(key: str, section: str) -> Any:
 
 
 class PackConfig(ConfigSection):
-    """Rows of several samples, none of which attends to another.
-
-    Replays pack as the run did. A cost is that of one attention operation in operations of a matrix product; the
-    defaults were measured on CPUs.
-    """
+    """Rows of several samples that do not attend to each other."""
 
     mode: Literal["auto", "always", "never"] = option(
         "auto",
-        "always: pack samples into rows as long as the longest sample or, on a GPU with a kernel for it, as the "
-        "micro-batch. never: one sample per row, padded to the longest. auto: the cheaper one per optimizer step; "
-        "padded for models that mix the samples of a row. A model that mixes those of a micro-batch always gets one "
-        "sample per micro-batch.",
+        "always: rows as long as the longest sample or, on a GPU with a kernel for it, the micro-batch. "
+        "never: one sample per row. auto: the cheaper one.",
     )
-    causal_cost: float = option(2.0, "Cost where a row is one sample.", gt=0)
-    masked_cost: float = option(3.2, "Cost where a dense mask keeps the samples of a row apart.", gt=0)
+    causal_cost: float = option(2.0, "Cost of attention where a row is one sample.", gt=0)
+    masked_cost: float = option(3.2, "Cost where a mask separates samples.", gt=0)
 
 
 class TokenLogConfig(ConfigSection):
-    """The trainer's own log-probs, stored per step: the dashboard compares the engine's with them."""
+    """The trainer's log-probs, which the dashboard compares with the engine's."""
 
     share: float = option(
         0.1,
-        "Share of a step's rollouts whose tokens are stored, at least one; 0: none. 6 bytes per sampled token, kept as "
-        "long as the run.",
+        "Share of rollouts whose tokens are stored, with 6 bytes each.",
         ge=0,
         le=1,
     )
@@ -485,21 +458,18 @@ class TrainerConfig(ConfigSection):
     )
     max_skipped_steps: int = option(
         3,
-        "A step whose loss, entropy or gradient is not finite changes no weight; so many in a row fail the run, which "
-        "names the first token that is not finite.",
+        "Steps in a row without finite loss, entropy or gradient, after which the run fails.",
         ge=1,
     )
     minibatches: int = option(
         1,
-        "Optimizer steps per batch: its groups are split into so many parts, each learned from once at the batch's "
-        "learning rate. Together they make one version.",
+        "Optimizer steps per batch, each on a part of its groups.",
         ge=1,
     )
     determinism: Literal["auto", "strict", "best_effort"] = option(
         "auto",
-        "strict: a replayed step must give the same policy bit for bit, or the run stops. best_effort: a replayed "
-        "policy may differ and starts a new lineage. auto: strict on a CPU; best_effort on a GPU and with "
-        "`model.compile`, where strict is refused.",
+        "strict: a replayed step must give the same bits, or the run stops. best_effort: it may start a new "
+        "lineage. auto: strict on a CPU without `model.compile`, else best_effort.",
     )
     micro_batch_tokens: int = micro_batch_tokens("trainer.model.seq_len", "model")
     pack: PackConfig = table(PackConfig, "Packing of samples into rows.")
