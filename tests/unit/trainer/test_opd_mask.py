@@ -54,7 +54,7 @@ def gradients(drift: float) -> tuple[torch.Tensor, torch.Tensor, float, float]:
 def test_the_gradients_differ_by_what_only_one_mask_drops(
     drift: float, ours_dropped: float, theirs_dropped: float, apart: float, cosine: float
 ) -> None:
-    """The figures of docs/algorithms.md."""
+    """Ours is DPPO's two-sided mask, theirs that of prime-rl's `ref_kl`."""
     ours, theirs, *dropped = gradients(drift)
     assert dropped == pytest.approx([ours_dropped, theirs_dropped], abs=5e-4)
     assert float((ours - theirs).norm() / theirs.norm()) == pytest.approx(apart, abs=5e-4)

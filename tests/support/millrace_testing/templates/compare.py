@@ -47,8 +47,6 @@ class Ends:
     call: str | None
     all: list[str]
     documented: list[str | None]
-    behind: str
-    """What the template writes after the end of the last turn."""
 
 
 class Trial:
@@ -132,15 +130,12 @@ class Trial:
         """Return the tokens that end a turn."""
         word = self.tokenizer.convert_ids_to_tokens
         answer, call = self.stops.answer, self.stops.call
-        own = self.millrace(CONVERSATIONS["one turn"])
-        last = max((at + 1 for at, flag in enumerate(own.mask) if flag), default=len(own.token_ids))
         return Ends(
             family=self.name,
             answer=None if answer is None else word(answer),
             call=None if call is None else word(call),
             all=sorted(word(stop) for stop in self.stops.token_ids),
             documented=[self.family.answer, self.family.call],
-            behind=self.tokenizer.decode(own.token_ids[last:]),
         )
 
 

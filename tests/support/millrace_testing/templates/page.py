@@ -32,12 +32,11 @@ _FAMILIES = """
 ## Families
 
 *Ends*: the tokens after an answer and after a turn of calls (– if the template, under transformers, writes no calls).
-*After*: what is written after the last turn's end, and not trained. *Refused*: the conversations of which the template
-*raises*, *loses* a text, a call or reasoning, *rewrites* earlier turns or the prompt of an engine, or *melts* the end
-of a prompt and the beginning of its answer into one token.
+*Refused*: the conversations of which the template *raises*, *loses* a text, a call or reasoning, *rewrites* earlier
+turns or the prompt of an engine, or *melts* the end of a prompt and the beginning of its answer into one token.
 
-| family | ends | after | refused |
-|---|---|---|---|
+| family | ends | refused |
+|---|---|---|
 """
 _TRAINED = """
 The markers of TRL's training templates say what is trained of {count} more rows: {families}.
@@ -106,10 +105,9 @@ def _cells(rows: list[dict[str, Any]], end: Mapping[str, Any]) -> str:
     """Return what the table says of a family with these rows and ends, without its name."""
     found = {word: _numbers(row for row in rows if row["outcome"] == outcome) for outcome, word in _REFUSED.items()}
     refused = "; ".join(f"{word} {numbers}" for word, numbers in found.items() if numbers)
-    behind = repr(end["behind"]).replace("'", "`") if end["behind"] else "–"
     stops = " ".join(f"`{stop}`" for stop in dict.fromkeys(filter(None, (end["answer"], end["call"]))))
     stops += "" if end["call"] else ", –"
-    return f"{_escaped(stops)} | {_escaped(behind)} | {refused}"
+    return f"{_escaped(stops)} | {refused}"
 
 
 def _differences(rows: list[dict[str, Any]]) -> Iterator[str]:
