@@ -196,11 +196,11 @@ class MeasuredFigure:
     unit: str
     what: str
     source: str
-    """How it was measured, or where the page is that says so."""
+    """How it was measured, or the page that says so; `scale.py` is in benchmarks."""
 
 
 _EARLIER = "an earlier build"
-_PERFORMANCE = "[performance](performance.md)"
+_PERFORMANCE = "docs/performance.md"
 FIGURES: Mapping[str, MeasuredFigure] = {
     "read_token_s": MeasuredFigure(0.2e-6, "CPU s", "orchestrator, to read a token", _EARLIER),
     "read_rollout_s": MeasuredFigure(0.21e-3, "CPU s", "orchestrator, to read a rollout", _EARLIER),
@@ -211,7 +211,7 @@ FIGURES: Mapping[str, MeasuredFigure] = {
     "workers": MeasuredFigure(1000, "workers", "of one orchestrator", "scale.py workers"),
     "redis_rollout": MeasuredFigure(9, "B", "Redis, for a token of a rollout", _EARLIER),
     "redis_batch": MeasuredFigure(10, "B", "Redis, for a token of a batch", _EARLIER),
-    "redis_events": MeasuredFigure(1300, "B", "Redis, for the events of a step, 2,000 at most", "scale.py runs"),
+    "redis_events": MeasuredFigure(1300, "B", "Redis, for the events of a step", "scale.py runs"),
     "store_token": MeasuredFigure(18, "B", "store, for a token", _EARLIER),
     "store_step": MeasuredFigure(4500, "B", "store, for what a step keeps with retention", "scale.py store"),
     "objects_step": MeasuredFigure(6.4, "writes", "store, for a step", "a soak of 3,331 tiny steps"),
@@ -409,5 +409,5 @@ def _amount(value: float, unit: str) -> str:
 
 def figures_table() -> str:
     """Return `FIGURES` as a table in Markdown, for docs/scale.md."""
-    rows = [f"| {each.what} | {each.value:g} {each.unit} | {each.source} |" for each in FIGURES.values()]
-    return "\n".join(["| what | figure | from |", "|---|---|---|", *rows])
+    rows = [f"| {each.what} | {each.value:g} {each.unit} |" for each in FIGURES.values()]
+    return "\n".join(["| what | figure |", "|---|---|", *rows])

@@ -422,8 +422,8 @@ def table() -> str:
 
     A cell with the usual answer is empty, and the usual hash, sha256, is left out.
     """
-    usual = {KeptAs.RUN, _BACKUP, _PROVED_BY_HASH}
-    heads = ("object", "key", "named by", "kept", "if it is damaged", "a repair takes")
+    usual = {KeptAs.RUN, _BACKUP}
+    heads = ("object", "key", "named by", "kept", "if it is damaged")
     rows: list[tuple[str, ...]] = [heads, ("---",) * len(heads)]
     for kind in KINDS:
         key = _ENDING.sub(r"[.rN]\g<ending>", kind.key) if kind.has_revisions else kind.key
@@ -433,7 +433,6 @@ def table() -> str:
             "; ".join(each.removesuffix(", by sha256") for each in kind.named_by),
             kind.kept,
             kind.remedy,
-            kind.repair or "nothing",
         )
         rows.append(tuple("" if cell in usual else cell for cell in cells))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
