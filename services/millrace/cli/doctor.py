@@ -196,7 +196,7 @@ class MeasuredFigure:
     unit: str
     what: str
     source: str
-    """How it was measured, or the page that says so; `scale.py` is in benchmarks."""
+    """How it was measured, such as by a script in benchmarks, or the page that says so."""
 
 
 _EARLIER = "an earlier build"

