@@ -24,9 +24,9 @@ orchestrator, `millrace rl`, `millrace up` and `millrace doctor` try any other s
 """
 _NEEDED = tuple(name for name in TRIALS if name != "compare-and-swap")
 _TRIED = """
-*One PUT* is a conditional PUT while nobody else writes, the median of nine. In the *self-test*, once per store, 16 writers
-race for seven objects, and parts, listings and a late writer are tried. Late answers (SeaweedFS lets losers of a race
-sleep for seconds) end the orchestrator if a loser has won, too. `STORE_SEMANTICS` says what a server answered.
+*One PUT* is a conditional PUT while nobody else writes, the median of nine. In the *self-test*, once per store, 16
+writers race for seven objects, and parts, listings and a late writer are tried. Late answers (SeaweedFS lets losers of
+a race sleep for seconds) end the orchestrator if a loser has won, too. `STORE_SEMANTICS` says what a server answered.
 """
 
 
