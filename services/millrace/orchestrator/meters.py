@@ -73,7 +73,8 @@ WORKERS = Family(
 GPU_LABELS = ("worker", "gpu")
 GPU_UTILIZATION = Family(
     "millrace_orchestrator_gpu_utilization_ratio",
-    "Share of the last moments in which a kernel ran on a GPU that a trainer or replica may use (0 to 1).",
+    "Share of the last moments in which a kernel ran on a GPU that a trainer or replica may use (0 to 1); of a trainer "
+    "on several machines, those of rank 0.",
     GPU_LABELS,
 )
 GPU_MEMORY_USED = Family(
