@@ -223,6 +223,26 @@ POLICY_OBJECT = ObjectKind(
     kept=KeptAs.POLICIES,
     remedy="the trainer publishes the version again",
 )
+BASE_MANIFEST = ObjectKind(
+    name="base manifest",
+    key="base/policies/{lineage:04d}-{version:08d}/manifest.json",
+    codec="millrace.policies.manifest:PolicyManifest.from_bytes",
+    has_revisions=True,
+    finding="POLICY",
+    named_by=("manifests of adapters, by the digest of the weights", SEALED),
+    kept=KeptAs.RUN,
+    remedy="the trainer publishes it again as its next revision",
+    repair=f"{_PROVED_BY_HASH}; of a revision, a manifest of the same digest",
+)
+BASE_OBJECT = ObjectKind(
+    name="base object",
+    key="base/policies/{lineage:04d}-{version:08d}/{file}",
+    finding="POLICY",
+    named_by=(MANIFEST,),
+    is_large=True,
+    kept=KeptAs.RUN,
+    remedy="the trainer publishes the base again",
+)
 POLICY_FILE = ObjectKind(
     name="policy file",
     key="policy-files/e{epoch}-{nonce}/{file}",
@@ -376,6 +396,8 @@ KINDS = [
     EVENT_ARCHIVE,
     POLICY_MANIFEST,
     POLICY_OBJECT,
+    BASE_MANIFEST,
+    BASE_OBJECT,
     POLICY_FILE,
     CHECKPOINT_MANIFEST,
     CHECKPOINT_OBJECT,

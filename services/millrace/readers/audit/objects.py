@@ -13,7 +13,14 @@ from millrace.internal.v1 import batch_pb2
 from millrace.readers.audit.events import EventClaims
 from millrace.readers.audit.findings import MAX_PER_CHECK, Audit, RetirementCheck, gaps
 from millrace.readers.audit.named import ReferencedObjects
-from millrace.runlog.catalogue import CHAIN_POINT, EVENT_ARCHIVE, TOKEN_LOG, KeptAs
+from millrace.runlog.catalogue import (
+    BASE_MANIFEST,
+    CHAIN_POINT,
+    EVENT_ARCHIVE,
+    POLICY_MANIFEST,
+    TOKEN_LOG,
+    KeptAs,
+)
 from millrace.runlog.records.run_record import checkpoint_at, list_objects, policy_at
 from millrace.runlog.redis.entry import Entry, id_order
 from millrace.storage.base import find_newest, newest_revision
@@ -322,6 +329,8 @@ class PolicyCheck:
         """By lineage and version: those whose manifests can be read."""
         self._objects: dict[str, str] = {}
         """What is wrong with an object, empty if nothing: files are shared by many versions."""
+        self._bases: dict[str, str] = {}
+        """Digest of the weights by the key of a manifest that adapters name as their base; empty if it is damaged."""
 
     def scan(self) -> None:
         """Read every version's manifest and check its objects.
@@ -465,6 +474,8 @@ class PolicyCheck:
             self._check_identity(manifest, lineage, version)
             self._check_digest(manifest, what)
             self._check_objects(manifest, what, place=(lineage, version))
+            if adapter := manifest.get("adapter"):
+                self._check_adapter(what, str(adapter["base_key"]), str(adapter["base_digest"]))
             encodings = manifest["encodings"]
             self.facts[lineage, version] = PolicyFact(
                 lineage=lineage,
@@ -493,6 +504,45 @@ class PolicyCheck:
                 self.retired.add(place)
             elif problem:
                 self._audit.object_violation("POLICY", what.removeprefix("manifest of "), problem)
+
+    def _check_adapter(self, what: str, base_key: str, base_digest: str) -> None:
+        """Report an adapter whose base is not there, or has another digest than the adapter's manifest says.
+
+        `what` names that manifest. The base is version 0 of the run or, in a fork, a copy under a prefix of its own.
+        """
+        if base_key not in self._bases:
+            self._bases[base_key] = self._read_base(base_key, what)
+        found = self._bases[base_key]
+        if found and found != base_digest:
+            self._audit.findings.violation(
+                "POLICY_DIGEST_MISMATCH",
+                f"the {what} is on a base of digest {base_digest[:16]}…, {self._audit.uri(base_key)} has {found[:16]}…",
+            )
+
+    def _read_base(self, base_key: str, what: str) -> str:
+        """Return the digest of the base under a key, of its newest revision; empty, with a violation, if it cannot be
+        read.
+
+        The objects of a fork's copy are checked, too; those of a version are checked with the version.
+        """
+        audit, own = self._audit, base_key.removeprefix(self._audit.names.root)
+        is_copy = BASE_MANIFEST.parse(own) is not None
+        if not audit.is_own(base_key) or not (is_copy or POLICY_MANIFEST.parse(own)):
+            audit.findings.violation("POLICY_MISNAMED", f"the {what} names {base_key[:200]!r} as its base")
+            return ""
+        newest = newest_revision(audit.store, base_key)
+        audit.is_own(newest)  # which notes it as named
+        name = "manifest of the adapters' base"
+        data = audit.get(newest, missing="POLICY_BASE_MISSING", what=name)
+        digest = ""
+        if data is not None:
+            with audit.reading(_CORRUPT, f"{name} ({audit.uri(newest)})"):
+                manifest = decode_object(data, what=f"{name} ({audit.uri(newest)})", reason=_CORRUPT)
+                if is_copy:
+                    self._check_digest(manifest, name)
+                    self._check_objects(manifest, name, place=(0, 0))
+                digest = str(manifest["digest"])
+        return digest
 
     def _check_digest(self, manifest: Mapping[str, Any], what: str) -> None:
         """Report a violation unless a manifest's digest follows from those of its tensors.

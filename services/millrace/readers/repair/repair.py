@@ -28,7 +28,7 @@ from millrace.readers.repair.objects import (
     repair_headers,
 )
 from millrace.runlog import catalogue
-from millrace.runlog.catalogue import CHECKPOINT_MANIFEST, EVENT_ARCHIVE, GENERATION, SEAL, TOKEN_LOG
+from millrace.runlog.catalogue import BASE_MANIFEST, CHECKPOINT_MANIFEST, EVENT_ARCHIVE, GENERATION, SEAL, TOKEN_LOG
 from millrace.runlog.event_archive import decode_archive, encode_archive
 from millrace.runlog.names import Deployment, Names
 from millrace.runlog.records.known import manifest_digest
@@ -361,8 +361,12 @@ def _repair_policies(bench: Workbench, headers: dict[Position, Header]) -> None:
     right headers.
     """
     digests = {item.key: item.digest for _, header in headers.values() for item in header.objects if item.digest}
-    for version, lineage in list_policies(bench.store, bench.names):
-        first_key, what = bench.names.policy_manifest(lineage, version), f"the manifest of policy {lineage}-{version}"
+    firsts = {
+        bench.names.policy_manifest(lineage, version): f"the manifest of policy {lineage}-{version}"
+        for version, lineage in list_policies(bench.store, bench.names)
+    }
+    copies = {revision_key(bench.names.root + own, 0) for own in list_objects(bench.store, bench.names, BASE_MANIFEST)}
+    for first_key, what in (firsts | dict.fromkeys(sorted(copies), "the manifest of the adapters' base")).items():
         newest = find_newest(bench.store, first_key) or first_key
         without = ""
         for number in range(revision_of(newest), -1, -1):

@@ -12,8 +12,14 @@ from millrace.storage import ObjectStore
 from millrace_testing.runlog.recorded_log import Recorded, flip
 from millrace_testing.runlog.scene import Scene, objects, rehash
 
-ABSENT = {catalogue.TOMBSTONE, catalogue.REOPENING, catalogue.QUARANTINED}
-"""What a run that went well does not have."""
+ABSENT = {
+    catalogue.TOMBSTONE,
+    catalogue.REOPENING,
+    catalogue.QUARANTINED,
+    catalogue.BASE_MANIFEST,
+    catalogue.BASE_OBJECT,
+}
+"""What a run that went well and is no fork does not have."""
 
 SINGLE = {catalogue.RUN_JSON, catalogue.SEAL, catalogue.ATTESTATION, catalogue.POLICY_FILE}
 """What the recorded run has one object of."""
