@@ -14,8 +14,9 @@ from millrace.errors import CorruptObjectError, MillraceError, NotFoundError
 from millrace.internal.v1.tinker_pb2 import ForwardBackwardRequest, ModelVerb, VerbResult
 from millrace.storage.base import ObjectStore, with_checksum
 from millrace.tinker.examples import refused
-from millrace.tinker.log import FORMAT, FULL, Checkpoint, ModelLog, canonical, read_record
+from millrace.tinker.log import FORMAT, FULL, Checkpoint, ModelLog, canonical, read_record, sampler_taken
 from millrace.tinker.names import (
+    MAX_NUMBER,
     WEIGHTS,
     CheckpointPath,
     ModelName,
@@ -28,7 +29,7 @@ from millrace.tinker.states import peft_files
 
 VERBS = ("optim_step", "save_weights", "save_weights_for_sampler", "load_weights")
 """Requests of a model in JSON, by the last part of their path."""
-MAX_SEQ_ID = 99_999_999
+MAX_SEQ_ID = MAX_NUMBER
 _MAX_SAMPLE_SEQ = (1 << 63) - 1
 _MODEL_FUTURE, _SAMPLE_FUTURE = "model", "sample"
 
@@ -149,7 +150,11 @@ class TinkerApi:
             decided["error"] = "models here are adapters: give lora_config"
         else:
             whole = {"train_unembed": True, "train_mlp": True, "train_attn": True}
-            decided["shape"] = {**whole, **fields.entries("lora_config")}
+            shape = Fields({**whole, **fields.entries("lora_config")})
+            # Read once, so that a stored shape can be listed.
+            decided["shape"] = {"rank": shape.integer("rank"), **{name: shape.flag(name) for name in whole}}
+            if shape.has("seed"):
+                decided["shape"]["seed"] = shape.integer("seed")
         return self._append(name, 0, ModelVerb(kind="create_model", body=canonical(body), decided=canonical(decided)))
 
     def _create_by_load(self, tenant: str, body: Mapping[str, Any]) -> Future:
@@ -257,7 +262,11 @@ class TinkerApi:
         else:
             found, model = self._checkpoint(tenant, path)
             record |= {"model": model.id, "seq_id": found.seq_id, "kind": found.kind}
-        self._store.create(name.record, with_checksum(record))
+        if not self._store.create(name.record, with_checksum(record)):
+            _, held = self._sampler(tenant, name.id)
+            held_path = held.text("path") if held.has("path") else None
+            if held_path != path or (path is None and held.has("model")):
+                raise sampler_taken(name)
         return {"type": "create_sampling_session", "sampling_session_id": name.id}
 
     def get_sampler(self, tenant: str, sampler_id: object) -> dict[str, Any]:
@@ -325,8 +334,11 @@ class TinkerApi:
         """Return the smallest seq_id from `executed` on, up to the future's, that has not arrived; None if all have."""
         if isinstance(future.name, SamplerName):
             return None
-        log = ModelLog(self._store, future.name)
-        return next((n for n in range(executed, future.seq_id) if log.verb(n) is None), None)
+        name = future.name
+        # Where nothing is known, as after a restart: a state has all that came before it.
+        executed = executed or (ModelLog(self._store, name).newest_state() or 0)
+        # `head`: requests have megabytes.
+        return next((n for n in range(executed, future.seq_id) if self._store.head(name.verb(n)) is None), None)
 
     # Checkpoints
 
@@ -350,14 +362,14 @@ class TinkerApi:
         return [_shown(each) for each in ModelLog(self._store, name).checkpoints()]
 
     def training_runs(self, tenant: str) -> list[dict[str, Any]]:
-        """Return all models of a tenant."""
-        return [self.training_run(tenant, name.id) for home in self._sessions(tenant) for name in self._models(home)]
+        """Return all models of a tenant; what could not be made is none."""
+        names = (name for home in self._sessions(tenant) for name in self._models(home))
+        return [self.training_run(tenant, name.id) for name in names if self._decided(name).has("shape")]
 
     def training_run(self, tenant: str, model_id: object) -> dict[str, Any]:
-        """Return one model with its newest checkpoints."""
+        """Return one model with its newest checkpoints; NotFoundError if it could not be made."""
         name = ModelName.parse(self._prefix, tenant, model_id)
-        decided = self._decided(name)
-        shape = decided.inner("shape") if decided.has("shape") else None
+        base, shape = self._about(name)
         saved = sorted(ModelLog(self._store, name).checkpoints(), key=lambda each: each.created)
         by_folder = {
             is_full: [_shown(c) for c in saved if (c.path.folder == WEIGHTS) is is_full] for is_full in (True, False)
@@ -366,10 +378,10 @@ class TinkerApi:
         last = datetime.fromtimestamp(first.modified, UTC).isoformat() if first else _now()
         return {
             "training_run_id": name.id,
-            "base_model": decided.text("base"),
+            "base_model": base,
             "model_owner": tenant,
             "is_lora": True,
-            "lora_rank": None if shape is None else shape.integer("rank"),
+            "lora_rank": shape.integer("rank"),
             "last_request_time": by_folder[True][-1]["time"] if by_folder[True] else last,
             "last_checkpoint": by_folder[True][-1] if by_folder[True] else None,
             "last_sampler_checkpoint": by_folder[False][-1] if by_folder[False] else None,

@@ -84,7 +84,7 @@ class TinkerApp:
         self._access = access
         self._settings = settings or AppSettings()
         self._heard: dict[tuple[str, str], float] = {}
-        """When each session was heard of (monotonic)."""
+        """When each session that there is was heard of (monotonic)."""
 
     def make_app(self) -> FastAPI:
         """Return the application with all routes."""
@@ -190,14 +190,17 @@ class TinkerApp:
         self._workers.of(future).ask(future)
         return JSONResponse({"request_id": future.id, **more})
 
-    def _touch(self, tenant: str, session_id: object) -> None:
-        """Note that a session is used; SessionGoneError if it was not for `session_s`."""
-        if not isinstance(session_id, str) or not session_id:
+    def _touch(self, tenant: str, session_id: object, *, is_found: bool = False) -> None:
+        """Note that a session is used; SessionGoneError if it was not for `session_s`.
+
+        `is_found` says that there is such a session: what clients may make up is not remembered.
+        """
+        now, key = time.monotonic(), (tenant, str(session_id))
+        if not is_found and key not in self._heard:
             return
-        now, key = time.monotonic(), (tenant, session_id)
         if now - self._heard.get(key, now) > self._settings.session_s:
             raise SessionGoneError(
-                f"session {session_id[:64]} had no heartbeat for {self._settings.session_s:g} s",
+                f"session {str(session_id)[:64]} had no heartbeat for {self._settings.session_s:g} s",
                 remedy="make a new ServiceClient; models and checkpoints are kept",
             )
         self._heard[key] = now
@@ -212,7 +215,7 @@ class TinkerApp:
         """Note that a session's client lives."""
         body = read_body(await _body(request))
         name = await asyncio.to_thread(self._api.session, tenant, body.get("session_id"))
-        self._touch(tenant, name.session)
+        self._touch(tenant, name.session, is_found=True)
         return JSONResponse({"type": "session_heartbeat"})
 
     async def forward_backward(self, request: Request, tenant: str) -> Response:
@@ -221,14 +224,14 @@ class TinkerApp:
         if _PROTOBUF not in request.headers.get("content-type", ""):
             raise refused("content-type", f"must be {_PROTOBUF}", request.headers.get("content-type"))
         future = await asyncio.to_thread(self._api.forward_backward, tenant, data)
-        self._touch(tenant, future.name.home.session)
+        self._touch(tenant, future.name.home.session, is_found=True)
         return self._promise(future)
 
     async def sample(self, request: Request, tenant: str) -> Response:
         """Store a request for samples."""
         body = read_body(await _body(request))
         future, ids = await asyncio.to_thread(self._api.sample, tenant, body)
-        self._touch(tenant, future.name.home.session)
+        self._touch(tenant, future.name.home.session, is_found=True)
         return self._promise(future, sample_sequence_ids=ids)
 
     async def retrieve(self, request: Request, tenant: str) -> Response:

@@ -19,13 +19,25 @@ from typing import Any
 
 from millrace.backoff import Backoff
 from millrace.decoding import Fields, decode_message, decode_object
-from millrace.errors import AlreadyExistsError, InvalidStateError, MillraceError, UnavailableError
+from millrace.errors import AlreadyExistsError, InternalError, InvalidStateError, MillraceError, UnavailableError
 from millrace.internal.v1.tinker_pb2 import ForwardBackwardRequest, ModelVerb, VerbError, VerbResult
 from millrace.storage.base import ObjectStore, with_checksum
 from millrace.tinker.examples import loss_config, output_of, read_examples, refused
-from millrace.tinker.log import ADAPTER, FORMAT, FULL, SERVER, USER, ModelLog, canonical, error_of
+from millrace.tinker.log import (
+    ADAPTER,
+    FORMAT,
+    FULL,
+    SERVER,
+    USER,
+    ModelLog,
+    canonical,
+    error_of,
+    read_record,
+    sampler_taken,
+)
 from millrace.tinker.losses import find_loss
 from millrace.tinker.names import (
+    MAX_NUMBER,
     SAMPLER_WEIGHTS,
     WEIGHTS,
     CheckpointPath,
@@ -130,7 +142,8 @@ class VerbExecutor:
             self._note({"kind": "begin", **_of(name), "seq_id": seq_id})
             self._execute(resident, seq_id, verb)
         resident.next_seq = seq_id + 1
-        if seq_id - resident.stored >= self._snapshot_verbs:
+        # Not what a failed request may have changed in part: that model is read again.
+        if self._residents.get(name) is resident and seq_id - resident.stored >= self._snapshot_verbs:
             self._snapshot(resident)
         self._note({"kind": "done", **_of(name), "seq_id": seq_id})
         return True
@@ -154,7 +167,13 @@ class VerbExecutor:
             result = VerbResult(error=VerbError(message=f"{type(error).__name__}: {error}", category=SERVER))
             # The adapter may have been changed in part; the request is left out when the model is read again.
             self._residents.pop(resident.log.name, None)
-            resident.log.create_error(seq_id, result.error)
+            if not resident.log.create_error(seq_id, result.error):
+                raise InternalError(
+                    f"request {seq_id} of model {resident.log.name.id} had a result, and failed when it was executed "
+                    f"again: {result.error.message[:1000]}",
+                    reason="REPLAY_FAILED",
+                    remedy="restart the server with more memory; the stored requests and states are unchanged",
+                ) from error
             return
         resident.log.put_result(seq_id, result)
 
@@ -239,7 +258,7 @@ class VerbExecutor:
         if not is_named and not body.has("sampling_session_seq_id"):
             raise refused("path", "must be given, or sampling_session_seq_id")
         name = _checkpoint_name(body, seq_id) if is_named else ""
-        number = 0 if is_named else body.integer("sampling_session_seq_id")
+        number = 0 if is_named else body.integer("sampling_session_seq_id", most=MAX_NUMBER)
         data = resident.adapter.export_weights()
         log.put_state(seq_id, ADAPTER, data, is_named=True)
         kind = {"type": "save_weights_for_sampler"}
@@ -248,10 +267,12 @@ class VerbExecutor:
             self._put_checkpoint(log, path, seq_id, ADAPTER, body, size_bytes=len(data))
             return VerbResult(json=canonical({"path": str(path), **kind}))
         sampler = SamplerName(log.name.home, number)
-        self._store.create(
-            sampler.record,
-            with_checksum({"format": FORMAT, "model": log.name.id, "seq_id": seq_id, "kind": ADAPTER, "path": None}),
-        )
+        record = {"format": FORMAT, "model": log.name.id, "seq_id": seq_id, "kind": ADAPTER, "path": None}
+        if not self._store.create(sampler.record, with_checksum(record)):
+            held = read_record(self._store, sampler.record, what="a sampling session")
+            same = held.has("model") and held.text("model") == log.name.id and held.integer("seq_id") == seq_id
+            if not same:
+                raise sampler_taken(sampler)
         return VerbResult(json=canonical({"sampling_session_id": sampler.id, **kind}))
 
     def _put_checkpoint(

@@ -19,7 +19,7 @@ from millrace.decoding import Fields, decode_message, decode_object
 from millrace.errors import ConflictError, CorruptObjectError, InternalError, MillraceError, NotFoundError
 from millrace.internal.v1.tinker_pb2 import ModelVerb, VerbError, VerbResult
 from millrace.storage.base import ObjectStore, require_checksum, with_checksum
-from millrace.tinker.names import CheckpointPath, ModelName, unknown
+from millrace.tinker.names import CheckpointPath, ModelName, SamplerName, unknown
 
 logger = logging.getLogger(__name__)
 
@@ -99,9 +99,13 @@ class ModelLog:
             if held != data:
                 raise _differs(f"the result of request {seq_id}", self.name)
 
-    def create_error(self, seq_id: int, error: VerbError) -> None:
-        """Store an error as the result of a request, unless it has a result."""
-        self._store.create(self.name.result(seq_id), VerbResult(error=error).SerializeToString(deterministic=True))
+    def create_error(self, seq_id: int, error: VerbError) -> bool:
+        """Store an error as the result of a request, unless it has a result; return whether its result is an error."""
+        data = VerbResult(error=error).SerializeToString(deterministic=True)
+        if self._store.create(self.name.result(seq_id), data):
+            return True
+        held = self.result(seq_id)
+        return held is not None and held.WhichOneof("result") == "error"
 
     def put_state(self, seq_id: int, kind: str, data: bytes, *, is_named: bool) -> None:
         """Store the state after a request: its bytes, then a record with their digest, which commits them.
@@ -179,8 +183,12 @@ class ModelLog:
 
     def find_checkpoint(self, path: CheckpointPath) -> Checkpoint:
         """Return the checkpoint of a path; NotFoundError if there is none, or it has expired."""
-        found = next((each for each in self.checkpoints() if each.path == path), None)
-        if found is None:
+        seq_ids = self.checkpoint_seqs(path)
+        found = None
+        if seq_ids:
+            newest = max(seq_ids)
+            found = self._checkpoint(path, self.name.checkpoint(path.folder, path.name, newest), newest)
+        if found is None or (found.expires is not None and found.expires <= datetime.now(UTC)):
             raise unknown("checkpoint", path)
         return found
 
@@ -222,6 +230,15 @@ def read_record(store: ObjectStore, key: str, *, what: str) -> Fields:
         raise CorruptObjectError(
             f"{store.uri(key)}: {error}", reason="TINKER_OBJECT_DAMAGED", remedy=_REMEDY
         ) from error
+
+
+def sampler_taken(name: SamplerName) -> ConflictError:
+    """Make the error that a sampling session with this id has other weights than a request asks for."""
+    return ConflictError(
+        f"sampling session {name.id} has other weights",
+        reason="SAMPLER_TAKEN",
+        remedy="give each sampling session of a session a sampling_session_seq_id of its own",
+    )
 
 
 def _differs(what: str, name: ModelName) -> InternalError:

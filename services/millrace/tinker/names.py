@@ -28,6 +28,8 @@ _SAMPLER = re.compile(rf"(?P<session>{_SESSION.pattern}):sample:{_NUMBER}")
 _CHECKPOINT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _PATH = re.compile(r"tinker://(?P<model>[^/]+)/(?P<folder>weights|sampler_weights)/(?P<name>[^/]+)")
 
+MAX_NUMBER = 99_999_999
+"""Largest number of a model or sampling session in its session, and largest seq_id of a model."""
 WEIGHTS, SAMPLER_WEIGHTS = "weights", "sampler_weights"
 """Folders of checkpoints, as paths of the SDK have them."""
 

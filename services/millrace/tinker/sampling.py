@@ -26,6 +26,7 @@ from millrace.errors import InternalError, MillraceError, UnavailableError
 from millrace.inference.embedded import loader
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.engine import (
+    EngineState,
     FinishReason,
     GenerateRequest,
     Generation,
@@ -40,7 +41,7 @@ from millrace.policies.proof import held_digest
 from millrace.policies.tensors import TensorBytes
 from millrace.storage.base import ObjectStore
 from millrace.tinker.examples import refused
-from millrace.tinker.log import ADAPTER, FULL, USER, ModelLog, error_of, read_record
+from millrace.tinker.log import ADAPTER, FULL, SERVER, USER, ModelLog, error_of, read_record
 from millrace.tinker.names import ModelName, SamplerName
 from millrace.tinker.states import ALPHA, OWN
 
@@ -56,11 +57,17 @@ Done = Callable[[SamplerName, int], None]
 class Sampling:
     """Answers requests for samples that are stored, and stores their results."""
 
-    def __init__(self, store: ObjectStore, engine: EmbeddedEngine, *, done: Done) -> None:
-        """Make it; `load` and `run` must follow. `done` is called once a result is stored."""
+    def __init__(
+        self, store: ObjectStore, engine: EmbeddedEngine, *, done: Done, turn: Callable[[SamplerName, bool], None]
+    ) -> None:
+        """Make it; `load` and `run` must follow.
+
+        `done` is called once a result is stored, `turn` where requests of a session are begun (True) and have ended.
+        """
         self._store = store
         self._engine = engine
         self._done = done
+        self._turns = turn
         self._waiting: OrderedDict[SamplerName, set[int]] = OrderedDict()
         self._has_work = asyncio.Event()
         self._held: str | None = None
@@ -87,7 +94,7 @@ class Sampling:
         self._has_work.set()
 
     async def run(self) -> None:
-        """Answer requests for ever, session by session."""
+        """Answer requests for ever, session by session; InternalError (ENGINE_FAILED) if the engine cannot go on."""
         failures = 0
         # unregistered wait: for requests, of which there may be none for days
         while True:
@@ -95,10 +102,17 @@ class Sampling:
             sampler, seq_ids = self._waiting.popitem(last=False)
             if not self._waiting:
                 self._has_work.clear()
+            self._turns(sampler, True)
             try:
                 await self._turn(sampler, seq_ids)
                 failures = 0
+                self._turns(sampler, False)
             except UnavailableError as error:
+                status = self._engine.status()
+                if status.state is EngineState.FAILED or status.is_dead:
+                    # It has no model any more, and a new process has.
+                    raise InternalError(f"the engine failed: {status.error}", reason="ENGINE_FAILED") from error
+                self._turns(sampler, False)
                 failures += 1
                 delay_s = _RETRY.after(failures)
                 logger.warning("samples wait", extra={"sampler": sampler.id, "error": str(error), "retry_s": delay_s})
@@ -138,7 +152,12 @@ class Sampling:
         except ValueError as error:  # of a field of the body
             result = pb.VerbResult(error=pb.VerbError(message=f"asample: {error}", category=USER))
         except MillraceError as error:
+            if self._engine.status().state is EngineState.FAILED:
+                raise UnavailableError(error.message, reason="ENGINE_FAILED") from error
             result = pb.VerbResult(error=error_of(error))
+        except Exception as error:  # the edge of torch: one request may not end all others
+            logger.exception("a request for samples failed", extra={"sampler": sampler.id, "seq_id": seq_id})
+            result = pb.VerbResult(error=pb.VerbError(message=f"{type(error).__name__}: {error}", category=SERVER))
         await self._store_result(sampler, seq_id, result)
 
     async def _store_result(self, sampler: SamplerName, seq_id: int, result: pb.VerbResult) -> None:

@@ -32,6 +32,7 @@ from millrace.tinker.states import ALPHA, OWN
 from millrace.trainer.model.lora import LoraLinear
 
 MAX_RANK = 512
+_LEAST_EPS = 1e-37
 MICRO_BATCH_TOKENS = 4096
 """Tokens, padding included, of one forward and backward."""
 _DEFAULT_POSITIONS = 2048
@@ -67,6 +68,9 @@ class StepParams:
             value = getattr(self, name)
             if not math.isfinite(value) or value < 0 or (name.startswith("beta") and value >= 1):
                 raise refused(f"adam_params.{name}", "must be finite, at least 0, and a beta below 1", value)
+        if self.eps < _LEAST_EPS:
+            # Where a gradient was always 0, as that of A is at first, the step would be 0 / 0.
+            raise refused("adam_params.eps", f"must be at least {_LEAST_EPS:g}, which is not 0 in float32", self.eps)
 
 
 class TrainedAdapter:

@@ -2,7 +2,7 @@
 
     server ──▶ {"tenant", "model"}               a model may have requests        (trainer)
            ──▶ {"tenant", "sampler", "seq_id"}   a request for samples is stored  (sampler)
-    worker ──▶ {"kind": "ready" | "begin" | "done" | "broken", …}
+    worker ──▶ {"kind": "ready" | "begin" | "end" | "done" | "broken", …}
 
 Messages are hints: every fact is an object in the store. A process ends with its server.
 """
@@ -112,6 +112,10 @@ def _sample(parent: ParentLink, order: Fields, prefix: str, store: ObjectStore) 
             done=lambda sampler, seq_id: _tell(
                 parent,
                 {"kind": "done", "tenant": sampler.home.tenant, "sampler": sampler.id, "seq_id": seq_id},
+            ),
+            turn=lambda sampler, begins: _tell(
+                parent,
+                {"kind": "begin" if begins else "end", "tenant": sampler.home.tenant, "sampler": sampler.id},
             ),
         )
 

@@ -2,7 +2,7 @@
 
 A process that ends is started again, later after each death. All that was asked of it is asked again then: it finds in
 the store what it had done. A request at which a trainer died `MAX_DEATHS` times gets an error as its result, so that
-the model goes on without it.
+the model goes on without it. So do the open requests of a sampling session at which a sampler died as often.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from typing import Any
 from millrace.backoff import Backoff
 from millrace.decoding import Fields, decode_object
 from millrace.errors import MillraceError
-from millrace.internal.v1.tinker_pb2 import VerbError
+from millrace.internal.v1.tinker_pb2 import VerbError, VerbResult
 from millrace.processes.channel import ChildLink
 from millrace.storage.base import ObjectStore
 from millrace.tinker.api import Future
@@ -68,8 +68,11 @@ class Worker:
         """The next request of each model, as far as is known."""
         self.broken: dict[ModelName, str] = {}
         """Why a model cannot go on."""
-        self._begun: tuple[ModelName, int] | None = None
-        self._deaths: dict[tuple[ModelName, int], int] = {}
+        self._given_up: set[ModelName] = set()
+        """Models of which the process is told nothing more, because it dies of them."""
+        self._begun: tuple[ModelName | SamplerName, int] | None = None
+        """Where the process is: at a request of a model, or at requests of a sampling session (with 0)."""
+        self._deaths: dict[tuple[ModelName | SamplerName, int], int] = {}
         self.ready = asyncio.Event()
         """Set while a process has its model."""
         self.max_tokens = 0
@@ -95,9 +98,9 @@ class Worker:
 
     def _hint(self, future: Future) -> None:
         """Send the process a hint; one that does not live gets it when it is started."""
-        if self._link is None:
-            return
         name = future.name
+        if self._link is None or name in self._given_up:
+            return
         hint: dict[str, Any] = {"tenant": name.home.tenant}
         hint |= {"model": name.id} if isinstance(name, ModelName) else {"sampler": name.id, "seq_id": future.seq_id}
         self._link.post(json.dumps(hint).encode())
@@ -110,6 +113,8 @@ class Worker:
             started = loop.time()
             try:
                 await self._life()
+            except Exception:  # what could not be started or said what cannot be read: the next life may be better
+                logger.exception("a worker failed", extra={"role": self._role})
             finally:
                 self.ready.clear()
                 if self._link is not None:
@@ -140,10 +145,15 @@ class Worker:
             case "ready":
                 self.max_tokens = said.integer("max_tokens")
                 self.ready.set()
-            case "begin":
+            case "begin" if "model" in message:
                 self._begun = self._model(said), said.integer("seq_id")
+            case "begin":
+                self._begun = self._sampler(said), 0
+            case "end":
+                self._begun = None
+                self._deaths.pop((self._sampler(said), 0), None)
             case "broken":
-                self.broken[self._model(said)] = said.text("error", most=1 << 14)
+                self.broken[self._model(said)] = said.text("error", most=MAX_FRAME_BYTES)
                 self._wake(self._model(said))
             case "done" if "model" in message:
                 name, seq_id = self._model(said), said.integer("seq_id")
@@ -153,14 +163,17 @@ class Worker:
                 self._deaths.pop((name, seq_id), None)
                 self.forget(Future(name, seq_id))
             case "done":
-                sampler = SamplerName.parse(self._prefix, said.text("tenant"), said.text("sampler"))
-                self.forget(Future(sampler, said.integer("seq_id", most=(1 << 63) - 1)))
+                self.forget(Future(self._sampler(said), said.integer("seq_id", most=(1 << 63) - 1)))
             case kind:
                 logger.warning("a worker said something unknown", extra={"said": kind[:100]})
 
     def _model(self, said: Fields) -> ModelName:
         """Return the model that a message names."""
         return ModelName.parse(self._prefix, said.text("tenant"), said.text("model"))
+
+    def _sampler(self, said: Fields) -> SamplerName:
+        """Return the sampling session that a message names."""
+        return SamplerName.parse(self._prefix, said.text("tenant"), said.text("sampler"))
 
     def _wake(self, name: ModelName) -> None:
         """Wake all that wait for results of a model."""
@@ -176,13 +189,36 @@ class Worker:
         if self._deaths[begun] < MAX_DEATHS:
             return
         name, seq_id = begun
-        message = f"the trainer died {MAX_DEATHS} times at this request, which was left out; the model is as before it"
-        logger.error("a request is given up", extra={"model": name.id, "seq_id": seq_id, "deaths": MAX_DEATHS})
-        error = VerbError(message=message, category=SERVER)
+        logger.error("a request is given up", extra={"name": name.id, "seq_id": seq_id, "deaths": MAX_DEATHS})
         try:
-            await asyncio.to_thread(ModelLog(self._store, name).create_error, seq_id, error)
+            if isinstance(name, ModelName):
+                await self._give_up(name, seq_id)
+            else:
+                await self._give_up_samples(name)
         except MillraceError as failure:  # it is counted again at the next death
-            logger.warning("the error could not be stored", extra={"model": name.id, "error": str(failure)})
+            logger.warning("the error could not be stored", extra={"name": name.id, "error": str(failure)})
+
+    async def _give_up(self, name: ModelName, seq_id: int) -> None:
+        """Store an error as the result of a request; where it has a result already its model cannot go on."""
+        message = f"the trainer died {MAX_DEATHS} times at this request, which was left out; the model is as before it"
+        error = VerbError(message=message, category=SERVER)
+        if not await asyncio.to_thread(ModelLog(self._store, name).create_error, seq_id, error):
+            # Executed again, or stored in a state: without it the model would be another one.
+            self._given_up.add(name)
+            self.broken[name] = (
+                f"the trainer died {MAX_DEATHS} times after request {seq_id}, which has a result; restart the server "
+                "with more memory"
+            )
+            self._wake(name)
+
+    async def _give_up_samples(self, name: SamplerName) -> None:
+        """Store an error as the result of each open request of a sampling session that has none."""
+        message = f"the sampler died {MAX_DEATHS} times while it answered requests of this sampling session"
+        data = VerbResult(error=VerbError(message=message, category=SERVER)).SerializeToString(deterministic=True)
+        for future in [each for each in self._open if each.name == name]:
+            await asyncio.to_thread(self._store.create, name.result(future.seq_id), data)
+            self.forget(future)
+        self._deaths.pop((name, 0), None)
 
 
 class Workers:

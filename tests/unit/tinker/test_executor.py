@@ -270,3 +270,88 @@ def test_another_tenants_ids_are_ids_of_nothing(tmp_path: Path) -> None:
         # The text of an id that never was.
         assert str(caught.value).startswith("there is no ")
     assert asked.api.training_runs("other") == [] and len(asked.api.training_runs("")) == 1
+
+
+def test_a_request_that_fails_in_its_midst_leaves_no_trace_in_a_state(tmp_path: Path, base: SharedBase) -> None:
+    asked, clean = Asked(tmp_path / "failed"), Asked(tmp_path / "clean")
+    for each in (asked, clean):
+        each.loss()
+        each.loss()
+    # The third request, after which a state would be stored; torch refuses the rate once it has changed the moments.
+    failed = asked.ask("optim_step", adam_params={"learning_rate": 1e200})
+    assert failed.seq_id == SNAPSHOT_VERBS
+    clean.log.append(3, pb.ModelVerb(kind="optim_step", body=b"{}", decided=b"{}"))
+    clean.log.create_error(3, pb.VerbError(message="left out", category="server"))
+    clean.next = 4
+    results = []
+    for each in (asked, clean):
+        stepped = each.ask("optim_step", adam_params={"learning_rate": 0.1})
+        after = each.loss()
+        run(executor(each.store, base), each.name)
+        results.append([each.api.result(future) for future in (stepped, after)])
+    error = asked.api.result(failed)
+    assert error is not None and error.WhichOneof("result") == "error"
+    assert results[0] == results[1] and all(each.WhichOneof("result") != "error" for each in results[0])
+
+
+def test_a_request_that_had_a_result_and_fails_when_it_is_executed_again_stops_the_model(
+    tmp_path: Path, base: SharedBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, notes = Asked(tmp_path), []
+    asked.loss()
+    run(executor(asked.store, base), asked.name)
+    after = asked.loss()
+
+    def failing(*_: Any, **__: Any) -> Any:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(base, "forward_backward", failing)
+    made = executor(asked.store, base, notes)
+    made.look(asked.name)
+    for _ in range(10):
+        made.work()
+    assert made.pause_s() is None, "it is tried again and again"
+    assert notes[-1]["kind"] == "broken" and "no memory" in notes[-1]["error"]
+    assert asked.api.result(after) is None
+
+
+def test_what_could_not_be_made_is_not_listed(tmp_path: Path, base: SharedBase) -> None:
+    asked = Asked(tmp_path)
+    body = {"session_id": asked.session, "model_seq_id": 1, "path": f"tinker://{asked.name.id}/weights/none"}
+    sent = asked.api.verb("", "load_weights", {**body, "optimizer": True})
+    assert isinstance(sent.name, ModelName)
+    run(executor(asked.store, base), sent.name)
+    made = {"session_id": asked.session, "model_seq_id": 2, "base_model": "tiny"}
+    with pytest.raises(ValueError, match="rank"):
+        asked.api.create_model("", {**made, "lora_config": {"rank": "eight"}})
+    assert [each["training_run_id"] for each in asked.api.training_runs("")] == [asked.name.id]
+    with pytest.raises(NotFoundError):
+        asked.api.training_run("", sent.name.id)
+
+
+def test_a_sampling_session_has_the_weights_that_were_asked_for(tmp_path: Path, base: SharedBase) -> None:
+    asked = Asked(tmp_path)
+    first = asked.ask("save_weights_for_sampler", sampling_session_seq_id=0)
+    second = asked.ask("save_weights_for_sampler", sampling_session_seq_id=0)
+    asked.ask("save_weights_for_sampler", path="named")
+    run(executor(asked.store, base), asked.name)
+    held, refused = asked.api.result(first), asked.api.result(second)
+    assert held is not None and held.WhichOneof("result") == "json"
+    assert refused is not None and "has other weights" in refused.error.message
+    wanted = {"session_id": asked.session, "base_model": "tiny"}
+    with pytest.raises(ConflictError, match="has other weights"):
+        asked.api.create_sampling_session("", {**wanted, "sampling_session_seq_id": 0})
+    named = {**wanted, "sampling_session_seq_id": 1, "model_path": f"tinker://{asked.name.id}/sampler_weights/named"}
+    assert asked.api.create_sampling_session("", named) == asked.api.create_sampling_session("", named)
+    with pytest.raises(ConflictError, match="has other weights"):
+        asked.api.create_sampling_session("", {**wanted, "sampling_session_seq_id": 1})
+
+
+def test_the_missing_request_is_found_without_knowing_what_was_executed(tmp_path: Path, base: SharedBase) -> None:
+    asked = Asked(tmp_path)
+    for _ in range(4):
+        asked.loss()
+    run(executor(asked.store, base), asked.name)
+    asked.next = 7
+    late = asked.loss()
+    assert asked.api.missing_before(late, executed=0) == 5

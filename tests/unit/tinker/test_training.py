@@ -160,3 +160,14 @@ def test_the_gradients_norm_is_clipped(base: SharedBase) -> None:
     scaled.step(StepParams(**big))
     for name, parameter in clipped.parameters.items():
         torch.testing.assert_close(parameter, scaled.parameters[name], rtol=1e-5, atol=1e-7)
+
+
+def test_an_eps_that_is_0_in_float32_is_refused(base: SharedBase) -> None:
+    for eps in (0.0, 1e-60):
+        with pytest.raises(InvalidSpecError, match="eps"):
+            StepParams(eps=eps)
+    # A's gradient is 0 at first: whatever eps is taken leaves numbers.
+    adapter = base.new_adapter(AdapterShape(rank=2, seed=1))
+    backward(base, adapter, DATA)
+    adapter.step(StepParams(learning_rate=0.1, eps=1e-37))
+    assert all(bool(torch.isfinite(each).all()) for each in adapter.parameters.values())
