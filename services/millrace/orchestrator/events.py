@@ -11,6 +11,7 @@ from millrace.orchestrator.workers import WorkerRegistry
 from millrace.rpc.worker import to_proto
 from millrace.runlog import Epoch, EventWriter, Lease, RunLog
 from millrace.runlog.records.run_record import RunRecord
+from millrace.runlog.run_status import RunStatus
 from millrace.telemetry.waits import Wait
 from millrace.v1 import event_pb2, run_pb2
 
@@ -23,6 +24,11 @@ class RunEvents:
         self._writer = writer
         self.meters = RunMeters(run)
         self.state = run_pb2.RUN_STATE_QUEUED
+
+    def resume(self, status: RunStatus) -> None:
+        """Go on from what the run's events say so far, which another orchestrator may have written."""
+        self.state = status.state
+        self.meters.resume(status.batches.moved)
 
     @property
     def num_queued(self) -> int:

@@ -462,8 +462,7 @@ class RunManager:
         # A log object of its own: a writer takes over a rebuilt log in place, and the driver has to notice a rebuild.
         run_log = await self._catalog.open_log(view.record.uid)
         events = RunEvents(EventWriter(run_log, self._owner), run=view.record.name)
-        events.state = view.status.state
-        events.meters.resume(view.status.batches.moved)
+        events.resume(view.status)
         return events
 
     async def _queue_again(self, view: RunView) -> None:

@@ -2,6 +2,7 @@ import asyncio
 import traceback
 from contextlib import AsyncExitStack
 
+import grpc
 import pytest
 
 from millrace.internal.v1 import (
@@ -18,6 +19,7 @@ from millrace.storage import open_store
 from millrace.telemetry.settings import Settings
 from millrace.v1 import run_service_pb2_grpc
 from millrace_testing.orchestrator.fakes import FakeEnvServer, FakeReplica, FakeTrainer, worker
+from millrace_testing.patience import patient
 
 
 class Stack:
@@ -31,6 +33,7 @@ class Stack:
         self.replicas: list[FakeReplica] = []
         self.orchestrator: asyncio.Task | None = None
         self.address = ""
+        self.channels: list[grpc.aio.Channel] = []
         self.custom_code = ""
         self.queue_groups = ""
         self.dashboard_listen: str | None = None
@@ -40,6 +43,7 @@ class Stack:
         self.exit.push_async_callback(self.deps["redis"].aclose)
         await self.start_orchestrator()
         self.channel = await self.exit.enter_async_context(open_channel(self.address))
+        self.channels.append(self.channel)
         self.runs = run_service_pb2_grpc.RunServiceStub(self.channel)
 
     async def start_orchestrator(self, port: int = 0) -> None:
@@ -63,6 +67,8 @@ class Stack:
             self.orchestrator.result()
         self.orchestrator.add_done_callback(_report)
         self.address = f"127.0.0.1:{started.result()}"
+        for channel in self.channels:  # those that met nobody at its port fail calls until they have tried again
+            await asyncio.wait_for(channel.channel_ready(), patient(20.0))
 
     async def kill_orchestrator(self) -> None:
         """End it at whatever await it is. It still gives its lease back: a real `kill -9` is tests/e2e's."""

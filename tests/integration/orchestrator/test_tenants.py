@@ -78,6 +78,7 @@ async def shared(stack, tmp_path, monkeypatch):
     for who in WHO:
         access = ClientAccess(secret=lambda token=tokens[who]: token)
         channel = await stack.exit.enter_async_context(open_channel(stack.address, access=access))
+        stack.channels.append(channel)
         clients[who] = SimpleNamespace(runs=RunServiceStub(channel), token=tokens[who], exit=stack.exit)
     _ = await stack.env_server(), await stack.inference(), await stack.trainer()
     runs = {}

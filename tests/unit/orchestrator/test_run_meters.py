@@ -10,11 +10,10 @@ from prometheus_client import CollectorRegistry
 
 from millrace.errors import CorruptObjectError
 from millrace.internal.v1 import worker_service_pb2 as ws
-from millrace.orchestrator import manager as manager_module
 from millrace.orchestrator import meters, run_meters
 from millrace.orchestrator.catalog import RunView
 from millrace.orchestrator.drive.batch_metrics import batch_metrics
-from millrace.orchestrator.manager import resumed_events
+from millrace.orchestrator.events import RunEvents
 from millrace.orchestrator.run_meters import RunMeters
 from millrace.orchestrator.tenants import SeenRuns, UsageReader
 from millrace.orchestrator.workers import WorkerRegistry
@@ -162,16 +161,14 @@ def test_a_pause_and_the_last_batch_are_no_stall() -> None:
     assert view.status.batches.moved is None
 
 
-async def test_an_orchestrator_that_claims_a_run_goes_on_counting(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def open_log(uid: str) -> None:
-        return None
-
+def test_an_orchestrator_that_claims_a_run_goes_on_counting() -> None:
     view = _view("claimed")
     _state(view, time.time() - 4000, RUNNING)
     _batch(view, time.time() - 3000, 0)
-    monkeypatch.setattr(manager_module, "EventWriter", lambda log, owner: SimpleNamespace())
-    catalog = SimpleNamespace(open_log=open_log)
-    counted = (await resumed_events(catalog, view, owner="orchestrator-1")).meters  # type: ignore[arg-type]
+    events = RunEvents(SimpleNamespace(), run="claimed")  # type: ignore[arg-type]
+    events.resume(view.status)
+    assert events.state == RUNNING
+    counted = events.meters
     for state in (STARTING, RUNNING):
         counted.state_changed(state)
         assert counted.seconds_since_batch == pytest.approx(3000, abs=60)
